@@ -1,0 +1,76 @@
+"""The house rules that a machine can check: imports point one way, files stay readable, asm has one home."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "anybit"
+
+# A module may import from rooms of a lower number, and from its own room.
+FLOORS = [
+    {"scheme", "errors", "device"},
+    {"packing", "dpr"},
+    {"reference"},
+    {"jit"},
+    {"kernels"},
+    {"tune"},
+    {"ops"},
+    {"linear", "kvcache", "attention"},
+    {"quantize", "checkpoints"},
+    {"integrations", "evaluate"},
+    {"cli", "__main__", "__init__"},
+]
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def room_of(path: Path) -> str:
+    """The top-level room of a file: the folder under anybit, or the module itself."""
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The rooms of anybit that a module imports at any depth of its code."""
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "anybit":
+            names = [node.module.split(".")[1]] if "." in node.module else [alias.name for alias in node.names]
+            rooms.update(names)
+        elif isinstance(node, ast.Import):
+            rooms.update(a.name.split(".")[1] for a in node.names if a.name.startswith("anybit."))
+    return {room for room in rooms if room in FLOOR_OF}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_one_way(path: Path) -> None:
+    room = room_of(path)
+    assert room in FLOOR_OF, f"{room} has no floor: give it one in tests/test_house.py and docs/map.md"
+    for other in imported_rooms(path):
+        assert other == room or FLOOR_OF[other] <= FLOOR_OF[room], (
+            f"{path.name} ({room}) imports {other}, a floor above"
+        )
+
+
+def sources() -> list[Path]:
+    return sorted(
+        p
+        for top in ("src", "tests", "benchmarks")
+        for s in ("*.py", "*.cuh", "*.h", "*.cpp")
+        for p in (ROOT / top).rglob(s)
+    )
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_stay_readable(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= 600, f"{path.relative_to(ROOT)} has {lines} lines; 600 is the most, 300 the aim"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").glob("*.cuh")), ids=lambda p: p.name)
+def test_asm_has_one_home(path: Path) -> None:
+    if path.name.startswith("ptx"):
+        return
+    assert not re.search(r"\basm\b", re.sub(r"//.*", "", path.read_text())), f"{path.name}: asm belongs in ptx.cuh"
