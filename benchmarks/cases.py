@@ -1,0 +1,56 @@
+"""The shapes and schemes that every table is made from. A product is Y[M, N] = X[M, K] W[N, K]^T."""
+
+from dataclasses import dataclass
+
+TOKENS = (1, 16, 64, 256, 1024, 4096)
+
+LLAMA3_8B = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+}
+"""The linear layers of Llama-3-8B, fused as they are served: name -> (N, K)."""
+
+BITWISE_SCHEMES = ("w1a1", "w1a2", "w2a2", "w3a2", "w3a4", "w4a4", "w2a8")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One product: ``name`` says which table or layer it stands in."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions of the product, whatever its operands' widths."""
+        return 2 * self.m * self.n * self.k
+
+
+def _cases(name: str, shapes: list[tuple[int, int, int]]) -> list[Case]:
+    return [Case(name, m, n, k) for m, n, k in shapes]
+
+
+SQUARE = _cases("square", [(s, s, s) for s in (1024, 2048, 4096)])
+
+# APT-LLM's Tables II to IV and the square and Llama-2 tables of its earlier version ("14k" is Llama-3-8B's 14336,
+# "10.5k" Llama-2-7B's 11008 rounded by the authors to 10.5 * 1024).
+PAPERS = [
+    *_cases("apt-llm general, M=64", [(64, s, s) for s in (1024, 2048, 4096)]),
+    *_cases("apt-llm prefill", [(64, 1024, 4096), (64, 14336, 4096), (64, 4096, 14336)]),
+    *_cases("apt-llm decode", [(1, 1024, 4096), (1, 14336, 4096), (1, 4096, 14336)]),
+    *_cases("apt llama-2-7b", [(1024, 4096, 4096), (1024, 10752, 4096), (1024, 4096, 10752)]),
+]
+
+LLAMA = [Case(f"llama-3-8b {layer}", m, n, k) for layer, (n, k) in LLAMA3_8B.items() for m in TOKENS]
+
+GEMM = [*SQUARE, *PAPERS, *LLAMA]
+"""Every case of the GEMM tables."""
+
+
+def select(cases: list[Case], only: str | None = None, tokens: tuple[int, ...] | None = None) -> list[Case]:
+    """The cases whose name contains ``only`` and whose M is among ``tokens``."""
+    return [case for case in cases if (only is None or only in case.name) and (tokens is None or case.m in tokens)]
