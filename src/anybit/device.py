@@ -1,0 +1,77 @@
+"""What anybit knows of a GPU: its architecture and the few numbers that kernels are planned with."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from anybit.errors import KernelError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU to plan for; it need not be present.
+
+    arch: "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a" or "sm_120a".
+    sms: streaming multiprocessors.  shared_bytes: the most shared memory a block can have.
+    l2_bytes: size of the L2 cache.  bandwidth: bytes a second that large reads reach.
+    """
+
+    arch: str
+    name: str
+    sms: int
+    shared_bytes: int
+    l2_bytes: int
+    bandwidth: float
+
+    @property
+    def capability(self) -> int:
+        """The compute capability as one number: 90 for sm_90a."""
+        return int(self.arch.removeprefix("sm_").rstrip("af"))
+
+    @staticmethod
+    def named(arch: str) -> "Device":
+        """A typical GPU of an architecture, for planning and compiling without one."""
+        if arch not in _TYPICAL:
+            raise KernelError(f"architecture {arch!r} is not known; anybit knows {', '.join(_TYPICAL)}")
+        return _TYPICAL[arch]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Device":
+        """The GPU that a tensor lives on. Raises KernelError for a CPU tensor or an unknown architecture."""
+        if not tensor.is_cuda:
+            raise KernelError(f"the tensor is on {tensor.device}, and kernels need a CUDA device")
+        return _present(tensor.device.index if tensor.device.index is not None else torch.cuda.current_device())
+
+
+# Bandwidths are what large reads reach where that was measured (H200: 4.67 TB/s), else nine tenths of the data sheet.
+_TYPICAL = {
+    device.arch: device
+    for device in (
+        Device("sm_80", "NVIDIA A100-SXM4-80GB", 108, 166912, 40 << 20, 1.8e12),
+        Device("sm_86", "NVIDIA GeForce RTX 3090", 82, 101376, 6 << 20, 0.84e12),
+        Device("sm_89", "NVIDIA GeForce RTX 4090", 128, 101376, 72 << 20, 0.91e12),
+        Device("sm_90a", "NVIDIA H200", 132, 232448, 60 << 20, 4.67e12),
+        Device("sm_100a", "NVIDIA B200", 148, 232448, 126 << 20, 7.2e12),
+        Device("sm_103a", "NVIDIA B300", 148, 232448, 126 << 20, 7.2e12),
+        Device("sm_120a", "NVIDIA GeForce RTX 5090", 170, 101376, 96 << 20, 1.6e12),
+    )
+}
+_SUFFIX = {90: "a", 100: "a", 103: "a", 120: "a"}
+
+
+@cache
+def _present(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    capability = properties.major * 10 + properties.minor
+    arch = f"sm_{capability}{_SUFFIX.get(capability, '')}"
+    if arch not in _TYPICAL:
+        raise KernelError(f"{properties.name} is {arch}, and anybit has kernels for {', '.join(_TYPICAL)}")
+    return Device(
+        arch,
+        properties.name,
+        properties.multi_processor_count,
+        int(properties.shared_memory_per_block_optin),  # type: ignore[attr-defined]
+        properties.L2_cache_size,
+        _TYPICAL[arch].bandwidth,
+    )

@@ -1,0 +1,29 @@
+"""The errors that anybit raises on purpose; each message names the thing, its value, and what is allowed."""
+
+
+class AnyBitError(Exception):
+    """The root of every error that anybit raises on purpose."""
+
+
+class SchemeError(AnyBitError, ValueError):
+    """A scheme that is not understood or that cannot exist."""
+
+
+class LayerError(AnyBitError, ValueError):
+    """A scheme, a tensor or a shape that does not fit a layer."""
+
+
+class CheckpointError(AnyBitError, ValueError):
+    """A checkpoint that is corrupt, incomplete, or of an unknown kind."""
+
+
+class ConversionError(AnyBitError, ValueError):
+    """A layer that the format asked for cannot express."""
+
+
+class TextError(AnyBitError, ValueError):
+    """A text that is missing, unreadable, or too short for what is asked."""
+
+
+class KernelError(AnyBitError, RuntimeError):
+    """A problem that no kernel on this device can take, or a kernel that failed."""

@@ -1,0 +1,236 @@
+"""Codes, dense words, bit planes, and the one in-memory form of a quantized linear layer. Pure torch, any device.
+
+Codes are unsigned (see ``anybit.scheme``). Dense words are 32-bit, least significant bit first, and a row has no
+padding bits beyond its last word: the layout of compressed-tensors' ``pack-quantized``, for every width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.errors import LayerError
+from anybit.scheme import WeightFormat
+
+WORD = 32
+# 32 codes of b bits fill b words exactly: the period of every layout below.
+_PERIOD = 32
+
+
+def words_per_row(length: int, bits: int) -> int:
+    """How many 32-bit words hold ``length`` codes of ``bits`` bits."""
+    return -(-length * bits // WORD)
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Pack unsigned codes [..., K] (any integer dtype, values in [0, 2^bits)) into int32 words [..., ceil(K*bits/32)].
+
+    Codes follow each other without gaps, least significant bit first; a code may straddle two words.
+    """
+    _check_bits(bits)
+    length = codes.shape[-1]
+    periods = -(-length // _PERIOD)
+    padded = torch.nn.functional.pad(codes, (0, periods * _PERIOD - length))
+    # Position-major, so that each of the 32 steps below runs over contiguous memory.
+    by_position = padded.reshape(-1, _PERIOD).t().contiguous()
+    words = torch.zeros(bits, by_position.shape[1], dtype=torch.int32, device=codes.device)
+    for position in range(_PERIOD):
+        word, offset = divmod(position * bits, WORD)
+        code = by_position[position].to(torch.int32)
+        words[word] |= code << offset
+        if offset + bits > WORD:
+            words[word + 1] |= code >> (WORD - offset)
+    rows = words.t().reshape(*codes.shape[:-1], periods * bits)
+    return rows[..., : words_per_row(length, bits)].contiguous()
+
+
+def unpack_words(words: Tensor, bits: int, length: int) -> Tensor:
+    """Unpack int32 words [..., ceil(length*bits/32)] into uint8 codes [..., length]; the inverse of ``pack_words``."""
+    _check_bits(bits)
+    expected = words_per_row(length, bits)
+    if words.dtype != torch.int32 or words.shape[-1] != expected:
+        raise LayerError(
+            f"{length} codes of {bits} bits are {expected} int32 words a row, "
+            f"not {words.shape[-1]} of {str(words.dtype).removeprefix('torch.')}"
+        )
+    periods = -(-length // _PERIOD)
+    rows = torch.nn.functional.pad(words, (0, periods * bits - expected)).reshape(*words.shape[:-1], periods, bits)
+    codes = torch.empty(*words.shape[:-1], periods, _PERIOD, dtype=torch.uint8, device=words.device)
+    mask = 2**bits - 1
+    for position in range(_PERIOD):
+        word, offset = divmod(position * bits, WORD)
+        code = rows[..., word] >> offset
+        if offset + bits > WORD:
+            low = WORD - offset  # the bits that the first word still holds; >> has filled the rest with its sign
+            code = (code & (2**low - 1)) | (rows[..., word + 1] << low)
+        codes[..., position] = (code & mask).to(torch.uint8)
+    return codes.flatten(-2)[..., :length].contiguous()
+
+
+def to_planes(codes: Tensor, bits: int) -> Tensor:
+    """Decompose codes [N, K] into bit planes, int32 [bits, N, ceil(K/32)]: plane i holds bit i, 32 elements a word.
+
+    The papers' decomposition (APT-LLM, section IV-A): each bit its own 1-bit matrix, all planes in one tensor.
+    """
+    _check_bits(bits)
+    return torch.stack([pack_words((codes.to(torch.int32) >> i) & 1, 1) for i in range(bits)])
+
+
+def from_planes(planes: Tensor, length: int) -> Tensor:
+    """Reassemble bit planes int32 [bits, N, ceil(length/32)] into uint8 codes [N, length]."""
+    codes = torch.zeros(*planes.shape[1:-1], length, dtype=torch.uint8, device=planes.device)
+    for i, plane in enumerate(planes):
+        codes |= unpack_words(plane, 1, length) << i
+    return codes
+
+
+def signed_from_codes(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes -> two's-complement integers in [-2^(bits-1), 2^(bits-1)), int32; lossless."""
+    return codes.to(torch.int32).sub(2 ** (bits - 1))
+
+
+def codes_from_signed(values: Tensor, bits: int) -> Tensor:
+    """Integers in [-2^(bits-1), 2^(bits-1)) -> unsigned codes, uint8."""
+    return values.add(2 ** (bits - 1)).to(torch.uint8)
+
+
+def bipolar_from_codes(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes -> bipolar-INT, the odd integers in [-(2^bits - 1), 2^bits - 1], int32; lossless.
+
+    APT-LLM, section III-A: bit i stands for +2^i or -2^i. Of a signed integer x this is x' = 2x + 1.
+    """
+    return codes.to(torch.int32).mul(2).sub(2**bits - 1)
+
+
+def codes_from_bipolar(values: Tensor, bits: int) -> Tensor:
+    """Bipolar-INT (odd integers) -> unsigned codes, uint8."""
+    return (values.add(2**bits - 1) >> 1).to(torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """The weights of one linear layer, N outputs by K inputs, as codes: ``W = scale * (u - zero)``.
+
+    words: int32 [N, ceil(K*bits/32)], dense; for 2:4 sparse layers the codes of the non-zeros, [N, ceil(K/2*bits/32)].
+    scale: float [N, G] with G = 1 for whole rows, else ceil(K / group).
+    zero: uint8 [N, G] for asym, else None (the format implies it).
+    group_index: int32 [K], the group of each input channel (activation order), else None: channel k is in k // group.
+    indices: int32 [N, ceil(K/2*2/32)], for 2:4 sparse layers the places (0 to 3) of the two non-zeros of every four.
+    """
+
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    shape: tuple[int, int]
+    format: WeightFormat
+    group_index: Tensor | None = None
+    indices: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        n, k = self.shape
+        fmt = self.format
+        kept = k // 2 if fmt.sparse else k
+        expected: dict[str, tuple[Tensor | None, tuple[int, ...] | None]] = {
+            "words": (self.words, (n, words_per_row(kept, fmt.bits))),
+            "scale": (self.scale, (n, fmt.groups(k))),
+            "zero": (self.zero, (n, fmt.groups(k)) if fmt.code == "asym" else None),
+            "indices": (self.indices, (n, words_per_row(kept, 2)) if fmt.sparse else None),
+        }
+        if fmt.sparse and k % 4:
+            raise LayerError(f"2:4 sparsity needs inputs in fours, and this layer has {k}")
+        if self.group_index is not None:
+            expected["group_index"] = (self.group_index, (k,))
+        for name, (tensor, shape) in expected.items():
+            actual = None if tensor is None else tuple(tensor.shape)
+            if actual != shape:
+                raise LayerError(f"{name} of a {n} x {k} layer in {fmt} must have shape {shape}, not {actual}")
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        format: WeightFormat,
+        group_index: Tensor | None = None,
+    ) -> "QuantizedWeight":
+        """Pack dense codes uint8 [N, K]. Sparse layers come from ``from_sparse_codes``."""
+        n, k = codes.shape
+        return cls(pack_words(codes, format.bits), scale, zero, (n, k), format, group_index)
+
+    @classmethod
+    def from_sparse_codes(
+        cls, codes: Tensor, mask: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat
+    ) -> "QuantizedWeight":
+        """Pack a 2:4 sparse layer: codes uint8 [N, K] and a boolean mask [N, K] with two True in every four inputs."""
+        n, k = codes.shape
+        if k % 4 or not bool((mask.view(n, -1, 4).sum(-1) == 2).all()):
+            raise LayerError(f"a 2:4 mask keeps two of every four inputs of a {n} x {k} layer; this one does not")
+        places = mask.view(n, -1, 4).to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :2]
+        kept = codes.view(n, -1, 4).gather(-1, places).flatten(1)
+        indices = pack_words(places.flatten(1), 2)
+        return cls(pack_words(kept, format.bits), scale, zero, (n, k), format, None, indices)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.words.device
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits, scales and zeros included, over the number of weights."""
+        parts = (self.words, self.scale, self.zero, self.group_index, self.indices)
+        return 8 * sum(t.numel() * t.element_size() for t in parts if t is not None) / (self.shape[0] * self.shape[1])
+
+    def to(self, device: torch.device | str) -> "QuantizedWeight":
+        """The same layer on another device."""
+        optional = (self.zero, self.group_index, self.indices)
+        zero, group_index, indices = (None if t is None else t.to(device) for t in optional)
+        words, scale = self.words.to(device), self.scale.to(device)
+        return QuantizedWeight(words, scale, zero, self.shape, self.format, group_index, indices)
+
+    def groups(self) -> Tensor:
+        """The group of each input channel, int64 [K]."""
+        k = self.shape[1]
+        if self.group_index is not None:
+            return self.group_index.long()
+        return torch.arange(k, device=self.device) // (self.format.group or k)
+
+    def codes(self) -> Tensor:
+        """Unsigned codes, uint8 [N, K]. Of a 2:4 sparse layer the pruned places hold their group's zero."""
+        n, k = self.shape
+        if self.indices is None:
+            return unpack_words(self.words, self.format.bits, k)
+        places = unpack_words(self.indices, 2, k // 2).view(n, -1, 2).long()
+        kept = unpack_words(self.words, self.format.bits, k // 2).view(n, -1, 2)
+        pruned = self.zeros().to(torch.uint8)[:, self.groups()].view(n, -1, 4)
+        return pruned.scatter(-1, places, kept).view(n, k)
+
+    def zeros(self) -> Tensor:
+        """The zero of each group in units of code, float32 [N, G]."""
+        if self.zero is not None:
+            return self.zero.float()
+        zero = self.format.zero
+        assert zero is not None
+        return torch.full_like(self.scale, zero, dtype=torch.float32)
+
+    def centered(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Codes less their zeros, [N, K] in a float dtype: integers, or halves of odd ones for bipolar codes."""
+        codes = self.codes().to(dtype)
+        if self.zero is None:
+            return codes.sub_(self.format.zero or 0.0)
+        return codes.sub_(self.zero.to(dtype)[:, self.groups()])
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights that the codes stand for, [N, K]: float32 arithmetic (float64 if asked for), rounded once."""
+        work = torch.float64 if dtype == torch.float64 else torch.float32
+        values = self.centered(work)
+        scale = self.scale.to(work)
+        # A broadcast is much cheaper than gathering a scale for every weight.
+        values *= scale if scale.shape[1] == 1 else scale[:, self.groups()]
+        return values.to(dtype)
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in range(1, 9):
+        raise LayerError(f"codes have 1 to 8 bits, not {bits}")

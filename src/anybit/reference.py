@@ -1,0 +1,149 @@
+"""The exact reference in plain torch: the oracle of every test, and the backend where there is no GPU.
+
+Integer products are sums over unsigned codes with rank-1 corrections, the algebra that the kernels follow:
+
+    sum (uw - zw)(ux - zx) = sum uw ux - zx sum uw - zw sum ux + K zw zx
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.errors import LayerError
+from anybit.packing import QuantizedWeight
+from anybit.scheme import ActivationFormat
+
+E4M3_MAX = 448.0
+_FLOAT32_EXACT = 2**24
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedActivations:
+    """Activations as codes: ``X = scale * (codes - zero)``, row by row (a token a row).
+
+    codes: uint8 [M, K], or float8_e4m3fn [M, K] for 8-bit float.  scale: float32 [M].
+    zero: float32 [M] (integers for asym, the implied zero otherwise; 0 for float).
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The activations that the codes stand for, [M, K]."""
+        return ((self.codes.to(dtype) - self.zero.to(dtype)[:, None]) * self.scale.to(dtype)[:, None]).to(dtype)
+
+
+def quantize_activations(x: Tensor, format: ActivationFormat) -> QuantizedActivations:
+    """Quantize activations [..., K], any float dtype, per token; the kernels give the same codes bit for bit.
+
+    Arithmetic is float32. A row of zeros gets scale 0; a row with NaN or infinity gets scale NaN, never garbage.
+    Returns codes [M, K] with the leading dimensions flattened.
+    """
+    if not format.quantized:
+        raise LayerError("16-bit activations are not quantized")
+    rows = x.reshape(-1, x.shape[-1]).float()
+    bits = format.bits
+    top = 2**bits - 1
+    finite = rows.isfinite().all(dim=1)
+    safe = torch.where(finite[:, None], rows, 0.0)
+    largest = safe.abs().amax(dim=1) if rows.shape[1] else safe.new_zeros(rows.shape[0])
+    if format.code == "float":
+        inverse, scale = _over(E4M3_MAX, largest), largest / E4M3_MAX
+        codes = (safe * inverse[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        zero = torch.zeros_like(scale)
+    elif format.code == "asym":
+        low, high = safe.amin(dim=1).clamp(max=0), safe.amax(dim=1).clamp(min=0)
+        inverse, scale = _over(top, high - low), (high - low) / top
+        zero = (-low * inverse).round().clamp(0, top)
+        codes = ((safe * inverse[:, None]).round() + zero[:, None]).clamp(0, top).to(torch.uint8)
+    elif format.code == "sym":
+        most = max(2 ** (bits - 1) - 1, 1)
+        inverse, scale = _over(most, largest), largest / most
+        signed = (safe * inverse[:, None]).round().clamp(-most if bits > 1 else -1, most if bits > 1 else 0)
+        codes, zero = (signed + 2 ** (bits - 1)).to(torch.uint8), torch.full_like(scale, 2 ** (bits - 1))
+    else:  # bipolar: floor, because its levels are odd multiples of half a step
+        half = top / 2
+        inverse = _over(half, largest)
+        # Of one bit only the sign is kept, and the mean magnitude is the scale that loses least.
+        scale = 2 * safe.abs().mean(dim=1) if bits == 1 else largest / half
+        codes = ((safe * inverse[:, None]).floor() + 2 ** (bits - 1)).clamp(0, top).to(torch.uint8)
+        zero = torch.full_like(scale, half)
+    return QuantizedActivations(codes, torch.where(finite, scale, torch.nan), zero)
+
+
+def accumulate(activations: Tensor, weights: Tensor) -> Tensor:
+    """The integer core of every kernel: unsigned codes X [M, K] and W [N, K] -> sum over K, int64 [M, N], exact."""
+    return (activations.double() @ weights.double().T).to(torch.int64)
+
+
+def integer_product(x: QuantizedActivations, weight: QuantizedWeight) -> Tensor:
+    """Sum over K of (uw - zw)(ux - zx) from codes and rank-1 terms, float64 [M, N], exact; whole-row scales only."""
+    if weight.scale.shape[1] != 1:
+        raise LayerError(f"{weight.format} has {weight.scale.shape[1]} groups a row; this needs whole rows")
+    uw, zw = weight.codes().double(), weight.zeros().double()
+    ux, zx = x.codes.double(), x.zero.double()[:, None]
+    raw = accumulate(x.codes, weight.codes()).double()
+    return raw - zx * uw.sum(1)[None] - ux.sum(1)[:, None] * zw.T + weight.shape[1] * zx * zw.T
+
+
+def linear(
+    x: Tensor,
+    weight: QuantizedWeight,
+    activations: ActivationFormat,
+    bias: Tensor | None = None,
+    decoded: Tensor | None = None,
+) -> Tensor:
+    """Y = x W^T + bias through the codes of a scheme; x float [..., K] -> y [..., N] in x's dtype.
+
+    decoded: what ``decode`` returned for this weight, to trade memory for speed; computed and dropped if None.
+    Products of integers with whole-row scales are exact before the scales are applied; everything else is float32
+    (float64 if x is).
+    """
+    if x.shape[-1] != weight.shape[1]:
+        raise LayerError(f"x has {x.shape[-1]} features in its last dimension, and the weight takes {weight.shape[1]}")
+    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    operand = decode(weight, activations, work) if decoded is None else decoded.to(work)
+    if not activations.quantized:
+        y = x.reshape(-1, x.shape[-1]).to(work) @ operand.T
+    else:
+        quantized = quantize_activations(x, activations)
+        centered = quantized.codes.to(work) - quantized.zero.to(work)[:, None]
+        y = (
+            _exact_product(centered, operand, weight, activations)
+            if _whole_rows(weight, activations)
+            else centered @ operand.T
+        )
+        y = y * quantized.scale.to(work)[:, None]
+    if bias is not None:
+        y = y + bias.to(work)
+    return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def decode(weight: QuantizedWeight, activations: ActivationFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What ``linear`` multiplies with, [N, K]: the dequantized weights, or the centered codes of whole-row integers."""
+    return weight.centered(dtype) if _whole_rows(weight, activations) else weight.dequantize(dtype)
+
+
+def _whole_rows(weight: QuantizedWeight, activations: ActivationFormat) -> bool:
+    return activations.quantized and activations.integer and weight.scale.shape[1] == 1
+
+
+def _exact_product(x: Tensor, w: Tensor, weight: QuantizedWeight, activations: ActivationFormat) -> Tensor:
+    """Centered integers X [M, K] times W [N, K]^T, exact, then the row scales: K in chunks whose sums float32 holds."""
+    # Centered bipolar codes are halves of odd integers: counted in quarters a product still fits the bound below.
+    largest = 4 * 2 ** (weight.format.bits + activations.bits)
+    chunk = max(_FLOAT32_EXACT // largest, 1) if x.dtype == torch.float32 else x.shape[1]
+    if chunk >= x.shape[1]:
+        total = (x @ w.T).to(torch.float64)
+    elif chunk < 64:
+        total = x.double() @ w.double().T
+    else:
+        total = sum((x[:, i : i + chunk] @ w[:, i : i + chunk].T).double() for i in range(0, x.shape[1], chunk))  # type: ignore[assignment]
+    return (total * weight.scale.double()[:, 0]).to(x.dtype)
+
+
+def _over(numerator: float, denominator: Tensor) -> Tensor:
+    """Numerator / denominator in float32, and 0 where the denominator is 0."""
+    return torch.where(denominator > 0, numerator / denominator, 0.0)

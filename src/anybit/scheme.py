@@ -1,0 +1,248 @@
+"""Schemes: what is quantized, and how, in one short word.
+
+    w4a16g128            4-bit weights in groups of 128, 16-bit activations
+    w2a2                 2-bit weights and activations, one scale a row and a token
+    w2a16g64asym         2-bit weights with a zero point for each group of 64
+    w4a8                 4-bit weights, 8-bit integer activations;  w4a8fp: 8-bit float (e4m3) activations
+    w3a4bipolar-xasym    bipolar weights, asymmetric activations (x is the activations' letter in Y = XW)
+    w4a16g128s24         2:4 sparse weights
+    w4a16g128-kv4        and a 4-bit KV cache;  -k4v2g32: keys 4 bits, values 2, groups of 32;
+                         -kv4t: keys grouped along the channels of a token ("tensor-wise");  -kv4rot: rotated heads
+
+Every code belongs to one family: ``value = scale * (u - zero)`` with an unsigned code ``u`` in [0, 2^bits).
+The three codes differ in the zero alone (bipolar-INT is APT-LLM's format, section III-A: x' = 2x + 1, up to the scale):
+
+    sym       zero = 2^(bits-1)         signed integers
+    asym      zero = an integer a group, in [0, 2^bits - 1]
+    bipolar   zero = (2^bits - 1) / 2   odd multiples of half a step, symmetric about zero
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from anybit.errors import SchemeError
+
+Code = Literal["sym", "asym", "bipolar"]
+ActivationCode = Literal["sym", "asym", "bipolar", "float"]
+KeyAxis = Literal["channel", "token"]
+
+GROUPS = (32, 64, 128, 256)
+KV_GROUPS = (32, 64, 128)
+KV_BITS = (2, 4, 8, 16)
+CODES: tuple[Code, ...] = ("sym", "asym", "bipolar")
+
+
+def fixed_zero(code: str, bits: int) -> float | None:
+    """The zero that a code implies at a width, in units of code; None where each group stores its own (asym)."""
+    if code == "asym":
+        return None
+    return float(2 ** (bits - 1)) if code == "sym" else (2**bits - 1) / 2
+
+
+def _default_code(bits: int) -> Code:
+    # One signed bit would be {-1, 0}: a sign and a scale is what every 1-bit method means.
+    return "bipolar" if bits == 1 else "sym"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How the weights of a linear layer are coded.
+
+    bits: 1 to 8.  code: "sym", "asym" or "bipolar".  group: input channels that share a scale
+    (32, 64, 128 or 256), or None for one scale a row.  sparse: 2:4, two non-zeros in every four inputs.
+    """
+
+    bits: int
+    code: Code = "sym"
+    group: int | None = None
+    sparse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in range(1, 9):
+            raise SchemeError(f"weight bits must be 1 to 8, not {self.bits}")
+        if self.code not in CODES:
+            raise SchemeError(f"weight code must be one of {', '.join(CODES)}, not {self.code!r}")
+        if self.group is not None and self.group not in GROUPS:
+            raise SchemeError(
+                f"group must be 32, 64, 128 or 256 input channels, or absent for whole rows, not {self.group}"
+            )
+        if self.sparse and self.code == "bipolar":
+            raise SchemeError(
+                "2:4 sparsity (s24) needs a code for zero, and bipolar codes have none: use sym or asym, 2 bits or more"
+            )
+
+    @property
+    def zero(self) -> float | None:
+        """The implied zero in units of code, or None when each group stores its own (asym)."""
+        return fixed_zero(self.code, self.bits)
+
+    def groups(self, in_features: int) -> int:
+        """How many groups a row of ``in_features`` weights has; the last one may be ragged."""
+        return 1 if self.group is None else -(-in_features // self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationFormat:
+    """How activations are coded, per token and at run time.
+
+    bits: 1 to 8, or 16 (left as they are).  code: "sym", "asym", "bipolar", or "float"
+    (the 16-bit type of the model at 16 bits, e4m3 at 8).
+    """
+
+    bits: int = 16
+    code: ActivationCode = "float"
+
+    def __post_init__(self) -> None:
+        if self.bits not in (1, 2, 3, 4, 5, 6, 7, 8, 16):
+            raise SchemeError(f"activation bits must be 1 to 8, or 16, not {self.bits}")
+        if self.code not in (*CODES, "float"):
+            raise SchemeError(f"activation code must be sym, asym, bipolar or float, not {self.code!r}")
+        if (self.bits == 16) != (self.code == "float") and not (self.bits == 8 and self.code == "float"):
+            raise SchemeError(
+                f"{self.bits}-bit activations cannot have code {self.code!r}: 16 bits are float, "
+                "8 bits are float (8fp) or an integer code, fewer bits are an integer code"
+            )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether activations are quantized at all."""
+        return self.bits != 16
+
+    @property
+    def integer(self) -> bool:
+        """Whether activations become integer codes."""
+        return self.code != "float"
+
+    @property
+    def zero(self) -> float | None:
+        """The implied zero in units of code, or None where each token has its own (asym) or there is none (float)."""
+        return None if self.code == "float" else fixed_zero(self.code, self.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class KVFormat:
+    """How the KV cache is coded: asymmetric codes with a scale and a zero a group (BitDecoding, section IV).
+
+    key_bits, value_bits: 2, 4, 8, or 16 (left as they are).  key_axis: "channel" (a group is ``group`` tokens of one
+    channel, KC in the paper) or "token" (``group`` channels of one token, KT).  Values are always grouped by token.
+    rotate: heads of K and V are rotated by a Hadamard matrix before they are coded.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    key_axis: KeyAxis = "channel"
+    group: int = 64
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        for name, bits in (("key", self.key_bits), ("value", self.value_bits)):
+            if bits not in KV_BITS:
+                raise SchemeError(f"{name} bits of the KV cache must be 2, 4, 8 or 16, not {bits}")
+        if self.key_axis not in ("channel", "token"):
+            raise SchemeError(f"key_axis must be 'channel' or 'token', not {self.key_axis!r}")
+        if self.group not in KV_GROUPS:
+            raise SchemeError(f"KV groups must be 32, 64 or 128, not {self.group}")
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys or values are quantized at all."""
+        return self.key_bits != 16 or self.value_bits != 16
+
+    def __str__(self) -> str:
+        bits = f"kv{self.key_bits}" if self.key_bits == self.value_bits else f"k{self.key_bits}v{self.value_bits}"
+        group = "" if self.group == 64 else f"g{self.group}"
+        return bits + group + ("t" if self.key_axis == "token" else "") + ("rot" if self.rotate else "")
+
+    @classmethod
+    def parse(cls, text: str) -> "KVFormat":
+        """Read a KV format, for example ``kv4``, ``k4v2g32``, ``kv2t`` or ``kv4rot``."""
+        match = _KV.fullmatch(text)
+        if match is None:
+            raise SchemeError(
+                f"KV format {text!r} is not understood: write kvB or kBvB with B in 2, 4, 8, 16, then optionally "
+                "g32, g64 or g128, t (keys grouped along a token's channels), rot (rotated heads); example: k4v2g32"
+            )
+        key, value = match["key"] or match["both"], match["value"] or match["both"]
+        group = int(match["group"]) if match["group"] else 64
+        return cls(int(key), int(value), "token" if match["token"] else "channel", group, bool(match["rotate"]))
+
+
+_KV = re.compile(r"(?:kv(?P<both>\d+)|k(?P<key>\d+)v(?P<value>\d+))(?:g(?P<group>\d+))?(?P<token>t)?(?P<rotate>rot)?")
+_LINEAR = re.compile(
+    r"w(?P<w>\d+)a(?P<a>\d+)(?P<float>fp)?(?:g(?P<group>\d+))?(?P<code>sym|asym|bipolar)?(?P<sparse>s24)?"
+)
+_GRAMMAR = (
+    "a scheme is wBaB with weights of 1-8 bits and activations of 1-8, 8fp or 16 bits, then optionally "
+    "g32, g64, g128 or g256; sym, asym or bipolar; s24; -xasym or -xbipolar for the activations; "
+    "-kvB or -kBvB for the KV cache; examples: w4a16g128, w2a2, w4a8fp, w2a16g64asym, w4a16g128-kv4"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What is quantized and how: weights, activations and, if given, the KV cache.
+
+    >>> scheme = Scheme.parse("w4a16g128-kv4")
+    >>> scheme.weights.bits, scheme.weights.group, scheme.activations.bits, scheme.kv.key_bits
+    (4, 128, 16, 4)
+    >>> str(scheme)
+    'w4a16g128-kv4'
+    """
+
+    weights: WeightFormat
+    activations: ActivationFormat = ActivationFormat()
+    kv: KVFormat | None = None
+
+    @classmethod
+    def parse(cls, text: "str | Scheme") -> "Scheme":
+        """Read a scheme; the inverse of ``str``. Raises SchemeError (a ValueError) that says what is allowed."""
+        if isinstance(text, Scheme):
+            return text
+        if not isinstance(text, str):
+            raise SchemeError(f"a scheme is a string such as 'w4a16g128', not {type(text).__name__}")
+        head, *tail = text.strip().lower().split("-")
+        match = _LINEAR.fullmatch(head)
+        if match is None:
+            raise SchemeError(f"scheme {text!r} is not understood at {head!r}: {_GRAMMAR}")
+        activation_code: ActivationCode | None = None
+        kv = None
+        for word in tail:
+            if word in ("xsym", "xasym", "xbipolar") and activation_code is None and kv is None:
+                activation_code = word[1:]  # type: ignore[assignment]
+            elif word.startswith("k") and kv is None:
+                kv = KVFormat.parse(word)
+            else:
+                raise SchemeError(f"scheme {text!r} is not understood at {'-' + word!r}: {_GRAMMAR}")
+        try:
+            return cls(*_formats(match, activation_code), kv)
+        except SchemeError as error:
+            raise SchemeError(f"scheme {text!r} is impossible: {error}") from None
+
+    def __str__(self) -> str:
+        w, x = self.weights, self.activations
+        text = f"w{w.bits}a{x.bits}" + ("fp" if x.code == "float" and x.bits == 8 else "")
+        text += "" if w.group is None else f"g{w.group}"
+        text += "" if w.code == _default_code(w.bits) else w.code
+        text += "s24" if w.sparse else ""
+        if x.integer and x.code != _default_code(x.bits):
+            text += f"-x{x.code}"
+        return text + ("" if self.kv is None else f"-{self.kv}")
+
+
+def _formats(match: re.Match[str], code: ActivationCode | None) -> tuple[WeightFormat, ActivationFormat]:
+    """The weight and activation formats of a parsed word; the code of the activations comes from its own suffix."""
+    bits, activation_bits = int(match["w"]), int(match["a"])
+    group = int(match["group"]) if match["group"] else None
+    weights = WeightFormat(bits, match["code"] or _default_code(bits), group, bool(match["sparse"]))  # type: ignore[arg-type]
+    if match["float"]:
+        if activation_bits != 8:
+            raise SchemeError(f"float activations have 8 bits (a8fp) or 16 (a16), not {activation_bits}")
+        if code is not None:
+            raise SchemeError(f"float activations have no integer code, so -x{code} does not apply")
+        return weights, ActivationFormat(8, "float")
+    if activation_bits == 16:
+        if code is not None:
+            raise SchemeError(f"16-bit activations have no integer code, so -x{code} does not apply")
+        return weights, ActivationFormat()
+    return weights, ActivationFormat(activation_bits, code or _default_code(activation_bits))
