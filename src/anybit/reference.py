@@ -50,24 +50,24 @@ def quantize_activations(x: Tensor, format: ActivationFormat) -> QuantizedActiva
     safe = torch.where(finite[:, None], rows, 0.0)
     largest = safe.abs().amax(dim=1) if rows.shape[1] else safe.new_zeros(rows.shape[0])
     if format.code == "float":
-        inverse, scale = _over(E4M3_MAX, largest), largest / E4M3_MAX
+        inverse, scale = _over(E4M3_MAX, largest), _divide(largest, E4M3_MAX)
         codes = (safe * inverse[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         zero = torch.zeros_like(scale)
     elif format.code == "asym":
         low, high = safe.amin(dim=1).clamp(max=0), safe.amax(dim=1).clamp(min=0)
-        inverse, scale = _over(top, high - low), (high - low) / top
+        inverse, scale = _over(top, high - low), _divide(high - low, top)
         zero = (-low * inverse).round().clamp(0, top)
         codes = ((safe * inverse[:, None]).round() + zero[:, None]).clamp(0, top).to(torch.uint8)
     elif format.code == "sym":
         most = max(2 ** (bits - 1) - 1, 1)
-        inverse, scale = _over(most, largest), largest / most
+        inverse, scale = _over(most, largest), _divide(largest, most)
         signed = (safe * inverse[:, None]).round().clamp(-most if bits > 1 else -1, most if bits > 1 else 0)
         codes, zero = (signed + 2 ** (bits - 1)).to(torch.uint8), torch.full_like(scale, 2 ** (bits - 1))
     else:  # bipolar: floor, because its levels are odd multiples of half a step
         half = top / 2
         inverse = _over(half, largest)
         # Of one bit only the sign is kept, and the mean magnitude is the scale that loses least.
-        scale = 2 * safe.abs().mean(dim=1) if bits == 1 else largest / half
+        scale = 2 * safe.abs().mean(dim=1) if bits == 1 else _divide(largest, half)
         codes = ((safe * inverse[:, None]).floor() + 2 ** (bits - 1)).clamp(0, top).to(torch.uint8)
         zero = torch.full_like(scale, half)
     return QuantizedActivations(codes, torch.where(finite, scale, torch.nan), zero)
@@ -145,5 +145,17 @@ def _exact_product(x: Tensor, w: Tensor, weight: QuantizedWeight, activations: A
 
 
 def _over(numerator: float, denominator: Tensor) -> Tensor:
-    """Numerator / denominator in float32, and 0 where the denominator is 0."""
-    return torch.where(denominator > 0, numerator / denominator, 0.0)
+    """Numerator / denominator in float32, correctly rounded; 0 where the denominator is 0 or the quotient overflows.
+
+    It overflows for rows whose largest magnitude is a bfloat16 subnormal: those are coded as rows of zeros.
+    """
+    quotient = torch.full_like(denominator, numerator) / denominator
+    return torch.where((denominator > 0) & quotient.isfinite(), quotient, 0.0)
+
+
+def _divide(numerator: Tensor, denominator: float) -> Tensor:
+    """Numerator / denominator, correctly rounded on every device: tensors on both sides.
+
+    Of a tensor and a number, torch makes a product with the reciprocal, which rounds twice and differs by device.
+    """
+    return numerator / torch.full_like(numerator, denominator)
