@@ -1,0 +1,146 @@
+// The arithmetic half of ptx.cuh, which includes it: bits, 16-bit and 8-bit floats, and mma.sync.
+#ifndef ANYBIT_PTX_MATH_CUH
+#define ANYBIT_PTX_MATH_CUH
+
+namespace ptx {
+
+// ---- Bits --------------------------------------------------------------------------------------------------------------
+
+// Any function of three bits: `table` is f(0xf0, 0xcc, 0xaa), for example (0xf0 & 0xcc) | 0xaa for (a & b) | c.
+template <int table> PTX uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d; asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(table)); return d;
+}
+// Picks four of the eight bytes of (b, a): nibble i of the selector names byte i of the result.
+PTX uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector)); return d;
+}
+
+// ---- 16-bit floats, two in a word ----------------------------------------------------------------------------------------
+
+PTX uint32_t add_f16x2(uint32_t a, uint32_t b) {
+    uint32_t d; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+PTX uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+    uint32_t d; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+PTX uint32_t mul_f16x2(uint32_t a, uint32_t b) {
+    uint32_t d; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+PTX uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d;
+}
+PTX uint32_t max_f16x2(uint32_t a, uint32_t b) {
+    uint32_t d; asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+PTX uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d;
+}
+// sm_80 has no bf16 addition or multiplication of its own: x * 1 + y and x * y + (-0) round once, and alike.
+PTX uint32_t add_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, 0x3f803f80u, b); }
+PTX uint32_t sub_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(b, 0xbf80bf80u, a); }
+PTX uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, b, 0x80008000u); }
+PTX uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t d; asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+
+PTX uint32_t cvt_f16x2_f32(float low, float high) {
+    uint32_t d; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d;
+}
+PTX uint32_t cvt_bf16x2_f32(float low, float high) {
+    uint32_t d; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d;
+}
+PTX uint16_t cvt_f16_f32(float v) { uint16_t d; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(v)); return d; }
+PTX uint16_t cvt_bf16_f32(float v) { uint16_t d; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(v)); return d; }
+PTX float cvt_f32_f16(uint16_t v) { float d; asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(v)); return d; }
+PTX float cvt_f32_bf16(uint16_t v) { return __uint_as_float(static_cast<uint32_t>(v) << 16); }
+
+// ---- fp8 (e4m3, saturating), two in a half word -----------------------------------------------------------------------------
+
+CHECKED uint16_t cvt_e4m3x2_f32(float low, float high) {
+    NEEDS(890, "fp8 conversions need sm_89 or later");
+    uint16_t d; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low)); return d;
+}
+CHECKED uint32_t cvt_f16x2_e4m3x2(uint16_t v) {
+    NEEDS(890, "fp8 conversions need sm_89 or later");
+    uint32_t d; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(v)); return d;
+}
+
+// ---- Approximate functions, subnormals flushed ------------------------------------------------------------------------------
+
+PTX float ex2_approx(float v) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
+PTX float lg2_approx(float v) { float d; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
+PTX float rcp_approx(float v) { float d; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
+PTX float rsqrt_approx(float v) { float d; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
+PTX float tanh_approx(float v) { float d; asm("tanh.approx.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
+
+// ---- mma.sync: d += a * b, one warp -------------------------------------------------------------------------------------------
+// a has 16 rows, b 8 columns. With g = lane / 4 and t = lane % 4: d[0], d[1] are row g, columns 2t and 2t + 1; d[2],
+// d[3] row g + 8. a[0] is row g, a[1] row g + 8, both the t-th word of the first half of k; a[2], a[3] the second half.
+// b[0] is column g, the t-th word of the first half of k, b[1] of the second.
+
+#define ANYBIT_MMA(name, types, reg, c)                                                                              \
+    PTX void name(reg (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {                                     \
+        asm volatile("mma.sync.aligned." types " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"              \
+                     : c(d[0]), c(d[1]), c(d[2]), c(d[3])                                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                            \
+    }
+ANYBIT_MMA(mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16.f32", float, "+f")
+ANYBIT_MMA(mma_m16n8k16_bf16, "m16n8k16.row.col.f32.bf16.bf16.f32", float, "+f")
+ANYBIT_MMA(mma_m16n8k32_s8, "m16n8k32.row.col.s32.s8.s8.s32", int32_t, "+r")
+ANYBIT_MMA(mma_m16n8k32_u8s8, "m16n8k32.row.col.s32.u8.s8.s32", int32_t, "+r")
+ANYBIT_MMA(mma_m16n8k32_s8u8, "m16n8k32.row.col.s32.s8.u8.s32", int32_t, "+r")
+ANYBIT_MMA(mma_m16n8k32_u8, "m16n8k32.row.col.s32.u8.u8.s32", int32_t, "+r")
+// Native on sm_80 to sm_89 only: 40 times slower on sm_90.
+ANYBIT_MMA(mma_m16n8k64_s4, "m16n8k64.row.col.s32.s4.s4.s32", int32_t, "+r")
+ANYBIT_MMA(mma_m16n8k64_u4s4, "m16n8k64.row.col.s32.u4.s4.s32", int32_t, "+r")
+ANYBIT_MMA(mma_m16n8k64_s4u4, "m16n8k64.row.col.s32.s4.u4.s32", int32_t, "+r")
+ANYBIT_MMA(mma_m16n8k64_u4, "m16n8k64.row.col.s32.u4.u4.s32", int32_t, "+r")
+#undef ANYBIT_MMA
+
+// Counts the ones of a & b. Native on sm_80 to sm_90; from sm_100 on it is emulated, so it is refused there.
+template <class Int, int arch = ANYBIT_ARCH>
+PTX void mma_m16n8k256_b1(Int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    static_assert(arch < 1000, "1-bit tensor cores end with sm_90: sm_100 and later emulate them on integer units");
+    asm volatile("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+CHECKED void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    NEEDS(890, "fp8 tensor cores need sm_89 or later");
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// 2:4 sparse: of every four values of a row of a, two are kept, and `metadata` holds their 2-bit positions in order.
+// `selector`: which lanes of each quad (16-bit: pair 0 or 1) give the metadata; 8-bit types take it from all four.
+#define ANYBIT_MMA_SP(name, types, reg, c)                                                                           \
+    template <int selector = 0>                                                                                      \
+    PTX void name(reg (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t metadata) {                  \
+        asm volatile("mma.sp::ordered_metadata.sync.aligned." types                                                  \
+                     " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, %13;"                      \
+                     : c(d[0]), c(d[1]), c(d[2]), c(d[3])                                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]),       \
+                       "r"(metadata), "n"(selector));                                                                \
+    }
+ANYBIT_MMA_SP(mma_sp_m16n8k32_f16, "m16n8k32.row.col.f32.f16.f16.f32", float, "+f")
+ANYBIT_MMA_SP(mma_sp_m16n8k32_bf16, "m16n8k32.row.col.f32.bf16.bf16.f32", float, "+f")
+ANYBIT_MMA_SP(mma_sp_m16n8k64_s8, "m16n8k64.row.col.s32.s8.s8.s32", int32_t, "+r")
+ANYBIT_MMA_SP(mma_sp_m16n8k64_u8s8, "m16n8k64.row.col.s32.u8.s8.s32", int32_t, "+r")
+#undef ANYBIT_MMA_SP
+
+// fp4 (e2m1) with an e4m3 scale for every 16 values: scale words hold four scales, taken from lane pairs 0 of each quad.
+template <int arch = ANYBIT_FP4_ARCH>
+PTX void mma_m16n8k64_nvf4(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t a_scale, uint32_t b_scale) {
+    NEEDS(1200, "block-scaled fp4 mma.sync needs sm_120a");
+    asm volatile(
+        "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, {%10}, {%11,%12}, {%13}, {%14,%15};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(a_scale), "h"(static_cast<uint16_t>(0)),
+          "h"(static_cast<uint16_t>(0)), "r"(b_scale), "h"(static_cast<uint16_t>(0)), "h"(static_cast<uint16_t>(0)));
+}
+
+}  // namespace ptx
+
+#endif  // ANYBIT_PTX_MATH_CUH
