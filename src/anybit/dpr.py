@@ -157,7 +157,8 @@ def why_not(weights: WeightFormat, activations: ActivationFormat, arch: str, str
     if strategy == "dequantize":
         return f"activations are quantized to {activations.bits} bits" if activations.quantized else None
     if strategy == "sparse":
-        return None
+        absent = activations.quantized and not activations.integer and "e4m3" not in native
+        return _EMULATED["e4m3"].format(arch=arch) if absent else None
     if not activations.quantized:
         return f"{strategy} multiplies integers, and the activations are 16-bit floats"
     if strategy in ("bitwise", "split") and not activations.integer:

@@ -1,0 +1,54 @@
+"""The formats, shapes and random layers that every rung of tests draws from."""
+
+import itertools
+
+import torch
+from hypothesis import strategies as st
+
+from anybit.packing import QuantizedWeight
+from anybit.scheme import CODES, GROUPS, KV_BITS, KV_GROUPS, ActivationFormat, KVFormat, Scheme, WeightFormat
+
+BITS = range(1, 9)
+PAIRS = list(itertools.product(BITS, BITS))
+"""All (weight bits, activation bits)."""
+
+weight_formats = st.builds(
+    lambda bits, code, group, sparse: WeightFormat(bits, code, group, sparse and code != "bipolar"),
+    st.sampled_from(BITS),
+    st.sampled_from(CODES),
+    st.sampled_from([None, *GROUPS]),
+    st.booleans(),
+)
+dense_formats = weight_formats.map(lambda f: WeightFormat(f.bits, f.code, f.group))
+activation_formats = st.one_of(
+    st.just(ActivationFormat()),
+    st.just(ActivationFormat(8, "float")),
+    st.builds(ActivationFormat, st.sampled_from(BITS), st.sampled_from(CODES)),
+)
+kv_formats = st.builds(
+    KVFormat,
+    st.sampled_from(KV_BITS),
+    st.sampled_from(KV_BITS),
+    st.sampled_from(["channel", "token"]),
+    st.sampled_from(KV_GROUPS),
+    st.booleans(),
+)
+schemes = st.builds(Scheme, weight_formats, activation_formats, st.one_of(st.none(), kv_formats))
+seeds = st.integers(0, 2**31 - 1)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_codes(shape: tuple[int, ...], bits: int, seed: int = 0) -> torch.Tensor:
+    """Uniform unsigned codes, uint8."""
+    return torch.randint(0, 2**bits, shape, generator=generator(seed), dtype=torch.uint8)
+
+
+def random_weight(n: int, k: int, format: WeightFormat, seed: int = 0) -> QuantizedWeight:
+    """A layer of uniform codes, scales around 1/16, and uniform zeros where the format has them."""
+    codes, groups = random_codes((n, k), format.bits, seed), format.groups(k)
+    scale = (torch.rand(n, groups, generator=generator(seed + 1)) + 0.5) / 16
+    zero = random_codes((n, groups), format.bits, seed + 2) if format.code == "asym" else None
+    return QuantizedWeight.from_codes(codes, scale, zero, format)
