@@ -1,0 +1,184 @@
+"""QuantLinear: a linear layer whose weight is a QuantizedWeight."""
+
+import torch
+from torch import Tensor, nn
+
+from anybit import ops
+from anybit.errors import LayerError
+from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
+from anybit.scheme import Scheme
+
+
+class QuantLinear(nn.Module):
+    """y = x W^T + bias with W in ``scheme``: x float [..., in_features] -> y [..., out_features] in x's dtype.
+
+    The saved tensors are those of compressed-tensors' pack-quantized format:
+    weight_packed: int32 [N, ceil(K*bits/32)].  weight_scale: float [N, G].
+    weight_zero_point: int32 [ceil(N*bits/32), G], asym only, packed along N.  weight_shape: int64 [2] (N, K).
+    Beside that format: weight_g_idx int32 [K] (activation order), weight_indices int32 (2:4 sparse).
+
+    The weight is prepared for a backend at the first call, or by ``prepare``; the backend's own layout then replaces
+    the saved one in memory, and ``state_dict`` brings it back.
+    """
+
+    # Tensor parallelism in transformers shards the module's own parameters.
+    _hf_quantized_needs_local_tp = True
+
+    weight_packed: nn.Parameter
+    weight_scale: nn.Parameter
+    weight_zero_point: nn.Parameter | None
+    weight_shape: nn.Parameter
+    weight_g_idx: nn.Parameter | None
+    weight_indices: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: Scheme | str,
+        bias: bool = True,
+        *,
+        group_index: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.scheme = Scheme.parse(scheme)
+        self.in_features, self.out_features = in_features, out_features
+        self.backend = backend
+        fmt = self.scheme.weights
+        if fmt.sparse and in_features % 4:
+            raise LayerError(f"2:4 sparsity needs inputs in fours, and this layer has {in_features}")
+        dtype = dtype or torch.get_default_dtype()
+        kept = in_features // 2 if fmt.sparse else in_features
+        groups = fmt.groups(in_features)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype] | None] = {
+            "weight_packed": ((out_features, words_per_row(kept, fmt.bits)), torch.int32),
+            "weight_scale": ((out_features, groups), dtype),
+            "weight_zero_point": ((words_per_row(out_features, fmt.bits), groups), torch.int32)
+            if fmt.code == "asym"
+            else None,
+            "weight_shape": ((2,), torch.int64),
+            "weight_g_idx": ((in_features,), torch.int32) if group_index else None,
+            "weight_indices": ((out_features, words_per_row(kept, 2)), torch.int32) if fmt.sparse else None,
+            "bias": ((out_features,), dtype) if bias else None,
+        }
+        for name, shape_and_dtype in shapes.items():
+            if shape_and_dtype is None:
+                self.register_parameter(name, None)
+            else:
+                shape, kind = shape_and_dtype
+                self.register_parameter(name, _frozen(torch.zeros(shape, dtype=kind, device=device)))
+        self._prepared: ops.Prepared | None = None
+
+    @classmethod
+    def from_weight(
+        cls, weight: QuantizedWeight, scheme: Scheme | str, bias: Tensor | None = None, backend: str | None = None
+    ) -> "QuantLinear":
+        """A layer that holds a quantized weight, on the weight's device."""
+        n, k = weight.shape
+        layer = cls(k, n, scheme, False, group_index=weight.group_index is not None, device="meta", backend=backend)
+        layer.load_weight(weight)
+        if bias is not None:
+            layer.bias = _frozen(bias)
+        return layer
+
+    @staticmethod
+    def tensors_of(weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The tensors that a checkpoint stores for a weight, by name."""
+        n, k = weight.shape
+        tensors = {
+            "weight_packed": weight.words,
+            "weight_scale": weight.scale,
+            "weight_shape": torch.tensor([n, k], dtype=torch.int64, device=weight.device),
+        }
+        if weight.zero is not None:
+            tensors["weight_zero_point"] = pack_words(weight.zero.t(), weight.format.bits).t().contiguous()
+        if weight.group_index is not None:
+            tensors["weight_g_idx"] = weight.group_index
+        if weight.indices is not None:
+            tensors["weight_indices"] = weight.indices
+        return tensors
+
+    def load_weight(self, weight: QuantizedWeight) -> None:
+        """Take over a quantized weight of this layer's shape and format."""
+        expected = (self.out_features, self.in_features)
+        if weight.shape != expected or weight.format != self.scheme.weights:
+            raise LayerError(
+                f"the weight is {weight.shape} in {weight.format}; the layer takes {expected} in {self.scheme.weights}"
+            )
+        self._prepared = None
+        for name, tensor in self.tensors_of(weight).items():
+            setattr(self, name, _frozen(tensor))
+
+    def quantized_weight(self) -> QuantizedWeight:
+        """The layer's weight as codes, scales and zeros."""
+        if self._prepared is not None:
+            return self._prepared.restore()
+        if self.weight_packed.is_meta:
+            raise LayerError("the layer is on the meta device: its weight has not been loaded yet")
+        bits = self.scheme.weights.bits
+        zero = None
+        if self.weight_zero_point is not None:
+            zero = unpack_words(self.weight_zero_point.t().contiguous(), bits, self.out_features).t().contiguous()
+        optional = (self.weight_g_idx, self.weight_indices)
+        group_index, indices = (None if p is None else p.data for p in optional)
+        shape = (self.out_features, self.in_features)
+        return QuantizedWeight(
+            self.weight_packed.data, self.weight_scale.data, zero, shape, self.scheme.weights, group_index, indices
+        )
+
+    def prepare(self) -> "QuantLinear":
+        """Put the weight into the layout of the backend that will run it; frees the saved layout."""
+        if self._prepared is None:
+            weight = self.quantized_weight()
+            self._prepared = ops.prepare(weight, self.scheme.activations, self.backend)
+            for name in self.tensors_of(weight):
+                setattr(self, name, _frozen(torch.empty_like(getattr(self, name), device="meta")))
+        return self
+
+    def unprepare(self) -> "QuantLinear":
+        """Bring the saved layout back and free the backend's."""
+        if self._prepared is not None:
+            self.load_weight(self._prepared.restore())
+        return self
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights that the codes stand for, [N, K]."""
+        return self.quantized_weight().dequantize(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y = x W^T + bias."""
+        if self._prepared is None:
+            self.prepare()
+        assert self._prepared is not None
+        return ops.linear(x, self._prepared, self.bias)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        # Moving or casting the module: the saved layout moves, and is prepared anew for the new device.
+        self.unprepare()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        if self._prepared is None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        for name, tensor in self.tensors_of(self._prepared.restore()).items():
+            destination[prefix + name] = tensor
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
+
+    def _load_from_state_dict(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        self.unprepare()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """What a printed model shows."""
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{text}, scheme={self.scheme}"
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,93 @@
+"""What a backend of linear layers is, and how one is chosen."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+from torch import Tensor
+
+from anybit.errors import KernelError
+from anybit.packing import QuantizedWeight
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """All that is static about a prepared linear layer. It goes through a string, since an op takes no objects."""
+
+    backend: str
+    n: int
+    k: int
+    weights: WeightFormat
+    activations: ActivationFormat
+
+    def __str__(self) -> str:
+        return _spec_text(self)
+
+    @staticmethod
+    def parse(text: str) -> "LinearSpec":
+        """The inverse of ``str``."""
+        return _parse_spec(text)
+
+
+@cache
+def _spec_text(spec: LinearSpec) -> str:
+    return f"{spec.backend}:{spec.n}x{spec.k}:{Scheme(spec.weights, spec.activations)}"
+
+
+@cache
+def _parse_spec(text: str) -> LinearSpec:
+    backend, shape, scheme = text.split(":")
+    n, k = map(int, shape.split("x"))
+    parsed = Scheme.parse(scheme)
+    return LinearSpec(backend, n, k, parsed.weights, parsed.activations)
+
+
+class Backend(Protocol):
+    """One way to run linear layers. ``why_not`` decides; the rest may assume that it said yes.
+
+    unasked: the device types on which it may be chosen without being named.
+    """
+
+    name: str
+    unasked: tuple[str, ...]
+
+    def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
+        """Why this backend cannot run a layer where it is, in a sentence, or None if it can."""
+
+    def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
+        """The tensors that ``linear`` reads."""
+
+    def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
+        """The packed weight again; the inverse of ``prepare``, bit for bit."""
+
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """Y = x W^T + bias, [..., K] -> [..., N], in x's dtype."""
+
+
+backends: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> None:
+    """Add a backend; those registered first are preferred."""
+    if backend.name in backends:
+        raise KernelError(f"a backend named {backend.name!r} is registered already")
+    backends[backend.name] = backend
+
+
+def choose(weight: QuantizedWeight, activations: ActivationFormat, wanted: str | None = None) -> str:
+    """The name of the backend that runs a layer: the one wanted, else the first that can."""
+    if wanted is not None and wanted not in backends:
+        raise KernelError(f"backend {wanted!r} is unknown; there are {', '.join(backends)}")
+    reasons = []
+    for name, backend in backends.items() if wanted is None else [(wanted, backends[wanted])]:
+        if wanted is None and weight.device.type not in backend.unasked:
+            reason: str | None = f"on {weight.device.type} it runs only when it is named (backend={name!r})"
+        else:
+            reason = backend.why_not(weight, activations)
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    n, k = weight.shape
+    scheme = Scheme(weight.format, activations)
+    raise KernelError(f"no backend runs a {n} x {k} layer in {scheme} on {weight.device} ({'; '.join(reasons)})")

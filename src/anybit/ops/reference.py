@@ -1,0 +1,51 @@
+"""The reference as a backend: exact, plain torch. What runs on a CPU."""
+
+import torch
+from torch import Tensor
+
+from anybit import reference
+from anybit.ops.backend import LinearSpec
+from anybit.packing import QuantizedWeight
+from anybit.scheme import ActivationFormat
+
+
+class ReferencePacked:
+    """Keeps the weight packed and decodes it at every call: the least memory, and slow."""
+
+    name = "reference-packed"
+    # Runs wherever torch does, but a silent fallback on a GPU would be slow: there it must be asked for by name.
+    unasked: tuple[str, ...] = ("cpu",)
+
+    def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
+        """Nothing is beyond the reference."""
+        return None
+
+    def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
+        """The packed tensors as they are; empty ones stand for those that the format does not have."""
+        empty = torch.empty(0, dtype=torch.int32, device=weight.device)
+        optional = (weight.zero, weight.group_index, weight.indices)
+        return [weight.words, weight.scale, *(empty if tensor is None else tensor for tensor in optional)]
+
+    def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
+        """The weight whose tensors these are."""
+        words, scale, *optional = tensors[:5]
+        zero, group_index, indices = (tensor if tensor.numel() else None for tensor in optional)
+        return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices)
+
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """The exact linear of ``anybit.reference``."""
+        return reference.linear(x, self.restore(tensors, spec), spec.activations, bias)
+
+
+class ReferenceDecoded(ReferencePacked):
+    """Decodes the weight once and keeps it in float32 too: fast, for the memory of a float32 model."""
+
+    name = "reference-decoded"
+
+    def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
+        """The packed tensors, then the decoded weight."""
+        return [*super().prepare(weight, activations), reference.decode(weight, activations)]
+
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """The exact linear of ``anybit.reference`` over the decoded weight."""
+        return reference.linear(x, self.restore(tensors, spec), spec.activations, bias, decoded=tensors[5])

@@ -1,0 +1,1 @@
+"""From floating-point weights to codes: rounding, and the calibrated methods."""

@@ -1,0 +1,147 @@
+"""Round to nearest, with a search for the scale of every group (or row) that loses the least squared error.
+
+Each group is tried with a few clipping thresholds; the best is refined by least squares (for given codes the best
+scale has a closed form). Symmetric codes reach one step further down than up, so a symmetric scale may be negative:
+the largest weight of a group then always meets the longer side.
+"""
+
+import torch
+from torch import Tensor
+
+from anybit.errors import LayerError
+from anybit.packing import QuantizedWeight
+from anybit.scheme import WeightFormat
+
+# Fractions of the range that are tried as clipping thresholds; narrow codes gain from clipping harder.
+_THRESHOLDS = {
+    1: (1.0,),
+    2: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4),
+    3: (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52),
+    4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.74, 0.68),
+}
+_MILD = (1.0, 0.97, 0.94, 0.9)
+# Elements worked on at a time: small enough for the caches, large enough to hide the cost of a call.
+_CHUNK = 1 << 17
+
+
+def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True) -> QuantizedWeight:
+    """Quantize a weight [N, K] (float, any device) to a format by rounding to nearest.
+
+    search: look for the scales that lose least; without it the range of each group is covered exactly.
+    Scales are stored in the weight's dtype if that has 16 bits, else in float32, and codes are those that are nearest
+    under the stored scale. 2:4 sparse formats keep the two largest of every four weights.
+    Raises LayerError for NaN, infinity, a weight that is not a matrix, or inputs that do not come in fours (2:4).
+    """
+    if weight.ndim != 2 or not weight.is_floating_point():
+        raise LayerError(f"a weight must be a floating-point matrix, not {weight.dtype} of shape {tuple(weight.shape)}")
+    if not bool(torch.isfinite(weight).all()):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise LayerError(f"the weight has {bad} values that are NaN or infinite; quantizing them would hide the fault")
+    mask = magnitude_mask(weight) if format.sparse else None
+    rows = max(_CHUNK // max(weight.shape[1], 1), 1)
+    scale_dtype = weight.dtype if weight.dtype.itemsize == 2 else torch.float32
+    chunks = []
+    for start in range(0, weight.shape[0], rows):
+        part = weight[start : start + rows].float()
+        if mask is not None:
+            part = part * mask[start : start + rows]
+        chunks.append(_quantize_rows(part, format, scale_dtype, search))
+    codes, scale, zero = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    stored_zero = zero.to(torch.uint8) if format.code == "asym" else None
+    if mask is not None:
+        return QuantizedWeight.from_sparse_codes(codes, mask, scale, stored_zero, format)
+    return QuantizedWeight.from_codes(codes, scale, stored_zero, format)
+
+
+def magnitude_mask(weight: Tensor) -> Tensor:
+    """The 2:4 mask that keeps the two largest magnitudes of every four inputs: bool [N, K]."""
+    n, k = weight.shape
+    if k % 4:
+        raise LayerError(f"2:4 sparsity needs inputs in fours, and this layer has {k}")
+    kept = weight.abs().view(n, -1, 4).topk(2, dim=-1).indices
+    return torch.zeros(n, k // 4, 4, dtype=torch.bool, device=weight.device).scatter_(-1, kept, True).view(n, k)
+
+
+def _quantize_rows(
+    rows: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [n, K], scales [n, G] as stored and zeros [n, G] of a few rows; the last group may be ragged."""
+    n, k = rows.shape
+    group = min(format.group or k, k)
+    whole = k - k % group
+    parts = [fit_groups(rows[:, :whole].reshape(n, -1, group), format, dtype, search)]
+    if whole < k:
+        parts.append(fit_groups(rows[:, whole:].reshape(n, 1, -1), format, dtype, search))
+    codes = torch.cat([codes.flatten(1) for codes, _, _ in parts], dim=1)
+    return codes, torch.cat([s for _, s, _ in parts], dim=1), torch.cat([z for _, _, z in parts], dim=1)
+
+
+def fit_groups(
+    groups: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit scale and zero to groups, float32 [..., g] -> codes uint8 [..., g], scale [...] in dtype, zero [...]."""
+    scale, zero = best_scale(groups, format, search)
+    stored = scale.to(dtype)
+    return nearest_codes(groups, stored.float(), zero, format.bits).to(torch.uint8), stored, zero
+
+
+def best_scale(groups: Tensor, format: WeightFormat, search: bool = True) -> tuple[Tensor, Tensor]:
+    """The scale and zero, float32 [...], that lose the least squared error on groups [..., g] of those tried."""
+    bits = format.bits
+    if bits == 1 and format.code == "bipolar":
+        # Sign and scale: the mean magnitude is the least-squares optimum (XNOR-Net; OneBit's start).
+        scale = 2 * groups.abs().mean(-1)
+        return scale, torch.full_like(scale, 0.5)
+    best_scale = best_zero = best_loss = None
+    for threshold in _THRESHOLDS.get(bits, _MILD) if search else (1.0,):
+        scale, zero = _cover(groups, format, threshold)
+        if search:
+            scale = _least_squares(groups, scale, zero, bits)
+        loss = _loss(groups, scale, zero, bits)
+        if best_scale is None or best_zero is None or best_loss is None:
+            best_scale, best_zero, best_loss = scale, zero, loss
+        else:
+            better = loss < best_loss
+            best_scale = torch.where(better, scale, best_scale)
+            best_zero = torch.where(better, zero, best_zero)
+            best_loss = torch.minimum(loss, best_loss)
+    assert best_scale is not None and best_zero is not None
+    return best_scale, best_zero
+
+
+def nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """The nearest code of every weight under a scale and a zero a group: float32 [..., g], integers in [0, 2^bits)."""
+    inverse = torch.where(scale != 0, 1 / scale, 0.0)
+    return torch.addcmul(zero[..., None], groups, inverse[..., None]).round_().clamp_(0, 2**bits - 1)
+
+
+def _cover(groups: Tensor, format: WeightFormat, threshold: float) -> tuple[Tensor, Tensor]:
+    """Scale and zero that cover a fraction of each group's range."""
+    bits = format.bits
+    top = 2**bits - 1
+    low, high = groups.amin(-1), groups.amax(-1)
+    if format.code == "asym":
+        low, high = low.clamp(max=0) * threshold, high.clamp(min=0) * threshold
+        scale = (high - low) / top
+        zero = torch.where(scale > 0, -low / scale, 0.0).round_().clamp_(0, top)
+        return scale, zero
+    largest = torch.maximum(-low, high)
+    if format.code == "bipolar":
+        return largest * (threshold * 2 / top), torch.full_like(low, top / 2)
+    # The side of the largest weight gets the 2^(bits-1) steps, by the sign of the scale.
+    reach = torch.where(high > -low, -largest, largest)
+    return reach * (threshold / 2 ** (bits - 1)), torch.full_like(low, 2.0 ** (bits - 1))
+
+
+def _least_squares(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """The best scale for the codes that a scale gives."""
+    steps = nearest_codes(groups, scale, zero, bits).sub_(zero[..., None])
+    square = torch.linalg.vecdot(steps, steps)
+    return torch.where(square > 0, torch.linalg.vecdot(groups, steps) / square, scale)
+
+
+def _loss(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    steps = nearest_codes(groups, scale, zero, bits).sub_(zero[..., None])
+    error = torch.addcmul(groups, steps, scale[..., None], value=-1)
+    loss: Tensor = torch.linalg.vecdot(error, error)
+    return loss
