@@ -1,0 +1,312 @@
+"""Tiles of packed weights: the one prepared form that every kernel with weights of 1 to 8 bits reads.
+
+A tile is 64 rows by 128 columns, stored where one contiguous copy brings it: the codes of its four units of 16 rows in
+the order in which a warp's mma (or wgmma) takes them as its first operand, then scales, then zeros. See docs/packed.md;
+`packed_layout.cuh` states the same placement for the device.
+
+Placement of codes. Lane 4g + t of a warp owns rows g and g + 8 of a unit, in registers j of a few fields:
+
+    order "a16"   32 registers j = 4s + r of two 16-bit fields h: row g + 8(r & 1), column 16s + 8(r >> 1) + 2t + h
+    order "a8"    16 registers j = 4S + R of four 8-bit fields e: row g + 8(R & 1), column 32S + 16(R >> 1) + 4t + e
+
+and 2 * bits words of 32 bits. `pieces` says which bits of which word a register's fields are.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from anybit.errors import KernelError
+from anybit.packing import QuantizedWeight, unpack_words
+from anybit.scheme import WeightFormat
+
+Order = Literal["a16", "a8"]
+
+UNIT_ROWS, TILE_ROWS, TILE_COLUMNS = 16, 64, 128
+# Rows whose codes are unpacked at a time: bounds the scratch memory of `prepare`.
+_CHUNK_ELEMENTS = 1 << 25
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`count` bits of a code, from bit `first` up, at `bit` of every field of a word."""
+
+    word: int
+    bit: int
+    first: int
+    count: int
+
+
+@cache
+def pieces(bits: int, order: Order, register: int) -> tuple[Piece, ...]:
+    """Where the codes of a register lie in a lane's words; several pieces only for left-over bits of 3, 5, 6, 7."""
+    field = 16 if order == "a16" else 8
+    words = 2 * bits
+    if bits in (1, 2, 4, 8):
+        if order == "a16":
+            step, r = divmod(register, 4)
+            wide, odd, row, high = step >> 1, step & 1, r & 1, r >> 1
+        else:
+            wide, part = divmod(register, 4)
+            row, odd, high = part & 1, part >> 1, 0
+        word, place = {
+            8: (4 * wide + 2 * odd + row, 0),
+            4: (4 * (wide >> 1) + 2 * odd + row, wide & 1),
+            2: (2 * odd + row, wide),
+            1: (row, wide + 4 * odd),
+        }[bits]
+        return (Piece(word, 8 * high + bits * place, 0, bits),)
+    whole = field // bits
+    rest = field - whole * bits
+    if register < words * whole:
+        return (Piece(register % words, bits * (register // words), 0, bits),)
+    found, first = [], 0
+    while first < bits:  # the stream of left-over bits, low first
+        word, offset = divmod((register - words * whole) * bits + first, rest)
+        count = min(bits - first, rest - offset)
+        found.append(Piece(word, bits * whole + offset, first, count))
+        first += count
+    return tuple(found)
+
+
+def subgroups(group: int | None) -> int:
+    """Scales a row of a tile holds: one for each group that begins in, or spans, its 128 columns; none for whole rows."""
+    return 0 if group is None else max(1, TILE_COLUMNS // group)
+
+
+def tile_bytes(format: WeightFormat) -> int:
+    """Bytes of one tile: codes, fp16 scales and, for asym, uint8 zeros."""
+    return 1024 * format.bits + subgroups(format.group) * (128 + (64 if format.code == "asym" else 0))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A layer's weights as tiles.
+
+    tiles: uint8 [K'/128, N'/64, tile_bytes(format)], K' and N' padded with zeros.
+    row_scale: float32 [N']: what a row of the product is multiplied by, beside its group scales if it has any.
+    row_zero: uint8 [N'] for asym whole rows, else None.
+    permutation: int32 [K'], the input channel of each column, -1 for padding; None: columns are in order.
+    shape: (N, K) of the layer.
+    """
+
+    tiles: Tensor
+    row_scale: Tensor
+    row_zero: Tensor | None
+    permutation: Tensor | None
+    shape: tuple[int, int]
+    format: WeightFormat
+    order: Order
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """(N', K')."""
+        return self.tiles.shape[1] * TILE_ROWS, self.tiles.shape[0] * TILE_COLUMNS
+
+
+def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
+    """Lay a layer out as tiles, on the device where its words are. Raises KernelError for 2:4 sparse layers."""
+    if order not in ("a16", "a8"):
+        raise KernelError(f"order must be 'a16' (16-bit activations) or 'a8' (8-bit ones), not {order!r}")
+    if weight.format.sparse:
+        raise KernelError("packed tiles hold dense weights: 2:4 sparse layers have a kernel and a layout of their own")
+    format, (n, k) = weight.format, weight.shape
+    permutation, column_group = _columns(weight)
+    columns = k if permutation is None else permutation.numel()
+    padded_n, padded_k = _up(n, TILE_ROWS), _up(columns, TILE_COLUMNS)
+    if permutation is not None:
+        permutation = torch.nn.functional.pad(permutation, (0, padded_k - columns), value=-1)
+    scale, row_scale = _normalized(weight, padded_n)
+    tiles = torch.empty(
+        padded_k // TILE_COLUMNS,
+        padded_n // TILE_ROWS,
+        tile_bytes(format),
+        dtype=torch.uint8,
+        device=weight.words.device,
+    )
+    rows = max(TILE_ROWS, _CHUNK_ELEMENTS // padded_k // TILE_ROWS * TILE_ROWS)
+    for start in range(0, padded_n, rows):
+        stop = min(start + rows, padded_n)
+        codes = _rows(weight, start, min(stop, n))
+        if permutation is not None:
+            codes = torch.where(permutation >= 0, codes[:, permutation.clamp(min=0).long()], codes.new_zeros(()))
+        codes = torch.nn.functional.pad(codes, (0, padded_k - codes.shape[1], 0, stop - start - codes.shape[0]))
+        tiles[:, start // TILE_ROWS : stop // TILE_ROWS, : 1024 * format.bits] = _words(codes, format.bits, order)
+    row_zero = None
+    if format.group is None:
+        if weight.zero is not None:
+            row_zero = torch.nn.functional.pad(weight.zero[:, 0], (0, padded_n - n))
+    else:
+        _place_scales(tiles, weight, scale, column_group, padded_n)
+    return PackedWeight(tiles, row_scale, row_zero, permutation, weight.shape, format, order)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _rows(weight: QuantizedWeight, start: int, stop: int) -> Tensor:
+    """Codes of some rows, uint8 [stop - start, K]."""
+    return unpack_words(weight.words[start:stop], weight.format.bits, weight.shape[1])
+
+
+def _columns(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:
+    """For an activation order: the channel of each column (-1 padding), and the group of each span of `group` columns."""
+    index, group = weight.group_index, weight.format.group
+    if index is None or group is None:
+        return None, None
+    k = weight.shape[1]
+    plain = torch.arange(k, device=index.device, dtype=torch.int64) // group
+    if torch.equal(index.long(), plain):
+        return None, None
+    order = torch.argsort(index.long(), stable=True)
+    groups = weight.scale.shape[1]
+    counts = torch.bincount(index.long(), minlength=groups)
+    spans = (counts + group - 1) // group  # a group holds `group` channels, but nothing forces a checkpoint to
+    begins = (torch.cumsum(spans, 0) - spans) * group
+    sorted_group = index.long()[order]
+    within = torch.arange(k, device=index.device) - (torch.cumsum(counts, 0) - counts)[sorted_group]
+    permutation = torch.full((int(spans.sum()) * group,), -1, dtype=torch.int32, device=index.device)
+    permutation[begins[sorted_group] + within] = order.to(torch.int32)
+    return permutation, torch.repeat_interleave(torch.arange(groups, device=index.device), spans)
+
+
+def _normalized(weight: QuantizedWeight, padded_n: int) -> tuple[Tensor, Tensor]:
+    """Group scales with a power of two taken out of each row, so that fp16 holds them; and the factor of each row."""
+    scale = weight.scale.float()
+    if weight.format.group is None:
+        return scale, torch.nn.functional.pad(scale[:, 0], (0, padded_n - scale.shape[0]))
+    largest = scale.abs().amax(1, keepdim=True)
+    exponent = torch.frexp(torch.where(largest > 0, largest, torch.ones_like(largest))).exponent - 8
+    return torch.ldexp(scale, -exponent), torch.nn.functional.pad(
+        torch.ldexp(torch.ones_like(largest), exponent)[:, 0], (0, padded_n - scale.shape[0])
+    )
+
+
+def _by_unit(values: Tensor) -> Tensor:
+    """[K'/128, subgroups, N'] -> [K'/128, N'/64, unit, subgroup, 16 in a lane's order (rows g and g + 8 side by side)]."""
+    blocks, parts, n = values.shape
+    return values.view(blocks, parts, n // 64, 4, 2, 8).permute(0, 2, 3, 1, 5, 4)
+
+
+def _place_scales(
+    tiles: Tensor, weight: QuantizedWeight, scale: Tensor, column_group: Tensor | None, padded_n: int
+) -> None:
+    group, parts = weight.format.group, subgroups(weight.format.group)
+    assert group is not None
+    blocks, n = tiles.shape[0], weight.shape[0]
+    begins = torch.arange(blocks * parts, device=tiles.device) * (TILE_COLUMNS // parts)
+    spans = begins // group
+    known = (column_group.numel() if column_group is not None else scale.shape[1]) - 1
+    valid, which = spans <= known, spans.clamp(max=known)
+    if column_group is not None:
+        which = column_group[which]
+
+    def spread(values: Tensor) -> Tensor:
+        picked = torch.where(valid, values[:, which], values.new_zeros(()))
+        picked = torch.nn.functional.pad(picked, (0, 0, 0, padded_n - n))
+        return _by_unit(picked.t().contiguous().view(blocks, parts, padded_n)).reshape(blocks, padded_n // 64, -1)
+
+    at = 1024 * weight.format.bits
+    tiles[:, :, at : at + 128 * parts] = spread(scale.to(torch.float16)).contiguous().view(torch.uint8)
+    if weight.zero is not None:
+        tiles[:, :, at + 128 * parts :] = spread(weight.zero)
+
+
+def _fields(codes: Tensor, order: Order) -> Tensor:
+    """Codes uint8 [N', K'] -> int32 [registers, K'/128, N'/64, unit, lane, fields]."""
+    n, k = codes.shape
+    if order == "a16":
+        view = codes.view(n // 64, 4, 2, 8, k // 128, 8, 2, 4, 2)  # tile, unit, row half, g, block, step, high, t, half
+        return view.permute(5, 6, 2, 4, 0, 1, 3, 7, 8).reshape(32, k // 128, n // 64, 4, 32, 2).to(torch.int32)
+    view = codes.view(n // 64, 4, 2, 8, k // 128, 4, 2, 4, 4)
+    return view.permute(5, 6, 2, 4, 0, 1, 3, 7, 8).reshape(16, k // 128, n // 64, 4, 32, 4).to(torch.int32)
+
+
+def _words(codes: Tensor, bits: int, order: Order) -> Tensor:
+    """Codes uint8 [N', K'] -> the code bytes of tiles, uint8 [K'/128, N'/64, 1024 * bits]."""
+    fields = _fields(codes, order)
+    width = 32 // fields.shape[-1]
+    joined = fields[..., 0].clone()  # all fields of a register in one int32
+    for i in range(1, fields.shape[-1]):
+        joined |= fields[..., i] << (width * i)
+    ones = sum(1 << (width * i) for i in range(fields.shape[-1]))
+    words = torch.zeros(2 * bits, *joined.shape[1:], dtype=torch.int32, device=codes.device)
+    for register in range(fields.shape[0]):
+        for piece in pieces(bits, order, register):
+            mask = _signed32(((1 << piece.count) - 1) * ones << piece.first)
+            part = joined[register] & mask
+            shift = piece.bit - piece.first
+            words[piece.word] |= (
+                part << shift
+                if shift >= 0
+                else (part >> -shift) & _signed32(((1 << piece.count) - 1) * ones << piece.bit)
+            )
+    blocks, tiles = joined.shape[1], joined.shape[2]
+    whole = 2 * bits // 4 * 4
+    unit = (
+        words[:whole].view(whole // 4, 4, blocks, tiles, 4, 32).permute(2, 3, 4, 0, 5, 1).reshape(blocks, tiles, 4, -1)
+    )
+    if whole < 2 * bits:
+        tail = words[whole:].permute(1, 2, 3, 4, 0).reshape(blocks, tiles, 4, -1)
+        unit = torch.cat((unit, tail), dim=-1)
+    return unit.contiguous().view(torch.uint8).reshape(blocks, tiles, -1)
+
+
+def _signed32(value: int) -> int:
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >> 31 else value
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    """The weights that tiles stand for, float64 [N, K]: reads the placement back, for tests."""
+    bits, format = packed.format.bits, packed.format
+    blocks, tile_count, _ = packed.tiles.shape
+    raw = packed.tiles[..., : 1024 * bits].contiguous().view(blocks, tile_count, 4, 256 * bits).view(torch.int32)
+    whole = 2 * bits // 4 * 4
+    body = raw[..., : whole * 32].reshape(blocks, tile_count, 4, whole // 4, 32, 4).permute(3, 5, 0, 1, 2, 4)
+    words = list(body.reshape(whole, blocks, tile_count, 4, 32))
+    if whole < 2 * bits:
+        words += list(raw[..., whole * 32 :].reshape(blocks, tile_count, 4, 32, 2).permute(4, 0, 1, 2, 3))
+    registers, count = (32, 2) if packed.order == "a16" else (16, 4)
+    width = 32 // count
+    codes = torch.zeros(registers, blocks, tile_count, 4, 32, count, dtype=torch.int32, device=packed.tiles.device)
+    for register in range(registers):
+        for piece in pieces(bits, packed.order, register):
+            for field in range(count):
+                part = (words[piece.word] >> (width * field + piece.bit)) & ((1 << piece.count) - 1)
+                codes[register, ..., field] |= part << piece.first
+    steps = 8 if packed.order == "a16" else 4
+    view = codes.view(steps, 2, 2, blocks, tile_count, 4, 8, 4, count)
+    values = view.permute(4, 5, 2, 6, 3, 0, 1, 7, 8).reshape(tile_count * 64, blocks * 128).double()
+    zero = format.zero
+    if format.group is None:
+        values -= zero if zero is not None else _known(packed.row_zero).double()[:, None]
+    else:
+        parts, at = subgroups(format.group), 1024 * bits
+        scale = packed.tiles[..., at : at + 128 * parts].contiguous().view(torch.float16)
+        values -= zero if zero is not None else _by_column(packed.tiles[..., at + 128 * parts :], parts)
+        values *= _by_column(scale, parts)
+    values *= packed.row_scale.double()[:, None]
+    n, k = packed.shape
+    if packed.permutation is None:
+        return values[:n, :k]
+    result = values.new_zeros(n, k)
+    used = packed.permutation >= 0
+    result[:, packed.permutation[used].long()] = values[:n, : used.numel()][:, used]
+    return result
+
+
+def _known(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _by_column(values: Tensor, parts: int) -> Tensor:
+    """The inverse of `_by_unit`, spread over columns: float64 [N', K']."""
+    blocks, tile_count, _ = values.shape
+    rows = values.reshape(blocks, tile_count, 4, parts, 8, 2).permute(1, 2, 5, 4, 0, 3).reshape(tile_count * 64, -1)
+    return torch.repeat_interleave(rows.double(), TILE_COLUMNS // parts, dim=1)

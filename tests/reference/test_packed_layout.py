@@ -1,0 +1,63 @@
+"""Tiles of packed weights hold the layer they were made of: every width, code, group, order, ragged ends, act-order."""
+
+import pytest
+import torch
+
+from anybit.errors import KernelError
+from anybit.kernels.packed_layout import pieces, prepare, tile_bytes, unpack
+from anybit.packing import QuantizedWeight, pack_words
+from anybit.scheme import WeightFormat
+
+SHAPES = [
+    (128, (64, 256), False),
+    (None, (40, 200), False),
+    (32, (16, 100), False),
+    (64, (80, 192), True),
+    (256, (64, 300), True),
+    (256, (64, 512), False),
+]
+
+
+def layer(n, k, bits, code, group, act_order=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    format = WeightFormat(bits, code, group)
+    groups = format.groups(k)
+    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=generator)
+    scale = (torch.rand(n, groups, generator=generator) * 0.01 + 0.005).half().float()
+    zero = torch.randint(0, 2**bits, (n, groups), generator=generator).to(torch.uint8) if code == "asym" else None
+    index = None
+    if act_order and group is not None:
+        index = (torch.arange(k) // group)[torch.randperm(k, generator=generator)].to(torch.int32)
+    return QuantizedWeight(pack_words(codes, bits), scale, zero, (n, k), format, index)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
+def test_round_trip(bits, code):
+    for group, (n, k), act_order in SHAPES:
+        weight = layer(n, k, bits, code, group, act_order)
+        expected = weight.dequantize(torch.float64)
+        for order in ("a16", "a8"):
+            packed = prepare(weight, order)
+            assert packed.tiles.shape[-1] == tile_bytes(weight.format)
+            assert torch.allclose(unpack(packed), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("order", ["a16", "a8"])
+def test_every_bit_of_a_lane_has_one_owner(bits, order):
+    registers, field = (32, 16) if order == "a16" else (16, 8)
+    owned = [(p.word, p.bit + i) for j in range(registers) for p in pieces(bits, order, j) for i in range(p.count)]
+    assert sorted(owned) == [(word, bit) for word in range(2 * bits) for bit in range(field)]
+
+
+def test_scales_of_any_size_survive():
+    weight = layer(64, 256, 4, "sym", 64)
+    for factor in (1e-9, 1e9):
+        big = QuantizedWeight(weight.words, weight.scale * factor, None, weight.shape, weight.format)
+        assert torch.allclose(unpack(prepare(big)), big.dequantize(torch.float64), rtol=1e-3)
+
+
+def test_bad_input_is_named():
+    with pytest.raises(KernelError, match="order must be"):
+        prepare(layer(64, 128, 4, "sym", 128), "a4")
