@@ -73,7 +73,7 @@ def pieces(bits: int, order: Order, register: int) -> tuple[Piece, ...]:
 
 
 def subgroups(group: int | None) -> int:
-    """Scales a row of a tile holds: one for each group that begins in, or spans, its 128 columns; none for whole rows."""
+    """How many scales a row of a tile holds: those of the groups in its 128 columns; none for whole rows."""
     return 0 if group is None else max(1, TILE_COLUMNS // group)
 
 
@@ -154,7 +154,7 @@ def _rows(weight: QuantizedWeight, start: int, stop: int) -> Tensor:
 
 
 def _columns(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:
-    """For an activation order: the channel of each column (-1 padding), and the group of each span of `group` columns."""
+    """For an activation order: the channel of each column (-1: padding), and the group of each `group` columns."""
     index, group = weight.group_index, weight.format.group
     if index is None or group is None:
         return None, None
@@ -187,7 +187,7 @@ def _normalized(weight: QuantizedWeight, padded_n: int) -> tuple[Tensor, Tensor]
 
 
 def _by_unit(values: Tensor) -> Tensor:
-    """[K'/128, subgroups, N'] -> [K'/128, N'/64, unit, subgroup, 16 in a lane's order (rows g and g + 8 side by side)]."""
+    """[K'/128, subgroups, N'] -> [K'/128, N'/64, unit, subgroup, 8, 2]: rows g and g + 8 side by side."""
     blocks, parts, n = values.shape
     return values.view(blocks, parts, n // 64, 4, 2, 8).permute(0, 2, 3, 1, 5, 4)
 
