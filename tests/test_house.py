@@ -18,7 +18,7 @@ FLOORS = [
     {"kernels"},
     {"tune"},
     {"ops"},
-    {"linear", "kvcache", "attention"},
+    {"linear", "kvpool", "kvcache", "attention"},
     {"quantize", "checkpoints"},
     {"integrations", "evaluate"},
     {"cli", "__main__", "__init__"},

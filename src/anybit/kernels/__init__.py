@@ -1,0 +1,1 @@
+"""Kernels: NAME.cuh runs on the GPU, NAME.py is its host side."""

@@ -1,0 +1,291 @@
+"""The quantized KV cache: pages of codes, a 16-bit residual for the newest tokens, and what one can do to sequences.
+
+Everything here is plain torch and runs anywhere; on a GPU ``write`` hands the work to one kernel. A step is
+
+    cache.extend(sequences, n)              n more tokens each: pages reserved, lengths counted
+    cache.write(layer, sequences, k, v)     their K and V, for every layer
+    attention.decode(q, cache, layer, sequences)
+
+``extend`` may touch the host's tables; ``write`` and the attention only read fixed addresses on the device, so a CUDA
+graph of them stays right while the sequences grow.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anybit.errors import LayerError
+from anybit.kernels import kvpage
+from anybit.kernels.kvpage import PageLayout
+from anybit.kvpool import Action, CacheError, CopyPage, CopyRing, Ledger, Unpack
+from anybit.scheme import KVFormat
+
+WINDOW = 128
+"""Tokens that are packed at a time, at most: Eq. 1 of BitDecoding for 4 bits (8 tokens x 4 warps x 4 codes a word)."""
+
+
+class KVCache:
+    """K and V of all layers of up to ``sequences`` sequences of up to ``capacity`` tokens each.
+
+    format: KVFormat or its text ("kv4", "k4v2g32t").  pages: how many pages all sequences share (default: enough for
+    every sequence to be full).  page: 64, 128 or 256 tokens.  slack: newest tokens that can be cropped away exactly,
+    whatever was packed meanwhile; also the most new tokens, plus one, that a decode step may bring.
+    dtype: float16 or bfloat16, the type of the residual and of 16-bit pages.
+
+    Tensors (fixed for the life of the cache):
+        pages     uint8 [layers, pages, kv_heads, page_bytes]; kvpage.py says what is inside
+        residual  dtype [layers, sequences, kv_heads, 2, ring * head_dim], K and V in the order of the tensor cores
+        table     int32 [sequences, capacity / page], -1 where there is no page
+        lengths   int32 [sequences], tokens of each sequence, the newest included
+    """
+
+    def __init__(
+        self,
+        format: KVFormat | str,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        sequences: int,
+        capacity: int,
+        pages: int | None = None,
+        page: int = 128,
+        slack: int = 32,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if dtype not in (torch.float16, torch.bfloat16):
+            raise LayerError(f"a KV cache keeps its newest tokens in float16 or bfloat16, not {dtype}")
+        self.format = KVFormat.parse(format) if isinstance(format, str) else format
+        self.layout = PageLayout(self.format, head_dim, page)
+        self.window = min(page, WINDOW)
+        per_sequence = -(-capacity // page)
+        count = sequences * per_sequence if pages is None else pages
+        self.ledger = Ledger(sequences, count, self.window, page, slack, capacity)
+        self.layers, self.kv_heads, self.head_dim, self.dtype = layers, kv_heads, head_dim, dtype
+        self.device = torch.device(device)
+        self.rotation = hadamard(head_dim, dtype, self.device) if self.format.rotate else None
+        self.pages = torch.zeros(layers, count, kv_heads, self.layout.page_bytes, dtype=torch.uint8, device=self.device)
+        ring = self.ledger.ring
+        self.residual = torch.zeros(layers, sequences, kv_heads, 2, ring * head_dim, dtype=dtype, device=self.device)
+        self.table = torch.full((sequences, per_sequence), -1, dtype=torch.int32, device=self.device)
+        self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
+        self._places = ring_places(ring, head_dim).to(self.device)
+        self._rows: dict[tuple[int, ...], Tensor] = {}
+
+    # -------- sequences
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return self.ledger.entry(sequence).length
+
+    def add(self) -> int:
+        """A new, empty sequence; raises CacheError when all are in use."""
+        sequence = self.ledger.add()
+        self._publish([sequence])
+        return sequence
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence."""
+        self.ledger.free(sequence)
+        self.table[sequence] = -1
+        self.lengths[sequence] = 0
+
+    def fork(self, sequence: int) -> int:
+        """A second sequence with the same tokens: full pages are shared, and only what differs later is copied."""
+        target, actions = self.ledger.fork(sequence)
+        self._act(actions)
+        self._publish([target])
+        return target
+
+    def crop(self, sequence: int, length: int) -> None:
+        """Keep the first ``length`` tokens.
+
+        Exact for the newest ``slack`` tokens; further back, the tokens of the block that is opened again keep the
+        values that the pages held.
+        """
+        self._act(self.ledger.crop(sequence, length))
+        self._publish([sequence])
+
+    def reorder(self, sequences: Sequence[int], origin: Sequence[int]) -> None:
+        """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was (the beams of a beam search)."""
+        copies = self.ledger.reorder(sequences, origin)
+        if copies:
+            sources = self.row_index([s for s, _ in copies])
+            self.residual[:, self.row_index([t for _, t in copies])] = self.residual[:, sources]
+        self._publish(sequences)
+
+    def extend(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
+        """Count ``tokens`` more tokens for each sequence and make sure of their pages; then ``write`` them."""
+        counts = [tokens] * len(sequences) if isinstance(tokens, int) else list(tokens)
+        needed = sum(self.ledger.needs(s, n) for s, n in zip(sequences, counts, strict=True))
+        if needed > self.ledger.pool.available:
+            raise CacheError(
+                f"{len(sequences)} sequences need {needed} more pages, and the cache has {self.ledger.pool.available} "
+                f"left of {len(self.ledger.pool.references)}: free a sequence, or make the cache with more pages"
+            )
+        changed = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            before = list(self.ledger.entry(sequence).pages)
+            self._act(self.ledger.extend(sequence, count))
+            if self.ledger.entry(sequence).pages != before:
+                changed.append(sequence)
+        self._publish(changed, lengths=False)
+        rows = self.row_index(sequences)
+        if isinstance(tokens, int):
+            self.lengths.index_add_(0, rows, torch.full_like(rows, tokens, dtype=torch.int32))
+        else:
+            self.lengths.index_add_(0, rows, torch.tensor(counts, dtype=torch.int32, device=self.device))
+
+    def row_index(self, sequences: Sequence[int]) -> Tensor:
+        """The sequences as an int64 tensor on the cache's device, made once."""
+        key = tuple(sequences)
+        if key not in self._rows:
+            if len(self._rows) > 256:
+                self._rows.clear()
+            self._rows[key] = torch.tensor(key, dtype=torch.int64, device=self.device)
+        return self._rows[key]
+
+    def _publish(self, sequences: Sequence[int], lengths: bool = True) -> None:
+        """Bring the device's tables in line with the ledger."""
+        for sequence in sequences:
+            entry = self.ledger.entry(sequence)
+            row = entry.pages + [-1] * (self.table.shape[1] - len(entry.pages))
+            self.table[sequence] = torch.tensor(row, dtype=torch.int32)
+            if lengths:
+                self.lengths[sequence] = entry.length
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, CopyPage):
+                self.pages[:, action.target] = self.pages[:, action.source]
+            elif isinstance(action, CopyRing):
+                self.residual[:, action.target] = self.residual[:, action.source]
+            elif isinstance(action, Unpack):
+                self._unpack(action)
+
+    def _unpack(self, action: Unpack) -> None:
+        page, size = self.layout.page, self.layout.page_bytes
+        pages = self.pages[:, list(action.pages)].transpose(1, 2)  # [layers, heads, pages, page_bytes]
+        blocks = pages.reshape(*pages.shape[:3], self.layout.blocks, size // self.layout.blocks).flatten(2, 3)
+        first = action.begin - action.begin % page
+        for part, tokens in enumerate(kvpage.decode(self.layout, blocks, self.dtype)):
+            self._into_ring(
+                slice(None),
+                action.sequence,
+                part,
+                action.begin,
+                tokens[..., action.begin - first : action.end - first, :],
+            )
+
+    # -------- tokens
+
+    def write(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
+        """Store the newest tokens of each sequence, already counted by ``extend``.
+
+        k, v: [len(sequences), tokens, kv_heads, head_dim] in the cache's dtype. Windows that become full are quantized
+        and packed; 16-bit values of the newest tokens stay in the residual.
+        """
+        self._check(sequences, k, v)
+        if self.rotation is not None:
+            k, v = k @ self.rotation, v @ self.rotation
+        for row, sequence in enumerate(sequences):
+            self._write_one(layer, sequence, k[row].transpose(0, 1), v[row].transpose(0, 1))
+
+    def _check(self, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
+        expected = (len(sequences), k.shape[1] if k.dim() == 4 else -1, self.kv_heads, self.head_dim)
+        for name, tensor in (("k", k), ("v", v)):
+            if tuple(tensor.shape) != expected:
+                raise LayerError(
+                    f"{name} is {tuple(tensor.shape)}, and must be [sequences, tokens, heads, dim] = {expected}"
+                )
+            if tensor.dtype != self.dtype:
+                raise LayerError(
+                    f"{name} is {tensor.dtype}, and the KV cache holds {self.dtype}: convert it, or the cache"
+                )
+        for sequence in sequences:
+            if k.shape[1] > self.length(sequence):
+                raise CacheError(
+                    f"sequence {sequence} counts {self.length(sequence)} tokens, fewer than the {k.shape[1]} to write: "
+                    "call extend first"
+                )
+
+    def _write_one(self, layer: int, sequence: int, k: Tensor, v: Tensor) -> None:
+        """K and V [heads, tokens, dim] of the newest tokens of one sequence, in plain torch."""
+        length, tokens = self.length(sequence), k.shape[1]
+        old = length - tokens
+        begin, end = self.ledger.packed(old), self.ledger.packed(length)
+        if end > begin:
+            full = [
+                torch.cat((self.read_ring(layer, sequence, part, begin, old), new), 1)[:, : end - begin]
+                for part, new in enumerate((k, v))
+            ]
+            blocks = kvpage.encode(self.layout, *full)  # [heads, blocks, block_bytes]
+            owned = self.ledger.entry(sequence).pages
+            per_page, block = self.layout.blocks, self.layout.block
+            for i in range(blocks.shape[1]):
+                index, place = divmod(begin // block + i, per_page)
+                target = self.pages[layer, owned[index]].reshape(self.kv_heads, per_page, -1)
+                target[:, place] = blocks[:, i]
+        keep = min(tokens, self.ledger.ring)
+        for part, new in enumerate((k, v)):
+            self._into_ring(layer, sequence, part, length - keep, new[:, tokens - keep :])
+
+    def _into_ring(self, layer: int | slice, sequence: int, part: int, begin: int, tokens: Tensor) -> None:
+        """Put tokens [..., n, dim] that start at position ``begin`` into their slots of the ring."""
+        slots = torch.arange(begin, begin + tokens.shape[-2], device=self.device) % self.ledger.ring
+        self.residual[layer, sequence, :, part][..., self._places[part, slots].flatten()] = tokens.flatten(-2)
+
+    def read_ring(self, layer: int, sequence: int, part: int, begin: int, end: int) -> Tensor:
+        """Tokens begin .. end - 1 of K (part 0) or V (part 1) from the residual: [kv_heads, n, head_dim]."""
+        slots = torch.arange(begin, end, device=self.device) % self.ledger.ring
+        residual: Tensor = self.residual[layer, sequence, :, part]
+        return residual[:, self._places[part, slots]]
+
+    def read(self, layer: int, sequence: int, newest: int = 0) -> tuple[Tensor, Tensor]:
+        """K and V [kv_heads, length, head_dim] as attention sees them, in float32: dequantized pages, then 16 bits.
+
+        newest: how many of the newest tokens a step has just brought; the window that they completed, if any, is
+        still read from the residual. Rotated heads stay rotated.
+        """
+        length = self.length(sequence)
+        packed = self.ledger.packed(max(length - newest, 0))
+        if packed < self.ledger.entry(sequence).oldest:  # more new tokens than the ring holds: a prompt
+            packed = self.ledger.packed(length)
+        owned = self.ledger.entry(sequence).pages[: -(-packed // self.layout.page)]
+        pages = self.pages[layer, owned].transpose(0, 1)  # [heads, pages, page_bytes]
+        blocks = pages.reshape(self.kv_heads, len(owned) * self.layout.blocks, self.layout.block_bytes)
+        stored = kvpage.decode(self.layout, blocks[:, : packed // self.layout.block], self.dtype)
+        both = [
+            torch.cat((old.float(), self.read_ring(layer, sequence, part, packed, length).float()), 1)
+            for part, old in enumerate(self._exact(blocks[:, : packed // self.layout.block], stored))
+        ]
+        return both[0], both[1]
+
+    def _exact(self, blocks: Tensor, stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Dequantized values in float32; 16-bit parts as the cache's type reads them."""
+        k, v = kvpage.decode(self.layout, blocks, torch.float32)
+        return (stored[0] if self.format.key_bits == 16 else k, stored[1] if self.format.value_bits == 16 else v)
+
+
+def ring_places(ring: int, head_dim: int) -> Tensor:
+    """Where slot s, channel c of a ring lies: int64 [2, ring, head_dim] for K and V, in elements.
+
+    Sixteen tokens are one contiguous run of 16-bit tiles, as in a page of 16-bit keys or values.
+    """
+    s, c = torch.arange(ring)[:, None], torch.arange(head_dim)[None]
+    tile = (s // 16) * (head_dim // 16) + c // 16
+    key = (tile * 32 + s % 8 * 4 + c % 16 // 4) * 8 + (c % 4 // 2 * 2 + s % 16 // 8) * 2 + c % 2
+    value = (tile * 32 + c % 8 * 4 + s % 8 // 2) * 8 + (s % 16 // 8 * 2 + c % 16 // 8) * 2 + s % 2
+    return torch.stack((key, value))
+
+
+def hadamard(size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    """The normalized, symmetric Hadamard matrix [size, size]: its own inverse. Sizes are powers of two."""
+    if size & (size - 1):
+        raise LayerError(f"heads of {size} channels cannot be rotated: a Hadamard matrix here has a power of two")
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
+    return torch.Tensor.to(matrix / size**0.5, device, dtype)

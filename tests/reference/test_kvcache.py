@@ -1,0 +1,157 @@
+"""The KV cache on tensors, and its attention reference, against plain lists and plain attention."""
+
+import random
+
+import pytest
+import torch
+
+from anybit.attention import Masks, attend, decode
+from anybit.errors import LayerError
+from anybit.kvcache import KVCache, hadamard
+from anybit.kvpool import CacheError
+
+
+def make(format="kv16", **kw):
+    options = {"layers": 2, "kv_heads": 2, "head_dim": 64, "sequences": 4, "capacity": 512, "page": 64, "slack": 32}
+    return KVCache(format, **{**options, **kw})
+
+
+def tokens(n, generator, heads=2, dim=64):
+    return [torch.randn(2, 1, n, heads, dim, generator=generator).half() for _ in range(2)]  # K, V: [layers, 1, n, ...]
+
+
+def put(cache, sequence, kv):
+    cache.extend([sequence], kv[0].shape[2])
+    for layer in range(2):
+        cache.write(layer, [sequence], kv[0][layer], kv[1][layer])
+
+
+@pytest.mark.parametrize("page", [64, 128, 256])
+def test_a_random_life_against_plain_lists(page):
+    rng, generator = random.Random(page), torch.Generator().manual_seed(page)
+    cache = make(page=page, pages=2048 // page)
+    model = {}
+    for _ in range(150):
+        act, live = rng.random(), list(model)
+        try:
+            if not live or act < 0.1:
+                s = cache.add()
+                model[s] = [torch.zeros(2, 0, 2, 64).half() for _ in range(2)]
+            elif act < 0.65:
+                s, kv = rng.choice(live), tokens(rng.choice((1, 1, 5, 16, 63, 64, 130)), generator)
+                put(cache, s, kv)
+                model[s] = [torch.cat((old, new[:, 0]), 1) for old, new in zip(model[s], kv, strict=True)]
+            elif act < 0.75:
+                s = rng.choice(live)
+                model[cache.fork(s)] = list(model[s])
+            elif act < 0.88:
+                s = rng.choice(live)
+                n = rng.randrange(model[s][0].shape[1] + 1)
+                cache.crop(s, n)
+                model[s] = [x[:, :n] for x in model[s]]
+            elif act < 0.95:
+                origin = [rng.randrange(len(live)) for _ in live]
+                cache.reorder(live, origin)
+                model = {s: model[live[o]] for s, o in zip(live, origin, strict=True)}
+            else:
+                s = rng.choice(live)
+                cache.free(s)
+                del model[s]
+        except CacheError:
+            pass
+        for s, expected in model.items():
+            assert int(cache.lengths[s]) == expected[0].shape[1]
+            for layer in range(2):
+                for got, want in zip(cache.read(layer, s), expected, strict=True):
+                    assert torch.equal(got.half(), want[layer].transpose(0, 1))
+
+
+@pytest.mark.parametrize("format", ["kv8", "kv4", "kv2g32", "kv4t", "k4v2g32t", "k16v4", "kv4rot"])
+def test_packed_tokens_are_the_dequantized_ones_and_the_newest_are_exact(format):
+    generator = torch.Generator().manual_seed(1)
+    cache = make(format)
+    s = cache.add()
+    kv = tokens(100, generator)
+    put(cache, s, kv)
+    rotation = hadamard(64) if "rot" in format else torch.eye(64)
+    for got, want in zip(cache.read(1, s), kv, strict=True):
+        want = (want[1, 0].float() @ rotation).transpose(0, 1)
+        torch.testing.assert_close(got[:, 64:], want[:, 64:], rtol=0, atol=2e-3)
+        step = (want.amax() - want.amin()) / (3 if "2" in format.split("g")[0] else 15)
+        assert (got[:, :64] - want[:, :64]).abs().max() <= step
+
+
+def test_rolling_back_a_few_tokens_is_exact_even_across_a_packed_window():
+    generator = torch.Generator().manual_seed(2)
+    cache = make("kv2")
+    s = cache.add()
+    kv = tokens(60, generator)
+    put(cache, s, kv)
+    before = cache.read(0, s)
+    put(cache, s, tokens(16, generator))  # packs the first 64
+    cache.crop(s, 60)
+    after = cache.read(0, s)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("format", ["kv16", "kv4", "kv2t", "kv8rot"])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize(
+    "masks",
+    [Masks(), Masks(window=20), Masks(softcap=5.0, scale=0.3), Masks(sinks=torch.randn(4), alibi=torch.rand(4))],
+    ids=["plain", "window", "softcap", "sinks-alibi"],
+)
+def test_attention_is_attention_over_what_the_cache_holds(format, queries, masks):
+    generator = torch.Generator().manual_seed(3)
+    cache = make(format)
+    a, b = cache.add(), cache.add()
+    put(cache, a, tokens(90, generator))
+    put(cache, b, tokens(3, generator))
+    new = [torch.randn(2, queries, 2, 64, generator=generator).half() for _ in range(2)]
+    cache.extend([a, b], queries)
+    for layer in range(2):
+        cache.write(layer, [a, b], *new)
+    q = torch.randn(2, queries, 4, 64, generator=generator).half()
+    out, lse = decode(q, cache, 1, [a, b], masks)
+    for row, s in enumerate((a, b)):
+        rotation = hadamard(64) if cache.rotation is not None else torch.eye(64)
+        k, v = (x @ rotation for x in cache.read(1, s, newest=queries))
+        for i in range(queries):
+            for h in range(4):
+                visible = k.shape[1] - queries + i + 1
+                first = 0 if masks.window is None else max(0, visible - masks.window)
+                logits = (k[h // 2, first:visible] @ q[row, i, h].float()) * (masks.scale or 64**-0.5)
+                if masks.softcap:
+                    logits = masks.softcap * torch.tanh(logits / masks.softcap)
+                if masks.alibi is not None:
+                    logits = logits + masks.alibi[h] * (torch.arange(first, visible) - visible + 1)
+                extra = logits if masks.sinks is None else torch.cat((logits, masks.sinks[h : h + 1]))
+                want = torch.exp(logits - extra.logsumexp(0)) @ v[h // 2, first:visible]
+                torch.testing.assert_close(out[row, i, h].float(), want, rtol=4e-3, atol=4e-3)
+                torch.testing.assert_close(lse[row, i, h], extra.logsumexp(0), rtol=2e-3, atol=2e-3)
+
+
+def test_an_empty_sum_is_zero():
+    out, total = attend(torch.randn(1, 2, 8), torch.zeros(1, 1, 8)[:, :0], torch.zeros(1, 1, 8)[:, :0])
+    assert out.eq(0).all() and total.eq(-torch.inf).all()
+
+
+def test_what_does_not_fit_is_refused_in_words():
+    cache = make("kv4", capacity=64, pages=1)
+    s = cache.add()
+    k = torch.zeros(1, 1, 2, 64).half()
+    with pytest.raises(CacheError, match="call extend first"):
+        cache.write(0, [s], k, k)
+    cache.extend([s], 1)
+    with pytest.raises(LayerError, match="float32"):
+        cache.write(0, [s], k.float(), k)
+    with pytest.raises(LayerError, match="heads, dim"):
+        cache.write(0, [s], k[..., :32], k)
+    with pytest.raises(LayerError, match="share 2 KV heads"):
+        decode(torch.zeros(1, 1, 3, 64).half(), cache, 0, [s])
+    with pytest.raises(LayerError, match="fewer than the 2 queries"):
+        decode(torch.zeros(1, 2, 4, 64).half(), cache, 0, [s])
+    with pytest.raises(CacheError, match="at most 64"):
+        cache.extend([s], 64)
+    with pytest.raises(LayerError, match="power of two"):
+        make("k4v4g32rot", head_dim=96)
