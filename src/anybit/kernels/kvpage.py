@@ -196,7 +196,7 @@ def pack_tiles(codes: Tensor, bits: int, keys: bool, chunk: int) -> Tensor:
 
 
 def unpack_tiles(words: Tensor, bits: int, keys: bool, chunk: int, tokens: int, channels: int) -> Tensor:
-    """The inverse of ``pack_tiles``: int32 words [..., words] -> uint8 codes (16 bits: int16) [..., tokens, channels]."""
+    """The inverse of ``pack_tiles``: words [..., words] -> uint8 codes (16 bits: int16) [..., tokens, channels]."""
     lead = words.shape[:-1]
     chunks = tokens // chunk if keys else 1
     depth = channels // 16 if keys else tokens // 16
