@@ -1,0 +1,104 @@
+"""What a launch passes to a kernel: a frozen dataclass that mirrors a C struct, field by field.
+
+    @dataclass(frozen=True)
+    class Params:
+        x: Pointer
+        rows: Int32
+        scale: Float32
+
+is the host side of `struct Params { const uint16_t* x; int32_t rows; float scale; };`. The source that a kernel is
+compiled from asserts the size of the C struct and the place and size of each of its fields (`layout_assertions`).
+"""
+
+import dataclasses
+import struct
+from functools import cache
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import torch
+
+
+class CType(NamedTuple):
+    """A C type: its code for the `struct` module and its size, which is also its alignment."""
+
+    code: str
+    size: int
+
+
+Pointer = Annotated[torch.Tensor | int | None, CType("P", 8)]
+"""A device pointer: a tensor (its first element), an address, or None for a null pointer."""
+Int32 = Annotated[int, CType("i", 4)]
+UInt32 = Annotated[int, CType("I", 4)]
+Int64 = Annotated[int, CType("q", 8)]
+UInt64 = Annotated[int, CType("Q", 8)]
+Float32 = Annotated[float, CType("f", 4)]
+
+
+class Field(NamedTuple):
+    """One field of the C struct: its name, type and offset in bytes."""
+
+    name: str
+    type: CType
+    offset: int
+
+
+class Layout(NamedTuple):
+    """The C struct of a Params class: its fields, its size in bytes, and what fills it."""
+
+    fields: tuple[Field, ...]
+    size: int
+    packer: struct.Struct
+    pointers: tuple[bool, ...]
+
+    def values(self, params: Any) -> list[Any]:
+        """The fields of `params` as plain numbers, tensors replaced by their addresses."""
+        values = []
+        for field, pointer in zip(self.fields, self.pointers, strict=True):
+            value = getattr(params, field.name)
+            if pointer and not isinstance(value, int):
+                value = 0 if value is None else value.data_ptr()
+            values.append(value)
+        return values
+
+
+@cache
+def layout_of(params: type) -> Layout:
+    """The C layout of a Params dataclass. TypeError if a field's annotation is none of this module's types."""
+    if not dataclasses.is_dataclass(params):
+        raise TypeError(f"params must be a dataclass, got {params!r}")
+    hints = get_type_hints(params, include_extras=True)
+    fields, code, offset, alignment = [], "<", 0, 1
+    for field in dataclasses.fields(params):
+        types = [m for m in getattr(hints[field.name], "__metadata__", ()) if isinstance(m, CType)]
+        if not types:
+            raise TypeError(
+                f"{params.__qualname__}.{field.name} is annotated {hints[field.name]!r}; "
+                f"use Pointer, Int32, UInt32, Int64, UInt64 or Float32 of anybit.jit"
+            )
+        (c_type,) = types
+        padding = -offset % c_type.size
+        code += f"{padding}x" * bool(padding) + ("Q" if c_type.code == "P" else c_type.code)
+        fields.append(Field(field.name, c_type, offset + padding))
+        offset += padding + c_type.size
+        alignment = max(alignment, c_type.size)
+    padding = -offset % alignment
+    packer = struct.Struct(code + f"{padding}x" * bool(padding))
+    return Layout(tuple(fields), packer.size, packer, tuple(f.type.code == "P" for f in fields))
+
+
+def layout_assertions(params: type) -> str:
+    """C++ that fails to compile where the C struct of the same name differs from `params`."""
+    layout, name = layout_of(params), params.__name__
+    lines = [
+        "#ifdef __CUDACC_RTC__",
+        f"#define ANYBIT_OFFSET(field) __INTADDR__(&static_cast<{name}*>(0)->field)",
+        "#else",
+        f"#define ANYBIT_OFFSET(field) __builtin_offsetof({name}, field)",
+        "#endif",
+        "#define ANYBIT_FIELD(field, offset, size) \\",
+        f"    static_assert(ANYBIT_OFFSET(field) == offset && sizeof({name}::field) == size, \\",
+        f'                  "{name}::" #field " is not at byte " #offset " with size " #size ", as its twin says")',
+        f'static_assert(sizeof({name}) == {layout.size}, "{name} is not {layout.size} bytes, as its twin says");',
+        *(f"ANYBIT_FIELD({f.name}, {f.offset}, {f.type.size});" for f in layout.fields),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,102 @@
+"""A kernel as a value, and the source text that it is compiled from."""
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from anybit.jit.params import layout_assertions
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+"""The folder of the .cuh files."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of one configuration: everything that decides its machine code except the architecture.
+
+    The header defines `struct Params` (the C twin of `params`, by the same name) and
+    `template <class Config> __global__ void entry(const __grid_constant__ Params p)`.
+    """
+
+    header: str
+    """The .cuh file: a name in the package's kernels folder, or an absolute path."""
+    entry: str
+    """The kernel template's name, with its namespace if it has one."""
+    config: Any
+    """A frozen dataclass; its fields become the constants of `struct Config`."""
+    params: type
+    """The dataclass of the launch's arguments, see anybit.jit.params."""
+    threads: int
+    """Threads a block; Config::threads on the device."""
+    shared_bytes: int = 0
+    """Dynamic shared memory a block; Config::shared_bytes on the device."""
+    cluster: int = 1
+    """Blocks a cluster, along x; Config::cluster on the device."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # computed once: every launch looks its kernel up
+        return hash((self.header, self.entry, self.config, self.params, self.threads, self.shared_bytes, self.cluster))
+
+    @property
+    def path(self) -> Path:
+        """The header's file."""
+        path = Path(self.header)
+        return path if path.is_absolute() else KERNELS / path
+
+    @property
+    def expression(self) -> str:
+        """The instantiation, as C++ names it."""
+        return f"{self.entry}<Config>"
+
+    @cached_property
+    def source(self) -> str:
+        """The C++ text: the header, the constants, the checks that both sides agree, the one instantiation."""
+        constants = {"threads": self.threads, "shared_bytes": self.shared_bytes, "cluster": self.cluster}
+        return (
+            f'#include "{self.path.name}"\n'
+            f"{config_struct(self.config, constants)}"
+            f"{layout_assertions(self.params)}"
+            f"template __global__ void {self.expression}(const __grid_constant__ {self.params.__name__});\n"
+        )
+
+
+def config_struct(config: Any, constants: dict[str, int] | None = None, name: str = "Config") -> str:
+    """A dataclass as a C++ struct of constants.
+
+    int, bool and float become `static constexpr` members, an Enum member becomes the enumerator of the same name of
+    the C++ enum of the same name, a str names a type (`using field = text;`), a nested dataclass a nested struct.
+    `constants` are added; where the dataclass has a field of that name, both must agree (ValueError).
+    """
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    for key, value in (constants or {}).items():
+        if values.setdefault(key, value) != value:
+            raise ValueError(f"the kernel says {key} = {value}, its config says {values[key]}: give the same value")
+    members = "".join(f"    {_member(key, value)}\n" for key, value in values.items())
+    return f"struct {name} {{\n{members}}};\n"
+
+
+def _member(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"static constexpr bool {name} = {str(value).lower()};"
+    if isinstance(value, enum.Enum):
+        return f"static constexpr {type(value).__name__} {name} = {type(value).__name__}::{value.name};"
+    if isinstance(value, int):
+        if not -(2**31) <= value < 2**31:
+            raise ValueError(f"config field {name} = {value} does not fit an int; allowed are -2^31 to 2^31 - 1")
+        return f"static constexpr int {name} = {value};"
+    if isinstance(value, float):
+        return f"static constexpr float {name} = {value.hex()}f;"
+    if isinstance(value, str):
+        return f"using {name} = {value};"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return config_struct(value, name=name).replace("\n", " ").strip()
+    raise TypeError(
+        f"config field {name} = {value!r} has no C++ form; "
+        f"allowed are int, bool, float, Enum members, the name of a type, and dataclasses of these"
+    )
