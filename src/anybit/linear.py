@@ -149,6 +149,17 @@ class QuantLinear(nn.Module):
         """The weights that the codes stand for, [N, K]."""
         return self.quantized_weight().dequantize(dtype)
 
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight, [N, K], computed at every access: for code that inspects a layer, not for speed."""
+        dtype = self.weight_scale.dtype
+        if self._prepared is None and self.weight_packed.is_meta:
+            return torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
+        weight = self.dequantize(dtype)
+        # transformers initializes what does not say that it is: some models reach for their children's weights then.
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        return weight
+
     def forward(self, x: Tensor) -> Tensor:
         """Y = x W^T + bias."""
         if self._prepared is None:
@@ -178,6 +189,19 @@ class QuantLinear(nn.Module):
         """What a printed model shows."""
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{text}, scheme={self.scheme}"
+
+
+def use_backend(model: nn.Module, backend: str | None) -> nn.Module:
+    """Run every QuantLinear of a model on a backend, by name; None lets each layer choose. Returns the model.
+
+    On a CPU "reference-decoded" trades memory for speed and "reference-packed" the other way.
+    """
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.unprepare()
+            module.backend = backend
+            module.prepare()
+    return model
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

@@ -1,0 +1,1 @@
+"""Adapters to the libraries that serve models. No arithmetic here."""

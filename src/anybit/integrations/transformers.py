@@ -1,0 +1,225 @@
+"""anybit in transformers: ``from_pretrained(model, quantization_config=AnyBitConfig("w4a16g128"))``, save and reload.
+
+Importing this module (or anybit) registers the quantizer; transformers finds it by ``quant_method: "anybit"``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from anybit.errors import LayerError
+from anybit.linear import QuantLinear
+from anybit.ops import backends
+from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import Scheme
+
+METHOD = "anybit"
+
+
+@register_quantization_config(METHOD)
+class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """How a transformers model is quantized.
+
+    scheme: for example "w4a16g128" (see ``anybit.scheme``).
+    modules_to_not_convert: names or patterns of linear layers that stay as they are; by default the output head.
+    backend: what runs the layers, by name (of a model that is loaded already: ``anybit.use_backend``); by default the first that can on the device of each layer. On a CPU
+        "reference-decoded" (the default) is fast and keeps float32 weights, "reference-packed" keeps them packed.
+    group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
+    """
+
+    def __init__(
+        self,
+        scheme: str | Scheme = "w4a16g128",
+        modules_to_not_convert: list[str] | None = None,
+        backend: str | None = None,
+        group_index: bool = False,
+        **unknown: Any,
+    ) -> None:
+        self.quant_method = METHOD
+        self.scheme = str(Scheme.parse(scheme))
+        self.modules_to_not_convert = modules_to_not_convert
+        self.backend = backend
+        self.group_index = group_index
+        if backend is not None and backend not in backends:
+            raise ValueError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
+        # A saved configuration also says who wrote it, which changes nothing here.
+        unexpected = set(unknown) - {"quant_method", "version"}
+        if unexpected:
+            raise TypeError(f"AnyBitConfig takes no {', '.join(sorted(unexpected))}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``config.json`` says: the format of the checkpoint, not the choice of a backend."""
+        from anybit import __version__
+
+        return {
+            "quant_method": METHOD,
+            "version": __version__,
+            "scheme": self.scheme,
+            "modules_to_not_convert": self.modules_to_not_convert,
+            **({"group_index": True} if self.group_index else {}),
+        }
+
+
+@register_quantizer(METHOD)
+class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Replaces the linear layers of a transformers model by QuantLinear, and fills them."""
+
+    requires_calibration = False
+    quantization_config: AnyBitConfig
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        config = self.quantization_config
+        keep = self.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
+        config.modules_to_not_convert = sorted(keep)
+        replace_linears(
+            model,
+            Scheme.parse(config.scheme),
+            keep,
+            config.backend,
+            config.group_index,
+            placeholder=not self.pre_quantized,
+        )
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for module in model.modules():
+            if isinstance(module, QuantLinear):
+                module.prepare()
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a checkpoint tensor is the weight of a layer that is to be quantized while loading."""
+        if self.pre_quantized:
+            return False
+        module, tensor_name = get_module_from_name(model, param_name)
+        return isinstance(module, QuantLinear) and tensor_name == "weight"
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation that turns a weight into the tensors of its QuantLinear."""
+        return _Quantize(self)
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        """Quantized models can be saved."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Codes have no gradients."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Every layer is one op with a fake."""
+        return True
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, QuantLinear):
+                with torch.device("meta"):
+                    linear = nn.Linear(module.in_features, module.out_features, bias=False)
+                linear.weight = nn.Parameter(module.dequantize(dtype or torch.float32), requires_grad=False)
+                linear.bias = module.bias  # type: ignore[assignment]
+                model.set_submodule(name, linear)
+        return model
+
+
+class _Quantize(ConversionOps):  # type: ignore[misc]
+    """Quantizes one weight while it is loaded, so that only one layer is ever held in full."""
+
+    def __init__(self, quantizer: AnyBitQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """The weight of a layer -> the tensors that QuantLinear stores for it."""
+        (value,) = input_dict.values()
+        weight = value[0] if isinstance(value, list) else value
+        layer, _ = get_module_from_name(model, full_layer_name)
+        name = full_layer_name.removesuffix(".weight")
+        weight = weight.T if layer.transposed_source else weight
+        try:
+            quantized = quantize_weight(weight, layer.scheme.weights)
+        except LayerError as error:
+            raise LayerError(f"layer {name}: {error}") from None
+        layer.drop_placeholder()
+        missing = kwargs.get("missing_keys")
+        if missing is not None:
+            missing.discard(full_layer_name)
+        return {f"{name}.{suffix}": tensor for suffix, tensor in QuantLinear.tensors_of(quantized).items()}
+
+
+class _Loading(QuantLinear):
+    """A QuantLinear that is still to be quantized: it has a place for the checkpoint's weight, dropped afterwards."""
+
+    transposed_source: bool = False
+
+    def add_placeholder(self, transposed: bool) -> None:
+        """Announce the checkpoint's weight, [N, K], or [K, N] for a transposed source (Conv1D)."""
+        self.transposed_source = transposed
+        shape = (self.in_features, self.out_features) if transposed else (self.out_features, self.in_features)
+        placeholder = torch.empty(shape, dtype=self.weight_scale.dtype, device="meta")
+        self._parameters["weight"] = nn.Parameter(placeholder, requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The place for the checkpoint's weight."""
+        placeholder = self._parameters["weight"]
+        assert placeholder is not None
+        return placeholder
+
+    def drop_placeholder(self) -> None:
+        """The weight has been quantized: become a plain QuantLinear."""
+        del self._parameters["weight"]
+        self.__class__ = QuantLinear  # type: ignore[assignment]
+
+
+def replace_linears(
+    model: nn.Module,
+    scheme: Scheme,
+    keep: list[str],
+    backend: str | None = None,
+    group_index: bool = False,
+    placeholder: bool = False,
+) -> list[str]:
+    """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, but for those to keep.
+
+    placeholder: leave room for the full weight, to be quantized while it is loaded. Returns the names replaced.
+    Raises LayerError if a layer does not fit the scheme, or if there is nothing to quantize.
+    """
+    names = []
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, (nn.Linear, Conv1D)) or not should_convert_module(name, keep):
+            continue
+        transposed = isinstance(module, Conv1D)
+        n, k = (module.weight.shape[1], module.weight.shape[0]) if transposed else module.weight.shape
+        kind = _Loading if placeholder else QuantLinear
+        dtype = module.weight.dtype
+        try:
+            layer = kind(
+                k,
+                n,
+                scheme,
+                module.bias is not None,
+                group_index=group_index,
+                dtype=dtype,
+                device="meta",
+                backend=backend,
+            )
+        except LayerError as error:
+            raise LayerError(f"layer {name}: {error}; name it in modules_to_not_convert to leave it as it is") from None
+        if isinstance(layer, _Loading):
+            layer.add_placeholder(transposed)
+        model.set_submodule(name, layer)
+        names.append(name)
+    if not names:
+        raise LayerError(
+            f"{type(model).__name__} has no linear layer to quantize (left as they are: {', '.join(keep)})"
+        )
+    return names
