@@ -29,8 +29,10 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     scheme: for example "w4a16g128" (see ``anybit.scheme``).
     modules_to_not_convert: names or patterns of linear layers that stay as they are; by default the output head.
-    backend: what runs the layers, by name (of a model that is loaded already: ``anybit.use_backend``); by default the first that can on the device of each layer. On a CPU
+    backend: what runs the layers, by name; by default the first that can on the device of each layer. On a CPU
         "reference-decoded" (the default) is fast and keeps float32 weights, "reference-packed" keeps them packed.
+        It is not saved, and transformers drops it for a checkpoint that is quantized already: there,
+        ``anybit.use_backend(model, name)``.
     group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
     """
 
