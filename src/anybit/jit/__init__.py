@@ -1,6 +1,9 @@
 """Run-time compilation: Config -> source -> machine code, its cache, and its launch."""
 
+from anybit.errors import KernelError
+from anybit.jit.cache import cached
 from anybit.jit.compile import Compiled, CompileError, compile
+from anybit.jit.launch import Launcher, launch
 from anybit.jit.params import Float32, Int32, Int64, Pointer, UInt32, UInt64
 from anybit.jit.source import Kernel
 
@@ -11,8 +14,12 @@ __all__ = [
     "Int32",
     "Int64",
     "Kernel",
+    "KernelError",
+    "Launcher",
     "Pointer",
     "UInt32",
     "UInt64",
+    "cached",
     "compile",
+    "launch",
 ]

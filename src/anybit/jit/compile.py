@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from anybit.errors import KernelError
 from anybit.jit.source import KERNELS, Kernel
 
 FLAGS: dict[str, Any] = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"], "disable_warnings": True}
@@ -38,19 +39,19 @@ class Compiled:
     """The time that the compiler took."""
 
 
-class CompileError(RuntimeError):
+class CompileError(KernelError):
     """The compiler refused a kernel; the message holds the config, the first errors and where the source is kept."""
 
 
 def compile(kernel: Kernel, arch: str) -> Compiled:
     """Compile `kernel` for `arch`, such as "sm_80" or "sm_90a".
 
-    Raises CompileError, and RuntimeError where no compiler (the extra anybit[cuda]) is installed.
+    Raises CompileError, and KernelError where no compiler (the extra anybit[cuda]) is installed.
     """
     try:
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
-        raise RuntimeError("compiling a kernel needs NVRTC: pip install 'anybit[cuda]'") from error
+        raise KernelError("compiling a kernel needs NVRTC: pip install 'anybit[cuda]'") from error
     log, start = io.StringIO(), time.perf_counter()
     options = ProgramOptions(
         arch=arch, name=f"{kernel.entry}.cu", include_path=[str(p) for p in include_folders(kernel)], **FLAGS
@@ -75,7 +76,7 @@ def assembler_figures(log: str, entry: str) -> dict[str, int]:
     """Registers, spills, stack and static shared memory of one entry, from the log of `ptxas -v`."""
     _, _, about = log.partition(f"Compiling entry function '{entry}'")
     if not about:
-        raise RuntimeError(f"the assembler's log does not speak of {entry}; is -v still among the flags? {log[:400]!r}")
+        raise KernelError(f"the assembler's log does not speak of {entry}; is -v still among the flags? {log[:400]!r}")
     about = about.partition("Compiling entry function")[0]
 
     def figure(pattern: str) -> int:

@@ -1,0 +1,193 @@
+"""Launch a kernel on the current stream.
+
+Everything that does not change from launch to launch is prepared once per kernel, device and grid: what is left is to
+fill the parameters and one driver call. Nothing here synchronizes, allocates device memory or touches another stream,
+so launches can be captured in a CUDA graph, the first one of a kernel included.
+"""
+
+import ctypes
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit.cache import cached
+from anybit.jit.compile import Compiled
+from anybit.jit.params import layout_of
+from anybit.jit.source import Kernel
+
+Grid = tuple[int, int, int]
+
+_launchers: dict[tuple[Kernel, int, Grid, bool], "Launcher"] = {}
+_loading = threading.Lock()
+
+
+def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device: int | None = None) -> None:
+    """Launch `kernel` with `params` on the current stream of the current device (or of `device`).
+
+    grid: blocks along x, y, z. pdl: programmatic dependent launch; the kernel may start before the one ahead of it in
+    the stream has ended, and must call griddepcontrol_wait before it touches anything that one reads or writes.
+    The kernel is compiled (or read from the cache) at its first launch on a device. Raises KernelError where
+    compilation or the launch is refused, ValueError where a tensor lives on another device.
+    """
+    if device is None:
+        device = torch.cuda.current_device()
+    launcher = _launchers.get((kernel, device, grid, pdl))
+    if launcher is None:
+        launcher = _launchers.setdefault((kernel, device, grid, pdl), Launcher(kernel, device, grid, pdl))
+    launcher(params)
+
+
+class Launcher:
+    """A kernel, ready to be launched on one device with one grid; `launch` keeps one for each."""
+
+    def __init__(self, kernel: Kernel, device: int, grid: Grid, pdl: bool) -> None:
+        if min(grid) < 1 or grid[0] % kernel.cluster:
+            raise ValueError(
+                f"grid {grid} of {kernel.entry}: sides must be positive, x a multiple of cluster {kernel.cluster}"
+            )
+        self.kernel, self.device, self.grid, self.pdl = kernel, device, grid, pdl
+        self._layout = layout_of(kernel.params)
+        self._function = _function(kernel, device)
+        self._configs: dict[int, Any] = {}
+        self._launch = _driver().cuLaunchKernelEx
+        self._scratch = _Scratch(self._layout.size)
+
+    def __call__(self, params: Any) -> None:
+        """Launch with `params` on the device's current stream."""
+        layout, device, scratch = self._layout, self.device, self._scratch
+        values = []
+        for (name, _, _), pointer in zip(layout.fields, layout.pointers, strict=True):
+            value = getattr(params, name)
+            if pointer and not isinstance(value, int):
+                if value is None:
+                    value = 0
+                else:
+                    if value.get_device() != device:
+                        self._refuse_device(name, value)
+                    value = value.data_ptr()
+            values.append(value)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        config = self._configs.get(stream)
+        if config is None:
+            config = self._configs[stream] = self._config(stream)
+        layout.packer.pack_into(scratch.buffer, 0, *values)
+        if torch._C._cuda_getDevice() == device:
+            (status,) = self._launch(config, self._function, scratch.address, 0)
+        else:
+            with torch.cuda.device(device):
+                (status,) = self._launch(config, self._function, scratch.address, 0)
+        if status:
+            self._retry(status, config)
+
+    def _retry(self, status: Any, config: Any) -> None:
+        if status == _driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used the device yet
+            torch.cuda.set_device(torch.cuda.current_device())
+            with torch.cuda.device(self.device):
+                (status,) = self._launch(config, self._function, self._scratch.address, 0)
+        if status:
+            kernel = self.kernel
+            raise KernelError(
+                f"launching {kernel.entry} failed: {status.name}; grid {self.grid}, {kernel.threads} threads, "
+                f"{kernel.shared_bytes} bytes of shared memory, cluster {kernel.cluster}, config {kernel.config}"
+            )
+
+    def _refuse_device(self, name: str, value: torch.Tensor) -> None:
+        raise ValueError(
+            f"{self.kernel.params.__qualname__}.{name} is on {value.device}, but {self.kernel.entry} is launched on "
+            f"cuda:{self.device}; move the tensor, or launch on its device"
+        )
+
+    def _config(self, stream: int) -> Any:
+        driver, kernel = _driver(), self.kernel
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+        config.sharedMemBytes = kernel.shared_bytes
+        config.hStream = driver.CUstream(stream)
+        attributes = []
+        if kernel.cluster > 1:
+            cluster = driver.CUlaunchAttribute()
+            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = kernel.cluster, 1, 1
+            attributes.append(cluster)
+        if self.pdl:
+            overlap = driver.CUlaunchAttribute()
+            overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(overlap)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        return config
+
+
+class _Scratch(threading.local):
+    """The packed parameters and the pointer to them that the driver reads; one a thread."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = ctypes.create_string_buffer(max(size, 1))
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.address = ctypes.addressof(self.pointers)
+
+
+@cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise KernelError("launching a kernel needs cuda-bindings: pip install 'anybit[cuda]'") from error
+    return driver
+
+
+def _checked(result: tuple[Any, ...], what: str) -> Any:
+    status, *values = result
+    if status:
+        raise KernelError(f"{what} failed: {status.name}")
+    return values[0] if values else None
+
+
+def _function(kernel: Kernel, device: int) -> Any:
+    """The driver's handle of a kernel, its attributes set for `device`."""
+    compiled = cached(kernel, _architecture(device))
+    torch.cuda.set_device(torch.cuda.current_device())  # makes sure that this thread has a context
+    driver = _driver()
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    # Loading code may do what a strict stream capture forbids; it belongs to no stream, so the capture can allow it.
+    before = _checked(driver.cuThreadExchangeStreamCaptureMode(relaxed), "entering relaxed capture")
+    try:
+        with _loading:
+            handle = _load(compiled)
+            number = _checked(driver.cuDeviceGet(device), f"finding device {device}")
+            attributes = driver.CUfunction_attribute
+            settings = []
+            if kernel.shared_bytes > 48 << 10:
+                settings.append((attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes))
+            if kernel.cluster > 8:
+                settings.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+            for attribute, value in settings:
+                what = f"setting {attribute.name} = {value} of {kernel.entry}"
+                _checked(driver.cuKernelSetAttribute(attribute, value, handle, number), what)
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+    return driver.CUfunction(int(handle))  # launches take either kind of handle, but the binding this one
+
+
+_libraries: dict[int, tuple[Any, Any, Compiled]] = {}
+
+
+def _load(compiled: Compiled) -> Any:
+    """The kernel of a cubin. A library is loaded once a process; the driver brings it to each device at first use."""
+    found = _libraries.get(id(compiled))
+    if found is None:
+        driver, name = _driver(), compiled.entry
+        library = _checked(driver.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0), f"loading {name}")
+        handle = _checked(driver.cuLibraryGetKernel(library, name.encode()), f"finding {name}")
+        found = _libraries[id(compiled)] = library, handle, compiled
+    return found[1]
+
+
+@cache
+def _architecture(device: int) -> str:
+    return Device.of(torch.empty(0, device=f"cuda:{device}")).arch
