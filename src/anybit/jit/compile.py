@@ -13,7 +13,13 @@ from typing import Any
 from anybit.errors import KernelError
 from anybit.jit.source import KERNELS, Kernel
 
-FLAGS: dict[str, Any] = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"], "disable_warnings": True}
+FLAGS: dict[str, Any] = {
+    "std": "c++17",
+    "device_as_default_execution_space": True,  # lambdas and constexpr functions are device functions
+    "lineinfo": True,
+    "ptxas_options": ["-v"],
+    "disable_warnings": True,
+}
 """The compiler's options besides architecture and folders; part of the cache key."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.MULTILINE)

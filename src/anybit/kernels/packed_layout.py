@@ -1,8 +1,8 @@
 """Tiles of packed weights: the one prepared form that every kernel with weights of 1 to 8 bits reads.
 
-A tile is 64 rows by 128 columns, stored where one contiguous copy brings it: the codes of its four units of 16 rows in
-the order in which a warp's mma (or wgmma) takes them as its first operand, then scales, then zeros. See docs/packed.md;
-`packed_layout.cuh` states the same placement for the device.
+A tile is 64 rows by 128 columns: four units of 16 rows, each its codes in the order in which a warp's mma (or wgmma)
+takes them as its first operand, then its scales, then its zeros. Units of a block of columns follow each other, so any
+range of rows is one contiguous copy. See docs/packed.md; `packed_layout.cuh` states the same placement for the device.
 
 Placement of codes. Lane 4g + t of a warp owns rows g and g + 8 of a unit, in registers j of a few fields:
 
@@ -77,9 +77,14 @@ def subgroups(group: int | None) -> int:
     return 0 if group is None else max(1, TILE_COLUMNS // group)
 
 
+def unit_bytes(format: WeightFormat) -> int:
+    """Bytes of one unit: codes, fp16 scales and, for asym, uint8 zeros."""
+    return 256 * format.bits + subgroups(format.group) * (32 + (16 if format.code == "asym" else 0))
+
+
 def tile_bytes(format: WeightFormat) -> int:
-    """Bytes of one tile: codes, fp16 scales and, for asym, uint8 zeros."""
-    return 1024 * format.bits + subgroups(format.group) * (128 + (64 if format.code == "asym" else 0))
+    """Bytes of one tile: four units."""
+    return 4 * unit_bytes(format)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +139,9 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
         if permutation is not None:
             codes = torch.where(permutation >= 0, codes[:, permutation.clamp(min=0).long()], codes.new_zeros(()))
         codes = torch.nn.functional.pad(codes, (0, padded_k - codes.shape[1], 0, stop - start - codes.shape[0]))
-        tiles[:, start // TILE_ROWS : stop // TILE_ROWS, : 1024 * format.bits] = _words(codes, format.bits, order)
+        _units(tiles, format)[:, start // TILE_ROWS : stop // TILE_ROWS, :, : 256 * format.bits] = _words(
+            codes, format.bits, order
+        )
     row_zero = None
     if format.group is None:
         if weight.zero is not None:
@@ -142,6 +149,10 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
     else:
         _place_scales(tiles, weight, scale, column_group, padded_n)
     return PackedWeight(tiles, row_scale, row_zero, permutation, weight.shape, format, order)
+
+
+def _units(tiles: Tensor, format: WeightFormat) -> Tensor:
+    return tiles.view(*tiles.shape[:2], 4, unit_bytes(format))
 
 
 def _up(value: int, multiple: int) -> int:
@@ -208,12 +219,12 @@ def _place_scales(
     def spread(values: Tensor) -> Tensor:
         picked = torch.where(valid, values[:, which], values.new_zeros(()))
         picked = torch.nn.functional.pad(picked, (0, 0, 0, padded_n - n))
-        return _by_unit(picked.t().contiguous().view(blocks, parts, padded_n)).reshape(blocks, padded_n // 64, -1)
+        return _by_unit(picked.t().contiguous().view(blocks, parts, padded_n)).reshape(blocks, padded_n // 64, 4, -1)
 
-    at = 1024 * weight.format.bits
-    tiles[:, :, at : at + 128 * parts] = spread(scale.to(torch.float16)).contiguous().view(torch.uint8)
+    units, at = _units(tiles, weight.format), 256 * weight.format.bits
+    units[..., at : at + 32 * parts] = spread(scale.to(torch.float16)).contiguous().view(torch.uint8)
     if weight.zero is not None:
-        tiles[:, :, at + 128 * parts :] = spread(weight.zero)
+        units[..., at + 32 * parts :] = spread(weight.zero)
 
 
 def _fields(codes: Tensor, order: Order) -> Tensor:
@@ -227,7 +238,7 @@ def _fields(codes: Tensor, order: Order) -> Tensor:
 
 
 def _words(codes: Tensor, bits: int, order: Order) -> Tensor:
-    """Codes uint8 [N', K'] -> the code bytes of tiles, uint8 [K'/128, N'/64, 1024 * bits]."""
+    """Codes uint8 [N', K'] -> the code bytes of units, uint8 [K'/128, N'/64, 4, 256 * bits]."""
     fields = _fields(codes, order)
     width = 32 // fields.shape[-1]
     joined = fields[..., 0].clone()  # all fields of a register in one int32
@@ -253,7 +264,7 @@ def _words(codes: Tensor, bits: int, order: Order) -> Tensor:
     if whole < 2 * bits:
         tail = words[whole:].permute(1, 2, 3, 4, 0).reshape(blocks, tiles, 4, -1)
         unit = torch.cat((unit, tail), dim=-1)
-    return unit.contiguous().view(torch.uint8).reshape(blocks, tiles, -1)
+    return unit.contiguous().view(torch.uint8).reshape(blocks, tiles, 4, -1)
 
 
 def _signed32(value: int) -> int:
@@ -265,7 +276,8 @@ def unpack(packed: PackedWeight) -> Tensor:
     """The weights that tiles stand for, float64 [N, K]: reads the placement back, for tests."""
     bits, format = packed.format.bits, packed.format
     blocks, tile_count, _ = packed.tiles.shape
-    raw = packed.tiles[..., : 1024 * bits].contiguous().view(blocks, tile_count, 4, 256 * bits).view(torch.int32)
+    units = _units(packed.tiles, format)
+    raw = units[..., : 256 * bits].contiguous().view(torch.int32)
     whole = 2 * bits // 4 * 4
     body = raw[..., : whole * 32].reshape(blocks, tile_count, 4, whole // 4, 32, 4).permute(3, 5, 0, 1, 2, 4)
     words = list(body.reshape(whole, blocks, tile_count, 4, 32))
@@ -286,9 +298,9 @@ def unpack(packed: PackedWeight) -> Tensor:
     if format.group is None:
         values -= zero if zero is not None else _known(packed.row_zero).double()[:, None]
     else:
-        parts, at = subgroups(format.group), 1024 * bits
-        scale = packed.tiles[..., at : at + 128 * parts].contiguous().view(torch.float16)
-        values -= zero if zero is not None else _by_column(packed.tiles[..., at + 128 * parts :], parts)
+        parts, at = subgroups(format.group), 256 * bits
+        scale = units[..., at : at + 32 * parts].contiguous().view(torch.float16)
+        values -= zero if zero is not None else _by_column(units[..., at + 32 * parts :], parts)
         values *= _by_column(scale, parts)
     values *= packed.row_scale.double()[:, None]
     n, k = packed.shape
@@ -307,6 +319,6 @@ def _known(tensor: Tensor | None) -> Tensor:
 
 def _by_column(values: Tensor, parts: int) -> Tensor:
     """The inverse of `_by_unit`, spread over columns: float64 [N', K']."""
-    blocks, tile_count, _ = values.shape
+    blocks, tile_count = values.shape[:2]
     rows = values.reshape(blocks, tile_count, 4, parts, 8, 2).permute(1, 2, 5, 4, 0, 3).reshape(tile_count * 64, -1)
     return torch.repeat_interleave(rows.double(), TILE_COLUMNS // parts, dim=1)
