@@ -27,3 +27,7 @@ class TextError(AnyBitError, ValueError):
 
 class KernelError(AnyBitError, RuntimeError):
     """A problem that no kernel on this device can take, or a kernel that failed."""
+
+
+class CalibrationError(AnyBitError, ValueError):
+    """A calibration that cannot go on: a layer never reached, NaN or infinity, a Hessian that cannot be used."""

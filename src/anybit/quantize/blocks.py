@@ -1,0 +1,228 @@
+"""The blocks of a transformer, run one at a time: what enters each, and which linear layers read the same input."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from anybit.errors import CalibrationError
+
+
+class _Stop(Exception):  # noqa: N818  control flow, not an error
+    """Raised by a hook when the rest of a forward pass is not needed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """How a model calls one of its blocks, hidden states aside: the same for every run over the same tokens."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def to(self, device: torch.device) -> "Call":
+        """The same call with its tensors on another device."""
+        return Call(_move(self.args, device), _move(self.kwargs, device))
+
+
+class Store:
+    """Tensors by number, in memory up to a budget, beyond it in files of a folder: activations between blocks."""
+
+    def __init__(self, folder: Path | None = None, budget: int = 8 << 30) -> None:
+        self._memory: dict[int, Tensor] = {}
+        self._folder, self._budget, self._held = folder, budget, 0
+        self._spilled: set[int] = set()
+
+    def __setitem__(self, key: int, value: Tensor) -> None:
+        old = self._memory.pop(key, None)
+        self._held -= 0 if old is None else old.nbytes
+        value = value.detach()
+        if self._folder is not None and self._held + value.nbytes > self._budget:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            torch.save(value.cpu(), self._path(key))
+            self._spilled.add(key)
+            return
+        self._spilled.discard(key)
+        self._memory[key] = value
+        self._held += value.nbytes
+
+    def __getitem__(self, key: int) -> Tensor:
+        if key in self._spilled:
+            tensor: Tensor = torch.load(self._path(key), weights_only=True)
+            return tensor
+        return self._memory[key]
+
+    def __len__(self) -> int:
+        return len(self._memory) + len(self._spilled)
+
+    def _path(self, key: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"{id(self):x}-{key}.pt"
+
+    def clear(self) -> None:
+        """Drop everything, files included."""
+        for key in self._spilled:
+            self._path(key).unlink(missing_ok=True)
+        self._memory.clear()
+        self._spilled.clear()
+        self._held = 0
+
+
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The name and the list of a model's transformer blocks: its ModuleList with the most parameters."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [(name, module) for name, module in lists if len({type(block) for block in module}) == 1]
+    if not lists:
+        raise CalibrationError(f"{type(model).__name__} has no list of blocks to calibrate one after the other")
+    # Of equally large ones (a list that holds a single list) the outermost comes first.
+    return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+
+
+def linear_modules(block: nn.Module, prefix: str, names: set[str]) -> dict[str, nn.Module]:
+    """The linear layers of a block that are to be quantized, by their full names."""
+    return {
+        f"{prefix}.{name}": module
+        for name, module in block.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and f"{prefix}.{name}" in names
+    }
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight of a linear layer as [N, K]; Conv1D keeps it the other way round."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    data: Tensor = weight.data
+    return data.T if isinstance(module, Conv1D) else data
+
+
+def set_weight(module: nn.Module, weight: Tensor) -> None:
+    """Give a linear layer a weight [N, K], in the dtype that it has."""
+    own = module.weight
+    assert isinstance(own, Tensor)
+    own.data = (weight.T if isinstance(module, Conv1D) else weight).to(own).contiguous()
+
+
+@torch.no_grad()
+def first_inputs(
+    model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor]
+) -> tuple[list[Tensor], list[list[Call]]]:
+    """What enters the first block for each batch of tokens, and how each block is called, as calls[block][batch].
+
+    The blocks themselves do not run (the first does once, to learn whether blocks return tuples).
+    """
+    hidden: list[Tensor] = []
+    calls: list[list[Call]] = [[] for _ in blocks]
+    originals = [block.forward for block in blocks]
+    returns_tuple: list[bool] = []
+
+    def stub(index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            rest = dict(kwargs)
+            x = args[0] if args else rest.pop("hidden_states")
+            if index == 0:
+                hidden.append(x)
+                if not returns_tuple:
+                    returns_tuple.append(isinstance(originals[0](*args, **kwargs), tuple))
+            calls[index].append(Call(args[1:], rest))
+            if index == len(blocks) - 1:
+                raise _Stop
+            return (x,) if returns_tuple[0] else x
+
+        return forward
+
+    try:
+        for index, block in enumerate(blocks):
+            block.forward = stub(index)
+        for tokens in batches:
+            try:
+                model(input_ids=tokens, use_cache=False)
+            except _Stop:
+                continue
+            raise CalibrationError(f"{type(model).__name__} did not run through its blocks")
+    finally:
+        for block in blocks:
+            del block.forward
+    return hidden, calls
+
+
+def run_block(block: nn.Module, x: Tensor, call: Call) -> Tensor:
+    """The hidden states that leave a block."""
+    out = block(x, *call.args, **call.kwargs)
+    result: Tensor = out[0] if isinstance(out, tuple) else out
+    return result
+
+
+@torch.no_grad()
+def stages(block: nn.Module, linears: dict[str, nn.Module], x: Tensor, call: Call) -> list[list[str]]:
+    """The linear layers in the order in which they run, those that read one and the same input together."""
+    found: list[list[str]] = []
+    seen: list[Tensor] = []  # held, so that no address is used twice
+
+    def hook(name: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+            for stage, tensor in zip(found, seen, strict=True):
+                if tensor.data_ptr() == args[0].data_ptr() and tensor.shape == args[0].shape:
+                    stage.append(name)
+                    return
+            found.append([name])
+            seen.append(args[0])
+
+        return record
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
+    try:
+        run_block(block, x, call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = linears.keys() - {name for stage in found for name in stage}
+    if missing:
+        raise CalibrationError(f"the calibration text never reaches {', '.join(sorted(missing))}")
+    return found
+
+
+@torch.no_grad()
+def input_of(block: nn.Module, module: nn.Module, x: Tensor, call: Call) -> Tensor:
+    """What a linear layer of a block reads, [tokens, K]; what comes after it does not run."""
+    found: list[Tensor] = []
+
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found.append(args[0])
+        raise _Stop
+
+    handle = module.register_forward_pre_hook(record)
+    try:
+        run_block(block, x, call)
+    except _Stop:
+        pass
+    finally:
+        handle.remove()
+    return found[0].reshape(-1, found[0].shape[-1])
+
+
+@contextmanager
+def on_device(block: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Keep a block on a device, in a dtype, for the time of a ``with``; afterwards its parameters are as before."""
+    home = next(block.parameters())
+    where, kind = home.device, home.dtype
+    block.to(device=device, dtype=dtype or kind)
+    try:
+        yield
+    finally:
+        block.to(device=where, dtype=kind)
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_move(item, device) for item in value)
+    if isinstance(value, list):
+        return [_move(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: _move(item, device) for key, item in value.items()}
+    return value

@@ -1,0 +1,76 @@
+"""The grids that calibrated quantizers round to: candidate scales and zeros of a group, and codes on them.
+
+Every code is ``value = scale * (u - zero)`` (see ``anybit.scheme``). Work arrays here are channel-major, [K, N]: a
+quantizer walks input channels, and a channel is then contiguous.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.scheme import WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Where the weights of a format may lie. scale_dtype: how scales are stored; they are rounded to it at once."""
+
+    bits: int
+    code: str
+    implied_zero: float | None
+    scale_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, format: WeightFormat, scale_dtype: torch.dtype = torch.float16) -> "Grid":
+        """The grid of a weight format."""
+        return cls(format.bits, format.code, format.zero, scale_dtype)
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return int(2**self.bits - 1)
+
+    def store(self, scale: Tensor) -> Tensor:
+        """A scale as it will be read back: rounded to its stored type, never zero (a zero scale has no codes)."""
+        kind = torch.finfo(self.scale_dtype)
+        size = scale.abs().clamp(kind.smallest_normal, kind.max).to(self.scale_dtype).to(scale.dtype)
+        return torch.where(scale < 0, -size, size)
+
+    def codes(self, weight: Tensor, scale: Tensor, zero: Tensor | float) -> Tensor:
+        """The nearest codes of weights, as floats; scale and zero broadcast."""
+        return (weight / scale + zero).round_().clamp_(0, self.top)
+
+    def candidates(self, weight: Tensor, clips: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales and zeros to try for groups of weights [g, N], one pair a clipping threshold: two [C, N].
+
+        clips: fractions of the widest range, [R]; asymmetric codes also try the zeros beside the nearest one
+        (C = 3R), since at two bits the choice of zero is half of the grid.
+        """
+        clips = clips.to(weight)[:, None]
+        if self.implied_zero is not None:
+            largest = weight.abs().amax(0)
+            if self.code == "sym":
+                # Codes reach one step further down than up: the sign of the scale points that side at the largest.
+                largest = torch.where(weight.amax(0) > -weight.amin(0), -largest, largest)
+            scale = self.store(largest * clips / self.implied_zero)
+            return scale, torch.full_like(scale, self.implied_zero)
+        low, high = weight.amin(0).clamp(max=0), weight.amax(0).clamp(min=0)
+        scale = self.store((high - low) * clips / self.top)
+        zero = (-low * clips / scale).round()
+        zeros = torch.cat([zero, zero - 1, zero + 1]).clamp_(0, self.top)
+        return scale.repeat(3, 1), zeros
+
+
+def best_candidates(weight: Tensor, importance: Tensor, grid: Grid, clips: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """The ``keep`` best scales and zeros of each row by weighted squared rounding error: two [keep, N].
+
+    weight: [g, N], one group of every row.  importance: [g], what an error in each channel costs.
+    """
+    scales, zeros = grid.candidates(weight, clips)
+    losses = torch.empty_like(scales)
+    for i, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
+        error = grid.codes(weight, scale, zero).sub_(zero).mul_(scale).sub_(weight)
+        losses[i] = importance @ error.square_()
+    order = losses.topk(min(keep, len(losses)), dim=0, largest=False).indices
+    return scales.gather(0, order), zeros.gather(0, order)

@@ -1,0 +1,225 @@
+"""Calibration block by block on a tiny random model: the right inputs, any lengths, resume, and named failures."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from anybit.errors import CalibrationError, TextError
+from anybit.quantize import gptq
+from anybit.quantize.blocks import Store, find_blocks
+from anybit.quantize.calibrate import Calibration, batched, calibrate, read_text
+from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import Scheme
+
+SCHEME = Scheme.parse("w3a16g32asym")
+
+
+def tiny(seed: int = 0, layers: int = 3):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def names_of(model) -> set[str]:
+    prefix, blocks = find_blocks(model)
+    return {f"{prefix}.{n}" for n, m in blocks.named_modules() if isinstance(m, torch.nn.Linear)}
+
+
+def sequences(count: int = 12, seed: int = 1) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 300, (40 + 7 * (i % 3),), generator=g) for i in range(count)]
+
+
+def quantizer(weight, statistics, name):
+    return gptq.quantize(statistics.corrected(weight), statistics.hessian, SCHEME.weights, name=name)
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(a[n].words, b[n].words) and torch.equal(a[n].scale, b[n].scale) for n in a
+    )
+
+
+def divergence(model, weights, tokens) -> float:
+    with torch.no_grad():
+        before = model(tokens).logits.log_softmax(-1)
+        kept = {n: model.get_submodule(n).weight.data for n in weights}
+        for n, w in weights.items():
+            model.get_submodule(n).weight.data = w.dequantize()
+        after = model(tokens).logits.log_softmax(-1)
+        for n, w in kept.items():
+            model.get_submodule(n).weight.data = w
+    return float((before.exp() * (before - after)).sum(-1).mean())
+
+
+def test_gptq_beats_rounding_end_to_end():
+    model = tiny()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    weights = calibrate(model, sequences(), SCHEME, names_of(model), quantizer)
+    assert weights.keys() == names_of(model)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    nearest = {n: quantize_weight(model.get_submodule(n).weight.data, SCHEME.weights) for n in weights}
+    tokens = torch.stack(sequences(30, seed=9)[::3])
+    assert divergence(model, weights, tokens) < divergence(model, nearest, tokens)
+
+
+def test_statistics_are_those_of_the_quantized_model():
+    model = tiny(layers=2)
+    seen = {}
+
+    def watch(weight, statistics, name):
+        seen[name] = statistics
+        return quantizer(weight, statistics, name)
+
+    tokens = sequences()
+    weights = calibrate(model, tokens, SCHEME, names_of(model), watch)
+    last = "model.layers.1.mlp.down_proj"
+    for n, w in weights.items():
+        if n != last:
+            model.get_submodule(n).weight.data = w.dequantize()
+    inputs = []
+    model.get_submodule(last).register_forward_pre_hook(lambda m, args: inputs.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        for t in tokens:
+            model(t[None])
+    x = torch.cat(inputs)
+    assert seen[last].tokens == len(x) == sum(map(len, tokens))
+    torch.testing.assert_close(seen[last].hessian, x.T @ x / len(x), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("stop_after", [1, 2])
+def test_resumed_equals_uninterrupted(tmp_path, stop_after):
+    model, tokens = tiny(), sequences()
+    settings = Calibration(resume=tmp_path / "resume", spill=tmp_path / "spill", budget=20_000)
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(done, total, left):
+        if done == stop_after:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings, progress=interrupt)
+    calls = []
+
+    def counting(weight, statistics, name):
+        calls.append(name)
+        return quantizer(weight, statistics, name)
+
+    resumed = calibrate(model, tokens, SCHEME, names_of(model), counting, settings)
+    assert len(calls) == 7 * (3 - stop_after)
+    assert same(resumed, calibrate(model, tokens, SCHEME, names_of(model), quantizer))
+
+
+def test_resume_refuses_another_text_and_repairs_a_damaged_block(tmp_path):
+    model, tokens = tiny(layers=2), sequences()
+    settings = Calibration(resume=tmp_path)
+    first = calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings)
+    with pytest.raises(CalibrationError, match="another calibration"):
+        calibrate(model, sequences(seed=5), SCHEME, names_of(model), quantizer, settings)
+    (tmp_path / "block-0001.safetensors").write_bytes(b"torn")
+    assert same(calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings), first)
+
+
+def test_drift_correction_helps():
+    model, tokens = tiny(layers=3), sequences(40)
+    check = torch.stack(sequences(60, seed=9)[::3])
+    scheme = Scheme.parse("w2a16g32asym")
+
+    def with_strength(strength):
+        def run(weight, statistics, name):
+            target = statistics.corrected(weight, strength)
+            return gptq.quantize(target, statistics.hessian, scheme.weights, name=name)
+
+        return divergence(model, calibrate(model, tokens, scheme, names_of(model), run), check)
+
+    assert with_strength(1.0) < with_strength(0.0)
+
+
+def test_fused_and_transposed_layers():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300)).eval()
+    names = {
+        f"transformer.h.{i}.{n}" for i in range(2) for n in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+    weights = calibrate(model, sequences(), SCHEME, names, quantizer)
+    assert weights["transformer.h.0.attn.c_attn"].shape == (192, 64)
+
+
+def test_activations_are_rounded_during_calibration():
+    model = tiny(layers=1)
+    seen = {}
+
+    def watch(weight, statistics, name):
+        seen[name] = statistics
+        return quantizer(weight, statistics, name)
+
+    calibrate(model, sequences(), Scheme.parse("w3a2g32asym"), names_of(model), watch)
+    coarse = seen["model.layers.0.self_attn.q_proj"].hessian
+    calibrate(model, sequences(), SCHEME, names_of(model), watch)
+    assert not torch.allclose(coarse, seen["model.layers.0.self_attn.q_proj"].hessian, rtol=1e-2)
+
+
+def test_batches_hold_every_token_once():
+    tokens = sequences(20)
+    batches = batched(tokens, 128)
+    assert sorted(torch.cat([b.flatten() for b in batches]).tolist()) == sorted(torch.cat(tokens).tolist())
+    assert all(b.numel() <= 128 or len(b) == 1 for b in batches)
+
+
+@pytest.mark.parametrize("bad", [[], [[1, 2, 3]], [[[1, 2], [3, 4]] * 200]])
+def test_too_little_text_is_refused(bad):
+    with pytest.raises(TextError):
+        batched(bad, 1024)
+
+
+def test_unreadable_texts_are_named(tmp_path):
+    latin, empty = tmp_path / "latin.txt", tmp_path / "empty.txt"
+    latin.write_bytes("caf\xe9 ".encode("latin-1") * 100)
+    empty.write_text(" \n")
+    for file in (latin, empty, tmp_path / "none.txt"):
+        with pytest.raises(TextError, match=file.name):
+            read_text(file)
+
+
+def test_nan_activations_name_the_layer():
+    model = tiny()
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(CalibrationError, match=r"layers\.1\.mlp\.up_proj"):
+        calibrate(model, sequences(), SCHEME, names_of(model), quantizer)
+    model = tiny()
+    model.model.layers[0].input_layernorm.weight.data[3] = torch.inf
+    with pytest.raises(CalibrationError, match=r"layers\.0\.self_attn"):
+        calibrate(model, sequences(), SCHEME, names_of(model), quantizer)
+
+
+def test_an_unreached_layer_is_named():
+    model = tiny(layers=1)
+    block = model.model.layers[0]
+    block.spare = torch.nn.Linear(64, 64)
+    with pytest.raises(CalibrationError, match=r"layers\.0\.spare"):
+        calibrate(model, sequences(), SCHEME, names_of(model), quantizer)
+    del block.spare
+    block.post_attention_layernorm.weight.data.zero_()
+    with pytest.raises(CalibrationError, match=r"never reaches model\.layers\.0\.mlp"):
+        calibrate(model, sequences(), SCHEME, names_of(model), quantizer)
+
+
+def test_store_spills_and_cleans_up(tmp_path):
+    store = Store(tmp_path, budget=100)
+    for i in range(4):
+        store[i] = torch.full((20,), float(i))
+    assert len(list(tmp_path.iterdir())) == 3
+    store[2] = torch.full((20,), 7.0)
+    assert [store[i][0].item() for i in range(4)] == [0, 1, 7, 3]
+    store.clear()
+    assert not list(tmp_path.iterdir())
