@@ -15,6 +15,13 @@ PTX uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector)); return d;
 }
 
+// ---- 32-bit floats, never contracted into an fma: what must agree bit for bit with torch ---------------------------------------
+
+PTX float mul_rn_f32(float a, float b) { float d; asm("mul.rn.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
+PTX float add_rn_f32(float a, float b) { float d; asm("add.rn.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
+// Rounded down.
+PTX float add_rm_f32(float a, float b) { float d; asm("add.rm.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
+
 // ---- 16-bit floats, two in a word ----------------------------------------------------------------------------------------
 
 PTX uint32_t add_f16x2(uint32_t a, uint32_t b) {

@@ -1,0 +1,376 @@
+// Quantize-and-pack: activations [M, K] in 16 bits -> codes of 1 to 8 bits a token, in the form a product reads.
+// The formulas are those of anybit.reference.quantize_activations, operation for operation, so codes agree bit for bit.
+//
+// One block a token, whose values stay in registers between finding the scale and coding them: the input is read once.
+// A thread owns vectors of 8 consecutive values, `threads` vectors apart, so that loads and stores coalesce.
+#ifndef ANYBIT_PACK_CUH
+#define ANYBIT_PACK_CUH
+
+#include "ptx.cuh"
+#include "planes.cuh"
+
+// plain: x itself.  rms_norm: gamma * x / rms(x), of x + residual where there is one.  silu_mul: silu(gate) * up.
+enum class Source { plain, rms_norm, silu_mul };
+// planes: bits (planes.cuh).  bytes: one a value, signed integers (the code less 2^(bits-1)) or e4m3.
+enum class Target { planes, bytes };
+
+struct Params {
+    const uint16_t* x;         // [M, K], or [M, gate K | up K] for silu_mul
+    const uint16_t* residual;  // rms_norm: added to x first; or null
+    uint16_t* residual_sum;    // rms_norm: where x + residual goes; or null
+    const uint16_t* gamma;     // rms_norm: [K]
+    uint16_t* normalized;      // [M, K]: the 16-bit values that are coded, where another kernel wants them; or null
+    uint8_t* codes;            // planes of bits (planes.cuh), or a byte a value, rows of padded_k bytes
+    float* scale;              // [M]
+    int32_t* sum;              // [M]: the sum of the codes over K, for the rank-1 terms of a product
+    int32_t* zero;             // [M]: asym only
+    int64_t x_stride, residual_stride;  // elements between rows
+    int32_t k;
+    int32_t padded_k;          // planes: K rounded up to whole chunks; bytes: the row pitch, at least K
+    int32_t padded_rows;       // planes: M rounded up to a multiple of 8
+    float epsilon;
+};
+
+namespace pack {
+
+// ---- 16-bit values ---------------------------------------------------------------------------------------------------
+
+template <bool is_bf16> PTX float low_float(uint32_t pair) {
+    if constexpr (is_bf16) return __uint_as_float(pair << 16);
+    return ptx::cvt_f32_f16(static_cast<uint16_t>(pair & 0xffffu));
+}
+template <bool is_bf16> PTX float high_float(uint32_t pair) {
+    if constexpr (is_bf16) return __uint_as_float(pair & 0xffff0000u);
+    return ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> 16));
+}
+template <bool is_bf16> PTX uint32_t round_pair(float low, float high) {
+    if constexpr (is_bf16) return ptx::cvt_bf16x2_f32(low, high);
+    return ptx::cvt_f16x2_f32(low, high);
+}
+template <bool is_bf16> PTX uint32_t add_pair(uint32_t a, uint32_t b) {
+    if constexpr (is_bf16) return ptx::add_bf16x2(a, b);
+    return ptx::add_f16x2(a, b);
+}
+// Positive 16-bit floats order like their bits, so the largest magnitude is an integer maximum that NaN always wins.
+template <bool is_bf16> constexpr uint32_t infinity_bits = is_bf16 ? 0x7f80u : 0x7c00u;
+template <bool is_bf16> PTX float float_of_bits(uint32_t bits) { return low_float<is_bf16>(bits); }
+
+// ---- Reductions over the block -----------------------------------------------------------------------------------------
+
+PTX uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+struct Larger {
+    static PTX uint32_t of(uint32_t a, uint32_t b) { return larger(a, b); }
+};
+struct Sum {
+    template <class T> static PTX T of(T a, T b) { return a + b; }
+};
+
+template <class Operation, class T> PTX T over_warp(T v) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) v = Operation::of(v, ptx::shfl_xor(v, step));
+    return v;
+}
+// Every thread gets the result. `slot` keeps reductions that follow each other apart in shared memory.
+template <class Operation, int warps, int slot, class T> PTX T over_block(T v) {
+    v = over_warp<Operation>(v);
+    if constexpr (warps > 1) {
+        T* partial = reinterpret_cast<T*>(ptx::dynamic_shared() + slot * 128);
+        if (ptx::lane_id() == 0) partial[threadIdx.x / 32] = v;
+        __syncthreads();
+        v = over_warp<Operation>(ptx::lane_id() < warps ? partial[ptx::lane_id()] : T(0));
+    }
+    return v;
+}
+
+// ---- Input ---------------------------------------------------------------------------------------------------------------
+
+// Eight values from `row + k`; zeros past the end. `aligned`: rows start on 16 bytes and hold whole vectors.
+template <bool aligned> PTX uint4 load8(const uint16_t* row, int k, int end) {
+    if constexpr (aligned) {
+        return k < end ? ptx::ld_global_nc_v4(row + k) : make_uint4(0, 0, 0, 0);
+    } else {
+        uint32_t word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t low = k + 2 * i < end ? row[k + 2 * i] : 0;
+            const uint32_t high = k + 2 * i + 1 < end ? row[k + 2 * i + 1] : 0;
+            word[i] = low | high << 16;
+        }
+        return make_uint4(word[0], word[1], word[2], word[3]);
+    }
+}
+template <bool aligned> PTX void store8(uint16_t* row, int k, int end, uint4 v) {
+    if constexpr (aligned) {
+        if (k < end) *reinterpret_cast<uint4*>(row + k) = v;
+    } else {
+        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (k + i < end) row[k + i] = static_cast<uint16_t>(word[i / 2] >> (16 * (i % 2)));
+    }
+}
+
+// silu(gate) * up, rounded to 16 bits after each of the two steps as the model does.
+template <bool is_bf16> PTX uint32_t silu_mul_pair(uint32_t gate, uint32_t up) {
+    const float g0 = low_float<is_bf16>(gate), g1 = high_float<is_bf16>(gate);
+    const uint32_t s = round_pair<is_bf16>(g0 / (1.f + expf(-g0)), g1 / (1.f + expf(-g1)));
+    return round_pair<is_bf16>(low_float<is_bf16>(s) * low_float<is_bf16>(up),
+                               high_float<is_bf16>(s) * high_float<is_bf16>(up));
+}
+template <bool is_bf16> PTX uint32_t normalize_pair(uint32_t x, uint32_t gamma, float factor) {
+    const uint32_t h = round_pair<is_bf16>(low_float<is_bf16>(x) * factor, high_float<is_bf16>(x) * factor);
+    return round_pair<is_bf16>(low_float<is_bf16>(h) * low_float<is_bf16>(gamma),
+                               high_float<is_bf16>(h) * high_float<is_bf16>(gamma));
+}
+
+// ---- Coding --------------------------------------------------------------------------------------------------------------
+
+struct Scale {
+    float inverse, scale, zero;
+    bool finite;
+};
+
+// 1.5 * 2^23: adding it leaves the rounded integer in the low bits (two's complement), to nearest even as rint.
+constexpr float magic = 12582912.f;
+constexpr uint32_t magic_bits = 0x4b400000u;
+
+PTX float safe_ratio(float numerator, float denominator) {
+    const float quotient = numerator / denominator;
+    return denominator > 0.f && quotient < __uint_as_float(0x7f800000u) ? quotient : 0.f;
+}
+
+// `largest`: bits of the largest magnitude; for asym, of the largest value >= 0, and `lowest` of the smallest <= 0.
+template <Code code, int bits, bool is_bf16> PTX Scale find_scale(uint32_t largest, uint32_t lowest, float mean) {
+    constexpr float top = static_cast<float>((1 << bits) - 1);
+    Scale s;
+    s.finite = largest < infinity_bits<is_bf16>;
+    const float high = float_of_bits<is_bf16>(largest);
+    if constexpr (code == Code::asym) {
+        s.finite = s.finite && lowest < infinity_bits<is_bf16>;
+        const float low = float_of_bits<is_bf16>(lowest);  // the magnitude of the smallest value
+        const float range = high + low;
+        s.inverse = safe_ratio(top, range);
+        s.scale = range / top;
+        s.zero = fminf(rintf(low * s.inverse), top);
+    } else if constexpr (code == Code::bipolar) {
+        constexpr float half = top * 0.5f;
+        s.inverse = safe_ratio(half, high);
+        s.scale = bits == 1 ? 2.f * mean : high / half;
+        s.zero = half;
+    } else if constexpr (code == Code::e4m3) {
+        s.inverse = safe_ratio(448.f, high);
+        s.scale = high / 448.f;
+        s.zero = 0.f;
+    } else {
+        constexpr float most = bits > 1 ? static_cast<float>((1 << (bits - 1)) - 1) : 1.f;
+        s.inverse = safe_ratio(most, high);
+        s.scale = high / most;
+        s.zero = static_cast<float>(1 << (bits - 1));
+    }
+    if (!s.finite) s.scale = __uint_as_float(0x7fc00000u);
+    return s;
+}
+
+// The code of one value in the low byte (the bits above are not zero). `offset` is added to the signed integer.
+template <Code code, int bits, int offset> PTX uint32_t encode(float v, const Scale& s) {
+    const float scaled = ptx::mul_rn_f32(v, s.inverse);
+    if constexpr (code == Code::bipolar) return __float_as_uint(ptx::add_rm_f32(scaled, magic)) + offset;
+    const uint32_t rounded = __float_as_uint(ptx::add_rn_f32(scaled, magic));
+    if constexpr (code == Code::asym) {
+        const int32_t u = static_cast<int32_t>(rounded - magic_bits) + static_cast<int32_t>(s.zero);
+        constexpr int32_t top = (1 << bits) - 1;
+        return static_cast<uint32_t>(u > top ? top : u) + (offset - (1 << (bits - 1)));
+    }
+    if constexpr (bits == 1) {  // {-1, 0}
+        const int32_t q = static_cast<int32_t>(rounded - magic_bits);
+        return static_cast<uint32_t>(q > 0 ? 0 : q) + offset;
+    }
+    return rounded + offset;
+}
+
+// Four bytes of codes from the low bytes of four words.
+PTX uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    return ptx::prmt(ptx::prmt(a, b, 0x0040), ptx::prmt(c, d, 0x0040), 0x5410);
+}
+
+template <Code code, int bits, int offset, bool is_bf16> PTX uint32_t encode4(uint32_t x01, uint32_t x23, const Scale& s) {
+    if constexpr (code == Code::e4m3) {
+        const uint32_t low = ptx::cvt_e4m3x2_f32(ptx::mul_rn_f32(low_float<is_bf16>(x01), s.inverse),
+                                                 ptx::mul_rn_f32(high_float<is_bf16>(x01), s.inverse));
+        const uint32_t high = ptx::cvt_e4m3x2_f32(ptx::mul_rn_f32(low_float<is_bf16>(x23), s.inverse),
+                                                  ptx::mul_rn_f32(high_float<is_bf16>(x23), s.inverse));
+        return low | high << 16;
+    } else {
+        return low_bytes(encode<code, bits, offset>(low_float<is_bf16>(x01), s),
+                         encode<code, bits, offset>(high_float<is_bf16>(x01), s),
+                         encode<code, bits, offset>(low_float<is_bf16>(x23), s),
+                         encode<code, bits, offset>(high_float<is_bf16>(x23), s));
+    }
+}
+
+// ---- Bit planes -----------------------------------------------------------------------------------------------------------
+
+// Eight codes in nibbles (elements j and j + 4 in byte j) -> four bytes, byte p bit e = bit p of element e.
+// Each product gathers its eight bits into the top byte: no two of its partial products meet, so nothing carries.
+template <int planes> PTX uint32_t nibbles_to_planes(uint32_t nibbles) {
+    uint32_t byte[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int p = 0; p < planes; ++p) byte[p] = ((nibbles >> p) & 0x11111111u) * 0x01020408u;
+    return ptx::prmt(ptx::prmt(byte[0], byte[1], 0x0073), ptx::prmt(byte[2], byte[3], 0x0073), 0x5410);
+}
+
+// Transposes the 4 x 4 bytes that the four lanes of a quad hold: lane p gets byte p of every lane.
+PTX uint32_t transpose_quad(uint32_t v) {
+    const uint32_t lane = ptx::lane_id();
+    v = ptx::prmt(v, ptx::shfl_xor(v, 1), lane & 1 ? 0x3715 : 0x6240);
+    return ptx::prmt(v, ptx::shfl_xor(v, 2), lane & 2 ? 0x3276 : 0x5410);
+}
+
+}  // namespace pack
+
+// ---- The kernel -------------------------------------------------------------------------------------------------------------
+
+// Config: threads, vectors (of 8 values a thread), source, target, code, bits, is_bf16, aligned, shared_bytes.
+template <class Config> __global__ void __launch_bounds__(Config::threads) quantize(const __grid_constant__ Params p) {
+    using namespace pack;
+    constexpr int threads = Config::threads, warps = threads / 32, vectors = Config::vectors;
+    constexpr bool bf16 = Config::is_bf16;
+    constexpr Code code = Config::code;
+    constexpr int bits = Config::bits;
+    static_assert(threads % 32 == 0 && threads <= 1024, "a block has 1 to 32 whole warps");
+    const int row = blockIdx.x, thread = threadIdx.x;
+
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+
+    const uint16_t* x = p.x + row * p.x_stride;
+    uint4 value[vectors];
+#pragma unroll
+    for (int v = 0; v < vectors; ++v) value[v] = load8<Config::aligned>(x, 8 * (v * threads + thread), p.k);
+
+    if constexpr (Config::source == Source::silu_mul) {
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) {
+            const uint4 up = load8<Config::aligned>(x + p.k, 8 * (v * threads + thread), p.k);
+            value[v] = make_uint4(silu_mul_pair<bf16>(value[v].x, up.x), silu_mul_pair<bf16>(value[v].y, up.y),
+                                  silu_mul_pair<bf16>(value[v].z, up.z), silu_mul_pair<bf16>(value[v].w, up.w));
+        }
+    }
+    if constexpr (Config::source == Source::rms_norm) {
+        float squares = 0.f;
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) {
+            const int k = 8 * (v * threads + thread);
+            if (p.residual) {
+                const uint4 other = load8<Config::aligned>(p.residual + row * p.residual_stride, k, p.k);
+                value[v] = make_uint4(add_pair<bf16>(value[v].x, other.x), add_pair<bf16>(value[v].y, other.y),
+                                      add_pair<bf16>(value[v].z, other.z), add_pair<bf16>(value[v].w, other.w));
+                store8<Config::aligned>(p.residual_sum + row * p.residual_stride, k, p.k, value[v]);
+            }
+            const uint32_t word[4] = {value[v].x, value[v].y, value[v].z, value[v].w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float low = low_float<bf16>(word[i]), high = high_float<bf16>(word[i]);
+                squares += low * low + high * high;
+            }
+        }
+        const float factor = rsqrtf(over_block<Sum, warps, 0>(squares) / static_cast<float>(p.k) + p.epsilon);
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) {
+            const uint4 gamma = load8<Config::aligned>(p.gamma, 8 * (v * threads + thread), p.k);
+            value[v] = make_uint4(
+                normalize_pair<bf16>(value[v].x, gamma.x, factor), normalize_pair<bf16>(value[v].y, gamma.y, factor),
+                normalize_pair<bf16>(value[v].z, gamma.z, factor), normalize_pair<bf16>(value[v].w, gamma.w, factor));
+        }
+    }
+    if (Config::source != Source::plain && p.normalized) {
+#pragma unroll
+        for (int v = 0; v < vectors; ++v)
+            store8<Config::aligned>(p.normalized + static_cast<int64_t>(row) * p.k, 8 * (v * threads + thread), p.k, value[v]);
+    }
+
+    // The largest magnitude: of the high halves in the whole words, of the low halves in the words shifted up.
+    uint32_t most = 0, least = 0;
+    float magnitude = 0.f;
+#pragma unroll
+    for (int v = 0; v < vectors; ++v) {
+        const uint32_t word[4] = {value[v].x, value[v].y, value[v].z, value[v].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (code == Code::asym) {
+                const uint32_t low = word[i] << 16;
+                most = larger(most, larger(word[i] & 0x80000000u ? 0 : word[i], low & 0x80000000u ? 0 : low));
+                least = larger(least, larger(word[i], low));
+            } else {
+                most = larger(most, larger(word[i] & 0x7fffffffu, (word[i] << 16) & 0x7fffffffu));
+            }
+            if constexpr (code == Code::bipolar && bits == 1)
+                magnitude += fabsf(low_float<bf16>(word[i])) + fabsf(high_float<bf16>(word[i]));
+        }
+    }
+    most = over_block<Larger, warps, 1>(most) >> 16;
+    if constexpr (code == Code::asym) {
+        least = over_block<Larger, warps, 2>(least) >> 16;
+        least = least & 0x8000u ? least & 0x7fffu : 0;
+    }
+    float mean = 0.f;
+    if constexpr (code == Code::bipolar && bits == 1) mean = over_block<Sum, warps, 2>(magnitude) / static_cast<float>(p.k);
+    const Scale scale = find_scale<code, bits, bf16>(most, least, mean);
+
+    uint32_t sum = 0;
+    if constexpr (Config::target == Target::planes) {
+        uint32_t codes_sum = 0;
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) {
+            const int k = 8 * (v * threads + thread);
+            uint32_t low = encode4<code, bits, 1 << (bits - 1), bf16>(value[v].x, value[v].y, scale);
+            uint32_t high = encode4<code, bits, 1 << (bits - 1), bf16>(value[v].z, value[v].w, scale);
+            if (Config::aligned ? k >= p.k : k + 8 > p.k) {  // past the end: zeros, not the code of a zero
+                low &= planes::byte_mask(p.k - k);
+                high &= planes::byte_mask(p.k - k - 4);
+            }
+            codes_sum = __dp4a(low, 0x01010101u, __dp4a(high, 0x01010101u, codes_sum));
+            const bool inside = k < p.padded_k;
+            uint8_t* piece = p.codes + planes::piece_offset(k / 1024, thread % 4, bits, p.padded_rows, row, k / 128 % 8) + (k / 32 % 4) * 4;
+            constexpr int first = bits < 4 ? bits : 4;
+            const uint32_t nibbles = bits > 4 ? (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4 : low | high << 4;
+            const uint32_t plane = transpose_quad(nibbles_to_planes<first>(nibbles));
+            if (inside && thread % 4 < first) *reinterpret_cast<uint32_t*>(piece) = plane;
+            if constexpr (bits > 4) {
+                const uint32_t upper = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
+                const uint32_t rest = transpose_quad(nibbles_to_planes<bits - 4>(upper));
+                piece += 4 * static_cast<int64_t>(p.padded_rows) * planes::row_bytes;
+                if (inside && thread % 4 < bits - 4) *reinterpret_cast<uint32_t*>(piece) = rest;
+            }
+        }
+        sum = codes_sum;
+    } else {
+        int32_t codes_sum = 0;
+        constexpr int offset = 0;  // signed bytes: the code less 2^(bits-1)
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) {
+            const int k = 8 * (v * threads + thread);
+            uint2 byte = make_uint2(encode4<code, bits, offset, bf16>(value[v].x, value[v].y, scale),
+                                    encode4<code, bits, offset, bf16>(value[v].z, value[v].w, scale));
+            if (Config::aligned ? k >= p.k : k + 8 > p.k) {
+                byte.x &= planes::byte_mask(p.k - k);
+                byte.y &= planes::byte_mask(p.k - k - 4);
+            }
+            if constexpr (code != Code::e4m3)
+                codes_sum = __dp4a(static_cast<int32_t>(byte.x), 0x01010101, __dp4a(static_cast<int32_t>(byte.y), 0x01010101, codes_sum));
+            if (k < p.padded_k)
+                *reinterpret_cast<uint2*>(p.codes + static_cast<int64_t>(row) * p.padded_k + k) = byte;
+        }
+        sum = static_cast<uint32_t>(codes_sum);
+    }
+    if constexpr (code != Code::e4m3) sum = over_block<Sum, warps, 3>(sum);
+    if (thread == 0) {
+        p.scale[row] = scale.scale;
+        if constexpr (code != Code::e4m3) p.sum[row] = static_cast<int32_t>(sum);
+        if constexpr (code == Code::asym)
+            p.zero[row] = static_cast<int32_t>(scale.zero) - (Config::target == Target::bytes ? 1 << (bits - 1) : 0);
+    }
+}
+
+#endif  // ANYBIT_PACK_CUH

@@ -1,0 +1,302 @@
+"""Quantize-and-pack: 16-bit activations -> codes, in one kernel that reads its input once. Host side of pack.cuh."""
+
+import functools
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError
+from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.kernels import planes
+from anybit.kernels.planes import Code
+from anybit.scheme import ActivationFormat
+
+WARP = 32
+VECTOR = 8
+MOST_VECTORS = 16
+MOST_THREADS = 1024
+_REDUCTION_BYTES = 4 * 128
+
+
+class Source(Enum):
+    """Where the values come from: as they are, from an RMSNorm, or from SiLU(gate) * up."""
+
+    plain = "plain"
+    rms_norm = "rms_norm"
+    silu_mul = "silu_mul"
+
+
+class Target(Enum):
+    """What is written: bit planes, or a byte a value."""
+
+    planes = "planes"
+    bytes = "bytes"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Activations [m, k] in ``dtype`` -> codes in ``format``. ``aligned``: rows start on 16 bytes, K is in eights."""
+
+    m: int
+    k: int
+    format: ActivationFormat
+    dtype: torch.dtype = torch.float16
+    source: Source = Source.plain
+    target: Target = Target.planes
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Config:
+    """How: ``threads`` a token, each with ``vectors`` of 8 values; the rest repeats the problem."""
+
+    threads: int
+    vectors: int
+    source: Source
+    target: Target
+    code: Code
+    bits: int
+    is_bf16: bool
+    aligned: bool
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see pack.cuh."""
+
+    x: Pointer
+    residual: Pointer
+    residual_sum: Pointer
+    gamma: Pointer
+    normalized: Pointer
+    codes: Pointer
+    scale: Pointer
+    sum: Pointer
+    zero: Pointer
+    x_stride: Int64
+    residual_stride: Int64
+    k: Int32
+    padded_k: Int32
+    padded_rows: Int32
+    epsilon: Float32
+
+
+class Packed:
+    """Coded activations, ``x = scale * (u - zero)``, in one allocation: codes, then scale, sum and zero of each token.
+
+    Kernels take the addresses; ``codes``, ``scale``, ``sum`` and ``zero`` are the same memory as tensors.
+    """
+
+    __slots__ = ("_offsets", "buffer", "format", "k", "m", "target")
+
+    def __init__(self, m: int, k: int, format: ActivationFormat, target: Target, device: torch.device) -> None:
+        self.m, self.k, self.format, self.target = m, k, format, target
+        self._offsets = _offsets(m, k, format, target)
+        self.buffer = torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Addresses of codes, scale, sum and zero; those that the format does not have are 0."""
+        base = self.buffer.data_ptr()
+        codes, scale, sum, zero, _ = self._offsets
+        has_sum, has_zero = self.format.integer, self.format.code == "asym"
+        return base + codes, base + scale, (base + sum) * has_sum, (base + zero) * has_zero
+
+    @property
+    def codes(self) -> Tensor:
+        """Planes (see ``planes.pack``), or bytes [m, pitch]: int8, the code less 2^(bits-1), or float8_e4m3fn."""
+        part = self.buffer[: self._offsets[1]]
+        if self.target is Target.planes:
+            return part.view(planes.chunks(self.k), self.format.bits, -1, planes.ROW_BYTES)
+        dtype = torch.int8 if self.format.integer else torch.float8_e4m3fn
+        return part[: self.m * pitch(self.k)].view(dtype).view(self.m, -1)
+
+    @property
+    def scale(self) -> Tensor:
+        """float32 [m]."""
+        return self._words(1, torch.float32)
+
+    @property
+    def sum(self) -> Tensor | None:
+        """int32 [m], the sum of what ``codes`` holds; None for e4m3."""
+        return self._words(2, torch.int32) if self.format.integer else None
+
+    @property
+    def zero(self) -> Tensor | None:
+        """int32 [m] for asym (less 2^(bits-1) for bytes), else None."""
+        return self._words(3, torch.int32) if self.format.code == "asym" else None
+
+    def _words(self, part: int, dtype: torch.dtype) -> Tensor:
+        start = self._offsets[part]
+        return self.buffer[start : start + 4 * self.m].view(dtype)
+
+
+@functools.cache
+def _offsets(m: int, k: int, format: ActivationFormat, target: Target) -> tuple[int, int, int, int, int]:
+    codes = planes.size(m, k, format.bits) if target is Target.planes else m * pitch(k)
+    codes, words = -(-codes // 128) * 128, -(-m // 32) * 128
+    return 0, codes, codes + words, codes + 2 * words, codes + 3 * words
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    form = problem.format
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"activations must be float16 or bfloat16, not {_name(problem.dtype)}"
+    if not form.quantized:
+        return "16-bit activations are not quantized"
+    if problem.target is Target.planes and not form.integer:
+        return "bit planes hold integer codes, not e4m3"
+    if problem.m < 1 or problem.k < 1:
+        return f"activations of shape {problem.m} x {problem.k} hold nothing to quantize"
+    if _width(problem) > MOST_THREADS * MOST_VECTORS * VECTOR:
+        return f"K = {problem.k} is more than one block holds ({MOST_THREADS * MOST_VECTORS * VECTOR})"
+    if config is None:
+        return None
+    if config.threads % WARP or not WARP <= config.threads <= MOST_THREADS:
+        return f"{config.threads} threads are not 1 to 32 whole warps"
+    if config.threads * config.vectors * VECTOR < _width(problem):
+        return (
+            f"{config.threads} threads of {config.vectors} vectors hold {config.threads * config.vectors * VECTOR} "
+            f"values, and a row has {_width(problem)}"
+        )
+    if config.vectors > MOST_VECTORS:
+        return f"{config.vectors} vectors a thread are more than the registers hold ({MOST_VECTORS})"
+    if config.aligned and not problem.aligned:
+        return "rows do not begin on 16 bytes or K is not a multiple of 8, and this config loads 16 bytes at a time"
+    return None
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: the partial results of the block's reductions."""
+    return _REDUCTION_BYTES if config.threads > WARP else 0
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """A block for each token."""
+    return (problem.m, 1, 1)
+
+
+def configs(problem: Problem) -> list[Config]:
+    """Every way worth trying: as many threads, a power of two, as the row needs for each number of vectors.
+
+    A power of two, so that many widths share one compiled kernel.
+    """
+    found = []
+    for vectors in (1, 2, 4, 8, 16):
+        threads = 1 << max(5, (-(-_width(problem) // (vectors * VECTOR)) - 1).bit_length())
+        config = _config(problem, threads, vectors)
+        if why_not(problem, config) is None:
+            found.append(config)
+    return found
+
+
+@functools.cache
+def default(problem: Problem) -> Config:
+    """Few tokens: many threads each, for latency. Many tokens: more bytes in flight a thread."""
+    reason = why_not(problem)
+    if reason is not None:
+        raise KernelError(f"no quantize-and-pack kernel: {reason}")
+    found = configs(problem)
+    wanted = 1 if problem.m <= 256 else 4
+    return min(found, key=lambda config: (abs(config.vectors - wanted), config.vectors))
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel to compile."""
+    return jit.Kernel("pack.cuh", "quantize", config, Params, config.threads, shared_bytes(config))
+
+
+def problem_of(
+    x: Tensor, format: ActivationFormat, target: Target = Target.planes, source: Source = Source.plain
+) -> Problem:
+    """The problem of quantizing a matrix: x float16 or bfloat16 [m, k], or [m, 2k] (gate beside up) for silu_mul."""
+    m, k = x.shape
+    k = k // 2 if source is Source.silu_mul else k
+    aligned = not (k % VECTOR or x.stride(0) % VECTOR or x.data_ptr() % 16)
+    return Problem(m, k, format, x.dtype, source, target, aligned)
+
+
+def quantize(
+    x: Tensor,
+    format: ActivationFormat,
+    target: Target = Target.planes,
+    *,
+    config: Config | None = None,
+    pdl: bool = True,
+) -> Packed:
+    """Code activations [m, k] on a GPU, per token; rows may be strided. Launches one kernel on the current stream."""
+    problem = problem_of(x, format, target)
+    packed = Packed(problem.m, problem.k, format, target, x.device)
+    launch(problem, config or default(problem), packed, x, pdl=pdl)
+    return packed
+
+
+def launch(
+    problem: Problem,
+    config: Config,
+    packed: Packed,
+    x: Tensor,
+    *,
+    gamma: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+    residual_sum: Tensor | None = None,
+    normalized: Tensor | None = None,
+    pdl: bool = True,
+) -> None:
+    """Launch on the current stream of x's device. Shapes and dtypes are the caller's to check (``anybit.ops`` does)."""
+    codes, scale, sum, zero = packed.addresses
+    in_planes = problem.target is Target.planes
+    params = Params(
+        x,
+        residual,
+        residual_sum,
+        gamma,
+        normalized,
+        codes,
+        scale,
+        sum,
+        zero,
+        x.stride(0),
+        residual.stride(0) if residual is not None else 0,
+        problem.k,
+        _width(problem),
+        planes.padded_rows(problem.m) if in_planes else problem.m,
+        epsilon,
+    )
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=x.get_device())
+
+
+def _config(problem: Problem, threads: int, vectors: int) -> Config:
+    code = Code(problem.format.code)
+    return Config(
+        threads,
+        vectors,
+        problem.source,
+        problem.target,
+        code,
+        problem.format.bits,
+        problem.dtype == torch.bfloat16,
+        problem.aligned,
+    )
+
+
+def _width(problem: Problem) -> int:
+    """Values that a row is written with: planes are filled up to whole chunks."""
+    if problem.target is Target.planes:
+        return planes.chunks(problem.k) * planes.CHUNK
+    return pitch(problem.k)
+
+
+def pitch(k: int) -> int:
+    """Bytes between rows of byte codes: K rounded up to 16, so that every row can be copied in 16-byte pieces."""
+    return -(-k // 16) * 16
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

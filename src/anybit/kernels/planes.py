@@ -1,0 +1,138 @@
+"""Bit planes as the 1-bit tensor cores read them: the layout of planes.cuh, and weights prepared in it.
+
+``planes[chunk][plane][row][128 bytes]``, uint8: a chunk is 1024 columns (k), plane i holds bit i of every code, rows
+are padded to a multiple of 8. Bit ``k % 8`` of a byte is column k. The eight 16-byte pieces of a row are exchanged by
+the row's number, piece ``c`` of row ``r`` lying at ``c ^ (r & 7)``: the 128-byte swizzle of wgmma, so that tiles of
+any number of rows are copied as they are.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from anybit.errors import KernelError
+from anybit.packing import QuantizedWeight
+from anybit.scheme import WeightFormat
+
+CHUNK = 1024
+"""Columns of a chunk."""
+ROW_BYTES = CHUNK // 8
+_PIECES = 8
+
+
+class Code(Enum):
+    """The codes that kernels tell apart; the C++ enum of this name."""
+
+    sym = "sym"
+    asym = "asym"
+    bipolar = "bipolar"
+    e4m3 = "float"
+
+
+def chunks(k: int) -> int:
+    """How many chunks of 1024 columns hold ``k`` of them."""
+    return -(-k // CHUNK)
+
+
+def padded_rows(rows: int) -> int:
+    """``rows`` rounded up to a multiple of 8."""
+    return -(-rows // 8) * 8
+
+
+def size(rows: int, k: int, bits: int) -> int:
+    """Bytes of the planes of ``rows`` x ``k`` codes of ``bits`` bits."""
+    return chunks(k) * bits * padded_rows(rows) * ROW_BYTES
+
+
+def _swizzle(rows: int, device: torch.device) -> Tensor:
+    """Where each piece of a row lies, int64 [rows, 8]; its own inverse."""
+    row, piece = torch.arange(rows, device=device)[:, None], torch.arange(_PIECES, device=device)[None]
+    return piece ^ (row & 7)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes uint8 [R, K] -> planes uint8 [chunks, bits, padded rows, 128]; padding is zeros."""
+    rows, k = codes.shape
+    padded = codes.new_zeros(padded_rows(rows), chunks(k) * CHUNK)
+    padded[:rows, :k] = codes
+    grouped = padded.view(padded.shape[0], -1, 8)
+    planes = torch.empty(chunks(k), bits, padded.shape[0], ROW_BYTES, dtype=torch.uint8, device=codes.device)
+    places = _swizzle(padded.shape[0], codes.device)
+    weights = (1 << torch.arange(8, device=codes.device)).to(torch.uint8)
+    for plane in range(bits):
+        byte = (((grouped >> plane) & 1) * weights).sum(-1, dtype=torch.uint8)
+        pieces = byte.view(padded.shape[0], -1, _PIECES, 16)
+        swizzled = pieces.gather(2, places[:, None, :, None].expand_as(pieces))
+        planes[:, plane] = swizzled.flatten(2).transpose(0, 1)
+    return planes
+
+
+def unpack(planes: Tensor, rows: int, k: int) -> Tensor:
+    """Planes uint8 [chunks, bits, padded rows, 128] -> codes uint8 [rows, k]; the inverse of ``pack``."""
+    _, bits, stored, _ = planes.shape
+    places = _swizzle(stored, planes.device)
+    codes = torch.zeros(stored, chunks(k) * CHUNK, dtype=torch.uint8, device=planes.device)
+    for plane in range(bits):
+        swizzled = planes[:, plane].transpose(0, 1).reshape(stored, -1, _PIECES, 16)
+        pieces = swizzled.gather(2, places[:, None, :, None].expand_as(swizzled))
+        bit = (pieces.reshape(stored, -1, 1) >> torch.arange(8, dtype=torch.uint8, device=planes.device)) & 1
+        codes |= bit.view(stored, -1) << plane
+    return codes[:rows, :k].contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class PlaneWeight:
+    """A layer's weights prepared for the 1-bit tensor cores; exactly ``bits`` bits a weight, plus padding.
+
+    planes: uint8 [ceil(K/1024), bits, ceil(N/8)*8, 128].  scale: float32 [N].
+    correction: int32 [N], ``K * Z - 2^e * sum u`` where Z = 2^e * zero is an integer (e = 1 for bipolar, else 0):
+    what the zero of the activations multiplies.  zero: int32 [N] for asym, else None.
+    """
+
+    planes: Tensor
+    scale: Tensor
+    correction: Tensor
+    zero: Tensor | None
+    shape: tuple[int, int]
+    format: WeightFormat
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.planes.device
+
+    def to(self, device: torch.device | str) -> "PlaneWeight":
+        """The same weights on another device."""
+        zero = None if self.zero is None else self.zero.to(device)
+        moved = (self.planes.to(device), self.scale.to(device), self.correction.to(device), zero)
+        return PlaneWeight(*moved, self.shape, self.format)
+
+
+def prepare(weight: QuantizedWeight) -> PlaneWeight:
+    """Lay a layer's weights out as planes; whole-row scales only. Raises KernelError for a format without planes."""
+    reason = why_not(weight.format)
+    if reason is not None:
+        raise KernelError(f"{weight.format} cannot be laid out as planes: {reason}")
+    codes = weight.codes()
+    double = int(weight.format.code == "bipolar")
+    zero = (weight.zeros()[:, 0].double() * 2**double).to(torch.int64)
+    correction = weight.shape[1] * zero - (codes.sum(1, dtype=torch.int64) << double)
+    return PlaneWeight(
+        pack(codes, weight.format.bits),
+        weight.scale[:, 0].float().contiguous(),
+        correction.to(torch.int32),
+        zero.to(torch.int32) if weight.format.code == "asym" else None,
+        weight.shape,
+        weight.format,
+    )
+
+
+def why_not(format: WeightFormat) -> str | None:
+    """Why weights in ``format`` have no planes, in a sentence; None if they have."""
+    if format.sparse:
+        return "2:4 sparse weights have no 1-bit path"
+    if format.group is not None:
+        return f"groups of {format.group} inputs have their own scales, and bit planes are summed over whole rows"
+    return None

@@ -1,0 +1,26 @@
+"""Compile what GPU tests launch, in parallel and without touching the GPU: `python tests/gpu/precompile.py test_pack`.
+
+The tests compile what they need by themselves, one kernel after another; this fills the cache on disk first.
+"""
+
+import importlib
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+from anybit import jit  # noqa: E402
+
+
+def main(names: list[str], arch: str = "sm_90a") -> None:
+    """Compile the kernels that the modules `names` list."""
+    kernels = [kernel for name in names for kernel in importlib.import_module(name).kernels_used()]
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        pool.starmap(jit.cached, [(kernel, arch) for kernel in kernels], chunksize=4)
+    print(f"{len(kernels)} kernels compiled")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,153 @@
+"""Quantize-and-pack on a GPU: codes, scales, sums and zeros equal the reference's, bit for bit."""
+
+import pytest
+import torch
+
+from anybit.jit import Kernel
+from anybit.kernels import pack, planes
+from anybit.kernels.pack import Source, Target
+from anybit.reference import quantize_activations
+from anybit.scheme import ActivationFormat
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+FORMATS = [ActivationFormat(bits, code) for bits in range(1, 9) for code in ("sym", "asym", "bipolar")]
+BYTE_FORMATS = [
+    *(ActivationFormat(8, code) for code in ("sym", "asym", "bipolar", "float")),
+    ActivationFormat(4, "sym"),
+]
+# Widths that share few configs: every config is compiled for every format.
+SHAPES = [(1, 1), (1, 7), (3, 576), (5, 1024), (4097, 64), (17, 4096), (2, 14336), (9, 1031)]
+
+
+def kernels_used() -> list[Kernel]:
+    """What the tests below launch, for precompile.py."""
+    found = set()
+    for dtype in (torch.float16, torch.bfloat16):
+        for m, k in [*SHAPES, (10, 136)]:
+            for format, target in [*((f, Target.planes) for f in FORMATS), *((f, Target.bytes) for f in BYTE_FORMATS)]:
+                problem = pack.Problem(m, k, format, dtype, Source.plain, target, k % 8 == 0)
+                found.add(pack.kernel(pack.default(problem)))
+    return list(found)
+
+
+def matrix(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(seed))
+    x[:, ::17] *= 8  # outliers
+    return x.to(dtype)
+
+
+def hard_rows(dtype: torch.dtype) -> torch.Tensor:
+    """Zeros, one value, ties, the largest and the smallest numbers, NaN and infinities, one kind a row."""
+    largest = torch.finfo(dtype).max
+    tiny = torch.finfo(dtype).smallest_normal / 4  # a subnormal
+    x = torch.zeros(10, 136)
+    x[1, 5] = 3.0
+    x[2] = torch.arange(136) / 4 - 17
+    x[3] = largest
+    x[3, ::2] = -largest
+    x[4] = tiny
+    x[5] = -tiny
+    x[6, 9], x[7, 135], x[8, 0] = torch.nan, torch.inf, -torch.inf
+    x[9] = -2.5
+    return x.to(dtype)
+
+
+def check(x: torch.Tensor, format: ActivationFormat, target: Target, config: pack.Config | None = None) -> None:
+    """Compare one launch over poisoned memory with the reference on the CPU."""
+    device = x.cuda()
+    expected = quantize_activations(x, format)
+    problem = pack.problem_of(device, format, target)
+    packed = pack.Packed(problem.m, problem.k, format, target, device.device)
+    packed.buffer.fill_(0xA5)
+    pack.launch(problem, config or pack.default(problem), packed, device)
+    finite = expected.scale.isfinite()
+    scale = packed.scale.cpu()
+    assert torch.equal(scale.isnan(), expected.scale.isnan())
+    if format.bits == 1 and format.code == "bipolar":  # a mean: summed in another order
+        torch.testing.assert_close(scale[finite], expected.scale[finite], rtol=1e-5, atol=0)
+    else:
+        assert torch.equal(scale[finite], expected.scale[finite])
+    m, k = x.shape
+    if target is Target.planes:
+        got = planes.unpack(packed.codes.cpu(), m, k)
+        whole = planes.unpack(packed.codes.cpu(), m, planes.chunks(k) * planes.CHUNK)
+        assert not whole[:, k:].any(), "columns past K are zeros"
+        offset = 0
+    else:
+        got = packed.codes.cpu()
+        assert not got[:, k:].view(torch.uint8).any(), "columns past K are zeros"
+        got = got[:, :k]
+        offset = 2 ** (format.bits - 1)
+    if format.code == "float":
+        assert torch.equal(got[finite].view(torch.uint8), expected.codes[finite].view(torch.uint8))
+        return
+    codes = expected.codes.int() - offset
+    assert torch.equal(got[finite].int(), codes[finite])
+    assert torch.equal(packed.sum.cpu()[finite], codes[finite].sum(1, dtype=torch.int32))
+    if format.code == "asym":
+        assert torch.equal(packed.zero.cpu()[finite], expected.zero[finite].int() - offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_planes(format: ActivationFormat, dtype: torch.dtype) -> None:
+    for m, k in SHAPES:
+        check(matrix(m, k, dtype), format, Target.planes)
+    check(hard_rows(dtype), format, Target.planes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("format", BYTE_FORMATS, ids=str)
+def test_bytes(format: ActivationFormat, dtype: torch.dtype) -> None:
+    for m, k in SHAPES:
+        check(matrix(m, k, dtype), format, Target.bytes)
+    check(hard_rows(dtype), format, Target.bytes)
+
+
+def test_every_config_and_strided_rows() -> None:
+    format = ActivationFormat(4, "asym")
+    wide = matrix(9, 4096 + 24, torch.float16)
+    for x in (wide[:, :4096], wide[:, 8:2056], wide[:, 3:1030]):  # aligned rows, aligned, not aligned
+        problem = pack.problem_of(x.cuda(), format)
+        for config in pack.configs(problem):
+            check(x, format, Target.planes, config)
+
+
+def fused(source: Source, x: torch.Tensor, k: int, format: ActivationFormat, **more: object) -> torch.Tensor:
+    """Run a fused source, check its codes against the values it says it coded, and return those values."""
+    problem = pack.problem_of(x, format, Target.planes, source)
+    packed = pack.Packed(problem.m, problem.k, format, Target.planes, x.device)
+    values = torch.empty(x.shape[0], k, dtype=x.dtype, device=x.device)
+    pack.launch(problem, pack.default(problem), packed, x, normalized=values, **more)
+    expected = quantize_activations(values.cpu(), format)
+    assert torch.equal(planes.unpack(packed.codes.cpu(), x.shape[0], k), expected.codes)
+    assert torch.equal(packed.scale.cpu(), expected.scale)
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("k", [576, 4096, 1031])
+def test_rms_norm(k: int, dtype: torch.dtype) -> None:
+    x, residual = matrix(5, k, dtype).cuda(), matrix(5, k, dtype, 1).cuda()
+    gamma = (matrix(1, k, dtype, 2)[0] * 0.1 + 1).cuda()
+    format = ActivationFormat(4, "sym")
+    norm = torch.nn.RMSNorm(k, eps=1e-5)
+
+    def reference(v: torch.Tensor) -> torch.Tensor:  # as transformers' LlamaRMSNorm
+        v = v.float()
+        return gamma * (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + norm.eps)).to(dtype)
+
+    total = torch.empty_like(x)
+    got = fused(Source.rms_norm, x, k, format, gamma=gamma, epsilon=1e-5, residual=residual, residual_sum=total)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(got, reference(total))
+    torch.testing.assert_close(fused(Source.rms_norm, x, k, format, gamma=gamma, epsilon=1e-5), reference(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("k", [1536, 14336, 24])
+def test_silu_mul(k: int, dtype: torch.dtype) -> None:
+    x = matrix(3, 2 * k, dtype).cuda()
+    got = fused(Source.silu_mul, x, k, ActivationFormat(8, "sym"))
+    torch.testing.assert_close(got, torch.nn.functional.silu(x[:, :k]) * x[:, k:])
