@@ -1,0 +1,176 @@
+"""The safetensors file format, read and written a tensor at a time, so that a model never has to fit in memory.
+
+8 bytes of header length (little endian), a JSON header {name: {dtype, shape, data_offsets}}, then the data without
+holes (https://huggingface.co/docs/safetensors). The header may end in spaces: a writer reserves room for it and fills
+it in at the end.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from anybit.errors import CheckpointError
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LARGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor lies: its file, and the bytes [begin, end) of that file."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the data."""
+        return self.end - self.begin
+
+
+def read_header(file: Path) -> list[Entry]:
+    """The tensors of a file, checked: every byte is accounted for, no name comes twice. Raises CheckpointError."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 0 < length <= min(size - 8, _LARGEST_HEADER):
+                raise CheckpointError(
+                    f"{file} is not a safetensors file, or is cut off: its header does not fit {size} bytes"
+                )
+            text = stream.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    try:
+        header = json.loads(text, object_pairs_hook=lambda pairs: _without_doubles(file, pairs))
+        items = [(name, value) for name, value in header.items() if name != "__metadata__"]
+        entries = [_entry(file, name, value, 8 + length) for name, value in items]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} has a corrupt safetensors header: {error}") from None
+    position = 8 + length
+    for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
+        if entry.begin != position:
+            raise CheckpointError(
+                f"{file} is corrupt: tensor {entry.name} starts at byte {entry.begin}, not {position}"
+            )
+        position = entry.end
+    if position != size:
+        state = "cut off" if position > size else "corrupt"
+        raise CheckpointError(f"{file} is {state}: its header describes {position} bytes, and the file has {size}")
+    return entries
+
+
+def read_tensor(entry: Entry) -> Tensor:
+    """Read one tensor into memory of its own."""
+    data = torch.empty(entry.bytes, dtype=torch.uint8)
+    try:
+        with entry.file.open("rb") as stream:
+            stream.seek(entry.begin)
+            count = stream.readinto(data.numpy().data)
+    except OSError as error:
+        raise CheckpointError(f"{entry.file} cannot be read at tensor {entry.name}: {error.strerror}") from None
+    if count != entry.bytes:
+        raise CheckpointError(f"{entry.file} is cut off: tensor {entry.name} has {count} of {entry.bytes} bytes")
+    return data.view(entry.dtype).view(entry.shape)
+
+
+class FileWriter:
+    """Writes one file, a tensor at a time; ``close`` fills in the header."""
+
+    def __init__(self, file: Path, header_room: int) -> None:
+        self.file = file
+        self.names: list[str] = []
+        self.bytes = 0
+        self._room = max(-(-header_room // 8) * 8, 64)
+        self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        # Data has no holes, so what is no multiple of 8 bytes waits for the end, where it leaves no other misaligned.
+        self._odd: list[tuple[str, Tensor]] = []
+        self._stream: IO[bytes] = file.open("wb")
+        self._stream.write(b"\0" * (8 + self._room))
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor."""
+        self.names.append(name)
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.nbytes % 8:
+            self._odd.append((name, tensor))
+        else:
+            self._write(name, tensor)
+
+    def close(self) -> None:
+        """Write what waits, and the header."""
+        for name, tensor in sorted(self._odd, key=lambda item: -item[1].element_size()):
+            self._write(name, tensor)
+        header = json.dumps(self._header, separators=(",", ":")).encode()
+        if len(header) > self._room:
+            raise CheckpointError(f"{self.file} needs {len(header)} bytes of header, and {self._room} were reserved")
+        self._stream.seek(0)
+        self._stream.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+        self._stream.close()
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._stream.close()
+
+    def _write(self, name: str, tensor: Tensor) -> None:
+        begin, self.bytes = self.bytes, self.bytes + tensor.nbytes
+        shape, dtype = list(tensor.shape), NAMES[tensor.dtype]
+        self._header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, self.bytes]}
+        if tensor.nbytes:
+            self._stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def header_room(names: Iterable[str]) -> int:
+    """Enough bytes for a header that describes tensors of these names."""
+    return 256 + sum(len(json.dumps(name)) + 160 for name in names)
+
+
+def _entry(file: Path, name: str, value: dict[str, Any], base: int) -> Entry:
+    dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; anybit reads {', '.join(DTYPES)}")
+    if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+        raise CheckpointError(f"{file}: tensor {name} has shape {shape} and offsets {begin}, {end}, which cannot be")
+    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise CheckpointError(f"{file}: tensor {name} of shape {shape} in {dtype} does not take {end - begin} bytes")
+    return Entry(name, file, DTYPES[dtype], shape, base + begin, base + end)
+
+
+def _without_doubles(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError(f"{file}: tensor {double} is there twice")
+    return result

@@ -1,0 +1,78 @@
+"""From what a user calls a model (a folder, a hub name, a GGUF file) to a folder of safetensors."""
+
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from anybit.errors import CheckpointError
+
+# What a model folder is made of; pickles and other frameworks' weights are not even fetched.
+_FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_GGUF_MAGIC = b"GGUF"
+
+
+@contextmanager
+def local_folder(model: str | Path) -> Iterator[Path]:
+    """A folder with config.json and safetensors for a model; raises CheckpointError if there is none.
+
+    model: a folder, the name of a model on the Hugging Face hub, or a GGUF file. A GGUF file is dequantized to 16-bit
+    floats into a temporary folder, which lives as long as the context; the others are used where they are.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        yield path
+    elif path.is_file():
+        with tempfile.TemporaryDirectory(prefix="anybit-gguf-") as folder:
+            dequantize_gguf(path, Path(folder))
+            yield Path(folder)
+    elif _is_hub_name(str(model)):
+        yield _from_hub(str(model))
+    else:
+        raise CheckpointError(f"{model} is neither a folder, nor a GGUF file, nor a hub name such as 'owner/model'")
+
+
+def dequantize_gguf(file: Path, folder: Path) -> None:
+    """Write a GGUF file's model and tokenizer into a folder, as 16-bit floats. Needs the ``gguf`` extra."""
+    with file.open("rb") as stream:
+        if stream.read(4) != _GGUF_MAGIC:
+            raise CheckpointError(f"{file} is not a GGUF file; a model is a folder, a hub name or a GGUF file")
+    absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise CheckpointError(f"reading {file} needs {' and '.join(absent)}: pip install 'anybit[gguf]'")
+    import torch
+    import transformers
+
+    arguments = {"gguf_file": file.name, "dtype": torch.float16}
+    if hasattr(transformers, "GgufConfig"):
+        # Without it newer versions keep the file's own quantization, which can be neither cast nor saved.
+        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **arguments)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:  # a corrupt file can make its parsers fail in any way
+        raise CheckpointError(
+            f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {error}"
+        ) from error
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def _is_hub_name(text: str) -> bool:
+    parts = text.split("/")
+    return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FETCHED))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{name} is no folder here, and the hub does not give it: {reason}") from error

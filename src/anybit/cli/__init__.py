@@ -1,0 +1,61 @@
+"""The command line: quantize, generate, chat, eval, convert, info.
+
+Exit codes: 0 done; 1 an error, told in one line; 2 wrong usage; 130 interrupted; 143 terminated.
+"""
+
+import signal
+import sys
+from types import FrameType
+
+import typer
+
+from anybit.cli import checkpoints, evaluate, generate, quantize
+from anybit.cli.common import errors
+from anybit.errors import AnyBitError
+
+app = typer.Typer(
+    name="anybit",
+    help="Large language models at any bit-width.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command()(quantize.quantize)
+app.command()(generate.generate)
+app.command()(generate.chat)
+app.command("eval")(evaluate.evaluate)
+app.command()(checkpoints.convert)
+app.command()(checkpoints.info)
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as an exception: what is half written is cleaned up on the way out."""
+
+
+def main() -> None:
+    """Run the command line."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        app(standalone_mode=True)
+    except AnyBitError as error:
+        errors.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        sys.exit(130)
+    except _Terminated:
+        sys.exit(143)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

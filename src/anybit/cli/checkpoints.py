@@ -1,0 +1,117 @@
+"""anybit convert, anybit info."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anybit.checkpoints import Folder, local_folder
+from anybit.checkpoints.configuration import scheme_of
+from anybit.checkpoints.convert import TARGETS, why_not
+from anybit.checkpoints.convert import convert as convert_folder
+from anybit.cli.common import JsonOption, megabytes, output, print_json, status
+from anybit.errors import SchemeError
+from anybit.scheme import Scheme
+
+
+def convert(
+    folder: Annotated[Path, typer.Argument(help="The folder of a quantized model; its config.json is rewritten.")],
+    to: Annotated[str, typer.Option(help=" or ".join(TARGETS))],
+    as_json: JsonOption = False,
+) -> None:
+    r"""Hand a quantized model over to compressed-tensors, or take it back: the same tensors, another config.json.
+
+    [bold]Examples[/bold]
+
+    \b
+    anybit convert smollm2-w4 --to compressed-tensors
+    anybit convert smollm2-w4 --to anybit
+    """
+    quantization = convert_folder(folder, to)
+    if as_json:
+        print_json(quantization)
+    else:
+        output.print(f"{folder / 'config.json'} now describes the model for {to}; no tensor was touched", markup=False)
+
+
+def info(
+    what: Annotated[str, typer.Argument(metavar="MODEL|SCHEME", help="A model (as for quantize), or a scheme.")],
+    as_json: JsonOption = False,
+) -> None:
+    r"""What a scheme means, or what a model is made of.
+
+    [bold]Examples[/bold]
+
+    \b
+    anybit info w2a16g64asym
+    anybit info smollm2-w4 --json
+    """
+    scheme = None
+    if not Path(what).expanduser().exists():
+        try:
+            scheme = Scheme.parse(what)
+        except SchemeError:
+            if "/" not in what:
+                raise
+    figures = _model(what) if scheme is None else _scheme(scheme)
+    if as_json:
+        print_json(figures)
+        return
+    width = max(map(len, figures))
+    for name, value in figures.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else value
+        output.print(f"{name.replace('_', ' '):<{width}}  {'-' if text in (None, '') else text}", markup=False)
+
+
+def _scheme(scheme: Scheme) -> dict[str, Any]:
+    w, x = scheme.weights, scheme.activations
+    zero = {"sym": f"{w.zero}", "bipolar": f"{w.zero}"}.get(w.code, "one a group, stored")
+    group = "one scale a row" if w.group is None else f"one scale for {w.group} inputs"
+    stored = 16 + (w.bits if w.code == "asym" else 0)
+    kept = (w.bits + 2) / 2 if w.sparse else w.bits
+    return {
+        "scheme": str(scheme),
+        "weights": f"{w.bits} bits, {w.code}: scale * (u - zero), u in 0..{2**w.bits - 1}, zero {zero}",
+        "scales": group,
+        "sparsity": "2:4" if w.sparse else None,
+        "activations": f"{x.bits} bits, {x.code}, per token" if x.quantized else "16-bit floats, as they are",
+        "kv_cache": str(scheme.kv) if scheme.kv else None,
+        "bits_per_weight": kept if w.group is None else kept + stored / w.group,
+        "compressed_tensors": f"cannot express {reason}" if (reason := why_not(scheme)) else "can hold it",
+    }
+
+
+def _model(what: str) -> dict[str, Any]:
+    from anybit.quantize.modules import kept_modules, linear_layers, skeleton
+
+    with status(f"Reading {what}"), local_folder(what) as path:
+        folder = Folder(path)
+        scheme = scheme_of(folder.config)
+        quantization = folder.config.get("quantization_config") or {}
+        model = skeleton(path)
+        kept = quantization.get("modules_to_not_convert") if scheme else None
+        keep = kept if kept is not None else kept_modules(model, None)
+        layers = linear_layers(model, keep)
+        weights = sum(layer.n * layer.k for layer in layers)
+        names = {layer.name for layer in layers}
+        stored = sum(
+            entry.bytes
+            for name, entry in folder.entries.items()
+            if name.rpartition(".")[0] in names and name.rpartition(".")[2].startswith("weight")
+        )
+        files = {entry.file.name for entry in folder.entries.values()}
+        return {
+            "model": what,
+            "architecture": type(model).__name__,
+            "quantization": quantization.get("quant_method"),
+            "scheme": str(scheme) if scheme else None,
+            "bytes": folder.bytes,
+            "size": megabytes(folder.bytes),
+            "files": len(files),
+            "tensors": len(folder.entries),
+            "linear_layers": len(layers),
+            "linear_weights": weights,
+            "bits_per_weight": round(8 * stored / weights, 4) if stored else math.nan,
+            "kept": list(keep),
+        }

@@ -1,0 +1,61 @@
+"""What the commands share: consoles, options, progress bars, sizes in words."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+# Results go to stdout; progress, notes and errors go to stderr, so that stdout can be piped.
+output = Console(soft_wrap=True, highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+Model = Annotated[str, typer.Argument(help="A folder, a Hugging Face hub name, or a GGUF file.")]
+SchemeOption = Annotated[
+    str | None, typer.Option("--scheme", "-s", help="Quantize while loading, for example w4a16g128.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+BackendOption = Annotated[
+    str | None, typer.Option(help="What runs the quantized layers; by default the first that can on the device.")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; by default a GPU if there is one.")]
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print an object on stdout; infinities as null, since JSON has none."""
+    finite = {k: None if isinstance(v, float) and v in (float("inf"), float("-inf")) else v for k, v in value.items()}
+    output.print(json.dumps(finite, indent=2), markup=False)
+
+
+def megabytes(count: float) -> str:
+    """A number of bytes in words."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+@contextmanager
+def progress_bar(what: str, counted: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr; yields what is to be called with (text, done, total)."""
+    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
+    if counted:
+        columns.insert(2, MofNCompleteColumn())
+    with Progress(*columns, console=errors, transient=True) as bars:
+        task = bars.add_task(what, total=None)
+
+        def update(text: str, done: int, total: int) -> None:
+            bars.update(task, description=text or what, completed=done, total=total)
+
+        yield update
+
+
+@contextmanager
+def status(what: str) -> Iterator[None]:
+    """Say what is being done, while it is being done; the libraries below keep quiet."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with errors.status(what):
+        yield

@@ -1,0 +1,95 @@
+"""anybit eval."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anybit import evaluate as measure
+from anybit.cli.common import (
+    BackendOption,
+    DeviceOption,
+    JsonOption,
+    Model,
+    SchemeOption,
+    output,
+    print_json,
+    progress_bar,
+    status,
+)
+from anybit.errors import TextError
+from anybit.integrations.loading import load_model
+from anybit.scheme import Scheme
+
+
+def evaluate(
+    model: Model,
+    text: Annotated[Path, typer.Option("--text", "-t", help="A text file, UTF-8.")],
+    scheme: SchemeOption = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 512,
+    windows: Annotated[int | None, typer.Option(min=1, help="How many windows; by default all of the text.")] = None,
+    bos: Annotated[
+        bool | None, typer.Option(help="Begin every window with the BOS token; by default if the tokenizer does.")
+    ] = None,
+    baseline: Annotated[str | None, typer.Option(help="A model to compare with, position by position.")] = None,
+    backend: BackendOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    r"""Perplexity over fixed windows of a text, and agreement with another model.
+
+    [bold]Examples[/bold]
+
+    \b
+    anybit eval smollm2-w4 --text wiki.txt
+    anybit eval ./llama --scheme w3a16g64asym -t wiki.txt --windows 16 --baseline ./llama --json
+    """
+    content = measure.read_text(text)
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
+        loaded = load_model(model, parsed, backend=backend, device=device)
+    ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
+    first = _bos(loaded.tokenizer, bos)
+    rows = measure.windows_of(ids, context, windows, first)
+    with progress_bar("Windows", counted=True) as update:
+        result = measure.perplexity(loaded.model, rows, first is not None, lambda d, t: update("Windows", d, t))
+    figures: dict[str, Any] = {
+        "model": model,
+        "scheme": str(loaded.scheme) if loaded.scheme else None,
+        "bits_per_weight": measure.bits_per_weight(loaded.model),
+        "text": str(text),
+        **asdict(result),
+    }
+    if baseline is not None:
+        with status(f"Loading {baseline}"):
+            other = load_model(baseline, backend=backend, device=device)
+        with progress_bar("Comparing", counted=True) as update:
+            compared = measure.agreement(loaded.model, other.model, rows, lambda d, t: update("Comparing", d, t))
+        figures |= {"baseline": baseline, "same_token": compared.same, "divergence": compared.divergence}
+    if as_json:
+        print_json(figures)
+        return
+    output.print(
+        f"perplexity {result.perplexity:.2f} over {result.windows} windows of {context} tokens "
+        f"({result.scored} scored, {'with' if result.bos else 'without'} BOS); "
+        f"{figures['bits_per_weight']:.2f} bits per weight; {result.seconds:.1f} s",
+        markup=False,
+    )
+    if baseline is not None:
+        output.print(
+            f"same next token as {baseline} in {figures['same_token']:.1%} of positions; "
+            f"KL divergence {figures['divergence']:.4f} nats",
+            markup=False,
+        )
+
+
+def _bos(tokenizer: Any, wanted: bool | None) -> int | None:
+    """The token that windows begin with: asked for, or as the tokenizer itself does it."""
+    token: int | None = tokenizer.bos_token_id
+    if wanted is None:
+        ids = tokenizer("a")["input_ids"]
+        wanted = token is not None and bool(ids) and ids[0] == token
+    if wanted and token is None:
+        raise TextError("--bos: this model's tokenizer has no BOS token")
+    return token if wanted else None

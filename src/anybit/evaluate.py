@@ -1,0 +1,128 @@
+"""How good a model is: perplexity over fixed windows of a text, and agreement with another model."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit.errors import TextError
+from anybit.linear import QuantLinear
+
+Progress = Callable[[int, int], None]
+"""Called with the windows done and all there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Perplexity, and all that the figure depends on.
+
+    perplexity: exp of the mean negative log likelihood (nats) over ``scored`` tokens, those of every window but its
+    first.  bos: whether every window begins with the BOS token, in addition to its text.
+    """
+
+    perplexity: float
+    windows: int
+    context: int
+    bos: bool
+    scored: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How often two models would say the same next token, and how far their distributions are apart.
+
+    same: share of positions with the same most likely token.  divergence: mean KL(baseline || model), nats.
+    """
+
+    same: float
+    divergence: float
+    positions: int
+
+
+def read_text(file: Path | str) -> str:
+    """Read a text file. Raises TextError if that is impossible."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise TextError(f"text {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise TextError(f"text {file} is not UTF-8: {error.reason} at byte {error.start}") from None
+    if not text.strip():
+        raise TextError(f"text {file} is empty")
+    return text
+
+
+def windows_of(ids: Sequence[int], context: int, windows: int | None = None, bos: int | None = None) -> Tensor:
+    """Cut token ids into consecutive windows of ``context`` tokens, int64 [windows, context]; a rest is left out.
+
+    bos: a token put in front of every window, which then holds context - 1 tokens of text.
+    Raises TextError for a text shorter than one window, or than the windows asked for.
+    """
+    if context < 2:
+        raise TextError(f"a window needs at least 2 tokens, to predict one from another, not {context}")
+    length = context - (bos is not None)
+    available = len(ids) // length
+    if available < max(windows or 1, 1):
+        wanted = f"{windows} windows" if windows else "one window"
+        raise TextError(f"the text has {len(ids)} tokens, and {wanted} of {length} need {length * (windows or 1)}")
+    count = windows or available
+    rows = torch.tensor(ids[: count * length], dtype=torch.int64).view(count, length)
+    return rows if bos is None else torch.cat([torch.full((count, 1), bos), rows], dim=1)
+
+
+@torch.inference_mode()
+def perplexity(model: Any, windows: Tensor, bos: bool = False, progress: Progress | None = None) -> Perplexity:
+    """Perplexity of a causal language model over windows int64 [W, T], one window at a time."""
+    start = time.perf_counter()
+    total, scored = 0.0, 0
+    for i, window in enumerate(windows):
+        logits = _logits(model, window)
+        loss = nn.functional.cross_entropy(logits[:-1], window[1:].to(logits.device), reduction="sum")
+        total += float(loss)
+        scored += len(window) - 1
+        if progress is not None:
+            progress(i + 1, len(windows))
+    mean = total / scored
+    value = math.exp(mean) if mean < 700 else math.inf
+    return Perplexity(value, len(windows), windows.shape[1], bos, scored, time.perf_counter() - start)
+
+
+@torch.inference_mode()
+def agreement(model: Any, baseline: Any, windows: Tensor, progress: Progress | None = None) -> Agreement:
+    """Compare a model with a baseline on windows int64 [W, T], position by position."""
+    same, divergence, positions = 0, 0.0, 0
+    for i, window in enumerate(windows):
+        ours, theirs = _logits(model, window).log_softmax(-1), _logits(baseline, window).log_softmax(-1)
+        theirs = theirs.to(ours.device)
+        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        divergence += float(nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True))
+        positions += len(window)
+        if progress is not None:
+            progress(i + 1, len(windows))
+    return Agreement(same / positions, divergence / positions, positions)
+
+
+def bits_per_weight(model: nn.Module) -> float:
+    """Stored bits a weight of the quantized layers, scales and zeros included; of a plain model, of its Linears."""
+    bits, weights = 0.0, 0
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            count = module.in_features * module.out_features
+            bits += module.quantized_weight().bits_per_weight * count
+            weights += count
+    if weights:
+        return bits / weights
+    linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    count = sum(weight.numel() for weight in linears)
+    return sum(8 * weight.nbytes for weight in linears) / count if count else math.nan
+
+
+def _logits(model: Any, window: Tensor) -> Tensor:
+    logits: Tensor = model(window[None].to(model.device), use_cache=False).logits[0]
+    return logits.float()

@@ -1,0 +1,96 @@
+"""Load a model to run it: from a folder, a hub name or a GGUF file, quantized already, on the fly, or not at all."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from anybit.checkpoints import Folder, local_folder
+from anybit.checkpoints.configuration import refuse_quantized, scheme_of
+from anybit.errors import CheckpointError
+from anybit.integrations.transformers import AnyBitConfig
+from anybit.quantize.modules import skeleton
+from anybit.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to run. scheme: None if it is not quantized by anybit."""
+
+    model: Any
+    tokenizer: Any
+    scheme: Scheme | None
+    name: str
+
+
+def load_model(
+    source: str | Path,
+    scheme: str | Scheme | None = None,
+    *,
+    backend: str | None = None,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    modules_to_not_convert: list[str] | None = None,
+) -> Loaded:
+    """Load a causal language model and its tokenizer.
+
+    scheme: quantize while loading; None takes the model as it is. device: by default a GPU if there is one.
+    dtype: of what is not quantized; by default float32 on a CPU (whose 16-bit arithmetic is slow), else the model's.
+    Raises CheckpointError, naming the file and the tensor, for a checkpoint that is corrupt, incomplete or not finite,
+    and LayerError for a layer that the scheme does not fit.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted: Any = dtype or (torch.float32 if device == "cpu" else "auto")
+    with local_folder(source) as path:
+        folder = Folder(path)
+        stored = scheme_of(folder.config)
+        arguments: dict[str, Any] = {}
+        if scheme is not None:
+            refuse_quantized(folder.config, str(source))
+            arguments["quantization_config"] = AnyBitConfig(scheme, modules_to_not_convert, backend)
+        elif stored is not None and backend is not None:
+            arguments["quantization_config"] = AnyBitConfig(stored, backend=backend)
+        if device != "cpu":
+            arguments["device_map"] = device
+        skeleton(path)  # an unknown architecture gets its own error
+        try:
+            with warnings.catch_warnings():
+                # The choice of a backend goes through a configuration, and transformers warns that there are two.
+                warnings.filterwarnings("ignore", message="You passed `quantization_config`")
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    path, dtype=wanted, output_loading_info=True, **arguments
+                )
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+        _refuse_incomplete(path, found)
+        _refuse_not_finite(path, model)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} has no tokenizer that can be read: {error}") from error
+    parsed = stored if scheme is None else Scheme.parse(scheme)
+    return Loaded(model.eval(), tokenizer, parsed, str(source))
+
+
+def _refuse_incomplete(path: Path, found: dict[str, Any]) -> None:
+    """Transformers makes up what is missing; a model that is half random numbers is worse than none."""
+    for kind, what in (("missing_keys", "no tensor"), ("mismatched_keys", "another shape for tensor")):
+        names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in found.get(kind) or ())
+        if names:
+            count = "" if len(names) == 1 else f" and {len(names) - 1} more"
+            raise CheckpointError(f"{path} has {what} {names[0]}{count}, which the model needs")
+
+
+def _refuse_not_finite(path: Path, model: nn.Module) -> None:
+    for name, tensor in model.named_parameters():
+        if tensor.is_meta or not tensor.is_floating_point():
+            continue
+        # A sum that is finite proves its terms finite in one pass; one that is not may merely have overflowed.
+        if not bool(torch.isfinite(tensor.detach().sum(dtype=torch.float32))) and not bool(
+            torch.isfinite(tensor).all()
+        ):
+            raise CheckpointError(f"{path}: tensor {name} has values that are NaN or infinite")

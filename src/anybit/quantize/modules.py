@@ -1,0 +1,79 @@
+"""Which layers of a transformers model are quantized: found on the meta device, without reading a weight."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from anybit.errors import CheckpointError, LayerError
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayer:
+    """A linear layer of a model: N outputs by K inputs; ``transposed``: its weight is stored [K, N] (Conv1D)."""
+
+    name: str
+    n: int
+    k: int
+    transposed: bool
+
+
+def skeleton(folder: Path) -> Any:
+    """The model of a folder's config.json on the meta device. Raises CheckpointError for an unknown architecture."""
+    file = folder / "config.json"
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
+        raise CheckpointError(
+            f"{file}: transformers cannot build {_architecture(file)} as a causal language model: {_first_line(error)}"
+        ) from error
+
+
+def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
+    """The Linear and Conv1D layers of a model, but for those whose name matches one to keep.
+
+    Raises LayerError if nothing is left.
+    """
+    layers = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, Conv1D)) and should_convert_module(name, keep):
+            transposed = isinstance(module, Conv1D)
+            rows, columns = module.weight.shape
+            layers.append(LinearLayer(name, *((columns, rows) if transposed else (rows, columns)), transposed))
+    if not layers:
+        kept = f" (left as they are: {', '.join(keep)})" if keep else ""
+        raise LayerError(f"{type(model).__name__} has no linear layer to quantize{kept}")
+    return layers
+
+
+def kept_modules(model: Any, modules_to_not_convert: list[str] | None) -> list[str]:
+    """What stays as it is: the modules named, or by default the output head and what is tied to it."""
+    keep = HfQuantizer.get_modules_to_not_convert(model, modules_to_not_convert, model._keep_in_fp32_modules)
+    return sorted(set(keep))
+
+
+def tied_names(model: Any) -> set[str]:
+    """The parameters that a checkpoint may leave out because they are tied to another."""
+    return set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ())
+
+
+def _architecture(file: Path) -> str:
+    import json
+
+    try:
+        config = json.loads(file.read_text())
+        return str((config.get("architectures") or [config.get("model_type")])[0])
+    except (OSError, ValueError, AttributeError, IndexError):
+        return "what it names"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

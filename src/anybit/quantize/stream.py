@@ -1,0 +1,189 @@
+"""From a model folder to a quantized model folder, one tensor at a time.
+
+What is in memory at any moment is one tensor of the source and its codes; nothing is left behind if it fails.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from anybit.checkpoints.configuration import configuration, refuse_quantized
+from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.safetensors import header_room
+from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, new_folder
+from anybit.errors import CheckpointError, LayerError
+from anybit.linear import QuantLinear
+from anybit.packing import QuantizedWeight
+from anybit.quantize.modules import LinearLayer, kept_modules, linear_layers, skeleton, tied_names
+from anybit.scheme import Scheme
+
+Progress = Callable[[str, int, int], None]
+"""Called with the layer just done, the weights done so far, and all there are to do."""
+
+QuantizeLayer = Callable[[LinearLayer, Tensor], QuantizedWeight]
+"""From a layer and its weight [N, K] to codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a quantized model came to. ``bytes``: of all tensors; ``bits_per_weight``: of the quantized layers."""
+
+    folder: str
+    scheme: str
+    method: str
+    layers: int
+    weights: int
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model to quantize: where it is, where it goes, and how.
+
+    Made by ``Job.of``, which checks all it can before any work is done: the layers against the scheme, the tensors of
+    the checkpoint against the model.
+    """
+
+    source: Folder
+    output: Path
+    scheme: Scheme
+    method: str
+    model: Any
+    kept: list[str]
+    layers: list[LinearLayer]
+    names: dict[str, str]
+    overwrite: bool = False
+    progress: Progress | None = None
+    shard_bytes: int = SHARD_BYTES
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        source: Path | str,
+        output: Path | str,
+        scheme: Scheme | str,
+        method: str,
+        modules_to_not_convert: list[str] | None = None,
+        **rest: Any,
+    ) -> "Job":
+        """Open the source and check it. Raises CheckpointError, LayerError or SchemeError."""
+        scheme = Scheme.parse(scheme)
+        folder = Folder(source)
+        refuse_quantized(folder.config, str(folder.path))
+        model = skeleton(folder.path)
+        kept = kept_modules(model, modules_to_not_convert)
+        layers = linear_layers(model, kept)
+        for layer in layers:
+            _check_fit(layer, scheme)
+        names = _match(folder, model, layers)
+        return cls(folder, Path(output), scheme, method, model, kept, layers, names, **rest)
+
+
+def write_quantized(job: Job, quantize: QuantizeLayer) -> Saved:
+    """Write a job's model, each linear layer through ``quantize`` and everything else as it is."""
+    start = time.perf_counter()
+    layers = {f"{layer.name}.weight": layer for layer in job.layers}
+    total = sum(layer.n * layer.k for layer in job.layers)
+    done = quantized_bytes = 0
+    group_index = False
+    names = [f"{name}{suffix}" for name in job.names for suffix in ("", "_packed", "_scale", "_zero_point", "_shape")]
+    names += [f"{name}{suffix}" for name in layers for suffix in ("_g_idx", "_indices")]
+    with new_folder(job.output, job.overwrite) as folder:
+        with ShardWriter(folder, header_room(names), job.shard_bytes) as writer:
+            # In the order of the files, so that the source is read from front to back.
+            for name, stored in sorted(job.names.items(), key=lambda item: _place(job.source, item[1])):
+                tensor = job.source.read(stored, finite=True)
+                layer = layers.get(name)
+                if layer is None:
+                    writer.add(name, tensor)
+                    continue
+                weight = _quantized(layer, tensor, quantize)
+                group_index = group_index or weight.group_index is not None
+                del tensor
+                for suffix, part in QuantLinear.tensors_of(weight).items():
+                    writer.add(f"{layer.name}.{suffix}", part)
+                    quantized_bytes += part.nbytes
+                done += layer.n * layer.k
+                if job.progress is not None:
+                    job.progress(layer.name, done, total)
+        _write_companions(job, folder, group_index)
+        after = writer.bytes
+    seconds = time.perf_counter() - start
+    return Saved(
+        str(job.output),
+        str(job.scheme),
+        job.method,
+        len(job.layers),
+        total,
+        job.source.bytes,
+        after,
+        8 * quantized_bytes / total,
+        seconds,
+    )
+
+
+def _quantized(layer: LinearLayer, tensor: Tensor, quantize: QuantizeLayer) -> QuantizedWeight:
+    try:
+        return quantize(layer, tensor.T if layer.transposed else tensor)
+    except LayerError as error:
+        raise LayerError(f"layer {layer.name}: {error}") from None
+
+
+def _write_companions(job: Job, folder: Path, group_index: bool) -> None:
+    config = {**job.source.config, "quantization_config": configuration(job.scheme, job.kept, group_index)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for file in job.source.companions():
+        shutil.copyfile(file, folder / file.name)
+
+
+def _check_fit(layer: LinearLayer, scheme: Scheme) -> None:
+    if scheme.weights.sparse and layer.k % 4:
+        raise LayerError(
+            f"{scheme} does not fit layer {layer.name}: 2:4 sparsity needs inputs in fours, and it has {layer.k}; "
+            "name it in modules_to_not_convert to leave it as it is"
+        )
+
+
+def _place(folder: Folder, name: str) -> tuple[str, int]:
+    entry = folder.entries[name]
+    return entry.file.name, entry.begin
+
+
+def _match(folder: Folder, model: Any, layers: list[LinearLayer]) -> dict[str, str]:
+    """The model's names -> the checkpoint's, which may lack the prefix of the base model or carry it in addition."""
+    parameters = dict(model.state_dict())
+    prefix = f"{model.base_model_prefix}."
+    names: dict[str, str] = {}
+    for stored in folder.entries:
+        candidates = (stored, prefix + stored, stored.removeprefix(prefix))
+        name = next((candidate for candidate in candidates if candidate in parameters), stored)
+        if name in names:
+            raise CheckpointError(f"{folder.path}: tensor {name} is there twice, also as {stored}")
+        names[name] = stored
+    wanted = {f"{layer.name}.weight": layer for layer in layers}
+    # Other tensors may be stored in another arrangement, which transformers converts while loading.
+    converted = any(name not in parameters for name in names)
+    missing = sorted(set(wanted if converted else parameters) - set(names) - tied_names(model))
+    if missing:
+        count = "" if len(missing) == 1 else f" and {len(missing) - 1} more"
+        raise CheckpointError(f"{folder.path} has no tensor {missing[0]}{count}, which {type(model).__name__} needs")
+    for name, stored in names.items():
+        entry = folder.entries[stored]
+        if name in parameters and tuple(parameters[name].shape) != entry.shape:
+            raise CheckpointError(
+                f"{entry.file}: tensor {stored} has shape {entry.shape}, "
+                f"and {type(model).__name__} takes {tuple(parameters[name].shape)}"
+            )
+        if name in wanted and not (entry.dtype.is_floating_point and entry.dtype.itemsize >= 2):
+            raise CheckpointError(f"{entry.file}: tensor {stored} has dtype {entry.dtype}, which is quantized already")
+    return names

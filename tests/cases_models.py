@@ -1,0 +1,65 @@
+"""Tiny models of every architecture that anybit promises, with random weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+_SIZES = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def configs() -> dict[str, Any]:
+    """Architecture -> configuration. Widths are ragged against groups of 64 and 128 where the architecture allows."""
+    t = transformers
+    return {
+        "llama": t.LlamaConfig(**_LLAMA, **_SIZES, num_key_value_heads=2),
+        "llama-tied": t.LlamaConfig(**_LLAMA, **_SIZES, num_key_value_heads=2, tie_word_embeddings=True),
+        "qwen2": t.Qwen2Config(**_LLAMA, **_SIZES, num_key_value_heads=2),
+        "qwen3": t.Qwen3Config(**_LLAMA, **_SIZES, num_key_value_heads=2, head_dim=16),
+        "gemma3": t.Gemma3TextConfig(**_LLAMA, **_SIZES, num_key_value_heads=1, head_dim=16, sliding_window=16),
+        "opt": t.OPTConfig(
+            hidden_size=64,
+            ffn_dim=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            word_embed_proj_dim=64,
+            max_position_embeddings=64,
+            **_SIZES,
+        ),
+        "bloom": t.BloomConfig(hidden_size=64, n_layer=2, n_head=4, **_SIZES),
+        "falcon": t.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, **_SIZES),
+        "gpt2": t.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, **_SIZES),
+    }
+
+
+ARCHITECTURES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma3", "opt", "bloom", "falcon", "gpt2")
+
+
+def tiny_model(architecture: str) -> Any:
+    """A tiny model in float32 whose greedy tokens are decided clearly enough to compare."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(configs()[architecture]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)
+    return model
+
+
+def save_tiny(architecture: str, folder: Path) -> Path:
+    """Save a tiny model into a folder."""
+    tiny_model(architecture).save_pretrained(folder)
+    return folder
+
+
+def tokens_of(model: Any, count: int = 12, **options: Any) -> list[int]:
+    """Greedy tokens after a fixed prompt."""
+    prompt = torch.tensor([[5, 17, 42, 3, 88, 61]])
+    with torch.inference_mode():
+        result = model.generate(
+            prompt.to(model.device), max_new_tokens=count, min_new_tokens=count, do_sample=False, **options
+        )
+    return result[0, prompt.shape[1] :].tolist()

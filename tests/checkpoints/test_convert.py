@@ -1,0 +1,128 @@
+"""compressed-tensors loads what anybit saved, and anybit takes it back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cases_models import save_tiny, tokens_of
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from anybit.checkpoints.convert import convert
+from anybit.errors import ConversionError
+from anybit.linear import QuantLinear
+from anybit.packing import QuantizedWeight
+from anybit.quantize.methods import quantize_folder
+from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.stream import Job, write_quantized
+from anybit.scheme import Scheme
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    return {name: save_tiny(name, folder / name) for name in ("llama", "qwen2", "bloom", "gpt2")}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    [
+        *[("llama", f"w{bits}a16{kind}") for bits in range(2, 9) for kind in ("g32", "asym")],
+        ("llama", "w1a16asym"),
+        ("llama", "w1a16g32sym"),
+        ("qwen2", "w4a16g32asym"),
+        ("bloom", "w4a16g64"),
+    ],
+)
+def test_compressed_tensors_gives_the_same_tokens(
+    sources: dict[str, Path], tmp_path: Path, architecture: str, scheme: str
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    quantize_folder(sources[architecture], tmp_path / "out", scheme)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    before = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+    convert(tmp_path / "out", "compressed-tensors")
+    after = {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+    assert {name for name in before if before[name] != after.get(name)} == {"config.json"}
+    assert before.keys() == after.keys()
+    # Compressed, transformers 5.23 makes room for unpacked zero points, and cannot load compressed-tensors' own files.
+    asymmetric = scheme.endswith("asym")
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if asymmetric else {}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options).eval()
+    assert not any(isinstance(module, QuantLinear) for module in theirs.modules())
+    assert tokens_of(theirs) == tokens_of(ours)
+    ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
+    convert(tmp_path / "out", "anybit")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["scheme"] == scheme
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert tokens_of(again) == tokens_of(ours)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "message"),
+    [
+        ("llama", "w1a16", "cannot express w1a16: bipolar codes"),
+        ("llama", "w4a8", "cannot express w4a8: 8-bit activations"),
+        ("llama", "w4a16s24", "cannot express w4a16s24: 2:4 sparse"),
+        ("llama", "w4a16-kv4", "the KV format kv4"),
+        ("llama", "w4a16g64", r"layer model\.layers\.0\.mlp\.down_proj has 96 inputs, .* quantize with g32, or"),
+        ("gpt2", "w4a16", r"layer transformer\.h\.0\.attn\.c_attn was a Conv1D"),
+    ],
+)
+def test_what_it_cannot_express_is_refused_by_name(
+    sources: dict[str, Path], tmp_path: Path, architecture: str, scheme: str, message: str
+) -> None:
+    quantize_folder(sources[architecture], tmp_path / "out", scheme)
+    before = (tmp_path / "out" / "config.json").read_text()
+    with pytest.raises(ConversionError, match=message):
+        convert(tmp_path / "out", "compressed-tensors")
+    assert (tmp_path / "out" / "config.json").read_text() == before
+
+
+def test_activation_order_is_refused_by_name(sources: dict[str, Path], tmp_path: Path) -> None:
+    job = Job.of(sources["llama"], tmp_path / "out", "w4a16g32", "rtn")
+
+    def ordered(layer: object, weight: torch.Tensor) -> QuantizedWeight:
+        plain = quantize_weight(weight, Scheme.parse("w4a16g32").weights)
+        index = torch.arange(plain.shape[1], dtype=torch.int32) // 32
+        return QuantizedWeight(plain.words, plain.scale, plain.zero, plain.shape, plain.format, index.flip(0))
+
+    write_quantized(job, ordered)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["group_index"] is True
+    assert tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
+    with pytest.raises(ConversionError, match=r"layer model\.layers\.0\.\S+ has an activation order"):
+        convert(tmp_path / "out", "compressed-tensors")
+
+
+def test_other_refusals(sources: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match="cannot convert to 'gguf'; there are compressed-tensors, anybit"):
+        convert(sources["llama"], "gguf")
+    with pytest.raises(ConversionError, match="not a model that anybit quantized"):
+        convert(sources["llama"], "compressed-tensors")
+    with pytest.raises(ConversionError, match="not a compressed-tensors model"):
+        convert(sources["llama"], "anybit")
+    quantize_folder(sources["llama"], tmp_path / "out", "w4a16g32")
+    good = convert(tmp_path / "out", "compressed-tensors")
+
+    def refusal(**changes: object) -> str:
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        group = {**good["config_groups"]["group_0"], **changes.pop("group", {})}  # type: ignore[dict-item]
+        config["quantization_config"] = {**good, "config_groups": {"group_0": group}, **changes}
+        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConversionError) as error:
+            convert(tmp_path / "out", "anybit")
+        return str(error.value)
+
+    weights = good["config_groups"]["group_0"]["weights"]
+    assert "has 2 config_groups" in refusal(config_groups={"a": {}, "b": {}})
+    assert "in the format 'int-quantized'" in refusal(group={"format": "int-quantized"})
+    assert "quantizes ['re:.*']" in refusal(group={"targets": ["re:.*"]})
+    assert "quantizes input_activations" in refusal(group={"input_activations": {"num_bits": 8}})
+    assert "of type float" in refusal(group={"weights": {**weights, "type": "float"}})
+    assert "activation order (group)" in refusal(group={"weights": {**weights, "actorder": "group"}})
+    assert "groups of 16" in refusal(group={"weights": {**weights, "group_size": 16}})
+    assert "weight_packed is of shape (64, 8)" in refusal(group={"weights": {**weights, "num_bits": 8}})

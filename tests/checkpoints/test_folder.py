@@ -1,0 +1,245 @@
+"""Reading and writing folders: what is broken is named, and nothing broken is left behind."""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybit.checkpoints import Folder, ShardWriter, local_folder, new_folder, read_header, read_tensor
+from anybit.checkpoints.safetensors import DTYPES, FileWriter, header_room
+from anybit.errors import CheckpointError
+
+
+def folder_with(path: Path, **tensors: torch.Tensor) -> Path:
+    path.mkdir(exist_ok=True)
+    safetensors.torch.save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def raw_file(path: Path, header: str, data: bytes = b"") -> Path:
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + data)
+    return path
+
+
+@given(
+    tensors=st.dictionaries(
+        st.text("abc.é", min_size=1, max_size=8),
+        st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 5), max_size=3)),
+        max_size=6,
+    )
+)
+def test_files_are_safetensors(tmp_path_factory: pytest.TempPathFactory, tensors: dict) -> None:
+    file = tmp_path_factory.mktemp("written") / "model.safetensors"
+    made = {name: torch.ones(shape).to(dtype) for name, (dtype, shape) in tensors.items()}
+    writer = FileWriter(file, header_room(made))
+    for name, tensor in made.items():
+        writer.add(name, tensor)
+    writer.close()
+    theirs = safetensors.torch.load_file(file)
+    ours = {entry.name: read_tensor(entry) for entry in read_header(file)}
+    assert theirs.keys() == ours.keys() == made.keys()
+    for name, tensor in made.items():
+        assert theirs[name].dtype == ours[name].dtype == tensor.dtype
+        assert theirs[name].shape == ours[name].shape == tensor.shape
+        assert torch.equal(ours[name].double(), tensor.double())
+        assert torch.equal(theirs[name].double(), tensor.double())
+
+
+def test_shards_have_an_index_that_transformers_reads(tmp_path: Path) -> None:
+    made = {f"t{i}": torch.full((64,), float(i)) for i in range(5)}
+    with ShardWriter(tmp_path, header_room(made), shard_bytes=600) as writer:
+        for name, tensor in made.items():
+            writer.add(name, tensor)
+    (tmp_path / "config.json").write_text("{}")
+    assert sorted(f.name for f in tmp_path.glob("*.safetensors")) == [
+        f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
+    folder = Folder(tmp_path)
+    assert all(torch.equal(folder.read(name), tensor) for name, tensor in made.items())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 5 * 256
+    for name, file in index["weight_map"].items():
+        assert torch.equal(safetensors.torch.load_file(tmp_path / file)[name], made[name])
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 20, 90, -1])
+def test_cut_off_files_are_named(tmp_path: Path, keep: int) -> None:
+    file = folder_with(tmp_path, weight=torch.ones(8, 8)) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*cut off"):
+        Folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("not json", "corrupt safetensors header"),
+        ("[1]", "corrupt safetensors header"),
+        ('{"a": 3}', "corrupt safetensors header"),
+        ('{"a": {"dtype": "F32", "shape": [1]}}', "corrupt safetensors header"),
+        ('{"a": {"dtype": "Q4", "shape": [1], "data_offsets": [0, 4]}}', "tensor a has dtype Q4"),
+        ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "does not take 4 bytes"),
+        ('{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "which cannot be"),
+        ('{"a": {"dtype": "U8", "shape": [3], "data_offsets": [1, 4]}}', "starts at byte"),
+        ('{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}', "corrupt: its header describes"),
+        (
+            '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},'
+            ' "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+            "tensor a is there twice",
+        ),
+    ],
+)
+def test_corrupt_headers_are_named(tmp_path: Path, header: str, message: str) -> None:
+    file = raw_file(tmp_path / "model.safetensors", header, b"\0" * 4)
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_header(file)
+    assert str(file) in str(error.value)
+
+
+@given(data=st.binary(max_size=80))
+def test_any_bytes_are_refused_cleanly(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.safetensors"
+    file.write_bytes(struct.pack("<Q", len(data)) + data)
+    try:
+        read_header(file)
+    except CheckpointError as error:
+        assert "any.safetensors" in str(error)
+
+
+def test_indexes_are_checked(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        safetensors.torch.save_file({"shared": torch.ones(2), name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    index = tmp_path / "model.safetensors.index.json"
+
+    def refusal(weight_map: object) -> str:
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(CheckpointError) as error:
+            Folder(tmp_path)
+        return str(error.value)
+
+    assert "tensor shared is there twice" in refusal({"one": "one.safetensors", "two": "two.safetensors"})
+    assert "tensor gone is missing from" in refusal({"gone": "one.safetensors"})
+    assert "three.safetensors is missing" in refusal({"one": "three.safetensors"})
+    assert "points outside its folder" in refusal({"one": "../one.safetensors"})
+    assert "has no weight_map" in refusal([1])
+    index.write_text("{")
+    with pytest.raises(CheckpointError, match=r"index\.json is not valid JSON"):
+        Folder(tmp_path)
+
+
+def test_no_pickle_is_ever_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin: pickles can run code"):
+        Folder(tmp_path)
+    folder_with(tmp_path, a=torch.ones(1))
+    assert Folder(tmp_path).companions() == []
+
+
+def test_what_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        Folder(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        Folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="holds a list"):
+        Folder(tmp_path)
+    with (
+        pytest.raises(CheckpointError, match="neither a folder, nor a GGUF file"),
+        local_folder("nope"),
+    ):
+        pass
+    (tmp_path / "model.gguf").write_bytes(b"GGML....")
+    with pytest.raises(CheckpointError, match="is not a GGUF file"), local_folder(tmp_path / "model.gguf"):
+        pass
+
+
+def test_corrupt_gguf_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\x03\0\0\0" + b"\xff" * 16)
+    with pytest.raises(CheckpointError, match=r"model\.gguf cannot be read"), local_folder(tmp_path / "model.gguf"):
+        pass
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_values_that_are_not_finite_are_named(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    tensor = torch.zeros(4, 6, dtype=dtype)
+    tensor[2, 5] = value
+    folder = Folder(folder_with(tmp_path, layer=tensor))
+    assert folder.read("layer").shape == (4, 6)
+    with pytest.raises(CheckpointError, match=rf"tensor layer has a value .* the first {value} at \[2, 5\]"):
+        folder.read("layer", finite=True)
+
+
+def test_large_values_are_no_infinity(tmp_path: Path) -> None:
+    folder = Folder(folder_with(tmp_path, layer=torch.full((8,), 3e38)))
+    assert folder.read("layer", finite=True).shape == (8,)
+
+
+def test_new_folders_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "deep" / "out") as work:
+        (work / "file").write_text("new")
+        assert not (tmp_path / "deep" / "out").exists()
+    assert (tmp_path / "deep" / "out" / "file").read_text() == "new"
+    with pytest.raises(CheckpointError, match="exists already and is not empty"), new_folder(tmp_path / "deep" / "out"):
+        pass
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "deep" / "out", overwrite=True) as work:
+        (work / "file").write_text("half")
+        raise KeyboardInterrupt
+    assert (tmp_path / "deep" / "out" / "file").read_text() == "new"
+    with new_folder(tmp_path / "deep" / "out", overwrite=True) as work:
+        (work / "other").write_text("newer")
+    assert [f.name for f in (tmp_path / "deep" / "out").iterdir()] == ["other"]
+    assert [f.name for f in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+def test_unwritable_places_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file"), new_folder(tmp_path / "file"):
+        pass
+    with pytest.raises(CheckpointError, match="cannot be written"), new_folder(tmp_path / "file" / "out"):
+        pass
+    with pytest.raises(CheckpointError, match="cannot be written"), new_folder("/proc/anybit/out"):
+        pass
+    if os.geteuid():
+        (tmp_path / "locked").mkdir(mode=0o555)
+        with pytest.raises(CheckpointError, match="Permission denied"), new_folder(tmp_path / "locked" / "out"):
+            pass
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="out cannot be written: No space left"), new_folder(tmp_path / "out"):
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    script = (
+        "import sys, time; from anybit import cli; from anybit.checkpoints import new_folder\n"
+        "def slow(*a, **k):\n"
+        "    with new_folder(sys.argv[1]) as work:\n"
+        "        (work / 'half').write_text('x'); time.sleep(60)\n"
+        "cli.app = slow; cli.main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "out")], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob(".out*/half")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,160 @@
+"""From folder to folder: every architecture, every refusal, and the figures that are reported."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from tests.cases_models import ARCHITECTURES, save_tiny, tokens_of
+from transformers import AutoModelForCausalLM
+
+import anybit
+from anybit.checkpoints import Folder
+from anybit.errors import CheckpointError, LayerError, SchemeError
+from anybit.quantize.methods import quantize_folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+def edited(source: Path, target: Path, **tensors: torch.Tensor | None) -> Path:
+    """A copy of a model with some tensors replaced, added, or taken away (None)."""
+    shutil.copytree(source, target)
+    old = safetensors.torch.load_file(source / "model.safetensors")
+    new = {k: v for k, v in {**old, **tensors}.items() if v is not None}
+    safetensors.torch.save_file(new, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_streamed_is_quantized_while_loading(architecture: str, tmp_path: Path) -> None:
+    source = save_tiny(architecture, tmp_path / "source")
+    seen: list[tuple[str, int, int]] = []
+    saved = quantize_folder(source, tmp_path / "out", "w4a16g64asym", progress=lambda *step: seen.append(step))
+    streamed = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    config = anybit.AnyBitConfig("w4a16g64asym")
+    loaded = AutoModelForCausalLM.from_pretrained(source, quantization_config=config).eval()
+    assert saved.layers == sum(isinstance(m, anybit.QuantLinear) for m in loaded.modules()) == len(seen)
+    assert seen[-1][1:] == (saved.weights, saved.weights)
+    ours, theirs = streamed.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert tokens_of(streamed) == tokens_of(loaded)
+
+
+def test_figures_are_true(llama: Path, tmp_path: Path) -> None:
+    saved = quantize_folder(llama, tmp_path / "out", "w3a16g32")
+    folder = Folder(tmp_path / "out")
+    assert saved.bytes_before == Folder(llama).bytes
+    assert saved.bytes_after == folder.bytes
+    parts = ("weight_packed", "weight_scale", "weight_shape")
+    stored = sum(e.bytes for n, e in folder.entries.items() if n.endswith(parts))
+    assert saved.bits_per_weight == pytest.approx(8 * stored / saved.weights)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["scheme"] == "w3a16g32"
+    assert config["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+
+
+def test_kept_modules_are_kept(llama: Path, tmp_path: Path) -> None:
+    saved = quantize_folder(llama, tmp_path / "out", "w2a16g32", modules_to_not_convert=["lm_head", "down_proj"])
+    names = set(Folder(tmp_path / "out").entries)
+    assert saved.layers == 2 * 6
+    assert "model.layers.1.mlp.down_proj.weight" in names
+    assert "model.layers.1.mlp.up_proj.weight_packed" in names
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert isinstance(model.model.layers[0].mlp.down_proj, torch.nn.Linear)
+
+
+def test_shards_and_companions(llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(llama, source)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "training.pt").write_bytes(b"pickle")
+    quantize_folder(source, tmp_path / "out", "w4a16g32", shard_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert not (tmp_path / "out" / "training.pt").exists()
+    quantize_folder(source, tmp_path / "whole", "w4a16g32")
+    sharded, whole = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "whole"))
+    assert tokens_of(sharded) == tokens_of(whole)
+
+
+def test_a_base_model_without_its_prefix(llama: Path, tmp_path: Path) -> None:
+    old = safetensors.torch.load_file(llama / "model.safetensors")
+    shutil.copytree(llama, tmp_path / "bare")
+    bare = {name.removeprefix("model."): tensor for name, tensor in old.items()}
+    safetensors.torch.save_file(bare, tmp_path / "bare" / "model.safetensors", {"format": "pt"})
+    quantize_folder(llama, tmp_path / "a", "w4a16g32")
+    quantize_folder(tmp_path / "bare", tmp_path / "b", "w4a16g32")
+    assert Folder(tmp_path / "a").entries.keys() == Folder(tmp_path / "b").entries.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.0.mlp.up_proj.weight": None}, r"has no tensor model\.layers\.0\.mlp\.up_proj\.weight"),
+        ({"model.norm.weight": None}, r"has no tensor model\.norm\.weight"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": torch.ones(3, 64)},
+            r"up_proj\.weight has shape \(3, 64\), .*\(96, 64\)",
+        ),
+        (
+            {"model.layers.1.mlp.up_proj.weight": torch.full((96, 64), torch.nan)},
+            r"model\.safetensors: tensor model\.layers\.1\.mlp\.up_proj\.weight has 6144 values that are not finite",
+        ),
+        ({"model.norm.weight": torch.full((64,), torch.inf)}, r"tensor model\.norm\.weight has 64 values"),
+        (
+            {"model.layers.0.mlp.up_proj.weight": torch.ones(96, 64, dtype=torch.int8)},
+            r"dtype torch\.int8, which is quantized already",
+        ),
+        ({"layers.0.mlp.up_proj.weight": torch.ones(96, 64)}, r"up_proj\.weight is there twice, also as"),
+    ],
+)
+def test_bad_checkpoints_are_named(
+    llama: Path, tmp_path: Path, change: dict[str, torch.Tensor | None], message: str
+) -> None:
+    source = edited(llama, tmp_path / "bad", **change)
+    with pytest.raises(CheckpointError, match=message):
+        quantize_folder(source, tmp_path / "out", "w4a16g32")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["bad"]
+
+
+def test_unknown_architectures_are_named(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "odd")
+    config = json.loads((llama / "config.json").read_text())
+    config |= {"model_type": "hal9000", "architectures": ["HAL9000ForCausalLM"]}
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"config\.json: transformers cannot build HAL9000ForCausalLM"):
+        quantize_folder(tmp_path / "odd", tmp_path / "out", "w4a16g32")
+
+
+def test_refusals(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, tmp_path / "out", "w4a16g32")
+    with pytest.raises(CheckpointError, match=r"is quantized already \(anybit, w4a16g32\)"):
+        quantize_folder(tmp_path / "out", tmp_path / "again", "w2a16g32")
+    with pytest.raises(CheckpointError, match="exists already and is not empty"):
+        quantize_folder(llama, tmp_path / "out", "w2a16g32")
+    quantize_folder(llama, tmp_path / "out", "w2a16g32", overwrite=True)
+    with pytest.raises(SchemeError, match="method 'magic' is unknown; there are rtn"):
+        quantize_folder(llama, tmp_path / "x", "w2a16g32", "magic")
+    with pytest.raises(SchemeError, match="a scheme is wBaB"):
+        quantize_folder(llama, tmp_path / "x", "w2")
+    with pytest.raises(LayerError, match="no linear layer to quantize"):
+        quantize_folder(llama, tmp_path / "x", "w2a16g32", modules_to_not_convert=["model", "lm_head"])
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_scheme_that_does_not_fit_a_layer(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=98, num_hidden_layers=1, num_attention_heads=4
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    with pytest.raises(LayerError, match=r"w4a16s24 does not fit layer model\.layers\.0\.mlp\.down_proj: .* it has 98"):
+        quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16s24")
+    assert not (tmp_path / "out").exists()
