@@ -30,6 +30,8 @@ def sum_rows(x: torch.Tensor, y: torch.Tensor, scale: float = 2.0, step: int = 6
 
 def test_current_stream() -> None:
     x, y = inputs()
+    sum_rows(x, y)  # compiling and loading take longer than the sleep below
+    y.fill_(torch.nan)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,0 +1,174 @@
+"""Runs a jit.Kernel on the CPU: the same .cuh file, compiled by g++, its threads run as fibers.
+
+    emulate.run(kernel, Params(x, y, 8, 100, 2.0), grid=(2, 1, 1))
+
+writes into the tensors that the parameters name, as a launch would, or raises EmulationError with the name of what is
+wrong: an overrun, a race, a missing wait, a divergent barrier, a deadlock. See docs/kernels.md.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Collection
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybit import jit
+from anybit.jit.compile import reachable_headers
+from anybit.jit.params import layout_of
+from anybit.jit.source import KERNELS
+
+RUNTIME = Path(__file__).parent / "runtime"
+RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"]
+KERNEL_FLAGS = [
+    "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
+    "-Wno-unknown-pragmas", "-Wno-attributes", "-U_FORTIFY_SOURCE",
+]  # fmt: skip
+
+
+class EmulationError(AssertionError):
+    """A kernel did what it must not do; the message names the instruction, the thread and the place."""
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("kernel", ctypes.c_void_p),
+        ("params", ctypes.c_void_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
+        ("resident", ctypes.c_uint32),
+        ("seed", ctypes.c_uint32),
+        ("races", ctypes.c_bool),
+    ]
+
+
+def run(
+    kernel: jit.Kernel,
+    params: Any,
+    grid: tuple[int, int, int],
+    *,
+    seed: int = 0,
+    races: bool = True,
+    resident: int = 4,
+    dependent: Collection[str] = (),
+) -> None:
+    """Run one launch of `kernel`; tensors among `params` are CPU tensors, changed in place.
+
+    seed: decides the order of threads and of asynchronous copies; run a few.
+    races: also look for accesses of shared memory with no barrier between them (slower).
+    resident: so many clusters run at a time; raise it for kernels whose blocks wait for each other.
+    dependent: names of parameters that an earlier kernel may still write: touching them before griddepcontrol_wait is
+    an error.
+    """
+    layout = layout_of(kernel.params)
+    runtime, function = _runtime(), _entry(kernel)
+    values, copies = [], []
+    extents = _extents({f.name: getattr(params, f.name) for f in layout.fields})
+    runtime.emulate_free()
+    try:
+        for name, (start, size) in extents.items():
+            address = runtime.emulate_allocate(name.encode(), size, any(n in dependent for n in name.split(" = ")))
+            ctypes.memmove(address, start, size)
+            copies.append((start, address, size))
+        for field in layout.fields:
+            value = getattr(params, field.name)
+            if isinstance(value, torch.Tensor):
+                pointer = value.data_ptr()
+                homes = (a + pointer - s for s, a, size in copies if s <= pointer < s + max(size, 1))
+                value = next(homes, 0)
+            values.append(0 if value is None else value)
+        packed = ctypes.create_string_buffer(layout.packer.pack(*values), max(layout.size, 1))
+        launch = _Launch(
+            ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(packed), (ctypes.c_uint32 * 3)(*grid),
+            kernel.threads, kernel.shared_bytes, kernel.cluster, resident, seed, races,
+        )  # fmt: skip
+        message = runtime.emulate_run(ctypes.byref(launch))
+        if message:
+            raise EmulationError(f"{kernel.entry}: {message.decode()}")
+        for start, address, size in copies:
+            ctypes.memmove(start, address, size)
+    finally:
+        runtime.emulate_free()
+
+
+def _extents(values: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Start and size of the memory that each tensor spans; tensors that overlap share one, named "a = b"."""
+    spans: list[tuple[int, int, str]] = []
+    for name, tensor in values.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        assert tensor.device.type == "cpu", f"{name} is on {tensor.device}; the emulator takes CPU tensors"
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (last + 1) * tensor.element_size() if tensor.numel() else 0
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + size, name))
+    merged: list[tuple[int, int, str]] = []
+    for start, end, name in sorted(spans):
+        if merged and start < merged[-1][1]:
+            first, until, names = merged.pop()
+            merged.append((first, max(until, end), f"{names} = {name}"))
+        else:
+            merged.append((start, end, name))
+    return {name: (start, end - start) for start, end, name in merged}
+
+
+@cache
+def _entry(kernel: jit.Kernel) -> Any:
+    source = (
+        f'{kernel.source}extern "C" void emulated_kernel(const void* p) '
+        f"{{ {kernel.expression}(*static_cast<const {kernel.params.__name__}*>(p)); }}\n"
+    )
+    headers = b"".join(reachable_headers(kernel).values())
+    own = (RUNTIME / "device.h", RUNTIME / "device_math.h", RUNTIME / "device_calls.h")
+    digest = _digest(source.encode(), headers, *(path.read_bytes() for path in own), " ".join(KERNEL_FLAGS).encode())
+    folders = [f"-I{folder}" for folder in (RUNTIME, kernel.path.parent, KERNELS)]
+    library = _build(digest, source, [*KERNEL_FLAGS, *folders, "-include", "device.h"])
+    return ctypes.CDLL(str(library)).emulated_kernel
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    sources = sorted(RUNTIME.glob("*.cpp"))
+    content = [path.read_bytes() for path in (*sources, RUNTIME / "runtime.h", RUNTIME / "device_calls.h")]
+    text = "".join(f'#include "{path}"\n' for path in sources)
+    library = _build(_digest(*content, " ".join(RUNTIME_FLAGS).encode()), text, [*RUNTIME_FLAGS, f"-I{RUNTIME}"])
+    runtime = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    runtime.emulate_run.restype = ctypes.c_char_p
+    runtime.emulate_allocate.restype = ctypes.c_void_p
+    runtime.emulate_allocate.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
+    return runtime
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()[:32]
+
+
+def _build(digest: str, source: str, flags: list[str]) -> Path:
+    """Compile `source` to a shared object, kept by content beside the temporary files."""
+    folder = Path(os.environ.get("ANYBIT_EMULATE_DIR", Path(tempfile.gettempdir()) / "anybit-emulate"))
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{digest}.so"
+    if library.exists():
+        return library
+    compiler = shutil.which("g++")
+    assert compiler, "the emulation needs g++"
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        text, built, linked = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
+        text.write_text(source)
+        compile_flags = [flag for flag in flags if flag != "-shared"]
+        for command in (
+            [compiler, *compile_flags, "-c", str(text), "-o", str(built)],
+            [compiler, "-shared", str(built), "-o", str(linked)],  # without -fsanitize: its hooks are the runtime's own
+        ):
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"g++ refused the kernel:\n{done.stderr[:6000]}")
+        linked.rename(library)
+    return library

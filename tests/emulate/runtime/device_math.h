@@ -1,0 +1,104 @@
+// The host's ptx_math.cuh and ptx_wgmma.cuh; device.h includes it.
+#pragma once
+
+namespace ptx {
+
+template <int table> PTX uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t d = 0;
+    for (int i = 0; i < 8; i++)
+        if (table >> i & 1) d |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+    return d;
+}
+PTX uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+
+template <class Function> PTX uint32_t in_halves(Function f, uint32_t a, uint32_t b, uint32_t c = 0) {
+    return f(a & 0xffff, b & 0xffff, c & 0xffff) | static_cast<uint32_t>(f(a >> 16, b >> 16, c >> 16)) << 16;
+}
+PTX uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) { return in_halves(emulate::fma_f16, a, b, c); }
+PTX uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) { return in_halves(emulate::fma_bf16, a, b, c); }
+PTX uint32_t add_f16x2(uint32_t a, uint32_t b) { return fma_f16x2(a, 0x3c003c00u, b); }
+PTX uint32_t sub_f16x2(uint32_t a, uint32_t b) { return fma_f16x2(b, 0xbc00bc00u, a); }
+PTX uint32_t mul_f16x2(uint32_t a, uint32_t b) { return fma_f16x2(a, b, 0x80008000u); }
+PTX uint32_t add_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, 0x3f803f80u, b); }
+PTX uint32_t sub_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(b, 0xbf80bf80u, a); }
+PTX uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, b, 0x80008000u); }
+PTX uint16_t max_f16(uint16_t a, uint16_t b, uint16_t) { return emulate::to_f16(std::fmax(emulate::from_f16(a), emulate::from_f16(b))); }
+PTX uint16_t max_bf16(uint16_t a, uint16_t b, uint16_t) { return emulate::to_bf16(std::fmax(emulate::from_bf16(a), emulate::from_bf16(b))); }
+PTX uint32_t max_f16x2(uint32_t a, uint32_t b) { return in_halves(max_f16, a, b); }
+PTX uint32_t max_bf16x2(uint32_t a, uint32_t b) { return in_halves(max_bf16, a, b); }
+PTX uint16_t cvt_f16_f32(float v) { return emulate::to_f16(v); }
+PTX uint16_t cvt_bf16_f32(float v) { return emulate::to_bf16(v); }
+PTX uint32_t cvt_f16x2_f32(float low, float high) { return cvt_f16_f32(low) | static_cast<uint32_t>(cvt_f16_f32(high)) << 16; }
+PTX uint32_t cvt_bf16x2_f32(float low, float high) { return cvt_bf16_f32(low) | static_cast<uint32_t>(cvt_bf16_f32(high)) << 16; }
+PTX float cvt_f32_f16(uint16_t v) { return emulate::from_f16(v); }
+PTX float cvt_f32_bf16(uint16_t v) { return emulate::from_bf16(v); }
+PTX uint16_t cvt_e4m3x2_f32(float low, float high) { return emulate::to_e4m3(low) | emulate::to_e4m3(high) << 8; }
+PTX uint32_t cvt_f16x2_e4m3x2(uint16_t v) { return cvt_f16x2_f32(emulate::from_e4m3(v & 0xff), emulate::from_e4m3(v >> 8)); }
+PTX float flushed(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.0f, v) : v; }
+PTX float ex2_approx(float v) { return flushed(std::exp2(flushed(v))); }
+PTX float lg2_approx(float v) { return flushed(std::log2(flushed(v))); }
+PTX float rcp_approx(float v) { return flushed(1 / flushed(v)); }
+PTX float rsqrt_approx(float v) { return flushed(1 / std::sqrt(flushed(v))); }
+PTX float tanh_approx(float v) { return std::tanh(v); }
+
+#define ANYBIT_MMA(name, a_kind, b_kind, reg)                                                                        \
+    PTX void name(reg (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {                                     \
+        emulate::mma(#name, emulate::Kind::a_kind, emulate::Kind::b_kind, d, a, b);                                  \
+    }
+ANYBIT_MMA(mma_m16n8k16_f16, f16, f16, float)
+ANYBIT_MMA(mma_m16n8k16_bf16, bf16, bf16, float)
+ANYBIT_MMA(mma_m16n8k32_s8, s8, s8, int32_t)
+ANYBIT_MMA(mma_m16n8k32_u8s8, u8, s8, int32_t)
+ANYBIT_MMA(mma_m16n8k32_s8u8, s8, u8, int32_t)
+ANYBIT_MMA(mma_m16n8k32_u8, u8, u8, int32_t)
+ANYBIT_MMA(mma_m16n8k64_s4, s4, s4, int32_t)
+ANYBIT_MMA(mma_m16n8k64_u4s4, u4, s4, int32_t)
+ANYBIT_MMA(mma_m16n8k64_s4u4, s4, u4, int32_t)
+ANYBIT_MMA(mma_m16n8k64_u4, u4, u4, int32_t)
+ANYBIT_MMA(mma_m16n8k32_e4m3, e4m3, e4m3, float)
+#undef ANYBIT_MMA
+template <class Int> PTX void mma_m16n8k256_b1(Int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    emulate::mma("mma_m16n8k256_b1", emulate::Kind::b1, emulate::Kind::b1, d, a, b);
+}
+#define ANYBIT_MMA_SP(name, a_kind, b_kind, reg)                                                                     \
+    template <int selector = 0>                                                                                      \
+    PTX void name(reg (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t metadata) {                  \
+        emulate::mma_sp(#name, emulate::Kind::a_kind, emulate::Kind::b_kind, d, a, b, metadata, selector);           \
+    }
+ANYBIT_MMA_SP(mma_sp_m16n8k32_f16, f16, f16, float)
+ANYBIT_MMA_SP(mma_sp_m16n8k32_bf16, bf16, bf16, float)
+ANYBIT_MMA_SP(mma_sp_m16n8k64_s8, s8, s8, int32_t)
+ANYBIT_MMA_SP(mma_sp_m16n8k64_u8s8, u8, s8, int32_t)
+#undef ANYBIT_MMA_SP
+PTX void mma_m16n8k64_nvf4(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t a_scale, uint32_t b_scale) {
+    emulate::mma_nvf4(d, a, b, a_scale, b_scale);
+}
+
+enum class Swizzle { none = 0, bytes_128 = 1, bytes_64 = 2, bytes_32 = 3 };
+PTX constexpr uint64_t wgmma_descriptor(uint32_t shared, Swizzle swizzle, uint32_t stride, uint32_t leading = 16) {
+    return static_cast<uint64_t>((shared & 0x3ffffu) >> 4) | static_cast<uint64_t>((leading & 0x3ffffu) >> 4) << 16 |
+           static_cast<uint64_t>((stride & 0x3ffffu) >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
+}
+PTX constexpr uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+using emulate::wgmma_commit_group;
+using emulate::wgmma_fence;
+template <int groups> PTX void wgmma_wait_group() { emulate::wgmma_wait_group(groups); }
+template <class T, size_t count> PTX void wgmma_touch(T (&)[count]) {}
+#define ANYBIT_WGMMA_NAME(name, a_kind, b_kind, reg)                                                                 \
+    template <int N> PTX void name(reg (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {                       \
+        emulate::wgmma(#name, emulate::Kind::a_kind, emulate::Kind::b_kind, N, d, nullptr, a, b, accumulate);        \
+    }                                                                                                                \
+    template <int N> PTX void name(reg (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {           \
+        emulate::wgmma(#name, emulate::Kind::a_kind, emulate::Kind::b_kind, N, d, a, 0, b, accumulate);              \
+    }
+ANYBIT_WGMMA_NAME(wgmma_b1, b1, b1, int32_t)
+ANYBIT_WGMMA_NAME(wgmma_s8, s8, s8, int32_t)
+ANYBIT_WGMMA_NAME(wgmma_u8, u8, u8, int32_t)
+ANYBIT_WGMMA_NAME(wgmma_u8s8, u8, s8, int32_t)
+ANYBIT_WGMMA_NAME(wgmma_s8u8, s8, u8, int32_t)
+ANYBIT_WGMMA_NAME(wgmma_e4m3, e4m3, e4m3, float)
+ANYBIT_WGMMA_NAME(wgmma_f16, f16, f16, float)
+ANYBIT_WGMMA_NAME(wgmma_bf16, bf16, bf16, float)
+#undef ANYBIT_WGMMA_NAME
+
+}  // namespace ptx
