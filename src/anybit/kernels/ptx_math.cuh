@@ -67,6 +67,10 @@ CHECKED uint16_t cvt_e4m3x2_f32(float low, float high) {
     NEEDS(890, "fp8 conversions need sm_89 or later");
     uint16_t d; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low)); return d;
 }
+CHECKED uint16_t cvt_e4m3x2_f16x2(uint32_t v) {
+    NEEDS(890, "fp8 conversions need sm_89 or later");
+    uint16_t d; asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(d) : "r"(v)); return d;
+}
 CHECKED uint32_t cvt_f16x2_e4m3x2(uint16_t v) {
     NEEDS(890, "fp8 conversions need sm_89 or later");
     uint32_t d; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(v)); return d;

@@ -1,0 +1,62 @@
+"""Tensor maps: how a kernel's tensor-map copies find a box of a row-major matrix (ptx_tensor.cuh)."""
+
+import ctypes
+from functools import lru_cache
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from anybit.errors import KernelError
+from anybit.jit.params import CType
+
+TensorMap = Annotated[bytes, CType("128s", 128)]
+"""A field of Params for a `ptx::TensorMap`, filled with what ``encode`` returns."""
+
+
+def encode(matrix: Tensor, box_columns: int, box_rows: int) -> bytes:
+    """The map of a CUDA matrix [rows, columns], columns contiguous, read in boxes of 128-byte rows, swizzled by 128 bytes.
+
+    Elements of 1 or 2 bytes; what a box holds beyond the matrix arrives as zeros. Raises KernelError if a row is not a
+    multiple of 16 bytes or the matrix does not start at one.
+    """
+    rows, columns = matrix.shape
+    size = matrix.element_size()
+    return _encode(matrix.data_ptr(), size, rows, columns, matrix.stride(0) * size, box_columns, box_rows)
+
+
+@lru_cache(maxsize=1024)
+def _encode(
+    address: int, element_bytes: int, rows: int, columns: int, pitch: int, box_columns: int, box_rows: int
+) -> bytes:
+    driver = _driver()
+    kinds = driver.CUtensorMapDataType
+    kind = {1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16}[element_bytes]
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        kind,
+        2,
+        address,
+        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+        [driver.cuuint64_t(pitch)],
+        [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise KernelError(
+            f"a tensor map of {rows} x {columns} elements of {element_bytes} bytes at {address:#x}, a row every "
+            f"{pitch}, was refused ({status.name}): rows must begin at multiples of 16 bytes"
+        )
+    return ctypes.string_at(encoded.getPtr(), 128)
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise KernelError("launching a kernel needs cuda-bindings: pip install 'anybit[cuda]'") from error
+    return driver
+
+

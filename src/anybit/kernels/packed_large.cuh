@@ -1,0 +1,496 @@
+// Y = X W^T with packed weights on wgmma, for more than a handful of tokens: the transposed product Y^T = W X^T, so that
+// 64 rows of weights fill M and tokens are N. Weights become 16-bit or 8-bit values in registers, the A operand.
+//
+// A block has Config::row_warpgroups x Config::k_warpgroups consumer warpgroups and one producer warp. A stage of the ring
+// holds 128 inputs (a unit): Config::tokens rows of X, swizzled by tensor-map copies, and the packed tiles of the block's
+// rows, one bulk copy. Blocks of a cluster share K (k_blocks, sums pushed through distributed shared memory) and, as
+// neighbours along the rows (row_blocks), each other's loads of X (multicast).
+#ifndef ANYBIT_PACKED_LARGE_CUH
+#define ANYBIT_PACKED_LARGE_CUH
+
+#include "packed_widen.cuh"
+#include "ptx_tensor.cuh"
+#include "ptx_wgmma.cuh"
+
+
+struct Params {
+    ptx::TensorMap x;         // [tokens, inputs], box: 128 bytes of a row x tokens / row_blocks
+    const uint8_t* tiles;     // [units][weight_tiles][tile_bytes]
+    const float* row_scale;   // [rows padded to 64]
+    const uint8_t* row_zero;  // whole rows with zero points: [rows padded to 64], else null
+    const float* x_scale;     // 8-bit activations: [tokens], else null
+    const uint16_t* bias;     // [rows] of y's type, or null
+    uint16_t* y;              // [tokens, rows]
+    int tokens, rows;         // M and N as the caller sees them
+    int units;                // inputs padded to 128, over 128
+    int weight_tiles;         // rows padded to 64, over 64
+    int row_tiles;            // row ranges of clusters: ceil(weight_tiles / (row_warpgroups * row_blocks))
+    int token_tiles;
+    int raster;               // row tiles that neighbouring clusters walk together
+};
+
+namespace packed {
+
+template <class Config>
+struct PackedLargeShape {
+    static constexpr int warpgroups = Config::row_warpgroups * Config::k_warpgroups;
+    static constexpr bool bytes_of_x = Config::operand == Operand::s8 || Config::operand == Operand::e4m3;
+    static constexpr int element_bytes = bytes_of_x ? 1 : 2;
+    static constexpr int steps = 2 * element_bytes;  // products of 32 bytes of inputs in half a unit
+    static constexpr int box_bytes = Config::tokens * 128;
+    static constexpr int x_bytes = box_bytes * element_bytes;  // 128 inputs are one box of bytes, two of 16 bits
+    static constexpr int w_bytes = Config::row_warpgroups * Config::tile_bytes;
+    static constexpr int stage_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
+    static constexpr int ring_bytes = Config::stages * stage_bytes;
+    static constexpr bool reduces = Config::k_warpgroups * Config::k_blocks > 1;
+    static constexpr int row_stride = 68;  // floats between tokens of a 64-row partial sum: no bank conflicts
+    static constexpr int partial_bytes = reduces ? warpgroups * Config::tokens * row_stride * 4 : 0;
+    // Partial sums that other blocks send get a place of their own, unless it is too large: then all wait for the ring.
+    static constexpr bool apart = Config::k_blocks > 1 && ring_bytes + partial_bytes <= 220 * 1024;
+    static constexpr int partial_offset = apart ? ring_bytes : 0;
+    static constexpr int body_bytes = apart ? ring_bytes + partial_bytes : ring_bytes > partial_bytes ? ring_bytes : partial_bytes;
+    static constexpr int staging_bytes = reduces ? 0 : warpgroups * 4 * 512;
+    static constexpr int barrier_offset = body_bytes + staging_bytes;
+    static constexpr int bytes = barrier_offset + Config::stages * 24;
+};
+
+// A stage and the parity of the barriers of its current use.
+template <int stages>
+struct RingCursor {
+    int stage = 0;
+    uint32_t parity = 0;
+    PTX void advance(int steps) {
+        stage += steps;
+        if (stage >= stages) {
+            stage -= stages;
+            parity ^= 1;
+        }
+    }
+};
+
+// The first barriers of the ring's stages: weights have landed, x has landed, all have been read.
+struct RingBarriers {
+    uint32_t full_w, full_x, empty;
+};
+
+struct TilePlace {
+    int row_tile, token_tile;
+};
+
+// Bands of `raster` row tiles, walked token tile by token tile, so that blocks at work together share X and W in L2.
+PTX TilePlace tile_place(const Params& p, int tile) {
+    const int band = tile / (p.raster * p.token_tiles), within = tile - band * p.raster * p.token_tiles;
+    const int first = band * p.raster, height = min(p.raster, p.row_tiles - first);
+    return {first + within % height, within / height};
+}
+
+template <bool condition, class Yes, class No> struct Choose { using type = Yes; };
+template <class Yes, class No> struct Choose<false, Yes, No> { using type = No; };
+
+// Products accumulate as the tensor cores do, in int32 or float32, and where a group's scale must be applied to them, or
+// where e4m3's 14 bits must not add up for long, they are promoted: added to float totals after every group or unit.
+template <class Config>
+struct Sums {
+    static constexpr bool promotes =
+        Config::operand == Operand::e4m3 || (Config::operand == Operand::s8 && Config::group != 0);
+    using Product = typename Choose<Config::operand == Operand::s8, int32_t, float>::type;
+    using Total = typename Choose<promotes, float, Product>::type;
+};
+
+template <class Config>
+using Widen = typename Choose<Config::operand == Operand::s8 || Config::operand == Operand::e4m3, Widen8<Config>,
+                              Widen16<Config>>::type;
+
+template <class Config>
+PTX void multiply(typename Sums<Config>::Product (&sum)[Config::tokens / 2], const uint32_t (&a)[4], uint64_t b,
+                  bool accumulate = true) {
+    if constexpr (Config::operand == Operand::f16)
+        ptx::wgmma_f16<Config::tokens>(sum, a, b, accumulate);
+    else if constexpr (Config::operand == Operand::bf16)
+        ptx::wgmma_bf16<Config::tokens>(sum, a, b, accumulate);
+    else if constexpr (Config::operand == Operand::s8)
+        ptx::wgmma_s8<Config::tokens>(sum, a, b, accumulate);
+    else
+        ptx::wgmma_e4m3<Config::tokens>(sum, a, b, accumulate);
+}
+
+template <class Config>
+PTX void packed_large_produce(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int cluster, int clusters) {
+    using Shape = PackedLargeShape<Config>;
+    const int tiles = p.row_tiles * p.token_tiles;
+    const uint64_t policy = ptx::createpolicy_evict_first();
+    const int first_unit = k_rank * p.units / Config::k_blocks;
+    const int units = (k_rank + 1) * p.units / Config::k_blocks - first_unit;
+    uint16_t sharers = 0;
+    for (int i = 0; i < Config::row_blocks; i++) sharers |= 1u << (i * Config::k_blocks + k_rank);
+
+    auto load_w = [&](const TilePlace& place, int unit, int stage) {
+        const int first = (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups;
+        const int count = max(min(Config::row_warpgroups, p.weight_tiles - first), 0);
+        const uint32_t bytes = count * Config::tile_bytes;
+        ptx::mbarrier_arrive_expect_tx(barriers.full_w + 8 * stage, bytes);
+        if (count == 0) return;
+        const uint8_t* source =
+            p.tiles + (static_cast<size_t>(first_unit + unit) * p.weight_tiles + first) * Config::tile_bytes;
+        const uint32_t target = ring + stage * Shape::stage_bytes + Shape::x_bytes;
+        if (p.token_tiles == 1)
+            ptx::cp_async_bulk_load_hint(target, source, bytes, barriers.full_w + 8 * stage, policy);
+        else
+            ptx::cp_async_bulk_load(target, source, bytes, barriers.full_w + 8 * stage);
+    };
+    auto load_x = [&](const TilePlace& place, int unit, int stage) {
+        constexpr int share = Config::tokens / Config::row_blocks;
+        const uint32_t barrier = barriers.full_x + 8 * stage;
+        ptx::mbarrier_arrive_expect_tx(barrier, Shape::x_bytes);
+        for (int box = 0; box < Shape::element_bytes; box++) {
+            const uint32_t target = ring + stage * Shape::stage_bytes + box * Shape::box_bytes + row_rank * share * 128;
+            const int x = (first_unit + unit) * 128 + box * (128 / Shape::element_bytes);
+            const int y = place.token_tile * Config::tokens + row_rank * share;
+            if (Config::row_blocks > 1)
+                ptx::cp_async_bulk_tensor_2d_multicast(target, &p.x, x, y, barrier, sharers);
+            else
+                ptx::cp_async_bulk_tensor_2d(target, &p.x, x, y, barrier);
+        }
+    };
+
+    // Weights do not depend on the kernel before this one: fill the ring with them first.
+    TilePlace place = tile_place(p, cluster);
+    const int early = min(Config::stages, units);
+    for (int i = 0; i < early; i++) load_w(place, i, i);
+    ptx::griddepcontrol_wait();
+    for (int i = 0; i < early; i++) load_x(place, i, i);
+    RingCursor<Config::stages> cursor;
+    int skip = early;
+    for (int tile = cluster; tile < tiles; tile += clusters) {
+        place = tile_place(p, tile);
+        for (int unit = 0; unit < units; unit++) {
+            if (skip > 0) {
+                skip--;
+            } else {
+                // A stage's first use waits for nothing: a fresh barrier counts as having completed parity 1.
+                ptx::mbarrier_wait_parity(barriers.empty + 8 * cursor.stage, cursor.parity ^ 1);
+                load_w(place, unit, cursor.stage);
+                load_x(place, unit, cursor.stage);
+            }
+            cursor.advance(1);
+        }
+    }
+}
+
+// Issues the products of one half of a unit, and waits until the set of registers that is written next is free.
+template <class Config, int steps>
+PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tokens / 2], const uint32_t (&a)[steps][4], uint64_t b) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < steps; i++) multiply<Config>(sum, a[i], ptx::wgmma_advance(b, 32 * i));
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<Config::register_sets - 1>();
+}
+
+// One tile's products over its units, a unit in two halves with a set of registers each: while the tensor cores work on
+// one half the next is widened. Returns the stage that is still to be released.
+template <class Config, class Release>
+PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Widen<Config>& widen, uint32_t ring,
+                   uint32_t my_tile, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
+                   const Release& release) {
+    using Shape = PackedLargeShape<Config>;
+    constexpr int steps = Shape::steps;
+    uint32_t a0[steps][4], a1[steps][4];
+    int previous = -1;
+    ptx::wgmma_touch(sum);
+    for (int unit = first; unit < units; unit += Config::k_warpgroups) {
+        const uint32_t stage = ring + cursor.stage * Shape::stage_bytes;
+        ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
+        widen.load(stage + my_tile, ptx::warp_id() % 4);
+        widen.template widen<0, steps * 4>(a0);
+        ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
+        const uint64_t b0 = ptx::wgmma_descriptor(stage, ptx::Swizzle::bytes_128, 1024);
+        const uint64_t b1 = ptx::wgmma_advance(b0, steps == 4 ? Shape::box_bytes : 64);
+        multiply_half<Config>(sum, a0, b0);
+        if (previous >= 0) release(previous);
+        if constexpr (Config::register_sets == 2) {
+            widen.template widen<steps * 4, steps * 8>(a1);
+            multiply_half<Config>(sum, a1, b1);
+        } else {
+            widen.template widen<steps * 4, steps * 8>(a0);
+            multiply_half<Config>(sum, a0, b1);
+        }
+        previous = cursor.stage;
+        cursor.advance(Config::k_warpgroups);
+    }
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_touch(sum);
+    return previous;
+}
+
+// The same with products promoted after every group; other warpgroups keep the tensor cores busy meanwhile.
+template <class Config, class Release>
+PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& widen, uint32_t ring, uint32_t my_tile,
+                             const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
+                             const Release& release) {
+    using Shape = PackedLargeShape<Config>;
+    constexpr int parts = Widen<Config>::parts, steps = 4 / parts;
+    typename Sums<Config>::Product product[Config::tokens / 2];
+    uint32_t a[4][4];
+    for (int unit = first; unit < units; unit += Config::k_warpgroups) {
+        const uint32_t stage = ring + cursor.stage * Shape::stage_bytes;
+        ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
+        widen.load(stage + my_tile, ptx::warp_id() % 4);
+        widen.template widen<0, 16>(a);
+        ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
+        const uint64_t b = ptx::wgmma_descriptor(stage, ptx::Swizzle::bytes_128, 1024);
+#pragma unroll
+        for (int part = 0; part < parts; part++) {
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int i = part * steps; i < (part + 1) * steps; i++)
+                multiply<Config>(product, a[i], ptx::wgmma_advance(b, 32 * i), i > part * steps);
+            ptx::wgmma_commit_group();
+            ptx::wgmma_wait_group<0>();
+            ptx::wgmma_touch(product);
+            if (part == parts - 1) release(cursor.stage);
+            const float low = Config::group == 0 ? 1.f : widen.scale(part, 0);
+            const float high = Config::group == 0 ? 1.f : widen.scale(part, 1);
+#pragma unroll
+            for (int i = 0; i < Config::tokens / 2; i++)
+                sum[i] = fmaf(static_cast<float>(product[i]), i & 2 ? high : low, sum[i]);
+        }
+        cursor.advance(Config::k_warpgroups);
+    }
+    return -1;
+}
+
+template <class Config>
+PTX float to_float(uint16_t bits) {
+    return Config::bfloat_out ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits);
+}
+
+// Row scale, bias and conversion of two tokens x two rows; straight from registers to Y, 16 rows x 16 tokens at a time.
+template <class Config>
+PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t staging, int first_row,
+                            int first_token) {
+    const int lane = ptx::lane_id(), row = first_row + lane / 4;
+    if (first_row >= p.rows) return;
+    const float unscale = Widen<Config>::unscale();
+    const float scale_low = p.row_scale[row] * unscale, scale_high = p.row_scale[row + 8] * unscale;
+    float bias_low = 0.f, bias_high = 0.f;
+    if (p.bias != nullptr) {
+        bias_low = row < p.rows ? to_float<Config>(p.bias[row]) : 0.f;
+        bias_high = row + 8 < p.rows ? to_float<Config>(p.bias[row + 8]) : 0.f;
+    }
+    const bool aligned = p.rows % 8 == 0;
+#pragma unroll
+    for (int j = 0; j < Config::tokens / 8; j += 2) {
+        uint32_t out[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // matrices: rows 0-7 and 8-15 of tokens 8j.., then of tokens 8j + 8..
+            const int at = (j + i / 2) * 4 + (i % 2) * 2;
+            if (at >= Config::tokens / 2) {
+                out[i] = 0;
+                continue;
+            }
+            float low = static_cast<float>(sum[at]), high = static_cast<float>(sum[at + 1]);
+            if (PackedLargeShape<Config>::bytes_of_x) {
+                const int token = first_token + (j + i / 2) * 8 + lane % 4 * 2;
+                low *= token < p.tokens ? p.x_scale[token] : 0.f;
+                high *= token + 1 < p.tokens ? p.x_scale[token + 1] : 0.f;
+            }
+            const float scale = i % 2 ? scale_high : scale_low, bias = i % 2 ? bias_high : bias_low;
+            out[i] = Config::bfloat_out ? ptx::cvt_bf16x2_f32(fmaf(low, scale, bias), fmaf(high, scale, bias))
+                                    : ptx::cvt_f16x2_f32(fmaf(low, scale, bias), fmaf(high, scale, bias));
+        }
+        // Lane i gives the address of row i % 8 of matrix i / 8: token (i / 16) * 8 + i % 8, half of 16 rows i / 8 % 2.
+        const int my_token = lane / 16 * 8 + lane % 8, my_half = lane / 8 % 2;
+        ptx::stmatrix_x4_trans(staging + my_token * 32 + ((my_half ^ (my_token >> 2 & 1)) * 16), out);
+        __syncwarp();
+        const int token = lane / 2, half = lane % 2;
+        const uint4 v = ptx::ld_shared_v4(staging + token * 32 + ((half ^ (token >> 2 & 1)) * 16));
+        const int y_token = first_token + j * 8 + token, y_row = first_row + half * 8;
+        if (y_token < p.tokens && j * 8 + token < Config::tokens) {
+            uint16_t* target = p.y + static_cast<size_t>(y_token) * p.rows + y_row;
+            if (aligned && y_row + 8 <= p.rows) {
+                *reinterpret_cast<uint4*>(target) = v;
+            } else {
+                const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    if (y_row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
+            }
+        }
+        __syncwarp();
+    }
+}
+
+// All warpgroups that multiply, of all blocks of the cluster where those share K; the producers then sync as well.
+template <class Config>
+PTX void sync_reducers() {
+    if constexpr (Config::k_blocks > 1) {
+        __syncwarp();
+        ptx::barrier_cluster_arrive();
+        ptx::barrier_cluster_wait();
+    } else {
+        ptx::bar_sync(1, PackedLargeShape<Config>::warpgroups * 128);
+    }
+}
+
+PTX uint32_t bits_of(float v) { return __float_as_uint(v); }
+PTX uint32_t bits_of(int32_t v) { return static_cast<uint32_t>(v); }
+PTX void add_bits(float& sum, uint32_t bits) { sum += __uint_as_float(bits); }
+PTX void add_bits(int32_t& sum, uint32_t bits) { sum += static_cast<int32_t>(bits); }
+
+// The sum over the warpgroups (and blocks) that shared K, in a fixed order, then scale, bias and Y: four rows a thread.
+template <class Config>
+PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t ring, int warp, int rank,
+                             const TilePlace& place) {
+    using Shape = PackedLargeShape<Config>;
+    constexpr int share = Config::tokens / Config::k_blocks, stride = Shape::row_stride;
+    const int lane = ptx::lane_id(), k_rank = rank % Config::k_blocks, row_rank = rank / Config::k_blocks;
+    const uint32_t partial = ring + Shape::partial_offset;
+    const int warpgroup = warp / 4, row = warp % 4 * 16 + lane / 4;
+    // Where the ring becomes the partial sums, every block must have stopped reading it.
+    if (Shape::partial_offset == 0) sync_reducers<Config>();
+#pragma unroll
+    for (int j = 0; j < Config::tokens / 8; j++) {
+        const int owner = j * 8 / share;
+        const uint32_t mine =
+            partial + (((k_rank * Shape::warpgroups + warpgroup) * share + j * 8 % share + lane % 4 * 2) * stride + row) * 4;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t at = mine + ((i & 1) * stride + (i >> 1) * 8) * 4, bits = bits_of(sum[4 * j + i]);
+            if (Config::k_blocks > 1)
+                ptx::st_shared_cluster_u32(ptx::mapa(at, row_rank * Config::k_blocks + owner), bits);
+            else
+                ptx::st_shared_u32(at, bits);
+        }
+    }
+    sync_reducers<Config>();
+    const float unscale = Widen<Config>::unscale();
+    for (int i = threadIdx.x; i < Config::row_warpgroups * share * 16; i += Shape::warpgroups * 128) {
+        const int part = i / (share * 16), token = i / 16 % share, quad = i % 16 * 4;
+        typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int source = 0; source < Config::k_blocks; source++)
+#pragma unroll
+            for (int k = 0; k < Config::k_warpgroups; k++) {
+                const int from = source * Shape::warpgroups + k * Config::row_warpgroups + part;
+                const uint4 v = ptx::ld_shared_v4(partial + ((from * share + token) * stride + quad) * 4);
+                add_bits(total[0], v.x);
+                add_bits(total[1], v.y);
+                add_bits(total[2], v.z);
+                add_bits(total[3], v.w);
+            }
+        const int y_row = ((place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups + part) * 64 + quad;
+        const int y_token = place.token_tile * Config::tokens + k_rank * share + token;
+        if (y_token >= p.tokens || y_row >= p.rows) continue;
+        uint16_t* target = p.y + static_cast<size_t>(y_token) * p.rows + y_row;
+        const float x_scale = PackedLargeShape<Config>::bytes_of_x ? p.x_scale[y_token] * unscale : unscale;
+        float out[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            out[e] = fmaf(static_cast<float>(total[e]) * x_scale, p.row_scale[y_row + e],
+                            p.bias != nullptr && y_row + e < p.rows ? to_float<Config>(p.bias[y_row + e]) : 0.f);
+        uint2 v;
+        v.x = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[0], out[1]) : ptx::cvt_f16x2_f32(out[0], out[1]);
+        v.y = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[2], out[3]) : ptx::cvt_f16x2_f32(out[2], out[3]);
+        if (p.rows % 4 == 0) {
+            *reinterpret_cast<uint2*>(target) = v;
+        } else {
+            const uint32_t words[2] = {v.x, v.y};
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (y_row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
+        }
+    }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_constant__ Params p) {
+    using Shape = PackedLargeShape<Config>;
+    static_assert(Config::shared_bytes == Shape::bytes, "packed_large.py and packed_large.cuh disagree on shared memory");
+    static_assert(Config::threads == Shape::warpgroups * 128 + (Config::reallocates ? 128 : 32), "and a producer");
+    static_assert(Config::stages >= Config::k_warpgroups, "every warpgroup along K needs a stage of its own");
+    constexpr int cluster_size = Config::k_blocks * Config::row_blocks;
+    const int warp = ptx::warp_id(), lane = ptx::lane_id();
+    const int rank = cluster_size > 1 ? blockIdx.x % cluster_size : 0;
+    const int k_rank = rank % Config::k_blocks, row_rank = rank / Config::k_blocks;
+    const int cluster = blockIdx.x / cluster_size, clusters = gridDim.x / cluster_size;
+    const uint32_t ring = ptx::shared_address(ptx::dynamic_shared());
+    const RingBarriers barriers = {ring + Shape::barrier_offset, ring + Shape::barrier_offset + 8 * Config::stages,
+                                   ring + Shape::barrier_offset + 16 * Config::stages};
+    const int tiles = p.row_tiles * p.token_tiles;
+
+    ptx::griddepcontrol_launch_dependents();
+    if (threadIdx.x == Shape::warpgroups * 128) {
+        ptx::prefetch_tensormap(&p.x);
+        for (int i = 0; i < Config::stages; i++) {
+            ptx::mbarrier_init(barriers.full_w + 8 * i, 1);
+            ptx::mbarrier_init(barriers.full_x + 8 * i, 1);
+            ptx::mbarrier_init(barriers.empty + 8 * i, Config::row_warpgroups * 4 * Config::row_blocks);
+        }
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (cluster_size > 1) {
+        ptx::barrier_cluster_arrive();
+        ptx::barrier_cluster_wait();
+    }
+
+    const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
+    const int units = (k_rank + 1) * p.units / Config::k_blocks - k_rank * p.units / Config::k_blocks;
+    if (warp >= Shape::warpgroups * 4) {
+        // Registers move between whole warpgroups only, so the producer is four warps where the others need its share.
+        if constexpr (Config::reallocates) ptx::setmaxnreg_dec<32>();
+        if (warp == Shape::warpgroups * 4 && lane == 0)
+            packed_large_produce<Config>(p, ring, barriers, k_rank, row_rank, cluster, clusters);
+        __syncwarp();
+        if constexpr (Config::k_blocks > 1) {
+            if (Shape::partial_offset == 0) sync_reducers<Config>();
+            sync_reducers<Config>();
+        }
+    } else {
+        // What the launch gave the block's warpgroups is all there is: 512 a lane of a quarter, in eights a warp.
+        constexpr int at_launch = 512 / (Shape::warpgroups + 1) / 8 * 8;
+        if constexpr (Config::reallocates)
+            ptx::setmaxnreg_inc<((Shape::warpgroups + 1) * at_launch - 32) / Shape::warpgroups / 8 * 8>();
+        RingCursor<Config::stages> cursor;
+        if (Config::k_warpgroups > 1) cursor.advance(k_part);
+        const uint32_t my_tile = Shape::x_bytes + row_part * Config::tile_bytes;
+        auto release = [&](int stage) {
+            if (lane == 0) {
+                ptx::mbarrier_arrive(barriers.empty + 8 * stage);
+                if (Config::row_blocks > 1)
+                    ptx::mbarrier_arrive_cluster(ptx::mapa(barriers.empty + 8 * stage, (1 - row_rank) * Config::k_blocks + k_rank));
+            }
+        };
+        for (int tile = cluster; tile < tiles; tile += clusters) {
+            const TilePlace place = tile_place(p, tile);
+            const int first_row =
+                (((place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups + row_part) * 4 + warp % 4) * 16;
+            typename Sums<Config>::Total sum[Config::tokens / 2];
+            int previous = -1;
+            Widen<Config> widen;
+            widen.begin(p.row_zero, first_row, p.weight_tiles * 64);
+#pragma unroll
+            for (int i = 0; i < Config::tokens / 2; i++) sum[i] = 0;
+            if constexpr (Sums<Config>::promotes)
+                previous = accumulate_promoting<Config>(sum, widen, ring, my_tile, barriers, k_part, units, cursor, release);
+            else
+                previous = accumulate<Config>(sum, widen, ring, my_tile, barriers, k_part, units, cursor, release);
+            if (previous >= 0) release(previous);
+            if constexpr (Shape::reduces)
+                packed_large_reduce<Config>(p, sum, ring, warp, rank, place);
+            else
+                packed_large_store<Config>(p, sum, ring + Shape::body_bytes + warp * 512, first_row,
+                                           place.token_tile * Config::tokens);
+        }
+    }
+    if (cluster_size > 1) {  // no block may leave while others send to it or arrive on its barriers
+        __syncwarp();
+        ptx::barrier_cluster_arrive();
+        ptx::barrier_cluster_wait();
+    }
+}
+
+}  // namespace packed
+
+#endif  // ANYBIT_PACKED_LARGE_CUH
