@@ -191,7 +191,7 @@ PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tokens / 2]
 // one half the next is widened. Returns the stage that is still to be released.
 template <class Config, class Release>
 PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Widen<Config>& widen, uint32_t ring,
-                   uint32_t my_tile, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
+                   uint32_t my_unit, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
                    const Release& release) {
     using Shape = PackedLargeShape<Config>;
     constexpr int steps = Shape::steps;
@@ -201,7 +201,7 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Wi
     for (int unit = first; unit < units; unit += Config::k_warpgroups) {
         const uint32_t stage = ring + cursor.stage * Shape::stage_bytes;
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
-        widen.load(stage + my_tile, ptx::warp_id() % 4);
+        widen.load(stage + my_unit);
         widen.template widen<0, steps * 4>(a0);
         ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
         const uint64_t b0 = ptx::wgmma_descriptor(stage, ptx::Swizzle::bytes_128, 1024);
@@ -225,7 +225,7 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Wi
 
 // The same with products promoted after every group; other warpgroups keep the tensor cores busy meanwhile.
 template <class Config, class Release>
-PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& widen, uint32_t ring, uint32_t my_tile,
+PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& widen, uint32_t ring, uint32_t my_unit,
                              const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
                              const Release& release) {
     using Shape = PackedLargeShape<Config>;
@@ -235,7 +235,7 @@ PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& wi
     for (int unit = first; unit < units; unit += Config::k_warpgroups) {
         const uint32_t stage = ring + cursor.stage * Shape::stage_bytes;
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
-        widen.load(stage + my_tile, ptx::warp_id() % 4);
+        widen.load(stage + my_unit);
         widen.template widen<0, 16>(a);
         ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
         const uint64_t b = ptx::wgmma_descriptor(stage, ptx::Swizzle::bytes_128, 1024);
@@ -454,7 +454,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
             ptx::setmaxnreg_inc<((Shape::warpgroups + 1) * at_launch - 32) / Shape::warpgroups / 8 * 8>();
         RingCursor<Config::stages> cursor;
         if (Config::k_warpgroups > 1) cursor.advance(k_part);
-        const uint32_t my_tile = Shape::x_bytes + row_part * Config::tile_bytes;
+        const uint32_t my_unit = Shape::x_bytes + (row_part * 4 + warp % 4) * (Config::tile_bytes / 4);
         auto release = [&](int stage) {
             if (lane == 0) {
                 ptx::mbarrier_arrive(barriers.empty + 8 * stage);
@@ -473,9 +473,9 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
 #pragma unroll
             for (int i = 0; i < Config::tokens / 2; i++) sum[i] = 0;
             if constexpr (Sums<Config>::promotes)
-                previous = accumulate_promoting<Config>(sum, widen, ring, my_tile, barriers, k_part, units, cursor, release);
+                previous = accumulate_promoting<Config>(sum, widen, ring, my_unit, barriers, k_part, units, cursor, release);
             else
-                previous = accumulate<Config>(sum, widen, ring, my_tile, barriers, k_part, units, cursor, release);
+                previous = accumulate<Config>(sum, widen, ring, my_unit, barriers, k_part, units, cursor, release);
             if (previous >= 0) release(previous);
             if constexpr (Shape::reduces)
                 packed_large_reduce<Config>(p, sum, ring, warp, rank, place);

@@ -48,16 +48,16 @@ struct Widen16 {
         prepare(0);
     }
 
-    // tile: shared memory of the 64-row tile; unit: which 16 of its rows.
-    PTX void load(uint32_t tile, int unit) {
-        load_words_shared<bits>(words, tile + unit * 256 * bits, ptx::lane_id());
+    // unit: the shared memory of 16 rows of a tile.
+    PTX void load(uint32_t unit) {
+        load_words_shared<bits>(words, unit, ptx::lane_id());
         if (Config::group == 0) return;
         const uint32_t g = ptx::lane_id() / 4;
 #pragma unroll
         for (int i = 0; i < parts; i++) {
-            scales[i] = ptx::ld_shared_u32(tile + 1024 * bits + unit * 32 * parts + i * 32 + g * 4);
+            scales[i] = ptx::ld_shared_u32(unit + 256 * bits + i * 32 + g * 4);
             if (Config::code == Code::asym) {
-                const uint32_t at = tile + 1024 * bits + 128 * parts + unit * 16 * parts + i * 16 + g * 2;
+                const uint32_t at = unit + 256 * bits + 32 * parts + i * 16 + g * 2;
                 zeros[i] = ptx::ld_shared_u32(at & ~3u) >> (at & 2) * 8 & 0xffff;
             }
         }
@@ -163,15 +163,15 @@ struct Widen8 {
             prepare(row_zero[row] | row_zero[row + 8] << 8);
         }
     }
-    PTX void load(uint32_t tile, int unit) {
-        load_words_shared<bits>(words, tile + unit * 256 * bits, ptx::lane_id());
+    PTX void load(uint32_t unit) {
+        load_words_shared<bits>(words, unit, ptx::lane_id());
         if (Config::group == 0) return;
         const uint32_t g = ptx::lane_id() / 4;
 #pragma unroll
         for (int i = 0; i < parts; i++) {
-            scales[i] = ptx::ld_shared_u32(tile + 1024 * bits + unit * 32 * parts + i * 32 + g * 4);
+            scales[i] = ptx::ld_shared_u32(unit + 256 * bits + i * 32 + g * 4);
             if (asym) {
-                const uint32_t at = tile + 1024 * bits + 128 * parts + unit * 16 * parts + i * 16 + g * 2;
+                const uint32_t at = unit + 256 * bits + 32 * parts + i * 16 + g * 2;
                 zeros[i] = ptx::ld_shared_u32(at & ~3u) >> (at & 2) * 8;
             }
         }
