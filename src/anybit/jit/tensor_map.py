@@ -14,7 +14,7 @@ TensorMap = Annotated[bytes, CType("128s", 128)]
 
 
 def encode(matrix: Tensor, box_columns: int, box_rows: int) -> bytes:
-    """The map of a CUDA matrix [rows, columns], columns contiguous, read in boxes of 128-byte rows, swizzled by 128 bytes.
+    """The map of a CUDA matrix [rows, columns], columns contiguous, read in swizzled boxes whose rows have 128 bytes.
 
     Elements of 1 or 2 bytes; what a box holds beyond the matrix arrives as zeros. Raises KernelError if a row is not a
     multiple of 16 bytes or the matrix does not start at one.
@@ -58,5 +58,3 @@ def _driver() -> Any:
     except ImportError as error:
         raise KernelError("launching a kernel needs cuda-bindings: pip install 'anybit[cuda]'") from error
     return driver
-
-

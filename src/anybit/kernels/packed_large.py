@@ -7,7 +7,7 @@ tokens are its columns. See docs/packed.md for the figures behind the choices he
 import enum
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -55,9 +55,9 @@ class Problem:
     n: int
     k: int
     weights: WeightFormat
-    activations: ActivationFormat = ActivationFormat()
+    activations: ActivationFormat = field(default_factory=ActivationFormat)
     dtype: torch.dtype = torch.float16
-    device: Device = Device.named("sm_90a")
+    device: Device = field(default_factory=lambda: Device.named("sm_90a"))
 
     @property
     def operand(self) -> Operand:
@@ -81,11 +81,11 @@ class Problem:
 class Config:
     """How a block works: fields are the constants of the device code.
 
-    tokens: columns of a token tile. row_warpgroups: warpgroups side by side, 64 rows each. k_warpgroups: warpgroups that
-    share the inputs of one row tile. k_blocks: blocks of a cluster that share the inputs. row_blocks: neighbours in
-    a cluster that load X for each other. stages: steps of 128 inputs in flight. register_sets: of widened weights; with 2
-    a warpgroup widens while it multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives
-    its registers to the others.
+    tokens: columns of a token tile. row_warpgroups: warpgroups side by side, 64 rows each. k_warpgroups: warpgroups
+    that share the inputs of one row tile. k_blocks: blocks of a cluster that share the inputs. row_blocks: neighbours
+    in a cluster that load X for each other. stages: steps of 128 inputs in flight. register_sets: of widened weights;
+    with 2 a warpgroup widens while it multiplies, with 1 it counts on the others. reallocates: the producer is a
+    warpgroup that gives its registers to the others.
     """
 
     operand: Operand
@@ -180,6 +180,11 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     refusal = _why_not_bytes(problem) if activations.quantized else None
     if refusal is not None:
         return refusal
+    pitch = problem.k * (1 if activations.quantized else 2)
+    if pitch % 16:
+        return (
+            f"tensor maps want rows of x in multiples of 16 bytes, not {pitch} (k = {problem.k}): pad x with zeros"
+        )
     if config is None:
         return None
     if config.tokens not in TOKENS:
@@ -188,7 +193,9 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"a block has 1 to 4 warpgroups that multiply, not {config.warpgroups}"
     registers, most = _registers(config), _most_registers(config)
     if registers > most:
-        return f"{config.tokens} tokens need about {registers} registers, and {config.warpgroups} warpgroups have {most}"
+        return (
+            f"{config.tokens} tokens need about {registers} registers, and {config.warpgroups} warpgroups have {most}"
+        )
     if config.stages < max(2, config.k_warpgroups):
         return f"{config.stages} stages are too few for {config.k_warpgroups} warpgroups along the inputs"
     if config.cluster > 8:
@@ -209,7 +216,9 @@ def _why_not_bytes(problem: Problem) -> str | None:
     weights, activations = problem.weights, problem.activations
     if problem.operand == Operand.s8:
         if activations.code != "sym" or activations.bits == 1:
-            return f"integer activations are symmetric and have 2 bits or more, not {activations.bits} {activations.code}"
+            return (
+                f"integer activations are symmetric and have 2 bits or more, not {activations.bits} {activations.code}"
+            )
         if weights.bits == 8 and weights.code != "sym":
             return f"8-bit {weights.code} weights less their zeros do not fit a signed byte: use sym, or 7 bits"
         largest = (2**weights.bits if weights.code != "sym" else 2 ** (weights.bits - 1)) * 2 ** (activations.bits - 1)
@@ -218,7 +227,9 @@ def _why_not_bytes(problem: Problem) -> str | None:
         return None
     most = 5 if weights.code == "sym" else 4
     if weights.bits > most:
-        return f"e4m3 holds integers up to 16 exactly: {weights.code} weights of {most} bits or fewer, not {weights.bits}"
+        return (
+            f"e4m3 holds integers up to 16 exactly: {weights.code} weights of {most} bits or fewer, not {weights.bits}"
+        )
     return None
 
 
@@ -332,7 +343,13 @@ def kernel(config: Config) -> Kernel:
 
 
 def params(
-    problem: Problem, config: Config, x: Tensor, weight: PackedWeight, y: Tensor, bias: Tensor | None, x_scale: Tensor | None
+    problem: Problem,
+    config: Config,
+    x: Tensor,
+    weight: PackedWeight,
+    y: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
 ) -> Params:
     """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n]."""
     row_tiles, token_tiles = _place(problem, config)

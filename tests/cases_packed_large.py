@@ -1,0 +1,102 @@
+"""What packed_large is tested on: formats, shapes and blocks, for the emulator (tiny), the compiler and the GPU."""
+
+from dataclasses import dataclass
+
+import torch
+
+from anybit.kernels import packed_large
+from anybit.kernels.packed_large import Config, Problem
+from anybit.scheme import ActivationFormat, WeightFormat
+
+A16 = ActivationFormat()
+INT8 = ActivationFormat(8, "sym")
+FP8 = ActivationFormat(8, "float")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and how it is cut: tokens, row and k warpgroups, k and row blocks of a cluster."""
+
+    problem: Problem
+    cut: tuple[int, int, int, int, int]
+
+    @property
+    def config(self) -> Config:
+        return packed_large.config_for(self.problem, *self.cut)
+
+    def __str__(self) -> str:
+        p, w = self.problem, self.problem.weights
+        kind = {"f16": "a16", "bf16": "a16bf", "s8": "a8", "e4m3": "a8fp"}[p.operand.name]
+        return f"w{w.bits}{kind}g{w.group}{w.code}-{p.m}x{p.n}x{p.k}-" + "_".join(map(str, self.cut))
+
+
+# Every way of cutting: one block alone, K shared inside it, K shared over a cluster, X shared over a cluster, both.
+CUTS = [
+    (64, 2, 1, 1, 1),
+    (16, 1, 4, 1, 1),
+    (128, 4, 1, 1, 1),
+    (64, 1, 2, 2, 1),
+    (128, 2, 1, 1, 2),
+    (32, 2, 2, 2, 2),
+    (48, 3, 1, 1, 1),
+    (256, 2, 1, 1, 1),
+]
+_RAGGED = [(37, 320, 520), (16, 192, 768), (70, 300, 1024), (33, 256, 1024), (128, 512, 512), (64, 260, 1040)]
+
+
+def legal(case: Case) -> bool:
+    return packed_large.why_not(case.problem, case.config) is None
+
+
+def weight_formats(activations: ActivationFormat) -> list[WeightFormat]:
+    """Every width with every code and group that the activations allow."""
+    found = []
+    for bits in range(1, 9):
+        for code in ("sym", "asym", "bipolar"):
+            for group in (None, 32, 64, 128, 256):
+                weights = WeightFormat(bits, code, group)  # type: ignore[arg-type]
+                if packed_large.why_not(Problem(16, 64, 128, weights, activations)) is None:
+                    found.append(weights)
+    return found
+
+
+def gpu_cases() -> list[Case]:
+    """All formats on ragged shapes, the way of cutting walking along; then marlin's and Machete's own lists."""
+    cases = []
+    for activations in (A16, INT8, FP8):
+        for i, weights in enumerate(weight_formats(activations)):
+            dtype = (torch.float16, torch.bfloat16)[i % 2]
+            m, n, k = _RAGGED[i % len(_RAGGED)]
+            k = -(-k // 16) * 16 if activations.quantized else k
+            problem = Problem(m, n, k, weights, activations, dtype)
+            # The nearest cut that is legal for this format: promoted sums want smaller tiles, few units fewer blocks.
+            cuts = (CUTS * 2)[i % len(CUTS) :]
+            cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
+    w4 = WeightFormat(4, "sym", 128)
+    for m in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024):
+        problem = Problem(m, 512, 1024, w4)
+        cases.append(Case(problem, cut_of(packed_large.default(problem))))
+    for m, n, k in ((1, 128, 128), (13, 8192, 4096), (26, 4096, 8192), (64, 4096, 4096), (257, 128, 4096),
+                    (257, 4224, 4160), (1024, 8192, 4096)):  # fmt: skip
+        for activations in (A16, INT8):
+            problem = Problem(m, n, k, w4 if activations is A16 else WeightFormat(4), activations, torch.bfloat16)
+            cases.append(Case(problem, cut_of(packed_large.default(problem))))
+    return cases
+
+
+def cut_of(config: Config) -> tuple[int, int, int, int, int]:
+    return config.tokens, config.row_warpgroups, config.k_warpgroups, config.k_blocks, config.row_blocks
+
+
+def tiny_cases() -> list[Case]:
+    """For the emulator: one unit or a few, every operand, every way of sharing."""
+    chosen = [
+        (20, 70, 264, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1)),
+        (9, 64, 256, WeightFormat(3, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1)),
+        (16, 64, 384, WeightFormat(8, "sym", None), A16, torch.bfloat16, (16, 1, 1, 2, 1)),
+        (16, 128, 256, WeightFormat(1, "bipolar", None), A16, torch.float16, (16, 1, 1, 1, 2)),
+        (20, 64, 256, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 1, 2, 1, 1)),
+        (12, 64, 256, WeightFormat(5, "sym", 64), INT8, torch.float16, (16, 1, 1, 1, 1)),
+        (12, 64, 128, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),
+    ]
+    return [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]

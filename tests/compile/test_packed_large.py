@@ -1,0 +1,66 @@
+"""packed_large to machine code with no GPU: the instruction that was meant, no spills, no calls."""
+
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybit import jit
+from anybit.kernels import packed_large
+from anybit.kernels.packed_large import Problem
+from anybit.scheme import WeightFormat
+from cases_packed_large import A16, FP8, INT8
+
+INSTRUCTION = {"f16": "HGMMA.64x{}x16.F32 ", "bf16": "HGMMA.64x{}x16.F32.BF16 ", "s8": "IGMMA.64x{}x32.S8.S8 ",
+               "e4m3": "QGMMA.64x{}x32.F32.E4M3.E4M3 "}  # fmt: skip
+CASES = [
+    (WeightFormat(4, "sym", 128), A16, torch.float16, (64, 4, 1, 1, 1)),
+    (WeightFormat(4, "sym", 128), A16, torch.float16, (256, 2, 1, 1, 2)),
+    (WeightFormat(4, "asym", 64), A16, torch.float16, (128, 4, 1, 1, 1)),
+    (WeightFormat(3, "asym", 32), A16, torch.bfloat16, (64, 2, 2, 2, 1)),
+    (WeightFormat(8, "asym", 128), A16, torch.bfloat16, (128, 2, 1, 1, 2)),
+    (WeightFormat(1, "bipolar", None), A16, torch.float16, (16, 1, 4, 1, 1)),
+    (WeightFormat(4, "sym", None), INT8, torch.float16, (128, 4, 1, 1, 2)),
+    (WeightFormat(2, "sym", None), INT8, torch.float16, (256, 2, 1, 1, 2)),
+    (WeightFormat(7, "asym", 64), INT8, torch.bfloat16, (128, 2, 1, 1, 1)),
+    (WeightFormat(4, "asym", 128), FP8, torch.float16, (128, 2, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("weights", "activations", "dtype", "cut"), CASES, ids=str)
+def test_machine_code(weights, activations, dtype, cut, tmp_path: Path) -> None:
+    problem = Problem(cut[0], 28672, 4096, weights, activations, dtype)
+    config = packed_large.config_for(problem, *cut)
+    assert packed_large.why_not(problem, config) is None
+    compiled = jit.compile(packed_large.kernel(config), "sm_90a")
+    assert compiled.spill_bytes == 0
+    code = disassembly(compiled.cubin, tmp_path)
+    assert INSTRUCTION[problem.operand.name].format(config.tokens) in code
+    assert "CALL" not in code, "an instruction is emulated"
+
+
+def disassembly(cubin: bytes, folder: Path) -> str:
+    """The SASS of a cubin; skips where no disassembler is installed."""
+    places = [Path(sysconfig.get_paths()["purelib"]) / "nvidia/cu13/bin", Path("/usr/local/cuda/bin")]
+    tool = shutil.which("nvdisasm") or next((str(p / "nvdisasm") for p in places if (p / "nvdisasm").exists()), None)
+    if tool is None:
+        pytest.skip("nvdisasm is not installed")
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout
+
+
+def test_refusals_are_sentences() -> None:
+    assert "8-bit asym" in str(packed_large.why_not(Problem(16, 64, 128, WeightFormat(8, "asym"), INT8)))
+    assert "e4m3" in str(packed_large.why_not(Problem(16, 64, 128, WeightFormat(6), FP8)))
+    assert "16 bytes" in str(packed_large.why_not(Problem(16, 64, 130, WeightFormat(4))))
+    assert "sm_80" in str(packed_large.why_not(Problem(16, 64, 128, WeightFormat(4), device=packed_device("sm_80"))))
+
+
+def packed_device(arch: str):
+    from anybit.device import Device
+
+    return Device.named(arch)

@@ -1,0 +1,124 @@
+"""packed_large on hardware: every width, code, group and way of cutting against float64; the same bits every time."""
+
+import importlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from anybit import jit
+from anybit.kernels import packed_large
+from anybit.kernels.packed_layout import prepare
+from anybit.reference import quantize_activations
+from anybit.scheme import ActivationFormat, WeightFormat
+from cases import random_weight
+from cases_packed_large import A16, INT8, Case, cut_of, gpu_cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def operands(case: Case, seed: int = 0):
+    """The layer, x as the kernel takes it with its scales, and the exact product without bias, float64."""
+    p = case.problem
+    weight = random_weight(p.n, p.k, p.weights, seed).to("cuda")
+    x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(seed)).to("cuda", p.dtype)
+    if not p.activations.quantized:
+        return weight, x, None, x.double() @ weight.dequantize(torch.float64).T
+    quantized = quantize_activations(x, p.activations)
+    exact = quantized.dequantize(torch.float64) @ weight.dequantize(torch.float64).T
+    if p.activations.integer:
+        codes = (quantized.codes.to(torch.int16) - 2 ** (p.activations.bits - 1)).to(torch.int8)
+        return weight, codes, quantized.scale, exact
+    return weight, quantized.codes, quantized.scale, exact
+
+
+def product(case: Case, packed, x, x_scale, bias=None) -> torch.Tensor:
+    p = case.problem
+    y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype, device="cuda")
+    packed_large.run(p, case.config, x, packed, y, bias, x_scale)
+    return y
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """All kernels at once: compilation takes the time, and it runs in threads."""
+    importlib.import_module("cuda.core")  # before the threads race for it
+    kernels = {packed_large.kernel(case.config) for case in gpu_cases()}
+    with ThreadPoolExecutor() as pool:
+        for result in pool.map(lambda kernel: jit.cached(kernel, "sm_90a"), kernels):
+            assert result.spill_bytes == 0
+
+
+@pytest.mark.parametrize("case", gpu_cases(), ids=str)
+def test_product(case: Case) -> None:
+    p = case.problem
+    weight, x, x_scale, exact = operands(case)
+    packed = prepare(weight, "a8" if p.activations.quantized else "a16")
+    bias = torch.randn(p.n, device="cuda").to(p.dtype)
+    y = product(case, packed, x, x_scale, bias)
+    error = (y.double() - exact - bias.double()).abs().mean() / exact.abs().mean()
+    assert error < (1e-3 if p.dtype == torch.float16 else 8e-3)
+    assert torch.equal(y, product(case, packed, x, x_scale, bias)), "a second run gave other bits"
+
+
+def test_integer_sums_are_exact() -> None:
+    """With scales of one and sums that fp16 holds, every output is the integer that it stands for."""
+    for bits in range(1, 9):
+        weights = WeightFormat(bits, "sym")
+        problem = packed_large.Problem(40, 200, 512, weights, INT8)
+        case = Case(problem, (64, 1, 2, 2, 1))
+        weight = random_weight(200, 512, weights, bits).to("cuda")
+        weight.scale.fill_(1)
+        x = (torch.rand(40, 512, device="cuda") < 0.02).to(torch.int8) * torch.randint(
+            -127, 128, (40, 512), device="cuda", dtype=torch.int8
+        )
+        exact = x.double() @ weight.centered(torch.float64).T
+        y = product(case, prepare(weight, "a8"), x, torch.full((40,), 2.0**-6, device="cuda"))
+        assert torch.equal(y, (exact / 64).to(torch.float16))
+
+
+def test_chain_of_dependent_launches() -> None:
+    """Programmatic dependent launch changes nothing: a chain that feeds itself gives the bits of plain launches."""
+    weights = WeightFormat(4, "sym", 128)
+    problem = packed_large.Problem(64, 1024, 1024, weights)
+    config = packed_large.default(problem)
+    packed = [prepare(random_weight(1024, 1024, weights, seed).to("cuda")) for seed in range(3)]
+    results = []
+    for pdl in (False, True, True):
+        x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
+        buffers = [torch.empty_like(x), torch.empty_like(x)]
+        for i in range(12):
+            packed_large.run(problem, config, x, packed[i % 3], buffers[i % 2], pdl=pdl)
+            x = buffers[i % 2]
+            x.clamp_(-4, 4) if i % 4 == 3 else None
+        results.append(x.clone())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_activation_order() -> None:
+    from anybit.packing import QuantizedWeight
+
+    weights = WeightFormat(4, "asym", 128)
+    plain = random_weight(192, 512, weights)
+    index = (torch.arange(512, dtype=torch.int32) // 128)[
+        torch.randperm(512, generator=torch.Generator().manual_seed(3))
+    ]
+    weight = QuantizedWeight(plain.words, plain.scale, plain.zero, plain.shape, weights, index).to("cuda")
+    packed = prepare(weight)
+    assert packed.permutation is not None
+    x = torch.randn(24, 512, device="cuda", dtype=torch.float16)
+    gathered = torch.where(packed.permutation >= 0, x[:, packed.permutation.clamp(min=0).long()], 0)
+    problem = packed_large.Problem(24, 192, gathered.shape[1], weights)
+    case = Case(problem, cut_of(packed_large.default(problem)))
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    y = product(case, packed, gathered.contiguous(), None)
+    assert (y.double() - exact).abs().mean() / exact.abs().mean() < 1e-3
+
+
+def test_default_is_legal_everywhere() -> None:
+    for m in (1, 17, 100, 300, 5000):
+        for n, k in ((64, 128), (4096, 14336), (1000, 4096)):
+            for activations in (A16, INT8, ActivationFormat(8, "float")):
+                problem = packed_large.Problem(m, n, k, WeightFormat(4), activations)
+                assert packed_large.why_not(problem, packed_large.default(problem)) is None
