@@ -35,7 +35,12 @@ def operands(case: Case, seed: int = 0):
 def product(case: Case, packed, x, x_scale, bias=None) -> torch.Tensor:
     p = case.problem
     y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype, device="cuda")
-    packed_large.run(p, case.config, x, packed, y, bias, x_scale)
+    packed_large.launch(
+        packed_large.kernel(case.config),
+        packed_large.params(p, case.config, x, packed, y, bias, x_scale),
+        packed_large.grid(p, case.config),
+        pdl=True,
+    )
     return y
 
 
@@ -54,7 +59,7 @@ def test_product(case: Case) -> None:
     p = case.problem
     weight, x, x_scale, exact = operands(case)
     packed = prepare(weight, "a8" if p.activations.quantized else "a16")
-    bias = torch.randn(p.n, device="cuda").to(p.dtype)
+    bias = torch.randn(p.n, device="cuda")
     y = product(case, packed, x, x_scale, bias)
     error = (y.double() - exact - bias.double()).abs().mean() / exact.abs().mean()
     assert error < (1e-3 if p.dtype == torch.float16 else 8e-3)
@@ -88,7 +93,7 @@ def test_chain_of_dependent_launches() -> None:
         x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
         buffers = [torch.empty_like(x), torch.empty_like(x)]
         for i in range(12):
-            packed_large.run(problem, config, x, packed[i % 3], buffers[i % 2], pdl=pdl)
+            packed_large.multiply(x, packed[i % 3], None, buffers[i % 2], config, pdl=pdl)
             x = buffers[i % 2]
             x.clamp_(-4, 4) if i % 4 == 3 else None
         results.append(x.clone())

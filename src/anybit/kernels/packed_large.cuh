@@ -19,7 +19,7 @@ struct Params {
     const float* row_scale;   // [rows padded to 64]
     const uint8_t* row_zero;  // whole rows with zero points: [rows padded to 64], else null
     const float* x_scale;     // 8-bit activations: [tokens], else null
-    const uint16_t* bias;     // [rows] of y's type, or null
+    const float* bias;        // [rows] or null
     uint16_t* y;              // [tokens, rows]
     int tokens, rows;         // M and N as the caller sees them
     int units;                // inputs padded to 128, over 128
@@ -260,11 +260,6 @@ PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& wi
     return -1;
 }
 
-template <class Config>
-PTX float to_float(uint16_t bits) {
-    return Config::bfloat_out ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits);
-}
-
 // Row scale, bias and conversion of two tokens x two rows; straight from registers to Y, 16 rows x 16 tokens at a time.
 template <class Config>
 PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t staging, int first_row,
@@ -275,8 +270,8 @@ PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)
     const float scale_low = p.row_scale[row] * unscale, scale_high = p.row_scale[row + 8] * unscale;
     float bias_low = 0.f, bias_high = 0.f;
     if (p.bias != nullptr) {
-        bias_low = row < p.rows ? to_float<Config>(p.bias[row]) : 0.f;
-        bias_high = row + 8 < p.rows ? to_float<Config>(p.bias[row + 8]) : 0.f;
+        bias_low = row < p.rows ? p.bias[row] : 0.f;
+        bias_high = row + 8 < p.rows ? p.bias[row + 8] : 0.f;
     }
     const bool aligned = p.rows % 8 == 0;
 #pragma unroll
@@ -388,7 +383,7 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
 #pragma unroll
         for (int e = 0; e < 4; e++)
             out[e] = fmaf(static_cast<float>(total[e]) * x_scale, p.row_scale[y_row + e],
-                            p.bias != nullptr && y_row + e < p.rows ? to_float<Config>(p.bias[y_row + e]) : 0.f);
+                            p.bias != nullptr && y_row + e < p.rows ? p.bias[y_row + e] : 0.f);
         uint2 v;
         v.x = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[0], out[1]) : ptx::cvt_f16x2_f32(out[0], out[1]);
         v.y = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[2], out[3]) : ptx::cvt_f16x2_f32(out[2], out[3]);

@@ -17,6 +17,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Kernel, Pointer, launch
 from anybit.jit.tensor_map import TensorMap, encode
+from anybit.kernels.pack import Packed
 from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, tile_bytes
 from anybit.scheme import ActivationFormat, WeightFormat
 
@@ -182,9 +183,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return refusal
     pitch = problem.k * (1 if activations.quantized else 2)
     if pitch % 16:
-        return (
-            f"tensor maps want rows of x in multiples of 16 bytes, not {pitch} (k = {problem.k}): pad x with zeros"
-        )
+        return f"rows of x must be multiples of 16 bytes, and k = {problem.k} makes them {pitch}: pad x with zeros"
     if config is None:
         return None
     if config.tokens not in TOKENS:
@@ -371,15 +370,24 @@ def params(
     )
 
 
-def run(
-    problem: Problem,
-    config: Config,
-    x: Tensor,
+def multiply(
+    x: Tensor | Packed,
     weight: PackedWeight,
+    bias: Tensor | None,
     y: Tensor,
-    bias: Tensor | None = None,
-    x_scale: Tensor | None = None,
+    config: Config | None = None,
+    *,
     pdl: bool = True,
 ) -> None:
-    """Launch: y[m, n] = x[m, k] W^T (+ bias). Shapes were checked by the caller (ops)."""
+    """Write y[m, n] = x[m, k] W^T (+ bias): one launch on the current stream.
+
+    x: y's dtype, contiguous along k (in the order of the tiles' columns), or the bytes of ``pack`` with their scales.
+    bias: float32 [n]. pdl: the launch may begin before the one ahead of it ends. The caller (ops) has checked shapes.
+    """
+    x_scale = None
+    activations = ActivationFormat()
+    if isinstance(x, Packed):
+        activations, x_scale, x = x.format, x.scale, x.codes[:, : x.k]
+    problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype)
+    config = config or default(problem)
     launch(kernel(config), params(problem, config, x, weight, y, bias, x_scale), grid(problem, config), pdl=pdl)
