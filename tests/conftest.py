@@ -1,4 +1,4 @@
-"""What all tests share: their cases (tests/ is importable), their settings, and the model that make fetches."""
+"""What all tests share: their cases and helpers (importable), their settings, and the model that make fetches."""
 
 import os
 import sys
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-sys.path.insert(0, str(Path(__file__).parent))
+# cases and kernels, the emulator (import emulate), the checks of machine code (from machine_code import check)
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in ("", "emulate", "compile")]
 
 # The machines that test are shared and small: a slow example is no failure.
 settings.register_profile("anybit", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

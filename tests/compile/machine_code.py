@@ -1,0 +1,84 @@
+"""Rung 3: what a kernel's machine code must and must not hold, in one line a kernel.
+
+check(gemm.kernel(config), "sm_90a", has="BGMMA.*AND", registers=168)
+"""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+from anybit import jit
+from anybit.device import Device
+from anybit.jit.compile import Compiled
+
+ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90a"]
+"""The architectures that every kernel of the mma.sync family compiles for."""
+
+
+def check(
+    kernel: jit.Kernel,
+    arch: str,
+    *,
+    has: str | Iterable[str] = (),
+    lacks: str | Iterable[str] = (),
+    registers: int | None = None,
+    stack_bytes: int = 0,
+) -> Compiled:
+    """Compile `kernel` for `arch` and check it: no spills, no calls, it fits the multiprocessor, and what is given.
+
+    has, lacks: regular expressions that some, or no, SASS instruction matches from its name on ("BMMA.*AND.POPC").
+    registers: the most a thread may use.  stack_bytes: the most local memory, for arrays indexed at run time.
+    """
+    compiled = jit.cached(kernel, arch)
+    what = f"{kernel.entry} for {arch} with {kernel.config}"
+    assert compiled.spill_bytes == 0, f"{what} spills {compiled.spill_bytes} bytes"
+    assert compiled.stack_bytes <= stack_bytes, f"{what} keeps {compiled.stack_bytes} bytes of local memory"
+    if registers is not None:
+        assert compiled.registers <= registers, f"{what} needs {compiled.registers} registers, more than {registers}"
+    assert compiled.registers * kernel.threads <= 65536, f"{what}: {compiled.registers} registers x {kernel.threads}"
+    most = Device.named(arch).shared_bytes
+    assert kernel.shared_bytes + compiled.static_shared_bytes <= most, f"{what}: more shared memory than {most} bytes"
+    instructions = sass(compiled.cubin)
+    for pattern in [has] if isinstance(has, str) else has:
+        assert any(re.match(pattern, i) for i in instructions), f"{what} has no {pattern} among {_names(instructions)}"
+    for pattern in ["CALL", *([lacks] if isinstance(lacks, str) else lacks)]:
+        found = [i for i in instructions if re.match(pattern, i)]
+        assert not found, f"{what} has {found[:3]}"
+    return compiled
+
+
+def sass(cubin: bytes) -> list[str]:
+    """The instructions of a cubin in order, without predicates: "HMMA.16816.F32 R8, R4, R2, R8"."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([_tool(), "-c", file.name], check=True, capture_output=True, text=True).stdout
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][^;]*?)\s*;", text)
+
+
+def count(cubin: bytes, pattern: str) -> int:
+    """How many instructions of a cubin match `pattern` from their name on."""
+    return sum(bool(re.match(pattern, instruction)) for instruction in sass(cubin))
+
+
+def _names(instructions: list[str]) -> list[str]:
+    return sorted({instruction.split()[0] for instruction in instructions})
+
+
+@cache
+def _tool() -> str:
+    """nvdisasm: of the pip package, of the toolkit, or on the path."""
+    candidates = [Path("/usr/local/cuda/bin/nvdisasm")]
+    try:
+        import nvidia
+
+        candidates = [*(p / "cu13" / "bin" / "nvdisasm" for p in map(Path, nvidia.__path__)), *candidates]
+    except ImportError:
+        pass
+    found = next((str(p) for p in candidates if p.is_file()), shutil.which("nvdisasm"))
+    assert found, "no nvdisasm: pip install nvidia-cuda-nvdisasm"
+    return found

@@ -1,0 +1,103 @@
+"""The checks of machine code, tried on the example kernel and on one instruction of each kind."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from machine_code import ARCHITECTURES, check, count
+
+from anybit import jit
+from kernels import row_sums
+
+PARAMS = "struct Params { uint32_t* x; };\n"
+
+
+@dataclass(frozen=True)
+class Params:
+    x: jit.Pointer
+
+
+@dataclass(frozen=True)
+class Nothing:
+    pass
+
+
+def kernel(folder: Path, body: str, threads: int = 128) -> jit.Kernel:
+    """A kernel of one statement list, in which d, a and b are fragments that come from p.x and go back to it."""
+    header = folder / f"one{len(list(folder.iterdir()))}.cuh"  # a kernel that was loaded is not looked at again
+    header.write_text(
+        '#include "ptx_wgmma.cuh"\n' + PARAMS + "template <class Config> __global__ void "
+        "__launch_bounds__(Config::threads) one(const __grid_constant__ Params p) {\n"
+        "uint32_t* x = p.x + threadIdx.x; int32_t d[4] = {}; float f[4] = {};\n"
+        "uint32_t a[4] = {x[0], x[1], x[2], x[3]}, b[2] = {x[4], x[5]}, c[4] = {x[6], x[7], x[8], x[9]};\n"
+        f"{body}\nfor (int i = 0; i < 4; i++) x[i] = d[i] + __float_as_uint(f[i]);\n}}\n"
+    )
+    return jit.Kernel(str(header), "one", Nothing(), Params, threads)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_example(arch: str) -> None:
+    check(row_sums.kernel(row_sums.Config()), arch, has="LDGSTS", lacks="HMMA", registers=40)
+
+
+@pytest.mark.parametrize(
+    ("body", "has"),
+    [
+        ("ptx::mma_m16n8k256_b1(d, a, b);", r"BMMA.168256.AND.POPC"),
+        ("ptx::mma_m16n8k32_s8(d, a, b);", r"IMMA.16832.S8.S8"),
+        ("ptx::mma_m16n8k32_u8s8(d, a, b);", r"IMMA.16832.U8.S8"),
+        ("ptx::mma_m16n8k16_f16(f, a, b);", r"HMMA.16816.F32 "),
+        ("ptx::mma_m16n8k16_bf16(f, a, b);", r"HMMA.16816.F32.BF16"),
+        ("ptx::mma_sp_m16n8k32_f16(f, a, c, x[9]);", r"HMMA.SP.16832.F32"),
+        ("ptx::mma_sp_m16n8k64_s8(d, a, c, x[9]);", r"IMMA.SP.16864.S8.S8"),
+        ("d[0] = ptx::movmatrix_trans(a[0]);", r"MOVM"),
+        ("f[0] = ptx::ex2_approx(f[1] + __uint_as_float(a[0]));", r"MUFU.EX2"),
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_instructions(tmp_path: Path, body: str, has: str, arch: str) -> None:
+    check(kernel(tmp_path, body), arch, has=has)
+
+
+@pytest.mark.parametrize(
+    ("product", "has"),
+    [
+        ("ptx::wgmma_b1<32>(acc, desc, desc, true)", r"BGMMA.64x32x256.AND.POPC"),
+        ("ptx::wgmma_s8<32>(acc, desc, desc, true)", r"IGMMA.64x32x32.S8.S8"),
+        ("ptx::wgmma_u8s8<32>(acc, a, desc, true)", r"IGMMA.64x32x32.U8.S8"),
+        ("ptx::wgmma_e4m3<32>(facc, desc, desc, true)", r"QGMMA.64x32x32.F32.E4M3.E4M3"),
+        ("ptx::wgmma_f16<32>(facc, a, desc, true)", r"HGMMA.64x32x16.F32 "),
+        ("ptx::wgmma_bf16<32>(facc, desc, desc, true)", r"HGMMA.64x32x16.F32.BF16"),
+    ],
+)
+def test_wgmma_instructions(tmp_path: Path, product: str, has: str) -> None:
+    body = (
+        "int32_t acc[16] = {}; float facc[16] = {}; const uint64_t desc = ptx::wgmma_descriptor("
+        "ptx::shared_address(ptx::dynamic_shared()), ptx::Swizzle::bytes_128, 1024);\n"
+        f"ptx::wgmma_fence(); {product}; ptx::wgmma_commit_group(); ptx::wgmma_wait_group<0>();\n"
+        "for (int i = 0; i < 16; i++) d[i % 4] += acc[i] + static_cast<int>(facc[i]);"
+    )
+    check(kernel(tmp_path, body), "sm_90a", has=has)
+
+
+def test_what_hopper_emulates_is_noticed(tmp_path: Path) -> None:
+    """4-bit products are native before sm_90 and a crowd of other instructions on it."""
+    s4 = kernel(tmp_path, "ptx::mma_m16n8k64_s4(d, a, b);")
+    check(s4, "sm_80", has=r"IMMA.16864.S4.S4")
+    assert count(jit.cached(s4, "sm_90a").cubin, r"IMMA.16864") == 0
+
+
+def test_spills_and_calls_are_noticed(tmp_path: Path) -> None:
+    spills = kernel(
+        tmp_path,
+        "uint32_t v[96]; for (int i = 0; i < 96; i++) v[i] = x[7 * i]; __syncthreads();"
+        "for (int i = 0; i < 96; i++) x[9 * i] = v[i] * v[95 - i];",
+        threads=1024,
+    )
+    with pytest.raises(AssertionError, match=r"one for sm_90a with Nothing\(\) spills \d+ bytes"):
+        check(spills, "sm_90a")
+    calls = kernel(tmp_path, "f[0] = __fdiv_rn(f[1] + x[3], __uint_as_float(a[1]));")
+    with pytest.raises(AssertionError, match=r"has \['CALL"):
+        check(calls, "sm_90a")
+    with pytest.raises(AssertionError, match="has no BGMMA among"):
+        check(row_sums.kernel(row_sums.Config()), "sm_90a", has="BGMMA")
