@@ -10,9 +10,11 @@ import ctypes
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,22 @@ KERNEL_FLAGS = [
 
 class EmulationError(AssertionError):
     """A kernel did what it must not do; the message names the instruction, the thread and the place."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Stands for a tensor map among the parameters: a matrix [rows, columns] read in boxes of 128-byte rows."""
+
+    matrix: torch.Tensor
+    columns: int
+    rows: int
+
+    def packed(self, address: int) -> bytes:
+        """The map as the emulated copies read it, its matrix at `address`."""
+        matrix, size = self.matrix, self.matrix.element_size()
+        assert self.columns * size == 128, "a row of a swizzled box has 128 bytes"
+        rows, columns = matrix.shape
+        return struct.pack("<Q5I", address, rows, columns * size, matrix.stride(0) * size, self.rows, size)
 
 
 class _Launch(ctypes.Structure):
@@ -71,7 +89,7 @@ def run(
     layout = layout_of(kernel.params)
     runtime, function = _runtime(), _entry(kernel)
     values, copies = [], []
-    extents = _extents({f.name: getattr(params, f.name) for f in layout.fields})
+    extents = _extents({f.name: _tensor(getattr(params, f.name)) for f in layout.fields})
     runtime.emulate_free()
     try:
         for name, (start, size) in extents.items():
@@ -80,10 +98,12 @@ def run(
             copies.append((start, address, size))
         for field in layout.fields:
             value = getattr(params, field.name)
-            if isinstance(value, torch.Tensor):
-                pointer = value.data_ptr()
+            tensor = _tensor(value)
+            if isinstance(tensor, torch.Tensor):
+                pointer = tensor.data_ptr()
                 homes = (a + pointer - s for s, a, size in copies if s <= pointer < s + max(size, 1))
-                value = next(homes, 0)
+                home = next(homes, 0)
+                value = value.packed(home) if isinstance(value, Box) else home
             values.append(0 if value is None else value)
         packed = ctypes.create_string_buffer(layout.packer.pack(*values), max(layout.size, 1))
         launch = _Launch(
@@ -97,6 +117,10 @@ def run(
             ctypes.memmove(start, address, size)
     finally:
         runtime.emulate_free()
+
+
+def _tensor(value: Any) -> Any:
+    return value.matrix if isinstance(value, Box) else value
 
 
 def _extents(values: dict[str, Any]) -> dict[str, tuple[int, int]]:

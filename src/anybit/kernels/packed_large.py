@@ -344,16 +344,19 @@ def kernel(config: Config) -> Kernel:
 def params(
     problem: Problem,
     config: Config,
-    x: Tensor,
+    x: Tensor | None,
     weight: PackedWeight,
     y: Tensor,
     bias: Tensor | None,
     x_scale: Tensor | None,
 ) -> Params:
-    """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n]."""
+    """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n].
+
+    Without an x the map is left empty, for the emulation to fill.
+    """
     row_tiles, token_tiles = _place(problem, config)
     return Params(
-        x=encode(x, 128 // x.element_size(), config.tokens // config.row_blocks),
+        x=b"" if x is None else encode(x, 128 // x.element_size(), config.tokens // config.row_blocks),
         tiles=weight.tiles,
         row_scale=weight.row_scale,
         row_zero=weight.row_zero,

@@ -225,6 +225,31 @@ void cp_async_bulk_shared_to_cluster(uint32_t cluster, uint32_t shared, uint32_t
     uint8_t* to = resolve(cluster, bytes, "cp.async.bulk to the cluster");
     signalled({to, from, bytes, bytes, {}, current, nullptr, {}}, barrier, "cp.async.bulk to the cluster");
 }
+// A box of 128-byte rows, 16-byte chunks swizzled by the row (by the address, as the hardware does); zeros outside.
+void cp_async_bulk_tensor_2d(uint32_t shared, const void* map, int x, int y, uint32_t barrier) {
+    struct Map {  // tests/emulate/emulate.py packs it
+        uint64_t base;
+        uint32_t rows, row_bytes, pitch, box_rows, element_bytes;
+    } box;
+    memcpy(&box, map, sizeof box);
+    if (shared % 1024 % 128) fail("cp.async.bulk.tensor: shared address %#x must be a multiple of 128", shared);
+    const int64_t first = static_cast<int64_t>(x) * box.element_bytes;
+    for (uint32_t r = 0; r < box.box_rows; r++)
+        for (uint32_t chunk = 0; chunk < 8; chunk++) {
+            const uint32_t plain = shared + r * 128 + chunk * 16, target = plain ^ (plain >> 7 & 7) << 4;
+            const int64_t row = static_cast<int64_t>(y) + r, at = first + chunk * 16;
+            int64_t valid = row >= 0 && row < box.rows && at >= 0 ? static_cast<int64_t>(box.row_bytes) - at : 0;
+            valid = std::clamp<int64_t>(valid, 0, 16);
+            const auto* from = reinterpret_cast<const uint8_t*>(box.base) + row * box.pitch + at;
+            uint8_t* to = resolve(target, 16, "cp.async.bulk.tensor");
+            signalled({to, from, 16, static_cast<uint32_t>(valid), {}, current, nullptr, {}}, barrier, "cp.async.bulk.tensor");
+        }
+}
+void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const void* map, int x, int y, uint32_t barrier, uint16_t blocks) {
+    if (blocks >> launch.cluster) fail("cp.async.bulk.tensor multicast: block mask %#x, but the cluster has %u blocks", blocks, launch.cluster);
+    for (uint32_t rank = 0; rank < launch.cluster; rank++)
+        if (blocks >> rank & 1) cp_async_bulk_tensor_2d(mapa(shared, rank), map, x, y, mapa(barrier, rank));
+}
 void cp_async_bulk_store(void* global, uint32_t shared, uint32_t bytes) {
     check_bulk(shared, global, bytes, "cp.async.bulk store");
     const uint8_t* from = resolve_local(shared, bytes, "cp.async.bulk store");

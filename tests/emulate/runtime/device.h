@@ -4,6 +4,7 @@
 #define ANYBIT_PTX_CUH
 #define ANYBIT_PTX_MATH_CUH
 #define ANYBIT_PTX_WGMMA_CUH
+#define ANYBIT_PTX_TENSOR_CUH
 
 #include "device_calls.h"
 
@@ -290,6 +291,16 @@ using emulate::cp_async_bulk_store;
 template <int groups> PTX void cp_async_bulk_wait_group() { emulate::cp_async_bulk_wait_group(groups, false); }
 template <int groups> PTX void cp_async_bulk_wait_group_read() { emulate::cp_async_bulk_wait_group(groups, true); }
 PTX void cp_async_bulk_prefetch_L2(const void*, uint32_t) {}
+struct alignas(128) TensorMap {
+    uint64_t words[16];
+};
+PTX void prefetch_tensormap(const TensorMap*) {}
+PTX void cp_async_bulk_tensor_2d(uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier) {
+    emulate::cp_async_bulk_tensor_2d(shared, map, x, y, barrier);
+}
+PTX void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier, uint16_t blocks) {
+    emulate::cp_async_bulk_tensor_2d_multicast(shared, map, x, y, barrier, blocks);
+}
 using emulate::barrier_cluster_arrive;
 using emulate::barrier_cluster_wait;
 using emulate::mapa;

@@ -33,6 +33,9 @@ PTX uint32_t cvt_bf16x2_f32(float low, float high) { return cvt_bf16_f32(low) | 
 PTX float cvt_f32_f16(uint16_t v) { return emulate::from_f16(v); }
 PTX float cvt_f32_bf16(uint16_t v) { return emulate::from_bf16(v); }
 PTX uint16_t cvt_e4m3x2_f32(float low, float high) { return emulate::to_e4m3(low) | emulate::to_e4m3(high) << 8; }
+PTX uint16_t cvt_e4m3x2_f16x2(uint32_t v) {
+    return emulate::to_e4m3(emulate::from_f16(v & 0xffff)) | emulate::to_e4m3(emulate::from_f16(v >> 16)) << 8;
+}
 PTX uint32_t cvt_f16x2_e4m3x2(uint16_t v) { return cvt_f16x2_f32(emulate::from_e4m3(v & 0xff), emulate::from_e4m3(v >> 8)); }
 PTX float flushed(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.0f, v) : v; }
 PTX float ex2_approx(float v) { return flushed(std::exp2(flushed(v))); }

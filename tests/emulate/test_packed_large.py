@@ -1,0 +1,39 @@
+"""packed_large through the host emulation: every operand, every way of sharing, with races looked for."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import emulate
+from anybit.kernels import packed_large
+from anybit.kernels.packed_layout import prepare
+from anybit.reference import quantize_activations
+from cases import random_weight
+from cases_packed_large import Case, tiny_cases
+
+pytestmark = pytest.mark.emulate
+
+
+@pytest.mark.parametrize("case", tiny_cases(), ids=str)
+def test_product(case: Case) -> None:
+    p, config = case.problem, replace(case.config, stages=2 if case.config.k_warpgroups <= 2 else 4)
+    assert packed_large.why_not(p, config) is None
+    weight = random_weight(p.n, p.k, p.weights)
+    x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(1)).to(p.dtype)
+    bias = torch.linspace(-1, 1, p.n)
+    operand, x_scale, values = x, None, x.double()
+    if p.activations.quantized:
+        quantized = quantize_activations(x, p.activations)
+        operand, x_scale, values = quantized.codes, quantized.scale, quantized.dequantize(torch.float64)
+        if p.activations.integer:
+            operand = (quantized.codes.to(torch.int16) - 128).to(torch.int8)
+    exact = values @ weight.dequantize(torch.float64).T + bias.double()
+    packed = prepare(weight, "a8" if p.activations.quantized else "a16")
+    for seed in range(2):
+        y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype)
+        box = emulate.Box(operand, 128 // operand.element_size(), config.tokens // config.row_blocks)
+        params = replace(packed_large.params(p, config, None, packed, y, bias, x_scale), x=box)
+        emulate.run(packed_large.kernel(config), params, packed_large.grid(p, config), seed=seed, dependent=("x", "y"))
+        error = (y.double() - exact).abs().mean() / exact.abs().mean()
+        assert error < (1e-3 if p.dtype == torch.float16 else 8e-3)
