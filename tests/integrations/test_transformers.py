@@ -1,0 +1,160 @@
+"""anybit in transformers: quantize while loading, save, reload, generate, for every architecture."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cases_models import ARCHITECTURES, save_tiny, tokens_of
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import anybit
+from anybit import AnyBitConfig, QuantLinear
+from anybit.errors import CheckpointError, LayerError
+from anybit.integrations.loading import load_model
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    return {name: save_tiny(name, folder / name) for name in ARCHITECTURES}
+
+
+def load(source: Path, scheme: str | None = None, **options: Any) -> Any:
+    if scheme is not None:
+        options["quantization_config"] = AnyBitConfig(scheme, **options.pop("config", {}))
+    return AutoModelForCausalLM.from_pretrained(source, **options).eval()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("scheme", ["w4a16g64", "w1a16", "w3a16g32asym", "w4a8", "w2a2-xasym", "w4a16g32s24", "w8a8fp"])
+def test_saved_and_reloaded_gives_the_same_tokens(
+    sources: dict[str, Path], tmp_path: Path, architecture: str, scheme: str
+) -> None:
+    model = load(sources[architecture], scheme)
+    expected = tokens_of(model)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert again.config.quantization_config.scheme == scheme
+    assert tokens_of(again) == expected
+    ours, theirs = model.state_dict(), again.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_linear_but_the_head_is_quantized(sources: dict[str, Path], architecture: str) -> None:
+    plain, model = load(sources[architecture]), load(sources[architecture], "w8a16g64")
+    linears = {n for n, m in plain.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
+    quantized = {n for n, m in model.named_modules() if isinstance(m, QuantLinear)}
+    assert linears - quantized == {"lm_head"}
+    for name in quantized:
+        ours, theirs = model.get_submodule(name), plain.get_submodule(name)
+        weight = theirs.weight.T if type(theirs).__name__ == "Conv1D" else theirs.weight
+        assert (ours.dequantize() - weight).abs().max() < weight.abs().max() / 100
+        assert (ours.bias is None) == (theirs.bias is None)
+        assert ours.bias is None or torch.equal(ours.bias, theirs.bias)
+    # Eight bits change next to nothing.
+    ids = torch.arange(3, 23)[None]
+    with torch.inference_mode():
+        a, b = plain(ids).logits, model(ids).logits
+    assert (a - b).abs().max() < 0.1 * a.abs().max()
+
+
+def test_modules_to_not_convert(sources: dict[str, Path], tmp_path: Path) -> None:
+    model = load(sources["llama"], "w4a16g32", config={"modules_to_not_convert": ["lm_head", "o_proj"]})
+    assert isinstance(model.model.layers[0].self_attn.o_proj, nn.Linear)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, QuantLinear)
+    expected = tokens_of(model)
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert isinstance(again.model.layers[1].self_attn.o_proj, nn.Linear)
+    assert tokens_of(again) == expected
+    with pytest.raises(LayerError, match="no linear layer to quantize"):
+        load(sources["llama"], "w4a16g32", config={"modules_to_not_convert": ["model", "lm_head"]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_models(sources: dict[str, Path], tmp_path: Path, dtype: torch.dtype) -> None:
+    model = load(sources["qwen2"], "w4a16g32asym", dtype=dtype)
+    layer = model.model.layers[0].mlp.up_proj
+    assert layer.quantized_weight().scale.dtype == dtype
+    model.save_pretrained(tmp_path)
+    assert tokens_of(load(tmp_path)) == tokens_of(model)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_static_cache(sources: dict[str, Path], architecture: str) -> None:
+    model = load(sources[architecture], "w4a16g64")
+    assert tokens_of(model, cache_implementation="static") == tokens_of(model)
+
+
+def test_backends_agree(sources: dict[str, Path]) -> None:
+    tokens = {
+        backend: tokens_of(load(sources["llama"], "w3a16g32asym", config={"backend": backend}))
+        for backend in ("reference-decoded", "reference-packed")
+    }
+    assert len({tuple(t) for t in tokens.values()}) == 1
+
+
+def test_continuous_batching(sources: dict[str, Path]) -> None:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = load(sources["llama"], "w4a16g64", attn_implementation="sdpa")
+    config = GenerationConfig(max_new_tokens=6, min_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0)
+    prompts = [[5, 17, 42, 3, 88, 61], [9, 8, 7]]
+    # Left alone it takes most of the machine's memory for its cache.
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    results = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=small)
+    together = sorted(tuple(result.generated_tokens) for result in results.values())
+    assert len(together) == 2
+    alone = [model.generate(torch.tensor([p]), generation_config=config)[0, len(p) :].tolist() for p in prompts]
+    assert together == sorted(map(tuple, alone))
+
+
+def test_compiled_models_have_one_node_a_layer(sources: dict[str, Path]) -> None:
+    model = load(sources["llama"], "w4a16g64")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=keep, fullgraph=True)
+    ids = torch.arange(3, 13)[None]
+    with torch.inference_mode():
+        ours = compiled(ids, use_cache=False).logits
+        theirs = model(ids, use_cache=False).logits
+    torch.testing.assert_close(ours, theirs)
+    calls = [node for graph in graphs for node in graph.graph.nodes if "anybit" in str(node.target)]
+    assert len(graphs) == 1
+    assert len(calls) == 14
+
+
+def test_not_finite_weights_name_the_layer(sources: dict[str, Path], tmp_path: Path) -> None:
+    model = load(sources["llama"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+    model.save_pretrained(tmp_path)
+    for scheme in ("w4a16g32", None):
+        with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight has a value .* nan at \[3, 4\]"):
+            load_model(tmp_path, scheme, device="cpu")
+
+
+def test_missing_tensors_are_not_made_up(sources: dict[str, Path], tmp_path: Path) -> None:
+    import safetensors.torch
+
+    load(sources["llama"], "w4a16g32").save_pretrained(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scale"]
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight_scale"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_importing_is_enough() -> None:
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+    assert AUTO_QUANTIZER_MAPPING["anybit"] is not None
+    assert AUTO_QUANTIZATION_CONFIG_MAPPING["anybit"] is anybit.AnyBitConfig
