@@ -1,0 +1,394 @@
+"""Any-precision GEMM on the 1-bit tensor cores of sm_90 (wgmma AND-popcount). Host side of bitwise.cuh.
+
+Y = X W^T for W of 1 to 8 bits and X of 1 to 8 bits, each sym, asym or bipolar: one product of unsigned bit planes and
+rank-1 terms (APT-LLM's arbitrary-precision decomposition; the planes of both sides meet on chip, never in memory).
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit import Int32, Int64, Pointer
+from anybit.kernels import planes
+from anybit.kernels.pack import Packed
+from anybit.kernels.planes import Code
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+
+
+class Output(Enum):
+    """What a product is written as: the exact integer V of bitwise_terms.cuh, or scaled and rounded once."""
+
+    s32 = "int32"
+    f16 = "float16"
+    bf16 = "bfloat16"
+    f32 = "float32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        dtype: torch.dtype = getattr(torch, self.value)
+        return dtype
+
+
+class Path(Enum):
+    """Which kernel: tiles of 128 weights for many tokens, or of 64 with k shared out, for few."""
+
+    large = "large"
+    small = "small"
+
+
+class Turns(Enum):
+    """How the two warpgroups of a large tile take turns: not at all, diagonal by diagonal, or tile by tile."""
+
+    none = "none"
+    diagonals = "diagonals"
+    tiles = "tiles"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Y[m, n] = X[m, k] W[n, k]^T for operands in bit planes."""
+
+    m: int
+    n: int
+    k: int
+    weights: WeightFormat
+    activations: ActivationFormat
+    output: Output
+    device: Device
+
+
+@dataclass(frozen=True)
+class Config:
+    """How. ``tokens`` of a tile; ``blocks`` that registers must allow a multiprocessor; the rest belongs to one path.
+
+    large: chunks of weights and of activations that shared memory holds (``weight_groups``, ``activation_groups``),
+    tokens that are staged at once on their way out (``slab``), how the two warpgroups take turns, and whether a block
+    keeps its activations while it goes through weights (``resident``).
+    small: warpgroups of a block and blocks of a cluster that share k (``groups``, ``cluster``), planes of weights and
+    chunks of activations that each warpgroup holds (``weight_slots``, ``stages``), and columns of the product
+    (``stacked``, the planes of all tokens side by side).
+    """
+
+    path: Path
+    weight_bits: int
+    activation_bits: int
+    weight_code: Code
+    activation_code: Code
+    output: Output
+    tokens: int
+    blocks: int = 1
+    weight_groups: int = 0
+    activation_groups: int = 0
+    slab: int = 32
+    turns: Turns = Turns.diagonals
+    resident: bool = False
+    groups: int = 0
+    cluster: int = 1
+    weight_slots: int = 0
+    stages: int = 0
+    stacked: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads a block: warpgroups that multiply; large tiles have another one, of which a thread loads."""
+        return 384 if self.path is Path.large else 128 * self.groups
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see bitwise_terms.cuh."""
+
+    weights: Pointer
+    activations: Pointer
+    weight_scale: Pointer
+    correction: Pointer
+    weight_zero: Pointer
+    bias: Pointer
+    activation_scale: Pointer
+    activation_sum: Pointer
+    activation_zero: Pointer
+    y: Pointer
+    y_stride: Int64
+    m: Int32
+    n: Int32
+    rows_m: Int32
+    rows_n: Int32
+    chunks: Int32
+
+
+_ROWS = 128
+_SMALL_ROWS = 64
+_PLANE_N = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192)  # what wgmma takes, as far as registers go
+_SLOT_ROW = planes.ROW_BYTES
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    capability = problem.device.capability
+    if capability >= 100:
+        return (
+            f"{problem.device.arch} has no 1-bit tensor cores: from sm_100 on they are emulated on the integer units, "
+            "many times slower than int8"
+        )
+    if capability < 90:
+        return f"{problem.device.arch} has no warpgroup products (wgmma): they exist on sm_90a alone"
+    reason = planes.why_not(problem.weights)
+    if reason is not None:
+        return reason
+    if not problem.activations.integer:
+        return f"{problem.activations.bits}-bit float activations have no bit planes"
+    if min(problem.m, problem.n, problem.k) < 1:
+        return f"a product of M = {problem.m}, N = {problem.n}, K = {problem.k} is empty"
+    p, q = problem.weights.bits, problem.activations.bits
+    most = problem.k * (2**p - 1) * (2**q - 1)
+    if most >= 2**31:
+        return f"sums of K = {problem.k} products of {p}-bit and {q}-bit codes reach {most}, and int32 ends at 2^31"
+    return None if config is None else _why_not_config(problem, config)
+
+
+def _why_not_config(problem: Problem, config: Config) -> str | None:
+    if (config.weight_bits, config.activation_bits) != (problem.weights.bits, problem.activations.bits):
+        return "the config is for other widths"
+    if (config.weight_code.value, config.activation_code.value) != (problem.weights.code, problem.activations.code):
+        return "the config is for other codes"
+    if config.output is not problem.output:
+        return f"the config writes {config.output.value}, and {problem.output.value} is asked for"
+    if config.tokens % 8:
+        return f"a tile of {config.tokens} tokens is not made of eights"
+    reason = _why_not_large(problem, config) if config.path is Path.large else _why_not_small(config)
+    if reason is not None:
+        return reason
+    needed = shared_bytes(config)
+    if needed > problem.device.shared_bytes:
+        return (
+            f"{needed} bytes of shared memory are more than the {problem.device.shared_bytes} that a block of "
+            f"{problem.device.arch} can have"
+        )
+    return None
+
+
+def _why_not_large(problem: Problem, config: Config) -> str | None:
+    p, q, chunks = config.weight_bits, config.activation_bits, planes.chunks(problem.k)
+    if config.tokens not in (64, 128, 256):
+        return f"large tiles have 64, 128 or 256 tokens, not {config.tokens}"
+    if config.slab not in (32, 64) or config.slab > config.tokens:
+        return f"32 or 64 of a tile's {config.tokens} tokens are staged at once, not {config.slab}"
+    for side, bits, groups in (("weight", p, config.weight_groups), ("activation", q, config.activation_groups)):
+        if groups < 1 or groups * bits < 2:
+            return f"loading ahead needs room for two planes, and {groups} chunks of {bits} {side} planes are fewer"
+    if config.resident and config.activation_groups != chunks:
+        return f"resident activations are all {chunks} chunks of k, and the config holds {config.activation_groups}"
+    if config.turns is Turns.tiles and min(config.weight_groups, config.activation_groups) < chunks:
+        return f"turns tile by tile need all {chunks} chunks of k in shared memory, for weights and activations"
+    return None
+
+
+def _why_not_small(config: Config) -> str | None:
+    needed = config.activation_bits * config.tokens
+    if config.stacked not in _PLANE_N or config.stacked < needed:
+        return f"{config.activation_bits} planes of {config.tokens} tokens are {needed} columns, and the most is 192"
+    if config.groups not in (1, 2, 4) or config.cluster not in (1, 2, 4, 8):
+        return (
+            f"{config.groups} warpgroups in clusters of {config.cluster}: allowed are 1, 2 or 4 in clusters of 1 to 8"
+        )
+    if min(config.weight_slots, config.stages) < 1:
+        return (
+            f"{config.weight_slots} weight planes and {config.stages} chunks of activations leave nothing to multiply"
+        )
+    parts = config.groups * config.cluster
+    if config.tokens // 2 % parts:
+        return f"the {config.tokens // 2} sums of a thread are not shared out by {parts} parts of k"
+    if config.blocks * config.threads * (config.stacked // 2 + config.tokens // 2 + 40) > 65536:
+        return f"{config.blocks} blocks of {config.threads} threads leave no registers for {config.stacked} columns"
+    return None
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    p, q = config.weight_bits, config.activation_bits
+    if config.path is Path.large:
+        weight_slots, activation_slots = config.weight_groups * p, config.activation_groups * q
+        narrow = config.output in (Output.f16, Output.bf16)
+        zeros = 4 * config.tokens * (config.activation_code is Code.asym)
+        writer = 2 * 128 * config.slab * narrow + 8 * config.tokens + zeros
+        slots = (weight_slots * _ROWS + activation_slots * config.tokens) * _SLOT_ROW
+        return slots + 2 * writer + 16 * (weight_slots + activation_slots)
+    group = (config.weight_slots * _SMALL_ROWS + config.stages * config.stacked) * _SLOT_ROW
+    received = config.tokens // 2 * 4 * 128 if config.cluster > 1 else 0
+    return config.groups * (group + received + 8 * (config.weight_slots + config.stages + 1))
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """large: as many blocks as run at once, each taking tile after tile; small: a cluster a tile."""
+    if config.path is Path.large:
+        tiles = -(-problem.m // config.tokens) * -(-problem.n // _ROWS)
+        return (min(tiles, problem.device.sms), 1, 1)
+    return (-(-problem.n // _SMALL_ROWS) * config.cluster, -(-problem.m // config.tokens), 1)
+
+
+def stacked_columns(needed: int) -> int:
+    """The smallest N of a product that holds ``needed`` columns; 0 if there is none."""
+    return next((n for n in _PLANE_N if n >= needed), 0)
+
+
+def _candidates(problem: Problem) -> Iterator[Config]:
+    p, q = problem.weights.bits, problem.activations.bits
+    codes = Code(problem.weights.code), Code(problem.activations.code)
+    for tokens in (256, 128, 64):
+        for weight_groups in (1, 2, 3, 4):
+            for activation_groups in (1, 2, 3, 4):
+                for slab in (32, 64):
+                    for turns in Turns:
+                        config = Config(
+                            Path.large,
+                            p,
+                            q,
+                            *codes,
+                            problem.output,
+                            tokens,
+                            weight_groups=weight_groups,
+                            activation_groups=activation_groups,
+                            slab=slab,
+                            turns=turns,
+                        )
+                        yield config
+                        yield replace(config, resident=True)
+    chunks = planes.chunks(problem.k)
+    for tokens in (64, 32, 16, 8):
+        for groups in (1, 2, 4):
+            for cluster in (1, 2, 4):
+                rounds = -(-chunks // (groups * cluster))
+                for stages in {1, min(2, rounds), min(4, rounds)}:
+                    for weight_slots in {min(n, rounds * p) for n in (2, 3, 4, 6, 8, 12)}:
+                        for blocks in (1, 2):
+                            yield Config(
+                                Path.small,
+                                p,
+                                q,
+                                *codes,
+                                problem.output,
+                                tokens,
+                                blocks=blocks,
+                                groups=groups,
+                                cluster=cluster,
+                                weight_slots=weight_slots,
+                                stages=stages,
+                                stacked=stacked_columns(q * tokens),
+                            )
+
+
+@functools.cache
+def configs(problem: Problem) -> tuple[Config, ...]:
+    """Every legal config of a problem."""
+    return tuple(config for config in _candidates(problem) if why_not(problem, config) is None)
+
+
+@functools.cache
+def default(problem: Problem) -> Config:
+    """A good config: the small path up to 64 tokens, above it the largest tiles that fill the GPU."""
+    reason = why_not(problem)
+    if reason is not None:
+        raise KernelError(f"no wgmma kernel for {_text(problem)}: {reason}")
+    found = configs(problem)
+    if problem.m <= 64:
+        return _default_small(problem, [c for c in found if c.path is Path.small])
+    return _default_large(problem, [c for c in found if c.path is Path.large])
+
+
+def _default_large(problem: Problem, found: list[Config]) -> Config:
+    def cost(config: Config) -> tuple[float, ...]:
+        tiles = -(-problem.m // config.tokens) * -(-problem.n // _ROWS)
+        waves = -(-tiles // problem.device.sms)
+        # Products of small tiles wait for shared memory; a tile's results and start cost about 24 tokens' products.
+        work = waves * (config.tokens + 24) * (1.0 if config.tokens == 256 else 1.1)
+        depth = min(config.weight_groups, 3) + 2 * min(config.activation_groups, 3)
+        return (work, config.resident, -depth, -config.slab, config.turns is not Turns.diagonals)
+
+    return min(found, key=cost)
+
+
+def _default_small(problem: Problem, found: list[Config]) -> Config:
+    most = max(c.tokens for c in found)
+    tokens = min(32, most, max(8, 1 << (problem.m - 1).bit_length()))
+    chunks = planes.chunks(problem.k)
+    tiles = -(-problem.n // _SMALL_ROWS) * -(-problem.m // tokens)
+    half = problem.device.shared_bytes // 2 - 1024  # so that the next kernel's block fits beside this one's
+
+    def cost(config: Config) -> tuple[float, ...]:
+        blocks = tiles * config.cluster
+        parts = config.groups * config.cluster
+        return (
+            config.tokens != tokens,
+            parts > chunks,
+            shared_bytes(config) > half,
+            abs(min(blocks, problem.device.sms) - problem.device.sms),
+            config.cluster,
+            -config.groups,
+            -config.weight_slots * config.groups,
+            -config.stages,
+            -config.blocks,
+        )
+
+    return min(found, key=cost)
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel to compile."""
+    return jit.Kernel(
+        "bitwise.cuh", "bitwise", config, Params, config.threads, shared_bytes(config), cluster=config.cluster
+    )
+
+
+def multiply(
+    x: Packed,
+    weight: planes.PlaneWeight,
+    output: Output,
+    *,
+    bias: Tensor | None = None,
+    y: Tensor | None = None,
+    config: Config | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """Y = X W^T + bias on the current stream: coded activations [m, k] in planes times prepared weights -> y [m, n].
+
+    bias: float32 [n].  y: where to write, of ``output``'s dtype, its last dimension contiguous.
+    """
+    n, _ = weight.shape
+    if y is None:
+        y = torch.empty(x.m, n, dtype=output.dtype, device=weight.device)
+    problem = Problem(x.m, n, x.k, weight.format, x.format, output, Device.of(y))
+    config = config or default(problem)
+    codes, scale, sum, zero = x.addresses
+    params = Params(
+        weight.planes,
+        codes,
+        weight.scale,
+        weight.correction,
+        weight.zero,
+        bias,
+        scale,
+        sum,
+        zero,
+        y,
+        y.stride(0),
+        x.m,
+        n,
+        planes.padded_rows(x.m),
+        planes.padded_rows(n),
+        planes.chunks(x.k),
+    )
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
+    return y
+
+
+def _text(problem: Problem) -> str:
+    return f"{problem.m} x {problem.n} x {problem.k} in {Scheme(problem.weights, problem.activations)}"

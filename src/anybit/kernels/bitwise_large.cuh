@@ -1,0 +1,207 @@
+// The bitwise GEMM for many tokens: persistent blocks, tiles of 128 weights x `tokens` tokens.
+//
+// One producer warp streams planes into two rings (a slot a plane: 128 rows of weights, or `tokens` rows of activations),
+// in the order in which the diagonals need them; a slot is free after its last diagonal. Two warpgroups of 64 weights
+// each consume. Between diagonals a warpgroup waits for its products and rotates its accumulators; they may take
+// turns, so that one rotates, or writes its results, while the other's products run.
+#ifndef ANYBIT_BITWISE_LARGE_CUH
+#define ANYBIT_BITWISE_LARGE_CUH
+
+#include "bitwise_terms.cuh"
+#include "bitwise_write.cuh"
+
+// Shared memory: weight slots, activation slots, then per warpgroup columns and staging buffers, then barriers.
+template <class Config> struct LargeShared {
+    static constexpr int rows = 128;
+    static constexpr int weight_slot = rows * planes::row_bytes, activation_slot = Config::tokens * planes::row_bytes;
+    static constexpr int weight_slots = Config::weight_groups * Config::weight_bits;
+    static constexpr int activation_slots = Config::activation_groups * Config::activation_bits;
+    static constexpr int activations = weight_slots * weight_slot;
+    static constexpr int writers = activations + activation_slots * activation_slot;
+    static constexpr int barriers = writers + 2 * Writer<Config>::bytes;
+    static constexpr int bytes = barriers + 16 * (weight_slots + activation_slots);
+    static_assert(bytes == Config::shared_bytes, "shared_bytes() of bitwise.py disagrees");
+
+    static PTX uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
+    static PTX uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
+    static PTX uint32_t activation_full(uint32_t shared, int slot) { return weight_full(shared, weight_slots + slot); }
+    static PTX uint32_t activation_empty(uint32_t shared, int slot) { return activation_full(shared, slot) + 8; }
+};
+
+// A ring of groups of slots, one group a chunk: where the next chunk stands, and the parity of its round.
+template <int groups> struct Ring {
+    int group = 0, parity = 0;
+    PTX void advance() {
+        if (++group == groups) group = 0, parity ^= 1;
+    }
+    PTX int previous() const { return group == 0 ? groups - 1 : group - 1; }
+};
+
+// The tiles of this block, one after another. Streaming blocks take every gridDim.x-th, tokens first, so that blocks at
+// work together share weights. Resident blocks keep a tile of activations and take the weights of a range.
+template <class Config> struct Tiles {
+    int token_tiles, weight_tiles, tile, end;
+
+    PTX explicit Tiles(const Params& p)
+        : token_tiles((p.m + Config::tokens - 1) / Config::tokens), weight_tiles((p.n + 127) / 128) {
+        const int tiles = token_tiles * weight_tiles;
+        tile = Config::resident ? share(tiles, blockIdx.x) : blockIdx.x;
+        end = Config::resident ? share(tiles, blockIdx.x + 1) : tiles;
+    }
+    static PTX int share(int tiles, int block) { return static_cast<int>(static_cast<int64_t>(tiles) * block / static_cast<int>(gridDim.x)); }
+    PTX bool more() const { return tile < end; }
+    PTX void next() { tile += Config::resident ? 1 : gridDim.x; }
+    PTX int token() const { return (Config::resident ? tile / weight_tiles : tile % token_tiles) * Config::tokens; }
+    PTX int row() const { return (Config::resident ? tile % weight_tiles : tile / token_tiles) * 128; }
+    // Are the activations of this tile not those of the tile before / after it?
+    PTX bool fresh(bool first) const { return !Config::resident || first || tile % weight_tiles == 0; }
+    PTX bool final() const { return !Config::resident || tile + 1 == end || (tile + 1) % weight_tiles == 0; }
+};
+
+template <class Config> PTX void large_produce(const Params& p, uint32_t shared) {
+    using S = LargeShared<Config>;
+    constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
+    Ring<Config::weight_groups> weight_ring;
+    Ring<Config::activation_groups> activation_ring;
+    bool waited = false;  // for the kernel that wrote the activations
+    for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) {
+        const int token = tiles.token(), row = tiles.row();
+        const bool fresh = tiles.fresh(!waited);
+        const uint32_t weight_bytes = min(S::rows, p.rows_n - row) * planes::row_bytes;
+        const uint32_t activation_bytes = min(Config::tokens, p.rows_m - token) * planes::row_bytes;
+        for (int chunk = 0; chunk < p.chunks; chunk++) {
+            const bool down = (p.chunks - chunk) & 1;
+            auto load_weights = [&](int order) {
+                const int slot = weight_ring.group * P + order, i = down ? P - 1 - order : order;
+                ptx::mbarrier_wait_parity(S::weight_empty(shared, slot), weight_ring.parity ^ 1);
+                ptx::mbarrier_arrive_expect_tx(S::weight_full(shared, slot), weight_bytes);
+                ptx::cp_async_bulk_load(shared + slot * S::weight_slot,
+                                        p.weights + (static_cast<size_t>(chunk * P + i) * p.rows_n + row) * planes::row_bytes,
+                                        weight_bytes, S::weight_full(shared, slot));
+            };
+            auto load_activations = [&](int order) {
+                const int slot = activation_ring.group * Q + order, j = down ? Q - 1 - order : order;
+                ptx::mbarrier_wait_parity(S::activation_empty(shared, slot), activation_ring.parity ^ 1);
+                ptx::mbarrier_arrive_expect_tx(S::activation_full(shared, slot), activation_bytes);
+                ptx::cp_async_bulk_load(shared + S::activations + slot * S::activation_slot,
+                                        p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes,
+                                        activation_bytes, S::activation_full(shared, slot));
+            };
+            const bool early = !waited;  // weights do not depend on the kernel before: their first chunk need not wait
+            if (early) {
+                for (int order = 0; order < P; order++) load_weights(order);
+                ptx::griddepcontrol_wait();
+                waited = true;
+            }
+            for (int order = 0; order < diagonals; order++) {
+                if (order < P && !early) load_weights(order);
+                if (order < Q && fresh) load_activations(order);
+            }
+            weight_ring.advance();
+            if (fresh) activation_ring.advance();
+        }
+    }
+}
+
+template <class Config> PTX void large_consume(const Params& p, uint32_t shared) {
+    using S = LargeShared<Config>;
+    constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
+    constexpr int turn_barrier = 1, both = 256;
+    const int warpgroup = threadIdx.x / 128;
+    const bool leader = ptx::lane_id() == 0;
+    Writer<Config> writer(p, shared + S::writers + warpgroup * Writer<Config>::bytes, warpgroup);
+    Ring<Config::weight_groups> weight_ring;
+    Ring<Config::activation_groups> activation_ring;
+
+    // Turns. `diagonals`: a warpgroup may issue when the other has issued; the first chunk of a tile is free, so that it
+    // can start its next tile while the other still writes results. `tiles`: one multiplies a tile while the other writes.
+    constexpr bool by_diagonals = Config::turns == Turns::diagonals && diagonals > 1, by_tiles = Config::turns == Turns::tiles;
+    auto take_turn = [&] { ptx::bar_sync(turn_barrier + warpgroup, both); };
+    auto pass_turn = [&] { ptx::bar_arrive(turn_barrier + (warpgroup ^ 1), both); };
+    if ((by_diagonals || by_tiles) && warpgroup == 1) pass_turn();
+
+    ptx::griddepcontrol_wait();
+    int32_t acc[Config::tokens / 2];
+    for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) {
+        const int token = tiles.token(), row = tiles.row() + 64 * warpgroup;
+        const bool final = tiles.final();
+        auto release_weights = [&](int slot) { if (leader) ptx::mbarrier_arrive(S::weight_empty(shared, slot)); };
+        auto release_activations = [&](int slot) { if (leader && final) ptx::mbarrier_arrive(S::activation_empty(shared, slot)); };
+        writer.fetch(p, row, token);
+        if (by_tiles) take_turn();
+#pragma unroll 1
+        for (int chunk = 0; chunk < p.chunks; chunk++) {
+            const int left = (p.chunks - chunk) & 1 ? 1 : 31;  // down to smaller shifts, or up: 31 to the left is 1 to the right
+            const uint64_t a = planes::descriptor(shared + (weight_ring.group * P * S::rows + warpgroup * 64) * planes::row_bytes);
+            const uint64_t b = planes::descriptor(shared + S::activations + activation_ring.group * Q * S::activation_slot);
+#pragma unroll
+            for (int diagonal = 0; diagonal < diagonals; diagonal++) {
+                // Planes are numbered in the order of this walk: whichever the direction, those with i + j = diagonal meet.
+                if (diagonal < P) ptx::mbarrier_wait_parity(S::weight_full(shared, weight_ring.group * P + diagonal), weight_ring.parity);
+                if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activation_ring.group * Q + diagonal), activation_ring.parity);
+                if (by_diagonals && diagonal > 0 && chunk > 0) take_turn();
+                ptx::wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < P; i++) {
+                    const int j = diagonal - i;
+                    if (j < 0 || j >= Q) continue;
+#pragma unroll
+                    for (int step = 0; step < planes::steps; step++)
+                        ptx::wgmma_b1<Config::tokens>(acc, ptx::wgmma_advance(a, i * S::weight_slot + step * planes::step_bytes),
+                                                      ptx::wgmma_advance(b, j * S::activation_slot + step * planes::step_bytes),
+                                                      diagonal > 0 || step > 0 || chunk > 0);
+                }
+                ptx::wgmma_commit_group();
+                // The last diagonal of a chunk and the first of the next need no rotation between them: one turn.
+                if (by_diagonals && ((diagonal == 0 && chunk > 1) || (diagonal > 0 && diagonal < diagonals - 1 && chunk > 0))) pass_turn();
+                if (diagonal == 0 && chunk > 0) {
+                    ptx::wgmma_wait_group<1>();
+                    release_weights(weight_ring.previous() * P + P - 1);
+                    release_activations(activation_ring.previous() * Q + Q - 1);
+                }
+                if (diagonal < diagonals - 1) {
+                    ptx::wgmma_wait_group<0>();
+                    ptx::wgmma_touch(acc);
+                    // Planes whose last diagonal this was.
+                    if (diagonal >= Q - 1 && diagonal - (Q - 1) < P - 1) release_weights(weight_ring.group * P + diagonal - (Q - 1));
+                    if (diagonal >= P - 1 && diagonal - (P - 1) < Q - 1) release_activations(activation_ring.group * Q + diagonal - (P - 1));
+                    rotate(acc, left);
+                }
+            }
+            weight_ring.advance();
+            activation_ring.advance();
+            if (Config::resident && chunk == p.chunks - 1 && !final) activation_ring.parity ^= 1;  // the same round again
+        }
+        if (by_tiles || (by_diagonals && p.chunks > 1)) pass_turn();
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_touch(acc);
+        release_weights(weight_ring.previous() * P + P - 1);
+        release_activations(activation_ring.previous() * Q + Q - 1);
+        writer.write(p, acc, row, token);
+    }
+    if ((by_diagonals || by_tiles) && warpgroup == 0) take_turn();  // takes up the turn that was passed last
+}
+
+template <class Config> PTX void bitwise_large(const Params& p) {
+    using S = LargeShared<Config>;
+    static_assert(Config::threads == 384, "two warpgroups that multiply, and one of which a thread loads");
+    const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
+    if (threadIdx.x == 256) {
+        for (int slot = 0; slot < S::weight_slots + S::activation_slots; slot++) {
+            ptx::mbarrier_init(S::weight_full(shared, slot), 1);
+            ptx::mbarrier_init(S::weight_empty(shared, slot), 8);  // every warp that multiplies
+        }
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    ptx::griddepcontrol_launch_dependents();
+    if (threadIdx.x >= 256) {
+        ptx::setmaxnreg_dec<40>();
+        if (threadIdx.x == 256) large_produce<Config>(p, shared);
+    } else {
+        ptx::setmaxnreg_inc<232>();
+        large_consume<Config>(p, shared);
+    }
+}
+
+#endif  // ANYBIT_BITWISE_LARGE_CUH

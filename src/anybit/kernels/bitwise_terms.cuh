@@ -1,0 +1,102 @@
+// What both bitwise kernels share: their parameters, the plane layout, and how an accumulator becomes a result.
+#ifndef ANYBIT_BITWISE_TERMS_CUH
+#define ANYBIT_BITWISE_TERMS_CUH
+
+#include "planes.cuh"
+#include "ptx_wgmma.cuh"
+
+enum class Path { large, small };
+enum class Turns { none, diagonals, tiles };
+enum class Output { s32, f16, bf16, f32 };
+
+struct Params {
+    const uint8_t* weights;         // planes, rows_n rows
+    const uint8_t* activations;     // planes, rows_m rows
+    const float* weight_scale;      // [n]
+    const int32_t* correction;      // [n]: k * Zw - 2^ew * (sum of the row's codes)
+    const int32_t* weight_zero;     // [n], asym weights only
+    const float* bias;              // [n] or null
+    const float* activation_scale;  // [m]
+    const int32_t* activation_sum;  // [m]: sum of the row's codes
+    const int32_t* activation_zero; // [m], asym activations only
+    void* y;                        // [m, n], a token every y_stride elements
+    int64_t y_stride;
+    int32_t m, n;
+    int32_t rows_m, rows_n;         // rows of the planes, multiples of 8
+    int32_t chunks;                 // of k
+};
+
+namespace planes {
+constexpr int steps = 4;           // products of 256 k in a chunk
+constexpr int step_bytes = 32;
+constexpr int swizzle_bytes = 1024;  // eight rows: the period of the swizzle
+PTX uint64_t descriptor(uint32_t shared) { return ptx::wgmma_descriptor(shared, ptx::Swizzle::bytes_128, swizzle_bytes); }
+}  // namespace planes
+
+// Bipolar codes stand for odd multiples of half a step: their side is doubled (e = 1), and everything is an integer.
+//   V = (acc << (ew + ex)) - 2^ex * Zw * sum_x + Zx * (k * Zw - 2^ew * sum_w),  y = V * scale_x * scale_w / 2^(ew + ex) + bias
+// A zero Z is a constant of the format, except that asym weights have one a row, and asym activations one a token.
+template <class Config> struct Terms {
+    static constexpr bool asym_w = Config::weight_code == Code::asym, asym_x = Config::activation_code == Code::asym;
+    static constexpr int ew = Config::weight_code == Code::bipolar, ex = Config::activation_code == Code::bipolar;
+    static constexpr uint32_t zero_w = ew ? (1u << Config::weight_bits) - 1 : 1u << (Config::weight_bits - 1);
+    static constexpr uint32_t zero_x = ex ? (1u << Config::activation_bits) - 1 : 1u << (Config::activation_bits - 1);
+
+    struct Row {  // of weights
+        float scale, bias;
+        uint32_t term, zero;
+    };
+    struct Column {  // of tokens
+        float scale;
+        uint32_t term, zero;
+    };
+
+    static PTX Row row(const Params& p, int n) {
+        Row r = {0.0f, 0.0f, 0u, 0u};
+        if (n >= p.n) return r;
+        r.scale = p.weight_scale[n] * (1.0f / static_cast<float>(1 << (ew + ex)));
+        r.bias = p.bias != nullptr ? p.bias[n] : 0.0f;
+        r.term = static_cast<uint32_t>(p.correction[n]) * (asym_x ? 1u : zero_x);
+        if constexpr (asym_w) r.zero = static_cast<uint32_t>(p.weight_zero[n]);
+        return r;
+    }
+    // Call it after griddepcontrol_wait: the kernel before this one may have written what it reads.
+    static PTX Column column(const Params& p, int m) {
+        Column c = {0.0f, 0u, 0u};
+        if (m >= p.m) return c;
+        c.scale = p.activation_scale[m];
+        c.term = (0u - static_cast<uint32_t>(p.activation_sum[m])) * ((asym_w ? 1u : zero_w) << ex);
+        if constexpr (asym_x) c.zero = static_cast<uint32_t>(p.activation_zero[m]);
+        return c;
+    }
+    static PTX int32_t value(int32_t acc, const Row& r, const Column& c) {
+        const uint32_t w = asym_w ? r.zero * c.term : c.term, x = asym_x ? c.zero * r.term : r.term;
+        return static_cast<int32_t>((static_cast<uint32_t>(acc) << (ew + ex)) + w + x);
+    }
+    static PTX float result(int32_t acc, const Row& r, const Column& c) {
+        return fmaf(static_cast<float>(value(acc, r, c)) * c.scale, r.scale, r.bias);
+    }
+    // Two results in one word, `low` in its low half.
+    static PTX uint32_t pack(float low, float high) {
+        if constexpr (Config::output == Output::bf16) return ptx::cvt_bf16x2_f32(low, high);
+        return ptx::cvt_f16x2_f32(low, high);
+    }
+    static PTX void store(const Params& p, int m, int n, int32_t acc, const Row& r, const Column& c) {
+        if (m >= p.m || n >= p.n) return;
+        const int64_t at = m * p.y_stride + n;
+        if constexpr (Config::output == Output::s32)
+            static_cast<int32_t*>(p.y)[at] = value(acc, r, c);
+        else if constexpr (Config::output == Output::f32)
+            static_cast<float*>(p.y)[at] = result(acc, r, c);
+        else
+            static_cast<uint16_t*>(p.y)[at] = static_cast<uint16_t>(pack(result(acc, r, c), 0.0f));
+    }
+};
+
+template <int count> PTX void rotate(int32_t (&acc)[count], int left) {
+#pragma unroll
+    for (int i = 0; i < count; i++)
+        acc[i] = static_cast<int32_t>(__funnelshift_l(static_cast<uint32_t>(acc[i]), static_cast<uint32_t>(acc[i]), left));
+}
+
+#endif  // ANYBIT_BITWISE_TERMS_CUH

@@ -1,0 +1,85 @@
+"""Random operands of the bitwise GEMM, and the integers that it must give: shared by every rung."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from anybit.device import Device
+from anybit.kernels import bitwise, planes
+from anybit.kernels.bitwise import Config, Output, Path, Problem, Turns
+from anybit.kernels.pack import Packed, Target
+from anybit.kernels.planes import PlaneWeight
+from anybit.packing import QuantizedWeight
+from anybit.scheme import CODES, ActivationFormat, WeightFormat
+from cases import random_codes
+
+H200 = Device.named("sm_90a")
+POISON = 0x5A
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Both operands, prepared, and V: the exact sum over k of the integers that the codes stand for, float64 [m, n]."""
+
+    x: Packed
+    weight: PlaneWeight
+    exact: Tensor
+    unit: Tensor
+    """What V is multiplied with, float64 [m, n]."""
+
+
+def operands(
+    m: int, n: int, k: int, weights: WeightFormat, activations: ActivationFormat, device: str = "cpu", seed: int = 0
+) -> Operands:
+    """Uniform codes, scales and zeros; all of the buffer that a kernel must not depend on is poisoned."""
+    codes = random_codes((n, k), weights.bits, seed).to(device)
+    scale = ((torch.rand(n, 1, generator=torch.Generator().manual_seed(seed)) + 0.5) / 64).to(device)
+    stored = random_codes((n, 1), weights.bits, seed + 1).to(device) if weights.code == "asym" else None
+    quantized = QuantizedWeight.from_codes(codes, scale, stored, weights)
+    weight = planes.prepare(quantized)
+
+    x_codes = random_codes((m, k), activations.bits, seed + 2).to(device)
+    x = Packed(m, k, activations, Target.planes, torch.device(device))
+    x.buffer.fill_(POISON)
+    x.codes.copy_(planes.pack(x_codes, activations.bits))
+    x.scale.copy_((torch.rand(m, generator=torch.Generator().manual_seed(seed + 3)) + 0.5) / 16)
+    assert x.sum is not None
+    x.sum.copy_(x_codes.sum(1, dtype=torch.int32))
+    if x.zero is not None:
+        x.zero.copy_(random_codes((m,), activations.bits, seed + 4))
+        x_zero = x.zero.double()[:, None]
+    else:
+        x_zero = torch.full((m, 1), activations.zero or 0.0, dtype=torch.float64, device=device)
+
+    doubled = (1 + (weights.code == "bipolar")) * (1 + (activations.code == "bipolar"))
+    w_values = codes.double() - quantized.zeros().double()
+    exact = doubled * ((x_codes.double() - x_zero) @ w_values.T)
+    unit = x.scale.double()[:, None] * weight.scale.double()[None] / doubled
+    return Operands(x, weight, exact, unit)
+
+
+def code_pairs() -> list[tuple[str, str]]:
+    """The three families on both sides, and two that mix them."""
+    return [*((code, code) for code in CODES), ("asym", "bipolar"), ("sym", "asym")]
+
+
+def large(problem: Problem, tokens: int, **change: object) -> Config:
+    """A large config with the fewest slots that are legal, whatever the default would be."""
+    p, q = problem.weights.bits, problem.activations.bits
+    codes = planes.Code(problem.weights.code), planes.Code(problem.activations.code)
+    groups = {"weight_groups": 2 if p == 1 else 1, "activation_groups": 2 if q == 1 else 1}
+    config = Config(Path.large, p, q, *codes, problem.output, tokens, **groups)
+    return replace(config, **change)
+
+
+def small(problem: Problem, tokens: int, groups: int = 2, cluster: int = 1, slots: int = 2, stages: int = 1) -> Config:
+    """A small config."""
+    p, q = problem.weights.bits, problem.activations.bits
+    codes = planes.Code(problem.weights.code), planes.Code(problem.activations.code)
+    stacked = bitwise.stacked_columns(q * tokens)
+    config = Config(Path.small, p, q, *codes, problem.output, tokens)
+    return replace(config, groups=groups, cluster=cluster, weight_slots=slots, stages=stages, stacked=stacked)
+
+
+__all__ = ["H200", "Operands", "Output", "Problem", "Turns", "code_pairs", "large", "operands", "small"]

@@ -1,0 +1,136 @@
+"""The wgmma GEMM on a GPU: every pair of widths and code family is exact, at every edge, over poisoned memory."""
+
+import itertools
+
+import pytest
+import torch
+
+from anybit import reference
+from anybit.device import Device
+from anybit.jit import Kernel
+from anybit.kernels import bitwise, pack, planes
+from anybit.kernels.bitwise import Config, Output, Problem, Turns
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+from cases import PAIRS, random_weight
+from cases_bitwise import H200, code_pairs, large, operands, small
+
+
+def present() -> bool:
+    return torch.cuda.is_available() and Device.of(torch.empty(0, device="cuda")).arch == "sm_90a"
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not present(), reason="needs an sm_90 GPU")]
+
+EXACT = [(p, q, *codes) for (p, q), codes in itertools.product(PAIRS, code_pairs()[:3])]
+TOKENS = [1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 100, 129, 255, 257, 1000, 1024, 4097]
+EDGES = [(5, 1, 1), (130, 7, 31), (3, 8, 255), (70, 63, 1023), (66, 65, 1025), (9, 129, 5000), (129, 1000, 14336)]
+OUTPUTS = [Output.f16, Output.bf16, Output.f32]
+VARIANTS = [
+    *({"tokens": t, "slab": s, "turns": o} for t, s, o in [(64, 32, Turns.none), (128, 64, Turns.diagonals)]),
+    {"tokens": 256, "slab": 64, "turns": Turns.diagonals},
+    {"tokens": 64, "resident": True, "activation_groups": 3, "weight_groups": 3, "turns": Turns.tiles},
+    {"tokens": 64, "resident": True, "activation_groups": 3, "weight_groups": 2},
+    *({"tokens": 16, "groups": g, "cluster": c, "slots": 3} for g, c in [(1, 1), (4, 1), (2, 2), (1, 4)]),
+    {"tokens": 32, "groups": 2, "slots": 1, "stages": 2},
+]
+
+
+def asked(m: int, n: int, k: int, scheme: str | Scheme, output: Output = Output.s32) -> Problem:
+    parsed = Scheme.parse(scheme)
+    return Problem(m, n, k, parsed.weights, parsed.activations, output, H200)
+
+
+def exact_problems(p: int, q: int, w: str, x: str) -> list[Problem]:
+    scheme = Scheme(WeightFormat(p, w), ActivationFormat(q, x))
+    return [asked(m, 200, 1100, scheme) for m in (11, 150)]
+
+
+def variant(problem: Problem, change: dict[str, object]) -> Config:
+    return small(problem, **change) if "groups" in change else large(problem, **change)
+
+
+def kernels_used() -> list[Kernel]:
+    """What the tests below launch, for precompile.py."""
+    problems = [one for case in EXACT for one in exact_problems(*case)]
+    problems += [asked(m, 136, 2048, "w2a2") for m in TOKENS] + [asked(*e, "w3a2asym-xbipolar") for e in EDGES]
+    problems += [asked(m, 264, 1500, "w2a3-xasym", output) for m in (20, 300) for output in OUTPUTS]
+    problems += [asked(m, 28672, 4096, "w1a1", Output.f16) for m in (64, 4096)]
+    problems += [asked(33, 320, 1300, "w4a4", Output.f16)]
+    configs = {bitwise.default(problem) for problem in problems}
+    configs |= {variant(asked(300, 328, 2100, "w2a3asym"), change) for change in VARIANTS}
+    return [bitwise.kernel(config) for config in configs]
+
+
+def check(problem: Problem, config: Config | None = None, *, padding: int = 0, bias: bool = False) -> torch.Tensor:
+    """Multiply into poisoned memory, compare with the exact integers; returns what was written."""
+    m, n, k = problem.m, problem.n, problem.k
+    given = operands(m, n, k, problem.weights, problem.activations, "cuda")
+    dtype = problem.output.dtype
+    room = torch.full((m + 2, n + padding), 77, dtype=dtype, device="cuda")
+    y = room[1 : m + 1, :n]
+    added = torch.linspace(-1, 1, n, device="cuda") if bias else None
+    bitwise.multiply(given.x, given.weight, problem.output, bias=added, y=y, config=config)
+    if problem.output is Output.s32:
+        assert torch.equal(y.double(), given.exact), f"{int((y.double() != given.exact).sum())} of {m * n} are wrong"
+    else:
+        expected = given.exact * given.unit + (0 if added is None else added.double())
+        # fp32 arithmetic of a handful of roundings, then one to the output type.
+        step = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0.0}[dtype] + 2**-21
+        bound = expected.abs() * step + 2**-24 * (dtype is torch.float16) + 1e-6 * bias
+        assert bool(((y.double() - expected).abs() <= bound).all())
+    assert bool((room[0] == 77).all() and (room[m + 1] == 77).all() and (room[:, n:] == 77).all())
+    return y
+
+
+@pytest.mark.parametrize(("p", "q", "w", "x"), EXACT)
+def test_every_pair_is_exact(p: int, q: int, w: str, x: str) -> None:
+    for problem in exact_problems(p, q, w, x):
+        check(problem)
+
+
+@pytest.mark.parametrize("m", TOKENS)
+def test_any_number_of_tokens(m: int) -> None:
+    check(asked(m, 136, 2048, "w2a2"), padding=3)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), EDGES)
+def test_ragged_weights_and_k(m: int, n: int, k: int) -> None:
+    check(asked(m, n, k, "w3a2asym-xbipolar"))
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("m", [20, 300])
+def test_results_are_rounded_once(m: int, output: Output) -> None:
+    problem = asked(m, 264, 1500, "w2a3-xasym", output)
+    check(problem, bias=True)
+    check(problem, padding=1)  # rows that do not start on 16 bytes
+    check(asked(m, 263, 1500, "w2a3-xasym", output))
+
+
+@pytest.mark.parametrize("change", VARIANTS, ids=str)
+def test_every_kind_of_config(change: dict[str, object]) -> None:
+    problem = asked(300, 328, 2100, "w2a3asym")
+    config = variant(problem, change)
+    assert bitwise.why_not(problem, config) is None
+    check(problem, config)
+
+
+@pytest.mark.parametrize("m", [64, 4096])
+def test_large_layer_and_repeats(m: int) -> None:
+    problem = asked(m, 28672, 4096, "w1a1", Output.f16)
+    given = operands(m, 28672, 4096, problem.weights, problem.activations, "cuda")
+    first = bitwise.multiply(given.x, given.weight, Output.f16)
+    expected = given.exact * given.unit
+    assert bool(((first.double() - expected).abs() <= expected.abs() * 2**-10.9 + 2**-24).all())
+    for _ in range(20):
+        assert torch.equal(first, bitwise.multiply(given.x, given.weight, Output.f16))
+
+
+def test_after_quantize_and_pack() -> None:
+    weight = random_weight(320, 1300, WeightFormat(4))
+    x = torch.randn(33, 1300, generator=torch.Generator().manual_seed(5)).half()
+    form = ActivationFormat(4, "sym")
+    packed = pack.quantize(x.cuda(), form)
+    y = bitwise.multiply(packed, planes.prepare(weight).to("cuda"), Output.f16)
+    expected = reference.linear(x.double(), weight, form)
+    assert bool(((y.cpu().double() - expected).abs() <= expected.abs() * 2**-10 + 1e-5).all())
