@@ -15,17 +15,20 @@ namespace decode {
 // A warp's ring of copies: a unit is two of them, its keys and its values.
 template <class Config> struct Pipeline {
     using S = Shape<Config>;
+    static constexpr int page_blocks = Config::page / Config::block;
     const Params& p;
     Cursor<Config> ahead;   // the unit whose half is copied next
     int left;               // halves not yet asked for
     bool values;            // whether that half is the values
-    int next, page, slot, filled;  // slot to wait for, to fill
+    int page, slot, filled;  // page of that unit; slot to wait for, to fill
     uint32_t parity, stage, barrier;
     uint64_t policy;
+    const uint8_t* pages;    // of this KV head: page 0
+    const int32_t* entries;  // of this sequence: the table entry of its first page
 
     PTX Pipeline(const Params& params, const Cursor<Config>& start, int units, uint32_t stages, uint32_t barriers)
-        : p(params), ahead(start), left(2 * units), values(false), next(0), page(0), slot(0), filled(0), parity(0),
-          stage(stages), barrier(barriers), policy(0) {
+        : p(params), ahead(start), left(2 * units), values(false), page(0), slot(0), filled(0), parity(0),
+          stage(stages), barrier(barriers), policy(0), pages(params.pages), entries(params.table) {
         if constexpr (Config::bulk) {
             policy = Config::keep_in_l2 ? ptx::createpolicy_evict_last() : ptx::createpolicy_evict_first();
             if (threadIdx.x % 32 == 0) {
@@ -34,14 +37,20 @@ template <class Config> struct Pipeline {
             }
             __syncwarp();
         }
-        if (units > 0) find_page();
+        if (units > 0) {
+            enter_pair();
+            find_page();
+        }
     }
     PTX bool next_is_packed() const { return ahead.packed(); }
+    PTX void enter_pair() {
+        pages = p.pages + static_cast<int64_t>(ahead.head / Config::query_chunks) * (page_blocks * S::block_bytes);
+        entries = p.table + static_cast<int64_t>(ahead.sequence) * p.table_width;
+    }
     // The table entry of the unit ahead, asked for one unit early so that nobody waits for it.
     PTX void find_page() {
         if (!ahead.packed()) return;
-        const int entry = (ahead.extent.first_block + ahead.unit) / (Config::page / Config::block);
-        page = p.table[static_cast<int64_t>(ahead.sequence) * p.table_width + entry];
+        page = entries[(ahead.extent.first_block + ahead.unit) / page_blocks];
         if constexpr (Config::checked)
             if (page < 0 || page >= p.pages_count) {
                 atomicMax(p.errors, 2u);
@@ -51,24 +60,23 @@ template <class Config> struct Pipeline {
     // Asks for the next half, if there is one.
     PTX void fill() {
         if (left > 0) {
-            const int head = ahead.head / p.query_chunks;
             const uint8_t* source;
             int bytes;
             if (ahead.packed()) {
-                const int within = (ahead.extent.first_block + ahead.unit) % (Config::page / Config::block);
-                source = p.pages + (static_cast<int64_t>(page) * p.kv_heads + head) * (Config::page / Config::block * S::block_bytes)
+                const int within = (ahead.extent.first_block + ahead.unit) % page_blocks;
+                source = pages + static_cast<int64_t>(page) * (p.kv_heads * (page_blocks * S::block_bytes))
                        + within * S::block_bytes + (values ? S::key_bytes : 0);
                 bytes = values ? S::value_bytes : S::key_bytes;
             } else {
                 const int place = ahead.position() % p.ring;
                 source = reinterpret_cast<const uint8_t*>(p.residual)
-                       + ((static_cast<int64_t>(ahead.sequence) * p.kv_heads + head) * 2 + values) * p.ring * S::element_bytes
+                       + ((static_cast<int64_t>(ahead.sequence) * p.kv_heads + ahead.head / Config::query_chunks) * 2 + values) * p.ring * S::element_bytes
                        + place * S::element_bytes;
                 bytes = S::residual_bytes;
             }
             copy(stage + filled * S::slot_bytes, source, bytes);
             if (values) {
-                ahead.advance(p);
+                if (ahead.advance(p)) enter_pair();
                 if (left > 1) find_page();
             }
             values = !values;
@@ -117,9 +125,9 @@ template <class Config> struct Queries {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int n = 0; n < columns; ++n) {
-            const int row = at.head % p.query_chunks * Config::rows + 8 * n + g;
-            const int token = row / p.group, head = at.head / p.query_chunks * p.group + row % p.group;
-            const bool there = 8 * n + g < Config::rows && token < p.queries;
+            const int row = at.head % Config::query_chunks * Config::rows + 8 * n + g;
+            const int token = row / Config::group, head = at.head / Config::query_chunks * Config::group + row % Config::group;
+            const bool there = 8 * n + g < Config::rows && token < Config::queries;
             const uint16_t* source = p.q + at.row * p.q_batch_stride + static_cast<int64_t>(token) * p.q_token_stride
                                    + static_cast<int64_t>(head) * p.q_head_stride + 4 * t;
 #pragma unroll
@@ -159,10 +167,10 @@ PTX void load_columns(const Params& p, const Cursor<Config>& at, Column (&column
     for (int n = 0; n < Config::query_tiles; ++n)
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
-            const int row = at.head % p.query_chunks * Config::rows + 8 * n + 2 * t + x;
-            const int head = at.head / p.query_chunks * p.group + row % p.group;
+            const int row = at.head % Config::query_chunks * Config::rows + 8 * n + 2 * t + x;
+            const int head = at.head / Config::query_chunks * Config::group + row % Config::group;
             Column& c = column[n][x];
-            c.position = at.extent.length - p.queries + min(row / p.group, p.queries - 1);
+            c.position = at.extent.length - Config::queries + min(row / Config::group, Config::queries - 1);
             c.last = min(c.position, at.extent.length - 1);
             c.first = Config::windowed ? c.position - p.sliding + 1 : 0;
             c.slope = Config::alibi ? p.slopes[head] : 0.0f;
@@ -173,24 +181,27 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     using S = Shape<Config>;
     constexpr bool raw_residual = Config::bf16 && !S::raw_queries;
     const int warp = ptx::warp_id();
-    const Layout<Config> shared;
+    const Layout<Config> shared{};
     ptx::griddepcontrol_launch_dependents();
+    stamp<Config>(p, 0);
     // Pages, tables and lengths were written before the previous kernel began; queries and the residual by it.
-    const int total = all_units<Config>(p);
-    const int shares = min(static_cast<int>(gridDim.x), total);
+    Line<Config> line(p);
+    const int total = line.total, shares = min(static_cast<int>(gridDim.x), total);
     const int share = blockIdx.x;
     if (share >= shares) return;
     const int begin = share_begin(total, shares, share), end = share_begin(total, shares, share + 1);
     const int from = begin + (end - begin) * warp / Config::warps, to = begin + (end - begin) * (warp + 1) / Config::warps;
-    int row_begin;
-    Cursor<Config> at = locate<Config>(p, min(from, total - 1), row_begin);
+    Cursor<Config> at = line.locate(p, min(from, total - 1));
     Pipeline<Config> pipeline(p, at, to - from, shared.stage(warp), shared.barriers(warp));
     const int early = Config::stages;
     int asked = 0;
     for (; asked < early && pipeline.left > 0 && pipeline.next_is_packed(); ++asked) pipeline.fill();
+    stamp<Config>(p, 1);
+    shared.clear_segments(warp);
+    plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // while the first copies are on their way
     ptx::griddepcontrol_wait();
     for (; asked < early; ++asked) pipeline.fill();
-    shared.clear_segments(warp);
+    stamp<Config>(p, 2);
 
     State<Config> state;
     Queries<Config> queries;
@@ -222,10 +233,15 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
             fresh = whole = true;
         }
         at.advance(p);
+        if (i == from) stamp<Config>(p, 3);
     }
-    merge_block<Config>(p, shared, warp, begin, end, total, shares);
+    stamp<Config>(p, 4);
+    merge_block<Config>(p, shared, warp);
+    stamp<Config>(p, 7);
 }
 
 }  // namespace decode
+
+using Params = decode::Params;
 
 #endif  // ANYBIT_DECODE_CUH

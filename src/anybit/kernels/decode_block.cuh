@@ -42,7 +42,8 @@ template <class Config> struct Packed {
 };
 template <class Config> struct Residual {
     static constexpr bool residual = true;
-    static constexpr int tokens = Config::residual_tokens, key_bits = 16, value_bits = 16, chunk = tokens;
+    static constexpr int tokens = Config::residual_tokens, key_bits = 16, value_bits = 16;
+    static constexpr int chunk = 16;  // sixteen tokens are one run of memory
     static constexpr bool by_channel = false, general = true;
 };
 

@@ -7,6 +7,16 @@
 
 namespace decode {
 
+// What a block has to merge, planned while its first copies are on their way. The pairs between the first and the last
+// of its stretch are whole and lie in it alone; these two may be shared with other blocks.
+struct Plan {
+    int pair[2];     // the first and the last
+    int shared[2];   // whether other blocks have parts of it too; of the last only if it is not the first
+    int first[2];    // the first block that has a part
+    int count[2];    // how many have
+    int second[2];   // whether the pair is the second that this first block touches
+};
+
 // Shared memory: rings, first segments of the warps, states, owners, barriers, flags.
 template <class Config> struct Layout {
     using S = Shape<Config>;
@@ -17,7 +27,7 @@ template <class Config> struct Layout {
     static constexpr int owners = states + Config::warps * 2 * Config::rows * 8;
     static constexpr int barrier_area = (owners + Config::warps * 2 * 4 + 7) / 8 * 8;
     static constexpr int flags = barrier_area + Config::warps * Config::stages * 8;
-    static constexpr int bytes = flags + 16;
+    static constexpr int bytes = flags + 16 + 48;  // two flags, the plan
     static_assert(bytes <= Config::shared_bytes, "decode.py gives the kernel less shared memory than it lays out");
     static_assert(segment_bytes <= ring_bytes, "a warp's last segment takes the place of its ring");
 
@@ -34,6 +44,7 @@ template <class Config> struct Layout {
     }
     PTX int* owner(int index) const { return reinterpret_cast<int*>(ptx::dynamic_shared() + owners) + index; }
     PTX int* flag(int index) const { return reinterpret_cast<int*>(ptx::dynamic_shared() + flags) + index; }
+    PTX Plan* plan() const { return reinterpret_cast<Plan*>(ptx::dynamic_shared() + flags + 16); }
     PTX void clear_segments(int warp) const {
         if (threadIdx.x % 32 < 2) *owner(2 * warp + threadIdx.x % 32) = -1;
     }
@@ -49,11 +60,11 @@ template <class Config> struct Row {
     float normalizer;
     bool there;
     PTX Row(const Params& p, int pair, int row, softmax::State state, bool writes_lse) {
-        const int heads = p.kv_heads * p.query_chunks, batch = pair / heads, within = pair - batch * heads;
-        const int kv_head = within / p.query_chunks, r = within % p.query_chunks * Config::rows + row;
-        const int token = r / p.group, head = kv_head * p.group + r % p.group;
-        there = row < Config::rows && token < p.queries;
-        const int64_t place = (static_cast<int64_t>(batch) * p.queries + token) * p.kv_heads * p.group + head;
+        const int heads = p.kv_heads * Config::query_chunks, batch = pair / heads, within = pair - batch * heads;
+        const int kv_head = within / Config::query_chunks, r = within % Config::query_chunks * Config::rows + row;
+        const int token = r / Config::group, head = kv_head * Config::group + r % Config::group;
+        there = row < Config::rows && token < Config::queries;
+        const int64_t place = (static_cast<int64_t>(batch) * Config::queries + token) * p.kv_heads * Config::group + head;
         out = p.out + place * Config::head_dim;
         if (there && p.sinks) state.add_sink(p.sinks[head]);
         normalizer = state.normalizer();
@@ -132,35 +143,28 @@ template <class Config> struct RowSum {
     }
 };
 
-// The blocks that share a pair with this one, and whether this one's part of it is the second pair that block touches.
-struct Sharers {
-    int first, count;
-    bool first_is_second;
-};
-
-// Where a pair lies on the line.
-struct PairSpan {
-    int begin, end;
-};
-
-template <class Config> PTX PairSpan span_at(const Params& p, int at) {
-    int row_begin;
-    const Cursor<Config> cursor = locate<Config>(p, at, row_begin);
-    return {at - cursor.unit, at - cursor.unit + cursor.extent.units};
+template <class Config>
+PTX void plan_merge(const Params& p, const Layout<Config>& shared, int warp, Line<Config>& line, int begin, int end, int shares) {
+    if (warp >= 2) return;
+    const int at = warp ? end - 1 : begin;
+    const Cursor<Config> cursor = line.locate(p, at);
+    const int from = at - cursor.unit, to = from + cursor.extent.units;
+    if (threadIdx.x % 32) return;
+    Plan& plan = *shared.plan();
+    plan.pair[warp] = cursor.pair(p);
+    plan.shared[warp] = warp ? from > begin && to > end : from < begin || to > end;
+    plan.first[warp] = owner(line.total, shares, from);
+    plan.count[warp] = owner(line.total, shares, to - 1) - plan.first[warp] + 1;
+    plan.second[warp] = share_begin(line.total, shares, plan.first[warp]) < from;
 }
 
-template <class Config>
-PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp, int begin, int end, int total, int shares) {
+template <class Config> PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp) {
     const int lane = threadIdx.x % 32;
-    int row_begin;
-    // The first and the last pair of this block's stretch; those between are whole and lie in it alone.
-    const Cursor<Config> head = locate<Config>(p, begin, row_begin), tail = locate<Config>(p, end - 1, row_begin);
-    const int first = head.pair(p), last = tail.pair(p);
-    const PairSpan spans[2] = {{begin - head.unit, begin - head.unit + head.extent.units},
-                               {end - 1 - tail.unit, end - 1 - tail.unit + tail.extent.units}};
-    const bool shared_first = spans[0].begin < begin || spans[0].end > end;
-    const bool shared_last = last != first && spans[1].end > end;
     __syncthreads();
+    stamp<Config>(p, 5);
+    const Plan& plan = *shared.plan();
+    const int first = plan.pair[0], last = plan.pair[1];
+    const bool shared_first = plan.shared[0], shared_last = plan.shared[1];
     const int mine = lane < 2 * Config::warps ? *shared.owner(lane) : -1;
     for (int task = warp; task < (last - first + 1) * Config::rows; task += Config::warps) {
         const int pair = first + task / Config::rows, row = task % Config::rows;
@@ -190,22 +194,15 @@ PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp, in
             sum.write(p, pair, row, state);
         }
     }
+    stamp<Config>(p, 6);
     if (!shared_first && !shared_last) return;
     __threadfence();
     __syncthreads();
-    Sharers sharers[2];
-#pragma unroll
-    for (int which = 0; which < 2; ++which) {
-        sharers[which].first = owner(total, shares, spans[which].begin);
-        sharers[which].count = owner(total, shares, spans[which].end - 1) - sharers[which].first + 1;
-        // Is the pair the second that its first block touches? It is unless that block begins with it.
-        sharers[which].first_is_second = share_begin(total, shares, sharers[which].first) < spans[which].begin;
-    }
     if (warp < 2 && lane == 0) {
         int all = 0;
         if (warp ? shared_last : shared_first) {
             uint32_t* arrivals = p.arrivals + (warp ? last : first);
-            if (ptx::atom_add_acq_rel_gpu(arrivals, 1u) == static_cast<uint32_t>(sharers[warp].count - 1)) {
+            if (ptx::atom_add_acq_rel_gpu(arrivals, 1u) == static_cast<uint32_t>(plan.count[warp] - 1)) {
                 *arrivals = 0;  // for the next launch
                 all = 1;
             }
@@ -217,14 +214,14 @@ PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp, in
         const int which = task / Config::rows, row = task % Config::rows;
         if (!*shared.flag(which)) continue;
         __threadfence();
-        const Sharers& s = sharers[which];
+        const int begin = plan.first[which], count = plan.count[which], second = plan.second[which];
         softmax::State total_state;
         RowSum<Config> sum;
-        for (int base = 0; base < s.count; base += 32) {
+        for (int base = 0; base < count; base += 32) {
             const int part = base + lane;
             softmax::State state;
-            const int64_t place = static_cast<int64_t>(2 * (s.first + part) + (part == 0 && s.first_is_second)) * Config::rows + row;
-            if (part < s.count) {
+            const int64_t place = static_cast<int64_t>(2 * (begin + part) + (part == 0 && second)) * Config::rows + row;
+            if (part < count) {
                 state.reference = __uint_as_float(ptx::ld_global_cg_u32(p.partial_state + 2 * place));
                 state.sum = __uint_as_float(ptx::ld_global_cg_u32(p.partial_state + 2 * place + 1));
             }
@@ -240,10 +237,10 @@ PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp, in
             for (int k = 0; k < RowSum<Config>::width; ++k) sum.v[k] *= old;
             total_state.sum = total_state.sum * old + state.sum * again;
             total_state.reference = most;
-            const int here = min(32, s.count - base);
+            const int here = min(32, count - base);
 #pragma unroll 4
             for (int i = 0; i < here; ++i) {
-                const int64_t from = static_cast<int64_t>(2 * (s.first + base + i) + (base + i == 0 && s.first_is_second)) * Config::rows + row;
+                const int64_t from = static_cast<int64_t>(2 * (begin + base + i) + (base + i == 0 && second)) * Config::rows + row;
                 sum.add_remote(__shfl_sync(0xffffffffu, weight, i) * again, p.partial + from * Config::head_dim);
             }
         }

@@ -30,9 +30,6 @@ struct Params {
     int32_t q_head_stride;
     int32_t batch;
     int32_t kv_heads;
-    int32_t group;              // query heads that share a KV head
-    int32_t queries;            // new tokens of each sequence
-    int32_t query_chunks;       // a KV head's rows (group * queries) in chunks of Config::rows
     int32_t table_width;
     int32_t ring;
     int32_t window;             // tokens that are packed at a time: a power of two
@@ -42,6 +39,12 @@ struct Params {
     float cap;
     float uncap;
 };
+
+// For measuring: the first thread of each block leaves the clock at each phase, after the error word.
+template <class Config> PTX void stamp(const Params& p, int phase) {
+    if constexpr (Config::stamped)
+        if (threadIdx.x == 0) p.errors[1 + 8 * blockIdx.x + phase] = ptx::clock32();
+}
 
 // What of one sequence is to be read.
 struct Extent {
@@ -58,7 +61,7 @@ template <class Config> PTX Extent extent_of(const Params& p, int length) {
             length = 0;
         }
     }
-    const int before = max(length - p.queries, 0);  // older tokens of this step's window are still in the residual
+    const int before = max(length - Config::queries, 0);  // older tokens of this step's window are still in the residual
     e.length = length;
     e.packed = before & ~(p.window - 1);
     int low = 0;
@@ -82,15 +85,17 @@ template <class Config> struct Cursor {
     }
     PTX bool last() const { return unit + 1 == extent.units; }
     PTX bool packed() const { return unit < extent.blocks; }
-    PTX void advance(const Params& p) {
-        if (!last()) { ++unit; return; }
+    // Returns whether the next unit belongs to another pair.
+    PTX bool advance(const Params& p) {
+        if (!last()) { ++unit; return false; }
         unit = 0;
-        if (++head == p.kv_heads * p.query_chunks) {
+        if (++head == p.kv_heads * Config::query_chunks) {
             head = 0;
             if (++row < p.batch) load(p);
         }
+        return true;
     }
-    PTX int pair(const Params& p) const { return row * p.kv_heads * p.query_chunks + head; }
+    PTX int pair(const Params& p) const { return row * p.kv_heads * Config::query_chunks + head; }
     // Position of the unit's first token.
     PTX int position() const {
         return packed() ? (extent.first_block + unit) * Config::block
@@ -98,53 +103,52 @@ template <class Config> struct Cursor {
     }
 };
 
-// Units of row `row` and of all rows up to it, one row a lane, in rounds of 32.
-template <class Config> PTX void scan_rows(const Params& p, int row, int& units, int& through) {
-    units = 0;
-    if (row < p.batch) {
-        const int sequence = p.sequences ? p.sequences[row] : row;
-        units = extent_of<Config>(p, p.lengths[sequence]).units * p.kv_heads * p.query_chunks;
-    }
-    through = units;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 1; i < 32; i <<= 1) {
-        const int other = __shfl_up_sync(0xffffffffu, through, i);
-        if (lane >= i) through += other;
-    }
-}
+// The line: units of 32 rows at a time, one a lane. Up to 32 sequences it is read once.
+template <class Config> struct Line {
+    static constexpr int pairs = Config::query_chunks;  // of a KV head
+    int total, units, through;  // of all rows; of this lane's row; of all rows up to it
 
-template <class Config> PTX int all_units(const Params& p) {
-    int total = 0;
-    for (int row = 0; row < p.batch; row += 32) {
-        int units, through;
-        scan_rows<Config>(p, row + threadIdx.x % 32, units, through);
-        total += __shfl_sync(0xffffffffu, through, 31);
-    }
-    return total;
-}
-
-// The cursor at place `at` of the line, and where its row begins; the whole warp calls this.
-template <class Config> PTX Cursor<Config> locate(const Params& p, int at, int& row_begin) {
-    int before = 0;
-    Cursor<Config> cursor{};
-    for (int row = 0; row < p.batch; row += 32) {
-        int units, through;
-        scan_rows<Config>(p, row + threadIdx.x % 32, units, through);
-        const uint32_t beyond = __ballot_sync(0xffffffffu, before + through > at);
-        if (beyond) {
-            const int lane = __ffs(beyond) - 1;
-            cursor.row = row + lane;
-            row_begin = before + __shfl_sync(0xffffffffu, through - units, lane);
-            break;
+    PTX explicit Line(const Params& p) : total(0) {
+        for (int row = 0; row < p.batch; row += 32) {
+            scan(p, row);
+            total += __shfl_sync(0xffffffffu, through, 31);
         }
-        before += __shfl_sync(0xffffffffu, through, 31);
     }
-    cursor.load(p);
-    cursor.head = (at - row_begin) / cursor.extent.units;
-    cursor.unit = (at - row_begin) - cursor.head * cursor.extent.units;
-    return cursor;
-}
+    PTX void scan(const Params& p, int first) {
+        const int lane = threadIdx.x % 32, row = first + lane;
+        units = 0;
+        if (row < p.batch) {
+            const int sequence = p.sequences ? p.sequences[row] : row;
+            units = extent_of<Config>(p, p.lengths[sequence]).units * p.kv_heads * pairs;
+        }
+        through = units;
+#pragma unroll
+        for (int i = 1; i < 32; i <<= 1) {
+            const int other = __shfl_up_sync(0xffffffffu, through, i);
+            if (lane >= i) through += other;
+        }
+    }
+    // The cursor at place `at`; the whole warp calls this.
+    PTX Cursor<Config> locate(const Params& p, int at) {
+        int before = 0, begin = 0;
+        Cursor<Config> cursor{};
+        for (int row = 0; row < p.batch; row += 32) {
+            if (p.batch > 32) scan(p, row);
+            const uint32_t beyond = __ballot_sync(0xffffffffu, before + through > at);
+            if (beyond) {
+                const int lane = __ffs(beyond) - 1;
+                cursor.row = row + lane;
+                begin = before + __shfl_sync(0xffffffffu, through - units, lane);
+                break;
+            }
+            before += __shfl_sync(0xffffffffu, through, 31);
+        }
+        cursor.load(p);
+        cursor.head = (at - begin) / cursor.extent.units;
+        cursor.unit = (at - begin) - cursor.head * cursor.extent.units;
+        return cursor;
+    }
+};
 
 // Equal stretches: share `i` of `shares` of `total` begins here; `owner` is its inverse.
 PTX int share_begin(int total, int shares, int i) {

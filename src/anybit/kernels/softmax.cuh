@@ -24,7 +24,7 @@ struct State {
         reference = newer;
     }
     // The factor of the output, 0 for an empty sum.
-    PTX float normalizer() const { return sum > 0.0f ? 1.0f / sum : sum == 0.0f ? 0.0f : sum; }
+    PTX float normalizer() const { return sum == 0.0f ? 0.0f : ptx::rcp_approx(sum); }
     // Natural logarithm of the sum of exponentials; -inf for an empty sum.
     PTX float log_sum_exp() const { return (reference + ptx::lg2_approx(sum)) * 0.69314718f; }
 };
