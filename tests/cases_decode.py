@@ -31,7 +31,9 @@ class Case:
         extra = "".join(
             f"-{name}{value if value is not True else ''}"
             for name in ("queries", "page", "bf16", "window", "softcap", "sinks", "alibi", "data")
-            if (value := getattr(self, name)) not in (None, False, 1, 128, "normal")
+            if (value := getattr(self, name)) is not None
+            and value is not False
+            and value not in ((1, 128, "normal") if value is not True else ())
         )
         return f"{self.format}-d{self.head_dim}-h{self.heads}x{self.kv_heads}{extra}"
 

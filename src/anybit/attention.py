@@ -152,22 +152,33 @@ def problem_of(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS) -> kernel.Pro
     )
 
 
-def decode_kernel(
+@dataclass(frozen=True)
+class Launch:
+    """One launch of the kernel, ready: what it is, what it is given, and where its results will be."""
+
+    kernel: jit.Kernel
+    params: kernel.Params
+    grid: tuple[int, int, int]
+    out: Tensor
+    lse: Tensor
+
+
+def prepare(
     q: Tensor,
     cache: KVCache,
     layer: int,
     sequences: Sequence[int],
-    masks: Masks = NO_MASKS,
+    masks: Masks,
+    device: Device,
     config: kernel.Config | None = None,
     out: Tensor | None = None,
     errors: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``decode`` by the GPU's kernel, without the checks and without rotation.
+) -> Launch:
+    """The launch that answers ``decode`` on ``device``; raises KernelError, in words, where there is none.
 
     config: how (default: the kernel's own choice).  out: where the output goes, dense, in q's shape and dtype.
     errors: int32, where checked kernels leave what was wrong, and stamped ones their clocks.
     """
-    device = Device.of(q)
     problem = problem_of(q, cache, masks)
     config = kernel.default(problem, device) if config is None else config
     reason = kernel.why_not(problem, config, device)
@@ -208,11 +219,26 @@ def decode_kernel(
         cap=kernel.log2_scale(masks.softcap or 0.0),
         uncap=2.0 / masks.softcap if masks.softcap else 0.0,
     )
-    launched = kernel.kernel(config, cache.layout)
-    jit.launch(
-        launched, params, kernel.grid(problem, config, device), pdl=cache.newest_are_few and device.capability >= 90
-    )
-    return out, lse
+    return Launch(kernel.kernel(config, cache.layout), params, kernel.grid(problem, config, device), out, lse)
+
+
+def decode_kernel(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    sequences: Sequence[int],
+    masks: Masks = NO_MASKS,
+    config: kernel.Config | None = None,
+    out: Tensor | None = None,
+    errors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``decode`` by the GPU's kernel, without the checks and without rotation; see ``prepare`` for the rest."""
+    device = Device.of(q)
+    launch = prepare(q, cache, layer, sequences, masks, device, config, out, errors)
+    # Pages may be read before the previous kernel has ended, unless it is one that writes a prompt's.
+    overlaps = cache.newest_are_few and device.capability >= 90
+    jit.launch(launch.kernel, launch.params, launch.grid, pdl=overlaps)
+    return launch.out, launch.lse
 
 
 def _log2(values: Tensor, like: Tensor) -> Tensor:
@@ -224,7 +250,8 @@ _spaces: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
 def _workspace(device: torch.device, partial: int, states: int, arrivals: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What blocks leave for one another: kept for each stream and size, so that its addresses stay fixed."""
-    key = (device, torch.cuda.current_stream(device).cuda_stream, partial, states, arrivals)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, partial, states, arrivals)
     if key not in _spaces:
         _spaces[key] = (
             torch.empty(partial, dtype=torch.float32, device=device),

@@ -198,9 +198,9 @@ class KVCache:
         self.newest_are_few = k.shape[1] <= self.ledger.slack + 1
         if self.rotation is not None:
             k, v = k @ self.rotation, v @ self.rotation
-        if self.pages.is_cuda:
-            self._write_kernel(layer, sequences, k, v)
-            return
+        (self._write_kernel if self.pages.is_cuda else self._write_torch)(layer, sequences, k, v)
+
+    def _write_torch(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         for row, sequence in enumerate(sequences):
             self._write_one(layer, sequence, k[row].transpose(0, 1), v[row].transpose(0, 1))
 

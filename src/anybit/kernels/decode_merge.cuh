@@ -66,8 +66,9 @@ template <class Config> struct Row {
         there = row < Config::rows && token < Config::queries;
         const int64_t place = (static_cast<int64_t>(batch) * Config::queries + token) * p.kv_heads * Config::group + head;
         out = p.out + place * Config::head_dim;
+        const float reference = state.reference;
         if (there && p.sinks) state.add_sink(p.sinks[head]);
-        normalizer = state.normalizer();
+        normalizer = state.normalizer() * softmax::State::weight(reference, state.reference);
         if (there && writes_lse && p.lse) p.lse[place] = state.log_sum_exp();
     }
 };
