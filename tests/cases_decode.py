@@ -6,7 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from anybit.attention import Masks
+from anybit.kernels import decode
+from anybit.kernels.kvpage import PageLayout
 from anybit.kvcache import KVCache
+from anybit.scheme import KVFormat
 
 
 @dataclass(frozen=True)
@@ -141,3 +144,22 @@ CASES = [
 def relative_error(got, want):
     """Mean absolute error over mean magnitude."""
     return float((got.double() - want.double()).abs().mean() / want.double().abs().mean().clamp(min=1e-12))
+
+
+def problem(case: Case) -> decode.Problem:
+    """What a case asks of the kernel."""
+    capacity = -(-max(case.lengths) // case.page) * case.page
+    return decode.Problem(
+        PageLayout(KVFormat.parse(case.format), case.head_dim, case.page),
+        len(case.lengths),
+        case.heads,
+        case.kv_heads,
+        case.queries,
+        ring=min(case.page, 128) + 32,
+        window=min(case.page, 128),
+        capacity=capacity,
+        bf16=case.bf16,
+        sliding=case.window is not None,
+        softcap=case.softcap is not None,
+        alibi=case.alibi,
+    )

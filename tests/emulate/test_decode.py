@@ -2,16 +2,16 @@
 
 import dataclasses
 
-import emulate
 import pytest
 import torch
-from cases_decode import CASES, Case, relative_error
 
+import emulate
 from anybit import kvcache
 from anybit.attention import decode_reference, prepare, problem_of
 from anybit.device import Device
 from anybit.kernels import decode as kernel
 from anybit.kvcache import KVCache
+from cases_decode import Case, relative_error
 
 pytestmark = pytest.mark.emulate
 
