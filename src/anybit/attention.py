@@ -10,7 +10,7 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
-from anybit.kernels import decode as kernel
+from anybit.kernels import decode as kernels
 from anybit.kvcache import KVCache
 
 
@@ -85,7 +85,7 @@ def decode(
     Returns the output in q's shape and dtype, and the log-sum-exp float32 [len(sequences), tokens, heads].
     """
     check(q, cache, sequences)
-    if not q.is_cuda or q.shape[1] > kernel.MOST_QUERIES:
+    if not q.is_cuda or q.shape[1] > kernels.MOST_QUERIES:
         return decode_reference(q, cache, layer, sequences, masks)
     if cache.rotation is None:
         return decode_kernel(q, cache, layer, sequences, masks)
@@ -134,9 +134,9 @@ def decode_reference(
     return torch.stack(outs).to(q.dtype), torch.stack(totals).float()
 
 
-def problem_of(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS) -> kernel.Problem:
+def problem_of(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS) -> kernels.Problem:
     """What ``decode`` asks of the kernel."""
-    return kernel.Problem(
+    return kernels.Problem(
         layout=cache.layout,
         batch=q.shape[0],
         heads=q.shape[2],
@@ -157,7 +157,7 @@ class Launch:
     """One launch of the kernel, ready: what it is, what it is given, and where its results will be."""
 
     kernel: jit.Kernel
-    params: kernel.Params
+    params: kernels.Params
     grid: tuple[int, int, int]
     out: Tensor
     lse: Tensor
@@ -170,7 +170,7 @@ def prepare(
     sequences: Sequence[int],
     masks: Masks,
     device: Device,
-    config: kernel.Config | None = None,
+    config: kernels.Config | None = None,
     out: Tensor | None = None,
     errors: Tensor | None = None,
 ) -> Launch:
@@ -180,17 +180,17 @@ def prepare(
     errors: int32, where checked kernels leave what was wrong, and stamped ones their clocks.
     """
     problem = problem_of(q, cache, masks)
-    config = kernel.default(problem, device) if config is None else config
-    reason = kernel.why_not(problem, config, device)
+    config = kernels.default(problem, device) if config is None else config
+    reason = kernels.why_not(problem, config, device)
     if reason is not None:
         raise KernelError(reason)
     q = q if q.stride(3) == 1 and q.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in q.stride()[:3]) else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    space = _workspace(q.device, *kernel.workspace(problem, config, device))
+    space = _workspace(q.device, *kernels.workspace(problem, config, device))
     scale = 1.0 / math.sqrt(cache.head_dim) if masks.scale is None else masks.scale
     identity = list(sequences) == list(range(len(sequences)))
-    params = kernel.Params(
+    params = kernels.Params(
         pages=cache.pages[layer],
         residual=cache.residual[layer],
         table=cache.table,
@@ -215,11 +215,11 @@ def prepare(
         window=problem.window,
         sliding=masks.window or 0,
         pages_count=cache.pages.shape[1],
-        scale=kernel.log2_scale(scale),
-        cap=kernel.log2_scale(masks.softcap or 0.0),
+        scale=kernels.log2_scale(scale),
+        cap=kernels.log2_scale(masks.softcap or 0.0),
         uncap=2.0 / masks.softcap if masks.softcap else 0.0,
     )
-    return Launch(kernel.kernel(config, cache.layout), params, kernel.grid(problem, config, device), out, lse)
+    return Launch(kernels.kernel(config, cache.layout), params, kernels.grid(problem, config, device), out, lse)
 
 
 def decode_kernel(
@@ -228,7 +228,7 @@ def decode_kernel(
     layer: int,
     sequences: Sequence[int],
     masks: Masks = NO_MASKS,
-    config: kernel.Config | None = None,
+    config: kernels.Config | None = None,
     out: Tensor | None = None,
     errors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

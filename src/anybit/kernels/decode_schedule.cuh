@@ -40,10 +40,12 @@ struct Params {
     float uncap;
 };
 
-// For measuring: the first thread of each block leaves the clock at each phase, after the error word.
+// For measuring: each warp leaves the clock at each of 8 phases, after the error word.
 template <class Config> PTX void stamp(const Params& p, int phase) {
     if constexpr (Config::stamped)
-        if (threadIdx.x == 0) p.errors[1 + 8 * blockIdx.x + phase] = ptx::clock32();
+        if (threadIdx.x % 32 == 0)
+            p.errors[1 + 8 * (blockIdx.x * Config::warps + threadIdx.x / 32) + phase] =
+                phase == 5 ? ptx::smid() : ptx::clock32();
 }
 
 // What of one sequence is to be read.
