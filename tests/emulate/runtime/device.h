@@ -322,6 +322,13 @@ PTX bool vote_any(bool p) { return __any_sync(0xffffffffu, p); }
 PTX bool vote_all(bool p) { return __all_sync(0xffffffffu, p); }
 PTX uint32_t vote_ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
 PTX uint32_t redux_add(uint32_t v) { return __reduce_add_sync(0xffffffffu, v); }
+PTX uint32_t redux_max(uint32_t v) {
+    for (int mask = 16; mask > 0; mask /= 2) {
+        const uint32_t other = shfl_xor(v, mask);
+        v = other > v ? other : v;
+    }
+    return v;
+}
 
 }  // namespace ptx
 

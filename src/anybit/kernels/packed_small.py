@@ -1,0 +1,348 @@
+"""y = x W^T for few tokens and packed weights of 1 to 8 bits, each read once. Host side of packed_small.cuh."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit import Int32, Pointer
+from anybit.kernels import packed_layout
+from anybit.kernels.packed_layout import PackedWeight
+from anybit.scheme import WeightFormat
+
+MOST_TOKENS = 16
+"""Above this many tokens other kernels are faster, and this one's shared memory and registers run out."""
+_MOST_UNITS = 16
+_UNIT_ROWS = packed_layout.UNIT_ROWS
+
+
+class Activation(Enum):
+    """What the activations are: 16-bit floats, int8 codes with a scale a token, or floats split into two planes."""
+
+    f16 = "float16"
+    bf16 = "bfloat16"
+    s8 = "int8"
+    f16_split = "float16 as two planes of int8"
+    bf16_split = "bfloat16 as two planes of int8"
+
+    @property
+    def split(self) -> bool:
+        """Whether 16-bit activations become two planes of int8 (see packed_small.cuh)."""
+        return self in (Activation.f16_split, Activation.bf16_split)
+
+
+class Output(Enum):
+    """The type of the result and of the bias."""
+
+    f16 = "float16"
+    bf16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """y[m, n] = x[m, k] W[n, k]^T, W as ``packed_layout.PackedWeight`` (of order "a8" for int8 activations).
+
+    activations: torch.float16, torch.bfloat16 or torch.int8.  output: float16 or bfloat16.
+    columns: K' of the tiles.  act_order: the columns are permuted.  aligned: rows of x start on 16 bytes.
+    """
+
+    m: int
+    n: int
+    k: int
+    weights: WeightFormat
+    activations: torch.dtype
+    output: torch.dtype
+    device: Device
+    columns: int
+    act_order: bool = False
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Config:
+    """How. The first fields repeat the problem; then
+
+    tokens: columns of the product, at least m.  warps of a block, k_warps of which share the columns of W among them.
+    row_units: units of 16 rows that a warp takes at a time, row_chunks times one after another.
+    stages: copies of weights in a warp's ring; prefetch: how many of them start at once, the others as these land if
+    paced, else after the activations.  x_stages: blocks of activations at hand for a warp; x_resident: all of them.
+    trigger: the next kernel may start at once (0), or when the last copy of weights has been started (1).
+    chain: products that may wait for each other.  blocks_a_sm: bound on registers.
+    """
+
+    activation: Activation
+    output: Output
+    bits: int
+    group: int
+    asym: bool
+    bipolar: bool
+    gather: bool
+    tokens: int
+    warps: int
+    k_warps: int
+    row_units: int
+    row_chunks: int
+    stages: int
+    x_stages: int
+    trigger: int
+    blocks_a_sm: int
+    prefetch: int
+    chain: int = 2
+    diag: int = 0
+    paced: bool = True
+    ragged: bool = False
+    x_resident: bool = True
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see packed_small.cuh."""
+
+    tiles: Pointer
+    row_scale: Pointer
+    row_zero: Pointer
+    permutation: Pointer
+    x: Pointer
+    x_scale: Pointer
+    bias: Pointer
+    y: Pointer
+    m: Int32
+    n: Int32
+    k: Int32
+    x_stride: Int32
+    column_blocks: Int32
+    row_tiles: Int32
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    p = problem
+    if p.device.capability < 90:
+        return f"{p.device.arch} has no bulk copies (sm_90 and later do): see marlin.py"
+    if min(p.m, p.n, p.k) < 1:
+        return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
+    if p.m > MOST_TOKENS:
+        return f"M = {p.m} is more than {MOST_TOKENS} tokens: see packed_large.py"
+    if p.weights.sparse:
+        return "2:4 sparse weights have kernels of their own"
+    if p.activations not in (torch.float16, torch.bfloat16, torch.int8):
+        return f"activations must be float16, bfloat16 or int8, not {_name(p.activations)}"
+    if p.output not in (torch.float16, torch.bfloat16):
+        return f"the output must be float16 or bfloat16, not {_name(p.output)}"
+    if p.activations.is_floating_point and p.activations != p.output:
+        return f"16-bit activations and output must agree, not {_name(p.activations)} and {_name(p.output)}"
+    if p.activations == torch.int8 and p.columns * (2**p.weights.bits) * 128 * 2 >= 2**32:
+        return f"sums over K = {p.k} of {p.weights.bits}-bit weights and int8 activations may not fit int32"
+    return None if config is None else _config_why_not(p, config)
+
+
+def _config_why_not(p: Problem, c: Config) -> str | None:
+    if c != _facts(p, c):
+        return "the config was made for another problem"
+    if c.tokens < p.m:
+        return f"the config holds {c.tokens} tokens, and there are {p.m}"
+    if c.warps % c.k_warps or not 1 <= c.warps <= 32:
+        return f"{c.warps} warps are not a multiple of k_warps = {c.k_warps}, or more than 32"
+    if c.x_resident != (c.x_stages * c.k_warps >= p.columns // 128):
+        return "x_resident must say whether x_stages hold all of a warp's activations"
+    if not 1 <= c.prefetch <= c.stages:
+        return f"prefetch = {c.prefetch} must be 1 to stages = {c.stages}"
+    if c.activation.split:
+        if c.gather:
+            return "activations in another order are not split into planes"
+        if c.bits not in (1, 2, 4, 8):
+            return f"split activations meet widths of 1, 2, 4 or 8 bits, not {c.bits}"
+        if not c.x_resident:
+            return "split activations must all be at hand (x_stages)"
+        if p.k % 2:
+            return f"split activations need an even K, not {p.k}"
+    size = shared_bytes(c)
+    if size > p.device.shared_bytes:
+        return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _up(size: int, to: int = 128) -> int:
+    return -(-size // to) * to
+
+
+def _facts(p: Problem, c: Config) -> Config:
+    """``c`` with what the problem decides."""
+    activation = {
+        torch.float16: Activation.f16_split if c.activation.split else Activation.f16,
+        torch.bfloat16: Activation.bf16_split if c.activation.split else Activation.bf16,
+        torch.int8: Activation.s8,
+    }[p.activations]
+    return replace(
+        c,
+        activation=activation,
+        output=Output.f16 if p.output == torch.float16 else Output.bf16,
+        bits=p.weights.bits,
+        group=min(p.weights.group or 0, 128),
+        asym=p.weights.code == "asym",
+        bipolar=p.weights.code == "bipolar",
+        gather=p.act_order or not p.aligned,
+        ragged=p.k % 128 != 0,
+    )
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: a ring of weights (in the end its sums) and activations a warp; factors; barriers."""
+    c = config
+    pitch = 128 if c.activation.split or c.activation is Activation.s8 else 256
+    pitch += 16 if c.tokens > 1 or c.activation.split else 0
+    slot = c.tokens * (2 * pitch if c.activation.split else pitch) + (
+        _up(c.tokens * 4, 16) if c.activation.split else 0
+    )
+    units = c.row_units * c.row_chunks
+    ring = _up(max(c.stages * c.row_units * _unit_bytes(c), units * 16 * c.tokens * 4))
+    rows = c.warps // c.k_warps * units * 16
+    return c.warps * (ring + c.x_stages * slot) + _up(rows * 8 + c.tokens * 4) + _up(c.warps * c.stages * 8)
+
+
+def _unit_bytes(c: Config) -> int:
+    return 256 * c.bits + packed_layout.subgroups(c.group or None) * (48 if c.asym else 32)
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    return jit.Kernel("packed_small.cuh", "packed_small", config, Params, config.warps * 32, shared_bytes(config))
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
+    units = _up(problem.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
+    most = config.warps // config.k_warps * config.row_units * config.row_chunks
+    return max(min(problem.device.sms, units), -(-units // most)), 1, 1
+
+
+def configs(problem: Problem) -> Iterator[Config]:
+    """Every config worth trying, legal ones alone; the default first."""
+    first = default(problem)
+    yield first
+    seen = {first}
+    splits = (False, True) if problem.activations.is_floating_point else (False,)
+    for warps in (8, 16):
+        for row_warps in (1, 2):
+            for row_units in (1, 2, 3, 4):
+                for kibibytes in (48, 72, 96, 160):
+                    for prefetch in (1, 2, 4):
+                        for split in splits:
+                            found = _fitted(problem, warps, row_warps, row_units, kibibytes << 10, prefetch, split)
+                            if found not in seen and why_not(problem, found) is None:
+                                seen.add(found)
+                                yield found
+
+
+def default(problem: Problem) -> Config:
+    """The config to use where nothing was measured. Raises KernelError where there is none."""
+    reason = why_not(problem)
+    if reason is not None:
+        raise KernelError(reason)
+    found = _default(problem)
+    reason = why_not(problem, found)
+    if reason is not None:
+        raise KernelError(f"no config for {problem}: {reason}")
+    return found
+
+
+@functools.cache
+def _default(p: Problem) -> Config:
+    """What won on an H200 (docs/packed.md): a layer whose weights fit the SMs' shared memory is fetched whole, before
+    the kernel ahead has ended; others in rings that leave room for the next kernel's, or have more warps instead.
+    """
+    units = -(-_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS // p.device.sms)
+    whole = units <= 3 and units * (p.columns // 128) * (256 * p.weights.bits + 48) <= 100 << 10
+    long = not whole and units <= 3
+    for kibibytes in (112, 64, 32, 16):
+        found = _fitted(
+            p, 16 if long else 8, 1, units if units <= 3 else 2, kibibytes << 10, 1 if units <= 3 else 2, False
+        )
+        if shared_bytes(found) <= p.device.shared_bytes:
+            return found
+    return found
+
+
+def _fitted(
+    p: Problem, warps: int, row_warps: int, row_units: int, ring_bytes: int, prefetch: int, split: bool
+) -> Config:
+    """A config for these warps, whose rings have about ``ring_bytes`` together."""
+    units = min(-(-_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS // p.device.sms), _MOST_UNITS)
+    mine = -(-units // row_warps)
+    row_units = min(row_units, mine)
+    k_warps = warps // row_warps
+    blocks = -(-p.columns // 128 // k_warps)
+    base = Config(
+        Activation.f16_split if split else Activation.f16, Output.f16, 1, 0, False, False, False,
+        tokens=next(t for t in (1, 2, 4, 8, 16) if t >= p.m), warps=warps, k_warps=k_warps, row_units=row_units,
+        row_chunks=-(-mine // row_units), stages=1, x_stages=blocks, trigger=0, blocks_a_sm=1, prefetch=1,
+        chain=2 if p.m <= 8 else 4,
+    )  # fmt: skip
+    base = _facts(p, base)
+    if base.tokens > 2 and not split:
+        base = replace(base, x_stages=min(blocks, 4 if base.tokens <= 8 else 2))
+    base = replace(base, x_resident=base.x_stages >= blocks)
+    steps = blocks * base.row_chunks
+    stages = max(1, min(steps, ring_bytes // (warps * base.row_units * _unit_bytes(base))))
+    prefetch = max(1, min(stages, prefetch))
+    return replace(base, stages=stages, prefetch=prefetch, trigger=0 if stages >= steps else 1)
+
+
+def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.dtype, device: Device) -> Problem:
+    """The problem that ``launch`` solves for m tokens."""
+    n, k = weight.shape
+    return Problem(m, n, k, weight.format, dtype, output, device, weight.padded[1], weight.permutation is not None)
+
+
+def launch(
+    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
+    config: Config | None = None, pdl: bool = True,
+) -> None:  # fmt: skip
+    """y[:] = x W^T + bias. x [m, k] float16, bfloat16, or int8 with x_scale float32 [m]; y [m, n], bias [n].
+
+    Rows of x may be further apart than k. pdl: start before the kernel ahead has ended; safe in any stream, since
+    nothing that another kernel writes is touched before that kernel's end. KernelError where it cannot be done.
+    """
+    n, k = weight.shape
+    if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1:
+        raise KernelError(f"x must be [m, {k}] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
+    if tuple(y.shape) != (x.shape[0], n) or not y.is_contiguous():
+        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {n}], not {tuple(y.shape)}")
+    if (x_scale is not None) != (x.dtype == torch.int8):
+        raise KernelError(f"x_scale goes with int8 activations, and x is {_name(x.dtype)}")
+    if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,)):
+        raise KernelError(f"bias must be {_name(y.dtype)} [{n}], not {_name(bias.dtype)} {tuple(bias.shape)}")
+    wanted = "a8" if x.dtype == torch.int8 else "a16"
+    if weight.order != wanted:
+        raise KernelError(f"tiles were prepared for {weight.order} activations, and x is {_name(x.dtype)}")
+    problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    if not aligned:
+        problem = replace(problem, aligned=False)
+    if config is None:
+        config = default(problem)
+    else:
+        reason = why_not(problem, config)
+        if reason is not None:
+            raise KernelError(reason)
+    params = arguments(weight, x, y, x_scale, bias)
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl)
+
+
+def arguments(weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> Params:
+    """The Params of a launch, unchecked."""
+    return Params(
+        weight.tiles, weight.row_scale, weight.row_zero, weight.permutation, x, x_scale, bias, y,
+        x.shape[0], weight.shape[0], weight.shape[1], x.stride(0), weight.tiles.shape[0], weight.tiles.shape[1],
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""packed_small on hardware: every width, code and group, the peers' shapes, repeated runs, chains under PDL."""
+
+import itertools
+
+import pytest
+import torch
+
+from anybit.device import Device
+from anybit.kernels import packed_layout, packed_small
+from anybit.kernels.packed_layout import PackedWeight
+from anybit.packing import QuantizedWeight
+from anybit.scheme import WeightFormat
+from cases import random_weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DTYPES = [torch.float16, torch.bfloat16, torch.int8]
+
+
+def cuda(weight: QuantizedWeight, act_order: bool = False) -> QuantizedWeight:
+    index, group, k = weight.group_index, weight.format.group, weight.shape[1]
+    if act_order and group is not None:
+        index = (torch.arange(k) // group)[torch.randperm(k, generator=torch.Generator().manual_seed(k))].to(
+            torch.int32
+        )
+    moved = [None if t is None else t.cuda() for t in (weight.words, weight.scale, weight.zero, index)]
+    assert moved[0] is not None and moved[1] is not None
+    return QuantizedWeight(moved[0], moved[1], moved[2], weight.shape, weight.format, moved[3])
+
+
+def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    if dtype == torch.int8:
+        x = torch.randint(-127, 128, (m, k), generator=generator, device="cuda", dtype=torch.int8)
+        return x, torch.rand(m, generator=generator, device="cuda") / 100 + 0.001
+    return torch.randn(m, k, generator=generator, device="cuda").to(dtype), None
+
+
+def check(weight: QuantizedWeight, m: int, dtype: torch.dtype, bias: bool = False) -> None:
+    n, k = weight.shape
+    packed = packed_layout.prepare(weight, "a8" if dtype == torch.int8 else "a16")
+    x, scale = activations(m, k, dtype, n + m)
+    output = torch.float16 if dtype == torch.int8 else dtype
+    b = torch.randn(n, device="cuda").to(output) if bias else None
+    expected = x.double() @ weight.dequantize(torch.float64).T
+    if scale is not None:
+        expected *= scale.double()[:, None]
+    if b is not None:
+        expected += b.double()
+    y = torch.full((m, n), torch.nan, device="cuda", dtype=output)
+    packed_small.launch(packed, x, y, scale, b)
+    error = (y.double() - expected).abs().mean() / expected.abs().mean()
+    assert error < TOLERANCE[output], f"{weight.format} m={m} n={n} k={k} {dtype}: mean relative error {error:.2e}"
+    again = torch.full_like(y, torch.nan)
+    for _ in range(3):
+        packed_small.launch(packed, x, again, scale, b)
+        assert torch.equal(y, again), f"{weight.format} m={m}: results differ from run to run"
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_widths(bits: int, dtype: torch.dtype) -> None:
+    for m in (1, 5, 16):
+        check(cuda(random_weight(512, 1024, WeightFormat(bits, "sym", 128), bits)), m, dtype)
+
+
+@pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
+@pytest.mark.parametrize("group", [32, 64, 128, 256, None])
+def test_codes_and_groups(code: str, group: int | None) -> None:
+    for bits, dtype in zip((4, 3, 2), DTYPES, strict=True):
+        check(cuda(random_weight(320, 768, WeightFormat(bits, code, group), bits)), 3, dtype, bias=True)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 12, 16])
+def test_marlin_cases(m: int) -> None:
+    for group in (None, 128, 64, 32):
+        check(cuda(random_weight(512, 1024, WeightFormat(4, "sym", group), m)), m, torch.float16)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (1, 8192, 28672), (13, 8192, 4096)])
+def test_machete_cases(m: int, n: int, k: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(m)
+    format = WeightFormat(4, "asym", 128)
+    words = torch.randint(-(2**31), 2**31, (n, k // 8), generator=generator, device="cuda").to(torch.int32)
+    scale = torch.rand(n, k // 128, generator=generator, device="cuda") + 0.5
+    zero = torch.randint(0, 16, (n, k // 128), generator=generator, device="cuda").to(torch.uint8)
+    for dtype in DTYPES:
+        check(QuantizedWeight(words, scale, zero, (n, k), format), m, dtype)
+
+
+def test_activation_order() -> None:
+    for bits, group, dtype in ((4, 128, torch.float16), (8, 32, torch.bfloat16), (3, 64, torch.int8)):
+        check(cuda(random_weight(256, 1024, WeightFormat(bits, "asym", group), bits), act_order=True), 2, dtype)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (3, 77, 300), (16, 130, 1000)])
+def test_ragged(m: int, n: int, k: int) -> None:
+    for dtype in DTYPES:
+        check(cuda(random_weight(n, k, WeightFormat(4, "sym", 64), k)), m, dtype, bias=True)
+
+
+def chain(packed: list[PackedWeight], x: torch.Tensor, links: int, pdl: bool) -> torch.Tensor:
+    """y = x W^T again and again, each product the next one's activations."""
+    buffers = [x.clone(), torch.empty_like(x)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(links):
+            packed_small.launch(packed[i % len(packed)], buffers[i % 2], buffers[(i + 1) % 2], pdl=pdl)
+    graph.replay()
+    torch.cuda.synchronize()
+    return buffers[links % 2]
+
+
+@pytest.mark.parametrize("m", [1, 8])
+def test_chains_under_programmatic_launch(m: int) -> None:
+    """What a kernel prefetches before its predecessor has ended must not change a bit."""
+    size = 4096
+    format = WeightFormat(4, "sym", 128)
+    layers = []
+    for seed in range(6):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        words = torch.randint(-(2**31), 2**31, (size, size // 8), generator=generator, device="cuda").to(torch.int32)
+        scale = (torch.rand(size, size // 128, generator=generator, device="cuda") + 0.5) / (4.6 * 64 * 1.04)
+        layers.append(packed_layout.prepare(QuantizedWeight(words, scale, None, (size, size), format)))
+    x = torch.randn(m, size, device="cuda").half()
+    plain = chain(layers, x, 41, pdl=False)
+    assert plain.isfinite().all() and plain.count_nonzero() > 0.9 * plain.numel()
+    for _ in range(10):
+        assert torch.equal(chain(layers, x, 41, pdl=True), plain)
+
+
+def test_every_config_agrees() -> None:
+    weight = cuda(random_weight(1024, 2048, WeightFormat(2, "sym", 128)))
+    packed = packed_layout.prepare(weight)
+    x, _ = activations(2, 2048, torch.float16)
+    expected = x.double() @ weight.dequantize(torch.float64).T
+    problem = packed_small.problem_of(packed, 2, torch.float16, torch.float16, Device.of(x))
+    for config in itertools.islice(packed_small.configs(problem), 0, None, 9):
+        y = torch.full((2, 1024), torch.nan, device="cuda", dtype=torch.float16)
+        packed_small.launch(packed, x, y, config=config)
+        error = (y.double() - expected).abs().mean() / expected.abs().mean()
+        assert error < 1e-3, f"{config}: {error:.2e}"
