@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.errors import LayerError
+from anybit import jit
+from anybit.device import Device
+from anybit.errors import KernelError, LayerError
+from anybit.kernels import decode as kernels
 from anybit.kvcache import KVCache
-
-MOST_QUERIES = 16
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,12 @@ def decode(
     Returns the output in q's shape and dtype, and the log-sum-exp float32 [len(sequences), tokens, heads].
     """
     check(q, cache, sequences)
-    return decode_reference(q, cache, layer, sequences, masks)
+    if not q.is_cuda or q.shape[1] > kernels.MOST_QUERIES:
+        return decode_reference(q, cache, layer, sequences, masks)
+    if cache.rotation is None:
+        return decode_kernel(q, cache, layer, sequences, masks)
+    out, total = decode_kernel(q @ cache.rotation, cache, layer, sequences, masks)
+    return out @ cache.rotation, total
 
 
 def check(q: Tensor, cache: KVCache, sequences: Sequence[int]) -> None:
@@ -126,3 +132,131 @@ def decode_reference(
         outs.append(out)
         totals.append(total)
     return torch.stack(outs).to(q.dtype), torch.stack(totals).float()
+
+
+def problem_of(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS) -> kernels.Problem:
+    """What ``decode`` asks of the kernel."""
+    return kernels.Problem(
+        layout=cache.layout,
+        batch=q.shape[0],
+        heads=q.shape[2],
+        kv_heads=cache.kv_heads,
+        queries=q.shape[1],
+        ring=cache.ledger.ring,
+        window=cache.window,
+        capacity=cache.ledger.capacity,
+        bf16=cache.dtype == torch.bfloat16,
+        sliding=masks.window is not None,
+        softcap=masks.softcap is not None,
+        alibi=masks.alibi is not None,
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of the kernel, ready: what it is, what it is given, and where its results will be."""
+
+    kernel: jit.Kernel
+    params: kernels.Params
+    grid: tuple[int, int, int]
+    out: Tensor
+    lse: Tensor
+
+
+def prepare(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    sequences: Sequence[int],
+    masks: Masks,
+    device: Device,
+    config: kernels.Config | None = None,
+    out: Tensor | None = None,
+    errors: Tensor | None = None,
+) -> Launch:
+    """The launch that answers ``decode`` on ``device``; raises KernelError, in words, where there is none.
+
+    config: how (default: the kernel's own choice).  out: where the output goes, dense, in q's shape and dtype.
+    errors: int32, where checked kernels leave what was wrong, and stamped ones their clocks.
+    """
+    problem = problem_of(q, cache, masks)
+    config = kernels.default(problem, device) if config is None else config
+    reason = kernels.why_not(problem, config, device)
+    if reason is not None:
+        raise KernelError(reason)
+    q = q if q.stride(3) == 1 and q.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in q.stride()[:3]) else q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    space = _workspace(q.device, *kernels.workspace(problem, config, device))
+    scale = 1.0 / math.sqrt(cache.head_dim) if masks.scale is None else masks.scale
+    identity = list(sequences) == list(range(len(sequences)))
+    params = kernels.Params(
+        pages=cache.pages[layer],
+        residual=cache.residual[layer],
+        table=cache.table,
+        lengths=cache.lengths,
+        sequences=None if identity else cache.row_index(sequences, torch.int32),
+        q=q,
+        out=out,
+        lse=lse,
+        sinks=None if masks.sinks is None else _log2(masks.sinks, q),
+        slopes=None if masks.alibi is None else _log2(masks.alibi, q),
+        partial=space[0],
+        partial_state=space[1],
+        arrivals=space[2],
+        errors=space[3] if errors is None else errors,
+        q_batch_stride=q.stride(0),
+        q_token_stride=q.stride(1),
+        q_head_stride=q.stride(2),
+        batch=problem.batch,
+        kv_heads=problem.kv_heads,
+        table_width=cache.table.shape[1],
+        ring=problem.ring,
+        window=problem.window,
+        sliding=masks.window or 0,
+        pages_count=cache.pages.shape[1],
+        scale=kernels.log2_scale(scale),
+        cap=kernels.log2_scale(masks.softcap or 0.0),
+        uncap=2.0 / masks.softcap if masks.softcap else 0.0,
+    )
+    return Launch(kernels.kernel(config, cache.layout), params, kernels.grid(problem, config, device), out, lse)
+
+
+def decode_kernel(
+    q: Tensor,
+    cache: KVCache,
+    layer: int,
+    sequences: Sequence[int],
+    masks: Masks = NO_MASKS,
+    config: kernels.Config | None = None,
+    out: Tensor | None = None,
+    errors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``decode`` by the GPU's kernel, without the checks and without rotation; see ``prepare`` for the rest."""
+    device = Device.of(q)
+    launch = prepare(q, cache, layer, sequences, masks, device, config, out, errors)
+    # Pages may be read before the previous kernel has ended, unless it is one that writes a prompt's.
+    overlaps = cache.newest_are_few and device.capability >= 90
+    jit.launch(launch.kernel, launch.params, launch.grid, pdl=overlaps)
+    return launch.out, launch.lse
+
+
+def _log2(values: Tensor, like: Tensor) -> Tensor:
+    return (values.to(like.device, torch.float32) * math.log2(math.e)).contiguous()
+
+
+_spaces: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+
+def _workspace(device: torch.device, partial: int, states: int, arrivals: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What blocks leave for one another: kept for each stream and size, so that its addresses stay fixed."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, partial, states, arrivals)
+    if key not in _spaces:
+        _spaces[key] = (
+            torch.empty(partial, dtype=torch.float32, device=device),
+            torch.empty(states, dtype=torch.float32, device=device),
+            torch.zeros(arrivals, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+    return _spaces[key]

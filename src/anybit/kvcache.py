@@ -11,12 +11,15 @@ graph of them stays right while the sequences grow.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.errors import LayerError
-from anybit.kernels import kvpage
+from anybit import jit
+from anybit.device import Device
+from anybit.errors import KernelError, LayerError
+from anybit.kernels import kvpack, kvpage
 from anybit.kernels.kvpage import PageLayout
 from anybit.kvpool import Action, CacheError, CopyPage, CopyRing, Ledger, Unpack
 from anybit.scheme import KVFormat
@@ -57,6 +60,8 @@ class KVCache:
     ) -> None:
         if dtype not in (torch.float16, torch.bfloat16):
             raise LayerError(f"a KV cache keeps its newest tokens in float16 or bfloat16, not {dtype}")
+        if slack % 32:
+            raise LayerError(f"slack must be a multiple of 32 tokens, not {slack}")
         self.format = KVFormat.parse(format) if isinstance(format, str) else format
         self.layout = PageLayout(self.format, head_dim, page)
         self.window = min(page, WINDOW)
@@ -72,7 +77,9 @@ class KVCache:
         self.table = torch.full((sequences, per_sequence), -1, dtype=torch.int32, device=self.device)
         self.lengths = torch.zeros(sequences, dtype=torch.int32, device=self.device)
         self._places = ring_places(ring, head_dim).to(self.device)
-        self._rows: dict[tuple[int, ...], Tensor] = {}
+        self._rows: dict[tuple[object, ...], Tensor] = {}
+        self.newest_are_few = False
+        """Whether the last write was of a step and not of a prompt: then attention may start reading pages early."""
 
     # -------- sequences
 
@@ -138,13 +145,13 @@ class KVCache:
         else:
             self.lengths.index_add_(0, rows, torch.tensor(counts, dtype=torch.int32, device=self.device))
 
-    def row_index(self, sequences: Sequence[int]) -> Tensor:
-        """The sequences as an int64 tensor on the cache's device, made once."""
-        key = tuple(sequences)
+    def row_index(self, sequences: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        """The sequences as a tensor on the cache's device, made once."""
+        key = (dtype, *sequences)
         if key not in self._rows:
             if len(self._rows) > 256:
                 self._rows.clear()
-            self._rows[key] = torch.tensor(key, dtype=torch.int64, device=self.device)
+            self._rows[key] = torch.tensor(sequences, dtype=dtype, device=self.device)
         return self._rows[key]
 
     def _publish(self, sequences: Sequence[int], lengths: bool = True) -> None:
@@ -188,8 +195,12 @@ class KVCache:
         and packed; 16-bit values of the newest tokens stay in the residual.
         """
         self._check(sequences, k, v)
+        self.newest_are_few = k.shape[1] <= self.ledger.slack + 1
         if self.rotation is not None:
             k, v = k @ self.rotation, v @ self.rotation
+        (self._write_kernel if self.pages.is_cuda else self._write_torch)(layer, sequences, k, v)
+
+    def _write_torch(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         for row, sequence in enumerate(sequences):
             self._write_one(layer, sequence, k[row].transpose(0, 1), v[row].transpose(0, 1))
 
@@ -210,6 +221,43 @@ class KVCache:
                     f"sequence {sequence} counts {self.length(sequence)} tokens, fewer than the {k.shape[1]} to write: "
                     "call extend first"
                 )
+
+    def _write_kernel(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
+        """The same by one kernel (two for a prompt), at fixed addresses and without any synchronization."""
+        k, v = (_aligned(x) for x in (k, v))
+        bf16 = self.dtype == torch.bfloat16
+        problem = kvpack.Problem(
+            self.layout, len(sequences), self.kv_heads, k.shape[1], self.ledger.ring, self.window, bf16
+        )
+        device, config = Device.of(k), kvpack.default(problem)
+        reason = kvpack.why_not(problem, config, device)
+        if reason is not None:
+            raise KernelError(reason)
+        identity = list(sequences) == list(range(len(sequences)))
+        common: dict[str, Any] = {
+            "k": k,
+            "v": v,
+            "pages": self.pages[layer],
+            "residual": self.residual[layer],
+            "table": self.table,
+            "lengths": self.lengths,
+            "sequences": None if identity else self.row_index(sequences, torch.int32),
+            "k_batch_stride": k.stride(0),
+            "v_batch_stride": v.stride(0),
+            "k_token_stride": k.stride(1),
+            "k_head_stride": k.stride(2),
+            "v_token_stride": v.stride(1),
+            "v_head_stride": v.stride(2),
+            "tokens": k.shape[1],
+            "kv_heads": self.kv_heads,
+            "table_width": self.table.shape[1],
+            "ring": self.ledger.ring,
+            "window": self.window,
+        }
+        grid, overlaps = kvpack.grid(problem), device.capability >= 90
+        for packs, keeps in ((1, 1),) if problem.step else ((1, 0), (0, 1)):
+            params = kvpack.Params(**common, packs=packs, keeps=keeps)
+            jit.launch(kvpack.kernel(config), params, grid, pdl=overlaps and problem.step)
 
     def _write_one(self, layer: int, sequence: int, k: Tensor, v: Tensor) -> None:
         """K and V [heads, tokens, dim] of the newest tokens of one sequence, in plain torch."""
@@ -267,6 +315,12 @@ class KVCache:
         """Dequantized values in float32; 16-bit parts as the cache's type reads them."""
         k, v = kvpage.decode(self.layout, blocks, torch.float32)
         return (stored[0] if self.format.key_bits == 16 else k, stored[1] if self.format.value_bits == 16 else v)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """X itself if rows can be read eight bytes at a time, else a copy."""
+    fits = x.stride(3) == 1 and x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in x.stride()[:3])
+    return x if fits else x.contiguous()
 
 
 def ring_places(ring: int, head_dim: int) -> Tensor:

@@ -21,7 +21,7 @@ def test_product(case: Case) -> None:
     assert packed_large.why_not(p, config) is None
     weight = random_weight(p.n, p.k, p.weights)
     x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(1)).to(p.dtype)
-    bias = torch.linspace(-1, 1, p.n)
+    bias = torch.linspace(-1, 1, p.n).to(p.dtype)
     operand, x_scale, values = x, None, x.double()
     if p.activations.quantized:
         quantized = quantize_activations(x, p.activations)

@@ -59,7 +59,7 @@ def test_product(case: Case) -> None:
     p = case.problem
     weight, x, x_scale, exact = operands(case)
     packed = prepare(weight, "a8" if p.activations.quantized else "a16")
-    bias = torch.randn(p.n, device="cuda")
+    bias = torch.randn(p.n, device="cuda").to(p.dtype)
     y = product(case, packed, x, x_scale, bias)
     error = (y.double() - exact - bias.double()).abs().mean() / exact.abs().mean()
     assert error < (1e-3 if p.dtype == torch.float16 else 8e-3)

@@ -2,40 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from anybit.errors import CalibrationError, TextError
 from anybit.quantize import gptq
-from anybit.quantize.blocks import Store, find_blocks
+from anybit.quantize.blocks import Store
 from anybit.quantize.calibrate import Calibration, batched, calibrate, read_text
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
+from cases_calibration import divergence, names_of, sequences, tiny
 
 SCHEME = Scheme.parse("w3a16g32asym")
-
-
-def tiny(seed: int = 0, layers: int = 3):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=300,
-        tie_word_embeddings=True,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-def names_of(model) -> set[str]:
-    prefix, blocks = find_blocks(model)
-    return {f"{prefix}.{n}" for n, m in blocks.named_modules() if isinstance(m, torch.nn.Linear)}
-
-
-def sequences(count: int = 12, seed: int = 1) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 300, (40 + 7 * (i % 3),), generator=g) for i in range(count)]
 
 
 def quantizer(weight, statistics, name):
@@ -46,18 +23,6 @@ def same(a, b) -> bool:
     return a.keys() == b.keys() and all(
         torch.equal(a[n].words, b[n].words) and torch.equal(a[n].scale, b[n].scale) for n in a
     )
-
-
-def divergence(model, weights, tokens) -> float:
-    with torch.no_grad():
-        before = model(tokens).logits.log_softmax(-1)
-        kept = {n: model.get_submodule(n).weight.data for n in weights}
-        for n, w in weights.items():
-            model.get_submodule(n).weight.data = w.dequantize()
-        after = model(tokens).logits.log_softmax(-1)
-        for n, w in kept.items():
-            model.get_submodule(n).weight.data = w
-    return float((before.exp() * (before - after)).sum(-1).mean())
 
 
 def test_gptq_beats_rounding_end_to_end():

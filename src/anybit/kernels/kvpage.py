@@ -299,7 +299,9 @@ def _encode_values(layout: PageLayout, v: Tensor) -> list[Tensor]:
         return [pack_tiles(v.contiguous().view(torch.int16), 16, False, 16)]
     codes, scale, zero = quantize(v.reshape(*lead, tokens, -1, layout.channel_group), bits, -1)
     largest = scale.float().flatten(-3).amax(-1, keepdim=True)
-    limit = (60000.0 / largest).clamp(max=LIMIT)  # 60000: the product is rounded to float16 once more
+    limit = (torch.full_like(largest, 60000.0) / largest).clamp(
+        max=LIMIT
+    )  # 60000: the product is rounded to float16 once more
     tail = torch.cat((limit, limit.new_zeros(*lead, _TAIL // 4 - 1)), -1)
     return [
         pack_tiles(codes.reshape(v.shape), bits, False, 16),

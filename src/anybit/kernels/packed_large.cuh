@@ -19,7 +19,7 @@ struct Params {
     const float* row_scale;   // [rows padded to 64]
     const uint8_t* row_zero;  // whole rows with zero points: [rows padded to 64], else null
     const float* x_scale;     // 8-bit activations: [tokens], else null
-    const float* bias;        // [rows] or null
+    const uint16_t* bias;     // [rows] in y's type, or null
     uint16_t* y;              // [tokens, rows]
     int tokens, rows;         // M and N as the caller sees them
     int units;                // inputs padded to 128, over 128
@@ -44,14 +44,16 @@ struct PackedLargeShape {
     static constexpr int ring_bytes = Config::stages * stage_bytes;
     static constexpr bool reduces = Config::k_warpgroups * Config::k_blocks > 1;
     static constexpr int row_stride = 68;  // floats between tokens of a 64-row partial sum: no bank conflicts
-    static constexpr int partial_bytes = reduces ? warpgroups * Config::tokens * row_stride * 4 : 0;
-    // Partial sums that other blocks send get a place of their own, unless it is too large: then all wait for the ring.
-    static constexpr bool apart = Config::k_blocks > 1 && ring_bytes + partial_bytes <= 220 * 1024;
-    static constexpr int partial_offset = apart ? ring_bytes : 0;
-    static constexpr int body_bytes = apart ? ring_bytes + partial_bytes : ring_bytes > partial_bytes ? ring_bytes : partial_bytes;
+    // Partial sums, by the block that adds them up; a block keeps those for others in its ring once that is empty, and has
+    // a place of its own for what it receives.
+    static constexpr int share = Config::tokens / Config::k_blocks;
+    static constexpr int share_bytes = reduces ? warpgroups * share * row_stride * 4 : 0;
+    static constexpr int partial_bytes = Config::k_blocks * share_bytes;
+    static constexpr int receive_offset = ring_bytes > partial_bytes ? ring_bytes : partial_bytes;
+    static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes;
     static constexpr int staging_bytes = reduces ? 0 : warpgroups * 4 * 512;
     static constexpr int barrier_offset = body_bytes + staging_bytes;
-    static constexpr int bytes = barrier_offset + Config::stages * 24;
+    static constexpr int bytes = barrier_offset + Config::stages * 24 + 8;
 };
 
 // A stage and the parity of the barriers of its current use.
@@ -70,7 +72,7 @@ struct RingCursor {
 
 // The first barriers of the ring's stages: weights have landed, x has landed, all have been read.
 struct RingBarriers {
-    uint32_t full_w, full_x, empty;
+    uint32_t full_w, full_x, empty, received;  // received: one, for the partial sums of other blocks
 };
 
 struct TilePlace {
@@ -114,31 +116,43 @@ PTX void multiply(typename Sums<Config>::Product (&sum)[Config::tokens / 2], con
         ptx::wgmma_e4m3<Config::tokens>(sum, a, b, accumulate);
 }
 
+// The thread that fills the ring. Weights do not depend on the kernel before this one, so the ring is filled with them
+// first, before the block has even met.
 template <class Config>
-PTX void packed_large_produce(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int cluster, int clusters) {
+struct Producer {
     using Shape = PackedLargeShape<Config>;
-    const int tiles = p.row_tiles * p.token_tiles;
-    const uint64_t policy = ptx::createpolicy_evict_first();
-    const int first_unit = k_rank * p.units / Config::k_blocks;
-    const int units = (k_rank + 1) * p.units / Config::k_blocks - first_unit;
+    const Params& p;
+    const uint32_t ring;
+    const RingBarriers barriers;
+    const int row_rank, cluster, clusters, first_unit, units;
     uint16_t sharers = 0;
-    for (int i = 0; i < Config::row_blocks; i++) sharers |= 1u << (i * Config::k_blocks + k_rank);
+    uint64_t policy;
 
-    auto load_w = [&](const TilePlace& place, int unit, int stage) {
+    PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int cluster,
+                 int clusters)
+        : p(p), ring(ring), barriers(barriers), row_rank(row_rank), cluster(cluster), clusters(clusters),
+          first_unit(k_rank * p.units / Config::k_blocks),
+          units((k_rank + 1) * p.units / Config::k_blocks - k_rank * p.units / Config::k_blocks) {
+        for (int i = 0; i < Config::row_blocks; i++) sharers |= 1u << (i * Config::k_blocks + k_rank);
+        policy = ptx::createpolicy_evict_first();
+    }
+    PTX int early() const { return min(Config::stages, units); }
+
+    PTX void load_w(const TilePlace& place, int unit, int stage) const {
         const int first = (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups;
         const int count = max(min(Config::row_warpgroups, p.weight_tiles - first), 0);
-        const uint32_t bytes = count * Config::tile_bytes;
-        ptx::mbarrier_arrive_expect_tx(barriers.full_w + 8 * stage, bytes);
+        const uint32_t bytes = count * Config::tile_bytes, barrier = barriers.full_w + 8 * stage;
+        ptx::mbarrier_arrive_expect_tx(barrier, bytes);
         if (count == 0) return;
         const uint8_t* source =
             p.tiles + (static_cast<size_t>(first_unit + unit) * p.weight_tiles + first) * Config::tile_bytes;
         const uint32_t target = ring + stage * Shape::stage_bytes + Shape::x_bytes;
         if (p.token_tiles == 1)
-            ptx::cp_async_bulk_load_hint(target, source, bytes, barriers.full_w + 8 * stage, policy);
+            ptx::cp_async_bulk_load_hint(target, source, bytes, barrier, policy);
         else
-            ptx::cp_async_bulk_load(target, source, bytes, barriers.full_w + 8 * stage);
-    };
-    auto load_x = [&](const TilePlace& place, int unit, int stage) {
+            ptx::cp_async_bulk_load(target, source, bytes, barrier);
+    }
+    PTX void load_x(const TilePlace& place, int unit, int stage) const {
         constexpr int share = Config::tokens / Config::row_blocks;
         const uint32_t barrier = barriers.full_x + 8 * stage;
         ptx::mbarrier_arrive_expect_tx(barrier, Shape::x_bytes);
@@ -151,31 +165,33 @@ PTX void packed_large_produce(const Params& p, uint32_t ring, const RingBarriers
             else
                 ptx::cp_async_bulk_tensor_2d(target, &p.x, x, y, barrier);
         }
-    };
-
-    // Weights do not depend on the kernel before this one: fill the ring with them first.
-    TilePlace place = tile_place(p, cluster);
-    const int early = min(Config::stages, units);
-    for (int i = 0; i < early; i++) load_w(place, i, i);
-    ptx::griddepcontrol_wait();
-    for (int i = 0; i < early; i++) load_x(place, i, i);
-    RingCursor<Config::stages> cursor;
-    int skip = early;
-    for (int tile = cluster; tile < tiles; tile += clusters) {
-        place = tile_place(p, tile);
-        for (int unit = 0; unit < units; unit++) {
-            if (skip > 0) {
-                skip--;
-            } else {
-                // A stage's first use waits for nothing: a fresh barrier counts as having completed parity 1.
-                ptx::mbarrier_wait_parity(barriers.empty + 8 * cursor.stage, cursor.parity ^ 1);
-                load_w(place, unit, cursor.stage);
-                load_x(place, unit, cursor.stage);
+    }
+    PTX void begin() const {
+        const TilePlace place = tile_place(p, cluster);
+        for (int i = 0; i < early(); i++) load_w(place, i, i);
+    }
+    PTX void run() const {
+        TilePlace place = tile_place(p, cluster);
+        ptx::griddepcontrol_wait();
+        for (int i = 0; i < early(); i++) load_x(place, i, i);
+        RingCursor<Config::stages> cursor;
+        int skip = early();
+        for (int tile = cluster; tile < p.row_tiles * p.token_tiles; tile += clusters) {
+            place = tile_place(p, tile);
+            for (int unit = 0; unit < units; unit++) {
+                if (skip > 0) {
+                    skip--;
+                } else {
+                    // A stage's first use waits for nothing: a fresh barrier counts as having completed parity 1.
+                    ptx::mbarrier_wait_parity(barriers.empty + 8 * cursor.stage, cursor.parity ^ 1);
+                    load_w(place, unit, cursor.stage);
+                    load_x(place, unit, cursor.stage);
+                }
+                cursor.advance(1);
             }
-            cursor.advance(1);
         }
     }
-}
+};
 
 // Issues the products of one half of a unit, and waits until the set of registers that is written next is free.
 template <class Config, int steps>
@@ -260,6 +276,11 @@ PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& wi
     return -1;
 }
 
+template <class Config>
+PTX float bias_of(uint16_t bits) {
+    return Config::bfloat_out ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits);
+}
+
 // Row scale, bias and conversion of two tokens x two rows; straight from registers to Y, 16 rows x 16 tokens at a time.
 template <class Config>
 PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t staging, int first_row,
@@ -270,8 +291,8 @@ PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)
     const float scale_low = p.row_scale[row] * unscale, scale_high = p.row_scale[row + 8] * unscale;
     float bias_low = 0.f, bias_high = 0.f;
     if (p.bias != nullptr) {
-        bias_low = row < p.rows ? p.bias[row] : 0.f;
-        bias_high = row + 8 < p.rows ? p.bias[row + 8] : 0.f;
+        bias_low = row < p.rows ? bias_of<Config>(p.bias[row]) : 0.f;
+        bias_high = row + 8 < p.rows ? bias_of<Config>(p.bias[row + 8]) : 0.f;
     }
     const bool aligned = p.rows % 8 == 0;
 #pragma unroll
@@ -316,18 +337,6 @@ PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)
     }
 }
 
-// All warpgroups that multiply, of all blocks of the cluster where those share K; the producers then sync as well.
-template <class Config>
-PTX void sync_reducers() {
-    if constexpr (Config::k_blocks > 1) {
-        __syncwarp();
-        ptx::barrier_cluster_arrive();
-        ptx::barrier_cluster_wait();
-    } else {
-        ptx::bar_sync(1, PackedLargeShape<Config>::warpgroups * 128);
-    }
-}
-
 PTX uint32_t bits_of(float v) { return __float_as_uint(v); }
 PTX uint32_t bits_of(int32_t v) { return static_cast<uint32_t>(v); }
 PTX void add_bits(float& sum, uint32_t bits) { sum += __uint_as_float(bits); }
@@ -335,45 +344,61 @@ PTX void add_bits(int32_t& sum, uint32_t bits) { sum += static_cast<int32_t>(bit
 
 // The sum over the warpgroups (and blocks) that shared K, in a fixed order, then scale, bias and Y: four rows a thread.
 template <class Config>
-PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t ring, int warp, int rank,
-                             const TilePlace& place) {
+PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t ring,
+                             const RingBarriers& barriers, int warp, int rank, const TilePlace& place) {
     using Shape = PackedLargeShape<Config>;
-    constexpr int share = Config::tokens / Config::k_blocks, stride = Shape::row_stride;
+    constexpr int share = Shape::share, stride = Shape::row_stride;
     const int lane = ptx::lane_id(), k_rank = rank % Config::k_blocks, row_rank = rank / Config::k_blocks;
-    const uint32_t partial = ring + Shape::partial_offset;
     const int warpgroup = warp / 4, row = warp % 4 * 16 + lane / 4;
-    // Where the ring becomes the partial sums, every block must have stopped reading it.
-    if (Shape::partial_offset == 0) sync_reducers<Config>();
+    ptx::bar_sync(1, Shape::warpgroups * 128);  // the ring is read to its end: it may be written
 #pragma unroll
     for (int j = 0; j < Config::tokens / 8; j++) {
         const int owner = j * 8 / share;
         const uint32_t mine =
-            partial + (((k_rank * Shape::warpgroups + warpgroup) * share + j * 8 % share + lane % 4 * 2) * stride + row) * 4;
+            ring + (((owner * Shape::warpgroups + warpgroup) * share + j * 8 % share + lane % 4 * 2) * stride + row) * 4;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t at = mine + ((i & 1) * stride + (i >> 1) * 8) * 4, bits = bits_of(sum[4 * j + i]);
-            if (Config::k_blocks > 1)
-                ptx::st_shared_cluster_u32(ptx::mapa(at, row_rank * Config::k_blocks + owner), bits);
-            else
-                ptx::st_shared_u32(at, bits);
+        for (int i = 0; i < 4; i++)
+            ptx::st_shared_u32(mine + ((i & 1) * stride + (i >> 1) * 8) * 4, bits_of(sum[4 * j + i]));
+    }
+    if (Config::k_blocks > 1) {
+        ptx::fence_proxy_async();
+        if (Config::row_blocks == 1) {  // the others have begun, so their barriers are there
+            __syncwarp();
+            ptx::barrier_cluster_wait();
         }
     }
-    sync_reducers<Config>();
+    ptx::bar_sync(1, Shape::warpgroups * 128);
+    if (Config::k_blocks > 1) {
+        if (warp == 0 && lane > 0 && lane < Config::k_blocks) {
+            const int owner = (k_rank + lane) % Config::k_blocks, slot = k_rank - (k_rank > owner);
+            const uint32_t to = row_rank * Config::k_blocks + owner;
+            ptx::cp_async_bulk_shared_to_cluster(ptx::mapa(ring + Shape::receive_offset + slot * Shape::share_bytes, to),
+                                                 ring + owner * Shape::share_bytes, Shape::share_bytes,
+                                                 ptx::mapa(barriers.received, to));
+        }
+        __syncwarp();
+        ptx::mbarrier_wait_parity(barriers.received, 0);
+        ptx::barrier_cluster_arrive();  // what was sent here has come: its senders may leave
+    }
     const float unscale = Widen<Config>::unscale();
     for (int i = threadIdx.x; i < Config::row_warpgroups * share * 16; i += Shape::warpgroups * 128) {
         const int part = i / (share * 16), token = i / 16 % share, quad = i % 16 * 4;
         typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int source = 0; source < Config::k_blocks; source++)
+        for (int source = 0; source < Config::k_blocks; source++) {
+            const uint32_t base = ring + (source == k_rank ? k_rank * Shape::share_bytes
+                                                           : Shape::receive_offset +
+                                                                 (source - (source > k_rank)) * Shape::share_bytes);
 #pragma unroll
             for (int k = 0; k < Config::k_warpgroups; k++) {
-                const int from = source * Shape::warpgroups + k * Config::row_warpgroups + part;
-                const uint4 v = ptx::ld_shared_v4(partial + ((from * share + token) * stride + quad) * 4);
+                const int from = k * Config::row_warpgroups + part;
+                const uint4 v = ptx::ld_shared_v4(base + ((from * share + token) * stride + quad) * 4);
                 add_bits(total[0], v.x);
                 add_bits(total[1], v.y);
                 add_bits(total[2], v.z);
                 add_bits(total[3], v.w);
             }
+        }
         const int y_row = ((place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups + part) * 64 + quad;
         const int y_token = place.token_tile * Config::tokens + k_rank * share + token;
         if (y_token >= p.tokens || y_row >= p.rows) continue;
@@ -383,7 +408,7 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
 #pragma unroll
         for (int e = 0; e < 4; e++)
             out[e] = fmaf(static_cast<float>(total[e]) * x_scale, p.row_scale[y_row + e],
-                            p.bias != nullptr && y_row + e < p.rows ? p.bias[y_row + e] : 0.f);
+                            p.bias != nullptr && y_row + e < p.rows ? bias_of<Config>(p.bias[y_row + e]) : 0.f);
         uint2 v;
         v.x = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[0], out[1]) : ptx::cvt_f16x2_f32(out[0], out[1]);
         v.y = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[2], out[3]) : ptx::cvt_f16x2_f32(out[2], out[3]);
@@ -411,23 +436,29 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
     const int cluster = blockIdx.x / cluster_size, clusters = gridDim.x / cluster_size;
     const uint32_t ring = ptx::shared_address(ptx::dynamic_shared());
     const RingBarriers barriers = {ring + Shape::barrier_offset, ring + Shape::barrier_offset + 8 * Config::stages,
-                                   ring + Shape::barrier_offset + 16 * Config::stages};
+                                   ring + Shape::barrier_offset + 16 * Config::stages,
+                                   ring + Shape::barrier_offset + 24 * Config::stages};
     const int tiles = p.row_tiles * p.token_tiles;
 
     ptx::griddepcontrol_launch_dependents();
+    const Producer<Config> producer(p, ring, barriers, k_rank, row_rank, cluster, clusters);
     if (threadIdx.x == Shape::warpgroups * 128) {
-        ptx::prefetch_tensormap(&p.x);
         for (int i = 0; i < Config::stages; i++) {
             ptx::mbarrier_init(barriers.full_w + 8 * i, 1);
             ptx::mbarrier_init(barriers.full_x + 8 * i, 1);
             ptx::mbarrier_init(barriers.empty + 8 * i, Config::row_warpgroups * 4 * Config::row_blocks);
         }
+        ptx::mbarrier_init(barriers.received, 1);
         ptx::fence_mbarrier_init();
+        if (Config::k_blocks > 1)
+            ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::k_blocks - 1) * Shape::share_bytes);
+        producer.begin();
+        ptx::prefetch_tensormap(&p.x);
     }
     __syncthreads();
-    if (cluster_size > 1) {
+    if (cluster_size > 1) {  // waited for before others' barriers are used: at once for loads, late for partial sums
         ptx::barrier_cluster_arrive();
-        ptx::barrier_cluster_wait();
+        if (Config::row_blocks > 1) ptx::barrier_cluster_wait();
     }
 
     const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
@@ -435,12 +466,11 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
     if (warp >= Shape::warpgroups * 4) {
         // Registers move between whole warpgroups only, so the producer is four warps where the others need its share.
         if constexpr (Config::reallocates) ptx::setmaxnreg_dec<32>();
-        if (warp == Shape::warpgroups * 4 && lane == 0)
-            packed_large_produce<Config>(p, ring, barriers, k_rank, row_rank, cluster, clusters);
+        if (warp == Shape::warpgroups * 4 && lane == 0) producer.run();
         __syncwarp();
-        if constexpr (Config::k_blocks > 1) {
-            if (Shape::partial_offset == 0) sync_reducers<Config>();
-            sync_reducers<Config>();
+        if (Config::k_blocks > 1) {
+            if (Config::row_blocks == 1) ptx::barrier_cluster_wait();
+            ptx::barrier_cluster_arrive();
         }
     } else {
         // What the launch gave the block's warpgroups is all there is: 512 a lane of a quarter, in eights a warp.
@@ -473,15 +503,15 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
                 previous = accumulate<Config>(sum, widen, ring, my_unit, barriers, k_part, units, cursor, release);
             if (previous >= 0) release(previous);
             if constexpr (Shape::reduces)
-                packed_large_reduce<Config>(p, sum, ring, warp, rank, place);
+                packed_large_reduce<Config>(p, sum, ring, barriers, warp, rank, place);
             else
                 packed_large_store<Config>(p, sum, ring + Shape::body_bytes + warp * 512, first_row,
                                            place.token_tile * Config::tokens);
         }
     }
-    if (cluster_size > 1) {  // no block may leave while others send to it or arrive on its barriers
+    if (cluster_size > 1) {  // no block may leave while others read from it, send to it or arrive on its barriers
         __syncwarp();
-        ptx::barrier_cluster_arrive();
+        if (Config::k_blocks == 1) ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();
     }
 }

@@ -22,7 +22,6 @@ from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, 
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROW_STRIDE = 68
-_APART_BYTES = 220 * 1024
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
 
@@ -161,10 +160,9 @@ def shared_bytes(config: Config) -> int:
     stage = x_bytes + -(-config.row_warpgroups * config.tile_bytes // 1024) * 1024
     ring = config.stages * stage
     reduces = config.k_warpgroups * config.k_blocks > 1
-    partial = config.warpgroups * config.tokens * _ROW_STRIDE * 4 if reduces else 0
-    apart = config.k_blocks > 1 and ring + partial <= _APART_BYTES
-    body = ring + partial if apart else max(ring, partial)
-    return body + (0 if reduces else config.warpgroups * 4 * 512) + config.stages * 24
+    share = config.warpgroups * (config.tokens // config.k_blocks) * _ROW_STRIDE * 4 if reduces else 0
+    body = max(ring, config.k_blocks * share) + (config.k_blocks - 1) * share
+    return body + (0 if reduces else config.warpgroups * 4 * 512) + config.stages * 24 + 8
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -385,7 +383,7 @@ def multiply(
     """Write y[m, n] = x[m, k] W^T (+ bias): one launch on the current stream.
 
     x: y's dtype, contiguous along k (in the order of the tiles' columns), or the bytes of ``pack`` with their scales.
-    bias: float32 [n]. pdl: the launch may begin before the one ahead of it ends. The caller (ops) has checked shapes.
+    bias: [n] in y's dtype. pdl: the launch may begin before the one ahead of it ends. Shapes were checked by ops.
     """
     x_scale = None
     activations = ActivationFormat()

@@ -122,6 +122,8 @@ void signalled(Copy copy, uint32_t barrier_address, const char* what) {
     Barrier& barrier = barrier_at(barrier_address, what);
     issue(copy, what);
     barrier.copies.push_back(std::move(copy));
+    for (Thread* thread : barrier.waiting) wake(thread);  // a waiting thread is what lands copies
+    barrier.waiting.clear();
 }
 
 }  // namespace

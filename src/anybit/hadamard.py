@@ -1,0 +1,156 @@
+"""Hadamard matrices of many orders, and their product with vectors: the rotation that spreads outliers over channels.
+
+A Hadamard matrix has entries of 1 and -1 and orthogonal rows. Orders 2^k are Sylvester's; Paley's constructions over
+finite fields (Paley, 1933) give q + 1 for prime powers q = 3 mod 4 and 2(q + 1) for q = 1 mod 4; products of orders are
+orders again. Sizes of language models are a small order times a power of two: 576 = 36 * 16, 1536 = 12 * 128,
+14336 = 28 * 512, 11008 = 344 * 32. The power-of-two part of a product needs additions alone.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit.errors import LayerError
+
+
+def factor(size: int) -> tuple[int, int]:
+    """(m, 2^k) with m * 2^k = size and m the smallest order that has a construction.
+
+    Raises LayerError for a size that none of them reaches.
+    """
+    if size < 1:
+        raise LayerError(f"a Hadamard matrix has at least 1 row, not {size}")
+    power = size & -size
+    odd = size // power
+    if odd == 1:
+        return 1, size
+    order = 4 * odd
+    while order <= size:
+        if _paley(order) is not None:
+            return order, size // order
+        order *= 2
+    raise LayerError(
+        f"no Hadamard matrix of size {size} is known here: sizes are 2^k, or 2^k times q + 1 or 2 (q + 1) with a "
+        "prime power q (3 or 1 more than a multiple of 4)"
+    )
+
+
+def matrix(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The orthogonal matrix that ``transform`` multiplies with, [size, size]: a Hadamard matrix over sqrt(size)."""
+    return transform(torch.eye(size, dtype=dtype)).T.contiguous()
+
+
+def transform(x: Tensor) -> Tensor:
+    """X [..., n] -> H x for every vector, in x's dtype, with H orthogonal; arithmetic is float32 (float64 if x is).
+
+    H is A (x) S: A of order m by Paley, S of order 2^k by Sylvester (``factor``).
+    """
+    size = x.shape[-1]
+    order, power = factor(size)
+    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = x.to(work).reshape(-1, order, power)
+    step = 1
+    while step < power:
+        pairs = y.reshape(-1, order, power // (2 * step), 2, step)
+        y = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), dim=-2)
+        y = y.reshape(-1, order, power)
+        step *= 2
+    if order > 1:
+        y = torch.matmul(_signs(order).to(y), y)
+    result: Tensor = (y * size**-0.5).reshape(x.shape).to(x.dtype)
+    return result
+
+
+def inverse(x: Tensor) -> Tensor:
+    """X [..., n] -> H^T x: undoes ``transform``."""
+    size = x.shape[-1]
+    order, power = factor(size)
+    if order == 1:
+        return transform(x)  # Sylvester's matrices are symmetric
+    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = torch.matmul(_signs(order).T.to(x.device, work), x.to(work).reshape(-1, order, power))
+    result: Tensor = (transform(y) * order**-0.5).reshape(x.shape).to(x.dtype)
+    return result
+
+
+@cache
+def _signs(order: int) -> Tensor:
+    signs = _paley(order)
+    assert signs is not None
+    return signs
+
+
+@cache
+def _paley(order: int) -> Tensor | None:
+    """A Hadamard matrix of an order that is a multiple of 4 by one of Paley's constructions, or None."""
+    q = order - 1
+    if q % 4 == 3 and (field := _prime_power(q)):
+        residues = _residues(*field)
+        skew = torch.zeros(order, order)
+        skew[0, 1:], skew[1:, 0], skew[1:, 1:] = 1, -1, residues
+        return skew + torch.eye(order)
+    q = order // 2 - 1
+    if q % 4 == 1 and (field := _prime_power(q)):
+        residues = _residues(*field)
+        core = torch.zeros(q + 1, q + 1)
+        core[0, 1:], core[1:, 0], core[1:, 1:] = 1, 1, residues
+        plus, minus = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.tensor([[1.0, -1.0], [-1.0, -1.0]])
+        return torch.kron(core, plus) + torch.kron(torch.eye(q + 1), minus)
+    return None
+
+
+def _prime_power(q: int) -> tuple[int, int] | None:
+    """(p, k) with p^k = q and p an odd prime, or None."""
+    if q < 3:
+        return None
+    p = next((d for d in range(3, int(q**0.5) + 1, 2) if q % d == 0), q)
+    k = 0
+    rest = q
+    while rest % p == 0:
+        rest //= p
+        k += 1
+    return (p, k) if rest == 1 and q % 2 else None
+
+
+def _residues(p: int, k: int) -> Tensor:
+    """Jacobsthal's matrix of GF(p^k): the quadratic character of a - b, [q, q]."""
+    q = p**k
+    elements = [_digits(number, p, k) for number in range(q)]
+    number_of = {element: number for number, element in enumerate(elements)}
+    modulus = _irreducible(p, k)
+    character = torch.full((q,), -1.0)
+    for element in elements:
+        character[number_of[_multiply(element, element, modulus, p)]] = 1
+    character[0] = 0
+    digits = torch.tensor(elements)
+    difference = (digits[:, None] - digits[None]) % p
+    return character[(difference * p ** torch.arange(k)).sum(-1)]
+
+
+def _digits(number: int, p: int, k: int) -> tuple[int, ...]:
+    return tuple(number // p**i % p for i in range(k))
+
+
+def _multiply(a: tuple[int, ...], b: tuple[int, ...], modulus: tuple[int, ...], p: int) -> tuple[int, ...]:
+    """The product of two polynomials modulo x^k + modulus, coefficients from low to high."""
+    k = len(a)
+    product = [0] * (2 * k - 1)
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            product[i + j] += x * y
+    for top in range(2 * k - 2, k - 1, -1):
+        for i, m in enumerate(modulus):
+            product[top - k + i] -= product[top] * m
+    return tuple(c % p for c in product[:k])
+
+
+def _irreducible(p: int, k: int) -> tuple[int, ...]:
+    """The low coefficients of a monic irreducible polynomial of degree k over GF(p): one without a root, for k <= 3."""
+    if k > 3:
+        raise LayerError(f"fields of {p}^{k} elements are not built here; only squares and cubes of primes are")
+    for number in range(p**k):
+        low = _digits(number, p, k)
+        if k == 1 or all((sum(c * x**i for i, c in enumerate(low)) + x**k) % p for x in range(p)):
+            return low
+    raise AssertionError("every finite field has an irreducible polynomial of every degree")

@@ -1,0 +1,165 @@
+// Which part of which sequence is whose: the split of decode attention, computed on the device from the lengths.
+//
+// The work is a line of units, a unit being a block of packed tokens or a chunk of a residual, sequence after sequence,
+// KV head after KV head. Blocks of threads take equal stretches of the line, warps equal stretches of these. Lengths
+// are read where they lie, so a CUDA graph stays right while they grow.
+#ifndef ANYBIT_DECODE_SCHEDULE_CUH
+#define ANYBIT_DECODE_SCHEDULE_CUH
+
+#include "ptx.cuh"
+
+namespace decode {
+
+struct Params {
+    const uint8_t* pages;       // of this layer: [pages, kv_heads, page_bytes]
+    const uint16_t* residual;   // of this layer: [sequences, kv_heads, 2, ring * head_dim]
+    const int32_t* table;       // [sequences, table_width]
+    const int32_t* lengths;     // [sequences], the new tokens included
+    const int32_t* sequences;   // [batch], or null for 0, 1, 2 ...
+    const uint16_t* q;          // [batch, queries, heads, head_dim] with these strides, in elements
+    uint16_t* out;              // [batch, queries, heads, head_dim], dense
+    float* lse;                 // [batch, queries, heads], or null
+    const float* sinks;         // [heads], in units of log2, or null
+    const float* slopes;        // [heads], in units of log2, or null
+    float* partial;             // [2 * blocks or pieces, rows, head_dim]
+    float* partial_state;       // [2 * blocks or pieces, rows, 2]
+    uint32_t* arrivals;         // [batch * kv_heads * query chunks], zero before and after
+    uint32_t* errors;           // checked kernels: what was wrong, or 0
+    int64_t q_batch_stride;
+    int32_t q_token_stride;
+    int32_t q_head_stride;
+    int32_t batch;
+    int32_t kv_heads;
+    int32_t table_width;
+    int32_t ring;
+    int32_t window;             // tokens that are packed at a time: a power of two
+    int32_t sliding;            // tokens a query sees, or 0 for all
+    int32_t pages_count;
+    float scale;                // of q.k, in units of log2
+    float cap;
+    float uncap;
+};
+
+// For measuring: each warp leaves the clock at each of 8 phases, after the error word.
+template <class Config> PTX void stamp(const Params& p, int phase) {
+    if constexpr (Config::stamped)
+        if (threadIdx.x % 32 == 0)
+            p.errors[1 + 8 * (blockIdx.x * Config::warps + threadIdx.x / 32) + phase] =
+                phase == 5 ? ptx::smid() : ptx::clock32();
+}
+
+// What of one sequence is to be read.
+struct Extent {
+    int length, packed;    // tokens, and those read from pages
+    int first_block, blocks;  // visible blocks: first_block .. first_block + blocks - 1
+    int first_chunk, units;   // visible chunks of the residual begin here; units in all, at least 1
+};
+
+template <class Config> PTX Extent extent_of(const Params& p, int length) {
+    Extent e;
+    if constexpr (Config::checked) {
+        if (length < 0 || length > p.table_width * Config::page) {
+            atomicMax(p.errors, 1u);
+            length = 0;
+        }
+    }
+    const int before = max(length - Config::queries, 0);  // older tokens of this step's window are still in the residual
+    e.length = length;
+    e.packed = before & ~(p.window - 1);
+    int low = 0;
+    if constexpr (Config::windowed) low = max(before + 1 - p.sliding, 0);
+    e.first_block = min(low, e.packed) / Config::block;
+    e.blocks = e.packed / Config::block - e.first_block;
+    e.first_chunk = max(low - e.packed, 0) / Config::residual_tokens;
+    const int chunks = (length - e.packed + Config::residual_tokens - 1) / Config::residual_tokens;
+    e.units = max(e.blocks + chunks - e.first_chunk, 1);
+    return e;
+}
+
+// A unit of the line: chunk `head` (KV head and query chunk) of batch row `row`, unit `unit` of it.
+template <class Config> struct Cursor {
+    int row, head, unit, sequence;
+    Extent extent;
+
+    PTX void load(const Params& p) {
+        sequence = p.sequences ? p.sequences[row] : row;
+        extent = extent_of<Config>(p, p.lengths[sequence]);
+    }
+    PTX bool last() const { return unit + 1 == extent.units; }
+    PTX bool packed() const { return unit < extent.blocks; }
+    // Returns whether the next unit belongs to another pair.
+    PTX bool advance(const Params& p) {
+        if (!last()) { ++unit; return false; }
+        unit = 0;
+        if (++head == p.kv_heads * Config::query_chunks) {
+            head = 0;
+            if (++row < p.batch) load(p);
+        }
+        return true;
+    }
+    PTX int pair(const Params& p) const { return row * p.kv_heads * Config::query_chunks + head; }
+    // Position of the unit's first token.
+    PTX int position() const {
+        return packed() ? (extent.first_block + unit) * Config::block
+                        : extent.packed + (extent.first_chunk + unit - extent.blocks) * Config::residual_tokens;
+    }
+};
+
+// The line: units of 32 rows at a time, one a lane. Up to 32 sequences it is read once.
+template <class Config> struct Line {
+    static constexpr int pairs = Config::query_chunks;  // of a KV head
+    int total, units, through;  // of all rows; of this lane's row; of all rows up to it
+
+    PTX explicit Line(const Params& p) : total(0) {
+        for (int row = 0; row < p.batch; row += 32) {
+            scan(p, row);
+            total += __shfl_sync(0xffffffffu, through, 31);
+        }
+    }
+    PTX void scan(const Params& p, int first) {
+        const int lane = threadIdx.x % 32, row = first + lane;
+        units = 0;
+        if (row < p.batch) {
+            const int sequence = p.sequences ? p.sequences[row] : row;
+            units = extent_of<Config>(p, p.lengths[sequence]).units * p.kv_heads * pairs;
+        }
+        through = units;
+#pragma unroll
+        for (int i = 1; i < 32; i <<= 1) {
+            const int other = __shfl_up_sync(0xffffffffu, through, i);
+            if (lane >= i) through += other;
+        }
+    }
+    // The cursor at place `at`; the whole warp calls this.
+    PTX Cursor<Config> locate(const Params& p, int at) {
+        int before = 0, begin = 0;
+        Cursor<Config> cursor{};
+        for (int row = 0; row < p.batch; row += 32) {
+            if (p.batch > 32) scan(p, row);
+            const uint32_t beyond = __ballot_sync(0xffffffffu, before + through > at);
+            if (beyond) {
+                const int lane = __ffs(beyond) - 1;
+                cursor.row = row + lane;
+                begin = before + __shfl_sync(0xffffffffu, through - units, lane);
+                break;
+            }
+            before += __shfl_sync(0xffffffffu, through, 31);
+        }
+        cursor.load(p);
+        cursor.head = (at - begin) / cursor.extent.units;
+        cursor.unit = (at - begin) - cursor.head * cursor.extent.units;
+        return cursor;
+    }
+};
+
+// Equal stretches: share `i` of `shares` of `total` begins here; `owner` is its inverse.
+PTX int share_begin(int total, int shares, int i) {
+    return static_cast<int>(static_cast<uint32_t>(i) * static_cast<uint32_t>(total) / static_cast<uint32_t>(shares));
+}
+PTX int owner(int total, int shares, int at) {
+    return static_cast<int>((static_cast<uint32_t>(at + 1) * static_cast<uint32_t>(shares) - 1) / static_cast<uint32_t>(total));
+}
+
+}  // namespace decode
+
+#endif  // ANYBIT_DECODE_SCHEDULE_CUH

@@ -1,0 +1,58 @@
+// Where the codes of a KV block lie, and how a lane turns its words into an A fragment. The twin of kvpage.py.
+#ifndef ANYBIT_KVPAGE_CUH
+#define ANYBIT_KVPAGE_CUH
+
+#include "ptx.cuh"
+
+namespace kvpage {
+
+// The words that one lane needs at least: `words` of them make `tiles` row tiles of A.
+template <int bits> struct Unit {
+    static constexpr int words = bits <= 4 ? 1 : bits / 4;
+    static constexpr int tiles = bits == 2 ? 2 : 1;
+};
+
+// Codes stand in the low mantissa bits of a float16 with a zero exponent, and so are worth code * 2^-24 exactly; those
+// that were not shifted down are worth a power of two more. `scale` undoes both, for rows g (half 0) or g + 8 (half 1).
+template <int bits> PTX constexpr float unscale(int tile, int half) {
+    return bits == 16 ? 1.0f
+         : bits == 8  ? 16777216.0f
+         : bits == 4  ? (half ? 1048576.0f : 16777216.0f)
+                      : (tile & 1 ? (half ? 262144.0f : 1048576.0f) : (half ? 4194304.0f : 16777216.0f));
+}
+
+// The A fragment of row tile `tile` (within the unit) from the unit's words.
+template <int bits> PTX void fragment(uint32_t (&a)[4], const uint32_t* w, int tile) {
+    if constexpr (bits == 16) {
+        a[0] = w[0]; a[1] = w[1]; a[2] = w[2]; a[3] = w[3];
+    } else if constexpr (bits == 8) {
+        a[0] = w[0] & 0x00ff00ffu; a[1] = (w[0] >> 8) & 0x00ff00ffu;
+        a[2] = w[1] & 0x00ff00ffu; a[3] = (w[1] >> 8) & 0x00ff00ffu;
+    } else {
+        const uint32_t v = w[0] >> 8;
+        const uint32_t low = bits == 4 ? 0x000f000fu : tile ? 0x00300030u : 0x00030003u;
+        const uint32_t high = bits == 4 ? 0x00f000f0u : tile ? 0x00c000c0u : 0x000c000cu;
+        a[0] = w[0] & low; a[1] = w[0] & high; a[2] = v & low; a[3] = v & high;
+    }
+}
+
+// A lane's words in order, sixteen bytes at a time; every index is a constant once the loops are unrolled.
+struct Words {
+    uint32_t base;  // shared address of the codes plus 16 * lane
+    uint32_t v[4];
+    PTX const uint32_t* at(int index) {
+        if (index % 4 == 0) {
+            const uint4 x = ptx::ld_shared_v4(base + index / 4 * 512);
+            v[0] = x.x; v[1] = x.y; v[2] = x.z; v[3] = x.w;
+        }
+        return v + index % 4;
+    }
+};
+
+PTX float low_f16(uint32_t w) { return ptx::cvt_f32_f16(static_cast<uint16_t>(w)); }
+PTX float high_f16(uint32_t w) { return ptx::cvt_f32_f16(static_cast<uint16_t>(w >> 16)); }
+PTX uint32_t twice_low(uint32_t w) { return ptx::prmt(w, w, 0x1010u); }
+
+}  // namespace kvpage
+
+#endif  // ANYBIT_KVPAGE_CUH

@@ -1,0 +1,113 @@
+"""Codes that learn: a quantized weight with a continuous place for each code, rounded in every forward pass.
+
+    W = scale * (clamp(round(place), 0, 2^bits - 1) - zero)
+
+Rounding passes gradients straight through (Bengio et al., 2013); the scale's gradient is that of LSQ (Esser et al.,
+2020): scale and rounding are learned together, as by OmniQuant, SignRound and EfficientQAT, whose terms these are.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from anybit.packing import QuantizedWeight
+from anybit.quantize.grid import Grid
+
+
+class SoftWeight(nn.Module):
+    """The learnable form of a QuantizedWeight. Called, it returns the dequantized weight, [N, K].
+
+    place: [N, K], where each weight lies in units of code.  stretch: [N, G], the logarithm of the
+    scale over what it was.
+    """
+
+    def __init__(self, weight: QuantizedWeight, original: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+        groups = weight.groups()
+        self.top = 2**weight.format.bits - 1
+        self.uniform = _uniform_group(groups, weight.scale.shape[1])
+        self.register_buffer("groups", groups)
+        self.register_buffer("base", weight.scale.float())
+        self.register_buffer("zero", weight.zeros())
+        codes = weight.codes().float()
+        # A start inside each code's cell, on the side of the original weight: cheap changes flip first.
+        wanted = original.float() / self._spread(self.base) + self._spread(self.zero)
+        self.place = nn.Parameter(codes + (wanted - codes).clamp(-0.45, 0.45))
+        self.stretch = nn.Parameter(torch.zeros_like(self.base))
+
+    base: Tensor
+    zero: Tensor
+    groups: Tensor
+
+    def forward(self) -> Tensor:
+        """The dequantized weight."""
+        scale = self._spread(self.base * self.stretch.exp())
+        inside = self.place.clamp(0, self.top)
+        codes = inside + (inside.round() - inside).detach()
+        return (codes - self._spread(self.zero)) * scale
+
+    @torch.no_grad()
+    def harden(self) -> QuantizedWeight:
+        """The codes and scales learned so far, packed."""
+        old = self.weight
+        scale = Grid.of(old.format, old.scale.dtype).store(self.base * self.stretch.exp()).to(old.scale.dtype)
+        codes = self.place.round().clamp(0, self.top).to(torch.uint8)
+        return QuantizedWeight.from_codes(codes, scale, old.zero, old.format, old.group_index)
+
+    def _spread(self, per_group: Tensor) -> Tensor:
+        """[N, G] -> [N, K]."""
+        if per_group.shape[1] == 1:
+            return per_group
+        if self.uniform:
+            # An expanded view has a cheap gradient, a sum; a gathered one is scattered back element by element.
+            n, g = per_group.shape
+            return per_group[:, :, None].expand(n, g, self.uniform).reshape(n, g * self.uniform)[:, : len(self.groups)]
+        return per_group[:, self.groups]
+
+
+class SoftLinear(nn.Module):
+    """A linear layer over a SoftWeight; ``transposed`` modules (Conv1D) behave as linear layers do.
+
+    Between ``freeze`` and ``thaw`` the dequantized weight is computed once, for many passes: thaw hands the gradients
+    that it has collected on to codes and scales.
+    """
+
+    def __init__(self, weight: QuantizedWeight, original: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.soft = SoftWeight(weight, original)
+        self.bias = bias
+        self._frozen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y = x W^T + bias."""
+        weight = self.soft() if self._frozen is None else self._frozen
+        return nn.functional.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+    def freeze(self, dtype: torch.dtype) -> None:
+        """Compute the weight, in a dtype, for all passes until ``thaw``."""
+        with torch.no_grad():
+            self._frozen = self.soft().to(dtype)
+        self._frozen.requires_grad_()
+
+    def thaw(self) -> None:
+        """Hand the collected gradient on."""
+        assert self._frozen is not None
+        if self._frozen.grad is not None:
+            weight = self.soft()
+            weight.backward(self._frozen.grad.to(weight.dtype))
+        self._frozen = None
+
+
+def parameter_groups(modules: list[SoftLinear], place_rate: float, scale_rate: float) -> list[dict[str, object]]:
+    """Optimizer groups: places in units of code and scales in relative units have rates of their own."""
+    return [
+        {"params": [m.soft.place for m in modules], "lr": place_rate},
+        {"params": [m.soft.stretch for m in modules], "lr": scale_rate},
+    ]
+
+
+def _uniform_group(groups: Tensor, count: int) -> int:
+    """The group size if group k // size holds for every channel, else 0."""
+    size = int((groups == 0).sum())
+    expected = torch.arange(len(groups), device=groups.device) // size
+    return size if count > 1 and torch.equal(groups, expected) else 0

@@ -1,0 +1,42 @@
+"""What tests of calibrated methods share: a tiny random model, token sequences of several lengths, a distance."""
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from anybit.quantize.blocks import find_blocks
+
+
+def tiny(seed: int = 0, layers: int = 3):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def names_of(model) -> set[str]:
+    prefix, blocks = find_blocks(model)
+    return {f"{prefix}.{n}" for n, m in blocks.named_modules() if isinstance(m, torch.nn.Linear)}
+
+
+def sequences(count: int = 12, seed: int = 1) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 300, (40 + 7 * (i % 3),), generator=g) for i in range(count)]
+
+
+def divergence(model, weights, tokens) -> float:
+    with torch.no_grad():
+        before = model(tokens).logits.log_softmax(-1)
+        kept = {n: model.get_submodule(n).weight.data for n in weights}
+        for n, w in weights.items():
+            model.get_submodule(n).weight.data = w.dequantize()
+        after = model(tokens).logits.log_softmax(-1)
+        for n, w in kept.items():
+            model.get_submodule(n).weight.data = w
+    return float((before.exp() * (before - after)).sum(-1).mean())

@@ -1,0 +1,81 @@
+"""Decode attention and packing compile for every architecture: no spills, tensor cores, nothing emulated."""
+
+import dataclasses
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from anybit import jit
+from anybit.device import Device
+from anybit.kernels import decode, kvpack
+from cases_decode import Case, problem
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
+CASES = [
+    Case("kv4g128", heads=32, kv_heads=8),
+    Case("kv2g128", heads=32, kv_heads=8),
+    Case("kv4", bf16=True),
+    Case("kv2t", head_dim=64, softcap=30.0),
+    Case("k8v4g32", head_dim=96, window=512),
+    Case("kv16", head_dim=256, alibi=True),
+    Case("kv4g128", queries=16),
+]
+
+
+PAIRS = [
+    *((case, "sm_90a") for case in CASES),
+    *((case, "sm_80") for case in CASES[::2]),
+    *((case, arch) for case in CASES[:2] for arch in ("sm_86", "sm_89", "sm_120a")),
+]
+
+
+@pytest.mark.parametrize(("case", "arch"), PAIRS, ids=str)
+def test_compiles_without_spills(case: Case, arch: str, tmp_path: Path):
+    device = Device.named(arch)
+    asked = problem(case)
+    config = decode.default(asked, device)
+    assert decode.why_not(asked, config, device) is None
+    compiled = jit.compile(decode.kernel(config, asked.layout), arch)
+    assert compiled.spill_bytes == 0 and compiled.registers <= 255
+    code = disassembly(compiled.cubin, tmp_path)
+    assert "HMMA" in code and "MOVM" in code
+    assert ("UBLKCP" in code) == (device.capability >= 90)
+    assert ("LDGSTS" in code) == (device.capability < 90)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_packing_compiles(arch: str):
+    asked = problem(CASES[2])
+    config = kvpack.default(kvpack.Problem(asked.layout, 2, 2, 1, bf16=True))
+    compiled = jit.compile(kvpack.kernel(config), arch)
+    assert compiled.spill_bytes == 0
+
+
+def disassembly(cubin: bytes, folder: Path) -> str:
+    """The machine code as text."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    beside = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin" / "nvdisasm"
+    tool = shutil.which("nvdisasm") or (str(beside) if beside.exists() else None)
+    if tool is None:
+        pytest.skip("nvdisasm is not installed")
+    return subprocess.run([tool, folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+
+
+def test_refusals_are_sentences():
+    device = Device.named("sm_90a")
+    asked = problem(CASES[0])
+    config = decode.default(asked, device)
+    refusals = {
+        "sm_80 or later": (asked, config, dataclasses.replace(device, arch="sm_75")),
+        "cannot share 8 KV heads": (dataclasses.replace(asked, heads=12), config, device),
+        "1 to 16 tokens": (dataclasses.replace(asked, queries=17), config, device),
+        "more slack": (dataclasses.replace(asked, queries=16, ring=128), config, device),
+        "2 to 16 warps": (asked, dataclasses.replace(config, warps=17), device),
+        "shared memory": (asked, dataclasses.replace(config, stages=9), device),
+        "bulk copies need": (asked, config, Device.named("sm_80")),
+    }
+    for words, (p, c, d) in refusals.items():
+        assert words in (decode.why_not(p, c, d) or ""), words

@@ -1,0 +1,67 @@
+"""Learned codes: they start where they were, learn from the output, and pack to what they computed."""
+
+import pytest
+import torch
+
+from anybit.errors import CalibrationError, TextError
+from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.soft import SoftLinear, SoftWeight
+from anybit.scheme import Scheme, WeightFormat
+from cases_calibration import divergence, names_of, sequences, tiny
+
+
+@pytest.mark.parametrize("format", [WeightFormat(2, "asym", 32), WeightFormat(3), WeightFormat(1, "bipolar", 64)])
+@pytest.mark.parametrize("k", [64, 72])
+def test_soft_weight_starts_at_its_codes_and_packs_what_it_computes(format, k):
+    original = torch.randn(6, k, generator=torch.Generator().manual_seed(0)).half()
+    weight = quantize_weight(original, format)
+    soft = SoftWeight(weight, original)
+    torch.testing.assert_close(soft(), weight.dequantize())
+    with torch.no_grad():
+        soft.place.add_(torch.randn(soft.place.shape, generator=torch.Generator().manual_seed(1)))
+        soft.stretch.sub_(0.2)
+    torch.testing.assert_close(soft.harden().dequantize(), soft().detach(), rtol=2e-3, atol=1e-4)
+
+
+def test_gradients_reach_codes_and_scales():
+    original = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    layer = SoftLinear(quantize_weight(original, WeightFormat(3, "asym", 32)), original, None)
+    x = torch.randn(10, 64, generator=torch.Generator().manual_seed(1))
+    direct = (layer(x) - x @ original.T).square().sum()
+    direct.backward()
+    expected = [p.grad.clone() for p in layer.soft.parameters()]
+    layer.zero_grad()
+    layer.freeze(torch.float32)
+    for half in x.split(5):
+        (layer(half) - half @ original.T).square().sum().backward()
+    layer.thaw()
+    for parameter, gradient in zip(layer.soft.parameters(), expected, strict=True):
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_distillation_improves_a_model_that_it_leaves_alone():
+    model = tiny()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    scheme = Scheme.parse("w2a16g32asym")
+    weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in names_of(model)}
+    losses = []
+    settings = Distillation(step_tokens=512, run_tokens=128, place_rate=0.02, half=False)
+    better = distill(model, weights, sequences(100), settings, progress=lambda done, total, loss: losses.append(loss))
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    check = torch.stack(sequences(60, seed=9)[::3])
+    assert divergence(model, better, check) < 0.8 * divergence(model, weights, check)
+    assert losses[-1] < losses[0]
+    again = distill(model, weights, sequences(100), settings)
+    assert all(torch.equal(again[n].words, better[n].words) for n in better)
+
+
+def test_failures_are_named():
+    model = tiny(layers=1)
+    weights = {n: quantize_weight(model.get_submodule(n).weight.data, WeightFormat(3)) for n in names_of(model)}
+    with pytest.raises(TextError):
+        distill(model, weights, [torch.tensor([1])])
+    model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(CalibrationError, match="not finite"):
+        distill(model, weights, sequences(4))
