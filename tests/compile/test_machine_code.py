@@ -90,8 +90,8 @@ def test_what_hopper_emulates_is_noticed(tmp_path: Path) -> None:
 def test_spills_and_calls_are_noticed(tmp_path: Path) -> None:
     spills = kernel(
         tmp_path,
-        "uint32_t v[96]; for (int i = 0; i < 96; i++) v[i] = x[7 * i]; __syncthreads();"
-        "for (int i = 0; i < 96; i++) x[9 * i] = v[i] * v[95 - i];",
+        "uint32_t v[200]; for (int i = 0; i < 200; i++) v[i] = x[7 * i]; __syncthreads();"
+        "for (int i = 0; i < 200; i++) x[9 * i] = v[i] * v[199 - i];",
         threads=1024,
     )
     with pytest.raises(AssertionError, match=r"one for sm_90a with Nothing\(\) spills \d+ bytes"):

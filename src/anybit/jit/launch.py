@@ -8,6 +8,7 @@ so launches can be captured in a CUDA graph, the first one of a kernel included.
 import ctypes
 import threading
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
     compilation or the launch is refused, ValueError where a tensor lives on another device.
     """
     if device is None:
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()
     launcher = _launchers.get((kernel, device, grid, pdl))
     if launcher is None:
         launcher = _launchers.setdefault((kernel, device, grid, pdl), Launcher(kernel, device, grid, pdl))
@@ -51,6 +52,9 @@ class Launcher:
             )
         self.kernel, self.device, self.grid, self.pdl = kernel, device, grid, pdl
         self._layout = layout_of(kernel.params)
+        names = [field.name for field in self._layout.fields]
+        self._fields = attrgetter(*names) if len(names) > 1 else lambda params: (getattr(params, names[0]),)
+        self._pointers = [i for i, field in enumerate(self._layout.fields) if field.type.code == "P"]
         self._function = _function(kernel, device)
         self._configs: dict[int, Any] = {}
         self._launch = _driver().cuLaunchKernelEx
@@ -58,23 +62,21 @@ class Launcher:
 
     def __call__(self, params: Any) -> None:
         """Launch with `params` on the device's current stream."""
-        layout, device, scratch = self._layout, self.device, self._scratch
-        values = []
-        for (name, _, _), pointer in zip(layout.fields, layout.pointers, strict=True):
-            value = getattr(params, name)
-            if pointer and not isinstance(value, int):
-                if value is None:
-                    value = 0
-                else:
-                    if value.get_device() != device:
-                        self._refuse_device(name, value)
-                    value = value.data_ptr()
-            values.append(value)
+        device, scratch = self.device, self._scratch
+        values = [*self._fields(params)]
+        for index in self._pointers:
+            value = values[index]
+            if value is None:
+                values[index] = 0
+            elif not isinstance(value, int):
+                if value.get_device() != device:
+                    self._refuse_device(index, value)
+                values[index] = value.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(device)
         config = self._configs.get(stream)
         if config is None:
             config = self._configs[stream] = self._config(stream)
-        layout.packer.pack_into(scratch.buffer, 0, *values)
+        self._layout.packer.pack_into(scratch.buffer, 0, *values)
         if torch._C._cuda_getDevice() == device:
             (status,) = self._launch(config, self._function, scratch.address, 0)
         else:
@@ -95,7 +97,8 @@ class Launcher:
                 f"{kernel.shared_bytes} bytes of shared memory, cluster {kernel.cluster}, config {kernel.config}"
             )
 
-    def _refuse_device(self, name: str, value: torch.Tensor) -> None:
+    def _refuse_device(self, index: int, value: torch.Tensor) -> None:
+        name = self._layout.fields[index].name
         raise ValueError(
             f"{self.kernel.params.__qualname__}.{name} is on {value.device}, but {self.kernel.entry} is launched on "
             f"cuda:{self.device}; move the tensor, or launch on its device"

@@ -13,7 +13,7 @@ compiled from asserts the size of the C struct and the place and size of each of
 import dataclasses
 import struct
 from functools import cache
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, NamedTuple, get_type_hints
 
 import torch
 
@@ -48,17 +48,6 @@ class Layout(NamedTuple):
     fields: tuple[Field, ...]
     size: int
     packer: struct.Struct
-    pointers: tuple[bool, ...]
-
-    def values(self, params: Any) -> list[Any]:
-        """The fields of `params` as plain numbers, tensors replaced by their addresses."""
-        values = []
-        for field, pointer in zip(self.fields, self.pointers, strict=True):
-            value = getattr(params, field.name)
-            if pointer and not isinstance(value, int):
-                value = 0 if value is None else value.data_ptr()
-            values.append(value)
-        return values
 
 
 @cache
@@ -83,7 +72,7 @@ def layout_of(params: type) -> Layout:
         alignment = max(alignment, c_type.size)
     padding = -offset % alignment
     packer = struct.Struct(code + f"{padding}x" * bool(padding))
-    return Layout(tuple(fields), packer.size, packer, tuple(f.type.code == "P" for f in fields))
+    return Layout(tuple(fields), packer.size, packer)
 
 
 def layout_assertions(params: type) -> str:

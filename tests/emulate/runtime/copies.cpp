@@ -29,6 +29,12 @@ Barrier& barrier_at(uint32_t address, const char* what) {
     return found->second;
 }
 
+// They look again: the phase is complete, or something can land now.
+void wake_waiting(Barrier& barrier) {
+    for (Thread* thread : barrier.waiting) wake(thread);
+    barrier.waiting.clear();
+}
+
 void complete_if_due(Barrier& barrier, uint32_t address) {
     if (barrier.pending) return;
     if (barrier.bytes < 0)
@@ -38,8 +44,7 @@ void complete_if_due(Barrier& barrier, uint32_t address) {
     barrier.phase++;
     barrier.pending = barrier.arrivals;
     barrier.completed = barrier.clock;
-    for (Thread* thread : barrier.waiting) wake(thread);
-    barrier.waiting.clear();
+    wake_waiting(barrier);
 }
 
 void arrive(Barrier& barrier, uint32_t address, Thread* thread, const char* what) {
@@ -122,8 +127,7 @@ void signalled(Copy copy, uint32_t barrier_address, const char* what) {
     Barrier& barrier = barrier_at(barrier_address, what);
     issue(copy, what);
     barrier.copies.push_back(std::move(copy));
-    for (Thread* thread : barrier.waiting) wake(thread);  // a waiting thread is what lands copies
-    barrier.waiting.clear();
+    wake_waiting(barrier);
 }
 
 }  // namespace
@@ -170,7 +174,9 @@ void cp_async_wait_all() {
     current->copies.clear();
 }
 void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
-    barrier_at(barrier, "cp.async.mbarrier.arrive.noinc").noinc.push_back(current);
+    Barrier& target = barrier_at(barrier, "cp.async.mbarrier.arrive.noinc");
+    target.noinc.push_back(current);
+    wake_waiting(target);
 }
 
 // ---- mbarrier --------------------------------------------------------------------------------------------------------
