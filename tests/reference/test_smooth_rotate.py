@@ -1,0 +1,88 @@
+"""Smoothing and rotation: the model computes the same afterwards, and its activations are easier to quantize."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+
+from anybit.errors import CalibrationError, LayerError
+from anybit.quantize.calibrate import batched
+from anybit.quantize.rotate import rotate
+from anybit.quantize.smooth import channel_peaks, smooth
+from cases_calibration import sequences, tiny
+
+
+def loud(model):
+    """Give a model what trained ones have: gains that differ, and a few loud channels."""
+    g = torch.Generator().manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = torch.rand(parameter.shape, generator=g) + 0.5
+            parameter.data[5] = 8
+        if "bias" in name:
+            parameter.data = torch.randn(parameter.shape, generator=g) * 0.1
+    return model
+
+
+def models():
+    torch.manual_seed(0)
+    odd = {"hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
+    yield loud(tiny(layers=2))
+    llama = LlamaConfig(**odd, num_attention_heads=9, num_key_value_heads=3, head_dim=8, tie_word_embeddings=False)
+    yield loud(AutoModelForCausalLM.from_config(llama).eval())
+    qwen = Qwen2Config(**odd, num_attention_heads=9, num_key_value_heads=3)
+    yield loud(AutoModelForCausalLM.from_config(qwen).eval())
+
+
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("change", ["rotate", "rotate offline", "smooth"])
+@torch.no_grad()
+def test_a_changed_model_computes_the_same(kind, change):
+    model = list(models())[kind]
+    tokens = torch.stack(sequences(9)[::3])
+    before = model(tokens).logits
+    if change == "smooth":
+        smooth(model, batched(sequences(), 256))
+    else:
+        names = rotate(model, online=change == "rotate")
+        assert len(names) == (2 if change == "rotate" else 0)
+    after = model(tokens).logits
+    torch.testing.assert_close(after, before, rtol=2e-3, atol=2e-4 * float(before.abs().max()) + 1e-4)
+
+
+def peakiness(model) -> float:
+    parts = [m for n, m in model.named_modules() if n.endswith(("q_proj", "gate_proj"))]
+    peaks = channel_peaks(model, parts, batched(sequences(), 256))
+    return max(float(p.max() / p.mean()) for p in peaks.values())
+
+
+@pytest.mark.parametrize("change", [rotate, lambda m: smooth(m, batched(sequences(), 256), 0.8)])
+def test_outliers_are_gone(change):
+    model = loud(tiny(layers=2))
+    before = peakiness(model)
+    change(model)
+    assert peakiness(model) < 0.6 * before
+
+
+def test_a_tied_head_is_untied():
+    model = tiny(layers=1)
+    rotate(model)
+    assert not model.config.tie_word_embeddings
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+
+
+def test_other_architectures_are_refused_untouched():
+    model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300))
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    for change in (rotate, lambda m: smooth(m, batched(sequences(), 256))):
+        with pytest.raises(LayerError, match=r"transformer\.h\.0"):
+            change(model)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_smoothing_refuses_nan_and_odd_strengths():
+    model = tiny(layers=1)
+    with pytest.raises(ValueError, match="strength"):
+        smooth(model, batched(sequences(), 256), 1.5)
+    model.model.embed_tokens.weight.data[:] = torch.nan
+    with pytest.raises(CalibrationError, match="q_proj"):
+        smooth(model, batched(sequences(), 256))
