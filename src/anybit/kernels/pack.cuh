@@ -51,7 +51,20 @@ template <bool is_bf16> PTX uint32_t add_pair(uint32_t a, uint32_t b) {
     if constexpr (is_bf16) return ptx::add_bf16x2(a, b);
     return ptx::add_f16x2(a, b);
 }
-// Positive 16-bit floats order like their bits, so the largest magnitude is an integer maximum that NaN always wins.
+// Of two pairs, lane by lane; NaN where either is.
+template <bool is_bf16> PTX uint32_t max_pair(uint32_t a, uint32_t b) {
+    if constexpr (is_bf16) return ptx::max_nan_bf16x2(a, b);
+    return ptx::max_nan_f16x2(a, b);
+}
+template <bool is_bf16> PTX uint32_t min_pair(uint32_t a, uint32_t b) {
+    if constexpr (is_bf16) return ptx::min_nan_bf16x2(a, b);
+    return ptx::min_nan_f16x2(a, b);
+}
+template <bool is_bf16> PTX uint32_t abs_pair(uint32_t a) {
+    if constexpr (is_bf16) return ptx::abs_bf16x2(a);
+    return ptx::abs_f16x2(a);
+}
+// Magnitudes of 16-bit floats order like their bits, NaN above infinity: their maximum can be an integer's.
 template <bool is_bf16> constexpr uint32_t infinity_bits = is_bf16 ? 0x7f80u : 0x7c00u;
 template <bool is_bf16> PTX float float_of_bits(uint32_t bits) { return low_float<is_bf16>(bits); }
 
@@ -60,25 +73,25 @@ template <bool is_bf16> PTX float float_of_bits(uint32_t bits) { return low_floa
 PTX uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 struct Larger {
-    static PTX uint32_t of(uint32_t a, uint32_t b) { return larger(a, b); }
+    static PTX uint32_t over_warp(uint32_t v) { return ptx::redux_max(v); }
 };
 struct Sum {
-    template <class T> static PTX T of(T a, T b) { return a + b; }
+    static PTX uint32_t over_warp(uint32_t v) { return ptx::redux_add(v); }
+    static PTX float over_warp(float v) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) v += ptx::shfl_xor(v, step);
+        return v;
+    }
 };
 
-template <class Operation, class T> PTX T over_warp(T v) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) v = Operation::of(v, ptx::shfl_xor(v, step));
-    return v;
-}
 // Every thread gets the result. `slot` keeps reductions that follow each other apart in shared memory.
 template <class Operation, int warps, int slot, class T> PTX T over_block(T v) {
-    v = over_warp<Operation>(v);
+    v = Operation::over_warp(v);
     if constexpr (warps > 1) {
         T* partial = reinterpret_cast<T*>(ptx::dynamic_shared() + slot * 128);
         if (ptx::lane_id() == 0) partial[threadIdx.x / 32] = v;
         __syncthreads();
-        v = over_warp<Operation>(ptx::lane_id() < warps ? partial[ptx::lane_id()] : T(0));
+        v = Operation::over_warp(ptx::lane_id() < warps ? partial[ptx::lane_id()] : T(0));
     }
     return v;
 }
@@ -127,8 +140,11 @@ template <bool is_bf16> PTX uint32_t normalize_pair(uint32_t x, uint32_t gamma, 
 // ---- Coding --------------------------------------------------------------------------------------------------------------
 
 struct Scale {
-    float inverse, scale, zero;
+    float inverse, zero;
+    float range, steps;  // their quotient is the scale
     bool finite;
+
+    PTX float value() const { return finite ? range / steps : __uint_as_float(0x7fc00000u); }
 };
 
 // 1.5 * 2^23: adding it leaves the rounded integer in the low bits (two's complement), to nearest even as rint.
@@ -140,53 +156,46 @@ PTX float safe_ratio(float numerator, float denominator) {
     return denominator > 0.f && quotient < __uint_as_float(0x7f800000u) ? quotient : 0.f;
 }
 
-// `largest`: bits of the largest magnitude; for asym, of the largest value >= 0, and `lowest` of the smallest <= 0.
+// `largest`: bits of the largest magnitude; for asym, of the largest value >= 0, and `lowest` of the smallest's magnitude.
 template <Code code, int bits, bool is_bf16> PTX Scale find_scale(uint32_t largest, uint32_t lowest, float mean) {
     constexpr float top = static_cast<float>((1 << bits) - 1);
     Scale s;
-    s.finite = largest < infinity_bits<is_bf16>;
-    const float high = float_of_bits<is_bf16>(largest);
+    s.finite = largest < infinity_bits<is_bf16> && lowest < infinity_bits<is_bf16>;
+    s.range = float_of_bits<is_bf16>(largest);
+    s.zero = 0.f;
     if constexpr (code == Code::asym) {
-        s.finite = s.finite && lowest < infinity_bits<is_bf16>;
-        const float low = float_of_bits<is_bf16>(lowest);  // the magnitude of the smallest value
-        const float range = high + low;
-        s.inverse = safe_ratio(top, range);
-        s.scale = range / top;
+        const float low = float_of_bits<is_bf16>(lowest);
+        s.range += low;
+        s.steps = top;
+        s.inverse = safe_ratio(top, s.range);
         s.zero = fminf(rintf(low * s.inverse), top);
-    } else if constexpr (code == Code::bipolar) {
-        constexpr float half = top * 0.5f;
-        s.inverse = safe_ratio(half, high);
-        s.scale = bits == 1 ? 2.f * mean : high / half;
-        s.zero = half;
-    } else if constexpr (code == Code::e4m3) {
-        s.inverse = safe_ratio(448.f, high);
-        s.scale = high / 448.f;
-        s.zero = 0.f;
     } else {
         constexpr float most = bits > 1 ? static_cast<float>((1 << (bits - 1)) - 1) : 1.f;
-        s.inverse = safe_ratio(most, high);
-        s.scale = high / most;
-        s.zero = static_cast<float>(1 << (bits - 1));
+        s.steps = code == Code::bipolar ? top * 0.5f : code == Code::e4m3 ? 448.f : most;
+        s.inverse = safe_ratio(s.steps, s.range);
+        if constexpr (code == Code::bipolar && bits == 1) {
+            s.range = mean;
+            s.steps = 0.5f;
+        }
     }
-    if (!s.finite) s.scale = __uint_as_float(0x7fc00000u);
     return s;
 }
 
 // The code of one value in the low byte (the bits above are not zero). `offset` is added to the signed integer.
 template <Code code, int bits, int offset> PTX uint32_t encode(float v, const Scale& s) {
     const float scaled = ptx::mul_rn_f32(v, s.inverse);
-    if constexpr (code == Code::bipolar) return __float_as_uint(ptx::add_rm_f32(scaled, magic)) + offset;
+    // The offset rides on the magic number where it cannot turn a tie: floors have none, and even numbers keep them even.
+    constexpr float biased = magic + static_cast<float>(offset);
+    if constexpr (code == Code::bipolar) return __float_as_uint(ptx::add_rm_f32(scaled, biased));
+    if constexpr (code == Code::sym && bits > 1) return __float_as_uint(ptx::add_rn_f32(scaled, biased));
     const uint32_t rounded = __float_as_uint(ptx::add_rn_f32(scaled, magic));
     if constexpr (code == Code::asym) {
         const int32_t u = static_cast<int32_t>(rounded - magic_bits) + static_cast<int32_t>(s.zero);
         constexpr int32_t top = (1 << bits) - 1;
         return static_cast<uint32_t>(u > top ? top : u) + (offset - (1 << (bits - 1)));
     }
-    if constexpr (bits == 1) {  // {-1, 0}
-        const int32_t q = static_cast<int32_t>(rounded - magic_bits);
-        return static_cast<uint32_t>(q > 0 ? 0 : q) + offset;
-    }
-    return rounded + offset;
+    const int32_t q = static_cast<int32_t>(rounded - magic_bits);  // one signed bit: -1 or 0
+    return static_cast<uint32_t>(q > 0 ? 0 : q) + offset;
 }
 
 // Four bytes of codes from the low bytes of four words.
@@ -209,15 +218,24 @@ template <Code code, int bits, int offset, bool is_bf16> PTX uint32_t encode4(ui
     }
 }
 
+// Keeps the first `count` of eight codes: past the end there are zeros, not the code of a zero.
+template <bool aligned> PTX void keep(uint32_t& low, uint32_t& high, int count) {
+    if constexpr (aligned) {
+        if (count <= 0) low = high = 0;
+    } else if (count < 8) {
+        low &= planes::byte_mask(count);
+        high &= planes::byte_mask(count - 4);
+    }
+}
+
 // ---- Bit planes -----------------------------------------------------------------------------------------------------------
 
-// Eight codes in nibbles (elements j and j + 4 in byte j) -> four bytes, byte p bit e = bit p of element e.
-// Each product gathers its eight bits into the top byte: no two of its partial products meet, so nothing carries.
-template <int planes> PTX uint32_t nibbles_to_planes(uint32_t nibbles) {
-    uint32_t byte[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int p = 0; p < planes; ++p) byte[p] = ((nibbles >> p) & 0x11111111u) * 0x01020408u;
-    return ptx::prmt(ptx::prmt(byte[0], byte[1], 0x0073), ptx::prmt(byte[2], byte[3], 0x0073), 0x5410);
+// Eight codes in nibbles (elements j and j + 4 in byte j) -> bit `plane` of each in the top byte, element e in bit e.
+// No two of the product's partial products meet in a bit, so nothing carries into that byte.
+PTX uint32_t plane_in_top_byte(uint32_t nibbles, int plane) { return (nibbles >> plane & 0x11111111u) * 0x01020408u; }
+// The top bytes of four words, in order.
+PTX uint32_t top_bytes(const uint32_t (&v)[4]) {
+    return ptx::prmt(ptx::prmt(v[0], v[1], 0x0073), ptx::prmt(v[2], v[3], 0x0073), 0x5410);
 }
 
 // Transposes the 4 x 4 bytes that the four lanes of a quad hold: lane p gets byte p of every lane.
@@ -238,8 +256,9 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     constexpr bool bf16 = Config::is_bf16;
     constexpr Code code = Config::code;
     constexpr int bits = Config::bits;
-    static_assert(threads % 32 == 0 && threads <= 1024, "a block has 1 to 32 whole warps");
-    const int row = blockIdx.x, thread = threadIdx.x;
+    static_assert(threads % 128 == 0 && threads <= 1024, "the vectors of a block fill whole chunks of planes");
+    const int row = blockIdx.x;
+    const uint32_t thread = threadIdx.x;  // unsigned: its divisions are shifts
 
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
@@ -261,7 +280,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
         float squares = 0.f;
 #pragma unroll
         for (int v = 0; v < vectors; ++v) {
-            const int k = 8 * (v * threads + thread);
+            const int k = static_cast<int>(8 * (v * threads + thread));
             if (p.residual) {
                 const uint4 other = load8<Config::aligned>(p.residual + row * p.residual_stride, k, p.k);
                 value[v] = make_uint4(add_pair<bf16>(value[v].x, other.x), add_pair<bf16>(value[v].y, other.y),
@@ -290,8 +309,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
             store8<Config::aligned>(p.normalized + static_cast<int64_t>(row) * p.k, 8 * (v * threads + thread), p.k, value[v]);
     }
 
-    // The largest magnitude: of the high halves in the whole words, of the low halves in the words shifted up.
-    uint32_t most = 0, least = 0;
+    uint32_t high = 0, low = 0;  // pairs: the largest magnitudes, or the largest and the smallest values
     float magnitude = 0.f;
 #pragma unroll
     for (int v = 0; v < vectors; ++v) {
@@ -299,64 +317,80 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if constexpr (code == Code::asym) {
-                const uint32_t low = word[i] << 16;
-                most = larger(most, larger(word[i] & 0x80000000u ? 0 : word[i], low & 0x80000000u ? 0 : low));
-                least = larger(least, larger(word[i], low));
+                high = max_pair<bf16>(high, word[i]);
+                low = min_pair<bf16>(low, word[i]);
             } else {
-                most = larger(most, larger(word[i] & 0x7fffffffu, (word[i] << 16) & 0x7fffffffu));
+                high = max_pair<bf16>(high, abs_pair<bf16>(word[i]));
             }
             if constexpr (code == Code::bipolar && bits == 1)
                 magnitude += fabsf(low_float<bf16>(word[i])) + fabsf(high_float<bf16>(word[i]));
         }
     }
-    most = over_block<Larger, warps, 1>(most) >> 16;
-    if constexpr (code == Code::asym) {
-        least = over_block<Larger, warps, 2>(least) >> 16;
-        least = least & 0x8000u ? least & 0x7fffu : 0;
-    }
+    // Both began with +0, so what is left is a sign that says nothing: compare magnitudes.
+    const uint32_t most = over_block<Larger, warps, 1>(larger(high >> 16 & 0x7fffu, high & 0x7fffu));
+    uint32_t least = 0;
+    if constexpr (code == Code::asym) least = over_block<Larger, warps, 2>(larger(low >> 16 & 0x7fffu, low & 0x7fffu));
     float mean = 0.f;
     if constexpr (code == Code::bipolar && bits == 1) mean = over_block<Sum, warps, 2>(magnitude) / static_cast<float>(p.k);
     const Scale scale = find_scale<code, bits, bf16>(most, least, mean);
 
     uint32_t sum = 0;
     if constexpr (Config::target == Target::planes) {
-        uint32_t codes_sum = 0;
+        // Planes of few bits leave room in a transpose of four bytes for more vectors.
+        constexpr int together = bits == 1 && vectors % 4 == 0 ? 4 : bits <= 2 && vectors % 2 == 0 ? 2 : 1;
+        constexpr int first = bits < 4 ? bits : 4;
+        // This lane writes plane `plane` (and 4 + plane) of the vectors `turn`, turn + together, ...
+        const uint32_t lane = thread % 4, turn = together == 1 ? 0 : lane / bits, plane = lane - turn * bits;
+        const uint32_t start = turn * threads + thread;
+        const bool writes = plane < first && turn < together;
+        // A chunk is 128 vectors: a thread's vectors lie in one place of different chunks.
+        const int64_t plane_bytes = static_cast<int64_t>(p.padded_rows) * planes::row_bytes, chunk_bytes = bits * plane_bytes;
+        uint8_t* base = p.codes + planes::piece_offset(start / 128, plane, bits, p.padded_rows, row, thread % 128 / 16) + thread / 4 % 4 * 4;
+        uint32_t ones = 0, more_ones = 0;
 #pragma unroll
-        for (int v = 0; v < vectors; ++v) {
-            const int k = 8 * (v * threads + thread);
-            uint32_t low = encode4<code, bits, 1 << (bits - 1), bf16>(value[v].x, value[v].y, scale);
-            uint32_t high = encode4<code, bits, 1 << (bits - 1), bf16>(value[v].z, value[v].w, scale);
-            if (Config::aligned ? k >= p.k : k + 8 > p.k) {  // past the end: zeros, not the code of a zero
-                low &= planes::byte_mask(p.k - k);
-                high &= planes::byte_mask(p.k - k - 4);
+        for (int v = 0; v < vectors; v += together) {
+            uint32_t top[4] = {0, 0, 0, 0}, more_top[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int i = 0; i < together; ++i) {
+                const int k = static_cast<int>(8 * ((v + i) * threads + thread));
+                uint32_t codes_low = encode4<code, bits, 1 << (bits - 1), bf16>(value[v + i].x, value[v + i].y, scale);
+                uint32_t codes_high = encode4<code, bits, 1 << (bits - 1), bf16>(value[v + i].z, value[v + i].w, scale);
+                keep<Config::aligned>(codes_low, codes_high, p.k - k);
+                const uint32_t nibbles = bits > 4 ? (codes_low & 0x0f0f0f0fu) | (codes_high & 0x0f0f0f0fu) << 4
+                                                  : codes_low | codes_high << 4;
+#pragma unroll
+                for (int j = 0; j < first; ++j) top[(i * first + j) % 4] = plane_in_top_byte(nibbles, j);
+                if constexpr (bits > 4) {
+                    const uint32_t upper = (codes_low >> 4 & 0x0f0f0f0fu) | (codes_high & 0xf0f0f0f0u);
+#pragma unroll
+                    for (int j = 0; j < bits - 4; ++j) more_top[j] = plane_in_top_byte(upper, j);
+                }
             }
-            codes_sum = __dp4a(low, 0x01010101u, __dp4a(high, 0x01010101u, codes_sum));
-            const bool inside = k < p.padded_k;
-            uint8_t* piece = p.codes + planes::piece_offset(k / 1024, thread % 4, bits, p.padded_rows, row, k / 128 % 8) + (k / 32 % 4) * 4;
-            constexpr int first = bits < 4 ? bits : 4;
-            const uint32_t nibbles = bits > 4 ? (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4 : low | high << 4;
-            const uint32_t plane = transpose_quad(nibbles_to_planes<first>(nibbles));
-            if (inside && thread % 4 < first) *reinterpret_cast<uint32_t*>(piece) = plane;
+            const bool inside = writes && static_cast<int>(8 * (v * threads + start)) < p.padded_k;
+            uint8_t* to = base + v * (threads / 128) * chunk_bytes;
+            const uint32_t word = transpose_quad(top_bytes(top));
+            if (inside) {
+                *reinterpret_cast<uint32_t*>(to) = word;
+                ones += __popc(word);
+            }
             if constexpr (bits > 4) {
-                const uint32_t upper = (low >> 4 & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
-                const uint32_t rest = transpose_quad(nibbles_to_planes<bits - 4>(upper));
-                piece += 4 * static_cast<int64_t>(p.padded_rows) * planes::row_bytes;
-                if (inside && thread % 4 < bits - 4) *reinterpret_cast<uint32_t*>(piece) = rest;
+                const uint32_t more = transpose_quad(top_bytes(more_top));
+                if (inside && plane < bits - 4) {
+                    *reinterpret_cast<uint32_t*>(to + 4 * plane_bytes) = more;
+                    more_ones += __popc(more);
+                }
             }
         }
-        sum = codes_sum;
+        sum = (ones << plane) + (more_ones << (plane + 4));
     } else {
         int32_t codes_sum = 0;
         constexpr int offset = 0;  // signed bytes: the code less 2^(bits-1)
 #pragma unroll
         for (int v = 0; v < vectors; ++v) {
-            const int k = 8 * (v * threads + thread);
+            const int k = static_cast<int>(8 * (v * threads + thread));
             uint2 byte = make_uint2(encode4<code, bits, offset, bf16>(value[v].x, value[v].y, scale),
                                     encode4<code, bits, offset, bf16>(value[v].z, value[v].w, scale));
-            if (Config::aligned ? k >= p.k : k + 8 > p.k) {
-                byte.x &= planes::byte_mask(p.k - k);
-                byte.y &= planes::byte_mask(p.k - k - 4);
-            }
+            keep<Config::aligned>(byte.x, byte.y, p.k - k);
             if constexpr (code != Code::e4m3)
                 codes_sum = __dp4a(static_cast<int32_t>(byte.x), 0x01010101, __dp4a(static_cast<int32_t>(byte.y), 0x01010101, codes_sum));
             if (k < p.padded_k)
@@ -366,7 +400,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     }
     if constexpr (code != Code::e4m3) sum = over_block<Sum, warps, 3>(sum);
     if (thread == 0) {
-        p.scale[row] = scale.scale;
+        p.scale[row] = scale.value();
         if constexpr (code != Code::e4m3) p.sum[row] = static_cast<int32_t>(sum);
         if constexpr (code == Code::asym)
             p.zero[row] = static_cast<int32_t>(scale.zero) - (Config::target == Target::bytes ? 1 << (bits - 1) : 0);

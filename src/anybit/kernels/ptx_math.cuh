@@ -39,6 +39,21 @@ PTX uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
 PTX uint32_t max_f16x2(uint32_t a, uint32_t b) {
     uint32_t d; asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
 }
+// NaN where either is.
+PTX uint32_t max_nan_f16x2(uint32_t a, uint32_t b) {
+    uint32_t d; asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+PTX uint32_t min_nan_f16x2(uint32_t a, uint32_t b) {
+    uint32_t d; asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+PTX uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t d; asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+PTX uint32_t min_nan_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t d; asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
+}
+PTX uint32_t abs_f16x2(uint32_t a) { uint32_t d; asm("abs.f16x2 %0, %1;" : "=r"(d) : "r"(a)); return d; }
+PTX uint32_t abs_bf16x2(uint32_t a) { uint32_t d; asm("abs.bf16x2 %0, %1;" : "=r"(d) : "r"(a)); return d; }
 PTX uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d;
 }

@@ -56,7 +56,9 @@ uint8_t to_e4m3(float v) {  // saturates at 448; there is no infinity
     if (std::isnan(v)) return 0x7f;
     const uint8_t sign = std::signbit(v) ? 0x80 : 0;
     const float a = std::fabs(v);
-    return sign | (a >= 448 ? 0x7e : static_cast<uint8_t>(encode(a, 3, 4) & 0x7f));
+    if (a >= 448) return sign | 0x7e;
+    // encode() keeps the largest exponent for infinity, which e4m3 uses for 256 to 448, 32 apart.
+    return sign | static_cast<uint8_t>(a >= 256 ? 0x78 + std::nearbyint((a - 256) / 32) : encode(a, 3, 4) & 0x7f);
 }
 // The product of two is exact in double, and the sum rounds there to 53 bits: a second rounding to 11 or 8 bits differs
 // from a single one only where the sum ends in exactly one half followed by 40 zeros that rounding made.

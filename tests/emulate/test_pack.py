@@ -1,0 +1,97 @@
+"""Quantize-and-pack on the emulator: the reference's codes, in the layout that the products read."""
+
+import pytest
+import torch
+
+import emulate
+from anybit.kernels import pack, planes
+from anybit.kernels.pack import Source, Target
+from anybit.reference import quantize_activations
+from anybit.scheme import ActivationFormat
+
+pytestmark = pytest.mark.emulate
+
+# Each width of the code, each code, each element type and both ways of loading, a few at a time: configs cost a second.
+CASES = [
+    (ActivationFormat(1, "bipolar"), torch.float16, 1100, Target.planes),
+    (ActivationFormat(1, "sym"), torch.bfloat16, 72, Target.planes),
+    (ActivationFormat(2, "sym"), torch.float16, 2048, Target.planes),
+    (ActivationFormat(3, "asym"), torch.float16, 1031, Target.planes),
+    (ActivationFormat(4, "bipolar"), torch.bfloat16, 136, Target.planes),
+    (ActivationFormat(6, "asym"), torch.bfloat16, 200, Target.planes),
+    (ActivationFormat(8, "sym"), torch.float16, 77, Target.planes),
+    (ActivationFormat(8, "asym"), torch.float16, 100, Target.bytes),
+    (ActivationFormat(8, "float"), torch.bfloat16, 64, Target.bytes),
+]
+
+
+def hard(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(k))
+    x[1] = 0
+    x[2, k // 2] = torch.nan
+    x[3, 0] = -torch.inf
+    x[4] = torch.finfo(dtype).max * (1 - 2 * (torch.arange(k) % 2))
+    x[5] = -torch.finfo(dtype).smallest_normal / 2
+    return x.to(dtype)
+
+
+def run(x: torch.Tensor, format: ActivationFormat, target: Target, seed: int) -> None:
+    m, k = x.shape
+    problem = pack.Problem(m, k, format, x.dtype, Source.plain, target, k % 8 == 0)
+    config = pack.default(problem)
+    width = planes.chunks(k) * planes.CHUNK if target is Target.planes else pack.pitch(k)
+    size = planes.size(m, k, format.bits) if target is Target.planes else m * width
+    codes = torch.full((size,), 0xA5, dtype=torch.uint8)
+    scale, sum, zero = torch.full((m,), 7.0), torch.zeros(m, dtype=torch.int32), torch.zeros(m, dtype=torch.int32)
+    params = pack.Params(
+        x, None, None, None, None, codes, scale, sum, zero, x.stride(0), 0, k, width, planes.padded_rows(m), 0.0
+    )
+    emulate.run(pack.kernel(config), params, pack.grid(problem, config), seed=seed, dependent=("x",))
+    expected = quantize_activations(x, format)
+    finite = x.isfinite().all(1)
+    assert torch.equal(scale.isnan(), ~finite)
+    torch.testing.assert_close(scale[finite], expected.scale[finite], rtol=1e-6 * (format.bits == 1), atol=0)
+    if target is Target.planes:
+        stored = planes.unpack(codes.view(planes.chunks(k), format.bits, -1, planes.ROW_BYTES), m, width)
+        offset = 0
+    else:
+        stored, offset = codes.view(m, width), 2 ** (format.bits - 1)
+    assert not stored[:, k:].any()
+    if format.code == "float":
+        assert torch.equal(stored[finite, :k], expected.codes[finite].view(torch.uint8))
+        return
+    got = stored[:, :k] if target is Target.planes else stored[:, :k].view(torch.int8)
+    codes_expected = expected.codes.int() - offset
+    assert torch.equal(got[finite].int(), codes_expected[finite])
+    assert torch.equal(sum[finite], codes_expected[finite].sum(1, dtype=torch.int32))
+    if format.code == "asym":
+        assert torch.equal(zero[finite], expected.zero[finite].int() - offset)
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "k", "target"), CASES, ids=lambda v: str(v) if isinstance(v, int) else None
+)
+def test_codes(format: ActivationFormat, dtype: torch.dtype, k: int, target: Target) -> None:
+    for seed in range(2):
+        run(hard(7, k, dtype), format, target, seed)
+
+
+def test_rms_norm_with_residual() -> None:
+    m, k, format = 2, 200, ActivationFormat(4, "sym")
+    x, residual = hard(8, k, torch.float16)[[0, 6]], hard(8, k, torch.float16)[[6, 7]]
+    gamma, total, values = torch.rand(k).half(), torch.zeros(m, k).half(), torch.zeros(m, k).half()
+    problem = pack.Problem(m, k, format, torch.float16, Source.rms_norm)
+    codes = torch.zeros(planes.size(m, k, 4), dtype=torch.uint8)
+    scale, sum = torch.zeros(m), torch.zeros(m, dtype=torch.int32)
+    params = pack.Params(
+        x, residual, total, gamma, values, codes, scale, sum, None, k, k, k, planes.CHUNK, planes.padded_rows(m), 1e-5
+    )
+    config = pack.default(problem)
+    emulate.run(pack.kernel(config), params, (m, 1, 1), dependent=("x", "residual"))
+    assert torch.equal(total, x + residual)
+    v = total.float()
+    expected = gamma * (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + 1e-5)).half()
+    torch.testing.assert_close(values, expected)
+    coded = quantize_activations(values, format)
+    assert torch.equal(planes.unpack(codes.view(1, 4, -1, planes.ROW_BYTES), m, k), coded.codes)
+    assert torch.equal(scale, coded.scale)
