@@ -1,0 +1,144 @@
+"""Bit-plane products over the cases of cases.py: GEMM with its whole epilogue, alone and after quantize-and-pack.
+
+python benchmarks/gemm_bitwise.py                      # everything, into results/h200/gemm_bitwise.json
+python benchmarks/gemm_bitwise.py --only gate_up --tokens 64 --schemes w2a2 --every   # every config, printed
+"""
+
+import argparse
+import multiprocessing
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from anybit import jit
+from anybit.device import Device
+from anybit.kernels import bitwise, bitwise_sync, pack, planes
+from anybit.kernels.bitwise import Output
+from anybit.kernels.planes import PlaneWeight
+from anybit.scheme import Scheme
+from cases import BITWISE_SCHEMES, GEMM, Case, select
+from timing import RESULTS, baselines, floor_us, measure, merge_rows, rotations, stamp
+
+FAMILIES: dict[str, ModuleType] = {"wgmma": bitwise, "mma.sync": bitwise_sync}
+
+
+def problem_of(family: ModuleType, case: Case, scheme: Scheme, device: Device) -> Any:
+    shape = (case.m, case.n, case.k, scheme.weights, scheme.activations, Output.f16, device)
+    return family.Problem(*shape)
+
+
+def configs_of(family: ModuleType, case: Case, scheme: Scheme, device: Device, every: bool) -> list[Any]:
+    problem = problem_of(family, case, scheme, device)
+    if family.why_not(problem) is not None:
+        return []
+    return list(family.configs(problem)) if every else [family.default(problem)]
+
+
+def random_weight(case: Case, scheme: Scheme) -> tuple[PlaneWeight, torch.Tensor]:
+    """Random codes on the GPU, prepared as ``planes.prepare`` does, and the codes."""
+    bits, code = scheme.weights.bits, scheme.weights.code
+    codes = torch.randint(0, 2**bits, (case.n, case.k), dtype=torch.uint8, device="cuda")
+    double = int(code == "bipolar")
+    zero = int(2**double * (scheme.weights.zero or 0))
+    correction = (case.k * zero - (codes.sum(1, dtype=torch.int64) << double)).int()
+    scale = torch.rand(case.n, device="cuda") * 0.01 + 0.005
+    weight = PlaneWeight(planes.pack(codes, bits), scale, correction, None, (case.n, case.k), scheme.weights)
+    return weight, codes
+
+
+def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str, Any]:
+    """Check one config of one case on sampled weight rows, then time it."""
+    weight, codes = random_weight(case, scheme)
+    x = torch.randn(case.m, case.k, device="cuda").half()
+    form = scheme.activations
+    problem = pack.problem_of(x, form)
+    pack_config = pack.default(problem)
+    packed = pack.Packed(case.m, case.k, form, pack.Target.planes, x.device)
+    y = torch.empty(case.m, case.n, device="cuda", dtype=torch.float16)
+    count = rotations(weight.planes.numel(), 128)
+    weights = [weight] + [
+        PlaneWeight(weight.planes.clone(), weight.scale, weight.correction, None, weight.shape, weight.format)
+        for _ in range(count - 1)
+    ]
+
+    def quantize() -> None:
+        pack.launch(problem, pack_config, packed, x)
+
+    def product(i: int) -> None:
+        family.multiply(packed, weights[i % count], Output.f16, y=y, config=config)
+
+    def both(i: int) -> None:
+        quantize()
+        product(i)
+
+    def check() -> None:
+        y.fill_(torch.nan)
+        both(0)
+        rows = torch.randint(0, case.n, (64,), device="cuda")
+        ux = planes.unpack(packed.codes, case.m, case.k).double() - (form.zero or 0)
+        uw = codes[rows].double() - (scheme.weights.zero or 0)
+        expected = (ux @ uw.T) * packed.scale.double()[:, None] * weight.scale[rows].double()
+        torch.testing.assert_close(y[:, rows].double(), expected, rtol=2e-3, atol=2e-3)
+
+    alone = measure(product, check, copies_at_hand=count)
+    with_pack = measure(both, lambda: None, copies_at_hand=count)
+    p, q = scheme.weights.bits, form.bits
+    size = planes.size(case.n, case.k, p) + planes.size(case.m, case.k, q) + 2 * case.m * case.n
+    return {
+        "case": case.name,
+        "scheme": str(scheme),
+        "m": case.m,
+        "n": case.n,
+        "k": case.k,
+        "us": round(alone.us, 3),
+        "us_with_pack": round(with_pack.us, 3),
+        "tops": round(case.operations / alone.us * 1e-6, 1),
+        "floor_us": round(floor_us(size, case.operations * p * q, "b1"), 3),
+        "checked": True,
+    }
+
+
+def precompile(cases: list[Case], schemes: list[Scheme], families: list[ModuleType], every: bool) -> None:
+    """Fill the cache on disk with all that will run, in parallel and before CUDA is touched."""
+    device, found = Device.named("sm_90a"), set()
+    for case in cases:
+        for scheme in schemes:
+            found.add(pack.kernel(pack.default(pack.Problem(case.m, case.k, scheme.activations))))
+            for family in families:
+                found |= {family.kernel(c) for c in configs_of(family, case, scheme, device, every)}
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        pool.starmap(jit.cached, [(kernel, device.arch) for kernel in found], chunksize=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", help="cases whose name contains this")
+    parser.add_argument("--tokens", type=int, nargs="*")
+    parser.add_argument("--schemes", nargs="*", default=BITWISE_SCHEMES)
+    parser.add_argument("--family", choices=FAMILIES, nargs="*", default=["wgmma"])
+    parser.add_argument("--every", action="store_true", help="every config, not the default alone; nothing is written")
+    parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "gemm_bitwise.json")
+    options = parser.parse_args()
+    cases = select(GEMM, options.only, tuple(options.tokens) if options.tokens else None)
+    schemes = [Scheme.parse(text) for text in options.schemes]
+    families = [FAMILIES[name] for name in options.family]
+    precompile(cases, schemes, families, options.every)
+    marks, device = stamp(), Device.of(torch.empty(0, device="cuda"))
+    for case in cases:
+        vendor = {} if options.every else baselines(case.m, case.n, case.k)
+        for scheme in schemes:
+            for name, family in zip(options.family, families, strict=True):
+                for config in configs_of(family, case, scheme, device, options.every):
+                    row = run(case, scheme, family, config) | {"kernel": name, "baselines": vendor} | marks
+                    shown = [row[key] for key in ("case", "scheme", "m", "n", "k", "us", "us_with_pack", "tops")]
+                    print(*shown, row["floor_us"], name, config if options.every else vendor, flush=True)
+                    if not options.every:
+                        merge_rows(options.out, [row], ("case", "scheme", "m", "n", "k", "kernel"))
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
