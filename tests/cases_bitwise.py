@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anybit.device import Device
 from anybit.kernels import bitwise, planes
-from anybit.kernels.bitwise import Config, Output, Path, Problem, Turns
+from anybit.kernels.bitwise import Config, Output, Path, Problem, Turns, Walk
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.planes import PlaneWeight
 from anybit.packing import QuantizedWeight
@@ -73,13 +73,14 @@ def large(problem: Problem, tokens: int, **change: object) -> Config:
     return replace(config, **change)
 
 
-def small(problem: Problem, tokens: int, groups: int = 2, cluster: int = 1, slots: int = 2, stages: int = 1) -> Config:
-    """A small config."""
+def small(problem: Problem, tokens: int, walk: Walk = Walk.weights, **change: object) -> Config:
+    """A small config with two slots and one chunk at a time."""
     p, q = problem.weights.bits, problem.activations.bits
     codes = planes.Code(problem.weights.code), planes.Code(problem.activations.code)
-    stacked = bitwise.stacked_columns(q * tokens)
-    config = Config(Path.small, p, q, *codes, problem.output, tokens)
-    return replace(config, groups=groups, cluster=cluster, weight_slots=slots, stages=stages, stacked=stacked)
+    stacked = bitwise.stacked_columns((q if walk is Walk.weights else p) * tokens)
+    one_span = planes.chunks(problem.k) == 1
+    config = Config(Path.small, p, q, *codes, problem.output, tokens, walk=walk, slots=2, stages=2 - one_span, span=1)
+    return replace(config, stacked=stacked, **change)
 
 
-__all__ = ["H200", "Operands", "Output", "Problem", "Turns", "code_pairs", "large", "operands", "small"]
+__all__ = ["H200", "Operands", "Output", "Problem", "Turns", "Walk", "code_pairs", "large", "operands", "small"]

@@ -9,7 +9,7 @@ from anybit import reference
 from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.kernels import bitwise, pack, planes
-from anybit.kernels.bitwise import Config, Output, Problem, Turns
+from anybit.kernels.bitwise import Config, Output, Problem, Turns, Walk
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS, random_weight
 from cases_bitwise import H200, code_pairs, large, operands, small
@@ -30,8 +30,10 @@ VARIANTS = [
     {"tokens": 256, "slab": 64, "turns": Turns.diagonals},
     {"tokens": 64, "resident": True, "activation_groups": 3, "weight_groups": 3, "turns": Turns.tiles},
     {"tokens": 64, "resident": True, "activation_groups": 3, "weight_groups": 2},
-    *({"tokens": 16, "groups": g, "cluster": c, "slots": 3} for g, c in [(1, 1), (4, 1), (2, 2), (1, 4)]),
-    {"tokens": 32, "groups": 2, "slots": 1, "stages": 2},
+    *({"tokens": t, "walk": Walk.weights, "cluster": c} for t, c in [(8, 1), (8, 4), (16, 2), (32, 1)]),
+    {"tokens": 32, "walk": Walk.weights, "span": 3, "stages": 3, "slots": 5},
+    {"tokens": 32, "walk": Walk.tokens, "span": 2, "stages": 4, "slots": 3},
+    {"tokens": 32, "walk": Walk.tokens, "cluster": 2},
 ]
 
 
@@ -46,7 +48,7 @@ def exact_problems(p: int, q: int, w: str, x: str) -> list[Problem]:
 
 
 def variant(problem: Problem, change: dict[str, object]) -> Config:
-    return small(problem, **change) if "groups" in change else large(problem, **change)
+    return small(problem, **change) if "walk" in change else large(problem, **change)
 
 
 def kernels_used() -> list[Kernel]:

@@ -52,6 +52,13 @@ class Turns(Enum):
     tiles = "tiles"
 
 
+class Walk(Enum):
+    """Which operand of a small tile stands on wgmma's A side, 64 rows, and is walked plane by plane."""
+
+    weights = "weights"
+    tokens = "tokens"
+
+
 @dataclass(frozen=True)
 class Problem:
     """Y[m, n] = X[m, k] W[n, k]^T for operands in bit planes."""
@@ -72,9 +79,9 @@ class Config:
     large: chunks of weights and of activations that shared memory holds (``weight_groups``, ``activation_groups``),
     tokens that are staged at once on their way out (``slab``), how the two warpgroups take turns, and whether a block
     keeps its activations while it goes through weights (``resident``).
-    small: warpgroups of a block and blocks of a cluster that share k (``groups``, ``cluster``), planes of weights and
-    chunks of activations that each warpgroup holds (``weight_slots``, ``stages``), and columns of the product
-    (``stacked``, the planes of all tokens side by side).
+    small: the operand that is walked (``walk``), its planes in flight (``slots``), the chunks of the other in shared
+    memory (``stages``) and in a walk (``span``), the columns of the product (``stacked``, planes side by side), and the
+    blocks that share k (``cluster``). ``tokens`` are the columns of the tile, which for Walk.tokens are weights.
     """
 
     path: Path
@@ -90,16 +97,17 @@ class Config:
     slab: int = 32
     turns: Turns = Turns.diagonals
     resident: bool = False
-    groups: int = 0
-    cluster: int = 1
-    weight_slots: int = 0
+    walk: Walk = Walk.weights
+    slots: int = 0
     stages: int = 0
+    span: int = 0
+    cluster: int = 1
     stacked: int = 0
 
     @property
     def threads(self) -> int:
-        """Threads a block: warpgroups that multiply; large tiles have another one, of which a thread loads."""
-        return 384 if self.path is Path.large else 128 * self.groups
+        """Threads a block: two warpgroups that multiply, or one, and a warpgroup or a warp, of which a thread loads."""
+        return 384 if self.path is Path.large else 160
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ def _why_not_config(problem: Problem, config: Config) -> str | None:
         return f"the config writes {config.output.value}, and {problem.output.value} is asked for"
     if config.tokens % 8:
         return f"a tile of {config.tokens} tokens is not made of eights"
-    reason = _why_not_large(problem, config) if config.path is Path.large else _why_not_small(config)
+    reason = _why_not_large(problem, config) if config.path is Path.large else _why_not_small(problem, config)
     if reason is not None:
         return reason
     needed = shared_bytes(config)
@@ -191,24 +199,24 @@ def _why_not_large(problem: Problem, config: Config) -> str | None:
     return None
 
 
-def _why_not_small(config: Config) -> str | None:
-    needed = config.activation_bits * config.tokens
+def _why_not_small(problem: Problem, config: Config) -> str | None:
+    beside = _beside(config)
+    needed = beside * config.tokens
     if config.stacked not in _PLANE_N or config.stacked < needed:
-        return f"{config.activation_bits} planes of {config.tokens} tokens are {needed} columns, and the most is 192"
-    if config.groups not in (1, 2, 4) or config.cluster not in (1, 2, 4, 8):
-        return (
-            f"{config.groups} warpgroups in clusters of {config.cluster}: allowed are 1, 2 or 4 in clusters of 1 to 8"
-        )
-    if min(config.weight_slots, config.stages) < 1:
-        return (
-            f"{config.weight_slots} weight planes and {config.stages} chunks of activations leave nothing to multiply"
-        )
-    parts = config.groups * config.cluster
-    if config.tokens // 2 % parts:
-        return f"the {config.tokens // 2} sums of a thread are not shared out by {parts} parts of k"
-    if config.blocks * config.threads * (config.stacked // 2 + config.tokens // 2 + 40) > 65536:
-        return f"{config.blocks} blocks of {config.threads} threads leave no registers for {config.stacked} columns"
+        return f"{beside} planes of {config.tokens} rows are {needed} columns, and the most is {_PLANE_N[-1]}"
+    if config.slots < 2:
+        return f"loading ahead needs slots for two planes, not {config.slots}"
+    rounds = -(-planes.chunks(problem.k) // config.cluster)
+    if not 1 <= config.span <= config.stages or (config.span < rounds and config.stages < 2 * config.span):
+        return f"walks of {config.span} chunks of {rounds} need as many slots, or twice as many, not {config.stages}"
+    if config.cluster not in (1, 2, 4, 8) or config.tokens // 2 % config.cluster:
+        return f"the {config.tokens // 2} sums of a thread are not shared out by {config.cluster} blocks"
     return None
+
+
+def _beside(config: Config) -> int:
+    """Planes that stand side by side."""
+    return config.activation_bits if config.walk is Walk.weights else config.weight_bits
 
 
 def shared_bytes(config: Config) -> int:
@@ -221,9 +229,9 @@ def shared_bytes(config: Config) -> int:
         writer = 2 * 128 * config.slab * narrow + 8 * config.tokens + zeros
         slots = (weight_slots * _ROWS + activation_slots * config.tokens) * _SLOT_ROW
         return slots + 2 * writer + 16 * (weight_slots + activation_slots)
-    group = (config.weight_slots * _SMALL_ROWS + config.stages * config.stacked) * _SLOT_ROW
     received = config.tokens // 2 * 4 * 128 if config.cluster > 1 else 0
-    return config.groups * (group + received + 8 * (config.weight_slots + config.stages + 1))
+    slots = (config.slots * _SMALL_ROWS + config.stages * config.stacked) * _SLOT_ROW
+    return slots + received + 16 * (config.slots + config.stages) + 16
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -231,7 +239,8 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     if config.path is Path.large:
         tiles = -(-problem.m // config.tokens) * -(-problem.n // _ROWS)
         return (min(tiles, problem.device.sms), 1, 1)
-    return (-(-problem.n // _SMALL_ROWS) * config.cluster, -(-problem.m // config.tokens), 1)
+    weights, tokens = (_SMALL_ROWS, config.tokens) if config.walk is Walk.weights else (config.tokens, _SMALL_ROWS)
+    return (-(-problem.n // weights) * config.cluster, -(-problem.m // tokens), 1)
 
 
 def stacked_columns(needed: int) -> int:
@@ -262,27 +271,25 @@ def _candidates(problem: Problem) -> Iterator[Config]:
                         yield config
                         yield replace(config, resident=True)
     chunks = planes.chunks(problem.k)
-    for tokens in (64, 32, 16, 8):
-        for groups in (1, 2, 4):
-            for cluster in (1, 2, 4):
-                rounds = -(-chunks // (groups * cluster))
-                for stages in {1, min(2, rounds), min(4, rounds)}:
-                    for weight_slots in {min(n, rounds * p) for n in (2, 3, 4, 6, 8, 12)}:
-                        for blocks in (1, 2):
-                            yield Config(
-                                Path.small,
-                                p,
-                                q,
-                                *codes,
-                                problem.output,
-                                tokens,
-                                blocks=blocks,
-                                groups=groups,
-                                cluster=cluster,
-                                weight_slots=weight_slots,
-                                stages=stages,
-                                stacked=stacked_columns(q * tokens),
-                            )
+    for walk, tokens in ((Walk.weights, 8), (Walk.weights, 16), (Walk.weights, 32), (Walk.tokens, 32)):
+        for cluster in (1, 2, 4):
+            rounds = -(-chunks // cluster)
+            for span in sorted({min(n, rounds) for n in (1, 2, 4, 8, 16)}):
+                for slots in (2, 3, 4, 6, 8, 12, 16):
+                    config = Config(
+                        Path.small,
+                        p,
+                        q,
+                        *codes,
+                        problem.output,
+                        tokens,
+                        walk=walk,
+                        slots=slots,
+                        stages=span if span == rounds else 2 * span,
+                        span=span,
+                        cluster=cluster,
+                    )
+                    yield replace(config, stacked=stacked_columns(_beside(config) * tokens))
 
 
 @functools.cache
@@ -316,25 +323,21 @@ def _default_large(problem: Problem, found: list[Config]) -> Config:
 
 
 def _default_small(problem: Problem, found: list[Config]) -> Config:
-    most = max(c.tokens for c in found)
-    tokens = min(32, most, max(8, 1 << (problem.m - 1).bit_length()))
+    walk = Walk.tokens if problem.m > 32 else Walk.weights
+    tokens = 32 if walk is Walk.tokens else max(8, 1 << (problem.m - 1).bit_length())
     chunks = planes.chunks(problem.k)
-    tiles = -(-problem.n // _SMALL_ROWS) * -(-problem.m // tokens)
     half = problem.device.shared_bytes // 2 - 1024  # so that the next kernel's block fits beside this one's
 
     def cost(config: Config) -> tuple[float, ...]:
-        blocks = tiles * config.cluster
-        parts = config.groups * config.cluster
+        blocks = grid(problem, config)[0] * grid(problem, config)[1]
         return (
-            config.tokens != tokens,
-            parts > chunks,
+            config.walk is not walk,
+            abs(config.tokens - tokens),
             shared_bytes(config) > half,
-            abs(min(blocks, problem.device.sms) - problem.device.sms),
+            max(0.9 * problem.device.sms - blocks, 0.0),
             config.cluster,
-            -config.groups,
-            -config.weight_slots * config.groups,
-            -config.stages,
-            -config.blocks,
+            -min(config.span, chunks),
+            -config.slots,
         )
 
     return min(found, key=cost)

@@ -1,47 +1,42 @@
-// The bitwise GEMM for few tokens, where reading the weights once is what counts: one block a tile of 64 weights and
-// `tokens` tokens, the planes of the activations side by side on wgmma's N side (column plane * tokens + token).
+// The bitwise GEMM for few tokens, where reading the weights once is what counts, and then latency.
 //
-// So only weight planes are walked (up in one chunk, down in the next, see bitwise.cuh), and shifts between activation
-// planes wait until the end. `groups` warpgroups of `cluster` blocks share the chunks of k; each adds the partial sums
-// of its share of the results, which the others leave in shared memory. A warpgroup's first thread loads its operands,
-// the weights as far as they fit before the kernel ahead has ended: two blocks should fit a multiprocessor.
+// wgmma's A side (64 rows) is one operand, whose planes are walked; on its B side the planes of the other stand side by
+// side (column plane * columns + row), and are added with their shifts at the end. Walk::weights has 64 weights and 8 to
+// 32 tokens a tile, Walk::tokens up to 64 tokens and 32 weights. The B side stays in shared memory for `span` chunks
+// of k, while planes of the A side stream past it: a plane of all chunks, a rotation of the sums, the next plane (and
+// up again for the next `span` chunks, see bitwise.cuh). One warpgroup multiplies, one warp loads: the weights as far
+// as they fit before the kernel ahead has ended, so two blocks should fit a multiprocessor.
+// `cluster` blocks share the chunks of a tile; each adds its share of the results.
 #ifndef ANYBIT_BITWISE_SMALL_CUH
 #define ANYBIT_BITWISE_SMALL_CUH
 
 #include "bitwise_terms.cuh"
 
-// Shared memory, for each warpgroup: slots of a weight plane, slots of a chunk of activations, then barriers.
+// Shared memory: slots of an A plane, slots of a chunk of B, what other blocks send, barriers.
 template <class Config> struct SmallShared {
-    static constexpr int P = Config::weight_bits, Q = Config::activation_bits;
-    static constexpr int rows = 64, plane_bytes = rows * planes::row_bytes;
-    static constexpr int activation_slot = Config::stacked * planes::row_bytes;
-    static constexpr int activations = Config::weight_slots * plane_bytes;
-    static constexpr int group_bytes = activations + Config::stages * activation_slot;
-    static constexpr int parts = Config::groups * Config::cluster;                  // of k
-    static constexpr int values = Config::tokens / 2, share = values / parts;       // a thread's results
-    static constexpr int partial_bytes = share * 4 * 128;                           // of one part, for one other
-    static constexpr int received = Config::cluster > 1 ? parts * partial_bytes : 0;  // from other blocks: not over operands
-    static constexpr int inbox = Config::groups * group_bytes;
-    static constexpr int barriers = inbox + Config::groups * received;
-    static constexpr int group_barriers = Config::weight_slots + Config::stages + 1;
-    static constexpr int bytes = barriers + 8 * Config::groups * group_barriers;
+    static constexpr bool walk_weights = Config::walk == Walk::weights;
+    static constexpr int P = walk_weights ? Config::weight_bits : Config::activation_bits;  // planes that are walked
+    static constexpr int Q = walk_weights ? Config::activation_bits : Config::weight_bits;  // planes side by side
+    static constexpr int rows = 64, columns = Config::tokens;
+    static constexpr int a_bytes = rows * planes::row_bytes, b_bytes = Config::stacked * planes::row_bytes;
+    static constexpr int b = Config::slots * a_bytes;
+    static constexpr int inbox = b + Config::stages * b_bytes;
+    static constexpr int values = columns / 2, share = values / Config::cluster;  // a thread's results
+    static constexpr int partial_bytes = share * 4 * 128;
+    static constexpr int barriers = inbox + (Config::cluster > 1 ? Config::cluster * partial_bytes : 0);
+    static constexpr int bytes = barriers + 16 * (Config::slots + Config::stages) + 16;
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of bitwise.py disagrees");
-    static_assert(Config::stacked >= Q * Config::tokens && values % parts == 0, "refused by why_not()");
-    static_assert(Config::cluster > 1 || parts * partial_bytes <= group_bytes, "partial sums replace the operands");
+    static_assert(Config::stacked >= Q * columns && values % Config::cluster == 0, "refused by why_not()");
 
     uint32_t shared;
-    int group;
-
-    PTX uint32_t weights(int slot) const { return shared + group * group_bytes + slot * plane_bytes; }
-    PTX uint32_t tokens(int slot) const { return shared + group * group_bytes + activations + slot * activation_slot; }
-    PTX uint32_t weights_full(int slot) const { return shared + barriers + 8 * (group * group_barriers + slot); }
-    PTX uint32_t tokens_full(int slot) const { return weights_full(Config::weight_slots + slot); }
-    PTX uint32_t gathered(int of_group) const { return shared + barriers + 8 * (of_group * group_barriers + group_barriers - 1); }
-    // Where part `from` leaves its sums for part `to`: within a block in its own spent slots, else in the other's inbox.
-    PTX uint32_t partial(int to, int from) const {
-        if (Config::cluster > 1) return shared + inbox + to % Config::groups * received + from * partial_bytes;
-        return shared + from % Config::groups * group_bytes + to * partial_bytes;
-    }
+    PTX uint32_t a_slot(int slot) const { return shared + slot * a_bytes; }
+    PTX uint32_t b_slot(int slot) const { return shared + b + slot * b_bytes; }
+    PTX uint32_t a_full(int slot) const { return shared + barriers + 16 * slot; }
+    PTX uint32_t a_empty(int slot) const { return a_full(slot) + 8; }
+    PTX uint32_t b_full(int slot) const { return a_full(Config::slots + slot); }
+    PTX uint32_t b_empty(int slot) const { return b_full(slot) + 8; }
+    PTX uint32_t gathered() const { return a_full(Config::slots + Config::stages); }
+    PTX uint32_t partial(int from) const { return shared + inbox + from * partial_bytes; }
 };
 
 template <class Config> struct Small {
@@ -51,78 +46,118 @@ template <class Config> struct Small {
 
     const Params& p;
     S shared;
-    int thread, part, row, token;
-    int count;  // chunks of this part: part, part + parts, ...
+    int rank;
+    int a_row, b_row;
+    int count;  // chunks of this block: rank, rank + cluster, ...
 
     PTX Small(const Params& p, uint32_t base, int rank)
-        : p(p), shared{base, static_cast<int>(threadIdx.x) / 128}, thread(threadIdx.x % 128),
-          part(rank * Config::groups + static_cast<int>(threadIdx.x) / 128),
-          row(static_cast<int>(blockIdx.x) / Config::cluster * S::rows), token(static_cast<int>(blockIdx.y) * Config::tokens),
-          count(part < p.chunks ? (p.chunks - part + S::parts - 1) / S::parts : 0) {}
+        : p(p), shared{base}, rank(rank), count(rank < p.chunks ? (p.chunks - rank + Config::cluster - 1) / Config::cluster : 0) {
+        const int weight_tile = static_cast<int>(blockIdx.x) / Config::cluster, token_tile = static_cast<int>(blockIdx.y);
+        a_row = (S::walk_weights ? weight_tile : token_tile) * S::rows;
+        b_row = (S::walk_weights ? token_tile : weight_tile) * S::columns;
+    }
 
-    // Planes are numbered as they are multiplied: the last chunk walks down, the one before it up, and so on.
-    PTX const uint8_t* weights_of(int plane) const {
-        const int i = plane / P, order = plane % P, chunk = part + i * S::parts;
-        const int bit = (count - i) & 1 ? P - 1 - order : order;
-        return p.weights + (static_cast<int64_t>(chunk * P + bit) * p.rows_n + row) * planes::row_bytes;
+    // The walk: spans of chunks; in each, every plane of A (the last span down, the one before up, ...) for every chunk.
+    struct Step {
+        int first, chunks, order, chunk;  // the span's first chunk and their number; plane and chunk in the walk
+        PTX bool down(int count) const { return ((count - first + Config::span - 1) / Config::span) & 1; }
+        PTX void next(int count) {
+            if (++chunk < chunks) return;
+            chunk = 0;
+            if (++order < P) return;
+            order = 0, first += Config::span, chunks = min(Config::span, count - first);
+        }
+    };
+    PTX Step begin() const { return {0, min(Config::span, count), 0, 0}; }
+
+    PTX void load_a(const Step& step, int slot) const {
+        const uint8_t* from = S::walk_weights ? p.weights : p.activations;
+        const int stored = S::walk_weights ? p.rows_n : p.rows_m;
+        const int chunk = rank + (step.first + step.chunk) * Config::cluster, bit = step.down(count) ? P - 1 - step.order : step.order;
+        const uint32_t bytes = min(S::rows, stored - a_row) * planes::row_bytes;
+        ptx::mbarrier_arrive_expect_tx(shared.a_full(slot), bytes);
+        ptx::cp_async_bulk_load(shared.a_slot(slot), from + (static_cast<int64_t>(chunk * P + bit) * stored + a_row) * planes::row_bytes,
+                                bytes, shared.a_full(slot));
     }
-    PTX uint32_t weight_bytes() const { return min(S::rows, p.rows_n - row) * planes::row_bytes; }
-    PTX void load_weights(int plane) const {
-        const uint32_t full = shared.weights_full(plane % Config::weight_slots);
-        ptx::mbarrier_arrive_expect_tx(full, weight_bytes());
-        ptx::cp_async_bulk_load(shared.weights(plane % Config::weight_slots), weights_of(plane), weight_bytes(), full);
+    PTX void load_b(int i) const {
+        const uint8_t* from = S::walk_weights ? p.activations : p.weights;
+        const int stored = S::walk_weights ? p.rows_m : p.rows_n;
+        const int slot = i % Config::stages, chunk = rank + i * Config::cluster;
+        const uint32_t bytes = min(S::columns, stored - b_row) * planes::row_bytes;
+        ptx::mbarrier_arrive_expect_tx(shared.b_full(slot), Q * bytes);
+#pragma unroll
+        for (int bit = 0; bit < Q; bit++)
+            ptx::cp_async_bulk_load(shared.b_slot(slot) + bit * S::columns * planes::row_bytes,
+                                    from + (static_cast<int64_t>(chunk * Q + bit) * stored + b_row) * planes::row_bytes, bytes,
+                                    shared.b_full(slot));
     }
-    PTX void load_tokens(int i) const {
-        const uint32_t bytes = min(Config::tokens, p.rows_m - token) * planes::row_bytes, full = shared.tokens_full(i % Config::stages);
-        ptx::mbarrier_arrive_expect_tx(full, Q * bytes);
-        for (int bit = 0; bit < Q; bit++) {
-            const int64_t plane = static_cast<int64_t>(part + i * S::parts) * Q + bit;
-            ptx::cp_async_bulk_load(shared.tokens(i % Config::stages) + bit * Config::tokens * planes::row_bytes,
-                                    p.activations + (plane * p.rows_m + token) * planes::row_bytes, bytes, full);
+
+    PTX void produce() const {
+        const int steps = count * P;
+        Step a = begin();
+        auto fill_a = [&] {
+            for (int n = 0; n < min(Config::slots, steps); n++, a.next(count)) load_a(a, n);
+        };
+        auto fill_b = [&] {
+            for (int i = 0; i < min(Config::stages, count); i++) load_b(i);
+        };
+        if (S::walk_weights) fill_a();
+        else fill_b();
+        ptx::griddepcontrol_wait();
+        if (S::walk_weights) fill_b();
+        else fill_a();
+        int slot = 0, parity = 0;
+        for (int n = Config::slots; n < steps; n++, a.next(count)) {
+            const int i = a.first + a.chunk;
+            if (a.order == 0 && i >= Config::stages) {
+                ptx::mbarrier_wait_parity(shared.b_empty(i % Config::stages), (i / Config::stages & 1) ^ 1);
+                load_b(i);
+            }
+            ptx::mbarrier_wait_parity(shared.a_empty(slot), parity);
+            load_a(a, slot);
+            if (++slot == Config::slots) slot = 0, parity ^= 1;
         }
     }
-    // Weights do not depend on the kernel ahead: fill their slots, bring the rest as near as L2, and only then wait.
-    PTX void load_first() const {
-        for (int plane = 0; plane < min(Config::weight_slots, count * P); plane++) load_weights(plane);
-        for (int plane = Config::weight_slots; plane < count * P; plane++)
-            ptx::cp_async_bulk_prefetch_L2(weights_of(plane), weight_bytes());
-        ptx::griddepcontrol_wait();
-        for (int i = 0; i < min(Config::stages, count); i++) load_tokens(i);
-    }
 
-    // This part's sums of the tile, activation planes added up: register 4 * eight + 2 * h + e as wgmma numbers them.
+    // The sums of this block's chunks, planes of B added up: register 4 * eight + 2 * h + e as wgmma numbers them.
     PTX void multiply(int32_t (&sums)[S::values]) const {
+        const bool leader = ptx::lane_id() == 0;
         int32_t acc[Config::stacked / 2];
 #pragma unroll
         for (int i = 0; i < Config::stacked / 2; i++) acc[i] = 0;
-        int weight_slot = 0, weight_parity = 0;
+        int slot = 0, parity = 0, previous = 0;
 #pragma unroll 1
-        for (int i = 0; i < count; i++) {
-            const int slot = i % Config::stages, left = (count - i) & 1 ? 1 : 31;  // 31 to the left is 1 to the right
-            const uint64_t b = planes::descriptor(shared.tokens(slot));
-            ptx::mbarrier_wait_parity(shared.tokens_full(slot), i / Config::stages & 1);
-#pragma unroll
+        for (int first = 0; first < count; first += Config::span) {
+            const int chunks = min(Config::span, count - first);
+            const int left = Step{first, chunks, 0, 0}.down(count) ? 1 : 31;  // 31 to the left is 1 to the right
+#pragma unroll 1
             for (int order = 0; order < P; order++) {
-                const uint64_t a = planes::descriptor(shared.weights(weight_slot));
-                ptx::mbarrier_wait_parity(shared.weights_full(weight_slot), weight_parity);
-                ptx::wgmma_fence();
+#pragma unroll 1
+                for (int chunk = 0; chunk < chunks; chunk++) {
+                    const int i = first + chunk;
+                    if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(i % Config::stages), i / Config::stages & 1);
+                    ptx::mbarrier_wait_parity(shared.a_full(slot), parity);
+                    const uint64_t a = planes::descriptor(shared.a_slot(slot)), b = planes::descriptor(shared.b_slot(i % Config::stages));
+                    ptx::wgmma_fence();
 #pragma unroll
-                for (int step = 0; step < planes::steps; step++)
-                    ptx::wgmma_b1<Config::stacked>(acc, ptx::wgmma_advance(a, step * planes::step_bytes),
-                                                   ptx::wgmma_advance(b, step * planes::step_bytes), true);
-                ptx::wgmma_commit_group();
+                    for (int step = 0; step < planes::steps; step++)
+                        ptx::wgmma_b1<Config::stacked>(acc, ptx::wgmma_advance(a, step * planes::step_bytes),
+                                                       ptx::wgmma_advance(b, step * planes::step_bytes), true);
+                    ptx::wgmma_commit_group();
+                    if (chunk > 0) {  // the products of the chunk before have ended
+                        ptx::wgmma_wait_group<1>();
+                        if (leader) ptx::mbarrier_arrive(shared.a_empty(previous));
+                    }
+                    previous = slot;
+                    if (++slot == Config::slots) slot = 0, parity ^= 1;
+                }
                 ptx::wgmma_wait_group<0>();
                 ptx::wgmma_touch(acc);
-                const int next = i * P + order + Config::weight_slots;
-                if (next < count * P || (order == P - 1 && i + Config::stages < count)) {
-                    ptx::bar_sync(1 + shared.group, 128);  // all four warps have read the slot
-                    if (thread == 0 && next < count * P) load_weights(next);
-                    if (thread == 0 && order == P - 1 && i + Config::stages < count) load_tokens(i + Config::stages);
-                    __syncwarp();
-                }
-                if (++weight_slot == Config::weight_slots) weight_slot = 0, weight_parity ^= 1;
+                if (leader) ptx::mbarrier_arrive(shared.a_empty(previous));
                 if (order < P - 1) rotate(acc, left);
             }
+            if (leader)
+                for (int chunk = 0; chunk < chunks; chunk++) ptx::mbarrier_arrive(shared.b_empty((first + chunk) % Config::stages));
         }
 #pragma unroll
         for (int v = 0; v < S::values; v++) {
@@ -133,108 +168,92 @@ template <class Config> struct Small {
         }
     }
 
-    // Gives the other parts their shares of this part's sums, and adds theirs to its own share.
+    // Sends the other blocks of the cluster their shares of this one's sums, and adds theirs to its own share.
     PTX void gather(const int32_t (&sums)[S::values], int32_t (&own)[S::share]) const {
-        constexpr int words = S::share % 4 == 0 ? 4 : 1;
+        const int thread = threadIdx.x;
 #pragma unroll
-        for (int to = 0; to < S::parts; to++) {
-            if (to == part) {
+        for (int to = 0; to < Config::cluster; to++) {
+            if (to == rank) {
 #pragma unroll
                 for (int v = 0; v < S::share; v++) own[v] = sums[to * S::share + v];
                 continue;
             }
+            const uint32_t target = ptx::mapa(shared.partial(rank), to), barrier = ptx::mapa(shared.gathered(), to);
 #pragma unroll
-            for (int v = 0; v < S::share; v += words) {
-                const int at = to * S::share + v;
-                const uint32_t target = shared.partial(to, part) + (v / words * 128 + thread) * 4 * words;
-                if constexpr (words == 4)
-                    send(to, target, {static_cast<uint32_t>(sums[at]), static_cast<uint32_t>(sums[at + 1]),
-                                      static_cast<uint32_t>(sums[at + 2]), static_cast<uint32_t>(sums[at + 3])});
-                else
-                    send(to, target, static_cast<uint32_t>(sums[at]));
-            }
+            for (int v = 0; v < S::share; v++)
+                ptx::st_async_u32(target + (v * 128 + thread) * 4, static_cast<uint32_t>(sums[to * S::share + v]), barrier);
         }
-        if constexpr (Config::cluster > 1) ptx::mbarrier_wait_parity_acquire_cluster(shared.gathered(shared.group), 0);
-        else __syncthreads();
+        ptx::mbarrier_wait_parity_acquire_cluster(shared.gathered(), 0);
 #pragma unroll
-        for (int from = 0; from < S::parts; from++) {
-            if (from == part) continue;
+        for (int from = 0; from < Config::cluster; from++) {
+            if (from == rank) continue;
 #pragma unroll
-            for (int v = 0; v < S::share; v += words) {
-                const uint32_t at = shared.partial(part, from) + (v / words * 128 + thread) * 4 * words;
-                if constexpr (words == 4) {
-                    const uint4 four = ptx::ld_shared_v4(at);
-                    own[v] += four.x, own[v + 1] += four.y, own[v + 2] += four.z, own[v + 3] += four.w;
-                } else {
-                    own[v] += ptx::ld_shared_u32(at);
-                }
-            }
-        }
-    }
-    PTX void send(int to, uint32_t target, uint4 v) const {
-        if constexpr (Config::cluster > 1) {
-            const int rank = to / Config::groups;
-            ptx::st_async_v4(ptx::mapa(target, rank), v, ptx::mapa(shared.gathered(to % Config::groups), rank));
-        } else {
-            ptx::st_shared_v4(target, v);
-        }
-    }
-    PTX void send(int to, uint32_t target, uint32_t v) const {
-        if constexpr (Config::cluster > 1) {
-            const int rank = to / Config::groups;
-            ptx::st_async_u32(ptx::mapa(target, rank), v, ptx::mapa(shared.gathered(to % Config::groups), rank));
-        } else {
-            ptx::st_shared_u32(target, v);
+            for (int v = 0; v < S::share; v++) own[v] += ptx::ld_shared_u32(shared.partial(from) + (v * 128 + thread) * 4);
         }
     }
 
-    // Of this thread's values, those numbered part * share + v are its own: value 4 * eight + 2 * h + e.
-    PTX int first_token(int v) const { return token + 8 * ((part * S::share + v) / 4) + 2 * (thread % 4); }
-
-    PTX void run() const {
-        if (thread == 0) load_first();
-        const int n = row + 16 * (thread / 32) + thread % 32 / 4;
-        const typename T::Row rows[2] = {T::row(p, n), T::row(p, n + 8)};
-        ptx::griddepcontrol_wait();
+    PTX void consume() const {
+        const int thread = threadIdx.x, row = a_row + 16 * (thread / 32) + thread % 32 / 4, pair = b_row + 2 * (thread % 4);
         constexpr int eights = (S::share + 3) / 4;
-        typename T::Column columns[2 * eights];
+        const int first = rank * S::share / 4;  // of the eights that this block finishes
+        typename T::Row weights[S::walk_weights ? 2 : 2 * eights];
+        typename T::Column tokens[S::walk_weights ? 2 * eights : 2];
 #pragma unroll
-        for (int i = 0; i < 2 * eights; i++) columns[i] = T::column(p, first_token(4 * (i / 2)) + i % 2);
-        __syncwarp();
+        for (int i = 0; i < (S::walk_weights ? 2 : 2 * eights); i++)
+            weights[i] = T::row(p, S::walk_weights ? row + 8 * i : pair + 8 * (first + i / 2) + i % 2);
+        ptx::griddepcontrol_wait();
+#pragma unroll
+        for (int i = 0; i < (S::walk_weights ? 2 * eights : 2); i++)
+            tokens[i] = T::column(p, S::walk_weights ? pair + 8 * (first + i / 2) + i % 2 : row + 8 * i);
 
         int32_t sums[S::values], own[S::share];
         multiply(sums);
-        if constexpr (Config::cluster > 1) ptx::barrier_cluster_wait();  // the other blocks' barriers stand
-        gather(sums, own);
+        if constexpr (Config::cluster > 1) {
+            ptx::barrier_cluster_wait();  // the other blocks' barriers stand
+            gather(sums, own);
+        } else {
+#pragma unroll
+            for (int v = 0; v < S::share; v++) own[v] = sums[v];
+        }
 #pragma unroll
         for (int v = 0; v < S::share; v++) {
-            const int within = S::share % 4 == 0 ? v % 4 : (part * S::share + v) % 4;  // 2 * h + e
-            // A choice by value: indexed at run time, the arrays would leave the registers.
-            const typename T::Column &even = columns[2 * (v / 4)], &odd = columns[2 * (v / 4) + 1];
-            const typename T::Column column = {within % 2 ? odd.scale : even.scale, within % 2 ? odd.term : even.term,
-                                               within % 2 ? odd.zero : even.zero};
-            const typename T::Row mine = {within / 2 ? rows[1].scale : rows[0].scale, within / 2 ? rows[1].bias : rows[0].bias,
-                                          within / 2 ? rows[1].term : rows[0].term, within / 2 ? rows[1].zero : rows[0].zero};
-            T::store(p, first_token(v) + within % 2, n + 8 * (within / 2), own[v], mine, column);
+            // Value 4 * eight + 2 * h + e; which one of a smaller share than four is known at run time only.
+            const int within = S::share % 4 == 0 ? v % 4 : (rank * S::share + v) % 4, h = within / 2, e = within % 2, i = 2 * (v / 4);
+            const int at_row = row + 8 * h, at_column = pair + 8 * (first + v / 4) + e;
+            if constexpr (S::walk_weights)
+                T::store(p, at_column, at_row, own[v], T::pick(h, weights[0], weights[1]), T::pick(e, tokens[i], tokens[i + 1]));
+            else
+                T::store(p, at_row, at_column, own[v], T::pick(e, weights[i], weights[i + 1]), T::pick(h, tokens[0], tokens[1]));
         }
     }
 };
 
 template <class Config> PTX void bitwise_small(const Params& p) {
     using S = SmallShared<Config>;
-    static_assert(Config::threads == Config::groups * 128, "warpgroups that multiply");
+    static_assert(Config::threads == 160, "a warpgroup that multiplies, and a warp that loads");
     const int rank = Config::cluster > 1 ? ptx::cluster_ctarank() : 0;
     const Small<Config> small(p, ptx::shared_address(ptx::dynamic_shared()), rank);
     ptx::griddepcontrol_launch_dependents();
-    if (small.thread == 0) {
-        for (int i = 0; i < S::group_barriers; i++) ptx::mbarrier_init(small.shared.weights_full(i), 1);
-        if (Config::cluster > 1)
-            ptx::mbarrier_arrive_expect_tx(small.shared.gathered(small.shared.group), (S::parts - 1) * S::partial_bytes);
+    if (threadIdx.x == 128) {
+        for (int slot = 0; slot < Config::slots + Config::stages; slot++) {
+            ptx::mbarrier_init(small.shared.a_full(slot), 1);
+            ptx::mbarrier_init(small.shared.a_empty(slot), 4);  // every warp that multiplies
+        }
+        ptx::mbarrier_init(small.shared.gathered(), 1);
+        if (Config::cluster > 1) ptx::mbarrier_arrive_expect_tx(small.shared.gathered(), (Config::cluster - 1) * S::partial_bytes);
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
     if constexpr (Config::cluster > 1) ptx::barrier_cluster_arrive();
-    small.run();
+    if (threadIdx.x < 128) {
+        small.consume();
+    } else {
+        if (threadIdx.x == 128) small.produce();
+        if constexpr (Config::cluster > 1) {
+            __syncwarp();
+            ptx::barrier_cluster_wait();
+        }
+    }
 }
 
 #endif  // ANYBIT_BITWISE_SMALL_CUH

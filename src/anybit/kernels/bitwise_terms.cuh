@@ -7,6 +7,7 @@
 
 enum class Path { large, small };
 enum class Turns { none, diagonals, tiles };
+enum class Walk { weights, tokens };
 enum class Output { s32, f16, bf16, f32 };
 
 struct Params {
@@ -68,6 +69,13 @@ template <class Config> struct Terms {
         c.term = (0u - static_cast<uint32_t>(p.activation_sum[m])) * ((asym_w ? 1u : zero_w) << ex);
         if constexpr (asym_x) c.zero = static_cast<uint32_t>(p.activation_zero[m]);
         return c;
+    }
+    // A choice by value: an array indexed at run time would leave the registers.
+    static PTX Row pick(bool second, const Row& a, const Row& b) {
+        return {second ? b.scale : a.scale, second ? b.bias : a.bias, second ? b.term : a.term, second ? b.zero : a.zero};
+    }
+    static PTX Column pick(bool second, const Column& a, const Column& b) {
+        return {second ? b.scale : a.scale, second ? b.term : a.term, second ? b.zero : a.zero};
     }
     static PTX int32_t value(int32_t acc, const Row& r, const Column& c) {
         const uint32_t w = asym_w ? r.zero * c.term : c.term, x = asym_x ? c.zero * r.term : r.term;
