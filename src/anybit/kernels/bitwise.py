@@ -305,6 +305,8 @@ def default(problem: Problem) -> Config:
     if reason is not None:
         raise KernelError(f"no wgmma kernel for {_text(problem)}: {reason}")
     found = configs(problem)
+    if not found:
+        raise KernelError(f"no wgmma config fits {_text(problem)} on {problem.device.arch}")
     if problem.m <= 64:
         return _default_small(problem, [c for c in found if c.path is Path.small])
     return _default_large(problem, [c for c in found if c.path is Path.large])
@@ -351,6 +353,29 @@ def kernel(config: Config) -> jit.Kernel:
     )
 
 
+def arguments(x: Packed, weight: planes.PlaneWeight, y: Tensor, bias: Tensor | None = None) -> Params:
+    """The parameters of a launch."""
+    codes, scale, sum, zero = x.addresses
+    return Params(
+        weight.planes,
+        codes,
+        weight.scale,
+        weight.correction,
+        weight.zero,
+        bias,
+        scale,
+        sum,
+        zero,
+        y,
+        y.stride(0),
+        x.m,
+        weight.shape[0],
+        planes.padded_rows(x.m),
+        planes.padded_rows(weight.shape[0]),
+        planes.chunks(x.k),
+    )
+
+
 def multiply(
     x: Packed,
     weight: planes.PlaneWeight,
@@ -370,25 +395,7 @@ def multiply(
         y = torch.empty(x.m, n, dtype=output.dtype, device=weight.device)
     problem = Problem(x.m, n, x.k, weight.format, x.format, output, Device.of(y))
     config = config or default(problem)
-    codes, scale, sum, zero = x.addresses
-    params = Params(
-        weight.planes,
-        codes,
-        weight.scale,
-        weight.correction,
-        weight.zero,
-        bias,
-        scale,
-        sum,
-        zero,
-        y,
-        y.stride(0),
-        x.m,
-        n,
-        planes.padded_rows(x.m),
-        planes.padded_rows(n),
-        planes.chunks(x.k),
-    )
+    params = arguments(x, weight, y, bias)
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
     return y
 

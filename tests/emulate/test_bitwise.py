@@ -1,0 +1,89 @@
+"""bitwise.cuh on the CPU: every walk and kind of tile, the three code families, ragged in every dimension."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import emulate
+from anybit.device import Device
+from anybit.kernels import bitwise
+from anybit.kernels.bitwise import Config, Output, Problem, Turns, Walk
+from anybit.scheme import Scheme
+from cases_bitwise import large, operands, small
+
+pytestmark = pytest.mark.emulate
+HOPPER = replace(Device.named("sm_90a"), sms=2)
+DEPENDENT = ("activations", "activation_scale", "activation_sum", "activation_zero", "y")
+
+
+def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.s32) -> Problem:
+    parsed = Scheme.parse(scheme)
+    return Problem(m, n, k, parsed.weights, parsed.activations, output, HOPPER)
+
+
+def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: bool = False) -> None:
+    assert bitwise.why_not(asked, config) is None
+    m, n, k = asked.m, asked.n, asked.k
+    given = operands(m, n, k, asked.weights, asked.activations, seed=seed)
+    y = torch.full((m, n + padding), 77, dtype=asked.output.dtype)
+    added = torch.linspace(-1, 1, n) if bias else None
+    x = given.x
+    params = replace(
+        bitwise.arguments(x, given.weight, y, added),
+        activations=x.codes,
+        activation_scale=x.scale,
+        activation_sum=x.sum,
+        activation_zero=x.zero,
+    )
+    emulate.run(bitwise.kernel(config), params, bitwise.grid(asked, config), seed=seed, dependent=DEPENDENT)
+    assert bool((y[:, n:] == 77).all())
+    y = y[:, :n]
+    if asked.output is Output.s32:
+        assert torch.equal(y.double(), given.exact)
+    else:
+        expected = given.exact * given.unit + (0 if added is None else added.double())
+        step = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 0.0}[y.dtype] + 2**-21
+        assert bool(((y.double() - expected).abs() <= expected.abs() * step + 1e-6).all())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "m", "n", "k", "change"),
+    [
+        ("w1a1", 9, 70, 2100, {"tokens": 8}),
+        ("w2a3asym-xasym", 5, 20, 1100, {"tokens": 8, "span": 2, "stages": 2, "slots": 3}),
+        ("w3a2bipolar-xasym", 33, 72, 3000, {"tokens": 16, "cluster": 2}),
+        ("w2a2asym-xbipolar", 3, 65, 4200, {"tokens": 8, "cluster": 4}),
+        ("w2a1", 20, 40, 2500, {"tokens": 32, "walk": Walk.tokens}),
+        ("w3a4", 70, 50, 2100, {"tokens": 32, "walk": Walk.tokens, "span": 3, "stages": 3, "slots": 4}),
+        ("w1a2bipolar-xasym", 12, 33, 2100, {"tokens": 32, "walk": Walk.tokens, "cluster": 2}),
+    ],
+)
+def test_few_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
+    asked = problem(scheme, m, n, k)
+    for seed in range(2):
+        run(asked, small(asked, **change), seed)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "m", "n", "k", "change"),
+    [
+        ("w1a1", 70, 200, 2100, {"tokens": 64, "turns": Turns.none}),
+        ("w2a3asym-xasym", 50, 140, 3000, {"tokens": 64, "turns": Turns.diagonals}),
+        ("w3a1bipolar-xasym", 130, 100, 1000, {"tokens": 128}),
+        ("w1a2", 100, 300, 2000, {"tokens": 64, "resident": True, "activation_groups": 2, "turns": Turns.tiles}),
+        ("w2a2", 100, 300, 1100, {"tokens": 64, "resident": True, "activation_groups": 2, "weight_groups": 1}),
+    ],
+)
+def test_many_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
+    asked = problem(scheme, m, n, k)
+    for seed in range(2):
+        run(asked, large(asked, **change), seed)
+
+
+@pytest.mark.parametrize("output", [Output.f16, Output.bf16, Output.f32])
+def test_results_are_rounded_once(output: Output) -> None:
+    for n, padding in ((72, 0), (71, 2)):
+        asked = problem("w2a3-xasym", 66, n, 1024, output)
+        run(asked, large(asked, tokens=64), padding=padding, bias=True)
+        run(asked, small(asked, tokens=16), padding=padding, bias=True)
