@@ -93,6 +93,33 @@ def decode(
     return out @ cache.rotation, total
 
 
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, sequence: int, masks: Masks = NO_MASKS
+) -> Tensor:
+    """Write a prompt's (or a prompt's next part's) K and V, and attend over its 16-bit values and all before it.
+
+    q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim], already counted by ``cache.extend``. Returns q's shape.
+    """
+    tokens = q.shape[0]
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    if cache.length(sequence) > tokens:
+        old = (x.to(k.dtype) for x in cache.read_before(layer, sequence, tokens))
+        keys, values = (torch.cat((before, new), 1) for before, new in zip(old, (keys, values), strict=True))
+    cache.write(layer, [sequence], k[None], v[None])
+    plain = masks.softcap is None and masks.sinks is None and masks.alibi is None
+    if plain and keys.shape[1] == tokens and (masks.window is None or masks.window >= tokens):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], keys[None], values[None], is_causal=True, scale=masks.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+    parts = []
+    for begin in range(0, tokens, 256):  # logits of all queries at once would not fit
+        end = min(begin + 256, tokens)
+        seen = keys.shape[1] - tokens + end
+        parts.append(attend(q[begin:end].float(), keys[:, :seen].float(), values[:, :seen].float(), masks)[0])
+    return torch.cat(parts).to(q.dtype)
+
+
 def check(q: Tensor, cache: KVCache, sequences: Sequence[int]) -> None:
     """Refuse, in words, what the cache cannot answer."""
     if q.dim() != 4 or q.shape[0] != len(sequences) or q.shape[3] != cache.head_dim:

@@ -311,6 +311,36 @@ class KVCache:
         ]
         return both[0], both[1]
 
+    def read_before(self, layer: int, sequence: int, newest: int) -> tuple[Tensor, Tensor]:
+        """K and V [kv_heads, length - newest, head_dim] in float32, not rotated, before the newest are written."""
+        entry = self.ledger.entry(sequence)
+        length, oldest = entry.length, entry.oldest
+        entry.length, entry.oldest = length - newest, min(oldest, self.ledger.packed(length - newest))
+        try:
+            both = self.read(layer, sequence)
+        finally:
+            entry.length, entry.oldest = length, oldest
+        if self.rotation is not None:
+            rotation = self.rotation.float()
+            return both[0] @ rotation, both[1] @ rotation
+        return both
+
+    def grow(self, layers: int, capacity: int) -> None:
+        """Make room for more layers and longer sequences; what is there stays, its addresses do not."""
+        per_sequence = max(-(-capacity // self.layout.page), self.table.shape[1])
+        sequences = self.table.shape[0]
+        old = self.pages.shape[1]
+        count = max(old, sequences * per_sequence)
+        pages = self.pages.new_zeros(layers, count, *self.pages.shape[2:])
+        pages[: self.layers, :old] = self.pages
+        residual = self.residual.new_zeros(layers, *self.residual.shape[1:])
+        residual[: self.layers] = self.residual
+        table = self.table.new_full((sequences, per_sequence), -1)
+        table[:, : self.table.shape[1]] = self.table
+        self.pages, self.residual, self.table, self.layers = pages, residual, table, layers
+        self.ledger.pool.grow(count)
+        self.ledger.capacity = max(self.ledger.capacity, per_sequence * self.layout.page)
+
     def _exact(self, blocks: Tensor, stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Dequantized values in float32; 16-bit parts as the cache's type reads them."""
         k, v = kvpage.decode(self.layout, blocks, torch.float32)

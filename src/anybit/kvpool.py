@@ -71,6 +71,11 @@ class PagePool:
         self.references[page] = 1
         return page
 
+    def grow(self, pages: int) -> None:
+        """Have ``pages`` pages in all."""
+        self._free[:0] = range(pages - 1, len(self.references) - 1, -1)
+        self.references += [0] * (pages - len(self.references))
+
     def share(self, page: int) -> None:
         """One owner more."""
         self.references[page] += 1

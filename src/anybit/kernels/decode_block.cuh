@@ -27,7 +27,7 @@ template <class Config> struct Shape {
     static constexpr int value_codes = Config::block * Config::head_dim * Config::value_bits / 8;
     static constexpr int value_parameters = Config::value_bits == 16 ? 0 : 4 * Config::block * groups;
     static constexpr int value_bytes = value_codes + value_parameters + (Config::value_bits == 16 ? 0 : 32);
-    static constexpr int block_bytes = key_bytes + value_bytes;
+    static constexpr int block_bytes = (key_bytes + value_bytes + 127) / 128 * 128;
     static constexpr int residual_bytes = Config::residual_tokens * element_bytes;   // of one half
     static constexpr int largest = key_bytes > value_bytes ? key_bytes : value_bytes;
     static constexpr int slot_bytes = ((largest > residual_bytes ? largest : residual_bytes) + 127) / 128 * 128;

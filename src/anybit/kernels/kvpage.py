@@ -4,7 +4,7 @@ A page holds ``page`` tokens of one KV head and nothing else does: codes, scales
 copied, freed or moved alone. It is cut into blocks, the pieces that a warp copies and computes on. A block is a key
 half and a value half, each one contiguous copy:
 
-    [ key codes | key parameters ] [ value codes | value parameters | limit ]
+    [ key codes | key parameters ] [ value codes | value parameters | limit ] padding to a 128-byte line
 
 Codes lie in the order in which ``mma.m16n8k16`` reads its A operand, so that a lane finds its codes in its own 16-byte
 vectors. Keys are tiles of 16 tokens (rows) by 16 channels (depth), values tiles of 16 channels (rows) by 16 tokens
@@ -38,6 +38,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 HALF_MAX = 65504.0
 LIMIT = 1024.0
 _TAIL = 32
+_LINE = 128
 _HALF_TARGET = 8192  # bytes of codes that one copy of a warp moves: large enough to stream, small enough for a ring
 
 
@@ -131,8 +132,8 @@ class PageLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return self.key_bytes + self.value_bytes
+        """Bytes from one block to the next: whole 128-byte lines, so that every copy begins with one."""
+        return -(-(self.key_bytes + self.value_bytes) // _LINE) * _LINE
 
     @property
     def blocks(self) -> int:
@@ -274,7 +275,8 @@ def encode(layout: PageLayout, keys: Tensor, values: Tensor) -> Tensor:
     k = keys.reshape(*lead, tokens // layout.block, layout.block, channels)
     v = values.reshape(k.shape)
     parts = [*_encode_keys(layout, k), *_encode_values(layout, v)]
-    return torch.cat([_bytes(part) for part in parts], -1)
+    used = torch.cat([_bytes(part) for part in parts], -1)
+    return torch.nn.functional.pad(used, (0, layout.block_bytes - used.shape[-1]))
 
 
 def _encode_keys(layout: PageLayout, k: Tensor) -> list[Tensor]:
@@ -318,7 +320,7 @@ def decode(layout: PageLayout, blocks: Tensor, dtype: torch.dtype = torch.float3
     *lead, count, _ = blocks.shape
     stored = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
     k = _decode_keys(layout, blocks[..., : layout.key_bytes], stored)
-    v = _decode_values(layout, blocks[..., layout.key_bytes :], stored)
+    v = _decode_values(layout, blocks[..., layout.key_bytes : layout.key_bytes + layout.value_bytes], stored)
     shape = (*lead, count * layout.block, layout.head_dim)
     return k.reshape(shape).to(dtype), v.reshape(shape).to(dtype)
 

@@ -1,0 +1,131 @@
+"""AnyBitCache in transformers: generate with it as without it, for families that decode in their own ways."""
+
+import pytest
+import torch
+import transformers as hf
+
+from anybit.errors import LayerError
+from anybit.integrations.cache import AnyBitCache
+
+COMMON = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+GATED = {**COMMON, "intermediate_size": 160, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512}
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GATED)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**GATED)),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(
+            **GATED, sliding_window=24, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+        )
+    ),
+    "opt": lambda: hf.OPTForCausalLM(
+        hf.OPTConfig(**COMMON, ffn_dim=160, max_position_embeddings=512, word_embed_proj_dim=128)
+    ),
+}
+
+
+def model_of(name: str):
+    torch.manual_seed(0)
+    return MODELS[name]().eval()
+
+
+def logits_of(model, ids, cache, mask=None, steps=3):
+    """Logits of the last position after the prompt, and after each of a few more given tokens."""
+    found = []
+    with torch.no_grad():
+        out = model(
+            input_ids=ids[:, :-steps], attention_mask=None if mask is None else mask[:, :-steps], past_key_values=cache
+        )
+        found.append(out.logits[:, -1])
+        for i in range(ids.shape[1] - steps, ids.shape[1]):
+            part = None if mask is None else mask[:, : i + 1]
+            found.append(model(input_ids=ids[:, i : i + 1], attention_mask=part, past_key_values=cache).logits[:, -1])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sixteen_bits_are_the_plain_cache(name):
+    model = model_of(name)
+    ids = torch.randint(0, 97, (2, 150))
+    want = logits_of(model, ids, hf.DynamicCache(config=model.config))
+    model.set_attn_implementation("anybit")
+    got = logits_of(model, ids, AnyBitCache("kv16", config=model.config))
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])
+@pytest.mark.parametrize("format", ["kv4", "kv2g32t", "w4a16-kv4rot"])
+def test_packed_attention_and_dequantized_keys_agree(name, format):
+    model = model_of(name)
+    ids = torch.randint(0, 97, (1, 200))
+    want = logits_of(model, ids, AnyBitCache(format))
+    model.set_attn_implementation("anybit")
+    got = logits_of(model, ids, AnyBitCache(format, config=model.config))
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_model_without_the_attention_interface_gets_dequantized_keys():
+    torch.manual_seed(0)
+    model = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=97, hidden_size=128, n_layer=2, n_head=2)).eval()
+    ids = torch.randint(0, 97, (2, 150))
+    want = logits_of(model, ids, hf.DynamicCache(config=model.config))
+    torch.testing.assert_close(logits_of(model, ids, AnyBitCache("kv16")), want, rtol=2e-2, atol=2e-2)
+
+
+def test_padding_does_not_reach_the_cache():
+    model = model_of("llama")
+    ids, mask = torch.randint(0, 97, (2, 90)), torch.ones(2, 90, dtype=torch.long)
+    mask[1, :20] = 0
+    want = logits_of(model, ids, hf.DynamicCache(config=model.config), mask)
+    model.set_attn_implementation("anybit")
+    cache = AnyBitCache("kv16", config=model.config)
+    got = logits_of(model, ids, cache, mask)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    assert [cache.store.length(row) for row in cache.rows] == [90, 70]
+
+
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"]
+)
+def test_generate(options):
+    model = model_of("qwen3")
+    ids = torch.randint(0, 97, (2, 140))
+    beams = options.get("num_beams", 1)
+    torch.manual_seed(1)
+    plain = model.generate(ids, max_new_tokens=12, min_new_tokens=12, pad_token_id=0, **options)
+    model.set_attn_implementation("anybit")
+    torch.manual_seed(1)
+    cache = AnyBitCache("kv16", config=model.config)
+    ours = model.generate(ids, max_new_tokens=12, min_new_tokens=12, pad_token_id=0, past_key_values=cache, **options)
+    assert ours.shape == plain.shape and len(cache.rows) == 2 * beams
+    assert (ours == plain).float().mean() > 0.95  # float16 keys may turn a near tie
+
+
+def test_several_tokens_at_once_and_taking_them_back():
+    model = model_of("llama")
+    ids = torch.randint(0, 97, (1, 135))
+    model.set_attn_implementation("anybit")
+    cache = AnyBitCache("kv4", config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids[:, :120], past_key_values=cache)
+        together = model(input_ids=ids[:, 120:135], past_key_values=cache).logits
+        cache.store.crop(cache.rows[0], 120)
+        cache.seen = 120
+        apart = torch.cat(
+            [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(120, 135)], 1
+        )
+    # One by one, tokens after the 128th see the first 128 packed; together they see them in 16 bits.
+    torch.testing.assert_close(apart[:, :9], together[:, :9], rtol=2e-2, atol=2e-2)
+
+
+def test_what_cannot_be_is_refused_by_name():
+    model = model_of("llama")
+    model.set_attn_implementation("anybit")
+    ids = torch.randint(0, 97, (1, 5))
+    with pytest.raises(LayerError, match="needs an AnyBitCache"):
+        model(input_ids=ids)
+    with pytest.raises(LayerError, match="says nothing about the KV cache"):
+        AnyBitCache("w4a16")
+    bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=97, hidden_size=128, n_layer=2, n_head=2)).eval()
+    bloom.config._attn_implementation = "anybit"
+    with pytest.raises(LayerError, match="leave out AnyBitCache's config"):
+        bloom(input_ids=ids, past_key_values=AnyBitCache("kv4", config=bloom.config))
