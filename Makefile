@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CACHE ?= .cache
 SCHEME ?= w4a16g128
-PROMPT ?= What is the capital of France, and what is it famous for?
+PROMPT ?= What is photosynthesis?
 # These two commands are pinned to one torch; the package takes any from 2.11 on. A CPU build does, where pip finds one
 # (for example with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu).
 TORCH := torch==2.13.0

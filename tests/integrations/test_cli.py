@@ -133,6 +133,7 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
         (["quantize", "MODEL", "-o", "MODEL"], "exists already and is not empty"),
         (["quantize", "MODEL", "-o", "/proc/anybit"], "/proc/anybit cannot be written"),
         (["quantize", "MODEL", "-o", "OUT", "--method", "magic"], "method 'magic' is unknown"),
+        (["quantize", "MODEL", "-o", "OUT", "--set", "speed"], "--set 'speed' is not understood: write NAME=VALUE"),
         (["generate", "MODEL", "-p", "x", "--backend", "magic"], "backend 'magic' is unknown"),
         (["eval", "MODEL", "-t", "nothing.txt"], "text nothing.txt cannot be read"),
         (["eval", "MODEL", "-t", "TEXT", "--context", "4096"], "tokens, and one window of 4096 need 4096"),

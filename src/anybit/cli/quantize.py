@@ -1,14 +1,16 @@
 """anybit quantize."""
 
+import json
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from anybit.checkpoints import local_folder
 from anybit.cli.common import JsonOption, Model, megabytes, output, print_json, progress_bar, status
+from anybit.errors import SchemeError, TextError
 from anybit.quantize.methods import METHODS, quantize_folder
 from anybit.scheme import Scheme
 
@@ -24,6 +26,13 @@ def quantize(
         list[str] | None,
         typer.Option(help="A layer, or a pattern of layers, to leave as it is; may be repeated. Default: lm_head."),
     ] = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", "-t", help="A text file, UTF-8, for the methods that look at one.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="How many tokens of the text are used.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method; may be repeated.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -37,11 +46,14 @@ def quantize(
     anybit quantize ./llama -s w4a8 --keep lm_head --keep down_proj -o llama-w4a8
     """
     parsed = Scheme.parse(scheme)
+    options = _options(method, text, tokens, settings or [])
     with ExitStack() as stack:
         with status(f"Reading {model}"):
             source = stack.enter_context(local_folder(model))
         with progress_bar("Quantizing") as update:
-            saved = quantize_folder(source, out, parsed, method, keep, overwrite=overwrite, progress=update)
+            saved = quantize_folder(
+                source, out, parsed, method, keep, overwrite=overwrite, progress=update, options=options
+            )
     if as_json:
         print_json(asdict(saved))
         return
@@ -52,3 +64,21 @@ def quantize(
         f"{saved.seconds:.1f} s, {speed:.0f} million weights/s",
         markup=False,
     )
+
+
+def _options(method: str, text: Path | None, tokens: int | None, settings: list[str]) -> dict[str, Any]:
+    """The options of a job: ``text`` (a path), ``tokens``, and the settings of the method, numbers as numbers."""
+    if method not in METHODS:
+        raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
+    if METHODS[method].calibrated and text is None:
+        raise TextError(f"method {method} looks at text: give it a file with --text")
+    options: dict[str, Any] = {"text": text, "tokens": tokens}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise SchemeError(f"--set {setting!r} is not understood: write NAME=VALUE")
+        try:
+            options[name.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            options[name.replace("-", "_")] = value
+    return {name: value for name, value in options.items() if value is not None}
