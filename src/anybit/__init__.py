@@ -12,6 +12,7 @@ transformers, so that a saved model loads by its name alone.
 __version__ = "0.1.0"
 
 from anybit.errors import AnyBitError
+from anybit.integrations.fuse import fuse, unfuse
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear, use_backend
 from anybit.packing import QuantizedWeight
@@ -27,6 +28,8 @@ __all__ = [
     "QuantizedWeight",
     "Scheme",
     "WeightFormat",
+    "fuse",
     "quantize_weight",
+    "unfuse",
     "use_backend",
 ]

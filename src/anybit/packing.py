@@ -231,6 +231,48 @@ class QuantizedWeight:
         return values.to(dtype)
 
 
+def stack(weights: list[QuantizedWeight]) -> QuantizedWeight:
+    """One layer whose outputs are those of several layers with the same inputs, in their order.
+
+    Raises LayerError unless all have the same format, inputs and activation order.
+    """
+    first = weights[0]
+    for weight in weights[1:]:
+        if weight.format != first.format or weight.shape[1] != first.shape[1]:
+            raise LayerError(
+                f"layers of {first.shape[1]} inputs in {first.format} and of {weight.shape[1]} in {weight.format} "
+                "do not stack"
+            )
+        if not _same(weight.group_index, first.group_index):
+            raise LayerError("layers with different activation orders do not stack")
+
+    def joined(parts: list[Tensor | None]) -> Tensor | None:
+        present = [part for part in parts if part is not None]
+        return torch.cat(present) if present else None
+
+    words, scale = torch.cat([w.words for w in weights]), torch.cat([w.scale for w in weights])
+    zero, indices = joined([w.zero for w in weights]), joined([w.indices for w in weights])
+    shape = (sum(w.shape[0] for w in weights), first.shape[1])
+    return QuantizedWeight(words, scale, zero, shape, first.format, first.group_index, indices)
+
+
+def unstack(weight: QuantizedWeight, outputs: list[int]) -> list[QuantizedWeight]:
+    """The inverse of ``stack``: layers of so many outputs each."""
+    found, start = [], 0
+    for n in outputs:
+        rows = slice(start, start + n)
+        zero, indices = (None if t is None else t[rows].contiguous() for t in (weight.zero, weight.indices))
+        words, scale = weight.words[rows].contiguous(), weight.scale[rows].contiguous()
+        shape = (n, weight.shape[1])
+        found.append(QuantizedWeight(words, scale, zero, shape, weight.format, weight.group_index, indices))
+        start += n
+    return found
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
 def _check_bits(bits: int) -> None:
     if bits not in range(1, 9):
         raise LayerError(f"codes have 1 to 8 bits, not {bits}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anybit.errors import KernelError
-from anybit.kernels.packed_layout import pieces, prepare, tile_bytes, unpack
+from anybit.kernels.packed_layout import codes, pieces, prepare, tile_bytes, unpack
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import WeightFormat
 
@@ -41,6 +41,7 @@ def test_round_trip(bits, code):
             packed = prepare(weight, order)
             assert packed.tiles.shape[-1] == tile_bytes(weight.format)
             assert torch.allclose(unpack(packed), expected, rtol=1e-6, atol=0)
+            assert torch.equal(codes(packed), weight.codes())
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

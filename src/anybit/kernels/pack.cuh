@@ -12,7 +12,8 @@
 // plain: x itself.  rms_norm: gamma * x / rms(x), of x + residual where there is one.  silu_mul: silu(gate) * up.
 enum class Source { plain, rms_norm, silu_mul };
 // planes: bits (planes.cuh).  bytes: one a value, signed integers (the code less 2^(bits-1)) or e4m3.
-enum class Target { planes, bytes };
+// values: no codes, only the 16-bit values of a norm or an activation function.
+enum class Target { planes, bytes, values };
 
 struct Params {
     const uint16_t* x;         // [M, K], or [M, gate K | up K] for silu_mul
@@ -308,6 +309,8 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
         for (int v = 0; v < vectors; ++v)
             store8<Config::aligned>(p.normalized + static_cast<int64_t>(row) * p.k, 8 * (v * threads + thread), p.k, value[v]);
     }
+
+    if constexpr (Config::target == Target::values) return;
 
     uint32_t high = 0, low = 0;  // pairs: the largest magnitudes, or the largest and the smallest values
     float magnitude = 0.f;

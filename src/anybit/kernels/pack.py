@@ -30,10 +30,11 @@ class Source(Enum):
 
 
 class Target(Enum):
-    """What is written: bit planes, or a byte a value."""
+    """What is written: bit planes, a byte a value, or no codes at all, only the 16-bit values of the source."""
 
     planes = "planes"
     bytes = "bytes"
+    values = "values"
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,10 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     form = problem.format
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"activations must be float16 or bfloat16, not {_name(problem.dtype)}"
-    if not form.quantized:
-        return "16-bit activations are not quantized"
+    if form.quantized == (problem.target is Target.values):
+        return f"{form.bits}-bit activations do not go with the target {problem.target.value}"
+    if problem.target is Target.values and problem.source is Source.plain:
+        return "there is nothing to do to plain 16-bit values"
     if problem.target is Target.planes and not form.integer:
         return "bit planes hold integer codes, not e4m3"
     if problem.m < 1 or problem.k < 1:
@@ -239,7 +242,7 @@ def quantize(
 def launch(
     problem: Problem,
     config: Config,
-    packed: Packed,
+    packed: Packed | None,
     x: Tensor,
     *,
     gamma: Tensor | None = None,
@@ -249,8 +252,11 @@ def launch(
     normalized: Tensor | None = None,
     pdl: bool = True,
 ) -> None:
-    """Launch on the current stream of x's device. Shapes and dtypes are the caller's to check (``anybit.ops`` does)."""
-    codes, scale, sum, zero = packed.addresses
+    """Launch on the current stream of x's device. Shapes and dtypes are the caller's to check (``anybit.ops`` does).
+
+    packed: where the codes go; None for Target.values, which writes ``normalized`` alone.
+    """
+    codes, scale, sum, zero = (0, 0, 0, 0) if packed is None else packed.addresses
     in_planes = problem.target is Target.planes
     params = Params(
         x,
@@ -273,14 +279,14 @@ def launch(
 
 
 def _config(problem: Problem, threads: int, vectors: int) -> Config:
-    code = Code(problem.format.code)
+    coded = problem.target is not Target.values
     return Config(
         threads,
         vectors,
         problem.source,
         problem.target,
-        code,
-        problem.format.bits,
+        Code(problem.format.code) if coded else Code.sym,  # any code will do where nothing is coded
+        problem.format.bits if coded else 8,
         problem.dtype == torch.bfloat16,
         problem.aligned,
     )

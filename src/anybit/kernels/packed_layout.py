@@ -272,12 +272,23 @@ def _signed32(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-def unpack(packed: PackedWeight) -> Tensor:
-    """The weights that tiles stand for, float64 [N, K]: reads the placement back, for tests."""
-    bits, format = packed.format.bits, packed.format
+def codes(packed: PackedWeight) -> Tensor:
+    """The codes that tiles hold, uint8 [N, K], channels in their own order: what ``prepare`` was given, bit for bit."""
+    n, k = packed.shape
+    found = _tile_codes(packed)[:n]
+    if packed.permutation is None:
+        return found[:, :k].contiguous()
+    result = found.new_empty(n, k)
+    used = packed.permutation >= 0
+    result[:, packed.permutation[used].long()] = found[:, : used.numel()][:, used]
+    return result
+
+
+def _tile_codes(packed: PackedWeight) -> Tensor:
+    """Codes by row and column of the tiles, uint8 [N', K']: reads the placement back."""
+    bits = packed.format.bits
     blocks, tile_count, _ = packed.tiles.shape
-    units = _units(packed.tiles, format)
-    raw = units[..., : 256 * bits].contiguous().view(torch.int32)
+    raw = _units(packed.tiles, packed.format)[..., : 256 * bits].contiguous().view(torch.int32)
     whole = 2 * bits // 4 * 4
     body = raw[..., : whole * 32].reshape(blocks, tile_count, 4, whole // 4, 32, 4).permute(3, 5, 0, 1, 2, 4)
     words = list(body.reshape(whole, blocks, tile_count, 4, 32))
@@ -285,20 +296,27 @@ def unpack(packed: PackedWeight) -> Tensor:
         words += list(raw[..., whole * 32 :].reshape(blocks, tile_count, 4, 32, 2).permute(4, 0, 1, 2, 3))
     registers, count = (32, 2) if packed.order == "a16" else (16, 4)
     width = 32 // count
-    codes = torch.zeros(registers, blocks, tile_count, 4, 32, count, dtype=torch.int32, device=packed.tiles.device)
+    found = torch.zeros(registers, blocks, tile_count, 4, 32, count, dtype=torch.uint8, device=packed.tiles.device)
     for register in range(registers):
         for piece in pieces(bits, packed.order, register):
             for field in range(count):
                 part = (words[piece.word] >> (width * field + piece.bit)) & ((1 << piece.count) - 1)
-                codes[register, ..., field] |= part << piece.first
+                found[register, ..., field] |= (part << piece.first).to(torch.uint8)
     steps = 8 if packed.order == "a16" else 4
-    view = codes.view(steps, 2, 2, blocks, tile_count, 4, 8, 4, count)
-    values = view.permute(4, 5, 2, 6, 3, 0, 1, 7, 8).reshape(tile_count * 64, blocks * 128).double()
+    view = found.view(steps, 2, 2, blocks, tile_count, 4, 8, 4, count)
+    return view.permute(4, 5, 2, 6, 3, 0, 1, 7, 8).reshape(tile_count * 64, blocks * 128)
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    """The weights that tiles stand for, float64 [N, K]: reads the placement back, for tests."""
+    format = packed.format
+    units = _units(packed.tiles, format)
+    values = _tile_codes(packed).double()
     zero = format.zero
     if format.group is None:
         values -= zero if zero is not None else _known(packed.row_zero).double()[:, None]
     else:
-        parts, at = subgroups(format.group), 256 * bits
+        parts, at = subgroups(format.group), 256 * format.bits
         scale = units[..., at : at + 32 * parts].contiguous().view(torch.float16)
         values -= zero if zero is not None else _by_column(units[..., at + 32 * parts :], parts)
         values *= _by_column(scale, parts)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from anybit.ops.backend import Backend, LinearSpec, backends, choose, register
+from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 
 __all__ = ["Backend", "LinearSpec", "Prepared", "backends", "choose", "linear", "prepare", "register"]
 
+register(PackedTiles())
 register(ReferenceDecoded())
 register(ReferencePacked())
 

@@ -1,0 +1,206 @@
+"""Fewer, larger kernels for Llama-like models: projections that share an input become one product, each norm takes the
+residual sum along, and the rotary embedding and SiLU are one launch each.
+
+    model = anybit.fuse(model)       # for inference; anybit.unfuse(model) undoes it, for saving
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from anybit.errors import LayerError
+from anybit.linear import QuantLinear
+from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
+from anybit.packing import stack, unstack
+
+LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""The decoder layers of transformers that ``fuse`` knows."""
+
+Hidden = Tensor | tuple[Tensor, Tensor]
+"""What travels between layers: hidden states, or what is still to be added to them beside the residual."""
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer in nine launches instead of more than twenty; the original keeps its place for ``unfuse``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        self.attention: Any = attention
+        self.config = attention.config
+        self.layer_idx = attention.layer_idx
+        self.head_dim = attention.head_dim
+        self.query_heads = self.config.num_attention_heads
+        self.key_heads = self.config.num_key_value_heads
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output: Any = attention.o_proj
+        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
+        self.down: Any = mlp.down_proj
+        self.mlp = mlp
+        for parent, names in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
+            for name in names:
+                delattr(parent, name)
+        self.original = [layer]  # in a list, so that its parameters are not counted twice
+
+    def forward(
+        self,
+        hidden_states: Hidden,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Hidden:
+        """One decoder layer: hidden states [batch, tokens, hidden], or a pair whose sum they are, -> such a pair."""
+        assert position_embeddings is not None
+        normed, residual = _norm(hidden_states, self.input_norm)
+        attended = self._attend(normed, attention_mask, past_key_values, position_embeddings, kwargs)
+        normed, residual = _norm((attended, residual), self.mlp_norm)
+        down: Tensor = self.down(silu_mul(self.gate_up(normed)))
+        return down, residual
+
+    def _attend(
+        self, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+    ) -> Tensor:
+        batch, tokens = x.shape[:2]
+        dim, heads = self.head_dim, self.key_heads
+        qkv = self.qkv(x).view(batch * tokens, -1)
+        cosine, sine = (table.expand(batch, tokens, dim).reshape(-1, dim) for table in embeddings)
+        q_norm, k_norm = getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
+        gammas = (
+            (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, _epsilon(q_norm))
+        )
+        q, k = rotate(qkv, cosine, sine, self.query_heads, heads, *gammas)
+        v = qkv[:, -heads * dim :]
+        by_head = [part.view(batch, tokens, -1, dim).transpose(1, 2) for part in (q, k, v)]
+        q, k, v = by_head
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
+        window = getattr(self.attention, "sliding_window", None)
+        if window is not None:
+            kwargs["sliding_window"] = window
+        out, _ = attend(self.attention, q, k, v, mask, dropout=0.0, scaling=self.attention.scaling, **kwargs)
+        result: Tensor = self.output(out.reshape(batch, tokens, -1))
+        return result
+
+
+class FusedNorm(nn.Module):
+    """The norm after the last layer, which also adds what the layers left to be added."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, hidden_states: Hidden) -> Tensor:
+        """The norm of hidden states, or of the sum of a pair."""
+        return _norm(hidden_states, self.norm)[0]
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """Fuse the decoder layers of a quantized transformers model, in place, for inference. Returns the model.
+
+    Knows Llama, Mistral, Qwen2 and Qwen3. Raises LayerError, naming the layer, for anything else. A fused model
+    generates, but is not saved: ``unfuse`` first.
+    """
+    body = _body(model)
+    layers = getattr(body, "layers", None)
+    if layers is None or not len(layers):
+        raise LayerError(f"{type(model).__name__} has no list of decoder layers; fuse knows {', '.join(LAYERS)}")
+    for index, layer in enumerate(layers):
+        reason = _why_not(layer)
+        if reason is not None:
+            raise LayerError(f"layer {index} cannot be fused: {reason}")
+    for index, layer in enumerate(layers):
+        layers[index] = FusedLayer(layer)
+    body.norm = FusedNorm(body.norm)
+    model.register_state_dict_pre_hook(_refuse_state_dict)
+    return model
+
+
+def unfuse(model: nn.Module) -> nn.Module:
+    """Undo ``fuse``, in place: the layers and their tensors are as they were. Returns the model."""
+    body = _body(model)
+    for index, layer in enumerate(body.layers):
+        if isinstance(layer, FusedLayer):
+            attention, mlp = layer.attention, layer.mlp
+            _split(
+                layer.qkv,
+                attention,
+                {"q_proj": layer.query_heads, "k_proj": layer.key_heads, "v_proj": layer.key_heads},
+            )
+            _split(layer.gate_up, mlp, {"gate_proj": 1, "up_proj": 1})
+            body.layers[index] = layer.original[0]
+    if isinstance(body.norm, FusedNorm):
+        body.norm = body.norm.norm
+    model._state_dict_pre_hooks.clear()
+    return model
+
+
+def _body(model: Any) -> Any:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _why_not(layer: nn.Module) -> str | None:
+    if type(layer).__name__ not in LAYERS:
+        return f"it is a {type(layer).__name__}, and fuse knows {', '.join(LAYERS)}"
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
+    names = {f"self_attn.{n}": getattr(attention, n) for n in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    names |= {f"mlp.{n}": getattr(mlp, n) for n in ("gate_proj", "up_proj", "down_proj")}
+    for name, module in names.items():
+        if not isinstance(module, QuantLinear):
+            return f"{name} is a {type(module).__name__}, not a QuantLinear: quantize every linear layer of a layer"
+    if attention.config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {attention.config.hidden_act}, and fuse knows silu"
+    return None
+
+
+def _joined(layers: list[QuantLinear]) -> QuantLinear:
+    """One QuantLinear whose outputs are those of several."""
+    weight = stack([layer.quantized_weight() for layer in layers])
+    biases = [layer.bias for layer in layers]
+    bias = torch.cat([b for b in biases if b is not None]) if all(b is not None for b in biases) else None
+    if bias is None and any(b is not None for b in biases):
+        raise LayerError("some of the layers that share an input have a bias, and some have none")
+    return QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend).prepare()
+
+
+def _split(fused: QuantLinear, parent: nn.Module, shares: dict[str, int]) -> None:
+    unit = fused.out_features // sum(shares.values())
+    outputs = [share * unit for share in shares.values()]
+    biases = [None] * len(outputs) if fused.bias is None else list(fused.bias.split(outputs))
+    for name, weight, bias in zip(shares, unstack(fused.quantized_weight(), outputs), biases, strict=True):
+        setattr(parent, name, QuantLinear.from_weight(weight, fused.scheme, bias, fused.backend).prepare())
+
+
+def _norm(hidden: Hidden, norm: Any) -> tuple[Tensor, Tensor]:
+    """(normed, sum) of hidden states or of a pair."""
+    if isinstance(hidden, Tensor):
+        return rms_norm(hidden, norm.weight, _epsilon(norm)), hidden
+    return add_rms_norm(hidden[0], hidden[1], norm.weight, _epsilon(norm))
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon)
+
+
+def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
+    raise LayerError("a fused model is for inference: call anybit.unfuse(model) before saving it")
+
+
+def _eager(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    logits = q @ k.transpose(2, 3) * scaling
+    if mask is not None:
+        logits = logits + mask[..., : k.shape[2]]
+    return (logits.float().softmax(-1).to(q.dtype) @ v).transpose(1, 2), None

@@ -1,0 +1,101 @@
+"""Rotary position embedding of a fused projection's queries and keys: the host side of rope.cuh."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError
+from anybit.jit import Float32, Int32, Int64, Pointer
+
+WARP = 32
+HEAD_DIMS = (64, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Queries and keys of some tokens, out of a projection that holds them and the values side by side."""
+
+    tokens: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float16
+
+
+@dataclass(frozen=True)
+class Config:
+    """A warp a head, ``threads`` a block."""
+
+    threads: int
+    head_dim: int
+    is_bf16: bool
+    gamma_offset: int
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see rope.cuh."""
+
+    qkv: Pointer
+    cosine: Pointer
+    sine: Pointer
+    q_gamma: Pointer
+    k_gamma: Pointer
+    q: Pointer
+    k: Pointer
+    qkv_stride: Int64
+    query_heads: Int32
+    key_heads: Int32
+    epsilon: Float32
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why there is no kernel for a problem, in a sentence; None if there is."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"heads are float16 or bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"a head has one of {HEAD_DIMS} channels, not {problem.head_dim}"
+    return None
+
+
+def default(problem: Problem, gamma_offset: int = 0) -> Config:
+    """Few heads a block, so that a token's heads spread over many multiprocessors."""
+    reason = why_not(problem)
+    if reason is not None:
+        raise KernelError(f"no kernel for the rotary embedding: {reason}")
+    return Config(2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, gamma_offset)
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Blocks over heads, and tokens."""
+    warps = config.threads // WARP
+    return -(-(problem.query_heads + problem.key_heads) // warps), problem.tokens, 1
+
+
+@cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel to compile."""
+    return jit.Kernel("rope.cuh", "rotate", config, Params, config.threads, 0)
+
+
+def launch(
+    problem: Problem,
+    config: Config,
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_gamma: Tensor | None = None,
+    k_gamma: Tensor | None = None,
+    epsilon: float = 0.0,
+    pdl: bool = True,
+) -> None:
+    """Launch on the current stream. Shapes and dtypes are the caller's to check (``anybit.ops`` does)."""
+    params = Params(
+        qkv, cosine, sine, q_gamma, k_gamma, q, k, qkv.stride(0), problem.query_heads, problem.key_heads, epsilon
+    )
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=qkv.get_device())

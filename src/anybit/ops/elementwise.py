@@ -1,0 +1,204 @@
+"""The small kernels between the products of a Llama, a launch each: norms with their residual, SiLU, rotary embedding.
+
+On a CPU, and for types that the kernels do not take, they are plain torch with the same roundings where that matters.
+"""
+
+import torch
+from torch import Tensor
+
+from anybit.errors import KernelError
+from anybit.kernels import pack, rope
+from anybit.kernels.pack import Source, Target
+from anybit.scheme import ActivationFormat
+
+_SIXTEEN_BITS = ActivationFormat()
+
+
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    """Gamma * x / rms(x) over the last dimension: x 16-bit or float32 [..., K], gamma [K] -> [..., K]."""
+    y: Tensor = torch.ops.anybit.rms_norm(x, gamma, epsilon)
+    return y
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(norm of x + residual, x + residual): one pass where a model would make two. All [..., K]."""
+    y, total = torch.ops.anybit.add_rms_norm(x, residual, gamma, epsilon)
+    return y, total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of a fused projection: [..., 2 K] -> [..., K]."""
+    y: Tensor = torch.ops.anybit.silu_mul(gate_up)
+    return y
+
+
+def rotate(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    query_heads: int,
+    key_heads: int,
+    q_gamma: Tensor | None = None,
+    k_gamma: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Rotated queries and keys of a fused projection, normed by head first where gammas are given (Qwen3).
+
+    qkv: [tokens, (query_heads + 2 key_heads) * head_dim].  cosine, sine: [tokens, head_dim].
+    Returns q [tokens, query_heads, head_dim] and k [tokens, key_heads, head_dim].
+    """
+    q, k = torch.ops.anybit.rotate(qkv, cosine, sine, query_heads, key_heads, q_gamma, k_gamma, epsilon)
+    return q, k
+
+
+def _rms_norm_cpu(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    wide = x.float()
+    return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def _add_rms_norm_cpu(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _rms_norm_cpu(total, gamma, epsilon), total
+
+
+def _silu_mul_cpu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _rotate_cpu(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    query_heads: int,
+    key_heads: int,
+    q_gamma: Tensor | None,
+    k_gamma: Tensor | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    tokens, dim = cosine.shape
+    heads = qkv.view(tokens, -1, dim)
+    results = []
+    for part, gamma in (
+        (heads[:, :query_heads], q_gamma),
+        (heads[:, query_heads : query_heads + key_heads], k_gamma),
+    ):
+        x = part if gamma is None else _rms_norm_cpu(part, gamma, epsilon)
+        low, high = x.chunk(2, dim=-1)
+        turned = torch.cat((-high, low), dim=-1)
+        results.append(x * cosine[:, None] + turned * sine[:, None])
+    return results[0], results[1]
+
+
+def _check(name: str, x: Tensor, gamma: Tensor) -> None:
+    if gamma.shape != x.shape[-1:] or gamma.dtype != x.dtype:
+        raise KernelError(
+            f"gamma of {name} must be {x.dtype} [{x.shape[-1]}] as x is, not {gamma.dtype} {tuple(gamma.shape)}"
+        )
+
+
+def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor | None]:
+    _check("rms_norm", x, gamma)
+    rows = x.reshape(-1, x.shape[-1])
+    y = torch.empty_like(rows)
+    total = other = None
+    if residual is not None:
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            raise KernelError(f"residual must be {x.dtype} {tuple(x.shape)} as x is, not {tuple(residual.shape)}")
+        other = residual.reshape(-1, x.shape[-1])
+        total = torch.empty_like(other)
+    if rows.shape[0]:
+        problem = pack.problem_of(rows, _SIXTEEN_BITS, Target.values, Source.rms_norm)
+        pack.launch(
+            problem, pack.default(problem), None, rows,
+            gamma=gamma, epsilon=epsilon, residual=other, residual_sum=total, normalized=y,
+        )  # fmt: skip
+    return y.view(x.shape), None if total is None else total.view(x.shape)
+
+
+def _rms_norm_cuda(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    return _norm_cuda(x, None, gamma, epsilon)[0]
+
+
+def _add_rms_norm_cuda(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    y, total = _norm_cuda(x, residual, gamma, epsilon)
+    assert total is not None
+    return y, total
+
+
+def _silu_mul_cuda(gate_up: Tensor) -> Tensor:
+    rows = gate_up.reshape(-1, gate_up.shape[-1])
+    y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
+    if rows.shape[0]:
+        problem = pack.problem_of(rows, _SIXTEEN_BITS, Target.values, Source.silu_mul)
+        pack.launch(problem, pack.default(problem), None, rows, normalized=y)
+    return y.view(*gate_up.shape[:-1], -1)
+
+
+def _rotate_cuda(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    query_heads: int,
+    key_heads: int,
+    q_gamma: Tensor | None,
+    k_gamma: Tensor | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    tokens, dim = cosine.shape
+    if qkv.shape != (tokens, (query_heads + 2 * key_heads) * dim):
+        raise KernelError(
+            f"qkv must be [{tokens}, {(query_heads + 2 * key_heads) * dim}] for {query_heads} query and {key_heads} "
+            f"key heads of {dim}, not {tuple(qkv.shape)}"
+        )
+    q = torch.empty(tokens, query_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty(tokens, key_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if tokens:
+        problem = rope.Problem(tokens, query_heads, key_heads, dim, qkv.dtype)
+        cosine, sine = cosine.contiguous(), sine.contiguous()
+        rope.launch(problem, rope.default(problem), qkv, cosine, sine, q, k, q_gamma, k_gamma, epsilon)
+    return q, k
+
+
+def _rotate_fake(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    query_heads: int,
+    key_heads: int,
+    q_gamma: Tensor | None,
+    k_gamma: Tensor | None,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    tokens, dim = cosine.shape
+    return qkv.new_empty(tokens, query_heads, dim), qkv.new_empty(tokens, key_heads, dim)
+
+
+_library = torch.library.Library("anybit", "FRAGMENT")
+for _signature, _cpu, _cuda in (
+    ("rms_norm(Tensor x, Tensor gamma, float epsilon) -> Tensor", _rms_norm_cpu, _rms_norm_cuda),
+    (
+        "add_rms_norm(Tensor x, Tensor residual, Tensor gamma, float epsilon) -> (Tensor, Tensor)",
+        _add_rms_norm_cpu,
+        _add_rms_norm_cuda,
+    ),
+    ("silu_mul(Tensor gate_up) -> Tensor", _silu_mul_cpu, _silu_mul_cuda),
+    (
+        "rotate(Tensor qkv, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor? q_gamma, "
+        "Tensor? k_gamma, float epsilon) -> (Tensor, Tensor)",
+        _rotate_cpu,
+        _rotate_cuda,
+    ),
+):
+    _library.define(_signature)
+    _name = _signature.partition("(")[0]
+    _library.impl(_name, _cpu, "CPU")
+    _library.impl(_name, _cuda, "CUDA")
+torch.library.register_fake("anybit::rms_norm", lambda x, gamma, epsilon: torch.empty_like(x))
+torch.library.register_fake(
+    "anybit::add_rms_norm", lambda x, residual, gamma, epsilon: (torch.empty_like(x), torch.empty_like(x))
+)
+torch.library.register_fake(
+    "anybit::silu_mul", lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+)
+torch.library.register_fake("anybit::rotate", _rotate_fake)

@@ -1,0 +1,146 @@
+"""Layers whose weights stay packed until registers: 16-bit activations, or 8-bit ones quantized per token.
+
+The padding and dequantizing strategies of ADAngel (section 4.3) without their waste: memory is read at exactly the
+weights' bits, and only a register ever holds a widened weight.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from anybit.device import Device
+from anybit.kernels import pack, packed_large, packed_layout, packed_small
+from anybit.kernels.pack import Packed, Target
+from anybit.kernels.packed_layout import PackedWeight
+from anybit.ops.backend import LinearSpec
+from anybit.ops.inputs import check_input, token_bucket
+from anybit.packing import QuantizedWeight, pack_words
+from anybit.scheme import ActivationFormat
+
+_EMPTY = 0
+# Above this many tokens the wgmma kernel wins on every layer measured; benchmarks/results/h200/gemm_packed.json.
+_SMALL_M = 16
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What is decided once for a layer, a dtype and a bucket of token counts."""
+
+    small: packed_small.Config | None
+    large: packed_large.Config | None
+    quantizer: pack.Config | None
+
+
+_plans: dict[tuple[int, int, torch.dtype, bool, int], _Plan] = {}
+
+
+class PackedTiles:
+    """Weights of 1 to 8 bits in tiles, widened in registers: `packed_small` for few tokens, `packed_large` for many."""
+
+    name = "packed"
+    unasked: tuple[str, ...] = ("cuda",)
+
+    def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
+        """Why no kernel runs this layer where it is, in a sentence."""
+        if weight.device.type != "cuda":
+            return f"its kernels need a CUDA device, and the weight is on {weight.device}"
+        n, k = weight.shape
+        device = Device.of(weight.words)
+        return packed_large.why_not(packed_large.Problem(1, n, k, weight.format, activations, device=device))
+
+    def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
+        """Tiles, row scales, row zeros and the permutation; then the saved scale, zero and group index."""
+        packed = packed_layout.prepare(weight, "a8" if activations.quantized else "a16")
+        saved = (weight.scale, weight.zero, weight.group_index)
+        tensors = (packed.tiles, packed.row_scale, packed.row_zero, packed.permutation, *saved)
+        return [torch.empty(_EMPTY, device=weight.device) if tensor is None else tensor for tensor in tensors]
+
+    def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
+        """The packed weight, exactly as it was."""
+        codes = packed_layout.codes(_weight(tensors, spec))
+        scale, zero, group_index = tensors[4], _optional(tensors[5]), _optional(tensors[6])
+        words = pack_words(codes, spec.weights.bits)
+        return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index)
+
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """One launch; with quantized activations another before it, that quantizes them."""
+        check_input(x, tensors[0], spec)
+        rows = x.reshape(-1, spec.k)
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        m = rows.shape[0]
+        y = torch.empty(m, spec.n, dtype=x.dtype, device=x.device)
+        if m == 0:
+            return y.view(*x.shape[:-1], spec.n)
+        weight = _weight(tensors, spec)
+        plan = _plan(spec, rows, weight)
+        if plan.quantizer is not None:
+            codes = Packed(m, spec.k, spec.activations, Target.bytes, x.device)
+            pack.launch(pack.problem_of(rows, spec.activations, Target.bytes), plan.quantizer, codes, rows)
+            _multiply_bytes(codes, weight, bias, y, plan)
+        elif plan.small is not None:
+            packed_small.launch(weight, rows, y, bias=bias, config=plan.small)
+        else:
+            packed_large.multiply(_ordered(rows, weight), weight, _single(bias), y, plan.large)
+        return y.view(*x.shape[:-1], spec.n)
+
+
+def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y: Tensor, plan: _Plan) -> None:
+    if plan.small is not None:
+        packed_small.launch(weight, codes.codes[:, : codes.k], y, codes.scale, bias, plan.small)
+    else:
+        packed_large.multiply(codes, weight, _single(bias), y, plan.large)
+
+
+def _single(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
+
+
+def _ordered(rows: Tensor, weight: PackedWeight) -> Tensor:
+    """Activations in the order of the tiles' columns, on 16 bytes, as the tensor maps of `packed_large` need them."""
+    if weight.permutation is not None:
+        gathered = rows[:, weight.permutation.clamp(min=0)]
+        return torch.where(weight.permutation >= 0, gathered, gathered.new_zeros(()))
+    if rows.data_ptr() % 16 or rows.stride(0) % 8:
+        width = -(-rows.shape[1] // 8) * 8
+        return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))[:, : rows.shape[1]]
+    return rows
+
+
+def _plan(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> _Plan:
+    """The kernel and config for this many tokens, to the next power of two; chosen once."""
+    bucket = token_bucket(rows.shape[0])
+    aligned = not (rows.data_ptr() % 16 or rows.stride(0) % 8)
+    # Specs are parsed once for each text and kept, so that their identity stands for them.
+    key = (id(spec), bucket, rows.dtype, aligned, rows.get_device())
+    found = _plans.get(key)
+    if found is None:
+        found = _plans[key] = _decide(spec, rows, weight, bucket, aligned)
+    return found
+
+
+def _decide(spec: LinearSpec, rows: Tensor, weight: PackedWeight, bucket: int, aligned: bool) -> _Plan:
+    device = Device.of(rows)
+    quantizer, operand = None, rows.dtype
+    if spec.activations.quantized:
+        source = pack.Problem(bucket, spec.k, spec.activations, rows.dtype, target=Target.bytes, aligned=aligned)
+        quantizer, operand = pack.default(source), torch.int8
+    integers = spec.activations.integer or not spec.activations.quantized
+    if bucket <= _SMALL_M and integers:
+        problem = replace(packed_small.problem_of(weight, bucket, operand, rows.dtype, device), aligned=aligned)
+        if packed_small.why_not(problem) is None:
+            return _Plan(packed_small.default(problem), None, quantizer)
+    columns = spec.k if weight.permutation is None else weight.permutation.numel()
+    wide = packed_large.Problem(bucket, spec.n, columns, spec.weights, spec.activations, rows.dtype, device)
+    return _Plan(None, packed_large.default(wide), quantizer)
+
+
+def _weight(tensors: list[Tensor], spec: LinearSpec) -> PackedWeight:
+    tiles, row_scale, row_zero, permutation = tensors[:4]
+    shape, order = (spec.n, spec.k), "a8" if spec.activations.quantized else "a16"
+    return PackedWeight(tiles, row_scale, _optional(row_zero), _optional(permutation), shape, spec.weights, order)  # type: ignore[arg-type]
+
+
+def _optional(tensor: Tensor) -> Tensor | None:
+    return tensor if tensor.numel() else None

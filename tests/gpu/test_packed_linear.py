@@ -1,0 +1,36 @@
+"""QuantLinear on the packed kernels against the reference: every kind of scheme, few tokens and many."""
+
+import pytest
+import torch
+
+from anybit.linear import QuantLinear
+from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import Scheme
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+SCHEMES = ["w4a16g128", "w2a16g64asym", "w3a16bipolar", "w8a16", "w4a8", "w4a8g128", "w8a8", "w4a8fp", "w2a8fpg128"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_like_the_reference(scheme, dtype):
+    parsed = Scheme.parse(scheme)
+    n, k = 200, 576
+    weight = quantize_weight((torch.randn(n, k) * 0.05).to(dtype), parsed.weights)
+    bias = torch.randn(n).to(dtype)
+    layer = QuantLinear.from_weight(weight, parsed, bias)
+    reference = {m: layer(x.to(dtype)) for m, x in ((m, _input(m, k)) for m in (1, 7, 33, 300))}
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    layer.to("cuda")
+    layer.backend = "packed"
+    for m, expected in reference.items():
+        actual = layer(_input(m, k).to("cuda", dtype)).float().cpu()
+        error = (actual - expected.float()).norm() / expected.float().norm()
+        assert error < (2e-3 if dtype == torch.float16 else 1.2e-2), f"{m} tokens: relative error {error:.2e}"
+    again = layer.state_dict()
+    assert all(torch.equal(again[name].cpu(), state[name]) for name in state)
+
+
+def _input(m, k):
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(m))

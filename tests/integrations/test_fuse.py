@@ -1,0 +1,54 @@
+"""Fused models say what unfused ones say, and come apart without a trace."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+import anybit
+from anybit.errors import LayerError
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+
+
+def quantized(config, scheme, folder):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.05)
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=anybit.AnyBitConfig(scheme))
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("scheme", ["w4a16g32", "w3a8asym"])
+def test_fused_says_the_same(config_class, scheme, tmp_path):
+    extra = {} if config_class is Qwen2Config else {"head_dim": 64}
+    model = quantized(config_class(**SIZES, **extra), scheme, tmp_path)
+    ids = torch.randint(0, 128, (2, 9))
+    generate = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    logits, tokens, state = model(ids).logits, model.generate(ids, **generate), model.state_dict()
+    anybit.fuse(model)
+    assert torch.allclose(model(ids).logits, logits, atol=1e-6)
+    assert torch.equal(model.generate(ids, **generate), tokens)
+    assert torch.equal(model.generate(ids, **generate, cache_implementation="static"), tokens)
+    with pytest.raises(LayerError, match="unfuse"):
+        model.state_dict()
+    anybit.unfuse(model)
+    again = model.state_dict()
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    assert torch.equal(model(ids).logits, logits)
+
+
+def test_a_layer_left_as_it_was_is_named(tmp_path):
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    with pytest.raises(LayerError, match=r"layer 0 cannot be fused.*q_proj is a Linear"):
+        anybit.fuse(model)
