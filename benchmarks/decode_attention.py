@@ -1,0 +1,247 @@
+"""Decode attention over the quantized KV cache: BitDecoding's single, batches and page settings (Fig. 9 to 16).
+
+    python benchmarks/decode_attention.py [--only 8x32768] [--write]
+
+Times are of the attention kernel alone in a CUDA graph with programmatic dependent launch, over pages larger than L2,
+with 64 tokens in the residual of every sequence. Each row is checked against exact attention over the dequantized cache.
+"""
+
+import argparse
+import dataclasses
+import math
+import multiprocessing
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from anybit import jit
+from anybit.attention import decode_kernel, decode_reference, problem_of
+from anybit.device import Device
+from anybit.kernels import decode, kvpack, kvpage
+from anybit.kvcache import KVCache
+from anybit.scheme import KVFormat
+from timing import RESULTS, merge_rows, read_floor_us, stamp, time_graph
+
+SHAPES = ((1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 4096), (128, 2048))
+FORMATS = ("kv4g128", "kv2g128", "kv4g128t", "kv2g128t", "kv8g128t")
+KEY = ("case", "kv", "batch", "context", "heads_q", "heads_kv", "page", "residual")
+DIM = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    case: str
+    kv: str
+    batch: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    page: int = 128
+    residual: int = 64
+    shuffled: bool = True
+
+    @property
+    def layout(self) -> kvpage.PageLayout:
+        return kvpage.PageLayout(KVFormat.parse(self.kv), DIM, self.page)
+
+    @property
+    def bytes(self) -> int:
+        """What one call must read."""
+        pages = self.batch * self.context // self.page * self.kv_heads * self.layout.page_bytes
+        return pages + self.batch * self.residual * self.kv_heads * DIM * 4
+
+    def problem(self) -> decode.Problem:
+        window = min(self.page, 128)
+        return decode.Problem(
+            self.layout,
+            self.batch,
+            self.heads,
+            self.kv_heads,
+            ring=window + 32,
+            window=window,
+            capacity=self.context + 256,
+        )
+
+
+def rows() -> list[Row]:
+    """Every row of the table."""
+    main = [Row("main", kv, batch, context) for batch, context in SHAPES for kv in FORMATS]
+    heads = [Row("heads", kv, 8, 32768, *heads) for heads in ((32, 32), (64, 8)) for kv in FORMATS[:2]]
+    pages = [Row("page", kv, 8, 32768, page=page) for page in (64, 256) for kv in ("kv4", "kv2")]
+    plain = [Row("contiguous", kv, 8, 32768, shuffled=False) for kv in FORMATS[:2]]
+    groups = [Row("groups", kv, 8, 32768) for kv in ("kv4", "kv2", "kv4g32", "kv2g32", "k4v2g128", "k8v4g128")]
+    none = [Row("least residual", kv, 8, 32768, residual=1) for kv in FORMATS[:2]]
+    return [*main, *heads, *pages, *plain, *groups, *none]
+
+
+def fill(row: Row) -> tuple[KVCache, list[int]]:
+    """A cache of pages drawn from 64 encoded ones, scattered over the pool, in enough layers to outgrow L2."""
+    layers = max(1, min(8, math.ceil(300e6 / row.bytes)))
+    cache = KVCache(
+        row.kv, layers=layers, kv_heads=row.kv_heads, head_dim=DIM, sequences=row.batch,
+        capacity=row.context + row.page, page=row.page, device="cuda",
+    )  # fmt: skip
+    generator = torch.Generator("cuda").manual_seed(0)
+    k, v = (torch.randn(64 * row.page, DIM, device="cuda", generator=generator).half() for _ in range(2))
+    pages = kvpage.encode(cache.layout, k, v).reshape(64, -1)
+    for layer in range(layers):
+        for head in range(row.kv_heads):
+            drawn = torch.randint(64, (cache.pages.shape[1],), device="cuda", generator=generator)
+            cache.pages[layer, :, head] = pages[drawn]
+    cache.residual.normal_(generator=generator)
+    if row.shuffled:
+        random.Random(1).shuffle(cache.ledger.pool._free)
+    sequences = [cache.add() for _ in range(row.batch)]
+    cache.extend(sequences, row.context + row.residual)
+    cache.newest_are_few = True
+    return cache, sequences
+
+
+def measure(row: Row) -> dict[str, object]:
+    """Check and time one row."""
+    cache, sequences = fill(row)
+    q = torch.randn(row.batch, 1, row.heads, DIM, device="cuda").half()
+    out, _ = decode_kernel(q, cache, 0, sequences)
+    ends = sorted({0, row.batch - 1})
+    want, _ = decode_reference(q[ends], cache, 0, [sequences[i] for i in ends])
+    error = float((out[ends].float() - want.float()).abs().mean() / want.float().abs().mean())
+    if not error < 2e-3:
+        raise AssertionError(f"{row}: mean relative error {error}")
+    config = decode.default(problem_of(q, cache), Device.of(q))
+    timing = time_graph(lambda i: decode_kernel(q, cache, i % cache.layers, sequences, out=out), calls=24, replays=9)
+    return {
+        "case": row.case, "kv": row.kv, "batch": row.batch, "context": row.context, "heads_q": row.heads,
+        "heads_kv": row.kv_heads, "page": row.page, "residual": row.residual, "us": round(timing.us, 2),
+        "floor_us": round(read_floor_us(row.bytes), 2), "bytes": row.bytes, "error": error,
+        "warps": config.warps, "stages": config.stages,
+    }  # fmt: skip
+
+
+def baselines(batch: int, context: int, heads: int, kv_heads: int) -> dict[str, float]:
+    """Microseconds of PyTorch's fp16 attention over as many keys, residual included, by each of its fast backends."""
+    size = batch * kv_heads * context * DIM * 4
+    copies = max(1, min(6, math.ceil(300e6 / size)))
+    k, v = (
+        torch.randn(copies, batch, kv_heads, context + 64, DIM, device="cuda", dtype=torch.float16) for _ in range(2)
+    )
+    q = torch.randn(batch, heads, 1, DIM, device="cuda", dtype=torch.float16)
+    found = {}
+    for name, backend in (("flash attention 2", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+
+        def call(i: int) -> object:
+            return torch.nn.functional.scaled_dot_product_attention(q, k[i % copies], v[i % copies], enable_gqa=True)
+
+        try:
+            with sdpa_kernel(backend):
+                found[name] = round(time_graph(call, calls=6, replays=5).us, 2)
+        except RuntimeError as error:
+            print(name, "refused:", str(error)[:100])
+    return found
+
+
+def unfused(batch: int, context: int, heads: int, kv_heads: int) -> float:
+    """A non-fused 4-bit attention as KIVI's: unpack and dequantize, multiply, softmax, unpack and dequantize, multiply."""
+    words = torch.randint(
+        -(2**31), 2**31 - 1, (2, batch, kv_heads, context, DIM // 8), device="cuda", dtype=torch.int32
+    )
+    scale, zero = (torch.randn(2, batch, kv_heads, context, 1, device="cuda", dtype=torch.float16) for _ in range(2))
+    q = torch.randn(batch, kv_heads, heads // kv_heads, DIM, device="cuda", dtype=torch.float16)
+    shifts = torch.arange(0, 32, 4, device="cuda", dtype=torch.int32)
+
+    def dequantize(i: int) -> torch.Tensor:
+        codes = (words[i].unsqueeze(-1) >> shifts & 15).to(torch.float16).flatten(-2)
+        return codes * scale[i] + zero[i]
+
+    def call(_: int) -> object:
+        weights = torch.softmax(q @ dequantize(0).transpose(-1, -2) / math.sqrt(DIM), -1)
+        return weights @ dequantize(1)
+
+    return round(time_graph(call, calls=2, replays=3).us, 1)
+
+
+def packing() -> list[dict[str, object]]:
+    """Quantize-and-pack: a prompt of 128k tokens, a step that completes every sequence's window, a step that does not."""
+    found = []
+    for kv in FORMATS[:4]:
+        cache = KVCache(kv, layers=1, kv_heads=8, head_dim=DIM, sequences=1, capacity=131072 + 128, device="cuda")
+        k, v = (torch.randn(1, 131072, 8, DIM, device="cuda").half() for _ in range(2))
+        cache.add()
+        cache.extend([0], 131072)
+        us = time_graph(lambda i, c=cache, a=k, b=v: c.write(0, [0], a, b), calls=4, replays=5).us
+        size = 2 * k.numel() * 2
+        found.append(_pack_row("pack prompt", kv, 1, 131072, us, read_floor_us(size)))
+        del k, v, cache
+        cache = KVCache(kv, layers=1, kv_heads=8, head_dim=DIM, sequences=32, capacity=512, device="cuda")
+        k, v = (torch.randn(32, 1, 8, DIM, device="cuda").half() for _ in range(2))
+        every = [cache.add() for _ in range(32)]
+        for length, case in ((256, "append, window full"), (300, "append")):
+            cache.extend(every, length - cache.length(0))
+            us = time_graph(lambda i, c=cache, a=k, b=v, s=every: c.write(0, s, a, b), calls=64, replays=5).us
+            found.append(_pack_row(case, kv, 32, length, us, 0.0))
+    return found
+
+
+def _pack_row(case: str, kv: str, batch: int, context: int, us: float, floor: float) -> dict[str, object]:
+    return {
+        "case": case, "kv": kv, "batch": batch, "context": context, "heads_kv": 8, "page": 128, "us": round(us, 2),
+        "floor_us": round(floor, 2),
+    }  # fmt: skip
+
+
+def compile_all(wanted: list[Row]) -> None:
+    """Fill the cache of kernels, in parallel, before anything is timed."""
+    device = Device.named("sm_90a")
+    kernels = {decode.kernel(decode.default(row.problem(), device), row.layout) for row in wanted}
+    kernels |= {kvpack.kernel(kvpack.default(kvpack.Problem(row.layout, 1, 8, 1))) for row in wanted}
+    with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, 16)) as pool:
+        pool.starmap(jit.cached, [(kernel, device.arch) for kernel in kernels])
+
+
+def show(found: dict[str, object]) -> None:
+    print(
+        {
+            name: value
+            for name, value in found.items()
+            if name not in ("gpu", "torch", "commit", "date", "bytes", "checked")
+        },
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="rows whose batch x context is this, for example 8x32768")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/h200/decode_attention.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "decode_attention.json")
+    options = parser.parse_args()
+    wanted = [row for row in rows() if options.only in ("", f"{row.batch}x{row.context}")]
+    compile_all(wanted)
+    about, done, base = stamp(), [], {}
+
+    def add(make: Callable[[], dict[str, object]], **more: object) -> None:
+        found = make() | {"checked": True} | more | about
+        show(found)
+        done.append(found)
+
+    for row in wanted:
+        shape = (row.batch, row.context, row.heads, row.kv_heads)
+        if shape not in base:
+            base[shape] = baselines(*shape)
+            if shape == (8, 32768, 32, 8):
+                base[shape]["non-fused 4-bit"] = unfused(*shape)
+        add(lambda row=row: measure(row), baselines=base[shape])
+        torch.cuda.empty_cache()
+    for found in packing() if not options.only else []:
+        add(lambda found=found: found)
+    if options.write:
+        merge_rows(options.out, done, KEY)
+
+
+if __name__ == "__main__":
+    main()
