@@ -56,6 +56,7 @@ def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: b
         ("w2a2asym-xbipolar", 3, 65, 4200, {"tokens": 8, "cluster": 4}),
         ("w2a1", 20, 40, 2500, {"tokens": 32, "walk": Walk.tokens}),
         ("w3a4", 70, 50, 2100, {"tokens": 32, "walk": Walk.tokens, "span": 3, "stages": 3, "slots": 4}),
+        ("w1a1", 23, 40, 5000, {"tokens": 32, "walk": Walk.tokens, "slots": 4}),  # slots for more chunks than stages
         ("w1a2bipolar-xasym", 12, 33, 2100, {"tokens": 32, "walk": Walk.tokens, "cluster": 2}),
     ],
 )

@@ -94,9 +94,10 @@ template <class Config> struct Small {
 
     PTX void produce() const {
         const int steps = count * P;
+        int n = 0;  // planes of A that were asked for
         Step a = begin();
         auto fill_a = [&] {
-            for (int n = 0; n < min(Config::slots, steps); n++, a.next(count)) load_a(a, n);
+            for (; n < min(Config::slots, steps) && a.first + a.chunk < Config::stages; n++, a.next(count)) load_a(a, n);
         };
         auto fill_b = [&] {
             for (int i = 0; i < min(Config::stages, count); i++) load_b(i);
@@ -106,16 +107,14 @@ template <class Config> struct Small {
         ptx::griddepcontrol_wait();
         if (S::walk_weights) fill_b();
         else fill_a();
-        int slot = 0, parity = 0;
-        for (int n = Config::slots; n < steps; n++, a.next(count)) {
-            const int i = a.first + a.chunk;
+        for (; n < steps; n++, a.next(count)) {
+            const int i = a.first + a.chunk, slot = n % Config::slots;
             if (a.order == 0 && i >= Config::stages) {
                 ptx::mbarrier_wait_parity(shared.b_empty(i % Config::stages), (i / Config::stages & 1) ^ 1);
                 load_b(i);
             }
-            ptx::mbarrier_wait_parity(shared.a_empty(slot), parity);
+            ptx::mbarrier_wait_parity(shared.a_empty(slot), (n / Config::slots & 1) ^ 1);
             load_a(a, slot);
-            if (++slot == Config::slots) slot = 0, parity ^= 1;
         }
     }
 
