@@ -124,6 +124,8 @@ def test_chains_under_programmatic_launch(m: int) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
         words = torch.randint(-(2**31), 2**31, (size, size // 8), generator=generator, device="cuda").to(torch.int32)
         scale = (torch.rand(size, size // 128, generator=generator, device="cuda") + 0.5) / (4.6 * 64 * 1.04)
+        # Of both signs: sym codes have a mean of half a step, which would grow from link to link.
+        scale *= torch.randint(0, 2, scale.shape, generator=generator, device="cuda") * 2 - 1
         layers.append(packed_layout.prepare(QuantizedWeight(words, scale, None, (size, size), format)))
     x = torch.randn(m, size, device="cuda").half()
     plain = chain(layers, x, 41, pdl=False)

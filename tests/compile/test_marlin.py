@@ -1,0 +1,34 @@
+"""marlin.cuh becomes machine code for sm_80, 86, 89 and 90a without spills; int4 tensor cores where they exist."""
+
+import pytest
+import torch
+from machine_code import count
+
+from anybit import jit
+from anybit.device import Device
+from anybit.kernels import marlin
+from anybit.kernels.marlin import Problem
+from anybit.scheme import WeightFormat
+
+
+@pytest.mark.parametrize(
+    ("arch", "cases"),
+    [
+        ("sm_80", [(1, 4, torch.float16), (16, 4, torch.int8)]),
+        ("sm_86", [(16, 3, torch.bfloat16)]),
+        ("sm_89", [(16, 2, torch.int8)]),
+        ("sm_90a", [(16, 4, torch.float16)]),
+    ],
+)
+def test_no_spills(arch: str, cases: list[tuple[int, int, torch.dtype]]) -> None:
+    device = Device.named(arch)
+    for m, bits, dtype in cases:
+        output = dtype if dtype.is_floating_point else torch.float16
+        config = marlin.default(Problem(m, 4096, 4096, WeightFormat(bits, "sym", 128), dtype, output, device))
+        assert config.nibbles == (dtype == torch.int8 and arch != "sm_90a")
+        instruction = "HMMA" if dtype.is_floating_point else r"IMMA.*(S4|U4)" if config.nibbles else "IMMA"
+        compiled = jit.cached(marlin.kernel(config), arch)
+        assert compiled.spill_bytes == 0 and compiled.stack_bytes == 0
+        assert count(compiled.cubin, instruction) > 0
+        # The assembler writes the jump that ends the line as a call, once; a call of a subroutine would be more.
+        assert count(compiled.cubin, "CALL") <= 1

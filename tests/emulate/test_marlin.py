@@ -1,0 +1,83 @@
+"""marlin.cuh on the CPU: stripes that begin and end in the middle of row tiles, widths, codes, int8 and int4."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import emulate
+from anybit.device import Device
+from anybit.kernels import marlin, packed_layout
+from anybit.packing import QuantizedWeight
+from anybit.scheme import WeightFormat
+from cases import random_codes, random_weight
+
+pytestmark = pytest.mark.emulate
+
+
+def run(
+    format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, sms: int = 3,
+    arch: str = "sm_80", act_order: bool = False, bias: bool = False, seed: int = 0, **changes: int,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    weight = random_weight(n, k, format, seed)
+    if act_order and format.group is not None:
+        index = (torch.arange(k) // format.group)[torch.randperm(k, generator=generator)].to(torch.int32)
+        weight = QuantizedWeight(weight.words, weight.scale, weight.zero, weight.shape, format, index)
+    integer = dtype == torch.int8
+    output = torch.float16 if integer else dtype
+    packed = packed_layout.prepare(weight, "a8" if integer else "a16")
+    scale = None
+    if integer:
+        x = random_codes((m, k), 8, seed + 3).to(torch.int16).sub(128).to(torch.int8)
+        scale = torch.rand(m, generator=generator) / 100 + 0.001
+        exact = x.double() * scale.double()[:, None]
+    else:
+        x = torch.randn(m, k, generator=generator).to(dtype)
+        exact = x.double()
+    expected = exact @ packed_layout.unpack(packed).T
+    b = torch.randn(n, generator=generator).to(output) if bias else None
+    if b is not None:
+        expected = expected + b.double()
+    y = torch.full((m, n), torch.nan, dtype=output)
+    ordered = marlin.in_order(packed, x)
+    device = replace(Device.named(arch), sms=sms)
+    problem = marlin.Problem(m, n, ordered.shape[1], format, dtype, output, device)
+    config = replace(marlin.default(problem), **changes)
+    assert marlin.why_not(problem, config) is None
+    partial, locks = marlin.scratch(problem, config, x.device)
+    partial.fill_(torch.nan)
+    params = marlin.arguments(packed, ordered, y, scale, b, partial, locks)
+    emulate.run(marlin.kernel(config), params, marlin.grid(problem, config), seed=seed, resident=sms)
+    assert not locks.any()
+    error = (y.double() - expected).abs().mean() / expected.abs().mean()
+    tolerance = 1e-3 if output == torch.float16 else 8e-3
+    assert error < tolerance, f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8], ids=str)
+def test_widths(bits: int, dtype: torch.dtype) -> None:
+    run(WeightFormat(bits, "sym", 128), 5, 192, 384, dtype, sms=2, seed=bits, bias=True)
+
+
+@pytest.mark.parametrize(("code", "group"), [("asym", 64), ("bipolar", 32), ("asym", None), ("sym", 256)])
+def test_codes_and_groups(code: str, group: int | None) -> None:
+    for bits, dtype in ((4, torch.float16), (2, torch.int8)):
+        run(WeightFormat(bits, code, group), 3, 128, 512, dtype, sms=2)
+
+
+@pytest.mark.parametrize("sms", [1, 3, 5])
+def test_stripes(sms: int) -> None:
+    """Stripes shorter than a row tile, and longer; several token tiles; fewer rows than the last row tile has."""
+    for seed in range(2):
+        run(WeightFormat(4, "sym", 128), 9, 320, 640, sms=sms, seed=seed, tokens=8, units=1, row_warps=8, k_warps=1)
+
+
+def test_ragged_and_ordered() -> None:
+    run(WeightFormat(4, "sym", 128), 17, 70, 200, bias=True)
+    run(WeightFormat(4, "asym", 64), 2, 64, 256, act_order=True)
+
+
+def test_int8_on_later_architectures() -> None:
+    run(WeightFormat(4, "asym", 128), 3, 64, 256, torch.int8, arch="sm_90a")
