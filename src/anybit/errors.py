@@ -31,3 +31,7 @@ class KernelError(AnyBitError, RuntimeError):
 
 class CalibrationError(AnyBitError, ValueError):
     """A calibration that cannot go on: a layer never reached, NaN or infinity, a Hessian that cannot be used."""
+
+
+class OptionError(AnyBitError, ValueError):
+    """An option of a quantization method that is unknown or has an impossible value."""

@@ -17,6 +17,8 @@ class QuantLinear(nn.Module):
     weight_zero_point: int32 [ceil(N*bits/32), G], asym only, packed along N.  weight_shape: int64 [2] (N, K).
     Beside that format: weight_g_idx int32 [K] (activation order), weight_indices int32 (2:4 sparse).
 
+    hadamard: x goes through ``ops.hadamard`` first; the weight holds the inverse (``anybit.quantize.rotate``).
+
     The weight is prepared for a backend at the first call, or by ``prepare``; the backend's own layout then replaces
     the saved one in memory, and ``state_dict`` brings it back.
     """
@@ -40,6 +42,7 @@ class QuantLinear(nn.Module):
         bias: bool = True,
         *,
         group_index: bool = False,
+        hadamard: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         backend: str | None = None,
@@ -47,7 +50,7 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.scheme = Scheme.parse(scheme)
         self.in_features, self.out_features = in_features, out_features
-        self.backend = backend
+        self.backend, self.hadamard = backend, hadamard
         fmt = self.scheme.weights
         if fmt.sparse and in_features % 4:
             raise LayerError(f"2:4 sparsity needs inputs in fours, and this layer has {in_features}")
@@ -165,7 +168,7 @@ class QuantLinear(nn.Module):
         if self._prepared is None:
             self.prepare()
         assert self._prepared is not None
-        return ops.linear(x, self._prepared, self.bias)
+        return ops.linear(ops.hadamard(x) if self.hadamard else x, self._prepared, self.bias)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # Moving or casting the module: the saved layout moves, and is prepared anew for the new device.
@@ -188,7 +191,7 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         """What a printed model shows."""
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{text}, scheme={self.scheme}"
+        return f"{text}, scheme={self.scheme}" + (", hadamard=True" if self.hadamard else "")
 
 
 def use_backend(model: nn.Module, backend: str | None) -> nn.Module:

@@ -206,6 +206,15 @@ class QuantizedWeight:
         pruned = self.zeros().to(torch.uint8)[:, self.groups()].view(n, -1, 4)
         return pruned.scatter(-1, places, kept).view(n, k)
 
+    def mask(self) -> Tensor | None:
+        """Of a 2:4 sparse layer what is kept, bool [N, K]; None for a dense one."""
+        if self.indices is None:
+            return None
+        n, k = self.shape
+        places = unpack_words(self.indices, 2, k // 2).view(n, -1, 2).long()
+        kept = torch.zeros(n, k // 4, 4, dtype=torch.bool, device=self.device)
+        return kept.scatter_(-1, places, True).view(n, k)
+
     def zeros(self) -> Tensor:
         """The zero of each group in units of code, float32 [N, G]."""
         if self.zero is not None:

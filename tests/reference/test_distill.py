@@ -10,8 +10,10 @@ from anybit.quantize.soft import SoftLinear, SoftWeight
 from anybit.scheme import Scheme, WeightFormat
 from cases_calibration import divergence, names_of, sequences, tiny
 
+FORMATS = [WeightFormat(2, "asym", 32), WeightFormat(3), WeightFormat(1, "bipolar", 64), WeightFormat(4, sparse=True)]
 
-@pytest.mark.parametrize("format", [WeightFormat(2, "asym", 32), WeightFormat(3), WeightFormat(1, "bipolar", 64)])
+
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("k", [64, 72])
 def test_soft_weight_starts_at_its_codes_and_packs_what_it_computes(format, k):
     original = torch.randn(6, k, generator=torch.Generator().manual_seed(0)).half()

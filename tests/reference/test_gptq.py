@@ -153,3 +153,22 @@ def test_candidates_reach_the_extremes_of_a_group(code):
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         gptq.GPTQ(**options)
+
+
+@pytest.mark.parametrize(
+    ("bits", "code", "group"), [(4, "sym", 32), (4, "asym", 32), (3, "asym", None), (2, "sym", 64)]
+)
+@pytest.mark.parametrize("k", [96, 100])
+def test_sparse_layers_beat_magnitude_masks(bits, code, group, k):
+    weight, hessian = layer(k=k)
+    format = WeightFormat(bits, code, group, sparse=True)
+    quantized = gptq.quantize(weight, hessian, format)
+    values = quantized.dequantize()
+    assert bool(((values.view(24, -1, 4) != 0).sum(-1) <= 2).all())
+    assert loss(weight, hessian, quantized) < loss(weight, hessian, quantize_weight(weight, format))
+
+
+def test_two_of_four_are_kept_by_what_losing_them_costs():
+    weight = torch.tensor([[1.0], [3.0], [2.0], [4.0]])
+    diagonal = torch.tensor([0.1, 1.0, 1.0, 1.0])  # the first is small, but nothing can make up for it
+    assert gptq.keep_two(weight, diagonal)[:, 0].tolist() == [True, False, False, True]

@@ -8,8 +8,12 @@ from anybit.scheme import Scheme
 METHOD = "anybit"
 
 
-def configuration(scheme: Scheme, kept: list[str], group_index: bool = False) -> dict[str, Any]:
-    """What config.json says of a model in ``scheme``; ``kept``: the modules that were not quantized."""
+def configuration(
+    scheme: Scheme, kept: list[str], group_index: bool = False, hadamard: list[str] | None = None
+) -> dict[str, Any]:
+    """What config.json says of a model in ``scheme``; ``kept``: the modules that were not quantized;
+    ``hadamard``: the layers whose inputs are rotated on line.
+    """
     from anybit import __version__
 
     return {
@@ -18,6 +22,7 @@ def configuration(scheme: Scheme, kept: list[str], group_index: bool = False) ->
         "scheme": str(scheme),
         "modules_to_not_convert": kept,
         **({"group_index": True} if group_index else {}),
+        **({"hadamard": hadamard} if hadamard else {}),
     }
 
 

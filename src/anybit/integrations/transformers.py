@@ -3,6 +3,7 @@
 Importing this module (or anybit) registers the quantizer; transformers finds it by ``quant_method: "anybit"``.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit.errors import LayerError
+from anybit.hadamard import inverse
 from anybit.linear import QuantLinear
 from anybit.ops import backends
 from anybit.quantize.rtn import quantize_weight
@@ -34,6 +36,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         It is not saved, and transformers drops it for a checkpoint that is quantized already: there,
         ``anybit.use_backend(model, name)``.
     group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
+    hadamard: names of the layers whose inputs are rotated on line (``anybit.quantize.rotate``).
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         modules_to_not_convert: list[str] | None = None,
         backend: str | None = None,
         group_index: bool = False,
+        hadamard: list[str] | None = None,
         **unknown: Any,
     ) -> None:
         self.quant_method = METHOD
@@ -49,6 +53,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.modules_to_not_convert = modules_to_not_convert
         self.backend = backend
         self.group_index = group_index
+        self.hadamard = list(hadamard or ())
         if backend is not None and backend not in backends:
             raise ValueError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
         # A saved configuration also says who wrote it, which changes nothing here.
@@ -66,6 +71,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             "scheme": self.scheme,
             "modules_to_not_convert": self.modules_to_not_convert,
             **({"group_index": True} if self.group_index else {}),
+            **({"hadamard": self.hadamard} if self.hadamard else {}),
         }
 
 
@@ -87,6 +93,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             config.backend,
             config.group_index,
             placeholder=not self.pre_quantized,
+            hadamard=config.hadamard,
         )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -125,7 +132,10 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, QuantLinear):
                 with torch.device("meta"):
                     linear = nn.Linear(module.in_features, module.out_features, bias=False)
-                linear.weight = nn.Parameter(module.dequantize(dtype or torch.float32), requires_grad=False)
+                weight = module.dequantize(torch.float32)
+                # Without the rotation of the input, the weight has to carry it.
+                weight = (inverse(weight) if module.hadamard else weight).to(dtype or torch.float32)
+                linear.weight = nn.Parameter(weight, requires_grad=False)
                 linear.bias = module.bias  # type: ignore[assignment]
                 model.set_submodule(name, linear)
         return model
@@ -189,6 +199,7 @@ def replace_linears(
     backend: str | None = None,
     group_index: bool = False,
     placeholder: bool = False,
+    hadamard: Collection[str] = (),
 ) -> list[str]:
     """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, but for those to keep.
 
@@ -210,6 +221,7 @@ def replace_linears(
                 scheme,
                 module.bias is not None,
                 group_index=group_index,
+                hadamard=name in hadamard,
                 dtype=dtype,
                 device="meta",
                 backend=backend,

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from anybit.hadamard import transform
 from anybit.ops.backend import Backend, LinearSpec, backends, choose, register
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 
-__all__ = ["Backend", "LinearSpec", "Prepared", "backends", "choose", "linear", "prepare", "register"]
+__all__ = ["Backend", "LinearSpec", "Prepared", "backends", "choose", "hadamard", "linear", "prepare", "register"]
 
 register(PackedTiles())
 register(ReferenceDecoded())
@@ -62,11 +63,20 @@ def _linear_fake(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str
     return x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n)
 
 
+def hadamard(x: Tensor) -> Tensor:
+    """Rotate vectors [..., K] by the orthogonal Hadamard matrix of their size, in x's dtype (``anybit.hadamard``)."""
+    y: Tensor = torch.ops.anybit.hadamard(x)
+    return y
+
+
 # A Library rather than custom_op: its calls cost a few microseconds less, and decoding makes hundreds of them a token.
 _library = torch.library.Library("anybit", "DEF")
 _library.define(
     "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
+_library.define("hadamard(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 for _device in ("CPU", "CUDA"):
     _library.impl("linear", _linear, _device)
+    _library.impl("hadamard", transform, _device)
+torch.library.register_fake("anybit::hadamard", torch.empty_like)
 torch.library.register_fake("anybit::linear", _linear_fake)

@@ -33,9 +33,9 @@ class Distillation:
     """
 
     passes: float = 1.0
-    step_tokens: int = 2048
+    step_tokens: int = 1024
     run_tokens: int = 1024
-    place_rate: float = 0.01
+    place_rate: float = 0.006
     scale_rate: float = 0.003
     half: bool = True
     device: torch.device | str = "cpu"
@@ -68,6 +68,9 @@ def distill(
         module = teacher.get_submodule(name)
         bias = getattr(module, "bias", None)
         soft[name] = SoftLinear(weight.to(device), weight_of(module), None if bias is None else bias.detach())
+        # What the layer's input goes through, such as an online rotation.
+        for hook in list(module._forward_pre_hooks.values()):
+            soft[name].register_forward_pre_hook(hook)
         if activations is not None and activations.quantized:
             soft[name].register_forward_pre_hook(_rounded_through(activations))
         student.set_submodule(name, soft[name], strict=False)

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from anybit.errors import CalibrationError
+from anybit.errors import CalibrationError, OptionError
 from anybit.packing import QuantizedWeight
 from anybit.quantize.grid import Grid, best_candidates
 from anybit.scheme import WeightFormat
@@ -47,12 +47,12 @@ class GPTQ:
 
     def __post_init__(self) -> None:
         if self.order not in ("natural", "grouped", "sorted"):
-            raise ValueError(f"order must be 'natural', 'grouped' or 'sorted', not {self.order!r}")
+            raise OptionError(f"order must be 'natural', 'grouped' or 'sorted', not {self.order!r}")
         for name, low in (("clips", 1), ("contenders", 1), ("passes", 0)):
             if getattr(self, name) < low:
-                raise ValueError(f"{name} must be at least {low}, not {getattr(self, name)}")
+                raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}")
         if not 0 < self.damping <= 1:
-            raise ValueError(f"damping must be above 0 and at most 1, not {self.damping}")
+            raise OptionError(f"damping must be above 0 and at most 1, not {self.damping}")
 
 
 def quantize(
@@ -72,18 +72,32 @@ def quantize(
     grid = Grid.of(format, options.scale_dtype)
     group = format.group or k
     hessian = hessian.float()
-    permutation = _permutation(hessian.diagonal(), group, options.order)
+    # Masks are chosen in fours of neighbours, so a sparse layer keeps its order.
+    order: Order = "natural" if format.sparse else options.order
+    permutation = _permutation(hessian.diagonal(), group, order)
     target = weight.float()[:, permutation].T.contiguous()
     damped, upper = _factor(hessian[permutation][:, permutation], options.damping, name)
     # Ragged last groups may come anywhere in "grouped" order, so groups are ranges of permuted positions.
-    members = (permutation // group) if options.order == "grouped" else torch.arange(k, device=weight.device) // group
+    members = (permutation // group) if order == "grouped" else torch.arange(k, device=weight.device) // group
     ranges = _ranges(members)
-    codes, scale, zero = _feedback(target, upper, ranges, grid, options)
+    codes, scale, zero, mask = _feedback(target, upper, ranges, grid, options, format.sparse)
     for _ in range(options.passes):
-        changed = _refine(target, damped, ranges, grid, codes, scale, zero)
-        if not changed:
+        if not _refine(target, damped, ranges, grid, codes, scale, zero, mask):
             break
-    return _assemble(codes, scale, zero, permutation, members, ranges, format, options)
+    index = None
+    if order == "sorted" and format.group is not None:
+        index = members[permutation.argsort()].to(torch.int32)
+    else:
+        # Ranges come in order of importance; memory keeps the groups where their channels are.
+        by_place = torch.stack([members[start] for start, _ in ranges]).argsort()
+        scale, zero = scale[by_place], zero[by_place]
+    place = permutation.argsort()
+    packed = codes[place].T.to(torch.uint8).contiguous()
+    scales = scale.T.to(options.scale_dtype).contiguous()
+    zeros = zero.T.to(torch.uint8).contiguous() if format.code == "asym" else None
+    if mask is not None:
+        return QuantizedWeight.from_sparse_codes(packed, mask.T.contiguous(), scales, zeros, format)
+    return QuantizedWeight.from_codes(packed, scales, zeros, format, index)
 
 
 def check_finite(tensor: Tensor, what: str) -> None:
@@ -140,24 +154,36 @@ def _factor(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]
 
 
 def _feedback(
-    target: Tensor, upper: Tensor, ranges: list[tuple[int, int]], grid: Grid, options: GPTQ
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Round group by group with error feedback: codes [K, N], scale [G, N], zero [G, N] in the order of ``ranges``."""
+    target: Tensor, upper: Tensor, ranges: list[tuple[int, int]], grid: Grid, options: GPTQ, sparse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Round group by group with error feedback; channel-major, groups in the order of ``ranges``.
+
+    Returns codes [K, N], scale [G, N], zero [G, N], and for 2:4 sparse formats the mask [K, N] of what is kept.
+    """
     weight = target.clone()
     n = weight.shape[1]
     clips = torch.linspace(1.0, _HARDEST_CLIP.get(grid.bits, 0.5), options.clips, device=weight.device)
     codes = torch.empty_like(weight)
+    mask = torch.ones_like(weight, dtype=torch.bool) if sparse else None
     scales, zeros = (torch.empty(len(ranges), n, device=weight.device) for _ in range(2))
     for i, (start, end) in enumerate(ranges):
         diagonal = upper.diagonal()[start:end]
-        scale, zero = best_candidates(weight[start:end], diagonal.pow(-2), grid, clips, options.contenders)
+        seen = weight[start:end]
+        if sparse:
+            seen = seen * keep_two(seen, diagonal)
+        scale, zero = best_candidates(seen, diagonal.pow(-2), grid, clips, options.contenders)
         rows = len(scale)
         # All contenders of all rows are rounded side by side: [g, contenders * N].
         trial = weight[start:end].repeat(1, rows)
         errors, trial_codes = torch.empty_like(trial), torch.empty_like(trial)
+        kept = torch.ones_like(trial, dtype=torch.bool)
         flat_scale, flat_zero = scale.flatten(), zero.flatten()
         for j in range(end - start):
             code = grid.codes(trial[j], flat_scale, flat_zero)
+            if sparse:
+                if j % 4 == 0:
+                    kept[j : j + 4] = keep_two(trial[j : j + 4], diagonal[j : j + 4])
+                code = torch.where(kept[j], code, flat_zero)
             error = (trial[j] - (code - flat_zero) * flat_scale) / diagonal[j]
             trial[j + 1 :].addr_(upper[start + j, start + j + 1 : end], error, alpha=-1)
             errors[j], trial_codes[j] = error, code
@@ -165,8 +191,21 @@ def _feedback(
         best = loss.argmin(0)
         pick = best * n + torch.arange(n, device=best.device)
         codes[start:end], scales[i], zeros[i] = trial_codes[:, pick], flat_scale[pick], flat_zero[pick]
+        if mask is not None:
+            mask[start:end] = kept[:, pick]
         weight[end:].addmm_(upper[start:end, end:].T, errors[:, pick], alpha=-1)
-    return codes, scales, zeros
+    return codes, scales, zeros, mask
+
+
+def keep_two(weight: Tensor, diagonal: Tensor) -> Tensor:
+    """SparseGPT's 2:4 mask (Frantar & Alistarh, 2023): of every four channels, the two that cost most to lose.
+
+    weight: [g, N] with g a multiple of 4.  diagonal: of U, [g].  Returns bool [g, N].
+    """
+    g, n = weight.shape
+    cost = (weight / diagonal[:, None]).square().view(g // 4, 4, n)
+    kept = torch.zeros_like(cost, dtype=torch.bool).scatter_(1, cost.topk(2, dim=1).indices, True)
+    return kept.view(g, n)
 
 
 def _refine(
@@ -177,6 +216,7 @@ def _refine(
     codes: Tensor,
     scale: Tensor,
     zero: Tensor,
+    mask: Tensor | None,
 ) -> bool:
     """One round of coordinate descent on the layer's error over codes and group scales, in place.
 
@@ -184,16 +224,17 @@ def _refine(
     """
     value = torch.cat([(codes[a:b] - zero[i]) * scale[i] for i, (a, b) in enumerate(ranges)])
     gradient = hessian @ (target - value)
-    changed = False
+    before_all = codes.clone()
     for i, (start, end) in enumerate(ranges):
         block = hessian[start:end, start:end]
         local, before = gradient[start:end].clone(), value[start:end].clone()
         now = before.clone()
+        curvature_of = block.diagonal()
         for j in range(end - start):
-            wanted = now[j] + local[j] / block[j, j]
-            code = grid.codes(wanted, scale[i], zero[i])
+            code = grid.codes(now[j] + local[j] / curvature_of[j], scale[i], zero[i])
+            if mask is not None:
+                code = torch.where(mask[start + j], code, zero[i])
             step = (code - zero[i]) * scale[i] - now[j]
-            changed = changed or bool((code != codes[start + j]).any())
             now[j] += step
             codes[start + j] = code
             local.addr_(block[j], step, alpha=-1)
@@ -206,29 +247,4 @@ def _refine(
         now = centered * scale[i]
         gradient.addmm_(hessian[:, start:end], now - before, alpha=-1)
         value[start:end] = now
-    return changed
-
-
-def _assemble(
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    permutation: Tensor,
-    members: Tensor,
-    ranges: list[tuple[int, int]],
-    format: WeightFormat,
-    options: GPTQ,
-) -> QuantizedWeight:
-    """Undo the permutation and pack."""
-    place = permutation.argsort()
-    unpermuted = codes[place].T.to(torch.uint8).contiguous()
-    group_index = None
-    if options.order == "sorted" and format.group is not None:
-        group_index = members[place].to(torch.int32)
-    else:
-        # Ranges come in order of importance; memory keeps the groups where their channels are.
-        order = torch.stack([members[start] for start, _ in ranges]).argsort()
-        scale, zero = scale[order], zero[order]
-    zeros = zero.T.to(torch.uint8).contiguous() if format.code == "asym" else None
-    scales = scale.T.to(options.scale_dtype).contiguous()
-    return QuantizedWeight.from_codes(unpermuted, scales, zeros, format, group_index)
+    return not torch.equal(codes, before_all)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from anybit.errors import SchemeError
+from anybit.quantize import calibrated
 from anybit.quantize.rtn import quantize_weight
 from anybit.quantize.stream import Job, Saved, write_quantized
 from anybit.scheme import Scheme
@@ -30,6 +31,10 @@ def _rtn(job: Job) -> Saved:
 
 METHODS: dict[str, Method] = {
     "rtn": Method("round to nearest, with the scales that lose the least squared error", _rtn),
+    "gptq": Method("error feedback on a calibration text; also 2:4 sparse schemes", calibrated.run_gptq, True),
+    "learned": Method("gptq, then codes and scales learn from the original model", calibrated.run_learned, True),
+    "smooth": Method("outliers of activations move into the weights, then gptq", calibrated.run_smooth, True),
+    "rotate": Method("a Hadamard rotation spreads outliers, then gptq", calibrated.run_rotate, True),
 }
 
 

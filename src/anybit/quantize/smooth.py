@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.errors import CalibrationError
+from anybit.errors import CalibrationError, OptionError
 from anybit.quantize.anatomy import Anatomy, anatomies, gain_of
 
 
@@ -22,7 +22,7 @@ def smooth(model: Any, batches: Sequence[Tensor], strength: float = 0.5) -> None
     Raises CalibrationError for activations that are not finite, LayerError for another architecture.
     """
     if not 0 <= strength <= 1:
-        raise ValueError(f"strength must be from 0 to 1, not {strength}")
+        raise OptionError(f"strength must be from 0 to 1, not {strength}")
     parts = list(anatomies(model))
     for part in parts:
         gain_of(part.attention_norm), gain_of(part.feed_forward_norm)

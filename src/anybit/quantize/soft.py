@@ -29,22 +29,26 @@ class SoftWeight(nn.Module):
         self.register_buffer("groups", groups)
         self.register_buffer("base", weight.scale.float())
         self.register_buffer("zero", weight.zeros())
+        self.register_buffer("mask", weight.mask())
         codes = weight.codes().float()
-        # A start inside each code's cell, on the side of the original weight: cheap changes flip first.
+        # A start inside each code's cell, on the side of the original weight: cheap changes flip first. Away from the
+        # edge, because the first steps move every place alike, and all that sit at an edge would flip at once.
         wanted = original.float() / self._spread(self.base) + self._spread(self.zero)
-        self.place = nn.Parameter(codes + (wanted - codes).clamp(-0.45, 0.45))
+        self.place = nn.Parameter(codes + (wanted - codes).clamp(-0.35, 0.35))
         self.stretch = nn.Parameter(torch.zeros_like(self.base))
 
     base: Tensor
     zero: Tensor
     groups: Tensor
+    mask: Tensor | None
 
     def forward(self) -> Tensor:
         """The dequantized weight."""
         scale = self._spread(self.base * self.stretch.exp())
         inside = self.place.clamp(0, self.top)
         codes = inside + (inside.round() - inside).detach()
-        return (codes - self._spread(self.zero)) * scale
+        weight = (codes - self._spread(self.zero)) * scale
+        return weight if self.mask is None else weight * self.mask
 
     @torch.no_grad()
     def harden(self) -> QuantizedWeight:
@@ -52,6 +56,8 @@ class SoftWeight(nn.Module):
         old = self.weight
         scale = Grid.of(old.format, old.scale.dtype).store(self.base * self.stretch.exp()).to(old.scale.dtype)
         codes = self.place.round().clamp(0, self.top).to(torch.uint8)
+        if self.mask is not None:
+            return QuantizedWeight.from_sparse_codes(codes, self.mask, scale, old.zero, old.format)
         return QuantizedWeight.from_codes(codes, scale, old.zero, old.format, old.group_index)
 
     def _spread(self, per_group: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ What is in memory at any moment is one tensor of the source and its codes; nothi
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,20 @@ from anybit.scheme import Scheme
 
 Progress = Callable[[str, int, int], None]
 """Called with the layer just done, the weights done so far, and all there are to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """What a method changed about a model besides quantizing it.
+
+    tensors: by the model's names, in place of the source's, or new.  config: entries of config.json.
+    hadamard: layers whose inputs are rotated on line.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    hadamard: Sequence[str] = ()
+
 
 QuantizeLayer = Callable[[LinearLayer, Tensor], QuantizedWeight]
 """From a layer and its weight [N, K] to codes."""
@@ -89,15 +103,17 @@ class Job:
         return cls(folder, Path(output), scheme, method, model, kept, layers, names, **rest)
 
 
-def write_quantized(job: Job, quantize: QuantizeLayer) -> Saved:
-    """Write a job's model, each linear layer through ``quantize`` and everything else as it is."""
+def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None = None) -> Saved:
+    """Write a job's model, each linear layer through ``quantize`` and everything else as it is, but for ``changes``."""
+    changes = changes or Changes()
     start = time.perf_counter()
     layers = {f"{layer.name}.weight": layer for layer in job.layers}
     total = sum(layer.n * layer.k for layer in job.layers)
     done = quantized_bytes = 0
     group_index = False
     names = [f"{name}{suffix}" for name in job.names for suffix in ("", "_packed", "_scale", "_zero_point", "_shape")]
-    names += [f"{name}{suffix}" for name in layers for suffix in ("_g_idx", "_indices")]
+    new = [name for name in changes.tensors if name not in job.names]
+    names += [*new, *(f"{name}{suffix}" for name in layers for suffix in ("_g_idx", "_indices"))]
     with new_folder(job.output, job.overwrite) as folder:
         with ShardWriter(folder, header_room(names), job.shard_bytes) as writer:
             # In the order of the files, so that the source is read from front to back.
@@ -105,7 +121,8 @@ def write_quantized(job: Job, quantize: QuantizeLayer) -> Saved:
                 tensor = job.source.read(stored, finite=True)
                 layer = layers.get(name)
                 if layer is None:
-                    writer.add(name, tensor)
+                    changed = changes.tensors.get(name)
+                    writer.add(name, tensor if changed is None else changed.to(tensor.dtype).contiguous())
                     continue
                 weight = _quantized(layer, tensor, quantize)
                 group_index = group_index or weight.group_index is not None
@@ -116,7 +133,9 @@ def write_quantized(job: Job, quantize: QuantizeLayer) -> Saved:
                 done += layer.n * layer.k
                 if job.progress is not None:
                     job.progress(layer.name, done, total)
-        _write_companions(job, folder, group_index)
+            for name in new:
+                writer.add(name, changes.tensors[name].contiguous())
+        _write_companions(job, folder, group_index, changes)
         after = writer.bytes
     seconds = time.perf_counter() - start
     return Saved(
@@ -139,8 +158,9 @@ def _quantized(layer: LinearLayer, tensor: Tensor, quantize: QuantizeLayer) -> Q
         raise LayerError(f"layer {layer.name}: {error}") from None
 
 
-def _write_companions(job: Job, folder: Path, group_index: bool) -> None:
-    config = {**job.source.config, "quantization_config": configuration(job.scheme, job.kept, group_index)}
+def _write_companions(job: Job, folder: Path, group_index: bool, changes: Changes) -> None:
+    quantization = configuration(job.scheme, job.kept, group_index, list(changes.hadamard))
+    config = {**job.source.config, **changes.config, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in job.source.companions():
         shutil.copyfile(file, folder / file.name)

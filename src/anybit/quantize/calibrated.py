@@ -1,0 +1,237 @@
+"""The calibrated methods behind ``anybit quantize``: load the model, look at a text, quantize, save.
+
+    gptq     error feedback, block by block                              (anybit.quantize.gptq, .calibrate)
+    learned  gptq, then rounding and scales learned end to end           (.distill)
+    smooth   activations' outliers migrate into the weights, then gptq   (.smooth)
+    rotate   a Hadamard rotation spreads outliers, then gptq             (.rotate)
+
+Any of them learns afterwards if it is given ``learn_tokens``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from anybit.errors import CheckpointError, OptionError, TextError
+from anybit.packing import QuantizedWeight
+from anybit.quantize import gptq
+from anybit.quantize.blocks import find_blocks
+from anybit.quantize.calibrate import Calibration, Statistics, batched, calibrate, read_text, tokenized
+from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.modules import LinearLayer
+from anybit.quantize.rotate import rotate
+from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.smooth import smooth
+from anybit.quantize.stream import Changes, Job, Saved, write_quantized
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the calibrated methods can be told.
+
+    text: a file to calibrate on.  sequences: token ids instead, of any lengths.  tokens: how many are used, in
+    sequences of ``length``.  drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
+    order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  learn_tokens, learn_passes, step_tokens, place_rate,
+    scale_rate: see ``anybit.quantize.distill``; learn_tokens None is the method's own choice.
+    strength: how much of the outliers smoothing moves.  seed: of the rotation.  device: where to work.
+    resume: a folder for finished blocks.  spill: a folder for activations that memory cannot hold.
+    """
+
+    text: Path | None = None
+    sequences: list[list[int]] | None = None
+    tokens: int = 16384
+    length: int = 512
+    drift: float = 0.5
+    order: str = "grouped"
+    damping: float = 0.01
+    passes: int = 3
+    learn_tokens: int | None = None
+    learn_passes: float = 1.0
+    step_tokens: int = 1024
+    place_rate: float = 0.006
+    scale_rate: float = 0.003
+    strength: float = 0.5
+    seed: int = 0
+    device: str = "cpu"
+    resume: Path | None = None
+    spill: Path | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Options":
+        """Options from names and values, which may be text. Raises OptionError for what is unknown or impossible."""
+        known = {field.name: field for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if name not in known:
+                raise OptionError(f"option {name!r} is unknown; there are {', '.join(known)}")
+            kinds = (known[name].type, *get_args(known[name].type))
+            kind = next((kind for kind in (int, float, str, Path) if kind in kinds), None)
+            try:
+                values[name] = value if value is None or kind is None else kind(value)
+            except (TypeError, ValueError):
+                wanted = "" if kind is None else kind.__name__
+                raise OptionError(f"option {name} must be of type {wanted}, and {value!r} is not") from None
+        options = cls(**values)
+        for name, low, high in (("tokens", 1, None), ("length", 2, None), ("drift", 0, 1), ("strength", 0, 1)):
+            value = getattr(options, name)
+            if value < low or (high is not None and value > high):
+                most = "" if high is None else f" and at most {high}"
+                raise OptionError(f"option {name} must be at least {low}{most}, not {value}")
+        return options
+
+
+def run_gptq(job: Job) -> Saved:
+    """GPTQ."""
+    return _run(job, "gptq")
+
+
+def run_learned(job: Job) -> Saved:
+    """GPTQ, then distillation."""
+    return _run(job, "learned")
+
+
+def run_smooth(job: Job) -> Saved:
+    """Smoothing, then GPTQ."""
+    return _run(job, "smooth")
+
+
+def run_rotate(job: Job) -> Saved:
+    """Rotation, then GPTQ."""
+    return _run(job, "rotate")
+
+
+def _run(job: Job, method: str) -> Saved:
+    options = Options.of(job.options)
+    if job.output.is_dir() and any(job.output.iterdir()) and not job.overwrite:
+        # Found now, not after an hour.
+        raise CheckpointError(f"{job.output} exists already and is not empty: choose another folder, or overwrite it")
+    learn = options.learn_tokens if options.learn_tokens is not None else (49152 if method == "learned" else 0)
+    # The text first: it is the cheaper thing to find missing.
+    sequences = _sequences(job, options, max(options.tokens, learn))
+    used = _first(sequences, options.tokens)
+    model = _load(job)
+    names = {layer.name for layer in job.layers}
+    changes = _prepare(job, model, method, used, options)
+    kind = _scale_dtype(job)
+    settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
+    format = job.scheme.weights
+
+    def quantizer(weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
+        return gptq.quantize(statistics.corrected(weight, options.drift), statistics.hessian, format, settings, name)
+
+    def tell(done: int, total: int, left: float) -> None:
+        if job.progress is not None:
+            job.progress(f"block {done} of {total}", done, total)
+
+    calibration = Calibration(
+        drift=options.drift > 0,
+        device=options.device,
+        resume=options.resume,
+        spill=options.spill,
+        options={"method": method, "gptq": str(settings), "drift": options.drift},
+    )
+    weights = calibrate(model, used, job.scheme, names, quantizer, calibration, progress=tell)
+    if learn:
+        weights = _learn(job, model, weights, _first(sequences, learn), options)
+    scattered = any(weight.group_index is not None for weight in weights.values())
+
+    def quantize(layer: LinearLayer, source: Tensor) -> QuantizedWeight:
+        if layer.name in weights:
+            return weights[layer.name]
+        # Outside the blocks no statistics are collected: round to nearest.
+        weight = quantize_weight(changes.tensors.get(f"{layer.name}.weight", source).to(source.dtype), format)
+        return _with_group_index(weight) if scattered else weight
+
+    # Writing takes a moment after calibration: it needs no progress of its own.
+    return write_quantized(replace(job, progress=None), quantize, changes)
+
+
+def _learn(
+    job: Job, model: Any, weights: dict[str, QuantizedWeight], sequences: list[Tensor], options: Options
+) -> dict[str, QuantizedWeight]:
+    settings = Distillation(
+        options.learn_passes,
+        options.step_tokens,
+        place_rate=options.place_rate,
+        scale_rate=options.scale_rate,
+        device=options.device,
+    )
+
+    def tell(done: int, total: int, loss: float) -> None:
+        if job.progress is not None:
+            job.progress(f"learning, {loss:.3f} nats apart", done, total)
+
+    return distill(model, weights, sequences, settings, job.scheme.activations, tell)
+
+
+def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options: Options) -> Changes:
+    """Smooth or rotate the model; what that changes about the checkpoint."""
+    if method not in ("smooth", "rotate"):
+        return Changes()
+    if method == "smooth":
+        smooth(model, batched(sequences, 4096), options.strength)
+        hadamard, config = [], {}
+    else:
+        hadamard = rotate(model, options.seed)
+        config = {"tie_word_embeddings": False}
+    quantized = {f"{layer.name}.weight" for layer in job.layers}
+    kind = next(iter(job.source.entries.values())).dtype
+    state = {name: tensor.to(kind) for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    # Of layers that are quantized only those outside the blocks are still needed.
+    prefix, _ = find_blocks(model)
+    outside = {name for name in quantized if not name.startswith(f"{prefix}.")}
+    kept = {name: tensor for name, tensor in state.items() if name not in quantized or name in outside}
+    tied = {name for name in kept if name not in job.names and method == "smooth"}
+    return Changes({name: tensor for name, tensor in kept.items() if name not in tied}, config, hadamard)
+
+
+def _sequences(job: Job, options: Options, tokens: int) -> list[Tensor]:
+    if options.sequences is not None:
+        return [torch.as_tensor(sequence, dtype=torch.int64) for sequence in options.sequences]
+    if options.text is None:
+        raise TextError(f"method {job.method} calibrates on a text: name a file (--text), or use method rtn")
+    text = read_text(options.text)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(job.source.path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{job.source.path} has no tokenizer that can be read: {error}") from error
+    # A token is at most a few characters; what is far beyond the need is not worth tokenizing.
+    return tokenized(text[: 16 * tokens], tokenizer, options.length, tokens)
+
+
+def _first(sequences: list[Tensor], tokens: int) -> list[Tensor]:
+    """Sequences from the start up to a number of tokens; the last one may be cut."""
+    chosen: list[Tensor] = []
+    for sequence in sequences:
+        if tokens <= 0:
+            break
+        chosen.append(sequence[:tokens])
+        tokens -= len(chosen[-1])
+    return chosen
+
+
+def _load(job: Job) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(job.source.path, dtype=torch.float32).eval().requires_grad_(False)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{job.source.path} cannot be loaded: {error}") from error
+
+
+def _scale_dtype(job: Job) -> torch.dtype:
+    """Scales are stored as the weights were if that has 16 bits, else in float32: as rounding to nearest does."""
+    stored = job.names[f"{job.layers[0].name}.weight"]
+    kind = job.source.entries[stored].dtype
+    return kind if kind.itemsize == 2 else torch.float32
+
+
+def _with_group_index(weight: QuantizedWeight) -> QuantizedWeight:
+    index = weight.groups().to(torch.int32)
+    return QuantizedWeight(weight.words, weight.scale, weight.zero, weight.shape, weight.format, index)

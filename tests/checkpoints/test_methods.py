@@ -1,0 +1,128 @@
+"""Calibrated methods from folder to folder: they save, reload, convert and refuse as rounding does, and lose less."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cases_calibration import sequences
+from tests.cases_models import save_tiny
+from transformers import AutoModelForCausalLM
+
+from anybit.checkpoints import Folder
+from anybit.errors import CheckpointError, ConversionError, LayerError, OptionError, TextError
+from anybit.linear import QuantLinear
+from anybit.quantize.methods import METHODS, quantize_folder
+
+TOKENS = [(s % 96).tolist() for s in sequences(30)]
+CHECK = torch.tensor([(s % 96).tolist() for s in sequences(60, seed=9)[::3]])
+FAST = {"sequences": TOKENS, "tokens": 900, "learn_tokens": 0}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama-tied", tmp_path_factory.mktemp("llama"))
+
+
+@torch.no_grad()
+def divergence(source: Path, quantized: Path) -> float:
+    """KL of a quantized folder from its source."""
+    p, q = (AutoModelForCausalLM.from_pretrained(f).eval()(CHECK).logits.log_softmax(-1) for f in (source, quantized))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("method", sorted(m for m in METHODS if METHODS[m].calibrated))
+@pytest.mark.parametrize("scheme", ["w3a16g32asym", "w4a6g64"])
+def test_calibrated_methods_lose_less(method: str, scheme: str, llama: Path, tmp_path: Path) -> None:
+    options = FAST | ({"learn_tokens": 1500, "step_tokens": 256} if method == "learned" else {})
+    seen: list[tuple[str, int, int]] = []
+    quantize_folder(llama, tmp_path / "rtn", scheme)
+    quantize_folder(llama, tmp_path / "out", scheme, method, options=options, progress=lambda *s: seen.append(s))
+    assert seen[-1][1] == seen[-1][2]
+    assert divergence(llama, tmp_path / "out") < divergence(llama, tmp_path / "rtn")
+
+
+def test_rotated_models_save_reload_and_dequantize(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, tmp_path / "out", "w8a16g32", "rotate", options=FAST)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["hadamard"] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    rotated = [n for n, m in model.named_modules() if isinstance(m, QuantLinear) and m.hadamard]
+    assert rotated == config["quantization_config"]["hadamard"]
+    with torch.no_grad():
+        before = model(CHECK).logits
+        model.save_pretrained(tmp_path / "again")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+        assert torch.equal(again(CHECK).logits, before)
+        plain = again.dequantize()
+        torch.testing.assert_close(plain(CHECK).logits, before, rtol=1e-3, atol=1e-3)
+    assert divergence(llama, tmp_path / "out") < 1e-3
+
+
+def test_rotated_models_do_not_convert(llama: Path, tmp_path: Path) -> None:
+    from anybit.checkpoints.convert import convert
+
+    quantize_folder(llama, tmp_path / "out", "w4a16g32", "rotate", options=FAST)
+    with pytest.raises(ConversionError, match="hadamard"):
+        convert(tmp_path / "out", tmp_path / "other")
+
+
+def test_activation_order_is_saved(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=FAST | {"order": "sorted"})
+    assert any(name.endswith("weight_g_idx") for name in Folder(tmp_path / "out").entries)
+    assert divergence(llama, tmp_path / "out") < 1
+
+
+def test_sparse_schemes_lose_less_than_magnitude(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, tmp_path / "rtn", "w4a16g32s24")
+    quantize_folder(llama, tmp_path / "out", "w4a16g32s24", "gptq", options=FAST)
+    assert divergence(llama, tmp_path / "out") < divergence(llama, tmp_path / "rtn")
+
+
+def test_resumed_folder_is_the_same(llama: Path, tmp_path: Path) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        raise Interrupted
+
+    options = FAST | {"resume": tmp_path / "resume"}
+    with pytest.raises(Interrupted):
+        quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=options, progress=interrupt)
+    assert not (tmp_path / "out").exists()
+    quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=options)
+    quantize_folder(llama, tmp_path / "whole", "w4a16g32", "gptq", options=FAST)
+    a, b = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "whole"))
+    assert a == b
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({}, TextError, "--text"),
+        ({"text": "/nowhere.txt"}, TextError, "nowhere"),
+        ({"sequences": [[1, 2, 3]]}, TextError, "at least"),
+        ({"typo": 1}, OptionError, "typo"),
+        ({"tokens": "many"}, OptionError, "tokens"),
+        ({"drift": 2}, OptionError, "drift"),
+        (FAST | {"order": "random"}, OptionError, "order"),
+    ],
+)
+def test_bad_options_are_refused_and_leave_nothing(options, error, match, llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(error, match=match):
+        quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_refused_before_the_work(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    with pytest.raises(CheckpointError, match="exists"):
+        quantize_folder(llama, tmp_path, "w4a16g32", "gptq", options=FAST, progress=lambda *s: pytest.fail("too late"))
+
+
+def test_other_architectures_cannot_be_rotated(tmp_path: Path) -> None:
+    source = save_tiny("opt", tmp_path / "source")
+    quantize_folder(source, tmp_path / "gptq", "w4a16g32", "gptq", options=FAST | {"length": 40})
+    with pytest.raises(LayerError, match=r"layers\.0"):
+        quantize_folder(source, tmp_path / "out", "w4a16g32", "rotate", options=FAST)
+    assert not (tmp_path / "out").exists()
