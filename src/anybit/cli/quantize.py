@@ -43,6 +43,7 @@ def quantize(
     \b
     anybit quantize Qwen/Qwen3-4B -o qwen3-4b-w4
     anybit quantize model.gguf --scheme w3a16g64asym -o model-w3
+    anybit quantize ./llama -s w2a16g64asym --method learned --text wikipedia.txt -o llama-w2
     anybit quantize ./llama -s w4a8 --keep lm_head --keep down_proj -o llama-w4a8
     """
     parsed = Scheme.parse(scheme)

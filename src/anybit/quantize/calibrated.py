@@ -154,8 +154,8 @@ def _learn(
     job: Job, model: Any, weights: dict[str, QuantizedWeight], sequences: list[Tensor], options: Options
 ) -> dict[str, QuantizedWeight]:
     settings = Distillation(
-        options.learn_passes,
-        options.step_tokens,
+        passes=options.learn_passes,
+        step_tokens=options.step_tokens,
         place_rate=options.place_rate,
         scale_rate=options.scale_rate,
         device=options.device,
@@ -193,7 +193,7 @@ def _sequences(job: Job, options: Options, tokens: int) -> list[Tensor]:
     if options.sequences is not None:
         return [torch.as_tensor(sequence, dtype=torch.int64) for sequence in options.sequences]
     if options.text is None:
-        raise TextError(f"method {job.method} calibrates on a text: name a file (--text), or use method rtn")
+        raise TextError(f"method {job.method} calibrates on a text: name one with --text, or use method rtn")
     text = read_text(options.text)
     from transformers import AutoTokenizer
 
