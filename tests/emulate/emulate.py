@@ -13,6 +13,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -26,6 +27,7 @@ from anybit.jit.compile import reachable_headers
 from anybit.jit.params import layout_of
 from anybit.jit.source import KERNELS
 
+_building = threading.Lock()
 RUNTIME = Path(__file__).parent / "runtime"
 RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"]
 KERNEL_FLAGS = [
@@ -87,7 +89,7 @@ def run(
     an error.
     """
     layout = layout_of(kernel.params)
-    runtime, function = _runtime(), _entry(kernel)
+    runtime, function = prepare(kernel)
     values, copies = [], []
     extents = _extents({f.name: _tensor(getattr(params, f.name)) for f in layout.fields})
     runtime.emulate_free()
@@ -121,6 +123,13 @@ def run(
 
 def _tensor(value: Any) -> Any:
     return value.matrix if isinstance(value, Box) else value
+
+
+def prepare(kernel: jit.Kernel) -> tuple[Any, Any]:
+    """Compile what `run` needs, the runtime and the kernel; safe to call from many threads."""
+    with _building:
+        runtime = _runtime()
+    return runtime, _entry(kernel)
 
 
 def _extents(values: dict[str, Any]) -> dict[str, tuple[int, int]]:

@@ -52,6 +52,8 @@ KERNEL(divergent_shuffle) {
 
 KERNEL(global_overrun) { p.y[threadIdx.x] = p.x[threadIdx.x + (Config::fault ? 1 : 0)]; }
 
+KERNEL(null_pointer) { p.y[threadIdx.x] = (Config::fault ? static_cast<const uint32_t*>(nullptr) : p.x)[threadIdx.x]; }
+
 KERNEL(shared_overrun) {
     uint32_t* staged = reinterpret_cast<uint32_t*>(ptx::dynamic_shared());
     staged[threadIdx.x + (Config::fault ? 1 : 0)] = 1;

@@ -1,5 +1,6 @@
 """The emulator itself: it computes what hardware would, and names what is wrong with a kernel that is wrong."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import torch
 
 import emulate
 from anybit import jit
-from kernels import row_sums
+from anybit.jit.source import KERNELS
+from kernels import instructions, row_sums
 
 pytestmark = pytest.mark.emulate
 
@@ -61,6 +63,7 @@ def test_example(seed: int) -> None:
         ),
         ("divergent_shuffle", 256, r"divergent shfl.*: thread \d+ of the same group is at shfl"),
         ("global_overrun", 256, r"load of 4 bytes from x \+ 256, past its 256 bytes: overrun"),
+        ("null_pointer", 256, r"access of address .*, which is no memory"),
         ("shared_overrun", 256, r"store of 4 bytes to shared memory \+ 256, past its 256 bytes: overrun"),
         ("copy_overrun", 256, r"cp.async of 16 bytes from x \+ 256, past its 256 bytes: overrun"),
         ("wrong_expect_tx", 264, r"deadlock\n.*try_wait of the mbarrier at shared memory \+ 256, parity 0 .* 1 bytes"),
@@ -132,3 +135,31 @@ def test_reading_before_the_earlier_kernel_ended() -> None:
     assert torch.equal(run("early_read", 0, x, y.clone(), dependent=("x", "y")), x)
     with pytest.raises(emulate.EmulationError, match=r"x \+ \d+: an earlier kernel may still be using it"):
         run("early_read", 1, x, y.clone(), dependent=("x",))
+
+
+@pytest.mark.parametrize("case", [case for case in instructions.CASES if case.config.n < 64], ids=str)
+def test_instructions_do_not_depend_on_the_order_of_threads(case: instructions.Case) -> None:
+    results = []
+    for seed in range(3):
+        params = case.inputs()
+        emulate.run(case.kernel, params, (case.cluster, 1, 1), seed=seed)
+        results.append(params)
+    for other in results[1:]:
+        assert torch.equal(other.y, results[0].y)
+        assert torch.equal(other.z, results[0].z)
+
+
+def test_every_instruction_is_emulated_and_compared_with_hardware() -> None:
+    """Whoever adds a function to a ptx header adds its host version, and a use in tests/kernels/instructions.cuh."""
+    names: set[str] = set()
+    for path in KERNELS.glob("ptx*.cuh"):
+        text = re.sub(r"//.*", "", path.read_text())
+        names |= set(re.findall(r"(?:PTX|CHECKED)\s[\w\s*&:<>]*?\b(\w+)\(", text))
+        names |= set(re.findall(r"^ANYBIT_(?:MMA|MMA_SP|WGMMA_NAME)\((\w+),", text, re.MULTILINE))
+    names -= {"name", "ss", "rs"}  # the parameters and parts of macros
+    assert len(names) > 150
+    host = "".join(path.read_text() for path in emulate.RUNTIME.glob("device*.h"))
+    assert sorted(name for name in names if not re.search(rf"\b{name}\b", host)) == []
+    used = Path(instructions.__file__).with_suffix(".cuh").read_text()
+    elsewhere = {name for name in names if "tensor" in name or "nvf4" in name}  # packed_large's tests; no hardware
+    assert sorted(name for name in names - elsewhere if not re.search(rf"\b{name}\b", used)) == []

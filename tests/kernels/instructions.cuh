@@ -179,7 +179,9 @@ KERNEL(exact_arithmetic) {
     const float small = ptx::cvt_f32_f16(static_cast<uint16_t>(a & 0x83ff)), large = ptx::cvt_f32_bf16(static_cast<uint16_t>(b & 0xc3ff));
     out.put(ptx::cvt_f16x2_f32(small * 0.5f, large)), out.put(ptx::cvt_bf16x2_f32(small, large));
     out.put(uint32_t{ptx::cvt_e4m3x2_f32(small * 8.0f, large)});
-    out.put(small), out.put(large);
+    out.put(small), out.put(large), out.put(uint32_t{ptx::cvt_e4m3x2_f16x2(ptx::cvt_f16x2_f32(small, large))});
+    out.put(ptx::mul_rn_f32(small, large)), out.put(ptx::add_rn_f32(small, large)), out.put(ptx::add_rm_f32(small, large));
+    out.put(ptx::add_rm_f32(small, -small)), out.put(ptx::add_rm_f32(-large, small));
     out.put(__funnelshift_l(a, b, c)), out.put(__funnelshift_r(a, b, c)), out.put(__byte_perm(a, b, c & 0x7777));
     out.put(__dp4a(static_cast<int>(a), static_cast<int>(b), static_cast<int>(c))), out.put(__dp4a(a, b, c));
     out.put(__popc(a)), out.put(__clz(static_cast<int>(b))), out.put(__ffs(static_cast<int>(c))), out.put(__brev(a)), out.put(__umulhi(a, b));
@@ -190,8 +192,9 @@ KERNEL(approximate_functions) {
     Results<128> out{p.y, 0};
     const float v = __uint_as_float(p.x[threadIdx.x]);
     out.put(ptx::ex2_approx(v)), out.put(ptx::ex2_approx(-v)), out.put(ptx::lg2_approx(v)), out.put(ptx::rcp_approx(v));
-    out.put(ptx::rsqrt_approx(v)), out.put(ptx::tanh_approx(v));
+    out.put(ptx::rsqrt_approx(v));
 }
+KERNEL(approximate_tanh) { p.y[threadIdx.x] = __float_as_uint(ptx::tanh_approx(__uint_as_float(p.x[threadIdx.x]))); }
 
 KERNEL(warps) {
     Results<64> out{p.y, 0};
@@ -200,7 +203,7 @@ KERNEL(warps) {
     out.put(ptx::shfl(v, 13)), out.put(ptx::shfl_xor(v, 9)), out.put(ptx::shfl_up(v, 3)), out.put(ptx::shfl_down(v, 7));
     out.put(ptx::shfl(__uint_as_float(v), 40)), out.put(__shfl_xor_sync(0xffffffffu, v, 3, 8)), out.put(__shfl_up_sync(0xffffffffu, v, 3, 8));
     out.put(ptx::vote_ballot(v & 1)), out.put(uint32_t{ptx::vote_any(v % 97 == 0)}), out.put(uint32_t{ptx::vote_all(v % 97 != 0)});
-    out.put(ptx::redux_add(v));
+    out.put(ptx::redux_add(v)), out.put(ptx::redux_max(v));
     out.put(static_cast<uint32_t>(__popc(ptx::vote_ballot(ptx::elect_one()))));
     out.put(uint32_t{ptx::smid() < 4096u}), out.put(uint32_t{(ptx::clock32() | 1) != 0}), out.put(uint32_t{ptx::globaltimer() + 1 != 0});
 }

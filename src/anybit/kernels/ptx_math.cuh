@@ -139,7 +139,8 @@ CHECKED void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint
 }
 
 // 2:4 sparse: of every four values of a row of a, two are kept, and `metadata` holds their 2-bit positions in order.
-// `selector`: which lanes of each quad (16-bit: pair 0 or 1) give the metadata; 8-bit types take it from all four.
+// 16-bit types: lanes 2s and 2s + 1 of each quad (s the selector) give it for the two halves of k, row g in the low half of
+// the word and row g + 8 in the high half. 8-bit types: lanes 0 and 2 give the two halves of k of row g, 1 and 3 of row g + 8.
 #define ANYBIT_MMA_SP(name, types, reg, c)                                                                           \
     template <int selector = 0>                                                                                      \
     PTX void name(reg (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t metadata) {                  \

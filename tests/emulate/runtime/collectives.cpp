@@ -156,10 +156,12 @@ void finish_mma_sp(void** arguments) {
         const Row compressed = decode(a_kind, a_bytes[r], kept);
         Row a{};
         for (int i = 0; i < kept; i++) {
-            // Half a word holds four groups of four; 16-bit types take it from a pair of lanes of the quad.
-            const int source = kept == 16 ? 2 * lanes[0]->selector + i / 8 : i / 8;
-            const uint32_t word = lanes[4 * (r % 8) + source]->metadata >> (r / 8 * 16);
-            const int at = i / 2 * 4 + (word >> (i % 8 * 2) & 3);
+            // As found on hardware. 16-bit types: a pair of lanes of the quad, the halves of k, rows g and g + 8 in the
+            // low and high half of each word. 8-bit types: lanes 0 and 2 hold row g, 1 and 3 row g + 8.
+            const bool wide = kept == 16;
+            const int source = wide ? 2 * lanes[0]->selector + i / 8 : i / 16 * 2 + r / 8;
+            const uint32_t word = lanes[4 * (r % 8) + source]->metadata >> (wide ? r / 8 * 16 + i % 8 * 2 : i % 16 * 2);
+            const int at = i / 2 * 4 + (word & 3);
             if (is_float(a_kind)) a.f[at] = compressed.f[i]; else a.n[at] = compressed.n[i];
         }
         for (int c = 0; c < 8; c++)

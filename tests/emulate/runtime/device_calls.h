@@ -32,6 +32,8 @@ float from_e4m3(uint8_t v);
 uint16_t to_f16(double v);
 uint16_t to_bf16(double v);
 uint8_t to_e4m3(float v);
+uint16_t extreme(uint16_t a, uint16_t b, uint16_t infinity, bool largest, bool nan_wins);
+float add_down(float a, float b);
 uint16_t fma_f16(uint16_t a, uint16_t b, uint16_t c);
 uint16_t fma_bf16(uint16_t a, uint16_t b, uint16_t c);
 

@@ -22,31 +22,22 @@ PTX uint32_t mul_f16x2(uint32_t a, uint32_t b) { return fma_f16x2(a, b, 0x800080
 PTX uint32_t add_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, 0x3f803f80u, b); }
 PTX uint32_t sub_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(b, 0xbf80bf80u, a); }
 PTX uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, b, 0x80008000u); }
-PTX uint16_t max_f16(uint16_t a, uint16_t b, uint16_t) { return emulate::to_f16(std::fmax(emulate::from_f16(a), emulate::from_f16(b))); }
-PTX uint16_t max_bf16(uint16_t a, uint16_t b, uint16_t) { return emulate::to_bf16(std::fmax(emulate::from_bf16(a), emulate::from_bf16(b))); }
-PTX uint32_t max_f16x2(uint32_t a, uint32_t b) { return in_halves(max_f16, a, b); }
-PTX uint32_t max_bf16x2(uint32_t a, uint32_t b) { return in_halves(max_bf16, a, b); }
-inline float extreme_nan(float a, float b, bool largest) {
-    if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<float>::quiet_NaN();
-    return largest ? std::fmax(a, b) : std::fmin(a, b);
+template <bool largest, bool nan_wins> uint32_t extremes(uint32_t a, uint32_t b, uint16_t infinity) {
+    return emulate::extreme(a & 0xffff, b & 0xffff, infinity, largest, nan_wins) |
+           static_cast<uint32_t>(emulate::extreme(a >> 16, b >> 16, infinity, largest, nan_wins)) << 16;
 }
-PTX uint16_t max_nan_f16(uint16_t a, uint16_t b, uint16_t) { return emulate::to_f16(extreme_nan(emulate::from_f16(a), emulate::from_f16(b), true)); }
-PTX uint16_t min_nan_f16(uint16_t a, uint16_t b, uint16_t) { return emulate::to_f16(extreme_nan(emulate::from_f16(a), emulate::from_f16(b), false)); }
-PTX uint16_t max_nan_bf16(uint16_t a, uint16_t b, uint16_t) { return emulate::to_bf16(extreme_nan(emulate::from_bf16(a), emulate::from_bf16(b), true)); }
-PTX uint16_t min_nan_bf16(uint16_t a, uint16_t b, uint16_t) { return emulate::to_bf16(extreme_nan(emulate::from_bf16(a), emulate::from_bf16(b), false)); }
-PTX uint32_t max_nan_f16x2(uint32_t a, uint32_t b) { return in_halves(max_nan_f16, a, b); }
-PTX uint32_t min_nan_f16x2(uint32_t a, uint32_t b) { return in_halves(min_nan_f16, a, b); }
-PTX uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) { return in_halves(max_nan_bf16, a, b); }
-PTX uint32_t min_nan_bf16x2(uint32_t a, uint32_t b) { return in_halves(min_nan_bf16, a, b); }
+PTX uint32_t max_f16x2(uint32_t a, uint32_t b) { return extremes<true, false>(a, b, 0x7c00); }
+PTX uint32_t max_bf16x2(uint32_t a, uint32_t b) { return extremes<true, false>(a, b, 0x7f80); }
+PTX uint32_t max_nan_f16x2(uint32_t a, uint32_t b) { return extremes<true, true>(a, b, 0x7c00); }
+PTX uint32_t min_nan_f16x2(uint32_t a, uint32_t b) { return extremes<false, true>(a, b, 0x7c00); }
+PTX uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) { return extremes<true, true>(a, b, 0x7f80); }
+PTX uint32_t min_nan_bf16x2(uint32_t a, uint32_t b) { return extremes<false, true>(a, b, 0x7f80); }
 PTX uint32_t abs_f16x2(uint32_t a) { return a & 0x7fff7fffu; }
 PTX uint32_t abs_bf16x2(uint32_t a) { return a & 0x7fff7fffu; }
 // The host compiler contracts nothing (-ffp-contract=off) and rounds to nearest.
 PTX float mul_rn_f32(float a, float b) { return a * b; }
 PTX float add_rn_f32(float a, float b) { return a + b; }
-PTX float add_rm_f32(float a, float b) {
-    const float sum = a + b, part = sum - a, error = (a - (sum - part)) + (b - part);  // exact: Knuth's two-sum
-    return error < 0 ? std::nextafter(sum, -std::numeric_limits<float>::infinity()) : sum;
-}
+PTX float add_rm_f32(float a, float b) { return emulate::add_down(a, b); }
 PTX uint16_t cvt_f16_f32(float v) { return emulate::to_f16(v); }
 PTX uint16_t cvt_bf16_f32(float v) { return emulate::to_bf16(v); }
 PTX uint32_t cvt_f16x2_f32(float low, float high) { return cvt_f16_f32(low) | static_cast<uint32_t>(cvt_f16_f32(high)) << 16; }

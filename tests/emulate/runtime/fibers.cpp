@@ -3,6 +3,7 @@
 
 #include <cstdarg>
 #include <csetjmp>
+#include <csignal>
 #include <memory>
 #include <sys/mman.h>
 #if !defined(__x86_64__)
@@ -262,9 +263,41 @@ void meet(Meeting& meeting, const char* what, int line, uint32_t expected, void*
 
 using namespace emulate;
 
+namespace {
+
+// A plain access of an address that is no memory at all, a null pointer for example, ends the launch and not the process.
+void on_wild_access(int, siginfo_t* info, void*) {
+    fail("access of address %p, which is no memory (a null or wild pointer, or a stack beyond %zu bytes)", info->si_addr, STACK);
+}
+
+struct WildAccessGuard {
+    struct sigaction before;
+    stack_t stack_before;
+    WildAccessGuard() {
+        static uint8_t signal_stack[64 << 10];
+        stack_t stack{};
+        stack.ss_sp = signal_stack;
+        stack.ss_size = sizeof signal_stack;
+        sigaltstack(&stack, &stack_before);
+        struct sigaction action{};
+        action.sa_sigaction = on_wild_access;
+        action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+        sigaction(SIGSEGV, &action, &before);
+    }
+    ~WildAccessGuard() {
+        sigaction(SIGSEGV, &before, nullptr);
+        sigaltstack(&stack_before, nullptr);
+    }
+};
+
+}  // namespace
+
 // Runs one launch. Returns null, or what went wrong; the text lives until the next call.
 extern "C" const char* emulate_run(const Launch* what) {
     launch = *what;
+    static std::unique_ptr<WildAccessGuard> guard;  // outlives the jump of a failure
+    guard = std::make_unique<WildAccessGuard>();
+    struct Remove { ~Remove() { guard.reset(); } } remove;
     random_state = 0x9E3779B97F4A7C15ull * (launch.seed + 1);
     runnable.clear();
     running.clear();

@@ -7,20 +7,19 @@
 namespace emulate {
 namespace {
 
-// Any binary format of at most 16 bits: `mantissa` stored bits, exponents from `smallest` (of the least normal number).
-uint32_t encode(double v, int mantissa, int exponent_bits) {
+// Any binary format of at most 16 bits, its sign left out of `overflow`: what stands for anything larger than the rest.
+uint32_t encode(double v, int mantissa, int exponent_bits, uint32_t overflow) {
     const int bias = (1 << (exponent_bits - 1)) - 1, smallest = 1 - bias;
     const uint32_t sign = static_cast<uint32_t>(std::signbit(v)) << (mantissa + exponent_bits);
-    const uint32_t infinity = ((1u << exponent_bits) - 1) << mantissa;
-    if (std::isnan(v)) return infinity | ((1u << mantissa) - 1);  // the canonical NaN of the hardware
+    if (std::isnan(v)) return (1u << (mantissa + exponent_bits)) - 1;  // the canonical NaN of the hardware
     v = std::fabs(v);
-    if (std::isinf(v)) return sign | infinity;
+    if (std::isinf(v)) return sign | overflow;
     int exponent = v == 0 ? smallest : std::ilogb(v);
     if (exponent < smallest) exponent = smallest;
     // A carry out of the mantissa runs into the exponent, as it should; `exponent - smallest` is 0 for subnormals too.
     const auto units = static_cast<uint64_t>(std::nearbyint(std::ldexp(v, mantissa - exponent)));
     const uint64_t bits = units + (static_cast<uint64_t>(exponent - smallest) << mantissa);
-    return sign | (bits >= infinity ? infinity : static_cast<uint32_t>(bits));
+    return sign | (bits > overflow ? overflow : static_cast<uint32_t>(bits));
 }
 
 double decode(uint32_t v, int mantissa, int exponent_bits, bool has_infinity) {
@@ -50,15 +49,22 @@ float from_bf16(uint16_t v) {
     memcpy(&f, &bits, 4);
     return f;
 }
-uint16_t to_f16(double v) { return static_cast<uint16_t>(encode(v, 10, 5)); }
-uint16_t to_bf16(double v) { return static_cast<uint16_t>(encode(v, 7, 8)); }
-uint8_t to_e4m3(float v) {  // saturates at 448; there is no infinity
-    if (std::isnan(v)) return 0x7f;
-    const uint8_t sign = std::signbit(v) ? 0x80 : 0;
-    const float a = std::fabs(v);
-    if (a >= 448) return sign | 0x7e;
-    // encode() keeps the largest exponent for infinity, which e4m3 uses for 256 to 448, 32 apart.
-    return sign | static_cast<uint8_t>(a >= 256 ? 0x78 + std::nearbyint((a - 256) / 32) : encode(a, 3, 4) & 0x7f);
+uint16_t to_f16(double v) { return static_cast<uint16_t>(encode(v, 10, 5, 0x7c00)); }
+uint16_t to_bf16(double v) { return static_cast<uint16_t>(encode(v, 7, 8, 0x7f80)); }
+uint8_t to_e4m3(float v) { return static_cast<uint8_t>(encode(v, 3, 4, 0x7e)); }  // saturates at 448
+// The larger or the smaller of two; +0 is more than -0. A NaN loses, or (`nan_wins`) makes the result NaN.
+uint16_t extreme(uint16_t a, uint16_t b, uint16_t infinity, bool largest, bool nan_wins) {
+    const bool a_nan = (a & 0x7fff) > infinity, b_nan = (b & 0x7fff) > infinity;
+    if ((a_nan && b_nan) || (nan_wins && (a_nan || b_nan))) return 0x7fff;
+    if (a_nan || b_nan) return a_nan ? b : a;
+    auto order = [](uint16_t v) { return v & 0x8000 ? -1 - (v & 0x7fff) : static_cast<int>(v); };
+    return (order(a) < order(b)) == largest ? b : a;
+}
+float add_down(float a, float b) {
+    const float sum = a + b, part = sum - a, error = (a - (sum - part)) + (b - part);  // exact: Knuth's two-sum
+    if (sum == 0) return a == 0 && b == 0 && !std::signbit(a) && !std::signbit(b) ? 0.0f : -0.0f;
+    const bool overflows = std::isinf(sum) && std::isfinite(a) && std::isfinite(b) && sum > 0;
+    return error < 0 || overflows ? std::nextafter(sum, -INFINITY) : sum;
 }
 // The product of two is exact in double, and the sum rounds there to 53 bits: a second rounding to 11 or 8 bits differs
 // from a single one only where the sum ends in exactly one half followed by 40 zeros that rounding made.
