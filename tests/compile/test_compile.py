@@ -1,6 +1,7 @@
 """jit.source and jit.compile: Config -> text -> machine code, with no GPU."""
 
 import enum
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,6 +43,28 @@ def test_config_becomes_constants() -> None:
         "static constexpr int threads = 128;",
     ):
         assert line in text
+
+
+def test_kernels_are_values() -> None:
+    one, two = row_sums.kernel(row_sums.Config()), row_sums.kernel(row_sums.Config())
+    assert one is not two
+    assert {one: 1}[two] == 1
+    assert one != row_sums.kernel(row_sums.Config(128))
+    again = pickle.loads(pickle.dumps(one))
+    assert again == one
+    assert "_hash" not in again.__dict__
+
+
+def test_the_page_on_kernels_shows_the_example() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    device = Path(row_sums.__file__).with_suffix(".cuh").read_text()
+    assert device.partition("\n")[2] in page
+    for block in (
+        "class Config:\n    columns_a_step: int = 64\n",
+        "    scale: Float32\n",
+        "def kernel(config: Config, warps: int",
+    ):
+        assert block in page and block in Path(row_sums.__file__).read_text()
 
 
 def test_config_refuses_what_has_no_form() -> None:

@@ -43,6 +43,9 @@ class Kernel:
     def _hash(self) -> int:  # computed once: every launch looks its kernel up
         return hash((self.header, self.entry, self.config, self.params, self.threads, self.shared_bytes, self.cluster))
 
+    def __getstate__(self) -> dict[str, Any]:  # hashes of strings differ from process to process
+        return {key: value for key, value in self.__dict__.items() if key != "_hash"}
+
     @property
     def path(self) -> Path:
         """The header's file."""
