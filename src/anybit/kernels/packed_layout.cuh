@@ -45,6 +45,12 @@ __device__ constexpr Piece piece(int bits, int field, int j, int first) {
     const int at = (j - words * whole) * bits + first;
     return {at / rest, bits * whole + at % rest, first, least(bits - first, rest - at % rest)};
 }
+// Does a piece of a register's code begin at bit `first`?
+__device__ constexpr bool begins_piece(int bits, int field, int j, int first) {
+    int at = 0;
+    while (at < first) at += piece(bits, field, j, at).count;
+    return at == first;
+}
 __device__ constexpr bool left_over(int bits, int field, int j) { return piece(bits, field, j, 0).count < bits; }
 
 // The bit of a field at which the codes of a k32-step's half (`step` counts k16-steps for 16-bit fields, k32-steps for

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import KernelError
+from anybit.kernels import packed_repack
 from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import WeightFormat
 
@@ -132,16 +133,11 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
         dtype=torch.uint8,
         device=weight.words.device,
     )
-    rows = max(TILE_ROWS, _CHUNK_ELEMENTS // padded_k // TILE_ROWS * TILE_ROWS)
-    for start in range(0, padded_n, rows):
-        stop = min(start + rows, padded_n)
-        codes = _rows(weight, start, min(stop, n))
-        if permutation is not None:
-            codes = torch.where(permutation >= 0, codes[:, permutation.clamp(min=0).long()], codes.new_zeros(()))
-        codes = torch.nn.functional.pad(codes, (0, padded_k - codes.shape[1], 0, stop - start - codes.shape[0]))
-        _units(tiles, format)[:, start // TILE_ROWS : stop // TILE_ROWS, :, : 256 * format.bits] = _words(
-            codes, format.bits, order
-        )
+    if tiles.is_cuda:
+        config = packed_repack.Config(format.bits, order == "a8")
+        packed_repack.launch(weight.words.contiguous(), permutation, tiles, n, k, config)
+    else:
+        _place_codes(tiles, weight, permutation, order)
     row_zero = None
     if format.group is None:
         if weight.zero is not None:
@@ -151,17 +147,27 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
     return PackedWeight(tiles, row_scale, row_zero, permutation, weight.shape, format, order)
 
 
+def _place_codes(tiles: Tensor, weight: QuantizedWeight, permutation: Tensor | None, order: Order) -> None:
+    """What packed_repack.cuh does, in torch."""
+    format, (n, k) = weight.format, weight.shape
+    padded_k, padded_n = tiles.shape[0] * TILE_COLUMNS, tiles.shape[1] * TILE_ROWS
+    rows = max(TILE_ROWS, _CHUNK_ELEMENTS // padded_k // TILE_ROWS * TILE_ROWS)
+    for start in range(0, padded_n, rows):
+        stop = min(start + rows, padded_n)
+        codes = unpack_words(weight.words[start : min(stop, n)], format.bits, k)
+        if permutation is not None:
+            codes = torch.where(permutation >= 0, codes[:, permutation.clamp(min=0).long()], codes.new_zeros(()))
+        codes = torch.nn.functional.pad(codes, (0, padded_k - codes.shape[1], 0, stop - start - codes.shape[0]))
+        part = slice(start // TILE_ROWS, stop // TILE_ROWS)
+        _units(tiles, format)[:, part, :, : 256 * format.bits] = _words(codes, format.bits, order)
+
+
 def _units(tiles: Tensor, format: WeightFormat) -> Tensor:
     return tiles.view(*tiles.shape[:2], 4, unit_bytes(format))
 
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _rows(weight: QuantizedWeight, start: int, stop: int) -> Tensor:
-    """Codes of some rows, uint8 [stop - start, K]."""
-    return unpack_words(weight.words[start:stop], weight.format.bits, weight.shape[1])
 
 
 def _columns(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:

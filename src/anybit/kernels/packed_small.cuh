@@ -540,7 +540,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
                 if constexpr (!(C::diag & 1)) work.template add<chunk>(stage, x, p.m);
                 __syncwarp();
                 if (left > 0) fetch();
-                if (C::trigger > 0 && left == 0) ptx::griddepcontrol_launch_dependents();
+                if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
                 if (++stage_slot == C::stages) stage_slot = 0, phase ^= 1;
             }
         });
