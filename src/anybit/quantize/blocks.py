@@ -112,12 +112,11 @@ def first_inputs(
 ) -> tuple[list[Tensor], list[list[Call]]]:
     """What enters the first block for each batch of tokens, and how each block is called, as calls[block][batch].
 
-    The blocks themselves do not run (the first does once, to learn whether blocks return tuples).
+    The blocks themselves do not run (the first does once, on a few tokens, to learn whether blocks return tuples).
     """
+    returns_tuple = _returns_tuple(model, blocks[0], batches[0][:1, :8])
     hidden: list[Tensor] = []
     calls: list[list[Call]] = [[] for _ in blocks]
-    originals = [block.forward for block in blocks]
-    returns_tuple: list[bool] = []
 
     def stub(index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -125,12 +124,10 @@ def first_inputs(
             x = args[0] if args else rest.pop("hidden_states")
             if index == 0:
                 hidden.append(x)
-                if not returns_tuple:
-                    returns_tuple.append(isinstance(originals[0](*args, **kwargs), tuple))
             calls[index].append(Call(args[1:], rest))
             if index == len(blocks) - 1:
                 raise _Stop
-            return (x,) if returns_tuple[0] else x
+            return (x,) if returns_tuple else x
 
         return forward
 
@@ -147,6 +144,23 @@ def first_inputs(
         for block in blocks:
             del block.forward
     return hidden, calls
+
+
+def _returns_tuple(model: nn.Module, block: nn.Module, tokens: Tensor) -> bool:
+    found: list[bool] = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        found.append(isinstance(output, tuple))
+        raise _Stop
+
+    handle = block.register_forward_hook(look)
+    try:
+        model(input_ids=tokens, use_cache=False)
+    except _Stop:
+        pass
+    finally:
+        handle.remove()
+    return bool(found and found[0])
 
 
 def run_block(block: nn.Module, x: Tensor, call: Call) -> Tensor:

@@ -1,0 +1,140 @@
+"""What quantizing costs on a GPU: GPTQ on blocks of an 8B model, and learning on a 135M model, with random weights.
+
+Time and memory do not depend on the values of weights. Whole models take too long to time whole: a few blocks are
+timed, and the total is their mean times the number of blocks, which is what walking block by block costs.
+
+    python benchmarks/quantize_large.py --blocks 2 --output benchmarks/results/h200/quantize_large.json
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from anybit.quantize import gptq
+from anybit.quantize.blocks import find_blocks
+from anybit.quantize.calibrate import Calibration, calibrate
+from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import Scheme
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 4096,  # the embedding takes no part in the time
+}
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 30,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+def random_model(**sizes: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16).eval().requires_grad_(False)
+
+
+def linears(model: torch.nn.Module) -> set[str]:
+    prefix, blocks = find_blocks(model)
+    return {f"{prefix}.{n}" for n, m in blocks.named_modules() if isinstance(m, torch.nn.Linear)}
+
+
+def tokens(count: int, length: int, vocabulary: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocabulary, (length,), generator=generator) for _ in range(count // length)]
+
+
+def gptq_8b(scheme: Scheme, count: int, blocks: int) -> dict[str, object]:
+    """Seconds a block and peak memory of GPTQ with drift correction on an 8B model's blocks."""
+    model = random_model(**LLAMA_8B, num_hidden_layers=blocks).cpu()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    options = gptq.GPTQ(scale_dtype=torch.bfloat16)
+    ends = []
+
+    def quantizer(weight, statistics, name):
+        return gptq.quantize(statistics.corrected(weight, 0.5), statistics.hessian, scheme.weights, options, name)
+
+    def note(done, total, left):
+        torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+        print(f"block {done} of {total}: {ends[-1] - started:.1f} s since the start", flush=True)
+
+    started = time.perf_counter()
+    calibrate(
+        model,
+        tokens(count, 2048, 4096),
+        scheme,
+        linears(model),
+        quantizer,
+        Calibration(device="cuda", batch_tokens=8192),
+        progress=note,
+    )
+    seconds = [b - a for a, b in zip([started, *ends], ends, strict=False)]
+    return {
+        "case": "gptq llama-8b",
+        "scheme": str(scheme),
+        "tokens": count,
+        "seconds_a_block": seconds,
+        "blocks": 32,
+        "minutes_whole_model": 32 * min(seconds) / 60,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def learned_135m(scheme: Scheme, count: int) -> dict[str, object]:
+    """Seconds and peak memory of learning codes end to end on a model of SmolLM2-135M's size."""
+    model = random_model(**SMOLLM2).float()
+    weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in linears(model)}
+    torch.cuda.reset_peak_memory_stats()
+    losses = []
+    started = time.perf_counter()
+    distill(
+        model,
+        weights,
+        tokens(count, 512, 49152),
+        Distillation(step_tokens=4096, run_tokens=4096, device="cuda"),
+        progress=lambda step, steps, loss: losses.append(loss),
+    )
+    torch.cuda.synchronize()
+    return {
+        "case": "learned smollm2-135m",
+        "scheme": str(scheme),
+        "tokens": count,
+        "seconds": time.perf_counter() - started,
+        "loss_first_last": [losses[0], losses[-1]],
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    rows = []
+    for job in (
+        lambda: learned_135m(Scheme.parse("w2a16g64asym"), 65536),
+        lambda: gptq_8b(Scheme.parse("w4a16g128"), arguments.tokens, arguments.blocks),
+    ):
+        row = job() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%F")}
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
