@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from anybit.device import Device
+from anybit.jit import Kernel
 from anybit.kernels import packed_layout, packed_small
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
@@ -58,46 +59,71 @@ def check(weight: QuantizedWeight, m: int, dtype: torch.dtype, bias: bool = Fals
         assert torch.equal(y, again), f"{weight.format} m={m}: results differ from run to run"
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_widths(bits: int, dtype: torch.dtype) -> None:
-    for m in (1, 5, 16):
-        check(cuda(random_weight(512, 1024, WeightFormat(bits, "sym", 128), bits)), m, dtype)
+def kernels_used() -> list[Kernel]:
+    """What the tests below launch, for precompile.py."""
+    device, found = Device.named("sm_90a"), set()
+    for m, n, k, format, dtype, act_order, _ in CASES:
+        output = torch.float16 if dtype == torch.int8 else dtype
+        size = 1 if dtype == torch.int8 else 2
+        columns = -(-k // 128) * 128
+        problem = packed_small.Problem(
+            m, n, k, format, dtype, output, device, columns, act_order, aligned=k * size % 16 == 0
+        )
+        found.add(packed_small.kernel(packed_small.default(problem)))
+    return list(found)
 
 
-@pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
-@pytest.mark.parametrize("group", [32, 64, 128, 256, None])
-def test_codes_and_groups(code: str, group: int | None) -> None:
-    for bits, dtype in zip((4, 3, 2), DTYPES, strict=True):
-        check(cuda(random_weight(320, 768, WeightFormat(bits, code, group), bits)), 3, dtype, bias=True)
+Case = tuple[int, int, int, WeightFormat, torch.dtype, bool, bool]
+"""m, n, k, format, activations, activation order, bias."""
+
+WIDTHS: list[Case] = [
+    *((5, 512, 1024, WeightFormat(bits, "sym", 128), dtype, False, False) for bits in range(1, 9) for dtype in DTYPES),
+    *((m, 512, 1024, WeightFormat(bits, "sym", 128), torch.float16, False, False) for m in (1, 16) for bits in (3, 8)),
+]
+CODES: list[Case] = [
+    (3, 320, 768, WeightFormat(bits, code, group), dtype, False, True)
+    for i, code in enumerate(("sym", "asym", "bipolar"))
+    for j, group in enumerate((32, 64, 128, 256, None))
+    for bits, dtype in [((4, 3, 2)[(i + j) % 3], DTYPES[(i + j) % 3])]
+]
+MARLIN: list[Case] = [
+    (m, 512, 1024, WeightFormat(4, "sym", group), torch.float16, False, False)
+    for m in (1, 2, 3, 4, 8, 12, 16)
+    for group in (None, 128)
+]
+ORDERED: list[Case] = [
+    (2, 256, 1024, WeightFormat(4, "asym", 128), torch.float16, True, False),
+    (2, 256, 1024, WeightFormat(8, "asym", 32), torch.bfloat16, True, False),
+    (2, 256, 1024, WeightFormat(3, "asym", 64), torch.int8, True, False),
+]
+RAGGED: list[Case] = [
+    (1, 1, 1, WeightFormat(4, "sym", 64), torch.float16, False, True),
+    (3, 77, 300, WeightFormat(4, "sym", 64), torch.int8, False, True),
+    (16, 130, 1000, WeightFormat(4, "sym", 64), torch.bfloat16, False, True),
+]
+MACHETE: list[Case] = [
+    (1, 128, 128, WeightFormat(4, "asym", 128), torch.float16, False, False),
+    (1, 8192, 28672, WeightFormat(4, "asym", 128), torch.float16, False, False),
+    (13, 8192, 4096, WeightFormat(4, "asym", 128), torch.bfloat16, False, False),
+    (13, 8192, 4096, WeightFormat(4, "asym", 128), torch.int8, False, False),
+]
+CASES = [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *MACHETE]
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 12, 16])
-def test_marlin_cases(m: int) -> None:
-    for group in (None, 128, 64, 32):
-        check(cuda(random_weight(512, 1024, WeightFormat(4, "sym", group), m)), m, torch.float16)
+@pytest.mark.parametrize("case", [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED], ids=str)
+def test_cases(case: Case) -> None:
+    m, n, k, format, dtype, act_order, bias = case
+    check(cuda(random_weight(n, k, format, n + m), act_order), m, dtype, bias)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (1, 8192, 28672), (13, 8192, 4096)])
-def test_machete_cases(m: int, n: int, k: int) -> None:
+@pytest.mark.parametrize("case", MACHETE, ids=str)
+def test_machete_cases(case: Case) -> None:
+    m, n, k, format, dtype, _, _ = case
     generator = torch.Generator("cuda").manual_seed(m)
-    format = WeightFormat(4, "asym", 128)
     words = torch.randint(-(2**31), 2**31, (n, k // 8), generator=generator, device="cuda").to(torch.int32)
     scale = torch.rand(n, k // 128, generator=generator, device="cuda") + 0.5
     zero = torch.randint(0, 16, (n, k // 128), generator=generator, device="cuda").to(torch.uint8)
-    for dtype in DTYPES:
-        check(QuantizedWeight(words, scale, zero, (n, k), format), m, dtype)
-
-
-def test_activation_order() -> None:
-    for bits, group, dtype in ((4, 128, torch.float16), (8, 32, torch.bfloat16), (3, 64, torch.int8)):
-        check(cuda(random_weight(256, 1024, WeightFormat(bits, "asym", group), bits), act_order=True), 2, dtype)
-
-
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (3, 77, 300), (16, 130, 1000)])
-def test_ragged(m: int, n: int, k: int) -> None:
-    for dtype in DTYPES:
-        check(cuda(random_weight(n, k, WeightFormat(4, "sym", 64), k)), m, dtype, bias=True)
+    check(QuantizedWeight(words, scale, zero, (n, k), format), m, dtype)
 
 
 def chain(packed: list[PackedWeight], x: torch.Tensor, links: int, pdl: bool) -> torch.Tensor:
@@ -140,8 +166,17 @@ def test_every_config_agrees() -> None:
     x, _ = activations(2, 2048, torch.float16)
     expected = x.double() @ weight.dequantize(torch.float64).T
     problem = packed_small.problem_of(packed, 2, torch.float16, torch.float16, Device.of(x))
-    for config in itertools.islice(packed_small.configs(problem), 0, None, 9):
+    for config in itertools.islice(packed_small.configs(problem), 0, None, 60):
         y = torch.full((2, 1024), torch.nan, device="cuda", dtype=torch.float16)
         packed_small.launch(packed, x, y, config=config)
         error = (y.double() - expected).abs().mean() / expected.abs().mean()
         assert error < 1e-3, f"{config}: {error:.2e}"
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_tiles_are_those_of_torch(bits: int) -> None:
+    """packed_repack.cuh against packed_layout's torch code."""
+    for order in ("a16", "a8"):
+        host = random_weight(300, 1000, WeightFormat(bits, "asym", 64))
+        expected = packed_layout.prepare(host, order)
+        assert torch.equal(packed_layout.prepare(cuda(host), order).tiles.cpu(), expected.tiles)
