@@ -7,6 +7,7 @@ python benchmarks/gemm_bitwise.py --only gate_up --tokens 64 --schemes w2a2 --ev
 import argparse
 import multiprocessing
 import os
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,8 @@ from anybit.scheme import Scheme
 from cases import BITWISE_SCHEMES, GEMM, Case, select
 from timing import RESULTS, baselines, floor_us, measure, merge_rows, rotations, stamp
 
+# Shapes in the order of what they say: large products, few tokens, one token; then everything else.
+FIRST = [(4096, 28672, 4096), (64, 4096, 4096), (1024, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)]
 FAMILIES: dict[str, ModuleType] = {"wgmma": bitwise, "mma.sync": bitwise_sync}
 
 
@@ -30,11 +33,21 @@ def problem_of(family: ModuleType, case: Case, scheme: Scheme, device: Device) -
     return family.Problem(*shape)
 
 
-def configs_of(family: ModuleType, case: Case, scheme: Scheme, device: Device, every: bool) -> list[Any]:
+Job = tuple[Case, str, str, bool]
+
+
+def compiled_configs(job: Job) -> list[Any]:
+    """The configs of a job that can run, compiled into the cache on disk; touches no GPU."""
+    case, scheme_text, name, every = job
+    scheme, family, device = Scheme.parse(scheme_text), FAMILIES[name], Device.named("sm_90a")
     problem = problem_of(family, case, scheme, device)
     if family.why_not(problem) is not None:
         return []
-    return list(family.configs(problem)) if every else [family.default(problem)]
+    configs = list(family.configs(problem)) if every else [family.default(problem)]
+    jit.cached(pack.kernel(pack.default(pack.Problem(case.m, case.k, scheme.activations))), device.arch)
+    for config in configs:
+        jit.cached(family.kernel(config), device.arch)
+    return configs
 
 
 def random_weight(case: Case, scheme: Scheme) -> tuple[PlaneWeight, torch.Tensor]:
@@ -83,8 +96,8 @@ def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str
         expected = (ux @ uw.T) * packed.scale.double()[:, None] * weight.scale[rows].double()
         torch.testing.assert_close(y[:, rows].double(), expected, rtol=2e-3, atol=2e-3)
 
-    alone = measure(product, check, copies_at_hand=count)
-    with_pack = measure(both, lambda: None, copies_at_hand=count)
+    alone = measure(product, check, copies_at_hand=count, replays=7)
+    with_pack = measure(both, lambda: None, copies_at_hand=count, replays=7)
     p, q = scheme.weights.bits, form.bits
     size = planes.size(case.n, case.k, p) + planes.size(case.m, case.k, q) + 2 * case.m * case.n
     return {
@@ -101,42 +114,41 @@ def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str
     }
 
 
-def precompile(cases: list[Case], schemes: list[Scheme], families: list[ModuleType], every: bool) -> None:
-    """Fill the cache on disk with all that will run, in parallel and before CUDA is touched."""
-    device, found = Device.named("sm_90a"), set()
-    for case in cases:
-        for scheme in schemes:
-            found.add(pack.kernel(pack.default(pack.Problem(case.m, case.k, scheme.activations))))
-            for family in families:
-                found |= {family.kernel(c) for c in configs_of(family, case, scheme, device, every)}
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        pool.starmap(jit.cached, [(kernel, device.arch) for kernel in found], chunksize=2)
-
-
 def main() -> None:
+    began = time.perf_counter()
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", help="cases whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="*")
     parser.add_argument("--schemes", nargs="*", default=BITWISE_SCHEMES)
     parser.add_argument("--family", choices=FAMILIES, nargs="*", default=["wgmma"])
     parser.add_argument("--every", action="store_true", help="every config, not the default alone; nothing is written")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this time")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "gemm_bitwise.json")
     options = parser.parse_args()
-    cases = select(GEMM, options.only, tuple(options.tokens) if options.tokens else None)
-    schemes = [Scheme.parse(text) for text in options.schemes]
-    families = [FAMILIES[name] for name in options.family]
-    precompile(cases, schemes, families, options.every)
-    marks, device = stamp(), Device.of(torch.empty(0, device="cuda"))
+    shapes: dict[tuple[int, int, int], list[Case]] = {shape: [] for shape in FIRST}
+    for case in select(GEMM, options.only, tuple(options.tokens) if options.tokens else None):
+        shapes.setdefault((case.m, case.n, case.k), []).append(case)
+    cases = [named[0] for named in shapes.values() if named]
+    jobs = [(c, s, f, options.every) for c in cases for s in options.schemes for f in options.family]
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:  # before CUDA is touched
+        configs = dict(zip(jobs, pool.map(compiled_configs, jobs, chunksize=1), strict=True))
+    print(f"{len(jobs)} jobs compiled after {time.perf_counter() - began:.0f} s", flush=True)
+    marks = stamp()
     for case in cases:
+        if time.perf_counter() - began > options.seconds:
+            print(f"out of time before {case}")
+            break
         vendor = {} if options.every else baselines(case.m, case.n, case.k)
-        for scheme in schemes:
-            for name, family in zip(options.family, families, strict=True):
-                for config in configs_of(family, case, scheme, device, options.every):
-                    row = run(case, scheme, family, config) | {"kernel": name, "baselines": vendor} | marks
-                    shown = [row[key] for key in ("case", "scheme", "m", "n", "k", "us", "us_with_pack", "tops")]
-                    print(*shown, row["floor_us"], name, config if options.every else vendor, flush=True)
-                    if not options.every:
-                        merge_rows(options.out, [row], ("case", "scheme", "m", "n", "k", "kernel"))
+        rows: list[dict[str, Any]] = []
+        for job in (job for job in jobs if job[0] is case):
+            for config in configs[job]:
+                row = run(case, Scheme.parse(job[1]), FAMILIES[job[2]], config)
+                row |= {"kernel": job[2], "baselines": vendor} | marks
+                shown = [row[key] for key in ("case", "scheme", "m", "n", "k", "us", "us_with_pack", "tops")]
+                print(*shown, row["floor_us"], job[2], config if options.every else vendor, flush=True)
+                rows += [row | {"case": named.name} for named in shapes[case.m, case.n, case.k]]
+        if not options.every:
+            merge_rows(options.out, rows, ("case", "scheme", "m", "n", "k", "kernel"))
         torch.cuda.empty_cache()
 
 

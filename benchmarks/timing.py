@@ -71,7 +71,7 @@ def time_graph(call: Callable[[int], object], calls: int, replays: int = 11) -> 
     return Timing(statistics.median(times), min(times), max(times))
 
 
-def calls_for(expected_us: float, copies_at_hand: int = 1, graph_us: float = 2000.0, most: int = 256) -> int:
+def calls_for(expected_us: float, copies_at_hand: int = 1, graph_us: float = 1200.0, most: int = 256) -> int:
     """Calls in one graph: about ``graph_us`` of work, and every copy of the operands at least once if that is short."""
     wanted = min(most, max(8, int(graph_us / max(expected_us, 0.5))))
     return max(wanted, min(copies_at_hand, most))

@@ -1,12 +1,16 @@
 """The formats, shapes and random layers that every rung of tests draws from."""
 
 import itertools
+import os
 
 import torch
 from hypothesis import strategies as st
 
 from anybit.packing import QuantizedWeight
 from anybit.scheme import CODES, GROUPS, KV_BITS, KV_GROUPS, ActivationFormat, KVFormat, Scheme, WeightFormat
+
+EXHAUSTIVE = os.environ.get("ANYBIT_EXHAUSTIVE") == "1"
+"""Whether tests on a GPU sweep everything (minutes: every format is compiled) or a sample of it (seconds)."""
 
 BITS = range(1, 9)
 PAIRS = list(itertools.product(BITS, BITS))

@@ -8,16 +8,18 @@ from anybit.kernels import pack, planes
 from anybit.kernels.pack import Source, Target
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat
+from cases import BITS, EXHAUSTIVE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-FORMATS = [ActivationFormat(bits, code) for bits in range(1, 9) for code in ("sym", "asym", "bipolar")]
+CODES = ("sym", "asym", "bipolar")
+FORMATS = [ActivationFormat(b, c) for b in BITS for i, c in enumerate(CODES) if EXHAUSTIVE or b % 3 == i or b == 2]
 BYTE_FORMATS = [
     *(ActivationFormat(8, code) for code in ("sym", "asym", "bipolar", "float")),
     ActivationFormat(4, "sym"),
 ]
 # Widths that share few configs: every config is compiled for every format.
-SHAPES = [(1, 1), (1, 7), (3, 576), (5, 1024), (4097, 64), (17, 4096), (2, 14336), (9, 1031)]
+SHAPES = [(1, 1), (1, 7), (3, 576), (5, 1024), (4097, 64), (17, 4096), (9, 1031)] + [(2, 14336)] * EXHAUSTIVE
 
 
 def kernels_used() -> list[Kernel]:

@@ -10,7 +10,7 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels import planes
-from anybit.kernels.bitwise import Output, Params
+from anybit.kernels.bitwise import Output, Params, arguments
 from anybit.kernels.pack import Packed
 from anybit.kernels.planes import Code
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
@@ -209,25 +209,7 @@ def multiply(
     aligned = not (n % _ALIGNED or y.stride(0) % vector or y.data_ptr() % 16)
     problem = Problem(x.m, n, x.k, weight.format, x.format, output, Device.of(y), aligned)
     config = config or default(problem)
-    codes, scale, sum, zero = x.addresses
-    params = Params(
-        weight.planes,
-        codes,
-        weight.scale,
-        weight.correction,
-        weight.zero,
-        bias,
-        scale,
-        sum,
-        zero,
-        y,
-        y.stride(0),
-        x.m,
-        n,
-        planes.padded_rows(x.m),
-        planes.padded_rows(n),
-        planes.chunks(x.k),
-    )
+    params = arguments(x, weight, y, bias)
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
     return y
 

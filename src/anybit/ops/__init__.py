@@ -10,14 +10,27 @@ import torch
 from torch import Tensor
 
 from anybit.hadamard import transform
-from anybit.ops.backend import Backend, LinearSpec, backends, choose, register
+from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
+from anybit.ops.bitwise import Bitwise
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 
-__all__ = ["Backend", "LinearSpec", "Prepared", "backends", "choose", "hadamard", "linear", "prepare", "register"]
+__all__ = [
+    "Backend",
+    "LinearSpec",
+    "Prepared",
+    "allow_fallback",
+    "backends",
+    "choose",
+    "hadamard",
+    "linear",
+    "prepare",
+    "register",
+]
 
+register(Bitwise())
 register(PackedTiles())
 register(ReferenceDecoded())
 register(ReferencePacked())

@@ -1,5 +1,6 @@
 """What a backend of linear layers is, and how one is chosen."""
 
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -55,6 +56,9 @@ class Backend(Protocol):
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Why this backend cannot run a layer where it is, in a sentence, or None if it can."""
 
+    def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
+        """Of the backends that can run a layer, the one of the lowest cost does; of equals, the first registered."""
+
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """The tensors that ``linear`` reads."""
 
@@ -69,18 +73,29 @@ backends: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> None:
-    """Add a backend; those registered first are preferred."""
+    """Add a backend; of those at the same cost the first registered is preferred."""
     if backend.name in backends:
         raise KernelError(f"a backend named {backend.name!r} is registered already")
     backends[backend.name] = backend
 
 
+_fallback = False
+_told: set[str] = set()
+
+
+def allow_fallback(allowed: bool = True) -> None:
+    """Whether a layer that no kernel can run goes to the reference instead of raising; it warns once a scheme."""
+    global _fallback
+    _fallback = allowed
+
+
 def choose(weight: QuantizedWeight, activations: ActivationFormat, wanted: str | None = None) -> str:
-    """The name of the backend that runs a layer: the one wanted, else the first that can."""
+    """The name of the backend that runs a layer: the one wanted, else the cheapest that can."""
     if wanted is not None and wanted not in backends:
         raise KernelError(f"backend {wanted!r} is unknown; there are {', '.join(backends)}")
     reasons = []
-    for name, backend in backends.items() if wanted is None else [(wanted, backends[wanted])]:
+    candidates = backends.items() if wanted is None else [(wanted, backends[wanted])]
+    for name, backend in sorted(candidates, key=lambda item: item[1].cost(weight, activations)):
         if wanted is None and weight.device.type not in backend.unasked:
             reason: str | None = f"on {weight.device.type} it runs only when it is named (backend={name!r})"
         else:
@@ -90,4 +105,11 @@ def choose(weight: QuantizedWeight, activations: ActivationFormat, wanted: str |
         reasons.append(f"{name}: {reason}")
     n, k = weight.shape
     scheme = Scheme(weight.format, activations)
-    raise KernelError(f"no backend runs a {n} x {k} layer in {scheme} on {weight.device} ({'; '.join(reasons)})")
+    message = f"no backend runs a {n} x {k} layer in {scheme} on {weight.device} ({'; '.join(reasons)})"
+    if not _fallback or wanted is not None:
+        raise KernelError(message)
+    told = f"{scheme} on {weight.device.type}"
+    if told not in _told:
+        _told.add(told)
+        warnings.warn(f"{message}: falling back to reference-packed, which is slow", stacklevel=3)
+    return "reference-packed"

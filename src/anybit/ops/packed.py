@@ -49,6 +49,10 @@ class PackedTiles:
         device = Device.of(weight.words)
         return packed_large.why_not(packed_large.Problem(1, n, k, weight.format, activations, device=device))
 
+    def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
+        """After bit planes where those are fewer products, before them elsewhere."""
+        return 1
+
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """Tiles, row scales, row zeros and the permutation; then the saved scale, zero and group index."""
         packed = packed_layout.prepare(weight, "a8" if activations.quantized else "a16")

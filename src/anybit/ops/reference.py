@@ -20,6 +20,10 @@ class ReferencePacked:
         """Nothing is beyond the reference."""
         return None
 
+    def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
+        """After every kernel."""
+        return 3
+
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """The packed tensors as they are; empty ones stand for those that the format does not have."""
         empty = torch.empty(0, dtype=torch.int32, device=weight.device)

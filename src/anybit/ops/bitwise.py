@@ -1,0 +1,139 @@
+"""Layers with integer activations of 1 to 8 bits on the 1-bit tensor cores: quantize-and-pack, then the product."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.device import Device
+from anybit.kernels import bitwise, bitwise_sync, pack, planes
+from anybit.kernels.bitwise import Output
+from anybit.kernels.pack import Packed, Target
+from anybit.ops.backend import LinearSpec
+from anybit.ops.inputs import check_input, token_bucket
+from anybit.packing import QuantizedWeight, pack_words
+from anybit.scheme import ActivationFormat
+
+# Plane by plane a product costs bits * bits / 8 of the same product in int8: beyond a tie, int8 wins when compute is
+# the limit, and reads as few bits of weights when memory is.
+_MOST_PRODUCTS = 8
+_OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What is decided once for a layer, a dtype and a bucket of token counts."""
+
+    family: Any
+    output: Output
+    pack_config: pack.Config
+    gemm_config: Any
+
+
+_plans: dict[tuple[int, int, torch.dtype, bool, bool, int], _Plan] = {}
+
+
+class Bitwise:
+    """Weights in bit planes, activations quantized and packed per call; sm_80 to sm_90.
+
+    wgmma on sm_90a (kernels/bitwise.py), else mma.sync (kernels/bitwise_sync.py).
+    """
+
+    name = "bitwise"
+    unasked: tuple[str, ...] = ("cuda",)
+
+    def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
+        """Why no kernel runs this layer where it is, in a sentence."""
+        if not activations.quantized:
+            return "it is for quantized activations, and these have 16 bits"
+        if weight.device.type != "cuda":
+            return f"its kernels need a CUDA device, and the weight is on {weight.device}"
+        n, k = weight.shape
+        return why_not(n, k, weight, activations, Device.of(weight.words))
+
+    def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
+        """Preferred while its products of planes are no more than int8's worth."""
+        return 0 if weight.format.bits * activations.bits <= _MOST_PRODUCTS else 2
+
+    def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
+        """Planes, float32 scales, corrections and zeros; then the saved scale and group index, to restore from."""
+        ready = planes.prepare(weight)
+        empty = torch.empty(0, dtype=torch.int32, device=weight.device)
+        zero = empty if ready.zero is None else ready.zero
+        group_index = empty if weight.group_index is None else weight.group_index
+        return [ready.planes, ready.scale, ready.correction, zero, weight.scale, group_index]
+
+    def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
+        """The packed weight, exactly as it was."""
+        stored, _, _, zero, scale, group_index = tensors
+        codes = planes.unpack(stored, spec.n, spec.k)
+        return QuantizedWeight(
+            pack_words(codes, spec.weights.bits),
+            scale,
+            zero.to(torch.uint8)[:, None] if zero.numel() else None,
+            (spec.n, spec.k),
+            spec.weights,
+            group_index if group_index.numel() else None,
+        )
+
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """Two launches: quantize-and-pack, then the product with its whole epilogue."""
+        check_input(x, tensors[0], spec)
+        rows = x.reshape(-1, spec.k)
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        m = rows.shape[0]
+        y = torch.empty(m, spec.n, dtype=x.dtype, device=x.device)
+        if m:
+            plan = _plan(spec, rows)
+            packed = Packed(m, spec.k, spec.activations, Target.planes, x.device)
+            pack.launch(pack.problem_of(rows, spec.activations), plan.pack_config, packed, rows)
+            stored, scale, correction, zero = tensors[:4]
+            weight = planes.PlaneWeight(
+                stored, scale, correction, zero if zero.numel() else None, (spec.n, spec.k), spec.weights
+            )
+            single = None if bias is None else bias.float()
+            plan.family.multiply(packed, weight, plan.output, bias=single, y=y, config=plan.gemm_config)
+        return y.view(*x.shape[:-1], spec.n)
+
+
+def why_not(
+    n: int, k: int, weight: QuantizedWeight, activations: ActivationFormat, device: Device, m: int = 1
+) -> str | None:
+    """Why no bit-plane kernel multiplies m x k activations with an n x k weight on ``device``; None if one does."""
+    if weight.group_index is not None and weight.format.group is not None:
+        return "activation order needs groups, and bit planes are summed over whole rows"
+    wide = bitwise.Problem(m, n, k, weight.format, activations, Output.f16, device)
+    reason = bitwise.why_not(wide)
+    if reason is None:
+        return None
+    narrow = bitwise_sync.Problem(m, n, k, weight.format, activations, Output.f16, device, n % 8 == 0)
+    if device.capability < 90 or device.capability >= 100:
+        reason = bitwise_sync.why_not(narrow)
+    if reason is None and not bitwise_sync.configs(narrow):
+        reason = f"no tile of its planes fits the shared memory of {device.arch}"
+    return reason
+
+
+def _plan(spec: LinearSpec, rows: Tensor) -> _Plan:
+    """The kernels and configs for this many tokens, to the next power of two; chosen once."""
+    m = rows.shape[0]
+    bucket = token_bucket(m)
+    aligned = not (rows.stride(0) % pack.VECTOR or rows.data_ptr() % 16 or spec.k % pack.VECTOR)
+    # Specs are parsed once for each text and kept, so that their identity stands for them.
+    key = (id(spec), bucket, rows.dtype, aligned, spec.n % 8 == 0, rows.get_device())
+    found = _plans.get(key)
+    if found is None:
+        output, device = _OUTPUTS[rows.dtype], Device.of(rows)
+        wide = bitwise.Problem(bucket, spec.n, spec.k, spec.weights, spec.activations, output, device)
+        family: Any = bitwise
+        if bitwise.why_not(wide) is None:
+            config: Any = bitwise.default(wide)
+        else:
+            family = bitwise_sync
+            narrow = (bucket, spec.n, spec.k, spec.weights, spec.activations, output, device, spec.n % 8 == 0)
+            config = bitwise_sync.default(bitwise_sync.Problem(*narrow))
+        source = pack.Problem(bucket, spec.k, spec.activations, rows.dtype, aligned=aligned)
+        found = _plans[key] = _Plan(family, output, pack.default(source), config)
+    return found

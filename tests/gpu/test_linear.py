@@ -1,0 +1,128 @@
+"""QuantLinear on a GPU with integer activations: the reference's results, and errors before anything is launched."""
+
+import warnings
+
+import pytest
+import torch
+
+from anybit import ops, reference
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit import Kernel
+from anybit.kernels import bitwise, pack
+from anybit.kernels.bitwise import Output
+from anybit.linear import QuantLinear
+from anybit.scheme import Scheme
+from cases import random_weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+SCHEMES = ["w4a4", "w2a4", "w8a8", "w1a1", "w1a2", "w3a5asym-xasym", "w2a2bipolar-xbipolar", "w4a8asym"]
+
+SHAPES = [(576, 576, False), (37, 1031, True)]
+TOKENS = [1, 10, 70]
+LLAMA = [(576, 576), (192, 576), (1536, 576), (576, 1536)]  # of tests/integrations/test_generate_gpu.py
+
+
+def kernels_used() -> list[Kernel]:
+    """What the tests below and the generation test launch, for precompile.py."""
+    asked = [(s, n, k, m) for s in SCHEMES for n, k, _ in SHAPES for m in TOKENS]
+    asked += [(s, n, k, m) for s in ("w4a4", "w2a4", "w8a8") for n, k in LLAMA for m in (2, 42)]
+    found = set()
+    for scheme, n, k, m in asked:
+        parsed = Scheme.parse(scheme)
+        bucket = 1 << (m - 1).bit_length()
+        problem = (bucket, n, k, parsed.weights, parsed.activations, Output.f16, Device.named("sm_90a"))
+        found.add(bitwise.kernel(bitwise.default(bitwise.Problem(*problem))))
+        found.add(pack.kernel(pack.default(pack.Problem(bucket, k, parsed.activations, aligned=k % 8 == 0))))
+    return list(found)
+
+
+def layer_of(scheme: str, n: int, k: int, bias: bool = False) -> tuple[QuantLinear, QuantLinear]:
+    """The same layer on the GPU and, on the reference backend, on the CPU."""
+    parsed = Scheme.parse(scheme)
+    weight = random_weight(n, k, parsed.weights)
+    term = torch.randn(n, generator=torch.Generator().manual_seed(3)).half() if bias else None
+    on_gpu = QuantLinear.from_weight(weight.to("cuda"), scheme, None if term is None else term.cuda(), "bitwise")
+    return on_gpu, QuantLinear.from_weight(weight, scheme, term)
+
+
+def activations(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(5)).half()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_equals_the_reference(scheme: str) -> None:
+    for n, k, bias in SHAPES:
+        on_gpu, on_cpu = layer_of(scheme, n, k, bias)
+        for shape in ((1, 1, k), (2, 5, k), (70, k), (0, k)):
+            x = activations(*shape)
+            y = on_gpu(x.cuda())
+            assert y.shape == (*shape[:-1], n) and y.dtype == x.dtype
+            torch.testing.assert_close(y.cpu(), on_cpu(x), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("scheme", "backend"), [("w1a2", "bitwise"), ("w2a4", "bitwise"), ("w4a8", "packed")])
+def test_is_chosen_where_planes_are_fewer_products(scheme: str, backend: str) -> None:
+    parsed = Scheme.parse(scheme)
+    assert ops.choose(random_weight(64, 256, parsed.weights).to("cuda"), parsed.activations) == backend
+
+
+@pytest.mark.parametrize("scheme", ["w3a4asym", "w1a2", "w8a8"])
+def test_restores_what_it_was_given(scheme: str) -> None:
+    on_gpu, on_cpu = layer_of(scheme, 40, 1100)
+    before = {name: tensor.clone() for name, tensor in on_cpu.state_dict().items()}
+    on_gpu.prepare()
+    for name, tensor in on_gpu.state_dict().items():
+        assert torch.equal(tensor.cpu(), before[name]), name
+
+
+def test_strided_and_bfloat16() -> None:
+    on_gpu, on_cpu = layer_of("w4a4", 64, 512)
+    wide = activations(6, 1024)
+    for x in (wide[:, :512], wide[:, 256:768], wide.t()[:512, :6].t(), wide.bfloat16()[:, 8:520]):
+        y = on_gpu(x.cuda().as_strided(x.shape, x.stride()) if x.is_contiguous() else x.cuda())
+        torch.testing.assert_close(y.cpu(), on_cpu(x), rtol=1e-2, atol=2e-2)
+
+
+def test_graph_and_compile() -> None:
+    on_gpu, _ = layer_of("w2a2", 256, 1024)
+    x = activations(4, 1024).cuda()
+    expected = on_gpu(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = on_gpu(x)
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, expected)
+    compiled = torch.compile(on_gpu, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), expected)
+
+
+def test_errors_name_both_values() -> None:
+    on_gpu, _ = layer_of("w4a4", 64, 512)
+    with pytest.raises(KernelError, match="x is float32, and the kernels take float16 or bfloat16"):
+        on_gpu(activations(2, 512).float().cuda())
+    with pytest.raises(KernelError, match=r"x has shape \(2, 500\), and the layer takes 512 features"):
+        on_gpu(activations(2, 500).cuda())
+    with pytest.raises((KernelError, RuntimeError), match="cpu"):
+        on_gpu(activations(2, 512))
+
+
+def test_falls_back_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = "w4a4g128-xasym"
+    weight = random_weight(64, 512, Scheme.parse(scheme).weights)
+    x = activations(3, 512)
+    with pytest.raises(KernelError, match="groups of 128 inputs have their own scales"):
+        QuantLinear.from_weight(weight.to("cuda"), scheme)(x.cuda())
+    ops.allow_fallback()
+    try:
+        with pytest.warns(UserWarning, match="falling back to reference-packed"):
+            y = QuantLinear.from_weight(weight.to("cuda"), scheme)(x.cuda())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            QuantLinear.from_weight(weight.to("cuda"), scheme)(x.cuda())
+    finally:
+        ops.allow_fallback(False)
+    expected = reference.linear(x, weight, Scheme.parse(scheme).activations)
+    torch.testing.assert_close(y.cpu(), expected, rtol=2e-3, atol=2e-3)

@@ -1,0 +1,59 @@
+"""A Llama of SmolLM2's widths with integer activations generates on the GPU what the reference backend generates."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from anybit import AnyBitConfig, QuantLinear, use_backend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model on disk: hidden 576 and FFN 1536 as SmolLM2-135M, two layers."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    path = tmp_path_factory.mktemp("llama")
+    transformers.LlamaForCausalLM(config).half().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "w2a4", "w8a8"])
+def test_generate(folder: Path, scheme: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=AnyBitConfig(scheme), dtype=torch.float16, device_map="cuda"
+    )
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    assert len(layers) == 14
+    prompt = torch.randint(0, 512, (2, 21), generator=torch.Generator().manual_seed(1)).cuda()
+    seen: dict[QuantLinear, tuple[torch.Tensor, torch.Tensor]] = {}
+    hooks = [layer.register_forward_hook(lambda m, x, y: seen.__setitem__(m, (x[0], y))) for layer in layers]
+    with torch.inference_mode():
+        logits = model(prompt).logits.float()
+        generated = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert generated.shape == (2, 33)
+    assert {layer._prepared.spec.backend for layer in layers if layer._prepared} <= {"bitwise", "packed"}
+    for hook in hooks:
+        hook.remove()
+    # Sums are exact on both: on the same input a layer differs where a scaled result rounds to the other float16.
+    use_backend(model, "reference-packed")
+    with torch.inference_mode():
+        for layer, (x, y) in seen.items():
+            torch.testing.assert_close(y, layer(x), rtol=1e-3, atol=1e-3)
+        expected = model(prompt).logits.float()
+    # Such a difference turns codes of later layers, so whole models are compared loosely.
+    assert float((logits - expected).abs().mean()) < 0.1 * float(expected.std())
