@@ -7,7 +7,7 @@ import pytest
 from machine_code import ARCHITECTURES, check, count
 
 from anybit import jit
-from kernels import row_sums
+from kernels import instructions, row_sums
 
 PARAMS = "struct Params { uint32_t* x; };\n"
 
@@ -101,3 +101,30 @@ def test_spills_and_calls_are_noticed(tmp_path: Path) -> None:
         check(calls, "sm_90a")
     with pytest.raises(AssertionError, match="has no BGMMA among"):
         check(row_sums.kernel(row_sums.Config()), "sm_90a", has="BGMMA")
+
+
+@pytest.mark.parametrize(
+    ("entry", "arch"),
+    [
+        *(("mma_integers", arch) for arch in ARCHITECTURES),
+        *(("mma_floats", arch) for arch in ("sm_89", "sm_90a", "sm_100a", "sm_120a")),
+        *((entry, arch) for entry in ("fragments", "copies", "clusters", "warps") for arch in ("sm_100a", "sm_120a")),
+    ],
+)
+def test_ptx_compiles_where_the_instructions_exist(entry: str, arch: str) -> None:
+    (case,) = (case for case in instructions.CASES if case.entry == entry)
+    assert jit.compile(case.kernel, arch).spill_bytes == 0
+
+
+def test_what_an_architecture_lacks_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    b1 = kernel(tmp_path, "ptx::mma_m16n8k256_b1(d, a, b);")
+    with pytest.raises(jit.CompileError, match="1-bit tensor cores end with sm_90: sm_100 and later emulate them"):
+        jit.compile(b1, "sm_100a")
+    wgmma = kernel(tmp_path, "ptx::wgmma_fence();")
+    for arch in ("sm_89", "sm_90", "sm_100a"):
+        with pytest.raises(jit.CompileError, match="wgmma needs sm_90a"):
+            jit.compile(wgmma, arch)
+    fp4 = kernel(tmp_path, "ptx::mma_m16n8k64_nvf4(f, a, b, a[0], a[1]);")
+    check(fp4, "sm_120a", has=r"OMMA.*E2M1")
+    with pytest.raises(jit.CompileError, match=r"block-scaled fp4 mma\\.sync needs sm_120a"):
+        jit.compile(fp4, "sm_90a")
