@@ -19,7 +19,6 @@ LEAST_THREADS = 128
 MOST_VECTORS = 16
 MOST_THREADS = 1024
 _REDUCTION_BYTES = 4 * 128
-_SHARED_PER_MULTIPROCESSOR = 228 << 10
 
 
 class Source(Enum):
@@ -53,15 +52,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """How: ``threads`` a token, each with ``vectors`` of 8 values; the rest repeats the problem.
-
-    blocks: the most that share a multiprocessor, by the shared memory that each asks for; 0 is no limit. A launch that
-    waits for the one before it is placed where there is room: few tokens would crowd on the few idle multiprocessors.
-    """
+    """How: ``threads`` a token, each with ``vectors`` of 8 values; the rest repeats the problem."""
 
     threads: int
     vectors: int
-    blocks: int
     source: Source
     target: Target
     code: Code
@@ -180,8 +174,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory: the partial results of the block's reductions, or what keeps other blocks away."""
-    return -(-_SHARED_PER_MULTIPROCESSOR // (config.blocks + 1) // 1024) * 1024 if config.blocks else _REDUCTION_BYTES
+    """Dynamic shared memory: the partial results of the block's reductions."""
+    return _REDUCTION_BYTES
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -289,7 +283,6 @@ def _config(problem: Problem, threads: int, vectors: int) -> Config:
     return Config(
         threads,
         vectors,
-        4 if problem.m <= 512 else 0,
         problem.source,
         problem.target,
         Code(problem.format.code) if coded else Code.sym,  # any code will do where nothing is coded
