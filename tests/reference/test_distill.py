@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from anybit.errors import CalibrationError, TextError
+from anybit.quantize import gptq
+from anybit.quantize.calibrate import Calibration, calibrate
 from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.learned import BlockLearning
 from anybit.quantize.rtn import quantize_weight
 from anybit.quantize.soft import SoftLinear, SoftWeight
 from anybit.scheme import Scheme, WeightFormat
@@ -67,3 +70,25 @@ def test_failures_are_named():
     model.model.norm.weight.data[0] = torch.nan
     with pytest.raises(CalibrationError, match="not finite"):
         distill(model, weights, sequences(4))
+
+
+@pytest.mark.parametrize("text", ["w2a16g32asym", "w3a4g32"])
+def test_learning_a_block_never_makes_it_worse(text):
+    model, scheme = tiny(), Scheme.parse(text)
+    model.requires_grad_(False)
+
+    def run(refine):
+        def quantizer(weight, statistics, name):
+            return gptq.quantize(statistics.corrected(weight), statistics.hessian, scheme.weights, name=name)
+
+        return calibrate(
+            model, sequences(40), scheme, names_of(model), quantizer, Calibration(batch_tokens=512), refine
+        )
+
+    plain, learned = run(None), run(BlockLearning(passes=6, place_rate=0.02))
+    assert any(not torch.equal(plain[name].words, learned[name].words) for name in plain)
+    check = torch.stack(sequences(60, seed=9)[::3])
+    if not scheme.activations.quantized:
+        assert divergence(model, learned, check) < divergence(model, plain, check)
+    hopeless = run(BlockLearning(passes=1, place_rate=5.0))
+    assert all(torch.equal(plain[name].words, hopeless[name].words) for name in plain)

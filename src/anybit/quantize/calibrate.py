@@ -222,7 +222,7 @@ class _Run:
         """Quantize a block and move both streams past it; False if it came from the resume folder."""
         name = f"{self.prefix}.{index}"
         original = self.blocks[index]
-        work = copy.deepcopy(original).to(self.device)
+        work = copy.deepcopy(original).requires_grad_(False).to(self.device)
         linears = walk.linear_modules(work, name, self.names)
         calls = [call.to(self.device) for call in self.calls[index]]
         _round_inputs(linears, self.scheme.activations)
@@ -344,6 +344,7 @@ def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> No
         x = args[0]
         return (quantize_activations(x, format).dequantize().reshape(x.shape).to(x.dtype), *args[1:])
 
+    rounded.rounds = True  # type: ignore[attr-defined]
     for module in linears.values():
         module.register_forward_pre_hook(rounded)
 

@@ -1,11 +1,12 @@
 """The calibrated methods behind ``anybit quantize``: load the model, look at a text, quantize, save.
 
     gptq     error feedback, block by block                              (anybit.quantize.gptq, .calibrate)
+    block    gptq, then rounding and scales learned block by block       (.learned)
     learned  gptq, then rounding and scales learned end to end           (.distill)
     smooth   activations' outliers migrate into the weights, then gptq   (.smooth)
     rotate   a Hadamard rotation spreads outliers, then gptq             (.rotate)
 
-Any of them learns afterwards if it is given ``learn_tokens``.
+Any of them also learns if it is given ``block_passes`` or ``learn_tokens``.
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from anybit.quantize import gptq
 from anybit.quantize.blocks import find_blocks
 from anybit.quantize.calibrate import Calibration, Statistics, batched, calibrate, read_text, tokenized
 from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.learned import BlockLearning
 from anybit.quantize.modules import LinearLayer
 from anybit.quantize.rotate import rotate
 from anybit.quantize.rtn import quantize_weight
@@ -35,7 +37,8 @@ class Options:
 
     text: a file to calibrate on.  sequences: token ids instead, of any lengths.  tokens: how many are used, in
     sequences of ``length``.  drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
-    order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  learn_tokens, learn_passes, step_tokens, place_rate,
+    order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  block_passes: over the text, to learn each block against
+    its original output (``anybit.quantize.learned``).  learn_tokens, learn_passes, step_tokens, place_rate,
     scale_rate: see ``anybit.quantize.distill``; learn_tokens None is the method's own choice.
     strength: how much of the outliers smoothing moves.  seed: of the rotation.  device: where to work.
     resume: a folder for finished blocks.  spill: a folder for activations that memory cannot hold.
@@ -49,6 +52,7 @@ class Options:
     order: str = "grouped"
     damping: float = 0.01
     passes: int = 3
+    block_passes: int | None = None
     learn_tokens: int | None = None
     learn_passes: float = 1.0
     step_tokens: int = 1024
@@ -89,6 +93,11 @@ def run_gptq(job: Job) -> Saved:
     return _run(job, "gptq")
 
 
+def run_block(job: Job) -> Saved:
+    """GPTQ, then learning block by block."""
+    return _run(job, "block")
+
+
 def run_learned(job: Job) -> Saved:
     """GPTQ, then distillation."""
     return _run(job, "learned")
@@ -110,6 +119,8 @@ def _run(job: Job, method: str) -> Saved:
         # Found now, not after an hour.
         raise CheckpointError(f"{job.output} exists already and is not empty: choose another folder, or overwrite it")
     learn = options.learn_tokens if options.learn_tokens is not None else (49152 if method == "learned" else 0)
+    block_passes = options.block_passes if options.block_passes is not None else (4 if method == "block" else 0)
+    refine = BlockLearning(block_passes, options.place_rate, options.scale_rate) if block_passes else None
     # The text first: it is the cheaper thing to find missing.
     sequences = _sequences(job, options, max(options.tokens, learn))
     used = _first(sequences, options.tokens)
@@ -132,9 +143,9 @@ def _run(job: Job, method: str) -> Saved:
         device=options.device,
         resume=options.resume,
         spill=options.spill,
-        options={"method": method, "gptq": str(settings), "drift": options.drift},
+        options={"method": method, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
     )
-    weights = calibrate(model, used, job.scheme, names, quantizer, calibration, progress=tell)
+    weights = calibrate(model, used, job.scheme, names, quantizer, calibration, refine, tell)
     if learn:
         weights = _learn(job, model, weights, _first(sequences, learn), options)
     scattered = any(weight.group_index is not None for weight in weights.values())

@@ -95,6 +95,10 @@ class SoftLinear(nn.Module):
             self._frozen = self.soft().to(dtype)
         self._frozen.requires_grad_()
 
+    def fix(self, weight: Tensor) -> None:
+        """Compute with a given weight from now on."""
+        self._frozen = weight.detach()
+
     def thaw(self) -> None:
         """Hand the collected gradient on."""
         assert self._frozen is not None
