@@ -55,8 +55,11 @@ def run(
     assert error < tolerance, f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
 
 
-@pytest.mark.parametrize("bits", [1, 3, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    [(4, torch.float16), (3, torch.float16), (8, torch.bfloat16), (1, torch.int8), (3, torch.int8), (8, torch.int8)],
+    ids=str,
+)
 def test_widths(bits: int, dtype: torch.dtype) -> None:
     run(WeightFormat(bits, "sym", 128), 5, 192, 384, dtype, sms=2, seed=bits, bias=True)
 

@@ -12,7 +12,7 @@ from cases import random_weight
 pytestmark = pytest.mark.emulate
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bits", [1, 3, 4, 7])
 def test_same_tiles(bits: int) -> None:
     format = WeightFormat(bits, "asym", 64)
     for n, k, ordered in ((70, 256, False), (64, 200, False), (40, 320, True)):

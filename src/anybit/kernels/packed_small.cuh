@@ -461,7 +461,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         if (++ahead_slot == C::stages) ahead_slot = 0;
         if (++ahead_chunk == chunks) ahead_chunk = 0, ahead += stride;
     };
-    if constexpr (C::diag & 8) left = 0;
     for (int i = 0; i < C::prefetch && left > 0; i++) fetch();
     // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
     if constexpr (C::paced) {
@@ -480,7 +479,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         }
         ptx::st_shared_v2(factors + i * 8, {__float_as_uint(scale), __float_as_uint(bias)});
     }
-    if constexpr (C::trigger < 0) ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
     if constexpr (C::activation == Activation::s8) {
         if (static_cast<int>(threadIdx.x) < T::tokens && static_cast<int>(threadIdx.x) < p.m)
@@ -516,7 +514,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
             __syncwarp();
         }
         const uint32_t x = slots + slot * T::slot_bytes;
-        if constexpr (!(C::diag & 2)) work.sum_activations(x, p.m);
+        work.sum_activations(x, p.m);
         if constexpr (T::split) {
 #pragma unroll
             for (int n = 0; n < T::token_tiles; n++) {
@@ -527,9 +525,9 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         unroll<0, C::row_chunks>([&](auto which) {
             constexpr int chunk = decltype(which)::value;
             if (C::row_chunks == 1 || chunk < chunks) {
-                if constexpr (!(C::diag & 4)) ptx::mbarrier_wait_parity(barriers + stage_slot * 8, phase);
+                ptx::mbarrier_wait_parity(barriers + stage_slot * 8, phase);
                 Stage<C> stage;
-                if constexpr (!(C::diag & 1)) read_stage<C>(stage, ring + stage_slot * T::stage_bytes, lane);  // stale where the rows end: never stored
+                read_stage<C>(stage, ring + stage_slot * T::stage_bytes, lane);  // stale where the rows end: never stored
                 if constexpr (C::asym && T::whole_rows) {
 #pragma unroll
                     for (int r = 0; r < C::row_units; r++) {
@@ -537,7 +535,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
                         stage.zeros[r][0] = chunk * C::row_units + r < mine ? p.row_zero[row] | p.row_zero[row + 8] << 8 : 0;
                     }
                 }
-                if constexpr (!(C::diag & 1)) work.template add<chunk>(stage, x, p.m);
+                work.template add<chunk>(stage, x, p.m);
                 __syncwarp();
                 if (left > 0) fetch();
                 if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();

@@ -72,7 +72,7 @@ class Config:
     row_units: units of 16 rows that a warp takes at a time, row_chunks times one after another.
     stages: copies of weights in a warp's ring; prefetch: how many of them start at once, the others as these land if
     paced, else after the activations.  x_stages: blocks of activations at hand for a warp; x_resident: all of them.
-    trigger: the next kernel may start at once (0), or when the last copy of weights has been started (1).
+    trigger: the next kernel may start at once (0), or when trigger - 1 copies of weights are still to be started.
     chain: products that may wait for each other.  blocks_a_sm: bound on registers.
     """
 
@@ -94,7 +94,6 @@ class Config:
     blocks_a_sm: int
     prefetch: int
     chain: int = 2
-    diag: int = 0
     paced: bool = True
     ragged: bool = False
     x_resident: bool = True
