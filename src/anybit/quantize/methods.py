@@ -30,7 +30,7 @@ def _rtn(job: Job) -> Saved:
 
 
 METHODS: dict[str, Method] = {
-    "rtn": Method("round to nearest, with the scales that lose the least squared error", _rtn),
+    "rtn": Method("round to nearest, with a search for the scales", _rtn),
     "gptq": Method("error feedback on a calibration text; also 2:4 sparse schemes", calibrated.run_gptq, True),
     "block": Method("gptq, then codes and scales learn block by block", calibrated.run_block, True),
     "learned": Method("gptq, then codes and scales learn from the original model", calibrated.run_learned, True),

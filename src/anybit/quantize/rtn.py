@@ -1,8 +1,12 @@
-"""Round to nearest, with a search for the scale of every group (or row) that loses the least squared error.
+"""Round to nearest, with a search for the scale of every group (or row).
 
-Each group is tried with a few clipping thresholds; the best is refined by least squares (for given codes the best
-scale has a closed form). Symmetric codes reach one step further down than up, so a symmetric scale may be negative:
-the largest weight of a group then always meets the longer side.
+Each group is tried with a few clipping thresholds, each refined by least squares (for given codes the best scale has a
+closed form), and the one whose errors have the smallest sum of fourth powers is taken. The plain sum of squares clips
+large weights for the sake of many small ones, which models notice: SmolLM2-135M at w3a16g128asym has a perplexity of
+123 with no clipping, 151 by squares, and 86 by fourth powers.
+
+Symmetric codes reach one step further down than up, so a symmetric scale may be negative: the largest weight of a group
+then always meets the longer side.
 """
 
 import torch
@@ -24,10 +28,11 @@ _MILD = (1.0, 0.97, 0.94, 0.9)
 _CHUNK = 1 << 17
 
 
-def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True, power: int = 4) -> QuantizedWeight:
     """Quantize a weight [N, K] (float, any device) to a format by rounding to nearest.
 
     search: look for the scales that lose least; without it the range of each group is covered exactly.
+    power: what the search sums of each error, its square (2) or its fourth power (4).
     Scales are stored in the weight's dtype if that has 16 bits, else in float32, and codes are those that are nearest
     under the stored scale. 2:4 sparse formats keep the two largest of every four weights.
     Raises LayerError for NaN, infinity, a weight that is not a matrix, or inputs that do not come in fours (2:4).
@@ -37,6 +42,8 @@ def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True) -
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise LayerError(f"the weight has {bad} values that are NaN or infinite; quantizing them would hide the fault")
+    if power not in (2, 4):
+        raise LayerError(f"the search sums squares (power 2) or fourth powers (4) of errors, not power {power}")
     mask = magnitude_mask(weight) if format.sparse else None
     rows = max(_CHUNK // max(weight.shape[1], 1), 1)
     scale_dtype = weight.dtype if weight.dtype.itemsize == 2 else torch.float32
@@ -45,7 +52,7 @@ def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True) -
         part = weight[start : start + rows].float()
         if mask is not None:
             part = part * mask[start : start + rows]
-        chunks.append(_quantize_rows(part, format, scale_dtype, search))
+        chunks.append(_quantize_rows(part, format, scale_dtype, search, power))
     codes, scale, zero = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     stored_zero = zero.to(torch.uint8) if format.code == "asym" else None
     if mask is not None:
@@ -63,30 +70,30 @@ def magnitude_mask(weight: Tensor) -> Tensor:
 
 
 def _quantize_rows(
-    rows: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool
+    rows: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool, power: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [n, K], scales [n, G] as stored and zeros [n, G] of a few rows; the last group may be ragged."""
     n, k = rows.shape
     group = min(format.group or k, k)
     whole = k - k % group
-    parts = [fit_groups(rows[:, :whole].reshape(n, -1, group), format, dtype, search)]
+    parts = [fit_groups(rows[:, :whole].reshape(n, -1, group), format, dtype, search, power)]
     if whole < k:
-        parts.append(fit_groups(rows[:, whole:].reshape(n, 1, -1), format, dtype, search))
+        parts.append(fit_groups(rows[:, whole:].reshape(n, 1, -1), format, dtype, search, power))
     codes = torch.cat([codes.flatten(1) for codes, _, _ in parts], dim=1)
     return codes, torch.cat([s for _, s, _ in parts], dim=1), torch.cat([z for _, _, z in parts], dim=1)
 
 
 def fit_groups(
-    groups: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool = True
+    groups: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool = True, power: int = 4
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit scale and zero to groups, float32 [..., g] -> codes uint8 [..., g], scale [...] in dtype, zero [...]."""
-    scale, zero = best_scale(groups, format, search)
+    scale, zero = best_scale(groups, format, search, power)
     stored = scale.to(dtype)
     return nearest_codes(groups, stored.float(), zero, format.bits).to(torch.uint8), stored, zero
 
 
-def best_scale(groups: Tensor, format: WeightFormat, search: bool = True) -> tuple[Tensor, Tensor]:
-    """The scale and zero, float32 [...], that lose the least squared error on groups [..., g] of those tried."""
+def best_scale(groups: Tensor, format: WeightFormat, search: bool = True, power: int = 4) -> tuple[Tensor, Tensor]:
+    """The scale and zero, float32 [...], of those tried that lose least on groups [..., g]."""
     bits = format.bits
     if bits == 1 and format.code == "bipolar":
         # Sign and scale: the mean magnitude is the least-squares optimum (XNOR-Net; OneBit's start).
@@ -97,7 +104,7 @@ def best_scale(groups: Tensor, format: WeightFormat, search: bool = True) -> tup
         scale, zero = _cover(groups, format, threshold)
         if search:
             scale = _least_squares(groups, scale, zero, bits)
-        loss = _loss(groups, scale, zero, bits)
+        loss = _loss(groups, scale, zero, bits, power)
         if best_scale is None or best_zero is None or best_loss is None:
             best_scale, best_zero, best_loss = scale, zero, loss
         else:
@@ -140,8 +147,10 @@ def _least_squares(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Te
     return torch.where(square > 0, torch.linalg.vecdot(groups, steps) / square, scale)
 
 
-def _loss(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+def _loss(groups: Tensor, scale: Tensor, zero: Tensor, bits: int, power: int) -> Tensor:
     steps = nearest_codes(groups, scale, zero, bits).sub_(zero[..., None])
     error = torch.addcmul(groups, steps, scale[..., None], value=-1)
+    if power == 4:
+        error.square_()
     loss: Tensor = torch.linalg.vecdot(error, error)
     return loss
