@@ -17,6 +17,7 @@ class QuantLinear(nn.Module):
     weight_zero_point: int32 [ceil(N*bits/32), G], asym only, packed along N.  weight_shape: int64 [2] (N, K).
     Beside that format: weight_g_idx int32 [K] (activation order), weight_indices int32 (2:4 sparse).
 
+    input_scale: float [K], what x is multiplied by first: OneBit's value vector of the columns.
     hadamard: x goes through ``ops.hadamard`` first; the weight holds the inverse (``anybit.quantize.rotate``).
 
     The weight is prepared for a backend at the first call, or by ``prepare``; the backend's own layout then replaces
@@ -32,6 +33,7 @@ class QuantLinear(nn.Module):
     weight_shape: nn.Parameter
     weight_g_idx: nn.Parameter | None
     weight_indices: nn.Parameter | None
+    input_scale: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -43,6 +45,7 @@ class QuantLinear(nn.Module):
         *,
         group_index: bool = False,
         hadamard: bool = False,
+        input_scale: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         backend: str | None = None,
@@ -66,6 +69,7 @@ class QuantLinear(nn.Module):
             "weight_shape": ((2,), torch.int64),
             "weight_g_idx": ((in_features,), torch.int32) if group_index else None,
             "weight_indices": ((out_features, words_per_row(kept, 2)), torch.int32) if fmt.sparse else None,
+            "input_scale": ((in_features,), dtype) if input_scale else None,
             "bias": ((out_features,), dtype) if bias else None,
         }
         for name, shape_and_dtype in shapes.items():
@@ -150,7 +154,8 @@ class QuantLinear(nn.Module):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights that the codes stand for, [N, K]."""
-        return self.quantized_weight().dequantize(dtype)
+        weight = self.quantized_weight().dequantize(dtype)
+        return weight if self.input_scale is None else weight * self.input_scale.to(dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -168,6 +173,8 @@ class QuantLinear(nn.Module):
         if self._prepared is None:
             self.prepare()
         assert self._prepared is not None
+        if self.input_scale is not None:
+            x = x * self.input_scale
         return ops.linear(ops.hadamard(x) if self.hadamard else x, self._prepared, self.bias)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
@@ -181,8 +188,10 @@ class QuantLinear(nn.Module):
             return
         for name, tensor in self.tensors_of(self._prepared.restore()).items():
             destination[prefix + name] = tensor
-        if self.bias is not None:
-            destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
+        for name in ("bias", "input_scale"):
+            own = getattr(self, name)
+            if own is not None:
+                destination[prefix + name] = own if keep_vars else own.detach()
 
     def _load_from_state_dict(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         self.unprepare()

@@ -10,9 +10,13 @@ from tests.cases_models import save_tiny
 from transformers import AutoModelForCausalLM
 
 from anybit.checkpoints import Folder
-from anybit.errors import CheckpointError, ConversionError, LayerError, OptionError, TextError
+from anybit.checkpoints.convert import convert
+from anybit.errors import CheckpointError, ConversionError, LayerError, OptionError, SchemeError, TextError
 from anybit.linear import QuantLinear
 from anybit.quantize.methods import METHODS, quantize_folder
+from anybit.quantize.onebit import factorize, quantize_onebit
+from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import WeightFormat
 
 TOKENS = [(s % 96).tolist() for s in sequences(30)]
 CHECK = torch.tensor([(s % 96).tolist() for s in sequences(60, seed=9)[::3]])
@@ -60,8 +64,6 @@ def test_rotated_models_save_reload_and_dequantize(llama: Path, tmp_path: Path) 
 
 
 def test_rotated_models_do_not_convert(llama: Path, tmp_path: Path) -> None:
-    from anybit.checkpoints.convert import convert
-
     quantize_folder(llama, tmp_path / "out", "w4a16g32", "rotate", options=FAST)
     with pytest.raises(ConversionError, match="hadamard"):
         convert(tmp_path / "out", "compressed-tensors")
@@ -126,3 +128,31 @@ def test_other_architectures_cannot_be_rotated(tmp_path: Path) -> None:
     with pytest.raises(LayerError, match=r"layers\.0"):
         quantize_folder(source, tmp_path / "out", "w4a16g32", "rotate", options=FAST)
     assert not (tmp_path / "out").exists()
+
+
+def test_onebit_vectors_lose_less_than_row_scales(llama: Path, tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(24, 72, generator=g) * torch.rand(72, generator=g).exp() * torch.rand(24, 1, generator=g)
+    quantized, columns = quantize_onebit(weight, WeightFormat(1, "bipolar"))
+    rows_only = quantize_weight(weight, WeightFormat(1, "bipolar"))
+    error = (quantized.dequantize() * columns - weight).norm()
+    assert error < 0.95 * (rows_only.dequantize() - weight).norm()
+    assert float(columns.mean()) == pytest.approx(1)
+    assert not bool(factorize(torch.zeros(3, 4))[0].any())
+
+
+def test_onebit_models_save_and_reload(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, tmp_path / "out", "w1a16", "onebit")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        before = model(CHECK).logits
+        model.save_pretrained(tmp_path / "again")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+        assert torch.equal(again(CHECK).logits, before)
+        plain = again.dequantize()
+        torch.testing.assert_close(plain(CHECK).logits, before, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ConversionError):
+        convert(tmp_path / "out", "compressed-tensors")
+    with pytest.raises(SchemeError, match="onebit"):
+        quantize_folder(llama, tmp_path / "other", "w2a16", "onebit")
+    assert not (tmp_path / "other").exists()

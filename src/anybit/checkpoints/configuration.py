@@ -9,10 +9,14 @@ METHOD = "anybit"
 
 
 def configuration(
-    scheme: Scheme, kept: list[str], group_index: bool = False, hadamard: list[str] | None = None
+    scheme: Scheme,
+    kept: list[str],
+    group_index: bool = False,
+    hadamard: list[str] | None = None,
+    input_scale: bool = False,
 ) -> dict[str, Any]:
     """What config.json says of a model in ``scheme``; ``kept``: the modules that were not quantized;
-    ``hadamard``: the layers whose inputs are rotated on line.
+    ``hadamard``: the layers whose inputs are rotated on line; ``input_scale``: layers scale their inputs.
     """
     from anybit import __version__
 
@@ -23,6 +27,7 @@ def configuration(
         "modules_to_not_convert": kept,
         **({"group_index": True} if group_index else {}),
         **({"hadamard": hadamard} if hadamard else {}),
+        **({"input_scale": True} if input_scale else {}),
     }
 
 

@@ -51,6 +51,8 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
         raise ConversionError(f"{source.path} is not a model that anybit quantized: its config.json does not say so")
     if source.config["quantization_config"].get("hadamard"):
         raise ConversionError(f"{source.path} rotates inputs on line (hadamard): compressed-tensors cannot express it")
+    if source.config["quantization_config"].get("input_scale"):
+        raise ConversionError(f"{source.path} scales the inputs of its layers: compressed-tensors cannot express it")
     reason = why_not(scheme)
     if reason is not None:
         raise ConversionError(f"compressed-tensors cannot express {scheme}: {reason}")

@@ -36,6 +36,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         It is not saved, and transformers drops it for a checkpoint that is quantized already: there,
         ``anybit.use_backend(model, name)``.
     group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
+    input_scale: the checkpoint stores a scale of every input channel for every layer (OneBit's form).
     hadamard: names of the layers whose inputs are rotated on line (``anybit.quantize.rotate``).
     """
 
@@ -46,6 +47,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         backend: str | None = None,
         group_index: bool = False,
         hadamard: list[str] | None = None,
+        input_scale: bool = False,
         **unknown: Any,
     ) -> None:
         self.quant_method = METHOD
@@ -54,6 +56,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.backend = backend
         self.group_index = group_index
         self.hadamard = list(hadamard or ())
+        self.input_scale = input_scale
         if backend is not None and backend not in backends:
             raise ValueError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
         # A saved configuration also says who wrote it, which changes nothing here.
@@ -72,6 +75,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             "modules_to_not_convert": self.modules_to_not_convert,
             **({"group_index": True} if self.group_index else {}),
             **({"hadamard": self.hadamard} if self.hadamard else {}),
+            **({"input_scale": True} if self.input_scale else {}),
         }
 
 
@@ -94,6 +98,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             config.group_index,
             placeholder=not self.pre_quantized,
             hadamard=config.hadamard,
+            input_scale=config.input_scale,
         )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -200,6 +205,7 @@ def replace_linears(
     group_index: bool = False,
     placeholder: bool = False,
     hadamard: Collection[str] = (),
+    input_scale: bool = False,
 ) -> list[str]:
     """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, but for those to keep.
 
@@ -222,6 +228,7 @@ def replace_linears(
                 module.bias is not None,
                 group_index=group_index,
                 hadamard=name in hadamard,
+                input_scale=input_scale,
                 dtype=dtype,
                 device="meta",
                 backend=backend,

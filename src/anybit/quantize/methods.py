@@ -7,6 +7,7 @@ from typing import Any
 
 from anybit.errors import SchemeError
 from anybit.quantize import calibrated
+from anybit.quantize.onebit import run_onebit
 from anybit.quantize.rtn import quantize_weight
 from anybit.quantize.stream import Job, Saved, write_quantized
 from anybit.scheme import Scheme
@@ -32,6 +33,7 @@ def _rtn(job: Job) -> Saved:
 METHODS: dict[str, Method] = {
     "rtn": Method("round to nearest, with a search for the scales", _rtn),
     "gptq": Method("error feedback on a calibration text; also 2:4 sparse schemes", calibrated.run_gptq, True),
+    "onebit": Method("signs with scales for rows and for columns; no text needed", run_onebit),
     "block": Method("gptq, then codes and scales learn block by block", calibrated.run_block, True),
     "learned": Method("gptq, then codes and scales learn from the original model", calibrated.run_learned, True),
     "smooth": Method("outliers of activations move into the weights, then gptq", calibrated.run_smooth, True),

@@ -32,12 +32,13 @@ class Changes:
     """What a method changed about a model besides quantizing it.
 
     tensors: by the model's names, in place of the source's, or new.  config: entries of config.json.
-    hadamard: layers whose inputs are rotated on line.
+    hadamard: layers whose inputs are rotated on line.  input_scale: ``tensors`` has one for each layer.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     hadamard: Sequence[str] = ()
+    input_scale: bool = False
 
 
 QuantizeLayer = Callable[[LinearLayer, Tensor], QuantizedWeight]
@@ -159,7 +160,7 @@ def _quantized(layer: LinearLayer, tensor: Tensor, quantize: QuantizeLayer) -> Q
 
 
 def _write_companions(job: Job, folder: Path, group_index: bool, changes: Changes) -> None:
-    quantization = configuration(job.scheme, job.kept, group_index, list(changes.hadamard))
+    quantization = configuration(job.scheme, job.kept, group_index, list(changes.hadamard), changes.input_scale)
     config = {**job.source.config, **changes.config, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in job.source.companions():
