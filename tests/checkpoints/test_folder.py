@@ -236,7 +236,12 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Si
         "        (work / 'half').write_text('x'); time.sleep(60)\n"
         "cli.app = slow; cli.main()\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "out")], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "out")],
+        stderr=subprocess.DEVNULL,
+        # Tests that run in the background ignore SIGINT, and so would what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".out*/half")) and time.monotonic() < deadline:
         time.sleep(0.05)
