@@ -230,7 +230,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     script = (
-        "import sys, time; from anybit import cli; from anybit.checkpoints import new_folder\n"
+        # Tests that run in the background ignore SIGINT, and so would what they start.
+        "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from anybit import cli; from anybit.checkpoints import new_folder\n"
         "def slow(*a, **k):\n"
         "    with new_folder(sys.argv[1]) as work:\n"
         "        (work / 'half').write_text('x'); time.sleep(60)\n"
@@ -239,8 +241,6 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Si
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path / "out")],
         stderr=subprocess.DEVNULL,
-        # Tests that run in the background ignore SIGINT, and so would what they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".out*/half")) and time.monotonic() < deadline:
