@@ -15,9 +15,9 @@ from anybit.ops.inputs import check_input, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 
-# Plane by plane a product costs bits * bits / 8 of the same product in int8: beyond a tie, int8 wins when compute is
-# the limit, and reads as few bits of weights when memory is.
-_MOST_PRODUCTS = 8
+# Plane by plane a product costs bits * bits / 8 of the same product in int8: from a tie on, widened bytes win when
+# compute is the limit, and read as few bits of weights when memory is.
+_TIE = 8
 _OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
 
 
@@ -53,8 +53,8 @@ class Bitwise:
         return why_not(n, k, weight, activations, Device.of(weight.words))
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
-        """Preferred while its products of planes are no more than int8's worth."""
-        return 0 if weight.format.bits * activations.bits <= _MOST_PRODUCTS else 2
+        """Preferred while its products of planes are less than int8's worth."""
+        return 0 if weight.format.bits * activations.bits < _TIE else 2
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """Planes, float32 scales, corrections and zeros; then the saved scale and group index, to restore from."""
