@@ -55,7 +55,10 @@ class Statistics:
 
 
 class LayerQuantizer(Protocol):
-    """Quantizes one layer: weight float32 [N, K], what calibration saw at its input, and the layer's name."""
+    """Quantizes a layer, or several that read the same input stacked: rows do not depend on each other.
+
+    weight: float32 [N, K].  statistics: of their input.  name: of the layer or layers, for errors.
+    """
 
     def __call__(self, weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
         """The weight in the format that was asked for."""
@@ -256,9 +259,12 @@ class _Run:
         plain = walk.linear_modules(original, name, self.names)
         for stage in walk.stages(original, plain, self.quantized[0].to(self.device), calls[0]):
             statistics = self._statistics(stage[0], original, work, plain, linears, calls)
-            for layer in stage:
-                weight = walk.weight_of(linears[layer]).float()
-                weights[layer] = self.quantizer(weight, statistics, layer)
+            rows = [walk.weight_of(linears[layer]).float() for layer in stage]
+            stacked = self.quantizer(torch.cat(rows), statistics, ", ".join(stage))
+            start = 0
+            for layer, weight in zip(stage, rows, strict=True):
+                weights[layer] = _rows(stacked, start, start + len(weight))
+                start += len(weight)
                 walk.set_weight(linears[layer], weights[layer].dequantize())
         return weights
 
@@ -333,6 +339,15 @@ class _Run:
                 self.device,
             )
         )
+
+
+def _rows(weight: QuantizedWeight, start: int, end: int) -> QuantizedWeight:
+    """Some rows of a quantized weight."""
+    part = slice(start, end)
+    zero, indices = (None if t is None else t[part].contiguous() for t in (weight.zero, weight.indices))
+    words, scale = weight.words[part].contiguous(), weight.scale[part].contiguous()
+    shape = (end - start, weight.shape[1])
+    return QuantizedWeight(words, scale, zero, shape, weight.format, weight.group_index, indices)
 
 
 def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> None:
