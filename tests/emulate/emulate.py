@@ -67,6 +67,7 @@ class _Launch(ctypes.Structure):
         ("resident", ctypes.c_uint32),
         ("seed", ctypes.c_uint32),
         ("races", ctypes.c_bool),
+        ("dependent", ctypes.c_bool),
     ]
 
 
@@ -86,7 +87,7 @@ def run(
     races: also look for accesses of shared memory with no barrier between them (slower).
     resident: so many clusters run at a time; raise it for kernels whose blocks wait for each other.
     dependent: names of parameters that an earlier kernel may still write: touching them before griddepcontrol_wait is
-    an error.
+    an error, and so is a launch in which no thread calls it.
     """
     layout = layout_of(kernel.params)
     runtime, function = prepare(kernel)
@@ -110,7 +111,7 @@ def run(
         packed = ctypes.create_string_buffer(layout.packer.pack(*values), max(layout.size, 1))
         launch = _Launch(
             ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(packed), (ctypes.c_uint32 * 3)(*grid),
-            kernel.threads, kernel.shared_bytes, kernel.cluster, resident, seed, races,
+            kernel.threads, kernel.shared_bytes, kernel.cluster, resident, seed, races, bool(dependent),
         )  # fmt: skip
         message = runtime.emulate_run(ctypes.byref(launch))
         if message:

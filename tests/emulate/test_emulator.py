@@ -135,6 +135,8 @@ def test_reading_before_the_earlier_kernel_ended() -> None:
     assert torch.equal(run("early_read", 0, x, y.clone(), dependent=("x", "y")), x)
     with pytest.raises(emulate.EmulationError, match=r"x \+ \d+: an earlier kernel may still be using it"):
         run("early_read", 1, x, y.clone(), dependent=("x",))
+    with pytest.raises(emulate.EmulationError, match="the launch ended without griddepcontrol_wait"):
+        run("early_read", 2, x, y.clone(), dependent=("x",))
 
 
 @pytest.mark.parametrize("case", [case for case in instructions.CASES if case.config.n < 64], ids=str)

@@ -38,6 +38,8 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
         device = torch._C._cuda_getDevice()
     launcher = _launchers.get((kernel, device, grid, pdl))
     if launcher is None:
+        if len(_launchers) >= 4096:  # grids of many batch sizes: forget them all rather than grow for ever
+            _launchers.clear()
         launcher = _launchers.setdefault((kernel, device, grid, pdl), Launcher(kernel, device, grid, pdl))
     launcher(params)
 

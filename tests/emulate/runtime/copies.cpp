@@ -355,6 +355,6 @@ void check_atomic(const void* p, uint32_t bytes, const char* what) {
     progress();
 }
 void spin(const char* what) { yield(what); }
-void griddepcontrol_wait() { current->block->waited_for_grid = true; }
+void griddepcontrol_wait() { current->block->waited_for_grid = anyone_waited_for_grid = true; }
 
 }  // namespace emulate

@@ -15,6 +15,7 @@ namespace emulate {
 const Here* here = nullptr;
 Thread* current = nullptr;
 Launch launch;
+bool anyone_waited_for_grid = false;
 
 namespace {
 
@@ -304,6 +305,7 @@ extern "C" const char* emulate_run(const Launch* what) {
     idle_spins = 0;
     current = nullptr;
     message.clear();
+    anyone_waited_for_grid = false;
     const uint32_t clusters = launch.grid[0] * launch.grid[1] * launch.grid[2] / launch.cluster;
     const uint32_t resident = launch.resident < clusters ? launch.resident : clusters;
     static std::vector<uint8_t*> shared_free;
@@ -350,5 +352,7 @@ extern "C" const char* emulate_run(const Launch* what) {
         }
     }
     current = nullptr;
-    return nullptr;
+    if (!launch.dependent || anyone_waited_for_grid) return nullptr;
+    message = "the launch ended without griddepcontrol_wait: the kernel after it could then start before the one ahead of it has ended";
+    return message.c_str();
 }

@@ -115,13 +115,14 @@ struct Launch {
     void (*kernel)(const void*);
     const void* params;
     uint32_t grid[3], threads, shared_bytes, cluster, resident, seed;
-    bool races;
+    bool races, dependent;
 };
 
 // ---- fibers.cpp ----
 extern const Here* here;
 extern Thread* current;
 extern Launch launch;
+extern bool anyone_waited_for_grid;
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
 uint32_t random_below(uint32_t n);
