@@ -64,12 +64,17 @@ def code_pairs() -> list[tuple[str, str]]:
     return [*((code, code) for code in CODES), ("asym", "bipolar"), ("sym", "asym")]
 
 
+def short_sums(problem: Problem) -> bool:
+    most = (2**problem.weights.bits - 1) * (2**problem.activations.bits - 1)
+    return problem.k * most < 2**22
+
+
 def large(problem: Problem, tokens: int, **change: object) -> Config:
     """A large config with the fewest slots that are legal, whatever the default would be."""
     p, q = problem.weights.bits, problem.activations.bits
     codes = planes.Code(problem.weights.code), planes.Code(problem.activations.code)
     groups = {"weight_groups": 2 if p == 1 else 1, "activation_groups": 2 if q == 1 else 1}
-    config = Config(Path.large, p, q, *codes, problem.output, tokens, **groups)
+    config = Config(Path.large, p, q, *codes, problem.output, tokens, short_sums(problem), **groups)
     return replace(config, **change)
 
 
@@ -79,7 +84,19 @@ def small(problem: Problem, tokens: int, walk: Walk = Walk.weights, **change: ob
     codes = planes.Code(problem.weights.code), planes.Code(problem.activations.code)
     stacked = bitwise.stacked_columns((q if walk is Walk.weights else p) * tokens)
     one_span = planes.chunks(problem.k) == 1
-    config = Config(Path.small, p, q, *codes, problem.output, tokens, walk=walk, slots=2, stages=2 - one_span, span=1)
+    config = Config(
+        Path.small,
+        p,
+        q,
+        *codes,
+        problem.output,
+        tokens,
+        short_sums(problem),
+        walk=walk,
+        slots=2,
+        stages=2 - one_span,
+        span=1,
+    )
     return replace(config, stacked=stacked, **change)
 
 

@@ -74,7 +74,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """How. ``tokens`` of a tile; ``blocks`` that registers must allow a multiprocessor; the rest belongs to one path.
+    """How. ``tokens`` of a tile; ``short_sums``: no V reaches 2^22; ``blocks`` that registers must allow a
+    multiprocessor; the rest belongs to one path.
 
     large: chunks of weights and of activations that shared memory holds (``weight_groups``, ``activation_groups``),
     tokens that are staged at once on their way out (``slab``), how the two warpgroups take turns, and whether a block
@@ -91,12 +92,14 @@ class Config:
     activation_code: Code
     output: Output
     tokens: int
+    short_sums: bool = False
     blocks: int = 1
     weight_groups: int = 0
     activation_groups: int = 0
     slab: int = 32
     turns: Turns = Turns.diagonals
     resident: bool = False
+    bulk: bool = True
     walk: Walk = Walk.weights
     slots: int = 0
     stages: int = 0
@@ -134,7 +137,7 @@ class Params:
 
 _ROWS = 128
 _SMALL_ROWS = 64
-_PLANE_N = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192)  # what wgmma takes, as far as registers go
+_PLANE_N = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # what wgmma takes
 _SLOT_ROW = planes.ROW_BYTES
 
 
@@ -155,8 +158,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"{problem.activations.bits}-bit float activations have no bit planes"
     if min(problem.m, problem.n, problem.k) < 1:
         return f"a product of M = {problem.m}, N = {problem.n}, K = {problem.k} is empty"
-    p, q = problem.weights.bits, problem.activations.bits
-    most = problem.k * (2**p - 1) * (2**q - 1)
+    p, q, most = problem.weights.bits, problem.activations.bits, _largest(problem)
     if most >= 2**31:
         return f"sums of K = {problem.k} products of {p}-bit and {q}-bit codes reach {most}, and int32 ends at 2^31"
     return None if config is None else _why_not_config(problem, config)
@@ -169,6 +171,8 @@ def _why_not_config(problem: Problem, config: Config) -> str | None:
         return "the config is for other codes"
     if config.output is not problem.output:
         return f"the config writes {config.output.value}, and {problem.output.value} is asked for"
+    if config.short_sums and not _short_sums(problem):
+        return f"sums of K = {problem.k} may reach 2^22, and the config's are shorter"
     if config.tokens % 8:
         return f"a tile of {config.tokens} tokens is not made of eights"
     reason = _why_not_large(problem, config) if config.path is Path.large else _why_not_small(problem, config)
@@ -181,6 +185,15 @@ def _why_not_config(problem: Problem, config: Config) -> str | None:
             f"{problem.device.arch} can have"
         )
     return None
+
+
+def _largest(problem: Problem) -> int:
+    """No sum of products of codes, nor V, is larger."""
+    return problem.k * int((2**problem.weights.bits - 1) * (2**problem.activations.bits - 1))
+
+
+def _short_sums(problem: Problem) -> bool:
+    return _largest(problem) < 2**22
 
 
 def _why_not_large(problem: Problem, config: Config) -> str | None:
@@ -226,7 +239,7 @@ def shared_bytes(config: Config) -> int:
         weight_slots, activation_slots = config.weight_groups * p, config.activation_groups * q
         narrow = config.output in (Output.f16, Output.bf16)
         zeros = 4 * config.tokens * (config.activation_code is Code.asym)
-        writer = 2 * 128 * config.slab * narrow + 8 * config.tokens + zeros
+        writer = 2 * 144 * config.slab * narrow + 8 * config.tokens + zeros
         slots = (weight_slots * _ROWS + activation_slots * config.tokens) * _SLOT_ROW
         return slots + 2 * writer + 16 * (weight_slots + activation_slots)
     received = config.tokens // 2 * 4 * 128 if config.cluster > 1 else 0
@@ -263,6 +276,7 @@ def _candidates(problem: Problem) -> Iterator[Config]:
                             *codes,
                             problem.output,
                             tokens,
+                            _short_sums(problem),
                             weight_groups=weight_groups,
                             activation_groups=activation_groups,
                             slab=slab,
@@ -271,7 +285,13 @@ def _candidates(problem: Problem) -> Iterator[Config]:
                         yield config
                         yield replace(config, resident=True)
     chunks = planes.chunks(problem.k)
-    for walk, tokens in ((Walk.weights, 8), (Walk.weights, 16), (Walk.weights, 32), (Walk.tokens, 32)):
+    for walk, tokens in (
+        (Walk.weights, 8),
+        (Walk.weights, 16),
+        (Walk.weights, 32),
+        (Walk.tokens, 32),
+        (Walk.tokens, 64),
+    ):
         for cluster in (1, 2, 4):
             rounds = -(-chunks // cluster)
             for span in sorted({min(n, rounds) for n in (1, 2, 4, 8, 16)}):
@@ -283,6 +303,7 @@ def _candidates(problem: Problem) -> Iterator[Config]:
                         *codes,
                         problem.output,
                         tokens,
+                        _short_sums(problem),
                         walk=walk,
                         slots=slots,
                         stages=span if span == rounds else 2 * span,

@@ -179,6 +179,7 @@ template <class Config> PTX void large_consume(const Params& p, uint32_t shared)
         release_activations(activation_ring.previous() * Q + Q - 1);
         writer.write(p, acc, row, token);
     }
+    writer.finish();
     if ((by_diagonals || by_tiles) && warpgroup == 0) take_turn();  // takes up the turn that was passed last
 }
 

@@ -79,39 +79,41 @@ template <class Config> struct Small {
         ptx::cp_async_bulk_load(shared.a_slot(slot), from + (static_cast<int64_t>(chunk * P + bit) * stored + a_row) * planes::row_bytes,
                                 bytes, shared.a_full(slot));
     }
-    PTX void load_b(int i) const {
+    PTX uint32_t b_rows() const { return min(S::columns, (S::walk_weights ? p.rows_m : p.rows_n) - b_row) * planes::row_bytes; }
+    PTX void load_b(int i, int bit) const {
         const uint8_t* from = S::walk_weights ? p.activations : p.weights;
         const int stored = S::walk_weights ? p.rows_m : p.rows_n;
         const int slot = i % Config::stages, chunk = rank + i * Config::cluster;
-        const uint32_t bytes = min(S::columns, stored - b_row) * planes::row_bytes;
-        ptx::mbarrier_arrive_expect_tx(shared.b_full(slot), Q * bytes);
-#pragma unroll
-        for (int bit = 0; bit < Q; bit++)
-            ptx::cp_async_bulk_load(shared.b_slot(slot) + bit * S::columns * planes::row_bytes,
-                                    from + (static_cast<int64_t>(chunk * Q + bit) * stored + b_row) * planes::row_bytes, bytes,
-                                    shared.b_full(slot));
+        ptx::cp_async_bulk_load(shared.b_slot(slot) + bit * S::columns * planes::row_bytes,
+                                from + (static_cast<int64_t>(chunk * Q + bit) * stored + b_row) * planes::row_bytes, b_rows(),
+                                shared.b_full(slot));
     }
 
     PTX void produce() const {
-        const int steps = count * P;
-        int n = 0;  // planes of A that were asked for
-        Step a = begin();
-        auto fill_a = [&] {
-            for (; n < min(Config::slots, steps) && a.first + a.chunk < Config::stages; n++, a.next(count)) load_a(a, n);
-        };
+        const int lane = ptx::lane_id(), steps = count * P;
+        const int first_b = min(Config::stages, count);  // chunks of B and, below, planes of A that are asked for at once
+        Step a = begin(), mine = a;
+        int n = 0, mine_at = -1;
+        for (; n < min(Config::slots, steps) && a.first + a.chunk < Config::stages; n++, a.next(count))
+            if (n == lane) mine = a, mine_at = n;
+        auto fill_a = [&] { if (mine_at >= 0) load_a(mine, mine_at); };
         auto fill_b = [&] {
-            for (int i = 0; i < min(Config::stages, count); i++) load_b(i);
+            if (lane < first_b) ptx::mbarrier_arrive_expect_tx(shared.b_full(lane), Q * b_rows());
+            __syncwarp();
+            for (int i = lane; i < first_b * Q; i += 32) load_b(i / Q, i % Q);
         };
         if (S::walk_weights) fill_a();
         else fill_b();
         ptx::griddepcontrol_wait();
         if (S::walk_weights) fill_b();
         else fill_a();
+        if (lane != 0) return;
         for (; n < steps; n++, a.next(count)) {
             const int i = a.first + a.chunk, slot = n % Config::slots;
             if (a.order == 0 && i >= Config::stages) {
                 ptx::mbarrier_wait_parity(shared.b_empty(i % Config::stages), (i / Config::stages & 1) ^ 1);
-                load_b(i);
+                ptx::mbarrier_arrive_expect_tx(shared.b_full(i % Config::stages), Q * b_rows());
+                for (int bit = 0; bit < Q; bit++) load_b(i, bit);
             }
             ptx::mbarrier_wait_parity(shared.a_empty(slot), (n / Config::slots & 1) ^ 1);
             load_a(a, slot);
@@ -214,6 +216,23 @@ template <class Config> struct Small {
 #pragma unroll
             for (int v = 0; v < S::share; v++) own[v] = sums[v];
         }
+        if constexpr (!S::walk_weights && T::narrow && S::share % 4 == 0) {
+            if (p.y_stride % 2 == 0 && reinterpret_cast<uint64_t>(p.y) % 4 == 0) {  // two weights of a token in one word
+                uint16_t* const y = static_cast<uint16_t*>(p.y) + row * p.y_stride + pair + 8 * first;
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+#pragma unroll
+                    for (int i = 0; i < eights; i++) {
+                        const uint32_t both = T::pack(T::result(own[4 * i + 2 * h], weights[2 * i], tokens[h]),
+                                                      T::result(own[4 * i + 2 * h + 1], weights[2 * i + 1], tokens[h]));
+                        uint16_t* const at = y + 8 * h * p.y_stride + 8 * i;
+                        const int column = pair + 8 * (first + i);
+                        if (row + 8 * h < p.m && column + 1 < p.n) *reinterpret_cast<uint32_t*>(at) = both;
+                        else if (row + 8 * h < p.m && column < p.n) *at = static_cast<uint16_t>(both);
+                    }
+                return;
+            }
+        }
 #pragma unroll
         for (int v = 0; v < S::share; v++) {
             // Value 4 * eight + 2 * h + e; which one of a smaller share than four is known at run time only.
@@ -247,7 +266,7 @@ template <class Config> PTX void bitwise_small(const Params& p) {
     if (threadIdx.x < 128) {
         small.consume();
     } else {
-        if (threadIdx.x == 128) small.produce();
+        small.produce();
         if constexpr (Config::cluster > 1) {
             __syncwarp();
             ptx::barrier_cluster_wait();

@@ -43,6 +43,14 @@ template <class Config> struct Terms {
     static constexpr uint32_t zero_w = ew ? (1u << Config::weight_bits) - 1 : 1u << (Config::weight_bits - 1);
     static constexpr uint32_t zero_x = ex ? (1u << Config::activation_bits) - 1 : 1u << (Config::activation_bits - 1);
 
+    // Integers below 2^22 become floats by an addition to the bits of 1.5 * 2^23, made with one of the terms, and a
+    // subtraction: the conversion instruction has a fraction of their rate.
+    static constexpr bool shifted = Config::short_sums && Config::output != Output::s32;
+    static constexpr uint32_t float_bits = 0x4b400000u;
+    static constexpr bool in_column = shifted && !asym_w, in_row = shifted && asym_w && !asym_x;
+
+    static constexpr bool narrow = Config::output == Output::f16 || Config::output == Output::bf16;
+
     struct Row {  // of weights
         float scale, bias;
         uint32_t term, zero;
@@ -57,7 +65,7 @@ template <class Config> struct Terms {
         if (n >= p.n) return r;
         r.scale = p.weight_scale[n] * (1.0f / static_cast<float>(1 << (ew + ex)));
         r.bias = p.bias != nullptr ? p.bias[n] : 0.0f;
-        r.term = static_cast<uint32_t>(p.correction[n]) * (asym_x ? 1u : zero_x);
+        r.term = static_cast<uint32_t>(p.correction[n]) * (asym_x ? 1u : zero_x) + (in_row ? float_bits : 0u);
         if constexpr (asym_w) r.zero = static_cast<uint32_t>(p.weight_zero[n]);
         return r;
     }
@@ -66,7 +74,7 @@ template <class Config> struct Terms {
         Column c = {0.0f, 0u, 0u};
         if (m >= p.m) return c;
         c.scale = p.activation_scale[m];
-        c.term = (0u - static_cast<uint32_t>(p.activation_sum[m])) * ((asym_w ? 1u : zero_w) << ex);
+        c.term = (0u - static_cast<uint32_t>(p.activation_sum[m])) * ((asym_w ? 1u : zero_w) << ex) + (in_column ? float_bits : 0u);
         if constexpr (asym_x) c.zero = static_cast<uint32_t>(p.activation_zero[m]);
         return c;
     }
@@ -77,12 +85,15 @@ template <class Config> struct Terms {
     static PTX Column pick(bool second, const Column& a, const Column& b) {
         return {second ? b.scale : a.scale, second ? b.term : a.term, second ? b.zero : a.zero};
     }
-    static PTX int32_t value(int32_t acc, const Row& r, const Column& c) {
+    static PTX uint32_t bits(int32_t acc, const Row& r, const Column& c) {
         const uint32_t w = asym_w ? r.zero * c.term : c.term, x = asym_x ? c.zero * r.term : r.term;
-        return static_cast<int32_t>((static_cast<uint32_t>(acc) << (ew + ex)) + w + x);
+        return (static_cast<uint32_t>(acc) << (ew + ex)) + w + x + (shifted && !in_column && !in_row ? float_bits : 0u);
     }
+    static PTX int32_t value(int32_t acc, const Row& r, const Column& c) { return static_cast<int32_t>(bits(acc, r, c)); }
     static PTX float result(int32_t acc, const Row& r, const Column& c) {
-        return fmaf(static_cast<float>(value(acc, r, c)) * c.scale, r.scale, r.bias);
+        const uint32_t v = bits(acc, r, c);
+        const float exact = shifted ? __uint_as_float(v) - __uint_as_float(float_bits) : static_cast<float>(static_cast<int32_t>(v));
+        return fmaf(exact * c.scale, r.scale, r.bias);
     }
     // Two results in one word, `low` in its low half.
     static PTX uint32_t pack(float low, float high) {

@@ -11,14 +11,15 @@
 template <class Config> struct Writer {
     using T = Terms<Config>;
     static constexpr int tokens = Config::tokens, slab = Config::slab;
-    static constexpr bool narrow = Config::output == Output::f16 || Config::output == Output::bf16;
-    static constexpr int buffer_bytes = narrow ? slab * 128 : 0;
+    static constexpr bool narrow = T::narrow;
+    static constexpr int pitch = 144;  // of a staged token: eight of them lie in different banks
+    static constexpr int buffer_bytes = narrow ? slab * pitch : 0;
     static constexpr int columns = 2 * buffer_bytes, zeros = columns + 8 * tokens;
     static constexpr int bytes = zeros + (T::asym_x ? 4 * tokens : 0);
     static constexpr int fetched = (tokens + 127) / 128;  // columns that a thread brings
 
     uint32_t shared;
-    int thread, barrier;
+    int thread, barrier, turn = 0;  // of the staging buffers
     typename T::Row row[2];
     typename T::Column fetch_column[fetched];
     bool aligned;
@@ -71,16 +72,18 @@ template <class Config> struct Writer {
         const int lane = thread % 32, warp = thread / 32;
         // stmatrix: lanes 8i to 8i + 7 address the rows (tokens) of matrix i; matrices are (rows, rows + 8) of two eights.
         const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = 2 * warp + (lane / 8) % 2;
-        const uint32_t stage = shared + stage_token * 128 + ((stage_piece ^ (stage_token & 7)) << 4);
+        const uint32_t stage = shared + stage_token * pitch + stage_piece * 16;
         const int out_token = thread / 8, out_piece = thread % 8;
-        const uint32_t out = shared + out_token * 128 + ((out_piece ^ (out_token & 7)) << 4);
-        uint16_t* y = static_cast<uint16_t*>(p.y) + (m + out_token) * p.y_stride + n + 8 * out_piece;
+        const uint32_t out = shared + out_token * pitch + out_piece * 16;
+        uint16_t* const y = static_cast<uint16_t*>(p.y);
+        const bool lines = Config::bulk && aligned && n + 64 <= p.n;
         Pair c[eights];
 #pragma unroll
         for (int i = 0; i < eights; i++) c[i] = pair(i);
 #pragma unroll
         for (int first = 0; first < tokens; first += slab) {
-            const uint32_t buffer = first / slab % 2 * buffer_bytes;
+            const uint32_t buffer = turn * buffer_bytes;
+            turn ^= 1;
 #pragma unroll
             for (int i = 0; i < eights; i += 2) {
                 uint32_t packed[4];
@@ -91,21 +94,35 @@ template <class Config> struct Writer {
                     packed[2 * u] = T::pack(T::result(acc[r], row[0], c0), T::result(acc[r + 1], row[0], c1));
                     packed[2 * u + 1] = T::pack(T::result(acc[r + 2], row[1], c0), T::result(acc[r + 3], row[1], c1));
                 }
-                ptx::stmatrix_x4_trans(stage + buffer + i * 8 * 128, packed);
+                ptx::stmatrix_x4_trans(stage + buffer + i * 8 * pitch, packed);
             }
             if (first + slab < tokens) {
 #pragma unroll
                 for (int i = 0; i < eights; i++) c[i] = pair((first + slab) / 8 + i);  // in flight across the barrier
             }
+            if (lines) {
+                ptx::fence_proxy_async();
+                if (thread < slab) ptx::cp_async_bulk_wait_group_read<0>();  // frees the other buffer
+                ptx::bar_sync(barrier, 128);
+                if (thread < slab && m + first + thread < p.m) {
+                    ptx::cp_async_bulk_store(y + (m + first + thread) * p.y_stride + n, shared + buffer + thread * pitch, 128);
+                    ptx::cp_async_bulk_commit_group();
+                }
+                continue;
+            }
             ptx::bar_sync(barrier, 128);
             // The other buffer is written next: it was read before the barrier above.
 #pragma unroll
             for (int i = 0; i < slab / 16; i++) {
-                const int token = first + 16 * i;
-                if (m + token + out_token < p.m)
-                    store_piece(p, y + token * p.y_stride, n + 8 * out_piece, ptx::ld_shared_v4(out + buffer + i * 16 * 128));
+                const int token = m + first + 16 * i + out_token, column = n + 8 * out_piece;
+                if (token < p.m) store_piece(p, y + token * p.y_stride + column, column, ptx::ld_shared_v4(out + buffer + i * 16 * pitch));
             }
         }
+    }
+
+    // Shared memory must stand until everything has left it.
+    PTX void finish() const {
+        if (Config::bulk) ptx::cp_async_bulk_wait_group_read<0>();
     }
 
     // Eight weights of one token.
