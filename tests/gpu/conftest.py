@@ -10,7 +10,9 @@ import torch
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """A few selected tests compile for themselves; whole files are worth the pool."""
+    """A few selected tests compile for themselves, as xdist's workers do; whole files are worth the pool."""
+    if hasattr(session.config, "workerinput"):
+        return
     files = Counter(
         item.module.__name__
         for item in session.items

@@ -1,6 +1,9 @@
-"""Small launches for compute-sanitizer: `compute-sanitizer --tool memcheck python tests/gpu/sanitize.py`, or racecheck.
+"""Small launches for compute-sanitizer, memcheck or racecheck:
 
-Each product is also compared with the reference, so that a tool that changes the timing changes nothing else.
+    compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py
+
+(without API errors: a newer cuda-bindings asks an older driver for functions that it lacks). Each product is also
+compared with the reference, so that a tool that changes the timing changes nothing else.
 """
 
 import sys
