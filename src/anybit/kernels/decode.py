@@ -129,11 +129,11 @@ def slot_bytes(layout: PageLayout) -> int:
 
 
 def shared_bytes(config: Config, layout: PageLayout) -> int:
-    """Dynamic shared memory of a block: rings, first segments, states, owners, barriers, flags."""
+    """Dynamic shared memory of a block: rings, first segments, states, owners, barriers, plan."""
     segments = config.warps * (config.stages * slot_bytes(layout) + config.rows * config.head_dim * 4)
     owners = segments + config.warps * 2 * config.rows * 8
     barriers = -(-(owners + config.warps * 2 * 4) // 8) * 8
-    return barriers + config.warps * config.stages * 8 + 64
+    return barriers + config.warps * config.stages * 8 + 48
 
 
 def make(
@@ -209,7 +209,7 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     available = device.shared_bytes // config.blocks_per_sm - (1024 if config.blocks_per_sm > 1 else 0)
     if needed > available:
         return f"{config.warps} warps with {config.stages} slots need {needed} bytes of shared memory of {available}"
-    units = problem.batch * problem.kv_heads * config.query_chunks
+    units = problem.batch * problem.kv_heads * config.query_chunks * config.rows
     units *= problem.capacity // config.block + problem.ring // config.residual_tokens + 1
     if units * device.sms * config.blocks_per_sm >= 1 << 32:
         return f"{units} units of work are more than the 32-bit split of the line can count: use larger blocks"
@@ -252,7 +252,7 @@ def grid(problem: Problem, config: Config, device: Device) -> tuple[int, int, in
 def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
     """Elements of ``partial``, ``partial_state`` (float32) and ``arrivals`` (int32, zero before the first use)."""
     parts = 2 * grid(problem, config, device)[0] * config.rows
-    return parts * config.head_dim, parts * 2, problem.batch * problem.kv_heads * config.query_chunks
+    return parts * config.head_dim, parts * 2, problem.batch * problem.kv_heads * config.query_chunks * config.rows
 
 
 @cache

@@ -17,7 +17,7 @@ struct Plan {
     int second[2];   // whether the pair is the second that this first block touches
 };
 
-// Shared memory: rings, first segments of the warps, states, owners, barriers, flags.
+// Shared memory: rings, first segments of the warps, states, owners, barriers, the plan.
 template <class Config> struct Layout {
     using S = Shape<Config>;
     static constexpr int ring_bytes = Config::stages * S::slot_bytes;
@@ -26,8 +26,8 @@ template <class Config> struct Layout {
     static constexpr int states = segments + Config::warps * segment_bytes;
     static constexpr int owners = states + Config::warps * 2 * Config::rows * 8;
     static constexpr int barrier_area = (owners + Config::warps * 2 * 4 + 7) / 8 * 8;
-    static constexpr int flags = barrier_area + Config::warps * Config::stages * 8;
-    static constexpr int bytes = flags + 16 + 48;  // two flags, the plan
+    static constexpr int plan_area = barrier_area + Config::warps * Config::stages * 8;
+    static constexpr int bytes = plan_area + 48;
     static_assert(bytes <= Config::shared_bytes, "decode.py gives the kernel less shared memory than it lays out");
     static_assert(segment_bytes <= ring_bytes, "a warp's last segment takes the place of its ring");
 
@@ -43,8 +43,7 @@ template <class Config> struct Layout {
         return reinterpret_cast<float*>(ptx::dynamic_shared() + states) + index * 2 * Config::rows;
     }
     PTX int* owner(int index) const { return reinterpret_cast<int*>(ptx::dynamic_shared() + owners) + index; }
-    PTX int* flag(int index) const { return reinterpret_cast<int*>(ptx::dynamic_shared() + flags) + index; }
-    PTX Plan* plan() const { return reinterpret_cast<Plan*>(ptx::dynamic_shared() + flags + 16); }
+    PTX Plan* plan() const { return reinterpret_cast<Plan*>(ptx::dynamic_shared() + plan_area); }
     PTX void clear_segments(int warp) const {
         if (threadIdx.x % 32 < 2) *owner(2 * warp + threadIdx.x % 32) = -1;
     }
@@ -159,13 +158,46 @@ PTX void plan_merge(const Params& p, const Layout<Config>& shared, int warp, Lin
     plan.second[warp] = share_begin(line.total, shares, plan.first[warp]) < from;
 }
 
+// All blocks' parts of one row of a pair, once they are there; the whole warp calls this.
+template <class Config> PTX void merge_shared(const Params& p, const Plan& plan, int which, int row) {
+    const int lane = threadIdx.x % 32, begin = plan.first[which], count = plan.count[which], second = plan.second[which];
+    softmax::State total;
+    RowSum<Config> sum;
+    for (int base = 0; base < count; base += 32) {
+        const int part = base + lane;
+        softmax::State state;
+        if (part < count) {
+            const int64_t place = static_cast<int64_t>(2 * (begin + part) + (part == 0 && second)) * Config::rows + row;
+            state.reference = __uint_as_float(ptx::ld_global_cg_u32(p.partial_state + 2 * place));
+            state.sum = __uint_as_float(ptx::ld_global_cg_u32(p.partial_state + 2 * place + 1));
+        }
+        // What was summed so far takes part in the merge as one more.
+        float most = fmaxf(total.reference, state.reference);
+#pragma unroll
+        for (int i = 16; i; i >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
+        const float old = softmax::State::weight(total.reference, most);
+        const float weight = softmax::merge_lanes(state) * softmax::State::weight(state.reference, most);
+#pragma unroll
+        for (int k = 0; k < RowSum<Config>::width; ++k) sum.v[k] *= old;
+        total.sum = total.sum * old + state.sum * softmax::State::weight(state.reference, most);
+        total.reference = most;
+        const int here = min(32, count - base);
+#pragma unroll 8
+        for (int i = 0; i < here; ++i) {
+            const int64_t from = static_cast<int64_t>(2 * (begin + base + i) + (base + i == 0 && second)) * Config::rows + row;
+            sum.add_remote(__shfl_sync(0xffffffffu, weight, i), p.partial + from * Config::head_dim);
+        }
+    }
+    sum.write(p, plan.pair[which], row, total);
+}
+
+// A warp a row: the segments of this block's warps become one; if other blocks have parts of the row too, the one that
+// arrives last merges these. Rows do not wait for one another.
 template <class Config> PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp) {
     const int lane = threadIdx.x % 32;
     __syncthreads();
-    stamp<Config>(p, 5);
     const Plan& plan = *shared.plan();
     const int first = plan.pair[0], last = plan.pair[1];
-    const bool shared_first = plan.shared[0], shared_last = plan.shared[1];
     const int mine = lane < 2 * Config::warps ? *shared.owner(lane) : -1;
     for (int task = warp; task < (last - first + 1) * Config::rows; task += Config::warps) {
         const int pair = first + task / Config::rows, row = task % Config::rows;
@@ -183,69 +215,28 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
             parts &= parts - 1;
             sum.add(__shfl_sync(0xffffffffu, weight, part), shared.segment(part) + row * Config::head_dim);
         }
-        if (pair == first ? shared_first : pair == last && shared_last) {
-            const int64_t place = static_cast<int64_t>(2 * blockIdx.x + (pair == first ? 0 : 1)) * Config::rows + row;
-#pragma unroll
-            for (int k = 0; k < RowSum<Config>::width; ++k) p.partial[place * Config::head_dim + 32 * k + lane] = sum.v[k];
-            if (lane == 0) {
-                p.partial_state[2 * place] = state.reference;
-                p.partial_state[2 * place + 1] = state.sum;
-            }
-        } else {
+        const int which = pair == first ? 0 : 1;
+        if ((pair != first && pair != last) || !plan.shared[which]) {
             sum.write(p, pair, row, state);
+            continue;
         }
-    }
-    stamp<Config>(p, 6);
-    if (!shared_first && !shared_last) return;
-    __threadfence();
-    __syncthreads();
-    if (warp < 2 && lane == 0) {
-        int all = 0;
-        if (warp ? shared_last : shared_first) {
-            uint32_t* arrivals = p.arrivals + (warp ? last : first);
-            if (ptx::atom_add_acq_rel_gpu(arrivals, 1u) == static_cast<uint32_t>(plan.count[warp] - 1)) {
-                *arrivals = 0;  // for the next launch
-                all = 1;
-            }
-        }
-        *shared.flag(warp) = all;
-    }
-    __syncthreads();
-    for (int task = warp; task < 2 * Config::rows; task += Config::warps) {
-        const int which = task / Config::rows, row = task % Config::rows;
-        if (!*shared.flag(which)) continue;
-        __threadfence();
-        const int begin = plan.first[which], count = plan.count[which], second = plan.second[which];
-        softmax::State total_state;
-        RowSum<Config> sum;
-        for (int base = 0; base < count; base += 32) {
-            const int part = base + lane;
-            softmax::State state;
-            const int64_t place = static_cast<int64_t>(2 * (begin + part) + (part == 0 && second)) * Config::rows + row;
-            if (part < count) {
-                state.reference = __uint_as_float(ptx::ld_global_cg_u32(p.partial_state + 2 * place));
-                state.sum = __uint_as_float(ptx::ld_global_cg_u32(p.partial_state + 2 * place + 1));
-            }
-            // What was summed so far takes part in the merge as one more.
-            const float newer = fmaxf(total_state.reference, state.reference);
-            float most = newer;
+        const int64_t place = static_cast<int64_t>(2 * blockIdx.x + which) * Config::rows + row;
 #pragma unroll
-            for (int i = 16; i; i >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
-            const float old = softmax::State::weight(total_state.reference, most);
-            const float weight = softmax::merge_lanes(state);
-            const float again = softmax::State::weight(state.reference, most);
-#pragma unroll
-            for (int k = 0; k < RowSum<Config>::width; ++k) sum.v[k] *= old;
-            total_state.sum = total_state.sum * old + state.sum * again;
-            total_state.reference = most;
-            const int here = min(32, count - base);
-#pragma unroll 4
-            for (int i = 0; i < here; ++i) {
-                const int64_t from = static_cast<int64_t>(2 * (begin + base + i) + (base + i == 0 && second)) * Config::rows + row;
-                sum.add_remote(__shfl_sync(0xffffffffu, weight, i) * again, p.partial + from * Config::head_dim);
-            }
+        for (int k = 0; k < RowSum<Config>::width; ++k) p.partial[place * Config::head_dim + 32 * k + lane] = sum.v[k];
+        if (lane == 0) {
+            p.partial_state[2 * place] = state.reference;
+            p.partial_state[2 * place + 1] = state.sum;
         }
-        sum.write(p, which ? last : first, row, total_state);
+        __syncwarp();
+        uint32_t arrived = 0;
+        if (lane == 0) {
+            uint32_t* arrivals = p.arrivals + static_cast<int64_t>(pair) * Config::rows + row;
+            arrived = ptx::atom_add_acq_rel_gpu(arrivals, 1u) + 1;
+            if (arrived == static_cast<uint32_t>(plan.count[which])) *arrivals = 0;  // for the next launch
+        }
+        arrived = __shfl_sync(0xffffffffu, arrived, 0);
+        __syncwarp();
+        if (arrived == static_cast<uint32_t>(plan.count[which])) merge_shared<Config>(p, plan, which, row);
     }
 }
 

@@ -23,7 +23,7 @@ struct Params {
     const float* slopes;        // [heads], in units of log2, or null
     float* partial;             // [2 * blocks or pieces, rows, head_dim]
     float* partial_state;       // [2 * blocks or pieces, rows, 2]
-    uint32_t* arrivals;         // [batch * kv_heads * query chunks], zero before and after
+    uint32_t* arrivals;         // [batch * kv_heads * query chunks * rows], zero before and after
     uint32_t* errors;           // checked kernels: what was wrong, or 0
     int64_t q_batch_stride;
     int32_t q_token_stride;
