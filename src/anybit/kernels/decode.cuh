@@ -218,6 +218,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
         }
         if (at.packed()) {
             attend<Config, Packed<Config>>(pipeline, at, queries, state, logits, column);
+            if (i % 4 == 3) state.fold();
         } else {
             state.settle();
             if (raw_residual && !raw) {

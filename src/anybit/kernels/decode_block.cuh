@@ -82,6 +82,27 @@ template <class Config> struct State {
         }
         settled = false;
     }
+    // Adds what the zeros contributed so far. Unsigned codes sum to far more than the values they stand for, and tensor
+    // cores round every accumulation towards zero: without this, long sums lose the small difference that is left.
+    PTX void fold() {
+        if constexpr (Config::value_bits != 16) {
+#pragma unroll
+            for (int n = 0; n < columns; ++n) {
+#pragma unroll
+                for (int v = 0; v < Shape<Config>::value_groups; ++v)
+#pragma unroll
+                    for (int x = 0; x < 2; ++x) sum_rows(zero[n][v][x]);
+#pragma unroll
+                for (int c = 0; c < Shape<Config>::depth; ++c)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        out[n][c][i] = fmaf(zero[n][c * 16 / Config::channel_group % Shape<Config>::value_groups][i % 2],
+                                            1.0f / kvpage::unscale<Config::value_bits>(c, i / 2), out[n][c][i]);
+#pragma unroll
+                for (int v = 0; v < Shape<Config>::value_groups; ++v) zero[n][v][0] = zero[n][v][1] = 0.0f;
+            }
+        }
+    }
     // From code units to values: the powers of two of the rows, and the zeros.
     PTX void settle() {
         if (settled) return;

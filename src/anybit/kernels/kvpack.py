@@ -102,11 +102,18 @@ def configs(problem: Problem) -> list[Config]:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block: its tokens, and what codes them."""
+    """Dynamic shared memory of a block: its tokens, what codes them, and partial ranges."""
     groups = config.head_dim // config.channel_group
     by_token = config.block * groups
     by_channel = config.block // config.chunk * config.head_dim if config.by_channel else by_token
-    return config.block * (config.head_dim + 16) * 2 + max(by_token, by_channel) * 12
+    fit = config.threads // (config.head_dim // 2)
+    slices = max(8 if fit >= 8 else 4 if fit >= 4 else 2 if fit >= 2 else 1, _chunks(config))
+    tokens = config.block * (config.head_dim + 8) * 2
+    return tokens + max(by_token, by_channel) * 12 + slices * config.head_dim * 8
+
+
+def _chunks(config: Config) -> int:
+    return config.block // config.chunk if config.by_channel else 1
 
 
 def why_not(problem: Problem, config: Config, device: Device) -> str | None:

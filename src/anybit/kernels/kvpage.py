@@ -156,12 +156,14 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
     x: any float type.  Returns uint8 codes (x's shape) and float16 scale and zero (``dim`` kept with size 1), with
     x ~ scale * code + zero; the codes are computed with the scale and zero as they are stored. A run that holds a
-    NaN gets a NaN scale.
+    value that is not finite gets NaNs.
     """
-    x = x.float().clamp(-HALF_MAX, HALF_MAX)
+    x = x.float()
+    whole = x.isfinite().all(dim, keepdim=True)
+    x = x.clamp(-HALF_MAX, HALF_MAX)
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     top = 2**bits - 1
-    scale, zero = ((high - low) / top).half(), low.half()
+    scale, zero = (torch.where(whole, p, torch.nan).half() for p in ((high - low) / top, low))
     inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
     codes = ((x - zero.float()) * inverse).round().clamp(0, top)
     return codes.nan_to_num().to(torch.uint8), scale, zero
