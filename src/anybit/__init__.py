@@ -12,8 +12,10 @@ transformers, so that a saved model loads by its name alone.
 __version__ = "0.1.0"
 
 from anybit.errors import AnyBitError
+from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.fuse import fuse, unfuse
 from anybit.integrations.transformers import AnyBitConfig
+from anybit.kvcache import KVCache
 from anybit.linear import QuantLinear, use_backend
 from anybit.packing import QuantizedWeight
 from anybit.quantize.rtn import quantize_weight
@@ -21,8 +23,10 @@ from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
 
 __all__ = [
     "ActivationFormat",
+    "AnyBitCache",
     "AnyBitConfig",
     "AnyBitError",
+    "KVCache",
     "KVFormat",
     "QuantLinear",
     "QuantizedWeight",
