@@ -34,6 +34,12 @@ def test_product(case: Case) -> None:
         y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype)
         box = emulate.Box(operand, 128 // operand.element_size(), config.tokens // config.row_blocks)
         params = replace(packed_large.params(p, config, None, packed, y, bias, x_scale), x=box)
-        emulate.run(packed_large.kernel(config), params, packed_large.grid(p, config), seed=seed, dependent=("x", "y"))
+        emulate.run(
+            packed_large.kernel(config),
+            params,
+            packed_large.grid(p, config),
+            seed=seed,
+            dependent=("x", "x_scale", "y"),
+        )
         error = (y.double() - exact).abs().mean() / exact.abs().mean()
         assert error < (1e-3 if p.dtype == torch.float16 else 8e-3)

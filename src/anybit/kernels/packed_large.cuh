@@ -51,7 +51,7 @@ struct PackedLargeShape {
     static constexpr int partial_bytes = Config::k_blocks * share_bytes;
     static constexpr int receive_offset = ring_bytes > partial_bytes ? ring_bytes : partial_bytes;
     static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes;
-    static constexpr int staging_bytes = reduces ? 0 : warpgroups * 4 * 512;
+    static constexpr int staging_bytes = reduces ? 0 : warpgroups * 4 * 1024;
     static constexpr int barrier_offset = body_bytes + staging_bytes;
     static constexpr int bytes = barrier_offset + Config::stages * 24 + 8;
 };
@@ -281,60 +281,85 @@ PTX float bias_of(uint16_t bits) {
     return Config::bfloat_out ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits);
 }
 
-// Row scale, bias and conversion of two tokens x two rows; straight from registers to Y, 16 rows x 16 tokens at a time.
+// What turns a tile's sums into outputs, fetched before they are there: scale and bias of rows g and g + 8, and the scales
+// of tokens, dealt to the lanes.
 template <class Config>
-PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t staging, int first_row,
-                            int first_token) {
-    const int lane = ptx::lane_id(), row = first_row + lane / 4;
+struct TileTerms {
+    static constexpr bool scaled = PackedLargeShape<Config>::bytes_of_x;
+    float scale[2], bias[2], token_scale[scaled ? (Config::tokens + 31) / 32 : 1];
+
+    PTX void load(const Params& p, int first_row, int first_token) {
+        const int lane = ptx::lane_id();
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = first_row + lane / 4 + 8 * h;
+            scale[h] = row < p.rows ? p.row_scale[row] * Widen<Config>::unscale() : 0.f;
+            bias[h] = p.bias != nullptr && row < p.rows ? bias_of<Config>(p.bias[row]) : 0.f;
+        }
+        if constexpr (scaled) {
+            ptx::griddepcontrol_wait();  // the kernel before this one may have made them
+#pragma unroll
+            for (int i = 0; i < (Config::tokens + 31) / 32; i++) {
+                const int token = first_token + i * 32 + lane;
+                token_scale[i] = token < p.tokens ? p.x_scale[token] : 0.f;
+            }
+        }
+    }
+    PTX float of_token(int group_of_8, int within) {
+        return scaled ? ptx::shfl(token_scale[group_of_8 / 4], group_of_8 % 4 * 8 + within) : 1.f;
+    }
+};
+
+// Eight rows of one token to Y.
+PTX void store_rows(const Params& p, int row, int token, const uint4& v) {
+    if (token >= p.tokens || row >= p.rows) return;
+    uint16_t* target = p.y + static_cast<size_t>(token) * p.rows + row;
+    if (p.rows % 8 == 0) {
+        *reinterpret_cast<uint4*>(target) = v;
+        return;
+    }
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+        if (row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
+}
+
+// Straight from registers to Y, 16 rows x 16 tokens at a time, turned over in two places of shared memory by turns.
+template <class Config>
+PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], TileTerms<Config>& terms,
+                            uint32_t staging, int first_row, int first_token) {
     if (first_row >= p.rows) return;
-    const float unscale = Widen<Config>::unscale();
-    const float scale_low = p.row_scale[row] * unscale, scale_high = p.row_scale[row + 8] * unscale;
-    float bias_low = 0.f, bias_high = 0.f;
-    if (p.bias != nullptr) {
-        bias_low = row < p.rows ? bias_of<Config>(p.bias[row]) : 0.f;
-        bias_high = row + 8 < p.rows ? bias_of<Config>(p.bias[row + 8]) : 0.f;
-    }
-    const bool aligned = p.rows % 8 == 0;
+    constexpr int groups = Config::tokens / 8;
+    const int lane = ptx::lane_id();
+    // Lane i gives the address of row i % 8 of matrix i / 8: token (i / 16) * 8 + i % 8, half of 16 rows i / 8 % 2.
+    const int my_token = lane / 16 * 8 + lane % 8, my_half = lane / 8 % 2, token = lane / 2, half = lane % 2;
+    const uint32_t write = my_token * 32 + ((my_half ^ (my_token >> 2 & 1)) * 16);
+    const uint32_t read = token * 32 + ((half ^ (token >> 2 & 1)) * 16);
+    uint4 waiting;
 #pragma unroll
-    for (int j = 0; j < Config::tokens / 8; j += 2) {
-        uint32_t out[4];
+    for (int j = 0; j < groups; j += 2) {
+        uint32_t out[4] = {0, 0, 0, 0};  // rows 0-7 and 8-15 of tokens 8j.., then of tokens 8j + 8..
 #pragma unroll
-        for (int i = 0; i < 4; i++) {  // matrices: rows 0-7 and 8-15 of tokens 8j.., then of tokens 8j + 8..
-            const int at = (j + i / 2) * 4 + (i % 2) * 2;
-            if (at >= Config::tokens / 2) {
-                out[i] = 0;
-                continue;
-            }
-            float low = static_cast<float>(sum[at]), high = static_cast<float>(sum[at + 1]);
-            if (PackedLargeShape<Config>::bytes_of_x) {
-                const int token = first_token + (j + i / 2) * 8 + lane % 4 * 2;
-                low *= token < p.tokens ? p.x_scale[token] : 0.f;
-                high *= token + 1 < p.tokens ? p.x_scale[token + 1] : 0.f;
-            }
-            const float scale = i % 2 ? scale_high : scale_low, bias = i % 2 ? bias_high : bias_low;
-            out[i] = Config::bfloat_out ? ptx::cvt_bf16x2_f32(fmaf(low, scale, bias), fmaf(high, scale, bias))
-                                    : ptx::cvt_f16x2_f32(fmaf(low, scale, bias), fmaf(high, scale, bias));
-        }
-        // Lane i gives the address of row i % 8 of matrix i / 8: token (i / 16) * 8 + i % 8, half of 16 rows i / 8 % 2.
-        const int my_token = lane / 16 * 8 + lane % 8, my_half = lane / 8 % 2;
-        ptx::stmatrix_x4_trans(staging + my_token * 32 + ((my_half ^ (my_token >> 2 & 1)) * 16), out);
-        __syncwarp();
-        const int token = lane / 2, half = lane % 2;
-        const uint4 v = ptx::ld_shared_v4(staging + token * 32 + ((half ^ (token >> 2 & 1)) * 16));
-        const int y_token = first_token + j * 8 + token, y_row = first_row + half * 8;
-        if (y_token < p.tokens && j * 8 + token < Config::tokens) {
-            uint16_t* target = p.y + static_cast<size_t>(y_token) * p.rows + y_row;
-            if (aligned && y_row + 8 <= p.rows) {
-                *reinterpret_cast<uint4*>(target) = v;
-            } else {
-                const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+        for (int group = j; group < j + 2 && group < groups; group++) {
+            const float low_scale = terms.of_token(group, lane % 4 * 2), high_scale = terms.of_token(group, lane % 4 * 2 + 1);
 #pragma unroll
-                for (int e = 0; e < 8; e++)
-                    if (y_row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
+            for (int h = 0; h < 2; h++) {
+                const float low = static_cast<float>(sum[group * 4 + h * 2]) * low_scale;
+                const float high = static_cast<float>(sum[group * 4 + h * 2 + 1]) * high_scale;
+                const float a = fmaf(low, terms.scale[h], terms.bias[h]), b = fmaf(high, terms.scale[h], terms.bias[h]);
+                out[(group - j) * 2 + h] = Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b);
             }
         }
+        const uint32_t place = staging + j / 2 % 2 * 512;
+        ptx::stmatrix_x4_trans(place + write, out);
         __syncwarp();
+        if (j > 0) store_rows(p, first_row + half * 8, first_token + (j - 2) * 8 + token, waiting);
+        waiting = ptx::ld_shared_v4(place + read);
     }
+    constexpr int last = (groups - 1) / 2 * 2;
+    if (last * 8 + token < Config::tokens)
+        store_rows(p, first_row + half * 8, first_token + last * 8 + token, waiting);
+    __syncwarp();
 }
 
 PTX uint32_t bits_of(float v) { return __float_as_uint(v); }
@@ -493,6 +518,8 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
                 (((place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups + row_part) * 4 + warp % 4) * 16;
             typename Sums<Config>::Total sum[Config::tokens / 2];
             int previous = -1;
+            TileTerms<Config> terms;
+            if (!Shape::reduces) terms.load(p, first_row, place.token_tile * Config::tokens);
             Widen<Config> widen;
             widen.begin(p.row_zero, first_row, p.weight_tiles * 64);
 #pragma unroll
@@ -505,7 +532,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
             if constexpr (Shape::reduces)
                 packed_large_reduce<Config>(p, sum, ring, barriers, warp, rank, place);
             else
-                packed_large_store<Config>(p, sum, ring + Shape::body_bytes + warp * 512, first_row,
+                packed_large_store<Config>(p, sum, terms, ring + Shape::body_bytes + warp * 1024, first_row,
                                            place.token_tile * Config::tokens);
         }
     }

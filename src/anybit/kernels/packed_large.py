@@ -162,7 +162,7 @@ def shared_bytes(config: Config) -> int:
     reduces = config.k_warpgroups * config.k_blocks > 1
     share = config.warpgroups * (config.tokens // config.k_blocks) * _ROW_STRIDE * 4 if reduces else 0
     body = max(ring, config.k_blocks * share) + (config.k_blocks - 1) * share
-    return body + (0 if reduces else config.warpgroups * 4 * 512) + config.stages * 24 + 8
+    return body + (0 if reduces else config.warpgroups * 4 * 1024) + config.stages * 24 + 8
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
