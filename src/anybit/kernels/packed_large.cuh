@@ -385,6 +385,17 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
         for (int i = 0; i < 4; i++)
             ptx::st_shared_u32(mine + ((i & 1) * stride + (i >> 1) * 8) * 4, bits_of(sum[4 * j + i]));
     }
+    // Fetched while the partial sums travel.
+    const int first_row = (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups * 64;
+    float scale[Config::row_warpgroups][4], bias[Config::row_warpgroups][4];
+#pragma unroll
+    for (int part = 0; part < Config::row_warpgroups; part++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int y_row = first_row + part * 64 + threadIdx.x % 16 * 4 + e;
+            scale[part][e] = y_row < p.rows ? p.row_scale[y_row] * Widen<Config>::unscale() : 0.f;
+            bias[part][e] = p.bias != nullptr && y_row < p.rows ? bias_of<Config>(p.bias[y_row]) : 0.f;
+        }
     if (Config::k_blocks > 1) {
         ptx::fence_proxy_async();
         if (Config::row_blocks == 1) {  // the others have begun, so their barriers are there
@@ -405,45 +416,46 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
         ptx::mbarrier_wait_parity(barriers.received, 0);
         ptx::barrier_cluster_arrive();  // what was sent here has come: its senders may leave
     }
-    const float unscale = Widen<Config>::unscale();
-    for (int i = threadIdx.x; i < Config::row_warpgroups * share * 16; i += Shape::warpgroups * 128) {
-        const int part = i / (share * 16), token = i / 16 % share, quad = i % 16 * 4;
-        typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
+    constexpr int at_a_time = Shape::warpgroups * 8;  // tokens
+    const int quad = threadIdx.x % 16 * 4, first_token = place.token_tile * Config::tokens + k_rank * share;
 #pragma unroll
-        for (int source = 0; source < Config::k_blocks; source++) {
-            const uint32_t base = ring + (source == k_rank ? k_rank * Shape::share_bytes
-                                                           : Shape::receive_offset +
-                                                                 (source - (source > k_rank)) * Shape::share_bytes);
+    for (int part = 0; part < Config::row_warpgroups; part++) {
+        const int y_row = first_row + part * 64 + quad;
+        if (y_row >= p.rows) break;
+        for (int token = threadIdx.x / 16; token < share && first_token + token < p.tokens; token += at_a_time) {
+            typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
 #pragma unroll
-            for (int k = 0; k < Config::k_warpgroups; k++) {
-                const int from = k * Config::row_warpgroups + part;
-                const uint4 v = ptx::ld_shared_v4(base + ((from * share + token) * stride + quad) * 4);
-                add_bits(total[0], v.x);
-                add_bits(total[1], v.y);
-                add_bits(total[2], v.z);
-                add_bits(total[3], v.w);
+            for (int source = 0; source < Config::k_blocks; source++) {
+                const uint32_t base = ring + (source == k_rank ? k_rank * Shape::share_bytes
+                                                               : Shape::receive_offset +
+                                                                     (source - (source > k_rank)) * Shape::share_bytes);
+#pragma unroll
+                for (int k = 0; k < Config::k_warpgroups; k++) {
+                    const int from = k * Config::row_warpgroups + part;
+                    const uint4 v = ptx::ld_shared_v4(base + ((from * share + token) * stride + quad) * 4);
+                    add_bits(total[0], v.x);
+                    add_bits(total[1], v.y);
+                    add_bits(total[2], v.z);
+                    add_bits(total[3], v.w);
+                }
             }
-        }
-        const int y_row = ((place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups + part) * 64 + quad;
-        const int y_token = place.token_tile * Config::tokens + k_rank * share + token;
-        if (y_token >= p.tokens || y_row >= p.rows) continue;
-        uint16_t* target = p.y + static_cast<size_t>(y_token) * p.rows + y_row;
-        const float x_scale = PackedLargeShape<Config>::bytes_of_x ? p.x_scale[y_token] * unscale : unscale;
-        float out[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            out[e] = fmaf(static_cast<float>(total[e]) * x_scale, p.row_scale[y_row + e],
-                            p.bias != nullptr && y_row + e < p.rows ? bias_of<Config>(p.bias[y_row + e]) : 0.f);
-        uint2 v;
-        v.x = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[0], out[1]) : ptx::cvt_f16x2_f32(out[0], out[1]);
-        v.y = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[2], out[3]) : ptx::cvt_f16x2_f32(out[2], out[3]);
-        if (p.rows % 4 == 0) {
-            *reinterpret_cast<uint2*>(target) = v;
-        } else {
-            const uint32_t words[2] = {v.x, v.y};
+            float out[4];
+            const float x_scale = Shape::bytes_of_x ? p.x_scale[first_token + token] : 1.f;
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                if (y_row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
+                out[e] = fmaf(static_cast<float>(total[e]) * x_scale, scale[part][e], bias[part][e]);
+            uint2 v;
+            v.x = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[0], out[1]) : ptx::cvt_f16x2_f32(out[0], out[1]);
+            v.y = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[2], out[3]) : ptx::cvt_f16x2_f32(out[2], out[3]);
+            uint16_t* target = p.y + static_cast<size_t>(first_token + token) * p.rows + y_row;
+            if (p.rows % 4 == 0) {
+                *reinterpret_cast<uint2*>(target) = v;
+            } else {
+                const uint32_t words[2] = {v.x, v.y};
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (y_row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
+            }
         }
     }
 }

@@ -5,7 +5,6 @@ tokens are its columns. See docs/packed.md for the figures behind the choices he
 """
 
 import enum
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -294,35 +293,49 @@ def config_for(
 def configs(problem: Problem) -> Iterator[Config]:
     """Every legal config of the widths that fit `m`, for a search."""
     for tokens in TOKENS:
-        if tokens > 16 and tokens // 2 >= problem.m:
+        if tokens > 16 and tokens >= 2 * problem.m:
             continue
         for row_warpgroups in (1, 2, 3, 4):
             for k_warpgroups in (1, 2, 3, 4):
-                for k_blocks in (1, 2, 4, 8):
+                if row_warpgroups * k_warpgroups > 4:
+                    continue
+                for k_blocks in (1, 2, 4):
                     for row_blocks in (1, 2):
                         found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks)
                         if why_not(problem, found) is None:
                             yield found
 
 
+def estimate(problem: Problem, config: Config) -> float:
+    """About how many microseconds a config takes on an H200, between others in a chain; see docs/packed.md."""
+    row_tiles, token_tiles = _place(problem, config)
+    # Clusters of four do not fill an H200: 30 of them fit.
+    at_once = {1: 132, 2: 66, 4: 30}.get(config.cluster, 15)
+    waves = -(-row_tiles * token_tiles // at_once)
+    units = -(-problem.units // config.k_blocks)
+    # Cycles of a stage: what the tensor cores and shared memory take, what one warpgroup's latency takes, what arrives.
+    if config.x_bytes == 2:
+        tile = 210 + 2.3 * config.tokens if config.tokens <= 64 else max(4.15 * config.tokens, 357)
+    else:
+        tile = max(2.7 * config.tokens, 200) if not config.promotes else 4.5 * config.tokens
+    tile *= 1 + 0.04 * (config.bits in (3, 5, 6, 7)) + (0.1 if config.operand == Operand.bf16 else 0)
+    overlapped = max(tile, 1.45 * tile / config.warpgroups) * config.row_warpgroups
+    arriving = (config.tokens * 128 * config.x_bytes + config.row_warpgroups * config.tile_bytes) / 44
+    stage_us = max(overlapped, arriving) / 1850
+    reduced = config.warpgroups * config.tokens * 256 / 65536 if config.warpgroups > config.row_warpgroups else 0.0
+    if config.k_blocks > 1:
+        reduced = 0.7 + 1.4 * config.row_warpgroups * config.tokens * 256 / 65536
+    epilogue = 0.6 + config.tokens / 128
+    return 1.8 + waves * (units * stage_us + epilogue) + reduced + 0.4 * (config.row_blocks - 1)
+
+
+@lru_cache(maxsize=4096)
 def default(problem: Problem) -> Config:
-    """A good config without a search."""
-    tokens = next((t for t in (16, 32, 64, 128) if t >= problem.m), 128)
-    candidates = [
-        config_for(problem, tokens, rows, k_warpgroups, k_blocks, 1)
-        for rows, k_warpgroups, k_blocks in ((4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 1), (1, 2, 2), (1, 1, 1))
-    ]
-    legal = [c for c in candidates if why_not(problem, c) is None]
-    if not legal:
-        raise KernelError(f"no config fits: {why_not(problem) or why_not(problem, candidates[-1])}")
-    sms = problem.device.sms
-
-    def cost(config: Config) -> float:
-        blocks = math.prod(_place(problem, config)) * config.cluster
-        waves = -(-blocks // sms)
-        return waves * config.row_warpgroups / config.k_warpgroups / config.k_blocks * max(config.tokens, 32)
-
-    return min(legal, key=cost)
+    """The legal config that `estimate` likes best. Raises KernelError where there is none."""
+    best = min(configs(problem), key=lambda config: estimate(problem, config), default=None)
+    if best is None:
+        raise KernelError(f"packed_large cannot take {problem}: {why_not(problem) or 'no config is legal'}")
+    return best
 
 
 @lru_cache(maxsize=4096)
