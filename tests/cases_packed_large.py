@@ -15,10 +15,10 @@ FP8 = ActivationFormat(8, "float")
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and how it is cut: tokens, row and k warpgroups, k and row blocks of a cluster."""
+    """A problem and how it is cut: tokens, row and k warpgroups, k and row blocks of a cluster, splits of k."""
 
     problem: Problem
-    cut: tuple[int, int, int, int, int]
+    cut: tuple[int, ...]
 
     @property
     def config(self) -> Config:
@@ -40,6 +40,8 @@ CUTS = [
     (32, 2, 2, 2, 2),
     (48, 3, 1, 1, 1),
     (256, 2, 1, 1, 1),
+    (64, 2, 1, 1, 1, 4),
+    (32, 1, 2, 1, 1, 2),
 ]
 _RAGGED = [(37, 320, 520), (16, 192, 768), (70, 300, 1024), (33, 256, 1024), (128, 512, 512), (64, 260, 1040)]
 
@@ -84,8 +86,9 @@ def gpu_cases() -> list[Case]:
     return cases
 
 
-def cut_of(config: Config) -> tuple[int, int, int, int, int]:
-    return config.tokens, config.row_warpgroups, config.k_warpgroups, config.k_blocks, config.row_blocks
+def cut_of(config: Config) -> tuple[int, ...]:
+    c = config
+    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.k_splits
 
 
 def tiny_cases() -> list[Case]:
@@ -95,6 +98,7 @@ def tiny_cases() -> list[Case]:
         (9, 64, 256, WeightFormat(3, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1)),
         (16, 64, 384, WeightFormat(8, "sym", None), A16, torch.bfloat16, (16, 1, 1, 2, 1)),
         (16, 128, 256, WeightFormat(1, "bipolar", None), A16, torch.float16, (16, 1, 1, 1, 2)),
+        (20, 70, 512, WeightFormat(2, "sym", 128), A16, torch.float16, (32, 1, 1, 1, 1, 2)),
         (20, 64, 256, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 1, 2, 1, 1)),
         (12, 64, 256, WeightFormat(5, "sym", 64), INT8, torch.float16, (16, 1, 1, 1, 1)),
         (12, 64, 128, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),

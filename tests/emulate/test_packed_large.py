@@ -30,10 +30,11 @@ def test_product(case: Case) -> None:
             operand = (quantized.codes.to(torch.int16) - 128).to(torch.int8)
     exact = values @ weight.dequantize(torch.float64).T + bias.double()
     packed = prepare(weight, "a8" if p.activations.quantized else "a16")
+    workspace = packed_large.workspace_of(torch.device("cpu")) if config.k_splits > 1 else None
     for seed in range(2):
         y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype)
         box = emulate.Box(operand, 128 // operand.element_size(), config.tokens // config.row_blocks)
-        params = replace(packed_large.params(p, config, None, packed, y, bias, x_scale), x=box)
+        params = replace(packed_large.params(p, config, None, packed, y, bias, x_scale, workspace), x=box)
         emulate.run(
             packed_large.kernel(config),
             params,

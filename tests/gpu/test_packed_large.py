@@ -37,7 +37,7 @@ def product(case: Case, packed, x, x_scale, bias=None) -> torch.Tensor:
     y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype, device="cuda")
     packed_large.launch(
         packed_large.kernel(case.config),
-        packed_large.params(p, case.config, x, packed, y, bias, x_scale),
+        packed_large.params(p, case.config, x, packed, y, bias, x_scale, packed_large.workspace_of(y.device)),
         packed_large.grid(p, case.config),
         pdl=True,
     )

@@ -3,8 +3,9 @@
 //
 // A block has Config::row_warpgroups x Config::k_warpgroups consumer warpgroups and one producer warp. A stage of the ring
 // holds 128 inputs (a unit): Config::tokens rows of X, swizzled by tensor-map copies, and the packed tiles of the block's
-// rows, one bulk copy. Blocks of a cluster share K (k_blocks, sums pushed through distributed shared memory) and, as
-// neighbours along the rows (row_blocks), each other's loads of X (multicast).
+// rows, one bulk copy. Blocks of a cluster share K (k_blocks, sums sent through distributed shared memory) and, as
+// neighbours along the rows (row_blocks), each other's loads of X (multicast). Blocks that are no cluster share K as well
+// (k_splits): their sums travel through L2.
 #ifndef ANYBIT_PACKED_LARGE_CUH
 #define ANYBIT_PACKED_LARGE_CUH
 
@@ -21,6 +22,8 @@ struct Params {
     const float* x_scale;     // 8-bit activations: [tokens], else null
     const uint16_t* bias;     // [rows] in y's type, or null
     uint16_t* y;              // [tokens, rows]
+    float* partials;          // k_splits > 1: [tiles][owner][k_splits - 1][share of a tile], else null
+    uint32_t* arrived;        // k_splits > 1: [tiles][owner], zero between launches, else null
     int tokens, rows;         // M and N as the caller sees them
     int units;                // inputs padded to 128, over 128
     int weight_tiles;         // rows padded to 64, over 64
@@ -42,16 +45,17 @@ struct PackedLargeShape {
     static constexpr int w_bytes = Config::row_warpgroups * Config::tile_bytes;
     static constexpr int stage_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
     static constexpr int ring_bytes = Config::stages * stage_bytes;
-    static constexpr bool reduces = Config::k_warpgroups * Config::k_blocks > 1;
+    static constexpr int k_shares = Config::k_blocks * Config::k_splits;  // blocks that share the inputs of a tile
+    static constexpr bool reduces = Config::k_warpgroups * k_shares > 1;
     static constexpr int row_stride = 68;  // floats between tokens of a 64-row partial sum: no bank conflicts
     // Partial sums, by the block that adds them up; a block keeps those for others in its ring once that is empty, and has
     // a place of its own for what it receives.
-    static constexpr int share = Config::tokens / Config::k_blocks;
+    static constexpr int share = Config::tokens / k_shares;
     static constexpr int share_bytes = reduces ? warpgroups * share * row_stride * 4 : 0;
-    static constexpr int partial_bytes = Config::k_blocks * share_bytes;
+    static constexpr int partial_bytes = k_shares * share_bytes;
     static constexpr int receive_offset = ring_bytes > partial_bytes ? ring_bytes : partial_bytes;
     static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes;
-    static constexpr int staging_bytes = reduces ? 0 : warpgroups * 4 * 1024;
+    static constexpr int staging_bytes = reduces ? 0 : warpgroups * 4 * 512 * Config::places;
     static constexpr int barrier_offset = body_bytes + staging_bytes;
     static constexpr int bytes = barrier_offset + Config::stages * 24 + 8;
 };
@@ -131,8 +135,8 @@ struct Producer {
     PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int cluster,
                  int clusters)
         : p(p), ring(ring), barriers(barriers), row_rank(row_rank), cluster(cluster), clusters(clusters),
-          first_unit(k_rank * p.units / Config::k_blocks),
-          units((k_rank + 1) * p.units / Config::k_blocks - k_rank * p.units / Config::k_blocks) {
+          first_unit(k_rank * p.units / Shape::k_shares),
+          units((k_rank + 1) * p.units / Shape::k_shares - k_rank * p.units / Shape::k_shares) {
         for (int i = 0; i < Config::row_blocks; i++) sharers |= 1u << (i * Config::k_blocks + k_rank);
         policy = ptx::createpolicy_evict_first();
     }
@@ -350,7 +354,8 @@ PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)
                 out[(group - j) * 2 + h] = Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b);
             }
         }
-        const uint32_t place = staging + j / 2 % 2 * 512;
+        if (Config::places == 1 && j > 0) __syncwarp();  // all have read what was there
+        const uint32_t place = staging + j / 2 % Config::places * 512;
         ptx::stmatrix_x4_trans(place + write, out);
         __syncwarp();
         if (j > 0) store_rows(p, first_row + half * 8, first_token + (j - 2) * 8 + token, waiting);
@@ -372,8 +377,8 @@ template <class Config>
 PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t ring,
                              const RingBarriers& barriers, int warp, int rank, const TilePlace& place) {
     using Shape = PackedLargeShape<Config>;
-    constexpr int share = Shape::share, stride = Shape::row_stride;
-    const int lane = ptx::lane_id(), k_rank = rank % Config::k_blocks, row_rank = rank / Config::k_blocks;
+    constexpr int share = Shape::share, stride = Shape::row_stride, k_shares = Shape::k_shares;
+    const int lane = ptx::lane_id(), k_rank = rank % k_shares, row_rank = rank / k_shares;
     const int warpgroup = warp / 4, row = warp % 4 * 16 + lane / 4;
     ptx::bar_sync(1, Shape::warpgroups * 128);  // the ring is read to its end: it may be written
 #pragma unroll
@@ -396,9 +401,9 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
             scale[part][e] = y_row < p.rows ? p.row_scale[y_row] * Widen<Config>::unscale() : 0.f;
             bias[part][e] = p.bias != nullptr && y_row < p.rows ? bias_of<Config>(p.bias[y_row]) : 0.f;
         }
-    if (Config::k_blocks > 1) {
+    if (k_shares > 1) {
         ptx::fence_proxy_async();
-        if (Config::row_blocks == 1) {  // the others have begun, so their barriers are there
+        if (Config::k_blocks > 1 && Config::row_blocks == 1) {  // the others have begun, so their barriers are there
             __syncwarp();
             ptx::barrier_cluster_wait();
         }
@@ -416,6 +421,28 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
         ptx::mbarrier_wait_parity(barriers.received, 0);
         ptx::barrier_cluster_arrive();  // what was sent here has come: its senders may leave
     }
+    [[maybe_unused]] const float* sent = nullptr;
+    if constexpr (Config::k_splits > 1) {
+        constexpr int share_floats = Shape::share_bytes / 4;
+        const int tile = place.token_tile * p.row_tiles + place.row_tile;
+        sent = p.partials + static_cast<size_t>(tile * k_shares + k_rank) * (k_shares - 1) * share_floats;
+        if (warp == 0 && lane > 0 && lane < k_shares) {
+            const int owner = (k_rank + lane) % k_shares, slot = k_rank - (k_rank > owner);
+            float* to = p.partials + (static_cast<size_t>(tile * k_shares + owner) * (k_shares - 1) + slot) * share_floats;
+            ptx::cp_async_bulk_store(to, ring + owner * Shape::share_bytes, Shape::share_bytes);
+            ptx::cp_async_bulk_commit_group();
+            ptx::cp_async_bulk_wait_group<0>();
+            ptx::fence_acq_rel_gpu();
+            ptx::red_release_gpu_add(p.arrived + tile * k_shares + owner, 1);
+        }
+        __syncwarp();
+        if (threadIdx.x == 0) {
+            uint32_t* mine = p.arrived + tile * k_shares + k_rank;
+            while (ptx::ld_acquire_gpu(mine) != k_shares - 1) {}
+            *mine = 0;  // for the next launch, whose blocks come here only after this one has ended
+        }
+        ptx::bar_sync(1, Shape::warpgroups * 128);
+    }
     constexpr int at_a_time = Shape::warpgroups * 8;  // tokens
     const int quad = threadIdx.x % 16 * 4, first_token = place.token_tile * Config::tokens + k_rank * share;
 #pragma unroll
@@ -425,14 +452,18 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
         for (int token = threadIdx.x / 16; token < share && first_token + token < p.tokens; token += at_a_time) {
             typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
 #pragma unroll
-            for (int source = 0; source < Config::k_blocks; source++) {
+            for (int source = 0; source < k_shares; source++) {
+                const int slot = source - (source > k_rank);
                 const uint32_t base = ring + (source == k_rank ? k_rank * Shape::share_bytes
-                                                               : Shape::receive_offset +
-                                                                     (source - (source > k_rank)) * Shape::share_bytes);
+                                                               : Shape::receive_offset + slot * Shape::share_bytes);
 #pragma unroll
                 for (int k = 0; k < Config::k_warpgroups; k++) {
-                    const int from = k * Config::row_warpgroups + part;
-                    const uint4 v = ptx::ld_shared_v4(base + ((from * share + token) * stride + quad) * 4);
+                    const int at = ((k * Config::row_warpgroups + part) * share + token) * stride + quad;
+                    uint4 v;
+                    if (Config::k_splits > 1 && source != k_rank)
+                        v = ptx::ld_global_cg_v4(sent + slot * (Shape::share_bytes / 4) + at);
+                    else
+                        v = ptx::ld_shared_v4(base + at * 4);
                     add_bits(total[0], v.x);
                     add_bits(total[1], v.y);
                     add_bits(total[2], v.z);
@@ -468,9 +499,10 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
     static_assert(Config::stages >= Config::k_warpgroups, "every warpgroup along K needs a stage of its own");
     constexpr int cluster_size = Config::k_blocks * Config::row_blocks;
     const int warp = ptx::warp_id(), lane = ptx::lane_id();
-    const int rank = cluster_size > 1 ? blockIdx.x % cluster_size : 0;
-    const int k_rank = rank % Config::k_blocks, row_rank = rank / Config::k_blocks;
-    const int cluster = blockIdx.x / cluster_size, clusters = gridDim.x / cluster_size;
+    constexpr int sharers = cluster_size * Config::k_splits;
+    const int rank = sharers > 1 ? blockIdx.x % sharers : 0;
+    const int k_rank = rank % Shape::k_shares, row_rank = rank / Shape::k_shares;
+    const int cluster = blockIdx.x / sharers, clusters = gridDim.x / sharers;
     const uint32_t ring = ptx::shared_address(ptx::dynamic_shared());
     const RingBarriers barriers = {ring + Shape::barrier_offset, ring + Shape::barrier_offset + 8 * Config::stages,
                                    ring + Shape::barrier_offset + 16 * Config::stages,
@@ -499,7 +531,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
     }
 
     const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
-    const int units = (k_rank + 1) * p.units / Config::k_blocks - k_rank * p.units / Config::k_blocks;
+    const int units = (k_rank + 1) * p.units / Shape::k_shares - k_rank * p.units / Shape::k_shares;
     if (warp >= Shape::warpgroups * 4) {
         // Registers move between whole warpgroups only, so the producer is four warps where the others need its share.
         if constexpr (Config::reallocates) ptx::setmaxnreg_dec<32>();
@@ -544,7 +576,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
             if constexpr (Shape::reduces)
                 packed_large_reduce<Config>(p, sum, ring, barriers, warp, rank, place);
             else
-                packed_large_store<Config>(p, sum, terms, ring + Shape::body_bytes + warp * 1024, first_row,
+                packed_large_store<Config>(p, sum, terms, ring + Shape::body_bytes + warp * 512 * Config::places, first_row,
                                            place.token_tile * Config::tokens);
         }
     }

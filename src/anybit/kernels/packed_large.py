@@ -5,9 +5,11 @@ tokens are its columns. See docs/packed.md for the figures behind the choices he
 """
 
 import enum
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -23,6 +25,9 @@ from anybit.scheme import ActivationFormat, WeightFormat
 _ROW_STRIDE = 68
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
+_SHARINGS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
+_WORKSPACE, _FLAGS = 5 << 20, 1024
+"""32-bit words of the memory through which blocks share sums, and how many of them, at its end, count arrivals."""
 
 
 class Operand(enum.Enum):
@@ -82,9 +87,10 @@ class Config:
 
     tokens: columns of a token tile. row_warpgroups: warpgroups side by side, 64 rows each. k_warpgroups: warpgroups
     that share the inputs of one row tile. k_blocks: blocks of a cluster that share the inputs. row_blocks: neighbours
-    in a cluster that load X for each other. stages: steps of 128 inputs in flight. register_sets: of widened weights;
-    with 2 a warpgroup widens while it multiplies, with 1 it counts on the others. reallocates: the producer is a
-    warpgroup that gives its registers to the others.
+    in a cluster that load X for each other. k_splits: blocks that are no cluster and share the inputs through L2.
+    stages: steps of 128 inputs in flight. places: where a warp turns its sums over, by turns. register_sets: of
+    widened weights; with 2 a warpgroup widens while it multiplies, with 1 it counts on the others. reallocates: the
+    producer is a warpgroup that gives its registers to the others.
     """
 
     operand: Operand
@@ -98,7 +104,9 @@ class Config:
     k_warpgroups: int = 1
     k_blocks: int = 1
     row_blocks: int = 1
+    k_splits: int = 1
     stages: int = 4
+    places: int = 2
     register_sets: int = 2
     reallocates: bool = False
 
@@ -123,6 +131,11 @@ class Config:
         return 128 * self.warpgroups + (128 if self.reallocates else 32)
 
     @property
+    def k_shares(self) -> int:
+        """Blocks that share the inputs of a tile."""
+        return self.k_blocks * self.k_splits
+
+    @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
         return self.k_blocks * self.row_blocks
@@ -144,6 +157,8 @@ class Params:
     x_scale: Pointer
     bias: Pointer
     y: Pointer
+    partials: Pointer
+    arrived: Pointer
     tokens: Int32
     rows: Int32
     units: Int32
@@ -158,10 +173,15 @@ def shared_bytes(config: Config) -> int:
     x_bytes = config.tokens * 128 * config.x_bytes
     stage = x_bytes + -(-config.row_warpgroups * config.tile_bytes // 1024) * 1024
     ring = config.stages * stage
-    reduces = config.k_warpgroups * config.k_blocks > 1
-    share = config.warpgroups * (config.tokens // config.k_blocks) * _ROW_STRIDE * 4 if reduces else 0
-    body = max(ring, config.k_blocks * share) + (config.k_blocks - 1) * share
-    return body + (0 if reduces else config.warpgroups * 4 * 1024) + config.stages * 24 + 8
+    reduces = config.k_warpgroups * config.k_shares > 1
+    share = _share_bytes(config) if reduces else 0
+    body = max(ring, config.k_shares * share) + (config.k_blocks - 1) * share
+    return body + (0 if reduces else config.warpgroups * 4 * 512 * config.places) + config.stages * 24 + 8
+
+
+def _share_bytes(config: Config) -> int:
+    """Bytes of the partial sums that one of the blocks sharing a tile adds up."""
+    return config.warpgroups * (config.tokens // config.k_shares) * _ROW_STRIDE * 4
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -198,10 +218,16 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"a cluster has at most 8 blocks, not {config.cluster}"
     if config.row_blocks not in (1, 2):
         return f"1 or 2 neighbours share their loads of x, not {config.row_blocks}"
-    if config.tokens % (8 * config.row_blocks) or config.tokens % (8 * config.k_blocks):
-        return f"{config.tokens} tokens do not divide among {config.row_blocks} x {config.k_blocks} blocks in eights"
-    if config.k_blocks > problem.units:
-        return f"{problem.units} steps of 128 inputs do not divide among {config.k_blocks} blocks"
+    if config.tokens % (8 * config.row_blocks) or config.tokens % (8 * config.k_shares):
+        return f"{config.tokens} tokens do not divide among {config.row_blocks} x {config.k_shares} blocks in eights"
+    if config.k_shares > problem.units:
+        return f"{problem.units} steps of 128 inputs do not divide among {config.k_shares} blocks"
+    if config.k_splits > 1:
+        if config.cluster > 1:
+            return "inputs are shared in clusters or through L2, not both"
+        blocks = math.prod(_place(problem, config)) * config.k_splits
+        if blocks > problem.device.sms:
+            return f"{blocks} blocks that wait for each other must all run at once, on {problem.device.sms} processors"
     if shared_bytes(config) > problem.device.shared_bytes:
         return f"{shared_bytes(config)} bytes of shared memory are more than the device's {problem.device.shared_bytes}"
     return None
@@ -256,8 +282,8 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """Blocks of a launch: at most one a multiprocessor; clusters walk over several tiles if there are more."""
     row_tiles, token_tiles = _place(problem, config)
     tiles = row_tiles * token_tiles
-    if config.k_warpgroups * config.k_blocks > 1:
-        return tiles * config.cluster, 1, 1
+    if config.k_warpgroups * config.k_shares > 1:
+        return tiles * config.cluster * config.k_splits, 1, 1
     return min(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
 
 
@@ -268,13 +294,14 @@ def config_for(
     k_warpgroups: int = 1,
     k_blocks: int = 1,
     row_blocks: int = 1,
+    k_splits: int = 1,
     stages: int | None = None,
 ) -> Config:
     """A config of these tiles; as many stages as shared memory holds, at most 12, if none are asked for."""
     weights = problem.weights
     fields = (problem.operand, weights.bits, weights.group or 0, Code[weights.code], problem.dtype == torch.bfloat16)
     config = Config(
-        *fields, tile_bytes(weights), tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks, stages or 2
+        *fields, tile_bytes(weights), tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks, k_splits, stages or 2
     )
     # Registers first: give the warpgroups the producer's, then one set of widened weights must do.
     for sets, reallocates in ((2, False), (2, True), (1, True)):
@@ -282,9 +309,9 @@ def config_for(
         if _registers(config) + 8 <= _most_registers(config):
             break
     if stages is None:
-        most = max(2, min(12, -(-problem.units // k_blocks)))
-        for stages in range(most, 1, -1):
-            config = replace(config, stages=stages)
+        most = max(2, k_warpgroups, min(12, -(-problem.units // config.k_shares)))
+        for stages, places in itertools.product(range(most, 1, -1), (2, 1)):
+            config = replace(config, stages=stages, places=places)
             if shared_bytes(config) <= problem.device.shared_bytes:
                 break
     return config
@@ -299,11 +326,10 @@ def configs(problem: Problem) -> Iterator[Config]:
             for k_warpgroups in (1, 2, 3, 4):
                 if row_warpgroups * k_warpgroups > 4:
                     continue
-                for k_blocks in (1, 2, 4):
-                    for row_blocks in (1, 2):
-                        found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks)
-                        if why_not(problem, found) is None:
-                            yield found
+                for k_blocks, row_blocks, k_splits in _SHARINGS:
+                    found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks, k_splits)
+                    if why_not(problem, found) is None:
+                        yield found
 
 
 def estimate(problem: Problem, config: Config) -> float:
@@ -312,7 +338,7 @@ def estimate(problem: Problem, config: Config) -> float:
     # Clusters of four do not fill an H200: 30 of them fit.
     at_once = {1: 132, 2: 66, 4: 30}.get(config.cluster, 15)
     waves = -(-row_tiles * token_tiles // at_once)
-    units = -(-problem.units // config.k_blocks)
+    units = -(-problem.units // config.k_shares)
     # Cycles of a stage: what the tensor cores and shared memory take, what one warpgroup's latency takes, what arrives.
     if config.x_bytes == 2:
         tile = 210 + 2.3 * config.tokens if config.tokens <= 64 else max(4.15 * config.tokens, 357)
@@ -325,6 +351,8 @@ def estimate(problem: Problem, config: Config) -> float:
     reduced = config.warpgroups * config.tokens * 256 / 65536 if config.warpgroups > config.row_warpgroups else 0.0
     if config.k_blocks > 1:
         reduced = 0.7 + 1.4 * config.row_warpgroups * config.tokens * 256 / 65536
+    if config.k_splits > 1:
+        reduced = 1.9 + 1.4 * config.row_warpgroups * config.tokens * 256 / 65536
     epilogue = 0.6 + config.tokens / 128
     return 1.8 + waves * (units * stage_us + epilogue) + reduced + 0.4 * (config.row_blocks - 1)
 
@@ -358,12 +386,13 @@ def params(
     x: Tensor | None,
     weight: PackedWeight,
     y: Tensor,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
+    bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    workspace: Tensor | None = None,
 ) -> Params:
     """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n].
 
-    Without an x the map is left empty, for the emulation to fill.
+    Without an x the map is left empty, for the emulation to fill. workspace: for k_splits, see `workspace_of`.
     """
     row_tiles, token_tiles = _place(problem, config)
     return Params(
@@ -374,6 +403,8 @@ def params(
         x_scale=x_scale,
         bias=bias,
         y=y,
+        partials=workspace,
+        arrived=None if workspace is None else workspace[-_FLAGS:],
         tokens=problem.m,
         rows=problem.n,
         units=problem.units,
@@ -382,6 +413,15 @@ def params(
         token_tiles=token_tiles,
         raster=max(1, 4096 // config.rows),
     )
+
+
+@cache
+def workspace_of(device: torch.device) -> Tensor:
+    """Where blocks of k_splits > 1 leave partial sums: one a device, zero at first and between launches.
+
+    So launches that split K must not run at the same time on two streams of a device.
+    """
+    return torch.zeros(_WORKSPACE + _FLAGS, dtype=torch.int32, device=device)
 
 
 def multiply(
@@ -404,4 +444,6 @@ def multiply(
         activations, x_scale, x = x.format, x.scale, x.codes[:, : x.k]
     problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype)
     config = config or default(problem)
-    launch(kernel(config), params(problem, config, x, weight, y, bias, x_scale), grid(problem, config), pdl=pdl)
+    workspace = workspace_of(y.device) if config.k_splits > 1 else None
+    arguments = params(problem, config, x, weight, y, bias, x_scale, workspace)
+    launch(kernel(config), arguments, grid(problem, config), pdl=pdl)
