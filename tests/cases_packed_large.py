@@ -62,8 +62,8 @@ def weight_formats(activations: ActivationFormat) -> list[WeightFormat]:
     return found
 
 
-def gpu_cases() -> list[Case]:
-    """All formats on ragged shapes, the way of cutting walking along; then marlin's and Machete's own lists."""
+def gpu_cases(every: int = 1) -> list[Case]:
+    """Every so many formats on ragged shapes, cut in ways that walk along; then marlin's and Machete's own lists."""
     cases = []
     for activations in (A16, INT8, FP8):
         for i, weights in enumerate(weight_formats(activations)):
@@ -74,6 +74,7 @@ def gpu_cases() -> list[Case]:
             # The nearest cut that is legal for this format: promoted sums want smaller tiles, few units fewer blocks.
             cuts = (CUTS * 2)[i % len(CUTS) :]
             cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
+    cases = cases[::every]
     w4 = WeightFormat(4, "sym", 128)
     for m in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024):
         problem = Problem(m, 512, 1024, w4)

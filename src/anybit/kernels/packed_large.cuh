@@ -419,7 +419,7 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
         }
         __syncwarp();
         ptx::mbarrier_wait_parity(barriers.received, 0);
-        ptx::barrier_cluster_arrive();  // what was sent here has come: its senders may leave
+        ptx::barrier_cluster_arrive_relaxed();  // what was sent here has come: its senders may leave
     }
     [[maybe_unused]] const float* sent = nullptr;
     if constexpr (Config::k_splits > 1) {
@@ -526,7 +526,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
     }
     __syncthreads();
     if (cluster_size > 1) {  // waited for before others' barriers are used: at once for loads, late for partial sums
-        ptx::barrier_cluster_arrive();
+        ptx::barrier_cluster_arrive_relaxed();
         if (Config::row_blocks > 1) ptx::barrier_cluster_wait();
     }
 
@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
         __syncwarp();
         if (Config::k_blocks > 1) {
             if (Config::row_blocks == 1) ptx::barrier_cluster_wait();
-            ptx::barrier_cluster_arrive();
+            ptx::barrier_cluster_arrive_relaxed();
         }
     } else {
         // What the launch gave the block's warpgroups is all there is: 512 a lane of a quarter, in eights a warp.
@@ -582,7 +582,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
     }
     if (cluster_size > 1) {  // no block may leave while others read from it, send to it or arrive on its barriers
         __syncwarp();
-        if (Config::k_blocks == 1) ptx::barrier_cluster_arrive();
+        if (Config::k_blocks == 1) ptx::barrier_cluster_arrive_relaxed();
         ptx::barrier_cluster_wait();
     }
 }

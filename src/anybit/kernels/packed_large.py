@@ -207,6 +207,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"a token tile has one of {TOKENS} tokens, not {config.tokens}"
     if config.warpgroups > 4 or config.warpgroups < 1:
         return f"a block has 1 to 4 warpgroups that multiply, not {config.warpgroups}"
+    if config.tokens // 2 + 8 > _at_launch(config):  # one instruction's operands, which the assembler never splits
+        return f"sums of {config.tokens} tokens do not fit the registers of {config.warpgroups} warpgroups at launch"
     registers, most = _registers(config), _most_registers(config)
     if registers > most:
         return (
@@ -256,9 +258,13 @@ def _why_not_bytes(problem: Problem) -> str | None:
 
 
 def _registers(config: Config) -> int:
-    """About what a thread that multiplies needs: accumulators, sets of widened weights, codes and scales, addresses."""
+    """About what a thread that multiplies needs: accumulators, sets of widened weights, codes, scales, addresses."""
     accumulators = config.tokens if config.promotes else config.tokens // 2
-    return accumulators + 8 * config.x_bytes * (config.register_sets if not config.promotes else 2) + 24
+    widened = 8 * config.x_bytes * (2 if config.promotes else config.register_sets)
+    # Scales and biases of all its row tiles, where a thread adds up what others send.
+    summing = 4 * config.row_warpgroups if config.k_shares > 1 else 0
+    groups = 8 if config.group == 32 else 0  # four scales and zeros of two rows at a time
+    return accumulators + widened + 2 * config.bits + 12 + summing + groups
 
 
 def _at_launch(config: Config) -> int:
@@ -306,7 +312,7 @@ def config_for(
     # Registers first: give the warpgroups the producer's, then one set of widened weights must do.
     for sets, reallocates in ((2, False), (2, True), (1, True)):
         config = replace(config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1)
-        if _registers(config) + 8 <= _most_registers(config):
+        if _registers(config) <= _most_registers(config):
             break
     if stages is None:
         most = max(2, k_warpgroups, min(12, -(-problem.units // config.k_shares)))
@@ -333,28 +339,33 @@ def configs(problem: Problem) -> Iterator[Config]:
 
 
 def estimate(problem: Problem, config: Config) -> float:
-    """About how many microseconds a config takes on an H200, between others in a chain; see docs/packed.md."""
+    """About how many microseconds a config takes on an H200, between others in a chain; fitted, see docs/packed.md."""
     row_tiles, token_tiles = _place(problem, config)
+    tokens, partial = config.tokens, config.row_warpgroups * config.tokens / 64
     # Clusters of four do not fill an H200: 30 of them fit.
-    at_once = {1: 132, 2: 66, 4: 30}.get(config.cluster, 15)
-    waves = -(-row_tiles * token_tiles // at_once)
-    units = -(-problem.units // config.k_shares)
-    # Cycles of a stage: what the tensor cores and shared memory take, what one warpgroup's latency takes, what arrives.
-    if config.x_bytes == 2:
-        tile = 210 + 2.3 * config.tokens if config.tokens <= 64 else max(4.15 * config.tokens, 357)
+    waves = -(-row_tiles * token_tiles // {1: 132, 2: 66, 4: 30}.get(config.cluster, 15))
+    # Cycles that 64 rows take of a stage: tensor cores when tokens are many, else widening, shared memory and issue.
+    if config.promotes:
+        tile = max(4.5 * tokens, 330)
+    elif config.x_bytes == 1:
+        tile = max((2.5 if tokens >= 256 else 2.75) * tokens, 310)
     else:
-        tile = max(2.7 * config.tokens, 200) if not config.promotes else 4.5 * config.tokens
-    tile *= 1 + 0.04 * (config.bits in (3, 5, 6, 7)) + (0.1 if config.operand == Operand.bf16 else 0)
-    overlapped = max(tile, 1.45 * tile / config.warpgroups) * config.row_warpgroups
-    arriving = (config.tokens * 128 * config.x_bytes + config.row_warpgroups * config.tile_bytes) / 44
-    stage_us = max(overlapped, arriving) / 1850
-    reduced = config.warpgroups * config.tokens * 256 / 65536 if config.warpgroups > config.row_warpgroups else 0.0
+        tile = max(4.3 * tokens, 210 + 2.3 * tokens)
+    if config.bits in (3, 5, 6, 7) or config.operand == Operand.bf16:
+        tile += 40
+    stage = max(
+        tile * config.row_warpgroups,
+        (240 + 4 * min(tokens, 64)) * (1.06 if config.warpgroups == 1 and tokens < 64 else 1),  # however little it is
+        (tokens * 128 * config.x_bytes + config.row_warpgroups * config.tile_bytes) / 50,  # what a processor takes in
+    )
+    summing = 0.5 * partial if config.warpgroups > config.row_warpgroups else 0.0
     if config.k_blocks > 1:
-        reduced = 0.7 + 1.4 * config.row_warpgroups * config.tokens * 256 / 65536
+        summing += 1.3 + 0.5 * partial + 0.3 * (config.k_blocks > 2)
     if config.k_splits > 1:
-        reduced = 1.9 + 1.4 * config.row_warpgroups * config.tokens * 256 / 65536
-    epilogue = 0.6 + config.tokens / 128
-    return 1.8 + waves * (units * stage_us + epilogue) + reduced + 0.4 * (config.row_blocks - 1)
+        summing += 2.0 + 1.1 * partial
+    waste = 1.0 if token_tiles == 1 or tokens in (16, 32, 64, 128, 256) else 1.05
+    units = -(-problem.units // config.k_shares)
+    return 1.6 + summing + 0.5 * (config.row_blocks - 1) + waste * waves * (units * stage / 1850 + 0.5 + tokens / 128)
 
 
 @lru_cache(maxsize=4096)
@@ -440,6 +451,8 @@ def multiply(
     """
     x_scale = None
     activations = ActivationFormat()
+    if bias is not None and bias.dtype != y.dtype:
+        bias = bias.to(y.dtype)
     if isinstance(x, Packed):
         activations, x_scale, x = x.format, x.scale, x.codes[:, : x.k]
     problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype)

@@ -360,6 +360,11 @@ CHECKED void barrier_cluster_arrive() {
     NEEDS(900, "clusters need sm_90 or later");
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+// Orders no memory: for blocks that only say that they have come so far.
+CHECKED void barrier_cluster_arrive_relaxed() {
+    NEEDS(900, "clusters need sm_90 or later");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 CHECKED void barrier_cluster_wait() {
     NEEDS(900, "clusters need sm_90 or later");
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

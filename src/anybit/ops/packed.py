@@ -86,7 +86,7 @@ class PackedTiles:
         elif plan.small is not None:
             packed_small.launch(weight, rows, y, bias=bias, config=plan.small)
         else:
-            packed_large.multiply(_ordered(rows, weight), weight, _single(bias), y, plan.large)
+            packed_large.multiply(_ordered(rows, weight), weight, bias, y, plan.large)
         return y.view(*x.shape[:-1], spec.n)
 
 
@@ -94,11 +94,7 @@ def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y:
     if plan.small is not None:
         packed_small.launch(weight, codes.codes[:, : codes.k], y, codes.scale, bias, plan.small)
     else:
-        packed_large.multiply(codes, weight, _single(bias), y, plan.large)
-
-
-def _single(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
+        packed_large.multiply(codes, weight, bias, y, plan.large)
 
 
 def _ordered(rows: Tensor, weight: PackedWeight) -> Tensor:
