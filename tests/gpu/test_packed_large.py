@@ -94,7 +94,11 @@ def test_chain_of_dependent_launches() -> None:
     weights = WeightFormat(4, "sym", 128)
     problem = packed_large.Problem(64, 1024, 1024, weights)
     config = packed_large.default(problem)
-    packed = [prepare(random_weight(1024, 1024, weights, seed).to("cuda")) for seed in range(3)]
+    packed = []
+    for seed in range(3):
+        weight = random_weight(1024, 1024, weights, seed).to("cuda")
+        weight.scale.mul_(0.1)  # a product's values are about as large as its input's
+        packed.append(prepare(weight))
     results = []
     for pdl in (False, True, True):
         x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
@@ -102,8 +106,8 @@ def test_chain_of_dependent_launches() -> None:
         for i in range(12):
             packed_large.multiply(x, packed[i % 3], None, buffers[i % 2], config, pdl=pdl)
             x = buffers[i % 2]
-            x.clamp_(-4, 4) if i % 4 == 3 else None
         results.append(x.clone())
+        assert x.isfinite().all()
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

@@ -140,7 +140,7 @@ struct Producer {
         for (int i = 0; i < Config::row_blocks; i++) sharers |= 1u << (i * Config::k_blocks + k_rank);
         policy = ptx::createpolicy_evict_first();
     }
-    PTX int early() const { return min(Config::stages, units); }
+    PTX int early() const { return min(Config::early, units); }
 
     PTX void load_w(const TilePlace& place, int unit, int stage) const {
         const int first = (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups;
@@ -496,6 +496,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
     using Shape = PackedLargeShape<Config>;
     static_assert(Config::shared_bytes == Shape::bytes, "packed_large.py and packed_large.cuh disagree on shared memory");
     static_assert(Config::threads == Shape::warpgroups * 128 + (Config::reallocates ? 128 : 32), "and a producer");
+    static_assert(Config::early <= Config::stages, "a stage is filled once before it is read");
     static_assert(Config::stages >= Config::k_warpgroups, "every warpgroup along K needs a stage of its own");
     constexpr int cluster_size = Config::k_blocks * Config::row_blocks;
     const int warp = ptx::warp_id(), lane = ptx::lane_id();

@@ -23,6 +23,7 @@ from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, 
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROW_STRIDE = 68
+_EARLY_BYTES = 48 << 10
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
 _SHARINGS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
@@ -88,9 +89,10 @@ class Config:
     tokens: columns of a token tile. row_warpgroups: warpgroups side by side, 64 rows each. k_warpgroups: warpgroups
     that share the inputs of one row tile. k_blocks: blocks of a cluster that share the inputs. row_blocks: neighbours
     in a cluster that load X for each other. k_splits: blocks that are no cluster and share the inputs through L2.
-    stages: steps of 128 inputs in flight. places: where a warp turns its sums over, by turns. register_sets: of
-    widened weights; with 2 a warpgroup widens while it multiplies, with 1 it counts on the others. reallocates: the
-    producer is a warpgroup that gives its registers to the others.
+    stages: steps of 128 inputs in flight, and early: of how many the weights are asked for before x. places: where a
+    warp turns its sums over, by turns. register_sets: of widened weights; with 2 a warpgroup widens while it
+    multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its registers to
+    the others.
     """
 
     operand: Operand
@@ -106,6 +108,7 @@ class Config:
     row_blocks: int = 1
     k_splits: int = 1
     stages: int = 4
+    early: int = 2
     places: int = 2
     register_sets: int = 2
     reallocates: bool = False
@@ -214,8 +217,11 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return (
             f"{config.tokens} tokens need about {registers} registers, and {config.warpgroups} warpgroups have {most}"
         )
-    if config.stages < max(2, config.k_warpgroups):
-        return f"{config.stages} stages are too few for {config.k_warpgroups} warpgroups along the inputs"
+    if config.stages < max(2, config.k_warpgroups, config.early):
+        return (
+            f"{config.stages} stages are too few for {config.k_warpgroups} warpgroups along the inputs and "
+            f"{config.early} early stages"
+        )
     if config.cluster > 8:
         return f"a cluster has at most 8 blocks, not {config.cluster}"
     if config.row_blocks not in (1, 2):
@@ -320,7 +326,9 @@ def config_for(
             config = replace(config, stages=stages, places=places)
             if shared_bytes(config) <= problem.device.shared_bytes:
                 break
-    return config
+    # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
+    early = max(2, _EARLY_BYTES // (row_warpgroups * config.tile_bytes))
+    return replace(config, early=min(config.stages, early))
 
 
 def configs(problem: Problem) -> Iterator[Config]:
@@ -343,7 +351,9 @@ def estimate(problem: Problem, config: Config) -> float:
     row_tiles, token_tiles = _place(problem, config)
     tokens, partial = config.tokens, config.row_warpgroups * config.tokens / 64
     # Clusters of four do not fill an H200: 30 of them fit.
-    waves = -(-row_tiles * token_tiles // {1: 132, 2: 66, 4: 30}.get(config.cluster, 15))
+    waves = float(-(-row_tiles * token_tiles // {1: 132, 2: 66, 4: 30}.get(config.cluster, 15)))
+    if waves > 1 and config.warpgroups * config.k_shares > config.row_warpgroups:
+        waves *= 1.7  # blocks that add up sums do not walk on to a next tile: every wave starts anew
     # Cycles that 64 rows take of a stage: tensor cores when tokens are many, else widening, shared memory and issue.
     if config.promotes:
         tile = max(4.5 * tokens, 330)
