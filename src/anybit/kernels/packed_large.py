@@ -365,8 +365,8 @@ def estimate(problem: Problem, config: Config) -> float:
         tile += 40
     stage = max(
         tile * config.row_warpgroups,
-        (240 + 4 * min(tokens, 64)) * (1.06 if config.warpgroups == 1 and tokens < 64 else 1),  # however little it is
-        (tokens * 128 * config.x_bytes + config.row_warpgroups * config.tile_bytes) / 50,  # what a processor takes in
+        (230 + 3.6 * min(tokens, 64)) * (1.06 if config.warpgroups == 1 and tokens < 64 else 1),  # however little it is
+        (tokens * 128 * config.x_bytes + config.row_warpgroups * config.tile_bytes) / 54,  # what a processor takes in
     )
     summing = 0.5 * partial if config.warpgroups > config.row_warpgroups else 0.0
     if config.k_blocks > 1:
