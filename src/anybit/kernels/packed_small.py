@@ -19,6 +19,8 @@ from anybit.scheme import WeightFormat
 MOST_TOKENS = 16
 """Above this many tokens other kernels are faster, and this one's shared memory and registers run out."""
 _MOST_UNITS = 16
+_RESIDENT_BYTES = 56 << 10
+"""Activations of a block are all at hand if they are no larger than this."""
 _UNIT_ROWS = packed_layout.UNIT_ROWS
 
 
@@ -262,21 +264,25 @@ def _default(p: Problem) -> Config:
     the kernel ahead has ended; others in rings that leave room for the next kernel's, or have more warps instead.
     """
     units = -(-_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS // p.device.sms)
-    whole = units <= 3 and units * (p.columns // 128) * (256 * p.weights.bits + 48) <= 100 << 10
-    long = not whole and units <= 3
+    whole = units <= 3 and units * (p.columns // 128) * (256 * p.weights.bits + 48) <= 108 << 10
+    # Taking out 1-bit and 2-bit codes for fp16 takes longer than reading them: see docs/packed.md.
+    split = p.m <= 2 and p.weights.bits <= 2 and units > 3 and p.activations.is_floating_point
+    split = split and p.k % 2 == 0 and p.aligned and not p.act_order
+    # Sixteen warps hide latency better, where their rings still have two stages.
+    more_warps = p.m <= 2 and not whole and (p.weights.bits <= 4 if units <= 3 else p.weights.bits <= 3)
+    found = None
     for kibibytes in (112, 64, 32, 16):
-        found = _fitted(
-            p, 16 if long else 8, 1, units if units <= 3 else 2, kibibytes << 10, 1 if units <= 3 else 2, False
-        )
+        found = _fitted(p, 16 if more_warps else 8, 1, units if units <= 3 else 2, kibibytes << 10, 0, split)
         if shared_bytes(found) <= p.device.shared_bytes:
-            return found
+            break
+    assert found is not None
     return found
 
 
 def _fitted(
     p: Problem, warps: int, row_warps: int, row_units: int, ring_bytes: int, prefetch: int, split: bool
 ) -> Config:
-    """A config for these warps, whose rings have about ``ring_bytes`` together."""
+    """A config for these warps, whose rings have about ``ring_bytes`` together; prefetch 0 chooses one."""
     units = min(-(-_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS // p.device.sms), _MOST_UNITS)
     mine = -(-units // row_warps)
     row_units = min(row_units, mine)
@@ -289,13 +295,20 @@ def _fitted(
         chain=2 if p.m <= 8 else 4,
     )  # fmt: skip
     base = _facts(p, base)
-    if base.tokens > 2 and not split:
-        base = replace(base, x_stages=min(blocks, 4 if base.tokens <= 8 else 2))
+    if not split and (base.tokens > 8 or warps * blocks * base.tokens * 256 > _RESIDENT_BYTES):
+        base = replace(base, x_stages=min(blocks, 2))
     base = replace(base, x_resident=base.x_stages >= blocks)
-    steps = blocks * base.row_chunks
-    stages = max(1, min(steps, ring_bytes // (warps * base.row_units * _unit_bytes(base))))
+    steps, stage = blocks * base.row_chunks, warps * base.row_units * _unit_bytes(base)
+    stages = max(1, min(steps, ring_bytes // stage))
+    whole = stages >= steps
+    # Enough in flight to keep memory busy, and little enough not to hold up the activations.
+    prefetch = prefetch or ((20 << 10) if whole else (36 << 10)) // stage
     prefetch = max(1, min(stages, prefetch))
-    return replace(base, stages=stages, prefetch=prefetch, trigger=0 if stages >= steps else 1)
+    late = not whole and warps == 8 and base.tokens <= 2
+    paced = whole or base.tokens <= 2
+    if not paced:
+        prefetch = stages
+    return replace(base, stages=stages, prefetch=prefetch, trigger=int(late), paced=paced)
 
 
 def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.dtype, device: Device) -> Problem:
