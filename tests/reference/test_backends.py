@@ -1,0 +1,72 @@
+"""How a backend is chosen, what the bit-plane backend keeps of a weight, and falling back: all without a GPU."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anybit import ops
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.ops import backend
+from anybit.ops.backend import LinearSpec
+from anybit.ops.bitwise import Bitwise, why_not
+from anybit.scheme import CODES, Scheme, WeightFormat
+from cases import BITS, random_weight, seeds
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(BITS), st.sampled_from(CODES), st.integers(1, 40), st.integers(1, 1100), seeds)
+def test_planes_restore_the_packed_weight(bits: int, code: str, n: int, k: int, seed: int) -> None:
+    weight = random_weight(n, k, WeightFormat(bits, code), seed)
+    spec = LinearSpec("bitwise", n, k, weight.format, Scheme.parse("w4a4").activations)
+    again = Bitwise().restore(Bitwise().prepare(weight, spec.activations), spec)
+    assert torch.equal(again.words, weight.words)
+    assert torch.equal(again.scale, weight.scale)
+    assert (again.zero is None) == (weight.zero is None)
+    assert weight.zero is None or torch.equal(again.zero, weight.zero)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "arch", "words"),
+    [
+        ("w2a2", "sm_90a", None),
+        ("w8a8", "sm_86", None),
+        ("w2a2", "sm_100a", "no 1-bit tensor cores: from sm_100 on they are emulated on the integer units"),
+        ("w4a4g64", "sm_80", "groups of 64 inputs have their own scales"),
+        ("w4a8fp", "sm_90a", "8-bit float activations have no bit planes"),
+    ],
+)
+def test_where_planes_run(scheme: str, arch: str, words: str | None) -> None:
+    parsed = Scheme.parse(scheme)
+    reason = why_not(64, 512, random_weight(64, 512, parsed.weights), parsed.activations, Device.named(arch))
+    assert reason is None if words is None else words in str(reason)
+
+
+def test_costs_order_the_backends() -> None:
+    for scheme, first in (("w1a2", "bitwise"), ("w2a3", "bitwise"), ("w2a4", "packed"), ("w8a8", "packed")):
+        parsed = Scheme.parse(scheme)
+        weight = random_weight(8, 64, parsed.weights)
+        order = sorted(ops.backends, key=lambda name: ops.backends[name].cost(weight, parsed.activations))
+        assert order[0] == first, scheme
+
+
+def test_falls_back_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("reference-packed", "reference-decoded"):  # as on a GPU, where the reference must be named
+        monkeypatch.setattr(ops.backends[name], "unasked", ())
+    parsed = Scheme.parse("w3a5-xasym")
+    weight = random_weight(8, 64, parsed.weights)
+    with pytest.raises(KernelError, match="no backend runs a 8 x 64 layer in w3a5-xasym on cpu"):
+        ops.choose(weight, parsed.activations)
+    monkeypatch.setattr(backend, "_told", set())
+    ops.allow_fallback()
+    try:
+        with pytest.warns(UserWarning, match="falling back to reference-packed"):
+            assert ops.choose(weight, parsed.activations) == "reference-packed"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert ops.choose(weight, parsed.activations) == "reference-packed"
+    finally:
+        ops.allow_fallback(False)
