@@ -7,6 +7,7 @@ wrong: an overrun, a race, a missing wait, a divergent barrier, a deadlock. See 
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -191,9 +192,17 @@ def _build(digest: str, source: str, flags: list[str]) -> Path:
     library = folder / f"{digest}.so"
     if library.exists():
         return library
+    with (folder / f"{digest[:2]}.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # many test processes want the runtime at once
+        if not library.exists():
+            _compile(source, flags, library)
+    return library
+
+
+def _compile(source: str, flags: list[str], library: Path) -> None:
     compiler = shutil.which("g++")
     assert compiler, "the emulation needs g++"
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         text, built, linked = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
         text.write_text(source)
         compile_flags = [flag for flag in flags if flag != "-shared"]
@@ -205,4 +214,3 @@ def _build(digest: str, source: str, flags: list[str]) -> Path:
             if done.returncode:
                 raise RuntimeError(f"g++ refused the kernel:\n{done.stderr[:6000]}")
         linked.rename(library)
-    return library

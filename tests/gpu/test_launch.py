@@ -139,7 +139,7 @@ def test_host_cost_of_a_launch() -> None:
     x, y = inputs()
     kernel, grid = row_sums.kernel(row_sums.Config()), (10, 1, 1)
     best = 1.0
-    for _ in range(5):
+    for _ in range(20):  # the host may be busy with other tests
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(200):

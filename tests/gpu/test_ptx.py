@@ -1,8 +1,5 @@
 """Every function of ptx.cuh on hardware against the emulation: what the emulator's tests prove, hardware does."""
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
@@ -11,13 +8,6 @@ from anybit import jit
 from kernels.instructions import CASES, Case, Params
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    """Both compilers, all kernels, on all cores."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda case: (emulate.prepare(case.kernel), jit.cached(case.kernel, "sm_90a")), CASES))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
