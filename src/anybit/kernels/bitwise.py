@@ -321,46 +321,53 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 @functools.cache
 def default(problem: Problem) -> Config:
-    """A good config: the small path up to 64 tokens, above it the largest tiles that fill the GPU."""
+    """A good config, by what was measured on an H200 (docs/bitwise.md); raises KernelError where there is none."""
     reason = why_not(problem)
     if reason is not None:
         raise KernelError(f"no wgmma kernel for {_text(problem)}: {reason}")
     found = configs(problem)
     if not found:
         raise KernelError(f"no wgmma config fits {_text(problem)} on {problem.device.arch}")
-    if problem.m <= 64:
+    # Small tiles load a tile of weights for every 8 to 32 tokens: from 33 on only while large ones leave blocks idle.
+    if problem.m <= 32 or (problem.m <= 64 and -(-problem.n // _ROWS) < problem.device.sms):
         return _default_small(problem, [c for c in found if c.path is Path.small])
     return _default_large(problem, [c for c in found if c.path is Path.large])
 
 
 def _default_large(problem: Problem, found: list[Config]) -> Config:
+    """The tiles that fill the GPU best, deep rings (activations first), and turns that hide rotations and results."""
+    turns = Turns.tiles if problem.weights.bits == problem.activations.bits == 1 else Turns.diagonals
+
     def cost(config: Config) -> tuple[float, ...]:
         tiles = -(-problem.m // config.tokens) * -(-problem.n // _ROWS)
         waves = -(-tiles // problem.device.sms)
         # Products of small tiles wait for shared memory; a tile's results and start cost about 24 tokens' products.
         work = waves * (config.tokens + 24) * (1.0 if config.tokens == 256 else 1.1)
         depth = min(config.weight_groups, 3) + 2 * min(config.activation_groups, 3)
-        return (work, config.resident, -depth, -config.slab, config.turns is not Turns.diagonals)
+        return (work, config.resident, config.turns is not turns, -depth, config.turns is Turns.tiles, config.slab)
 
     return min(found, key=cost)
 
 
 def _default_small(problem: Problem, found: list[Config]) -> Config:
-    walk = Walk.tokens if problem.m > 32 else Walk.weights
-    tokens = 32 if walk is Walk.tokens else max(8, 1 << (problem.m - 1).bit_length())
-    chunks = planes.chunks(problem.k)
+    """Enough blocks for every multiprocessor, then slots: few where many blocks share one, many where one has it alone."""
+    p, q, m = problem.weights.bits, problem.activations.bits, problem.m
+    walk = Walk.tokens if m > 32 and p == q == 2 else Walk.weights
+    tokens = 16 if m > 32 and p * q <= 2 else min(32, max(8, 1 << (m - 1).bit_length()))
     half = problem.device.shared_bytes // 2 - 1024  # so that the next kernel's block fits beside this one's
 
     def cost(config: Config) -> tuple[float, ...]:
-        blocks = grid(problem, config)[0] * grid(problem, config)[1]
+        columns, rows, _ = grid(problem, config)
+        alone = columns // config.cluster * rows < 0.9 * problem.device.sms
+        planes_of_a = planes.chunks(problem.k) * (p if walk is Walk.weights else q) // (1 + alone)
+        slots = min((12 if tokens == 8 else 8) if alone or m > 16 else 4, planes_of_a)
         return (
             config.walk is not walk,
             abs(config.tokens - tokens),
+            config.cluster != 1 + alone,
             shared_bytes(config) > half,
-            max(0.9 * problem.device.sms - blocks, 0.0),
-            config.cluster,
-            -min(config.span, chunks),
-            -config.slots,
+            -config.span,
+            abs(config.slots - slots),
         )
 
     return min(found, key=cost)
