@@ -350,7 +350,7 @@ def _default_large(problem: Problem, found: list[Config]) -> Config:
 
 
 def _default_small(problem: Problem, found: list[Config]) -> Config:
-    """Enough blocks for every multiprocessor, then slots: few where many blocks share one, many where one has it alone."""
+    """Enough blocks for every multiprocessor; few slots where blocks share one, many where a block has it alone."""
     p, q, m = problem.weights.bits, problem.activations.bits, problem.m
     walk = Walk.tokens if m > 32 and p == q == 2 else Walk.weights
     tokens = 16 if m > 32 and p * q <= 2 else min(32, max(8, 1 << (m - 1).bit_length()))
@@ -359,8 +359,9 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
     def cost(config: Config) -> tuple[float, ...]:
         columns, rows, _ = grid(problem, config)
         alone = columns // config.cluster * rows < 0.9 * problem.device.sms
-        planes_of_a = planes.chunks(problem.k) * (p if walk is Walk.weights else q) // (1 + alone)
-        slots = min((12 if tokens == 8 else 8) if alone or m > 16 else 4, planes_of_a)
+        slots = (12 if tokens == 8 else 8) if alone else 4
+        if m > 16:
+            slots = min(8, planes.chunks(problem.k) * (p if walk is Walk.weights else q))
         return (
             config.walk is not walk,
             abs(config.tokens - tokens),
