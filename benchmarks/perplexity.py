@@ -120,20 +120,25 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
+    parser.add_argument("--all", action="store_true", help="measure float32 again too")
     options = parser.parse_args()
     loaded = load_model(options.model, device="cpu")
     # The windows come from the beginning, so the rest need not be tokenized.
     text = evaluate.read_text(options.text)[: options.windows * 512 * 16]
     ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
     windows = evaluate.windows_of(ids, 512, options.windows)
-    rows = []
-    for scheme in (None, *options.schemes):
-        rows.append(measure(loaded.model, windows, scheme))
-        print(json.dumps(rows[-1]), flush=True)
+    # Rows of earlier runs stay where this one does not measure them again; the order is that of SCHEMES.
+    rows = {row["scheme"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    order = ["float32", *SCHEMES]
+    for scheme in (None, *options.schemes) if "float32" not in rows or options.all else options.schemes:
+        row = measure(loaded.model, windows, scheme)
+        rows[str(row["scheme"])] = row
+        print(json.dumps(row), flush=True)
+        ordered = sorted(rows.values(), key=lambda r: order.index(r["scheme"]) if r["scheme"] in order else len(order))
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
         PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page(rows))
+        PAGE.write_text(page(ordered))
 
 
 if __name__ == "__main__":
