@@ -71,6 +71,7 @@ def gptq_8b(scheme: Scheme, count: int, blocks: int) -> dict[str, object]:
         ends.append(time.perf_counter())
         print(f"block {done} of {total}: {ends[-1] - started:.1f} s since the start", flush=True)
 
+    print("model ready", flush=True)
     started = time.perf_counter()
     calibrate(
         model,
@@ -122,18 +123,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--only", choices=("learned", "gptq"))
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
+    jobs = {
+        "gptq": lambda: gptq_8b(Scheme.parse("w4a16g128"), arguments.tokens, arguments.blocks),
+        "learned": lambda: learned_135m(Scheme.parse("w2a16g64asym"), 65536),
+    }
     rows = []
-    for job in (
-        lambda: learned_135m(Scheme.parse("w2a16g64asym"), 65536),
-        lambda: gptq_8b(Scheme.parse("w4a16g128"), arguments.tokens, arguments.blocks),
-    ):
-        row = job() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%F")}
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
+    for name, job in jobs.items():
+        if arguments.only in (None, name):
+            row = job() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%F")}
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
