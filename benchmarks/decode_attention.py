@@ -1,6 +1,7 @@
 """Decode attention over the quantized KV cache: BitDecoding's single, batches and page settings (Fig. 9 to 16).
 
-    python benchmarks/decode_attention.py [--only 8x32768] [--write]
+    python benchmarks/decode_attention.py            everything, into results/h200/decode_attention.json
+    python benchmarks/decode_attention.py --only 8x32768 --dry
 
 Times are of the attention kernel alone in a CUDA graph with programmatic dependent launch, over pages larger than L2,
 with 64 tokens in the residual of every sequence. Each row is checked against attention over the dequantized cache.
@@ -12,7 +13,7 @@ import math
 import multiprocessing
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -167,10 +168,10 @@ def unfused(batch: int, context: int, heads: int, kv_heads: int) -> float:
     return round(time_graph(call, calls=2, replays=3).us, 1)
 
 
-def packing() -> list[dict[str, object]]:
-    """Quantize-and-pack: a prompt of 128k tokens, a step that completes every sequence's window, one that does not."""
-    found = []
-    for kv in FORMATS[:4]:
+def pack_prompt(kv: str) -> Iterator[Callable[[], dict[str, object]]]:
+    """Quantize and pack a prompt of 128k tokens; its floor is reading it once."""
+
+    def make() -> dict[str, object]:
         cache = KVCache(kv, layers=1, kv_heads=8, head_dim=DIM, sequences=1, capacity=131072 + 128, device="cuda")
         k, v = (torch.randn(1, 131072, 8, DIM, device="cuda").half() for _ in range(2))
         cache.add()
@@ -179,18 +180,25 @@ def packing() -> list[dict[str, object]]:
         expected = kvpage.encode(cache.layout, k[0, :128].transpose(0, 1), v[0, :128].transpose(0, 1))[:, 0]
         if not torch.equal(cache.pages[0, cache.ledger.entry(0).pages[0]], expected):
             raise AssertionError(f"{kv}: the first page is not what the reference packs")
-        us = time_graph(lambda i, c=cache, a=k, b=v: c.write(0, [0], a, b), calls=4, replays=5).us
-        size = 2 * k.numel() * 2
-        found.append(_pack_row("pack prompt", kv, 1, 131072, us, read_floor_us(size)))
-        del k, v, cache
-        cache = KVCache(kv, layers=1, kv_heads=8, head_dim=DIM, sequences=32, capacity=512, device="cuda")
-        k, v = (torch.randn(32, 1, 8, DIM, device="cuda").half() for _ in range(2))
-        every = [cache.add() for _ in range(32)]
-        for length, case in ((256, "append, window full"), (300, "append")):
+        us = time_graph(lambda i: cache.write(0, [0], k, v), calls=4, replays=5).us
+        return _pack_row("pack prompt", kv, 1, 131072, us, read_floor_us(2 * k.numel() * 2))
+
+    yield make
+
+
+def pack_steps(kv: str) -> Iterator[Callable[[], dict[str, object]]]:
+    """A step of 32 sequences that completes every one's window, and a step that completes none."""
+    cache = KVCache(kv, layers=1, kv_heads=8, head_dim=DIM, sequences=32, capacity=512, device="cuda")
+    k, v = (torch.randn(32, 1, 8, DIM, device="cuda").half() for _ in range(2))
+    every = [cache.add() for _ in range(32)]
+    for length, case in ((256, "append, windows full"), (300, "append")):
+
+        def make(length: int = length, case: str = case) -> dict[str, object]:
             cache.extend(every, length - cache.length(0))
-            us = time_graph(lambda i, c=cache, a=k, b=v, s=every: c.write(0, s, a, b), calls=64, replays=5).us
-            found.append(_pack_row(case, kv, 32, length, us, 0.0))
-    return found
+            us = time_graph(lambda i: cache.write(0, every, k, v), calls=64, replays=5).us
+            return _pack_row(case, kv, 32, length, us, 0.0)
+
+        yield make
 
 
 def _pack_row(case: str, kv: str, batch: int, context: int, us: float, floor: float) -> dict[str, object]:
@@ -205,7 +213,7 @@ def compile_all(wanted: list[Row]) -> None:
     device = Device.named("sm_90a")
     kernels = {decode.kernel(decode.default(row.problem(), device), row.layout) for row in wanted}
     kernels |= {kvpack.kernel(kvpack.default(kvpack.Problem(row.layout, 1, 8, 1))) for row in wanted}
-    with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, 16)) as pool:
+    with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 16)) as pool:
         pool.starmap(jit.cached, [(kernel, device.arch) for kernel in kernels])
 
 
@@ -217,17 +225,22 @@ def show(found: dict[str, object]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="rows whose batch x context is this (8x32768), or pack")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/h200/decode_attention.json")
+    parser.add_argument("--dry", action="store_true", help="print only")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "decode_attention.json")
     options = parser.parse_args()
     wanted = [row for row in rows() if options.only in ("", f"{row.batch}x{row.context}")]
     compile_all(wanted)
-    about, done, base = stamp(), [], {}
+    about, base = stamp(), {}
 
     def add(make: Callable[[], dict[str, object]], **more: object) -> None:
-        found = make() | {"checked": True} | more | about
+        try:
+            found = make() | {"checked": True} | more | about
+        except AssertionError as wrong:  # a row that is wrong is not written, and the others still are
+            print("WRONG", wrong, flush=True)
+            return
         show(found)
-        done.append(found)
+        if not options.dry:
+            merge_rows(options.out, [found], KEY)
 
     for row in wanted:
         shape = (row.batch, row.context, row.heads, row.kv_heads)
@@ -235,12 +248,13 @@ def main() -> None:
             base[shape] = baselines(*shape)
             if shape == (8, 32768, 32, 8):
                 base[shape]["non-fused 4-bit"] = unfused(*shape)
+            torch.cuda.empty_cache()
         add(lambda row=row: measure(row), baselines=base[shape])
         torch.cuda.empty_cache()
-    for found in packing() if options.only in ("", "pack") else []:
-        add(lambda found=found: found)
-    if options.write:
-        merge_rows(options.out, done, KEY)
+    for kv in FORMATS[:4] if options.only in ("", "pack") else ():
+        for pack in (pack_prompt, pack_steps):
+            for make in pack(kv):
+                add(make)
 
 
 if __name__ == "__main__":

@@ -207,9 +207,9 @@ def prepare(
     errors: int32, where checked kernels leave what was wrong, and stamped ones their clocks.
     """
     problem = problem_of(q, cache, masks)
-    config = kernels.default(problem, device) if config is None else config
-    reason = kernels.why_not(problem, config, device)
-    if reason is not None:
+    if config is None:
+        config = kernels.default(problem, device)
+    elif (reason := kernels.why_not(problem, config, device)) is not None:
         raise KernelError(reason)
     q = q if q.stride(3) == 1 and q.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in q.stride()[:3]) else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -279,11 +279,15 @@ def _workspace(device: torch.device, partial: int, states: int, arrivals: int) -
     """What blocks leave for one another: kept for each stream and size, so that its addresses stay fixed."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, partial, states, arrivals)
-    if key not in _spaces:
-        _spaces[key] = (
-            torch.empty(partial, dtype=torch.float32, device=device),
-            torch.empty(states, dtype=torch.float32, device=device),
-            torch.zeros(arrivals, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-        )
-    return _spaces[key]
+    if key in _spaces:
+        return _spaces[key]
+    space = (
+        torch.empty(partial, dtype=torch.float32, device=device),
+        torch.empty(states, dtype=torch.float32, device=device),
+        torch.zeros(arrivals, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    # What a graph capture allocates is zeroed by the graph's replays, not now: it belongs to that graph alone.
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _spaces[key] = space
+    return space

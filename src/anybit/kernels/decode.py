@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from anybit.device import Device
+from anybit.errors import KernelError
 from anybit.jit import Float32, Int32, Int64, Kernel, Pointer
 from anybit.kernels.kvpage import PageLayout
 
@@ -228,12 +229,18 @@ def configs(problem: Problem, device: Device) -> list[Config]:
     return found
 
 
+@cache
 def default(problem: Problem, device: Device, checked: bool = False) -> Config:
-    """The config to use without measuring: as many warps as the registers allow, and two or three slots each."""
+    """The config to use without measuring: as many warps as the registers allow, and two or three slots each.
+
+    Raises KernelError with the reason where there is none.
+    """
     bits = problem.layout.format.key_bits + problem.layout.format.value_bits
     wide = problem.rows > 8 or problem.layout.head_dim > 128 or problem.layout.chunk < 64
     wanted = ((12, 2), (8, 3), (8, 2), (6, 2), (4, 3), (4, 2), (3, 2), (2, 2))
-    reason = None
+    reason: str | None = why_not(problem, make(problem, device, 2, 2), device)
+    if reason is not None:  # whatever the warps
+        raise KernelError(reason)
     for warps, stages in wanted:
         if warps > (8 if wide or bits > 4 or not problem.layout.by_channel else 12):
             continue
@@ -241,7 +248,7 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
         reason = why_not(problem, config, device)
         if reason is None:
             return config
-    raise ValueError(reason)
+    raise KernelError(str(reason))
 
 
 def grid(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
