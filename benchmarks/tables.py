@@ -40,11 +40,11 @@ def gemm_bitwise() -> str:
     """One table a case name: shapes down, schemes across."""
     found = [row for row in rows("gemm_bitwise") if row.get("kernel", "wgmma") == "wgmma"]
     parts = []
-    for name in dict.fromkeys(row["case"] for row in found):
+    for name in sorted({row["case"] for row in found}):
         mine = [row for row in found if row["case"] == name]
         schemes = [s for s in BITWISE_SCHEMES if any(row["scheme"] == s for row in mine)]
         body = []
-        for m, n, k in dict.fromkeys((row["m"], row["n"], row["k"]) for row in mine):
+        for m, n, k in sorted({(row["m"], row["n"], row["k"]) for row in mine}, key=lambda s: (s[1], s[2], s[0])):
             same = {row["scheme"]: row for row in mine if (row["m"], row["n"], row["k"]) == (m, n, k)}
             vendor = next(iter(same.values()))["baselines"]
             others = [f"{vendor[v]:.1f}" if v in vendor else "" for v in ("cublas fp16", "int8", "fp8")]
