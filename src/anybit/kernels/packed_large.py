@@ -23,7 +23,7 @@ from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, 
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROW_STRIDE = 68
-_EARLY_BYTES = 48 << 10
+_EARLY_BYTES = 32 << 10
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
 _SHARINGS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
@@ -380,8 +380,12 @@ def estimate(problem: Problem, config: Config) -> float:
 
 @lru_cache(maxsize=4096)
 def default(problem: Problem) -> Config:
-    """The legal config that `estimate` likes best. Raises KernelError where there is none."""
-    best = min(configs(problem), key=lambda config: estimate(problem, config), default=None)
+    """The legal config that `estimate` likes best. Raises KernelError where there is none.
+
+    Never one with k_splits: its blocks wait for each other, so two such launches on two streams could wait for ever.
+    """
+    safe = (config for config in configs(problem) if config.k_splits == 1)
+    best = min(safe, key=lambda config: estimate(problem, config), default=None)
     if best is None:
         raise KernelError(f"packed_large cannot take {problem}: {why_not(problem) or 'no config is legal'}")
     return best
@@ -440,7 +444,8 @@ def params(
 def workspace_of(device: torch.device) -> Tensor:
     """Where blocks of k_splits > 1 leave partial sums: one a device, zero at first and between launches.
 
-    So launches that split K must not run at the same time on two streams of a device.
+    So launches with k_splits must not run at the same time on two streams of a device: they would mix their sums, and
+    as their blocks wait for each other, two launches with half of their blocks each on the device would not end.
     """
     return torch.zeros(_WORKSPACE + _FLAGS, dtype=torch.int32, device=device)
 
