@@ -271,7 +271,8 @@ def _default(p: Problem) -> Config:
     # Sixteen warps hide latency better, where their rings still have two stages.
     more_warps = p.m <= 2 and not whole and (p.weights.bits <= 4 if units <= 3 else p.weights.bits <= 3)
     found = None
-    for kibibytes in (112, 64, 32, 16):
+    # With more tokens their sums and activations want the room, and the next kernel's blocks fit no more anyway.
+    for kibibytes in (112, 64, 32, 16) if p.m <= 4 else (68, 32, 16):
         found = _fitted(p, 16 if more_warps else 8, 1, units if units <= 3 else 2, kibibytes << 10, 0, split)
         if shared_bytes(found) <= p.device.shared_bytes:
             break
@@ -305,7 +306,8 @@ def _fitted(
     prefetch = prefetch or ((20 << 10) if whole else (36 << 10)) // stage
     prefetch = max(1, min(stages, prefetch))
     late = not whole and warps == 8 and base.tokens <= 2
-    paced = whole or base.tokens <= 2
+    fits = base.row_chunks == 1 and steps * stage <= 108 << 10
+    paced = fits or base.tokens <= 2
     if not paced:
         prefetch = stages
     return replace(base, stages=stages, prefetch=prefetch, trigger=int(late), paced=paced)

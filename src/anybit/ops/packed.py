@@ -19,8 +19,8 @@ from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 
 _EMPTY = 0
-# Above this many tokens the wgmma kernel wins on every layer measured; benchmarks/results/h200/gemm_packed.json.
-_SMALL_M = 16
+# Above this many tokens the wgmma kernel wins on every layer measured (w4a16g128 of Llama-3-8B; docs/packed.md).
+_SMALL_M = 8
 
 
 @dataclass(frozen=True, eq=False)
