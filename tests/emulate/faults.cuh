@@ -168,7 +168,8 @@ KERNEL(cluster_exchange) {
         ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();
     }
-    p.y[blockIdx.x * Config::threads + threadIdx.x] = ptx::ld_shared_cluster_u32(ptx::mapa(base + 4 * threadIdx.x, other));
+    p.y[blockIdx.x * Config::threads + threadIdx.x] =
+        ptx::ld_shared_cluster_u32(ptx::mapa(base + 4 * threadIdx.x, other));
     if (Config::fault != 2) {  // a block must not end while the other reads from it
         ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();

@@ -89,7 +89,8 @@ KERNEL(mma_floats) {
             b[type][i] = p.x[256 * type + 128 + 32 * i + threadIdx.x];
         }
     for (int i = 0; i < 8; i++) {
-        const uint32_t choice = p.x[768 + threadIdx.x] >> 4 * i & 15, first = choice % 3, second = first + 1 + (choice / 3) % (3 - first);
+        const uint32_t choice = p.x[768 + threadIdx.x] >> 4 * i & 15, first = choice % 3,
+                       second = first + 1 + (choice / 3) % (3 - first);
         metadata |= (first | second << 2) << 4 * i;
     }
     const uint32_t f16[2] = {b[0][0], b[0][1]}, bf16[2] = {b[1][0], b[1][1]}, e4m3[2] = {b[2][0], b[2][1]};
@@ -177,18 +178,22 @@ KERNEL(exact_arithmetic) {
     out.put(ptx::cvt_f16x2_f32(fa, fb)), out.put(ptx::cvt_bf16x2_f32(fa, fb));
     out.put(uint32_t{ptx::cvt_f16_f32(fa)}), out.put(uint32_t{ptx::cvt_bf16_f32(fa)});
     out.put(uint32_t{ptx::cvt_e4m3x2_f32(fa, fb)}), out.put(ptx::cvt_f16x2_e4m3x2(static_cast<uint16_t>(a)));
-    out.put(ptx::max_nan_f16x2(a, b)), out.put(ptx::min_nan_f16x2(a, b)), out.put(ptx::abs_f16x2(a & 0xbfffbfffu));  // no NaN: its payload is not promised
+    out.put(ptx::max_nan_f16x2(a, b)), out.put(ptx::min_nan_f16x2(a, b)),
+        out.put(ptx::abs_f16x2(a & 0xbfffbfffu));  // no NaN: its payload is not promised
     out.put(ptx::max_nan_bf16x2(a, b)), out.put(ptx::min_nan_bf16x2(a, b)), out.put(ptx::abs_bf16x2(a & 0xbfffbfffu));
     // Sums of small floats, where conversions meet subnormals and ties.
-    const float small = ptx::cvt_f32_f16(static_cast<uint16_t>(a & 0x83ff)), large = ptx::cvt_f32_bf16(static_cast<uint16_t>(b & 0xc3ff));
+    const float small = ptx::cvt_f32_f16(static_cast<uint16_t>(a & 0x83ff)),
+                large = ptx::cvt_f32_bf16(static_cast<uint16_t>(b & 0xc3ff));
     out.put(ptx::cvt_f16x2_f32(small * 0.5f, large)), out.put(ptx::cvt_bf16x2_f32(small, large));
     out.put(uint32_t{ptx::cvt_e4m3x2_f32(small * 8.0f, large)});
     out.put(small), out.put(large), out.put(uint32_t{ptx::cvt_e4m3x2_f16x2(ptx::cvt_f16x2_f32(small, large))});
-    out.put(ptx::mul_rn_f32(small, large)), out.put(ptx::add_rn_f32(small, large)), out.put(ptx::add_rm_f32(small, large));
+    out.put(ptx::mul_rn_f32(small, large)), out.put(ptx::add_rn_f32(small, large)),
+        out.put(ptx::add_rm_f32(small, large));
     out.put(ptx::add_rm_f32(small, -small)), out.put(ptx::add_rm_f32(-large, small));
     out.put(__funnelshift_l(a, b, c)), out.put(__funnelshift_r(a, b, c)), out.put(__byte_perm(a, b, c & 0x7777));
     out.put(__dp4a(static_cast<int>(a), static_cast<int>(b), static_cast<int>(c))), out.put(__dp4a(a, b, c));
-    out.put(__popc(a)), out.put(__clz(static_cast<int>(b))), out.put(__ffs(static_cast<int>(c))), out.put(__brev(a)), out.put(__umulhi(a, b));
+    out.put(__popc(a)), out.put(__clz(static_cast<int>(b))), out.put(__ffs(static_cast<int>(c))), out.put(__brev(a)),
+        out.put(__umulhi(a, b));
 }
 
 // x: positive floats.
@@ -205,11 +210,14 @@ KERNEL(warps) {
     const uint32_t v = p.x[threadIdx.x];
     out.put(ptx::lane_id()), out.put(ptx::warp_id());
     out.put(ptx::shfl(v, 13)), out.put(ptx::shfl_xor(v, 9)), out.put(ptx::shfl_up(v, 3)), out.put(ptx::shfl_down(v, 7));
-    out.put(ptx::shfl(__uint_as_float(v), 40)), out.put(__shfl_xor_sync(0xffffffffu, v, 3, 8)), out.put(__shfl_up_sync(0xffffffffu, v, 3, 8));
-    out.put(ptx::vote_ballot(v & 1)), out.put(uint32_t{ptx::vote_any(v % 97 == 0)}), out.put(uint32_t{ptx::vote_all(v % 97 != 0)});
+    out.put(ptx::shfl(__uint_as_float(v), 40)), out.put(__shfl_xor_sync(0xffffffffu, v, 3, 8)),
+        out.put(__shfl_up_sync(0xffffffffu, v, 3, 8));
+    out.put(ptx::vote_ballot(v & 1)), out.put(uint32_t{ptx::vote_any(v % 97 == 0)}),
+        out.put(uint32_t{ptx::vote_all(v % 97 != 0)});
     out.put(ptx::redux_add(v)), out.put(ptx::redux_max(v));
     out.put(static_cast<uint32_t>(__popc(ptx::vote_ballot(ptx::elect_one()))));
-    out.put(uint32_t{ptx::smid() < 4096u}), out.put(uint32_t{(ptx::clock32() | 1) != 0}), out.put(uint32_t{ptx::globaltimer() + 1 != 0});
+    out.put(uint32_t{ptx::smid() < 4096u}), out.put(uint32_t{(ptx::clock32() | 1) != 0}),
+        out.put(uint32_t{ptx::globaltimer() + 1 != 0});
 }
 
 KERNEL(global_memory) {
@@ -218,9 +226,11 @@ KERNEL(global_memory) {
     ptx::prefetch_L2(at);
     ptx::cp_async_bulk_prefetch_L2(p.x, 64);
     out.put(ptx::ld_global_nc_u32(at)), out.put(ptx::ld_global_nc_v2(at)), out.put(ptx::ld_global_nc_v4(at));
-    out.put(ptx::ld_global_nc_v4_hint(at, ptx::createpolicy_evict_first())), out.put(ptx::ld_global_nc_v4_hint(at, ptx::createpolicy_evict_last()));
+    out.put(ptx::ld_global_nc_v4_hint(at, ptx::createpolicy_evict_first())),
+        out.put(ptx::ld_global_nc_v4_hint(at, ptx::createpolicy_evict_last()));
     out.put(ptx::ld_global_cg_u32(at)), out.put(ptx::ld_global_cg_v4(at));
-    ptx::red_add_u32(p.z, threadIdx.x), ptx::red_release_gpu_add(p.z + 1, 2), ptx::red_add_f32(reinterpret_cast<float*>(p.z + 2), 0.5f);
+    ptx::red_add_u32(p.z, threadIdx.x), ptx::red_release_gpu_add(p.z + 1, 2),
+        ptx::red_add_f32(reinterpret_cast<float*>(p.z + 2), 0.5f);
     const uint32_t before = ptx::atom_add_acq_rel_gpu(p.z + 3, 1);
     out.put(uint32_t{before < 64});
     ptx::st_global_cs_u32(p.z + 64 + threadIdx.x, threadIdx.x);
@@ -243,16 +253,19 @@ KERNEL(copies) {
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    ptx::cp_async<16>(mine, p.x + 4 * t), ptx::cp_async<8>(mine + 1024, p.x + 2 * t), ptx::cp_async<4>(mine + 2048, p.x + t);
+    ptx::cp_async<16>(mine, p.x + 4 * t), ptx::cp_async<8>(mine + 1024, p.x + 2 * t),
+        ptx::cp_async<4>(mine + 2048, p.x + t);
     ptx::cp_async_commit_group();
-    ptx::cp_async<16>(mine + 3072, p.x + 4 * t, t % 17), ptx::cp_async<8>(mine + 1032, p.x, t % 9), ptx::cp_async<4>(mine + 2052, p.x, 0);
+    ptx::cp_async<16>(mine + 3072, p.x + 4 * t, t % 17), ptx::cp_async<8>(mine + 1032, p.x, t % 9),
+        ptx::cp_async<4>(mine + 2052, p.x, 0);
     ptx::cp_async_mbarrier_arrive_noinc(bar + 16);
     ptx::cp_async_commit_group();
     ptx::cp_async_wait_group<1>();
     out.put(ptx::ld_shared_v4(mine)), out.put(ptx::ld_shared_v2(mine + 1024)), out.put(ptx::ld_shared_u32(mine + 2048));
     ptx::mbarrier_wait_parity(bar + 16, 0);
     const uint32_t neighbour = base + 16 * (t ^ 1);
-    out.put(ptx::ld_shared_v4(neighbour + 3072)), out.put(ptx::ld_shared_v2(neighbour + 1032)), out.put(ptx::ld_shared_f32(neighbour + 2052));
+    out.put(ptx::ld_shared_v4(neighbour + 3072)), out.put(ptx::ld_shared_v2(neighbour + 1032)),
+        out.put(ptx::ld_shared_f32(neighbour + 2052));
     ptx::cp_async_wait_all();
     ptx::bar_sync(1, 64);
     if (t == 0) {
@@ -261,9 +274,11 @@ KERNEL(copies) {
         ptx::cp_async_bulk_load_hint(base + 5120, p.x + 512, 512, bar, ptx::createpolicy_evict_first());
     }
     while (!ptx::mbarrier_try_wait_parity(bar, 0)) {}
-    out.put(uint32_t{ptx::mbarrier_test_wait_parity(bar, 0)}), out.put(uint32_t{ptx::mbarrier_test_wait_parity(bar, 1)});
+    out.put(uint32_t{ptx::mbarrier_test_wait_parity(bar, 0)}),
+        out.put(uint32_t{ptx::mbarrier_test_wait_parity(bar, 1)});
     out.put(ptx::ld_shared_v4(mine + 4096)), out.put(ptx::ld_shared_v2(base + 5120 + 8 * t));
-    ptx::st_shared_v4(mine, make_uint4(t, 2 * t, 3 * t, 4 * t)), ptx::st_shared_v2(mine + 1024, make_uint2(5 * t, 6 * t));
+    ptx::st_shared_v4(mine, make_uint4(t, 2 * t, 3 * t, 4 * t)),
+        ptx::st_shared_v2(mine + 1024, make_uint2(5 * t, 6 * t));
     ptx::st_shared_u32(mine + 1032, 7 * t), ptx::st_shared_f32(mine + 1036, 0.5f * t);
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive(bar + 8);
@@ -284,7 +299,8 @@ KERNEL(clusters) {
     const uint32_t rank = ptx::cluster_ctarank(), other = rank ^ 1;
     out.put(rank), out.put(ptx::cluster_nctarank());
     if (t == 0) {
-        ptx::mbarrier_init(bar, 1), ptx::mbarrier_init(bar + 8, 128), ptx::mbarrier_init(bar + 16, 1), ptx::mbarrier_init(bar + 24, 1);
+        ptx::mbarrier_init(bar, 1), ptx::mbarrier_init(bar + 8, 128), ptx::mbarrier_init(bar + 16, 1),
+            ptx::mbarrier_init(bar + 24, 1);
         ptx::fence_mbarrier_init();
     }
     ptx::barrier_cluster_arrive();
@@ -307,10 +323,13 @@ KERNEL(clusters) {
     out.put(ptx::ld_shared_cluster_v4(ptx::mapa(mine + 1024, other)).w);
     ptx::st_async_v4(ptx::mapa(mine + 4096, other), make_uint4(t, rank, 1, 2), ptx::mapa(bar + 16, other));
     ptx::st_async_u32(ptx::mapa(base + 5120 + 4 * t, other), 3 * t + rank, ptx::mapa(bar + 16, other));
-    if (t == 0) ptx::cp_async_bulk_shared_to_cluster(ptx::mapa(base + 6144, other), base + 1024, 256, ptx::mapa(bar + 24, other));
+    if (t == 0)
+        ptx::cp_async_bulk_shared_to_cluster(ptx::mapa(base + 6144, other), base + 1024, 256,
+                                             ptx::mapa(bar + 24, other));
     ptx::mbarrier_wait_parity(bar + 16, 0);
     ptx::mbarrier_wait_parity(bar + 24, 0);
-    out.put(ptx::ld_shared_u32(mine + 4096 + 4)), out.put(ptx::ld_shared_u32(base + 5120 + 4 * t)), out.put(ptx::ld_shared_u32(base + 6144 + 4 * t));
+    out.put(ptx::ld_shared_u32(mine + 4096 + 4)), out.put(ptx::ld_shared_u32(base + 5120 + 4 * t)),
+        out.put(ptx::ld_shared_u32(base + 6144 + 4 * t));
     ptx::barrier_cluster_arrive();
     ptx::barrier_cluster_wait();
 }

@@ -186,7 +186,8 @@ PTX void st_global_cs_u32(void* p, uint32_t v) {
     asm volatile("st.global.cs.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
 }
 PTX void st_global_cs_v4(void* p, uint4 v) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};" :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};"
+                 :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 PTX uint64_t createpolicy_evict_first() {
     uint64_t r; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r)); return r;
@@ -218,25 +219,28 @@ PTX void red_add_f32(float* p, float v) {
 }
 PTX void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// ---- cp.async: copies of 4, 8 or 16 bytes, each thread waiting for its own -------------------------------------------
+// ---- cp.async: copies of 4, 8 or 16 bytes, each thread waiting for its own ------------------------------------------
 
 // Copies the first `valid` bytes and fills the rest with zeros; `valid` 0 reads nothing.
 template <int bytes> PTX void cp_async(uint32_t shared, const void* global, int valid = bytes) {
     static_assert(bytes == 4 || bytes == 8 || bytes == 16, "cp.async copies 4, 8 or 16 bytes");
     if constexpr (bytes == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(valid) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                     :: "r"(shared), "l"(global), "r"(valid) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(shared), "l"(global), "n"(bytes), "r"(valid) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     :: "r"(shared), "l"(global), "n"(bytes), "r"(valid) : "memory");
 }
 PTX void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int groups> PTX void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" :: "n"(groups) : "memory"); }
+template <int groups> PTX void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;"
+                                                                    :: "n"(groups) : "memory"); }
 PTX void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Arrives on the barrier when all earlier cp.async of this thread have landed; counts as one expected arrival.
 PTX void cp_async_mbarrier_arrive_noinc(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
 
-// ---- Barriers of the block -------------------------------------------------------------------------------------------
+// ---- Barriers of the block ------------------------------------------------------------------------------------------
 
 // Named barrier `id` (1 to 15; 0 is __syncthreads) of `threads` threads, whole warps.
 PTX void bar_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
@@ -306,7 +310,7 @@ CHECKED void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- Bulk copies: whole tiles, 16-byte aligned, a multiple of 16 bytes ------------------------------------------------
+// ---- Bulk copies: whole tiles, 16-byte aligned, a multiple of 16 bytes ----------------------------------------------
 
 CHECKED void cp_async_bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
     NEEDS(900, "bulk copies need sm_90 or later");
@@ -328,7 +332,8 @@ CHECKED void cp_async_bulk_load_multicast(
 }
 CHECKED void cp_async_bulk_store(void* global, uint32_t shared, uint32_t bytes) {
     NEEDS(900, "bulk copies need sm_90 or later");
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" :: "l"(global), "r"(shared), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :: "l"(global), "r"(shared), "r"(bytes) : "memory");
 }
 CHECKED void cp_async_bulk_commit_group() {
     NEEDS(900, "bulk copies need sm_90 or later");
@@ -354,7 +359,7 @@ CHECKED void cp_async_bulk_shared_to_cluster(uint32_t cluster, uint32_t shared, 
                  :: "r"(cluster), "r"(shared), "r"(bytes), "r"(cluster_barrier) : "memory");
 }
 
-// ---- Clusters --------------------------------------------------------------------------------------------------------
+// ---- Clusters -------------------------------------------------------------------------------------------------------
 
 CHECKED void barrier_cluster_arrive() {
     NEEDS(900, "clusters need sm_90 or later");
@@ -406,7 +411,7 @@ CHECKED void st_async_v4(uint32_t cluster, uint4 v, uint32_t cluster_barrier) {
                  :: "r"(cluster), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(cluster_barrier) : "memory");
 }
 
-// ---- Programmatic dependent launch, registers --------------------------------------------------------------------------
+// ---- Programmatic dependent launch, registers -----------------------------------------------------------------------
 // Both are no-ops before sm_90, where a kernel starts only after the previous one has ended.
 
 PTX void griddepcontrol_launch_dependents() {
@@ -429,7 +434,7 @@ template <int registers, int arch = ANYBIT_WGMMA_ARCH> PTX void setmaxnreg_dec()
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(registers));
 }
 
-// ---- Warps -----------------------------------------------------------------------------------------------------------
+// ---- Warps ----------------------------------------------------------------------------------------------------------
 // All 32 lanes take part; T is any type that the shuffle built-ins take.
 
 template <class T> PTX T shfl(T v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }

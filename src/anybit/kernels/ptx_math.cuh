@@ -4,7 +4,7 @@
 
 namespace ptx {
 
-// ---- Bits --------------------------------------------------------------------------------------------------------------
+// ---- Bits -----------------------------------------------------------------------------------------------------------
 
 // Any function of three bits: `table` is f(0xf0, 0xcc, 0xaa), for example (0xf0 & 0xcc) | 0xaa for (a & b) | c.
 template <int table> PTX uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
@@ -15,14 +15,14 @@ PTX uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector)); return d;
 }
 
-// ---- 32-bit floats, never contracted into an fma: what must agree bit for bit with torch ---------------------------------------
+// ---- 32-bit floats, never contracted into an fma: what must agree bit for bit with torch ----------------------------
 
 PTX float mul_rn_f32(float a, float b) { float d; asm("mul.rn.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
 PTX float add_rn_f32(float a, float b) { float d; asm("add.rn.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
 // Rounded down.
 PTX float add_rm_f32(float a, float b) { float d; asm("add.rm.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b)); return d; }
 
-// ---- 16-bit floats, two in a word ----------------------------------------------------------------------------------------
+// ---- 16-bit floats, two in a word -----------------------------------------------------------------------------------
 
 PTX uint32_t add_f16x2(uint32_t a, uint32_t b) {
     uint32_t d; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b)); return d;
@@ -76,7 +76,7 @@ PTX uint16_t cvt_bf16_f32(float v) { uint16_t d; asm("cvt.rn.bf16.f32 %0, %1;" :
 PTX float cvt_f32_f16(uint16_t v) { float d; asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(v)); return d; }
 PTX float cvt_f32_bf16(uint16_t v) { return __uint_as_float(static_cast<uint32_t>(v) << 16); }
 
-// ---- fp8 (e4m3, saturating), two in a half word -----------------------------------------------------------------------------
+// ---- fp8 (e4m3, saturating), two in a half word ---------------------------------------------------------------------
 
 CHECKED uint16_t cvt_e4m3x2_f32(float low, float high) {
     NEEDS(890, "fp8 conversions need sm_89 or later");
@@ -91,7 +91,7 @@ CHECKED uint32_t cvt_f16x2_e4m3x2(uint16_t v) {
     uint32_t d; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(v)); return d;
 }
 
-// ---- Approximate functions, subnormals flushed ------------------------------------------------------------------------------
+// ---- Approximate functions, subnormals flushed ----------------------------------------------------------------------
 
 PTX float ex2_approx(float v) { float d; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
 PTX float lg2_approx(float v) { float d; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
@@ -99,7 +99,7 @@ PTX float rcp_approx(float v) { float d; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"
 PTX float rsqrt_approx(float v) { float d; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
 PTX float tanh_approx(float v) { float d; asm("tanh.approx.f32 %0, %1;" : "=f"(d) : "f"(v)); return d; }
 
-// ---- mma.sync: d += a * b, one warp -------------------------------------------------------------------------------------------
+// ---- mma.sync: d += a * b, one warp ---------------------------------------------------------------------------------
 // a has 16 rows, b 8 columns. With g = lane / 4 and t = lane % 4: d[0], d[1] are row g, columns 2t and 2t + 1; d[2],
 // d[3] row g + 8. a[0] is row g, a[1] row g + 8, both the t-th word of the first half of k; a[2], a[3] the second half.
 // b[0] is column g, the t-th word of the first half of k, b[1] of the second.

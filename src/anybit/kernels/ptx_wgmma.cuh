@@ -48,7 +48,7 @@ template <int count, class Int> PTX void wgmma_touch(Int (&d)[count]) {
     for (int i = 0; i < count; i++) asm volatile("" : "+r"(d[i]) :: "memory");
 }
 
-// ---- The instructions --------------------------------------------------------------------------------------------------
+// ---- The instructions -----------------------------------------------------------------------------------------------
 // Registers are %0 to %(N / 2 - 1), and what follows them is numbered from there: each N states its own numbers.
 
 #define ANYBIT_REGS_8 "%0,%1,%2,%3"

@@ -128,7 +128,8 @@ struct MmaArgument {
 };
 void gather_a(MmaArgument** lanes, uint8_t (*rows)[32]) {
     for (int lane = 0; lane < 32; lane++)
-        for (int i = 0; i < 4; i++) memcpy(rows[lane / 4 + i % 2 * 8] + 4 * (lane % 4 + i / 2 * 4), &lanes[lane]->a[i], 4);
+        for (int i = 0; i < 4; i++)
+            memcpy(rows[lane / 4 + i % 2 * 8] + 4 * (lane % 4 + i / 2 * 4), &lanes[lane]->a[i], 4);
 }
 void finish_mma(void** arguments) {
     auto** lanes = reinterpret_cast<MmaArgument**>(arguments);
@@ -141,7 +142,8 @@ void finish_mma(void** arguments) {
     for (int r = 0; r < 16; r++) {
         const Row a = decode(a_kind, a_bytes[r], count);
         for (int c = 0; c < 8; c++)
-            accumulate_dot(a_kind, &lanes[4 * (r % 8) + c / 2]->d[c % 2 + r / 8 * 2], a, decode(b_kind, b_bytes[c], count), count);
+            accumulate_dot(a_kind, &lanes[4 * (r % 8) + c / 2]->d[c % 2 + r / 8 * 2], a,
+                           decode(b_kind, b_bytes[c], count), count);
     }
 }
 void finish_mma_sp(void** arguments) {
@@ -165,7 +167,8 @@ void finish_mma_sp(void** arguments) {
             if (is_float(a_kind)) a.f[at] = compressed.f[i]; else a.n[at] = compressed.n[i];
         }
         for (int c = 0; c < 8; c++)
-            accumulate_dot(a_kind, &lanes[4 * (r % 8) + c / 2]->d[c % 2 + r / 8 * 2], a, decode(b_kind, b_bytes[c], 2 * kept), 2 * kept);
+            accumulate_dot(a_kind, &lanes[4 * (r % 8) + c / 2]->d[c % 2 + r / 8 * 2], a,
+                           decode(b_kind, b_bytes[c], 2 * kept), 2 * kept);
     }
 }
 void finish_nvf4(void** arguments) {
@@ -207,9 +210,12 @@ struct WgmmaArgument {
 // The two 16-byte chunks of 32 bytes of k of one row, as the descriptor finds them.
 struct Row32 { const uint8_t* chunk[2]; };
 Row32 find_row(uint64_t descriptor, int row, const char* what) {
-    const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
+    const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
+                   stride = (descriptor >> 32 & 0x3fff) << 4;
     const int mode = descriptor >> 62;
-    if (descriptor >> 49 & 7) fail("%s: the descriptor's base offset is %d; tiles must be 1024-byte aligned", what, static_cast<int>(descriptor >> 49 & 7));
+    if (descriptor >> 49 & 7)
+        fail("%s: the descriptor's base offset is %d; tiles must be 1024-byte aligned", what,
+             static_cast<int>(descriptor >> 49 & 7));
     static const uint32_t row_bytes[4] = {16, 128, 64, 32}, pattern[4] = {0, 0x70, 0x30, 0x10};
     Row32 found;
     for (int chunk = 0; chunk < 2; chunk++) {
@@ -227,9 +233,11 @@ void finish_wgmma(void** arguments) {
     Warp& warp = *current->warp;
     const int rank = current->index / 32 % 4, n = first.n, count = elements(first.a_kind);
     for (int lane = 1; lane < 32; lane++)
-        if (lanes[lane]->a_descriptor != first.a_descriptor || lanes[lane]->b_descriptor != first.b_descriptor || lanes[lane]->accumulate != first.accumulate)
+        if (lanes[lane]->a_descriptor != first.a_descriptor || lanes[lane]->b_descriptor != first.b_descriptor ||
+            lanes[lane]->accumulate != first.accumulate)
             fail("%s: lane %d gives other descriptors or another `accumulate` than lane 0", first.name, lane);
-    if (!warp.fenced) fail("%s: registers were touched since the last wgmma_wait_group, and no wgmma_fence followed", first.name);
+    if (!warp.fenced)
+        fail("%s: registers were touched since the last wgmma_wait_group, and no wgmma_fence followed", first.name);
 
     Product* product = nullptr;
     for (Product& other : warp.products) if (other.registers[0] == first.d) product = &other;
@@ -293,7 +301,8 @@ void finish_wait(void** arguments) {
         if (operand.instruction <= complete)
             for (size_t i = 0; i < operand.rows.size(); i++)
                 if (memcmp(operand.rows[i], &operand.seen[16 * i], 16) != 0)
-                    fail("%s: its operand at %s was overwritten before the product was waited for", operand.name.c_str(), place(operand.rows[i]).c_str());
+                    fail("%s: its operand at %s was overwritten before the product was waited for",
+                         operand.name.c_str(), place(operand.rows[i]).c_str());
     auto done = [&](const Operand& operand) { return operand.instruction <= complete; };
     warp.operands.erase(std::remove_if(warp.operands.begin(), warp.operands.end(), done), warp.operands.end());
     for (size_t i = 0; i < warp.products.size();) {
@@ -302,7 +311,8 @@ void finish_wait(void** arguments) {
             i++;
             continue;
         }
-        for (int lane = 0; lane < 32; lane++) memcpy(product.registers[lane], &product.values[lane * product.count], 4 * product.count);
+        for (int lane = 0; lane < 32; lane++)
+            memcpy(product.registers[lane], &product.values[lane * product.count], 4 * product.count);
         warp.products.erase(warp.products.begin() + i);
         warp.fenced = false;
     }
@@ -329,17 +339,21 @@ uint32_t reduce_add(uint32_t value, uint32_t mask) {
 }
 void syncwarp(uint32_t mask) { warp_meet("__syncwarp", mask, nullptr, nullptr, true); }
 void barrier(int id, uint32_t threads, bool waits, int line) {
-    static const char* const names[16] = {"__syncthreads", "named barrier 1", "named barrier 2", "named barrier 3", "named barrier 4",
-        "named barrier 5", "named barrier 6", "named barrier 7", "named barrier 8", "named barrier 9", "named barrier 10",
-        "named barrier 11", "named barrier 12", "named barrier 13", "named barrier 14", "named barrier 15"};
+    static const char* const names[16] = {
+        "__syncthreads",    "named barrier 1",  "named barrier 2",  "named barrier 3",
+        "named barrier 4",  "named barrier 5",  "named barrier 6",  "named barrier 7",
+        "named barrier 8",  "named barrier 9",  "named barrier 10", "named barrier 11",
+        "named barrier 12", "named barrier 13", "named barrier 14", "named barrier 15"};
     if (id < 0 || id > 15) fail("bar.sync %d: barriers are numbered 0 to 15", id);
     if (id && (threads % 32 || threads == 0 || threads > launch.threads))
-        fail("bar.sync %d, %u: the count must be a multiple of 32, at most the block's %u threads", id, threads, launch.threads);
+        fail("bar.sync %d, %u: the count must be a multiple of 32, at most the block's %u threads", id, threads,
+             launch.threads);
     meet(current->block->barriers[id], names[id], line, id ? threads : launch.threads, nullptr, nullptr, waits, true);
 }
 bool elect_one() {
     uint32_t lanes = ballot(true, 0xffffffffu, "elect_one");
-    return current->lane == 31 - static_cast<uint32_t>(__builtin_clz(lanes));  // any lane may be chosen: not the usual 0
+    return current->lane ==
+           31 - static_cast<uint32_t>(__builtin_clz(lanes));  // any lane may be chosen: not the usual 0
 }
 void ldmatrix(uint32_t* r, uint32_t address, int count, bool trans) {
     MatrixArgument argument{r, nullptr, count, trans};
@@ -366,7 +380,8 @@ void mma(const char* name, Kind a_kind, Kind b_kind, void* d, const uint32_t* a,
     MmaArgument argument{a_kind, b_kind, static_cast<uint32_t*>(d), a, b, 0, 0, 0, 0};
     warp_meet(name, 0xffffffffu, &argument, finish_mma, false);
 }
-void mma_sp(const char* name, Kind a_kind, Kind b_kind, void* d, const uint32_t* a, const uint32_t* b, uint32_t metadata, int selector) {
+void mma_sp(const char* name, Kind a_kind, Kind b_kind, void* d, const uint32_t* a, const uint32_t* b,
+            uint32_t metadata, int selector) {
     MmaArgument argument{a_kind, b_kind, static_cast<uint32_t*>(d), a, b, metadata, selector, 0, 0};
     warp_meet(name, 0xffffffffu, &argument, finish_mma_sp, false);
 }
@@ -374,7 +389,8 @@ void mma_nvf4(float* d, const uint32_t* a, const uint32_t* b, uint32_t a_scale, 
     MmaArgument argument{Kind::e2m1, Kind::e2m1, reinterpret_cast<uint32_t*>(d), a, b, 0, 0, a_scale, b_scale};
     warp_meet("mma_m16n8k64_nvf4", 0xffffffffu, &argument, finish_nvf4, false);
 }
-void wgmma(const char* name, Kind a_kind, Kind b_kind, int n, void* d, const uint32_t* a, uint64_t a_descriptor, uint64_t b_descriptor, bool accumulate) {
+void wgmma(const char* name, Kind a_kind, Kind b_kind, int n, void* d, const uint32_t* a, uint64_t a_descriptor,
+           uint64_t b_descriptor, bool accumulate) {
     WgmmaArgument argument{name, a_kind, b_kind, n, d, a, a_descriptor, b_descriptor, accumulate};
     warp_meet(name, 0xffffffffu, &argument, finish_wgmma, true);
 }

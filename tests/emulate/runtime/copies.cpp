@@ -9,8 +9,8 @@ namespace emulate {
 namespace {
 
 std::string barrier_text(const char* what, uint32_t address, const Barrier& barrier, uint32_t parity) {
-    return text("%s of the mbarrier at shared memory + %u, parity %u (phase %u lacks %u of %u arrivals and %lld bytes)", what,
-                (address & 0xffffff) - WINDOW, parity, barrier.phase, barrier.pending, barrier.arrivals,
+    return text("%s of the mbarrier at shared memory + %u, parity %u (phase %u lacks %u of %u arrivals and %lld bytes)",
+                what, (address & 0xffffff) - WINDOW, parity, barrier.phase, barrier.pending, barrier.arrivals,
                 static_cast<long long>(barrier.bytes));
 }
 
@@ -83,7 +83,8 @@ void land_own(Thread& thread, size_t keep) {
 
 void source_still_there(Copy& copy) {
     if (copy.from && memcmp(copy.from, copy.value.data(), copy.bytes) != 0)
-        fail("cp.async.bulk store: %s was written again before the store had read it (a missing wait_group_read)", place(copy.from).c_str());
+        fail("cp.async.bulk store: %s was written again before the store had read it (a missing wait_group_read)",
+             place(copy.from).c_str());
     copy.from = nullptr;
 }
 
@@ -120,7 +121,8 @@ bool is_complete(Barrier& barrier, uint32_t parity) {
 
 void check_bulk(uint32_t shared, const void* global, uint32_t bytes, const char* what) {
     if (shared % 16 || reinterpret_cast<uintptr_t>(global) % 16 || bytes % 16 || bytes == 0)
-        fail("%s: shared address %#x, global address %p and size %u must be multiples of 16", what, shared, global, bytes);
+        fail("%s: shared address %#x, global address %p and size %u must be multiples of 16", what, shared, global,
+             bytes);
 }
 
 void signalled(Copy copy, uint32_t barrier_address, const char* what) {
@@ -138,18 +140,21 @@ void finish_thread(Thread& thread) {
     if (!thread.stores.empty()) fail("the thread ended with a bulk store that it has not committed");
     for (auto& group : thread.store_groups)
         for (Copy& copy : group) {
-            if (copy.from) fail("the thread ended while its bulk store still reads %s: wait with cp_async_bulk_wait_group_read", place(copy.from).c_str());
+            if (copy.from)
+                fail("the thread ended while its bulk store still reads %s: wait with cp_async_bulk_wait_group_read",
+                     place(copy.from).c_str());
             land(copy);
         }
     for (Product& product : thread.warp->products)
-        if (product.registers[thread.lane]) fail("the thread ended with a wgmma in flight: wgmma_wait_group<0> is missing");
+        if (product.registers[thread.lane])
+            fail("the thread ended with a wgmma in flight: wgmma_wait_group<0> is missing");
 }
 
 void finish_block(Block& block) {
     for (auto& [address, barrier] : block.mbarriers)
         if (!barrier.copies.empty())
-            fail("%s ended while a bulk copy to %s, which signals the mbarrier at shared memory + %u, was in flight", block.name.c_str(),
-                 place(barrier.copies[0].to).c_str(), address - WINDOW);
+            fail("%s ended while a bulk copy to %s, which signals the mbarrier at shared memory + %u, was in flight",
+                 block.name.c_str(), place(barrier.copies[0].to).c_str(), address - WINDOW);
 }
 
 // ---- cp.async --------------------------------------------------------------------------------------------------------
@@ -219,11 +224,14 @@ void fence_proxy_async() {
 void cp_async_bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
     check_bulk(shared, global, bytes, "cp.async.bulk load");
     uint8_t* to = resolve(shared, bytes, "cp.async.bulk load");
-    signalled({to, static_cast<const uint8_t*>(global), bytes, bytes, {}, current, nullptr, {}}, barrier, "cp.async.bulk load");
+    signalled({to, static_cast<const uint8_t*>(global), bytes, bytes, {}, current, nullptr, {}}, barrier,
+              "cp.async.bulk load");
 }
-void cp_async_bulk_load_multicast(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier, uint16_t blocks) {
+void cp_async_bulk_load_multicast(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier,
+                                  uint16_t blocks) {
     resolve_local(shared, bytes, "cp.async.bulk multicast load");
-    if (blocks >> launch.cluster) fail("cp.async.bulk multicast load: block mask %#x, but the cluster has %u blocks", blocks, launch.cluster);
+    if (blocks >> launch.cluster)
+        fail("cp.async.bulk multicast load: block mask %#x, but the cluster has %u blocks", blocks, launch.cluster);
     for (uint32_t rank = 0; rank < launch.cluster; rank++)
         if (blocks >> rank & 1) cp_async_bulk_load(mapa(shared, rank), global, bytes, mapa(barrier, rank));
 }
@@ -250,11 +258,14 @@ void cp_async_bulk_tensor_2d(uint32_t shared, const void* map, int x, int y, uin
             valid = std::clamp<int64_t>(valid, 0, 16);
             const auto* from = reinterpret_cast<const uint8_t*>(box.base) + row * box.pitch + at;
             uint8_t* to = resolve(target, 16, "cp.async.bulk.tensor");
-            signalled({to, from, 16, static_cast<uint32_t>(valid), {}, current, nullptr, {}}, barrier, "cp.async.bulk.tensor");
+            signalled({to, from, 16, static_cast<uint32_t>(valid), {}, current, nullptr, {}}, barrier,
+                      "cp.async.bulk.tensor");
         }
 }
-void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const void* map, int x, int y, uint32_t barrier, uint16_t blocks) {
-    if (blocks >> launch.cluster) fail("cp.async.bulk.tensor multicast: block mask %#x, but the cluster has %u blocks", blocks, launch.cluster);
+void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const void* map, int x, int y, uint32_t barrier,
+                                       uint16_t blocks) {
+    if (blocks >> launch.cluster)
+        fail("cp.async.bulk.tensor multicast: block mask %#x, but the cluster has %u blocks", blocks, launch.cluster);
     for (uint32_t rank = 0; rank < launch.cluster; rank++)
         if (blocks >> rank & 1) cp_async_bulk_tensor_2d(mapa(shared, rank), map, x, y, mapa(barrier, rank));
 }
@@ -262,7 +273,14 @@ void cp_async_bulk_store(void* global, uint32_t shared, uint32_t bytes) {
     check_bulk(shared, global, bytes, "cp.async.bulk store");
     const uint8_t* from = resolve_local(shared, bytes, "cp.async.bulk store");
     check_read(from, bytes, "cp.async.bulk store", Proxy::async);
-    Copy copy{static_cast<uint8_t*>(global), from, bytes, bytes, std::vector<uint8_t>(from, from + bytes), current, nullptr, {}};
+    Copy copy{static_cast<uint8_t*>(global),
+              from,
+              bytes,
+              bytes,
+              std::vector<uint8_t>(from, from + bytes),
+              current,
+              nullptr,
+              {}};
     issue(copy, "cp.async.bulk store");
     current->stores.push_back(std::move(copy));
 }
@@ -302,7 +320,8 @@ void barrier_cluster_wait() {
     while (cluster.phase < current->cluster_phase) {
         cluster.waiting.push_back(current);
         block_on([&cluster] {
-            return text("barrier.cluster.wait, where %u of %u threads have arrived", cluster.arrived, launch.threads * launch.cluster);
+            return text("barrier.cluster.wait, where %u of %u threads have arrived", cluster.arrived,
+                        launch.threads * launch.cluster);
         });
     }
     if (launch.races) join(current->clock, cluster.completed);
@@ -314,7 +333,14 @@ uint32_t mapa(uint32_t shared, uint32_t rank) {
 void st_async(uint32_t cluster, const void* value, uint32_t bytes, uint32_t barrier) {
     const auto* v = static_cast<const uint8_t*>(value);
     if ((cluster >> 24) != (barrier >> 24)) fail("st.async: the data and its mbarrier are in different blocks");
-    signalled({resolve(cluster, bytes, "st.async"), nullptr, bytes, bytes, std::vector<uint8_t>(v, v + bytes), current, nullptr, {}},
+    signalled({resolve(cluster, bytes, "st.async"),
+               nullptr,
+               bytes,
+               bytes,
+               std::vector<uint8_t>(v, v + bytes),
+               current,
+               nullptr,
+               {}},
               barrier, "st.async");
 }
 
@@ -322,7 +348,8 @@ void st_async(uint32_t cluster, const void* value, uint32_t bytes, uint32_t barr
 
 uint32_t shared_address(const void* p) {
     const auto offset = static_cast<const uint8_t*>(p) - current->block->shared;
-    if (offset < 0 || offset > launch.shared_bytes) fail("shared_address(%p): %s is not this block's shared memory", p, place(p).c_str());
+    if (offset < 0 || offset > launch.shared_bytes)
+        fail("shared_address(%p): %s is not this block's shared memory", p, place(p).c_str());
     return static_cast<uint32_t>(offset) + WINDOW;
 }
 uint8_t* dynamic_shared() { return current->block->shared; }

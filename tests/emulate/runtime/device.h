@@ -120,8 +120,12 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     }
     return r;
 }
-inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned n) { return ((static_cast<uint64_t>(high) << 32 | low) << (n & 31)) >> 32; }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) { return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (n & 31)); }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned n) {
+    return ((static_cast<uint64_t>(high) << 32 | low) << (n & 31)) >> 32;
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) {
+    return static_cast<unsigned>((static_cast<uint64_t>(high) << 32 | low) >> (n & 31));
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline int __mulhi(int a, int b) { return static_cast<int>(static_cast<int64_t>(a) * b >> 32); }
 template <class A, class B, class C> C emulated_dp4a(A a, B b, C c) {
@@ -155,8 +159,14 @@ inline float __expf(float v) { return std::exp(v); }
 inline float __logf(float v) { return std::log(v); }
 inline float __saturatef(float v) { return v > 1 ? 1 : v > 0 ? v : 0; }
 inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
-template <class A, class B> constexpr auto min(A a, B b) { return b < a ? std::common_type_t<A, B>(b) : std::common_type_t<A, B>(a); }
-template <class A, class B> constexpr auto max(A a, B b) { return a < b ? std::common_type_t<A, B>(b) : std::common_type_t<A, B>(a); }
+template <class A, class B>
+constexpr auto min(A a, B b) {
+    return b < a ? std::common_type_t<A, B>(b) : std::common_type_t<A, B>(a);
+}
+template <class A, class B>
+constexpr auto max(A a, B b) {
+    return a < b ? std::common_type_t<A, B>(b) : std::common_type_t<A, B>(a);
+}
 inline float min(float a, float b) { return std::fmin(a, b); }
 inline float max(float a, float b) { return std::fmax(a, b); }
 
@@ -210,13 +220,19 @@ template <class T> PTX T read_shared(uint32_t address, const char* what) {
     emulate::read_shared(&v, address, sizeof v, what);
     return v;
 }
-template <class T> PTX void write_shared(uint32_t address, T v, const char* what) { emulate::write_shared(address, &v, sizeof v, what); }
+template <class T>
+PTX void write_shared(uint32_t address, T v, const char* what) {
+    emulate::write_shared(address, &v, sizeof v, what);
+}
 template <class T> PTX T read_global(const void* p, const char* what) {
     T v;
     emulate::read_global(&v, p, sizeof v, what);
     return v;
 }
-template <class T> PTX void write_global(void* p, T v, const char* what) { emulate::write_global(p, &v, sizeof v, what); }
+template <class T>
+PTX void write_global(void* p, T v, const char* what) {
+    emulate::write_global(p, &v, sizeof v, what);
+}
 
 PTX uint32_t ld_shared_u32(uint32_t shared) { return read_shared<uint32_t>(shared, "ld_shared_u32"); }
 PTX float ld_shared_f32(uint32_t shared) { return read_shared<float>(shared, "ld_shared_f32"); }
@@ -258,7 +274,10 @@ PTX void red_add_u32(uint32_t* p, uint32_t v) { atomicAdd(p, v); }
 PTX void red_add_f32(float* p, float v) { atomicAdd(p, v); }
 PTX void fence_acq_rel_gpu() {}
 
-template <int bytes> PTX void cp_async(uint32_t shared, const void* global, int valid = bytes) { emulate::cp_async(shared, global, bytes, valid); }
+template <int bytes>
+PTX void cp_async(uint32_t shared, const void* global, int valid = bytes) {
+    emulate::cp_async(shared, global, bytes, valid);
+}
 using emulate::cp_async_commit_group;
 using emulate::cp_async_mbarrier_arrive_noinc;
 using emulate::cp_async_wait_all;
@@ -273,11 +292,19 @@ PTX void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
     emulate::mbarrier_arrive(barrier, "mbarrier_arrive_expect_tx");
 }
 PTX void mbarrier_arrive_cluster(uint32_t cluster) { emulate::mbarrier_arrive(cluster, "mbarrier_arrive_cluster"); }
-PTX void mbarrier_arrive_release_cluster(uint32_t cluster) { emulate::mbarrier_arrive(cluster, "mbarrier_arrive_release_cluster"); }
-PTX bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) { return emulate::mbarrier_wait(barrier, parity), true; }
-PTX bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) { return emulate::mbarrier_test_wait(barrier, parity); }
+PTX void mbarrier_arrive_release_cluster(uint32_t cluster) {
+    emulate::mbarrier_arrive(cluster, "mbarrier_arrive_release_cluster");
+}
+PTX bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
+    return emulate::mbarrier_wait(barrier, parity), true;
+}
+PTX bool mbarrier_test_wait_parity(uint32_t barrier, uint32_t parity) {
+    return emulate::mbarrier_test_wait(barrier, parity);
+}
 PTX void mbarrier_wait_parity(uint32_t barrier, uint32_t parity) { emulate::mbarrier_wait(barrier, parity); }
-PTX void mbarrier_wait_parity_acquire_cluster(uint32_t barrier, uint32_t parity) { emulate::mbarrier_wait(barrier, parity); }
+PTX void mbarrier_wait_parity_acquire_cluster(uint32_t barrier, uint32_t parity) {
+    emulate::mbarrier_wait(barrier, parity);
+}
 PTX void fence_mbarrier_init() {}
 using emulate::fence_proxy_async;
 using emulate::cp_async_bulk_load;
@@ -298,7 +325,8 @@ PTX void prefetch_tensormap(const TensorMap*) {}
 PTX void cp_async_bulk_tensor_2d(uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier) {
     emulate::cp_async_bulk_tensor_2d(shared, map, x, y, barrier);
 }
-PTX void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier, uint16_t blocks) {
+PTX void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier,
+                                           uint16_t blocks) {
     emulate::cp_async_bulk_tensor_2d_multicast(shared, map, x, y, barrier, blocks);
 }
 using emulate::barrier_cluster_arrive;
@@ -313,8 +341,14 @@ PTX void st_async_u32(uint32_t cluster, uint32_t v, uint32_t barrier) { emulate:
 PTX void st_async_v4(uint32_t cluster, uint4 v, uint32_t barrier) { emulate::st_async(cluster, &v, 16, barrier); }
 PTX void griddepcontrol_launch_dependents() {}
 using emulate::griddepcontrol_wait;
-template <int registers> PTX void setmaxnreg_inc() { static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256, ""); }
-template <int registers> PTX void setmaxnreg_dec() { static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256, ""); }
+template <int registers>
+PTX void setmaxnreg_inc() {
+    static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256, "");
+}
+template <int registers>
+PTX void setmaxnreg_dec() {
+    static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256, "");
+}
 template <class T> PTX T shfl(T v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 template <class T> PTX T shfl_xor(T v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 template <class T> PTX T shfl_up(T v, int delta) { return __shfl_up_sync(0xffffffffu, v, delta); }

@@ -18,9 +18,11 @@ void ldmatrix(uint32_t* r, uint32_t address, int count, bool trans);
 void stmatrix(uint32_t address, const uint32_t* r, int count, bool trans);
 uint32_t movmatrix_trans(uint32_t a);
 void mma(const char* name, Kind a_kind, Kind b_kind, void* d, const uint32_t* a, const uint32_t* b);
-void mma_sp(const char* name, Kind a_kind, Kind b_kind, void* d, const uint32_t* a, const uint32_t* b, uint32_t metadata, int selector);
+void mma_sp(const char* name, Kind a_kind, Kind b_kind, void* d, const uint32_t* a, const uint32_t* b,
+            uint32_t metadata, int selector);
 void mma_nvf4(float* d, const uint32_t* a, const uint32_t* b, uint32_t a_scale, uint32_t b_scale);
-void wgmma(const char* name, Kind a_kind, Kind b_kind, int n, void* d, const uint32_t* a, uint64_t a_descriptor, uint64_t b_descriptor, bool accumulate);
+void wgmma(const char* name, Kind a_kind, Kind b_kind, int n, void* d, const uint32_t* a, uint64_t a_descriptor,
+           uint64_t b_descriptor, bool accumulate);
 void wgmma_fence();
 void wgmma_commit_group();
 void wgmma_wait_group(uint32_t keep);
@@ -50,10 +52,12 @@ bool mbarrier_test_wait(uint32_t address, uint32_t parity);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 void fence_proxy_async();
 void cp_async_bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier);
-void cp_async_bulk_load_multicast(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier, uint16_t blocks);
+void cp_async_bulk_load_multicast(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier,
+                                  uint16_t blocks);
 void cp_async_bulk_shared_to_cluster(uint32_t cluster, uint32_t shared, uint32_t bytes, uint32_t barrier);
 void cp_async_bulk_tensor_2d(uint32_t shared, const void* map, int x, int y, uint32_t barrier);
-void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const void* map, int x, int y, uint32_t barrier, uint16_t blocks);
+void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const void* map, int x, int y, uint32_t barrier,
+                                       uint16_t blocks);
 void cp_async_bulk_store(void* global, uint32_t shared, uint32_t bytes);
 void cp_async_bulk_commit_group();
 void cp_async_bulk_wait_group(uint32_t keep, bool only_read);

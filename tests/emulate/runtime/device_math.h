@@ -40,15 +40,21 @@ PTX float add_rn_f32(float a, float b) { return a + b; }
 PTX float add_rm_f32(float a, float b) { return emulate::add_down(a, b); }
 PTX uint16_t cvt_f16_f32(float v) { return emulate::to_f16(v); }
 PTX uint16_t cvt_bf16_f32(float v) { return emulate::to_bf16(v); }
-PTX uint32_t cvt_f16x2_f32(float low, float high) { return cvt_f16_f32(low) | static_cast<uint32_t>(cvt_f16_f32(high)) << 16; }
-PTX uint32_t cvt_bf16x2_f32(float low, float high) { return cvt_bf16_f32(low) | static_cast<uint32_t>(cvt_bf16_f32(high)) << 16; }
+PTX uint32_t cvt_f16x2_f32(float low, float high) {
+    return cvt_f16_f32(low) | static_cast<uint32_t>(cvt_f16_f32(high)) << 16;
+}
+PTX uint32_t cvt_bf16x2_f32(float low, float high) {
+    return cvt_bf16_f32(low) | static_cast<uint32_t>(cvt_bf16_f32(high)) << 16;
+}
 PTX float cvt_f32_f16(uint16_t v) { return emulate::from_f16(v); }
 PTX float cvt_f32_bf16(uint16_t v) { return emulate::from_bf16(v); }
 PTX uint16_t cvt_e4m3x2_f32(float low, float high) { return emulate::to_e4m3(low) | emulate::to_e4m3(high) << 8; }
 PTX uint16_t cvt_e4m3x2_f16x2(uint32_t v) {
     return emulate::to_e4m3(emulate::from_f16(v & 0xffff)) | emulate::to_e4m3(emulate::from_f16(v >> 16)) << 8;
 }
-PTX uint32_t cvt_f16x2_e4m3x2(uint16_t v) { return cvt_f16x2_f32(emulate::from_e4m3(v & 0xff), emulate::from_e4m3(v >> 8)); }
+PTX uint32_t cvt_f16x2_e4m3x2(uint16_t v) {
+    return cvt_f16x2_f32(emulate::from_e4m3(v & 0xff), emulate::from_e4m3(v >> 8));
+}
 PTX float flushed(float v) { return std::fabs(v) < 1.17549435e-38f ? std::copysign(0.0f, v) : v; }
 PTX float ex2_approx(float v) { return flushed(std::exp2(flushed(v))); }
 PTX float lg2_approx(float v) { return flushed(std::log2(flushed(v))); }
@@ -85,7 +91,8 @@ ANYBIT_MMA_SP(mma_sp_m16n8k32_bf16, bf16, bf16, float)
 ANYBIT_MMA_SP(mma_sp_m16n8k64_s8, s8, s8, int32_t)
 ANYBIT_MMA_SP(mma_sp_m16n8k64_u8s8, u8, s8, int32_t)
 #undef ANYBIT_MMA_SP
-PTX void mma_m16n8k64_nvf4(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t a_scale, uint32_t b_scale) {
+PTX void mma_m16n8k64_nvf4(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], uint32_t a_scale,
+                           uint32_t b_scale) {
     emulate::mma_nvf4(d, a, b, a_scale, b_scale);
 }
 

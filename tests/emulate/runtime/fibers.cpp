@@ -217,8 +217,8 @@ void meet(Meeting& meeting, const char* what, int line, uint32_t expected, void*
         meeting.expected = expected;
         meeting.clock.clear();
     } else if (strcmp(meeting.what, what) != 0 || meeting.line != line || meeting.expected != expected) {
-        fail("divergent %s (line %d, %u threads): thread %u of the same group is at %s (line %d, %u threads)", what, line,
-             expected, meeting.present[0]->index, meeting.what, meeting.line, meeting.expected);
+        fail("divergent %s (line %d, %u threads): thread %u of the same group is at %s (line %d, %u threads)", what,
+             line, expected, meeting.present[0]->index, meeting.what, meeting.line, meeting.expected);
     }
     for (Thread* other : meeting.waiting)
         if (other == current) fail("%s: this thread has arrived already", what);
@@ -233,7 +233,8 @@ void meet(Meeting& meeting, const char* what, int line, uint32_t expected, void*
         meeting.waiting.push_back(current);
         block_on([&meeting] {
             const std::string line = meeting.line ? text(" (line %d)", meeting.line) : "";
-            return meeting.what + line + text(", where %zu of %u threads have arrived", meeting.present.size(), meeting.expected);
+            return meeting.what + line +
+                   text(", where %zu of %u threads have arrived", meeting.present.size(), meeting.expected);
         });
         return;
     }
@@ -268,7 +269,8 @@ namespace {
 
 // A plain access of an address that is no memory at all, a null pointer for example, ends the launch and not the process.
 void on_wild_access(int, siginfo_t* info, void*) {
-    fail("access of address %p, which is no memory (a null or wild pointer, or a stack beyond %zu bytes)", info->si_addr, STACK);
+    fail("access of address %p, which is no memory (a null or wild pointer, or a stack beyond %zu bytes)",
+         info->si_addr, STACK);
 }
 
 struct WildAccessGuard {
@@ -353,6 +355,7 @@ extern "C" const char* emulate_run(const Launch* what) {
     }
     current = nullptr;
     if (!launch.dependent || anyone_waited_for_grid) return nullptr;
-    message = "the launch ended without griddepcontrol_wait: the kernel after it could then start before the one ahead of it has ended";
+    message =
+        "the launch ended without griddepcontrol_wait: the kernel after it could then start before the one ahead of it has ended";
     return message.c_str();
 }

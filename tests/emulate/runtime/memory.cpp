@@ -125,7 +125,9 @@ std::string place(const void* address) {
     const Buffer* best = nullptr;
     size_t distance = ~size_t{0};
     for (const Buffer& buffer : buffers) {
-        const size_t away = p < buffer.start ? buffer.start - p : p < buffer.start + buffer.bytes ? 0 : p - buffer.start - buffer.bytes + 1;
+        const size_t away = p < buffer.start                  ? buffer.start - p
+                            : p < buffer.start + buffer.bytes ? 0
+                                                              : p - buffer.start - buffer.bytes + 1;
         if (away < distance) best = &buffer, distance = away;
     }
     if (!best) return text("%p", address);
@@ -135,9 +137,15 @@ std::string place(const void* address) {
     return text("%s + %zu, past its %zu bytes", best->name.c_str(), offset, best->bytes);
 }
 
-void check_read(const void* p, size_t bytes, const char* what, Proxy proxy) { check(p, bytes, false, what, proxy, true); }
-void check_write(const void* p, size_t bytes, const char* what, Proxy proxy) { check(p, bytes, true, what, proxy, true); }
-void check_untimed(const void* p, size_t bytes, const char* what) { check(p, bytes, true, what, Proxy::generic, false); }
+void check_read(const void* p, size_t bytes, const char* what, Proxy proxy) {
+    check(p, bytes, false, what, proxy, true);
+}
+void check_write(const void* p, size_t bytes, const char* what, Proxy proxy) {
+    check(p, bytes, true, what, proxy, true);
+}
+void check_untimed(const void* p, size_t bytes, const char* what) {
+    check(p, bytes, true, what, Proxy::generic, false);
+}
 
 void set_state(const void* p, size_t bytes, uint8_t bit, bool on) {
     uint8_t* state = state_of(p);
@@ -150,7 +158,8 @@ uint8_t* resolve(uint32_t address, size_t bytes, const char* what) {
     Block& block = rank ? current->block->cluster->blocks[rank - 1] : *current->block;
     if (!block.alive) fail("%s: %s has ended, and its shared memory with it", what, block.name.c_str());
     if (offset > launch.shared_bytes || offset + bytes > launch.shared_bytes)
-        fail("%s of %zu bytes at shared memory + %d, of %u bytes: overrun", what, bytes, static_cast<int>(offset), launch.shared_bytes);
+        fail("%s of %zu bytes at shared memory + %d, of %u bytes: overrun", what, bytes, static_cast<int>(offset),
+             launch.shared_bytes);
     return block.shared + offset;
 }
 

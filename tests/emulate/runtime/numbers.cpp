@@ -35,7 +35,8 @@ struct Table {
     float f16[65536], e4m3[256];
     Table() {
         for (uint32_t i = 0; i < 65536; i++) f16[i] = static_cast<float>(decode(i, 10, 5, true));
-        for (uint32_t i = 0; i < 256; i++) e4m3[i] = (i & 0x7f) == 0x7f ? NAN : static_cast<float>(decode(i, 3, 4, false));
+        for (uint32_t i = 0; i < 256; i++)
+            e4m3[i] = (i & 0x7f) == 0x7f ? NAN : static_cast<float>(decode(i, 3, 4, false));
     }
 } const table;
 
@@ -68,7 +69,11 @@ float add_down(float a, float b) {
 }
 // The product of two is exact in double, and the sum rounds there to 53 bits: a second rounding to 11 or 8 bits differs
 // from a single one only where the sum ends in exactly one half followed by 40 zeros that rounding made.
-uint16_t fma_f16(uint16_t a, uint16_t b, uint16_t c) { return to_f16(static_cast<double>(from_f16(a)) * from_f16(b) + from_f16(c)); }
-uint16_t fma_bf16(uint16_t a, uint16_t b, uint16_t c) { return to_bf16(static_cast<double>(from_bf16(a)) * from_bf16(b) + from_bf16(c)); }
+uint16_t fma_f16(uint16_t a, uint16_t b, uint16_t c) {
+    return to_f16(static_cast<double>(from_f16(a)) * from_f16(b) + from_f16(c));
+}
+uint16_t fma_bf16(uint16_t a, uint16_t b, uint16_t c) {
+    return to_bf16(static_cast<double>(from_bf16(a)) * from_bf16(b) + from_bf16(c));
+}
 
 }  // namespace emulate
