@@ -30,6 +30,8 @@ from cases import LLAMA3_8B, Case
 from timing import RESULTS, baselines, floor_us, measure, merge_rows, rotations, stamp
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+FEWER_TOKENS = (1, 16, 256, 4096)
+"""Unless told otherwise, of schemes with other widths than 4."""
 # The first ones matter most: a run may end before the last.
 SCHEMES = ("w4a16g128", "w2a16g128", "w8a16g128", "w4a8", "w2a8", "w3a16g128", "w1a16g128", "w6a16g128")
 KIND = {True: "s8", False: "f16"}
@@ -155,7 +157,7 @@ def precompile(jobs: list[Job]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", default=list(LLAMA3_8B), help="layers of Llama-3-8B")
-    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--tokens", type=int, nargs="*", help="default: all for 4 bits, a few for other widths")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
     parser.add_argument("--family", choices=("default", "small", "large"), default="default")
     parser.add_argument("--no-baselines", action="store_true", help="do not time cuBLAS fp16 and fp8 beside")
@@ -166,7 +168,7 @@ def main() -> None:
     jobs = []
     for text in options.schemes:
         for name in options.only:
-            for m in options.tokens:
+            for m in options.tokens or (TOKENS if text.startswith("w4") else FEWER_TOKENS):
                 case = Case(f"llama-3-8b {name}", m, *LLAMA3_8B[name])
                 job = job_of(case, Scheme.parse(text), options.family, device)
                 if job is not None:
