@@ -59,6 +59,16 @@ def test_figures_are_true(llama: Path, tmp_path: Path) -> None:
     assert config["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
 
 
+def test_the_search_can_be_left_out(llama: Path, tmp_path: Path) -> None:
+    from anybit.quantize.rtn import quantize_weight
+    from anybit.scheme import WeightFormat
+
+    quantize_folder(llama, tmp_path / "out", "w3a16g32", options={"search": False})
+    name = "model.layers.0.mlp.up_proj"
+    plain = quantize_weight(Folder(llama).read(f"{name}.weight"), WeightFormat(3, "sym", 32), search=False)
+    assert torch.equal(Folder(tmp_path / "out").read(f"{name}.weight_packed"), plain.words)
+
+
 def test_kept_modules_are_kept(llama: Path, tmp_path: Path) -> None:
     saved = quantize_folder(llama, tmp_path / "out", "w2a16g32", modules_to_not_convert=["lm_head", "down_proj"])
     names = set(Folder(tmp_path / "out").entries)
@@ -141,6 +151,8 @@ def test_refusals(llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, tmp_path / "out", "w2a16g32", overwrite=True)
     with pytest.raises(SchemeError, match="method 'magic' is unknown; there are rtn"):
         quantize_folder(llama, tmp_path / "x", "w2a16g32", "magic")
+    with pytest.raises(SchemeError, match="method rtn does not take speed=3; it takes search=true or false"):
+        quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"speed": 3})
     with pytest.raises(SchemeError, match="a scheme is wBaB"):
         quantize_folder(llama, tmp_path / "x", "w2")
     with pytest.raises(LayerError, match="no linear layer to quantize"):

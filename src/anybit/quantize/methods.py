@@ -27,7 +27,13 @@ class Method:
 
 
 def _rtn(job: Job) -> Saved:
-    return write_quantized(job, lambda layer, weight: quantize_weight(weight, job.scheme.weights))
+    # Text is for the methods that look at it; search=false covers the range of every group, and looks no further.
+    settings = {name: value for name, value in job.options.items() if name not in ("text", "tokens")}
+    search = settings.pop("search", True)
+    if settings or not isinstance(search, bool):
+        wrong = next(iter(settings), "search")
+        raise SchemeError(f"method rtn does not take {wrong}={job.options[wrong]!r}; it takes search=true or false")
+    return write_quantized(job, lambda layer, weight: quantize_weight(weight, job.scheme.weights, search))
 
 
 METHODS: dict[str, Method] = {
