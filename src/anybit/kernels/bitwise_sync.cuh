@@ -137,6 +137,11 @@ PTX void stage_sums(const int32_t (&sum)[Tile<Config>::rows][Tile<Config>::colum
     __syncthreads();
 }
 
+// Results are few beside the products here: integers of any size, converted by the instruction that does it.
+template <class Config> struct LongSums : Config {
+    static constexpr bool short_sums = false;
+};
+
 template <Output output> PTX uint32_t rounded(float v) {
     if constexpr (output == Output::f16) return ptx::cvt_f16_f32(v);
     if constexpr (output == Output::bf16) return ptx::cvt_bf16_f32(v);
@@ -196,7 +201,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) bitwi
     constexpr int across = Config::tile_n / vector, down = Config::threads / across;
     const int n = n0 + threadIdx.x % across * vector;
     const uint32_t* staged = reinterpret_cast<const uint32_t*>(ptx::dynamic_shared()) + threadIdx.x % across * vector;
-    using Term = Terms<Config>;
+    using Term = Terms<LongSums<Config>>;
     typename Term::Row row[vector];
 #pragma unroll
     for (int i = 0; i < vector; ++i) row[i] = Term::row(p, n + i);
