@@ -330,7 +330,7 @@ KERNEL(clusters) {
     ptx::mbarrier_wait_parity(bar + 24, 0);
     out.put(ptx::ld_shared_u32(mine + 4096 + 4)), out.put(ptx::ld_shared_u32(base + 5120 + 4 * t)),
         out.put(ptx::ld_shared_u32(base + 6144 + 4 * t));
-    ptx::barrier_cluster_arrive();
+    ptx::barrier_cluster_arrive_relaxed();  // no block may end while another reads from it
     ptx::barrier_cluster_wait();
 }
 

@@ -301,11 +301,11 @@ void cp_async_bulk_wait_group(uint32_t keep, bool only_read) {
 
 // ---- Clusters --------------------------------------------------------------------------------------------------------
 
-void barrier_cluster_arrive() {
+void barrier_cluster_arrive(bool orders_memory) {
     Cluster& cluster = *current->block->cluster;
     if (current->cluster_phase == cluster.phase + 1) fail("barrier.cluster.arrive: this thread has arrived already");
     current->cluster_phase = cluster.phase + 1;
-    if (launch.races) join(cluster.clock, current->clock);
+    if (launch.races && orders_memory) join(cluster.clock, current->clock);
     tick(current);
     if (++cluster.arrived < launch.threads * launch.cluster) return;
     cluster.arrived = 0;

@@ -329,8 +329,8 @@ PTX void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const TensorMap* map
                                            uint16_t blocks) {
     emulate::cp_async_bulk_tensor_2d_multicast(shared, map, x, y, barrier, blocks);
 }
-using emulate::barrier_cluster_arrive;
-PTX void barrier_cluster_arrive_relaxed() { emulate::barrier_cluster_arrive(); }
+PTX void barrier_cluster_arrive() { emulate::barrier_cluster_arrive(true); }
+PTX void barrier_cluster_arrive_relaxed() { emulate::barrier_cluster_arrive(false); }
 using emulate::barrier_cluster_wait;
 using emulate::mapa;
 PTX uint32_t ld_shared_cluster_u32(uint32_t cluster) { return read_shared<uint32_t>(cluster, "ld_shared_cluster_u32"); }

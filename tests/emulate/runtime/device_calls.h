@@ -61,7 +61,7 @@ void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const void* map, int x, 
 void cp_async_bulk_store(void* global, uint32_t shared, uint32_t bytes);
 void cp_async_bulk_commit_group();
 void cp_async_bulk_wait_group(uint32_t keep, bool only_read);
-void barrier_cluster_arrive();
+void barrier_cluster_arrive(bool orders_memory);
 void barrier_cluster_wait();
 uint32_t mapa(uint32_t shared, uint32_t rank);
 uint32_t cluster_rank();
