@@ -52,7 +52,7 @@ def test_distillation_improves_a_model_that_it_leaves_alone():
     scheme = Scheme.parse("w2a16g32asym")
     weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in names_of(model)}
     losses = []
-    settings = Distillation(step_tokens=512, run_tokens=128, place_rate=0.02, half=False)
+    settings = Distillation(passes=4, step_tokens=512, run_tokens=128, place_rate=0.02, half=False)
     better = distill(model, weights, sequences(100), settings, progress=lambda done, total, loss: losses.append(loss))
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     check = torch.stack(sequences(60, seed=9)[::3])
