@@ -108,8 +108,8 @@ Rounding to nearest with anybit's search for scales (the sum of the fourth power
 small), beside plain rounding over the range of each group, which was measured before anybit on the same articles; that
 sample was cut a little differently, hence the 23.94 of its first row.
 
-The model is small and its file was a 4-bit one before, so it feels every bit; larger models lose less. Its perplexity at
-four bits moves by some three per cent with anything that moves the roundings, so differences of that size mean little.
+The model is small and its file was a 4-bit one before, so it feels every bit; larger models lose less. Perplexity at
+four bits moves by some three per cent with anything that moves the roundings: smaller differences mean little.
 Methods that look at a text lose much less: [quantizers](quantizers.md).
 
 | scheme | bits per weight | perplexity | plain rounding |
