@@ -99,7 +99,7 @@ class Config:
     slab: int = 32
     turns: Turns = Turns.diagonals
     resident: bool = False
-    bulk: bool = True
+    bulk: bool = False
     walk: Walk = Walk.weights
     slots: int = 0
     stages: int = 0
