@@ -63,6 +63,8 @@ def fill(layer: QuantLinear) -> None:
     n, k, fmt = layer.out_features, layer.in_features, layer.scheme.weights
     words = torch.randint(-(2**31), 2**31, layer.weight_packed.shape, dtype=torch.int32, device="cuda")
     scale = torch.full((n, fmt.groups(k)), 0.07 / 2**fmt.bits, dtype=torch.float16, device="cuda")
+    # Signs of both kinds: signed codes have a mean of -1/2, which 32 layers would raise beyond what fp16 holds.
+    scale *= torch.randint(0, 2, scale.shape, device="cuda") * 2 - 1
     zero = None
     if fmt.code == "asym":
         zero = torch.full((n, fmt.groups(k)), 2 ** (fmt.bits - 1), dtype=torch.uint8, device="cuda")
