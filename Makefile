@@ -6,8 +6,7 @@ VENV ?= .venv
 CACHE ?= .cache
 SCHEME ?= w4a16g128
 PROMPT ?= What is photosynthesis?
-# These two commands are pinned to one torch; the package takes any from 2.11 on. A CPU build does, where pip finds one
-# (for example with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu).
+# These two commands are pinned to one torch; the package takes any from 2.11 on. A CPU build does, where pip finds one.
 TORCH := torch==2.13.0
 # The compiler whose machine code the tests look at.
 NVRTC := nvidia-cuda-nvrtc==13.0.* nvidia-cuda-runtime==13.0.*
