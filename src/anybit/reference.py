@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anybit.errors import LayerError
 from anybit.packing import QuantizedWeight
-from anybit.scheme import ActivationFormat
+from anybit.scheme import ActivationFormat, WeightFormat
 
 E4M3_MAX = 448.0
 _FLOAT32_EXACT = 2**24
@@ -43,34 +43,45 @@ def quantize_activations(x: Tensor, format: ActivationFormat) -> QuantizedActiva
     """
     if not format.quantized:
         raise LayerError("16-bit activations are not quantized")
-    rows = x.reshape(-1, x.shape[-1]).float()
+    steps, scale, zero = _steps(x.reshape(-1, x.shape[-1]).float(), format)
+    if format.code == "float":
+        return QuantizedActivations(steps.to(torch.float8_e4m3fn), scale, zero)
+    return QuantizedActivations((steps + zero[:, None]).to(torch.uint8), scale, zero)
+
+
+def _steps(rows: Tensor, format: ActivationFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes less their zeros, float32 [M, K] (e4m3 values for float), and the scale and zero of each row."""
     bits = format.bits
     top = 2**bits - 1
-    finite = rows.isfinite().all(dim=1)
-    safe = torch.where(finite[:, None], rows, 0.0)
-    largest = safe.abs().amax(dim=1) if rows.shape[1] else safe.new_zeros(rows.shape[0])
+    largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
+    finite = largest.isfinite()  # amax passes NaN on
+    # Rows are rarely anything but finite, and then a pass over them is saved.
+    all_finite = bool(finite.all())
+    if not all_finite:
+        rows = torch.where(finite[:, None], rows, 0.0)
+        largest = torch.where(finite, largest, 0.0)
     if format.code == "float":
         inverse, scale = _over(E4M3_MAX, largest), _divide(largest, E4M3_MAX)
-        codes = (safe * inverse[:, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        steps = (rows * inverse[:, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
         zero = torch.zeros_like(scale)
     elif format.code == "asym":
-        low, high = safe.amin(dim=1).clamp(max=0), safe.amax(dim=1).clamp(min=0)
+        low, high = rows.amin(dim=1).clamp(max=0), rows.amax(dim=1).clamp(min=0)
         inverse, scale = _over(top, high - low), _divide(high - low, top)
         zero = (-low * inverse).round().clamp(0, top)
-        codes = ((safe * inverse[:, None]).round() + zero[:, None]).clamp(0, top).to(torch.uint8)
+        steps = (rows * inverse[:, None]).round_().add_(zero[:, None]).clamp_(0, top).sub_(zero[:, None])
     elif format.code == "sym":
         most = max(2 ** (bits - 1) - 1, 1)
         inverse, scale = _over(most, largest), _divide(largest, most)
-        signed = (safe * inverse[:, None]).round().clamp(-most if bits > 1 else -1, most if bits > 1 else 0)
-        codes, zero = (signed + 2 ** (bits - 1)).to(torch.uint8), torch.full_like(scale, 2 ** (bits - 1))
+        steps = (rows * inverse[:, None]).round_().clamp_(-most if bits > 1 else -1, most if bits > 1 else 0)
+        zero = torch.full_like(scale, 2 ** (bits - 1))
     else:  # bipolar: floor, because its levels are odd multiples of half a step
         half = top / 2
         inverse = _over(half, largest)
         # Of one bit only the sign is kept, and the mean magnitude is the scale that loses least.
-        scale = 2 * safe.abs().mean(dim=1) if bits == 1 else _divide(largest, half)
-        codes = ((safe * inverse[:, None]).floor() + 2 ** (bits - 1)).clamp(0, top).to(torch.uint8)
+        scale = 2 * rows.abs().mean(dim=1) if bits == 1 else _divide(largest, half)
+        steps = (rows * inverse[:, None]).floor_().add_(2 ** (bits - 1)).clamp_(0, top).sub_(half)
         zero = torch.full_like(scale, half)
-    return QuantizedActivations(codes, torch.where(finite, scale, torch.nan), zero)
+    return steps, scale if all_finite else torch.where(finite, scale, torch.nan), zero
 
 
 def accumulate(activations: Tensor, weights: Tensor) -> Tensor:
@@ -104,21 +115,29 @@ def linear(
     if x.shape[-1] != weight.shape[1]:
         raise LayerError(f"x has {x.shape[-1]} features in its last dimension, and the weight takes {weight.shape[1]}")
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
-    operand = decode(weight, activations, work) if decoded is None else decoded.to(work)
+    operand = decode(weight, activations, work) if decoded is None else decoded
+    return multiply(x, operand, weight.scale, weight.format, activations, bias)
+
+
+def multiply(
+    x: Tensor, decoded: Tensor, scale: Tensor, weights: WeightFormat, activations: ActivationFormat, bias: Tensor | None
+) -> Tensor:
+    """``linear`` with a weight that ``decode`` has decoded, [N, K], whose scales are ``scale`` [N, G]; unchecked."""
+    work = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows, operand = x.reshape(-1, x.shape[-1]), decoded.to(work)
     if not activations.quantized:
-        y = x.reshape(-1, x.shape[-1]).to(work) @ operand.T
+        y = rows.to(work) @ operand.T
     else:
-        quantized = quantize_activations(x, activations)
-        centered = quantized.codes.to(work) - quantized.zero.to(work)[:, None]
-        y = (
-            _exact_product(centered, operand, weight, activations)
-            if _whole_rows(weight, activations)
-            else centered @ operand.T
-        )
-        y = y * quantized.scale.to(work)[:, None]
+        steps, row_scale, _ = _steps(rows.float(), activations)
+        steps = steps.to(work)
+        if activations.integer and scale.shape[1] == 1:
+            y = _exact_product(steps, operand, scale[:, 0], weights, activations)
+        else:
+            y = steps @ operand.T
+        y = y * row_scale.to(work)[:, None]
     if bias is not None:
         y = y + bias.to(work)
-    return y.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return y.to(x.dtype).reshape(*x.shape[:-1], decoded.shape[0])
 
 
 def decode(weight: QuantizedWeight, activations: ActivationFormat, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -130,18 +149,22 @@ def _whole_rows(weight: QuantizedWeight, activations: ActivationFormat) -> bool:
     return activations.quantized and activations.integer and weight.scale.shape[1] == 1
 
 
-def _exact_product(x: Tensor, w: Tensor, weight: QuantizedWeight, activations: ActivationFormat) -> Tensor:
+def _exact_product(x: Tensor, w: Tensor, scale: Tensor, weights: WeightFormat, activations: ActivationFormat) -> Tensor:
     """Centered integers X [M, K] times W [N, K]^T, exact, then the row scales: K in chunks whose sums float32 holds."""
-    # Centered bipolar codes are halves of odd integers: counted in quarters a product still fits the bound below.
-    largest = 4 * 2 ** (weight.format.bits + activations.bits)
+    largest = _most_units(weights.code, weights.bits) * _most_units(activations.code, activations.bits)
     chunk = max(_FLOAT32_EXACT // largest, 1) if x.dtype == torch.float32 else x.shape[1]
     if chunk >= x.shape[1]:
-        total = (x @ w.T).to(torch.float64)
-    elif chunk < 64:
+        return (x @ w.T) * scale.to(x.dtype)
+    if chunk < 64:
         total = x.double() @ w.double().T
     else:
         total = sum((x[:, i : i + chunk] @ w[:, i : i + chunk].T).double() for i in range(0, x.shape[1], chunk))  # type: ignore[assignment]
-    return (total * weight.scale.double()[:, 0]).to(x.dtype)
+    return (total * scale.double()).to(x.dtype)
+
+
+def _most_units(code: str, bits: int) -> int:
+    """The largest magnitude of a centered code, in whole units: bipolar codes are counted in halves."""
+    return 1 << (bits - 1 if code == "sym" else bits)
 
 
 def _over(numerator: float, denominator: Tensor) -> Tensor:
@@ -149,8 +172,7 @@ def _over(numerator: float, denominator: Tensor) -> Tensor:
 
     It overflows for rows whose largest magnitude is a bfloat16 subnormal: those are coded as rows of zeros.
     """
-    quotient = torch.full_like(denominator, numerator) / denominator
-    return torch.where((denominator > 0) & quotient.isfinite(), quotient, 0.0)
+    return torch.nan_to_num_(torch.full_like(denominator, numerator) / denominator, nan=0.0, posinf=0.0)
 
 
 def _divide(numerator: Tensor, denominator: float) -> Tensor:

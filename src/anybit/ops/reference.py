@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from anybit import reference
+from anybit.errors import LayerError
 from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
@@ -52,4 +53,6 @@ class ReferenceDecoded(ReferencePacked):
 
     def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """The exact linear of ``anybit.reference`` over the decoded weight."""
-        return reference.linear(x, self.restore(tensors, spec), spec.activations, bias, decoded=tensors[5])
+        if x.shape[-1] != spec.k:
+            raise LayerError(f"x has {x.shape[-1]} features in its last dimension, and the weight takes {spec.k}")
+        return reference.multiply(x, tensors[5], tensors[1], spec.weights, spec.activations, bias)
