@@ -1,9 +1,9 @@
 """Round to nearest, with a search for the scale of every group (or row).
 
 Each group is tried with a few clipping thresholds, each refined by least squares (for given codes the best scale has a
-closed form), and the one whose errors have the smallest sum of fourth powers is taken. The plain sum of squares clips
-large weights for the sake of many small ones, which models notice: SmolLM2-135M at w3a16g128asym has a perplexity of
-123 with no clipping, 151 by squares, and 86 by fourth powers.
+closed form), and the one whose errors have the smallest sum of cubes is taken. The plain sum of squares clips large
+weights for the sake of many small ones, which models notice: on one text SmolLM2-135M at w3a16g128asym has a perplexity
+of 123 with no clipping, 151 by squares and 91 by cubes (docs/perplexity.md has more).
 
 Symmetric codes reach one step further down than up, so a symmetric scale may be negative: the largest weight of a group
 then always meets the longer side.
@@ -28,11 +28,11 @@ _MILD = (1.0, 0.97, 0.94, 0.9)
 _CHUNK = 1 << 17
 
 
-def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True, power: int = 4) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True, power: int = 3) -> QuantizedWeight:
     """Quantize a weight [N, K] (float, any device) to a format by rounding to nearest.
 
     search: look for the scales that lose least; without it the range of each group is covered exactly.
-    power: what the search sums of each error, its square (2) or its fourth power (4).
+    power: what the search sums of each error's magnitude: its square (2), cube (3) or fourth power (4).
     Scales are stored in the weight's dtype if that has 16 bits, else in float32, and codes are those that are nearest
     under the stored scale. 2:4 sparse formats keep the two largest of every four weights.
     Raises LayerError for NaN, infinity, a weight that is not a matrix, or inputs that do not come in fours (2:4).
@@ -42,8 +42,8 @@ def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True, p
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise LayerError(f"the weight has {bad} values that are NaN or infinite; quantizing them would hide the fault")
-    if power not in (2, 4):
-        raise LayerError(f"the search sums squares (power 2) or fourth powers (4) of errors, not power {power}")
+    if power not in (2, 3, 4):
+        raise LayerError(f"the search sums squares, cubes or fourth powers (2, 3, 4) of errors, not power {power}")
     mask = magnitude_mask(weight) if format.sparse else None
     rows = max(_CHUNK // max(weight.shape[1], 1), 1)
     scale_dtype = weight.dtype if weight.dtype.itemsize == 2 else torch.float32
@@ -84,7 +84,7 @@ def _quantize_rows(
 
 
 def fit_groups(
-    groups: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool = True, power: int = 4
+    groups: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool = True, power: int = 3
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit scale and zero to groups, float32 [..., g] -> codes uint8 [..., g], scale [...] in dtype, zero [...]."""
     scale, zero = best_scale(groups, format, search, power)
@@ -92,7 +92,7 @@ def fit_groups(
     return nearest_codes(groups, stored.float(), zero, format.bits).to(torch.uint8), stored, zero
 
 
-def best_scale(groups: Tensor, format: WeightFormat, search: bool = True, power: int = 4) -> tuple[Tensor, Tensor]:
+def best_scale(groups: Tensor, format: WeightFormat, search: bool = True, power: int = 3) -> tuple[Tensor, Tensor]:
     """The scale and zero, float32 [...], of those tried that lose least on groups [..., g]."""
     bits = format.bits
     if bits == 1 and format.code == "bipolar":
@@ -150,7 +150,6 @@ def _least_squares(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Te
 def _loss(groups: Tensor, scale: Tensor, zero: Tensor, bits: int, power: int) -> Tensor:
     steps = nearest_codes(groups, scale, zero, bits).sub_(zero[..., None])
     error = torch.addcmul(groups, steps, scale[..., None], value=-1)
-    if power == 4:
-        error.square_()
-    loss: Tensor = torch.linalg.vecdot(error, error)
+    square = error if power == 2 else error.square()
+    loss: Tensor = torch.linalg.vecdot(square, error.abs_() if power == 3 else square)
     return loss
