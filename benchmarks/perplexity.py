@@ -104,9 +104,10 @@ SmolLM2-135M-Instruct on Wikipedia prose: {first["windows"]} windows of {first["
 {first["scored"]} tokens scored, float32 arithmetic. All 210 linear layers are quantized, the (tied) output head is not.
 Made by `make perplexity` (benchmarks/perplexity.py); the figures are in benchmarks/results/cpu/perplexity.json.
 
-Rounding to nearest with anybit's search for scales (the sum of the cubes of a group's errors is what it makes
-small), beside plain rounding over the range of each group, which was measured before anybit on the same articles; that
-sample was cut a little differently, hence the 23.94 of its first row. (How, is not known: of three ways to cut the
+Rounding to nearest with anybit's search for scales (the sum of the cubes of a group's errors, of a whole
+row's fourth powers, is what it makes small), beside plain rounding over the range of each group, which was measured
+before anybit on the same articles; that sample was cut a little differently, hence the 23.94 of its first row.
+(How, is not known: of three ways to cut the
 articles the one nearest to 23.94 was taken, paragraphs of more than 200 characters; so that agreement proves nothing.)
 
 The model is small and its file was a 4-bit one before, so it feels every bit; larger models lose less. Perplexity at

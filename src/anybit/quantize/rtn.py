@@ -28,11 +28,14 @@ _MILD = (1.0, 0.97, 0.94, 0.9)
 _CHUNK = 1 << 17
 
 
-def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True, power: int = 3) -> QuantizedWeight:
+def quantize_weight(
+    weight: Tensor, format: WeightFormat, search: bool = True, power: int | None = None
+) -> QuantizedWeight:
     """Quantize a weight [N, K] (float, any device) to a format by rounding to nearest.
 
     search: look for the scales that lose least; without it the range of each group is covered exactly.
-    power: what the search sums of each error's magnitude: its square (2), cube (3) or fourth power (4).
+    power: what the search sums of each error's magnitude: its square (2), cube (3) or fourth power (4); by default
+        cubes for groups and fourth powers for whole rows, as measured.
     Scales are stored in the weight's dtype if that has 16 bits, else in float32, and codes are those that are nearest
     under the stored scale. 2:4 sparse formats keep the two largest of every four weights.
     Raises LayerError for NaN, infinity, a weight that is not a matrix, or inputs that do not come in fours (2:4).
@@ -42,6 +45,7 @@ def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True, p
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise LayerError(f"the weight has {bad} values that are NaN or infinite; quantizing them would hide the fault")
+    power = (4 if format.group is None else 3) if power is None else power
     if power not in (2, 3, 4):
         raise LayerError(f"the search sums squares, cubes or fourth powers (2, 3, 4) of errors, not power {power}")
     mask = magnitude_mask(weight) if format.sparse else None
