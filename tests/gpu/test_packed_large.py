@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from anybit import jit
+from anybit.errors import KernelError
 from anybit.kernels import packed_large
 from anybit.kernels.packed_layout import prepare
 from anybit.reference import quantize_activations
@@ -90,26 +91,49 @@ def test_integer_sums_are_exact() -> None:
 
 
 def test_chain_of_dependent_launches() -> None:
-    """Programmatic dependent launch changes nothing: a chain that feeds itself gives the bits of plain launches."""
+    """Programmatic dependent launch changes nothing: a chain that feeds itself gives the bits of plain launches.
+
+    Scales have both signs: uniform codes have the mean -1/2, which otherwise grows threefold a product (2e5).
+    """
     weights = WeightFormat(4, "sym", 128)
     problem = packed_large.Problem(64, 1024, 1024, weights)
     config = packed_large.default(problem)
-    packed = []
+    layers, packed = [], []
     for seed in range(3):
-        weight = random_weight(1024, 1024, weights, seed).to("cuda")
-        weight.scale.mul_(0.1)  # a product's values are about as large as its input's
+        weight = random_weight(1024, 1024, weights, seed)
+        signs = torch.randint(0, 2, weight.scale.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+        weight.scale.mul_(0.1 * signs)  # a product's values are about as large as its input's
+        weight = weight.to("cuda")
+        layers.append(weight.dequantize(torch.float64))
         packed.append(prepare(weight))
+    start = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
     results = []
     for pdl in (False, True, True):
-        x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
-        buffers = [torch.empty_like(x), torch.empty_like(x)]
+        x, buffers = start, [torch.empty_like(start), torch.empty_like(start)]
         for i in range(12):
             packed_large.multiply(x, packed[i % 3], None, buffers[i % 2], config, pdl=pdl)
             x = buffers[i % 2]
         results.append(x.clone())
-        assert x.isfinite().all()
+    exact = start.double()
+    for i in range(12):
+        exact = (exact @ layers[i % 3].T).to(torch.float16).double()
+    assert (results[0].double() - exact).abs().mean() / exact.abs().mean() < 4e-3  # twelve roundings of 1e-3 at most
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_streams_have_workspaces_of_their_own() -> None:
+    """Sums shared through L2 by launches on two streams never mix; a capture needs a launch before it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    found = []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            found.append(packed_large.workspace_of(device).data_ptr())
+            assert packed_large.workspace_of(device).data_ptr() == found[-1]
+    assert found[0] != found[1]
+    with pytest.raises(KernelError, match="before its capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        packed_large.workspace_of(device)
 
 
 def test_activation_order() -> None:

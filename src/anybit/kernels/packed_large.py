@@ -440,13 +440,28 @@ def params(
     )
 
 
-@cache
 def workspace_of(device: torch.device) -> Tensor:
-    """Where blocks of k_splits > 1 leave partial sums: one a device, zero at first and between launches.
+    """Where blocks of k_splits > 1 leave partial sums: one for each stream, zero at first and between launches.
 
-    So launches with k_splits must not run at the same time on two streams of a device: they would mix their sums, and
-    as their blocks wait for each other, two launches with half of their blocks each on the device would not end.
+    A launch waits until all its blocks are on the device, which two of them on two streams may keep from each other
+    when both are there with half of their blocks: so `default` takes no such config. Raises KernelError where a graph
+    is being captured on a stream that has none yet, since what zeros it would only run with the graph.
     """
+    if device.type != "cuda":
+        return _workspace(device, 0)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if (device, stream) not in _with_workspace and torch.cuda.is_current_stream_capturing():
+        raise KernelError("a config with k_splits needs one launch on the capturing stream before its capture begins")
+    _with_workspace.add((device, stream))
+    return _workspace(device, stream)
+
+
+_with_workspace: set[tuple[torch.device, int]] = set()
+
+
+@cache
+def _workspace(device: torch.device, stream: int) -> Tensor:
+    """Zeros, for the blocks of one stream's launches."""
     return torch.zeros(_WORKSPACE + _FLAGS, dtype=torch.int32, device=device)
 
 
