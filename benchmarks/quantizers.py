@@ -2,56 +2,74 @@
 
     python benchmarks/quantizers.py --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt [SCHEME:METHOD ...]
 
-Calibration reads the second half of the text, evaluation the first 16 windows of 512 tokens of the first. Rows are
-added to benchmarks/results/cpu/quantizers.json one by one; those of the same case, scheme, method and options are
-replaced. `--figure` only draws docs/quantizers.svg from the rows (needs matplotlib).
+From folder to folder with the methods' own defaults, on a GPU if there is one. Calibration reads the second half of the
+text, evaluation the first 16 windows of 512 tokens of the first. Rows are added to quantizers.json in
+benchmarks/results/h200 or cpu one by one; those of the same case, scheme, method and options are replaced.
+
+`--op` also evaluates in 16 bits, once through plain dequantized arithmetic and once through anybit's kernels: APT-LLM's
+Table V. A scheme with a KV cache is evaluated through the cache. `--jobs N` measures N cases at once, which does not
+change them, only their seconds. `--figure` only draws docs/quantizers.svg from the rows (needs matplotlib).
 """
 
 import argparse
 import datetime
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 
 from anybit import evaluate
+from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.loading import load_model
 from anybit.quantize.methods import METHODS, quantize_folder
 from perplexity import commit
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "quantizers.json"
+RESULTS = ROOT / "benchmarks" / "results"
 FIGURE = ROOT / "docs" / "quantizers.svg"
 SCHEMES = ("w4a16g64asym", "w3a16g128asym", "w3a16g64asym", "w2a16g64asym", "w2a16g32asym")
 CASES = [f"{scheme}:{method}" for scheme in SCHEMES for method in ("rtn", "gptq", "learned")]
-CASES += ["w6a6g64asym-xasym:smooth", "w4a4g64asym-xasym:rotate"]
+CASES += ["float32:rtn", "w6a6:smooth", "w4a4g64asym-xasym:rotate"]
+# What the papers compare with and without their kernels, in schemes that a kernel of ours runs.
+THROUGH_KERNELS = ["w6a6:smooth", "w4a4:rotate", "w4a4g128:rotate", "w4a8:smooth", "w2a4:learned", "w4a16g128:gptq"]
+KV = ["w4a16g64asym-kv4:gptq", "w4a16g64asym-kv2g32:gptq"]
+FLOAT32, HALF = torch.float32, torch.float16
 
 
-def measure(model: Path, text: Path, scheme: str, method: str, options: dict[str, Any]) -> dict[str, Any]:
+def measure(model: Path, text: Path, scheme: str, method: str, options: dict[str, Any], op: bool) -> dict[str, Any]:
     """Quantize, reload, evaluate through the layers that a user gets."""
     content = evaluate.read_text(text)
+    cut = len(content) // 2
     with tempfile.TemporaryDirectory() as scratch:
-        second = Path(scratch) / "second.txt"
-        second.write_text(content[len(content) // 2 :], encoding="utf-8")
+        (Path(scratch) / "second.txt").write_text(content[cut:], encoding="utf-8")
         started = time.perf_counter()
-        given = {"text": second, **options} if METHODS[method].calibrated else {}
-        saved = quantize_folder(model, Path(scratch) / "model", scheme, method, options=given)
+        folder, bits = model, 16.0
+        if scheme != "float32":
+            given = {"text": Path(scratch) / "second.txt", **options} if METHODS[method].calibrated else {}
+            folder = Path(scratch) / "model"
+            bits = quantize_folder(model, folder, scheme, method, options=given).bits_per_weight
         seconds = time.perf_counter() - started
-        loaded = load_model(Path(scratch) / "model")
-        ids = loaded.tokenizer(content[: len(content) // 2][:100_000]).input_ids
-        result = evaluate.perplexity(loaded.model, evaluate.windows_of(ids, 512, 16))
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        found = perplexities(folder, content[:cut], scheme, op)
     return {
         "case": "smollm2-135m wikipedia, first half",
         "scheme": scheme,
         "method": method,
         "options": options,
-        "bits_per_weight": round(saved.bits_per_weight, 4),
-        "perplexity": round(result.perplexity, 4),
-        "scored": result.scored,
+        "bits_per_weight": round(bits, 4),
+        **found,
         "quantize_seconds": round(seconds, 1),
+        "peak_gib": None if peak is None else round(peak, 2),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "commit": commit(),
@@ -59,11 +77,48 @@ def measure(model: Path, text: Path, scheme: str, method: str, options: dict[str
     }
 
 
-def add(row: dict[str, Any]) -> None:
-    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, Any]:
+    """Perplexity in float32, and if asked in 16 bits: dequantized, and through the kernels."""
+    ways: dict[str, tuple[str | None, torch.dtype]] = {
+        "perplexity": (None if scheme == "float32" else "reference-decoded", FLOAT32)
+    }
+    if op:
+        ways |= {"perplexity_dequantized": ("reference-decoded", HALF), "perplexity_kernels": (None, HALF)}
+    found: dict[str, Any] = {}
+    for name, (backend, dtype) in ways.items():
+        loaded = load_model(folder, backend=backend, dtype=dtype)
+        windows = evaluate.windows_of(loaded.tokenizer(text[:100_000]).input_ids, 512, 16)
+        cache = None
+        if loaded.scheme is not None and loaded.scheme.kv is not None:
+            cache = partial(AnyBitCache, loaded.scheme, config=loaded.model.config, capacity=512)
+        result = evaluate.perplexity(loaded.model, windows, cache=cache)
+        found |= {name: round(result.perplexity, 4), "scored": result.scored}
+        del loaded
+    return found
+
+
+def add(row: dict[str, Any], file: Path) -> None:
+    """Put a row into a file in place of an older one of its kind."""
+    rows = json.loads(file.read_text()) if file.exists() else []
     key = ("case", "scheme", "method", "options")
     rows = [old for old in rows if any(old.get(k) != row.get(k) for k in key)] + [row]
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def alone(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Measure a case in a process of its own; None if it failed."""
+    command = [sys.executable, __file__, case, "--model", arguments.model, "--text", arguments.text, "--print"]
+    command += ["--options", json.dumps(arguments.options)] + (["--op"] if arguments.op else [])
+    threads = str(max((os.cpu_count() or 1) // arguments.jobs, 1))
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*map(str, command)], check=False, capture_output=True, text=True, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        print(f"{case} failed: {done.stderr[-2000:]}", flush=True)
+        return None
+    row: dict[str, Any] = json.loads(lines[-1])
+    return row
 
 
 def figure(rows: list[dict[str, Any]]) -> None:
@@ -97,15 +152,30 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--options", type=json.loads, default={}, help="options of the method, as JSON")
+    parser.add_argument("--op", action="store_true", help="evaluate through the kernels too")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at once")
+    parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")
+    parser.add_argument("--print", action="store_true", help="only print the rows")
     parser.add_argument("--figure", action="store_true", help="only draw the picture")
     arguments = parser.parse_args()
+    place = arguments.output or RESULTS / ("h200" if torch.cuda.is_available() else "cpu")
+    lock = Lock()
+
+    def one(case: str) -> None:
+        scheme, method = case.split(":")
+        given = (arguments.model, arguments.text, scheme, method, arguments.options, arguments.op)
+        row = measure(*given) if arguments.print or arguments.jobs == 1 else alone(case, arguments)
+        with lock:
+            if row is not None:
+                print(json.dumps(row), flush=True)
+                if not arguments.print:
+                    add(row, place / "quantizers.json")
+
     if not arguments.figure:
-        for case in arguments.cases:
-            scheme, method = case.split(":")
-            row = measure(arguments.model, arguments.text, scheme, method, arguments.options)
-            print(json.dumps(row), flush=True)
-            add(row)
-    figure(json.loads(RESULTS.read_text()))
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            list(pool.map(one, arguments.cases))
+    if arguments.figure:
+        figure([row for file in RESULTS.glob("*/quantizers.json") for row in json.loads(file.read_text())])
 
 
 if __name__ == "__main__":

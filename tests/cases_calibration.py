@@ -40,3 +40,12 @@ def divergence(model, weights, tokens) -> float:
         for n, w in kept.items():
             model.get_submodule(n).weight.data = w
     return float((before.exp() * (before - after)).sum(-1).mean())
+
+
+def sweep_case(channels: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Values, coupling, scale, zero and reference of ``anybit.ops.sweep``."""
+    g = torch.Generator().manual_seed(seed)
+    values, reference = torch.randn(2, channels, columns, generator=g)
+    coupling = torch.randn(channels, channels, generator=g) * 0.1
+    scale = torch.rand(columns, generator=g) * 0.3 + 0.2
+    return values, coupling, scale, torch.randint(0, 8, (columns,), generator=g).float(), reference

@@ -55,8 +55,8 @@ def _steps(rows: Tensor, format: ActivationFormat) -> tuple[Tensor, Tensor, Tens
     top = 2**bits - 1
     largest = rows.abs().amax(dim=1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
     finite = largest.isfinite()  # amax passes NaN on
-    # Rows are rarely anything but finite, and then a pass over them is saved.
-    all_finite = bool(finite.all())
+    # Rows are rarely anything but finite, and then a CPU saves a pass over them; a GPU must not wait for the answer.
+    all_finite = not rows.is_cuda and bool(finite.all())
     if not all_finite:
         rows = torch.where(finite[:, None], rows, 0.0)
         largest = torch.where(finite, largest, 0.0)

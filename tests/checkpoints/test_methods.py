@@ -63,6 +63,17 @@ def test_rotated_models_save_reload_and_dequantize(llama: Path, tmp_path: Path) 
     assert divergence(llama, tmp_path / "out") < 1e-3
 
 
+def test_everything_that_can_be_changed_reloads(llama: Path, tmp_path: Path) -> None:
+    learn = {"learn_tokens": 1500, "step_tokens": 256, "gain_rate": "0.01", "mix_heads": "true", "device": "cpu"}
+    quantize_folder(llama, tmp_path / "rtn", "w3a6g32")
+    quantize_folder(llama, tmp_path / "out", "w3a6g32", "rotate", options=FAST | learn)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert len(config["quantization_config"]["hadamard"]) == 4
+    gain = Folder(tmp_path / "out").read("model.norm.weight")
+    assert bool((gain != 1).any())  # rotation leaves ones
+    assert divergence(llama, tmp_path / "out") < 0.8 * divergence(llama, tmp_path / "rtn")
+
+
 def test_rotated_models_do_not_convert(llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, tmp_path / "out", "w4a16g32", "rotate", options=FAST)
     with pytest.raises(ConversionError, match="hadamard"):
@@ -107,6 +118,7 @@ def test_resumed_folder_is_the_same(llama: Path, tmp_path: Path) -> None:
         ({"typo": 1}, OptionError, "typo"),
         ({"tokens": "many"}, OptionError, "tokens"),
         ({"drift": 2}, OptionError, "drift"),
+        ({"mix_heads": "perhaps"}, OptionError, "mix_heads"),
         (FAST | {"order": "random"}, OptionError, "order"),
     ],
 )

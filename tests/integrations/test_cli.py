@@ -182,6 +182,23 @@ def test_perplexity_is_what_it_says(model: Path) -> None:
     assert abs(same.divergence) < 1e-6
 
 
+def test_weights_and_kv_cache_are_evaluated_together(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "plain")
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=300, head_dim=64, initializer_range=0.3, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
+    found = {}
+    for scheme in ("w8a16g32", "w8a16g32-kv8g32", "w8a16g32-kv2g32"):
+        assert run("quantize", tmp_path / "plain", "--scheme", scheme, "-o", tmp_path / scheme)[0] == 0
+        code, out, err = run("eval", tmp_path / scheme, "-t", text, "--context", 320, "--device", "cpu", "--json")
+        assert code == 0, err
+        found[scheme] = json.loads(out)["perplexity"]
+    plain, eight, two = (math.log(value) for value in found.values())
+    assert eight == pytest.approx(plain, rel=0.01)
+    assert abs(two - plain) > 2 * abs(eight - plain) > 0
+
+
 @pytest.mark.parametrize(
     ("length", "context", "windows", "bos", "message"),
     [

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from anybit.errors import CalibrationError, TextError
+from anybit.packing import QuantizedWeight
 from anybit.quantize import gptq
 from anybit.quantize.calibrate import Calibration, calibrate
 from anybit.quantize.distill import Distillation, distill
 from anybit.quantize.learned import BlockLearning
 from anybit.quantize.rtn import quantize_weight
-from anybit.quantize.soft import SoftLinear, SoftWeight
+from anybit.quantize.soft import SoftLinear, SoftWeight, banks
 from anybit.scheme import Scheme, WeightFormat
 from cases_calibration import divergence, names_of, sequences, tiny
 
@@ -60,6 +61,46 @@ def test_distillation_improves_a_model_that_it_leaves_alone():
     assert losses[-1] < losses[0]
     again = distill(model, weights, sequences(100), settings)
     assert all(torch.equal(again[n].words, better[n].words) for n in better)
+
+
+def test_gains_of_norms_learn_too_if_asked():
+    model = tiny()
+    weights = {
+        n: quantize_weight(model.get_submodule(n).weight.data, WeightFormat(2, "asym", 32)) for n in names_of(model)
+    }
+    settings = Distillation(passes=2, step_tokens=256, gain_rate=0.01, half=False)
+    tuned: dict[str, torch.Tensor] = {}
+    distill(model, weights, sequences(20), settings, tuned=tuned)
+    assert set(tuned) == {n for n, p in model.named_parameters() if "norm" in n}
+    assert all(bool((gain != 1).any()) for gain in tuned.values())
+    assert all(bool((p == 1).all()) for n, p in model.named_parameters() if "norm" in n)
+    plain: dict[str, torch.Tensor] = {}
+    distill(model, weights, sequences(20), Distillation(half=False), tuned=plain)
+    assert not plain
+
+
+def test_banks_are_the_layers_that_they_hold():
+    g = torch.Generator().manual_seed(0)
+    originals = {f"layer{i}": torch.randn(8 + i, 64, generator=g) for i in range(4)}
+    weights = {n: quantize_weight(w, WeightFormat(3, "asym", 32)) for n, w in originals.items()}
+    scattered = weights["layer3"]
+    index = torch.arange(64, dtype=torch.int32) % 2
+    weights["layer3"] = QuantizedWeight(
+        scattered.words, scattered.scale, scattered.zero, (11, 64), scattered.format, index
+    )
+    found = banks(weights, originals)
+    assert len(found) == 2
+    x = torch.randn(5, 64, generator=g)
+    for bank in found:
+        for name, leaf in bank.freeze(torch.float32).items():
+            alone = SoftLinear(weights[name], originals[name], None)
+            (x @ leaf.T).square().sum().backward()
+            alone(x).square().sum().backward()
+            weights[name] = alone.soft.place.grad
+            torch.testing.assert_close(leaf, alone.soft().detach())
+        bank.thaw()
+        rows = torch.cat([weights[name] for name in bank.harden()])
+        torch.testing.assert_close(bank.soft.place.grad, rows, rtol=1e-4, atol=1e-3)
 
 
 def test_failures_are_named():

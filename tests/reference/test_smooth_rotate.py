@@ -34,7 +34,7 @@ def models():
 
 
 @pytest.mark.parametrize("kind", range(3))
-@pytest.mark.parametrize("change", ["rotate", "rotate offline", "smooth"])
+@pytest.mark.parametrize("change", ["rotate", "rotate offline", "rotate heads", "smooth"])
 @torch.no_grad()
 def test_a_changed_model_computes_the_same(kind, change):
     model = list(models())[kind]
@@ -43,8 +43,8 @@ def test_a_changed_model_computes_the_same(kind, change):
     if change == "smooth":
         smooth(model, batched(sequences(), 256))
     else:
-        names = rotate(model, online=change == "rotate")
-        assert len(names) == (2 if change == "rotate" else 0)
+        names = rotate(model, online=change != "rotate offline", mix_heads=change == "rotate heads")
+        assert len(names) == {"rotate": 2, "rotate offline": 0, "rotate heads": 4}[change]
     after = model(tokens).logits
     torch.testing.assert_close(after, before, rtol=2e-3, atol=2e-4 * float(before.abs().max()) + 1e-4)
 

@@ -1,6 +1,7 @@
 """anybit eval."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from anybit.cli.common import (
     status,
 )
 from anybit.errors import TextError
+from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.loading import load_model
 from anybit.scheme import Scheme
 
@@ -52,8 +54,11 @@ def evaluate(
     ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
     first = _bos(loaded.tokenizer, bos)
     rows = measure.windows_of(ids, context, windows, first)
+    cache = None
+    if loaded.scheme is not None and loaded.scheme.kv is not None:
+        cache = partial(AnyBitCache, loaded.scheme, config=loaded.model.config, capacity=context)
     with progress_bar("Windows", counted=True) as update:
-        result = measure.perplexity(loaded.model, rows, first is not None, lambda d, t: update("Windows", d, t))
+        result = measure.perplexity(loaded.model, rows, first is not None, lambda d, t: update("Windows", d, t), cache)
     figures: dict[str, Any] = {
         "model": model,
         "scheme": str(loaded.scheme) if loaded.scheme else None,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import CalibrationError, TextError
-from anybit.packing import QuantizedWeight
+from anybit.packing import QuantizedWeight, unstack
 from anybit.quantize import blocks as walk
 from anybit.quantize import resume as resuming
 from anybit.reference import quantize_activations
@@ -261,10 +261,8 @@ class _Run:
             statistics = self._statistics(stage[0], original, work, plain, linears, calls)
             rows = [walk.weight_of(linears[layer]).float() for layer in stage]
             stacked = self.quantizer(torch.cat(rows), statistics, ", ".join(stage))
-            start = 0
-            for layer, weight in zip(stage, rows, strict=True):
-                weights[layer] = _rows(stacked, start, start + len(weight))
-                start += len(weight)
+            for layer, weight in zip(stage, unstack(stacked, [len(weight) for weight in rows]), strict=True):
+                weights[layer] = weight
                 walk.set_weight(linears[layer], weights[layer].dequantize())
         return weights
 
@@ -339,15 +337,6 @@ class _Run:
                 self.device,
             )
         )
-
-
-def _rows(weight: QuantizedWeight, start: int, end: int) -> QuantizedWeight:
-    """Some rows of a quantized weight."""
-    part = slice(start, end)
-    zero, indices = (None if t is None else t[part].contiguous() for t in (weight.zero, weight.indices))
-    words, scale = weight.words[part].contiguous(), weight.scale[part].contiguous()
-    shape = (end - start, weight.shape[1])
-    return QuantizedWeight(words, scale, zero, shape, weight.format, weight.group_index, indices)
 
 
 def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> None:

@@ -39,8 +39,9 @@ class Options:
     sequences of ``length``.  drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
     order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  block_passes: over the text, to learn each block against
     its original output (``anybit.quantize.learned``).  learn_tokens, learn_passes, step_tokens, place_rate,
-    scale_rate: see ``anybit.quantize.distill``; learn_tokens None is the method's own choice.
-    strength: how much of the outliers smoothing moves.  seed: of the rotation.  device: where to work.
+    scale_rate, gain_rate: see ``anybit.quantize.distill``; learn_tokens None is the method's own choice.
+    strength: how much of the outliers smoothing moves.  seed: of the rotation.  mix_heads: rotate what attention hands
+    on across its heads, on line.  device: where to work; None takes a GPU if there is one.
     resume: a folder for finished blocks.  spill: a folder for activations that memory cannot hold.
     """
 
@@ -58,9 +59,11 @@ class Options:
     step_tokens: int = 1024
     place_rate: float = 0.006
     scale_rate: float = 0.003
+    gain_rate: float = 0.0
     strength: float = 0.5
     seed: int = 0
-    device: str = "cpu"
+    mix_heads: bool = False
+    device: str | None = None
     resume: Path | None = None
     spill: Path | None = None
 
@@ -73,10 +76,11 @@ class Options:
             if name not in known:
                 raise OptionError(f"option {name!r} is unknown; there are {', '.join(known)}")
             kinds = (known[name].type, *get_args(known[name].type))
-            kind = next((kind for kind in (int, float, str, Path) if kind in kinds), None)
+            kind = next((kind for kind in (bool, int, float, str, Path) if kind in kinds), None)
             try:
-                values[name] = value if value is None or kind is None else kind(value)
-            except (TypeError, ValueError):
+                read = _truth if kind is bool else kind
+                values[name] = value if value is None or read is None else read(value)
+            except (TypeError, ValueError, KeyError):
                 wanted = "" if kind is None else kind.__name__
                 raise OptionError(f"option {name} must be of type {wanted}, and {value!r} is not") from None
         options = cls(**values)
@@ -86,6 +90,15 @@ class Options:
                 most = "" if high is None else f" and at most {high}"
                 raise OptionError(f"option {name} must be at least {low}{most}, not {value}")
         return options
+
+    @property
+    def where(self) -> str:
+        """The device to work on."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _truth(value: object) -> bool:
+    return {"true": True, "false": False}[str(value).lower()]
 
 
 def run_gptq(job: Job) -> Saved:
@@ -140,14 +153,15 @@ def _run(job: Job, method: str) -> Saved:
 
     calibration = Calibration(
         drift=options.drift > 0,
-        device=options.device,
+        device=options.where,
         resume=options.resume,
         spill=options.spill,
         options={"method": method, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
     )
     weights = calibrate(model, used, job.scheme, names, quantizer, calibration, refine, tell)
     if learn:
-        weights = _learn(job, model, weights, _first(sequences, learn), options)
+        weights, tuned = _learn(job, model, weights, _first(sequences, learn), options)
+        changes = replace(changes, tensors={**changes.tensors, **tuned})
     scattered = any(weight.group_index is not None for weight in weights.values())
 
     def quantize(layer: LinearLayer, source: Tensor) -> QuantizedWeight:
@@ -163,32 +177,38 @@ def _run(job: Job, method: str) -> Saved:
 
 def _learn(
     job: Job, model: Any, weights: dict[str, QuantizedWeight], sequences: list[Tensor], options: Options
-) -> dict[str, QuantizedWeight]:
+) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
+    """The learned weights, and the norms' gains if they learned too."""
     settings = Distillation(
         passes=options.learn_passes,
         step_tokens=options.step_tokens,
         place_rate=options.place_rate,
         scale_rate=options.scale_rate,
-        device=options.device,
+        gain_rate=options.gain_rate,
+        device=options.where,
     )
 
     def tell(done: int, total: int, loss: float) -> None:
         if job.progress is not None:
             job.progress(f"learning, {loss:.3f} nats apart", done, total)
 
-    return distill(model, weights, sequences, settings, job.scheme.activations, tell)
+    tuned: dict[str, Tensor] = {}
+    return distill(model, weights, sequences, settings, job.scheme.activations, tell, tuned), tuned
 
 
 def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options: Options) -> Changes:
     """Smooth or rotate the model; what that changes about the checkpoint."""
     if method not in ("smooth", "rotate"):
         return Changes()
+    home = model.device
+    model.to(_roomy(options.where, model))
     if method == "smooth":
         smooth(model, batched(sequences, 4096), options.strength)
         hadamard, config = [], {}
     else:
-        hadamard = rotate(model, options.seed)
+        hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)
         config = {"tie_word_embeddings": False}
+    model.to(home)
     quantized = {f"{layer.name}.weight" for layer in job.layers}
     kind = next(iter(job.source.entries.values())).dtype
     state = {name: tensor.to(kind) for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
@@ -198,6 +218,15 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     kept = {name: tensor for name, tensor in state.items() if name not in quantized or name in outside}
     tied = {name for name in kept if name not in job.names and method == "smooth"}
     return Changes({name: tensor for name, tensor in kept.items() if name not in tied}, config, hadamard)
+
+
+def _roomy(device: str, model: Any) -> torch.device:
+    """The device if all of a model fits it with room to run, else where the model is."""
+    if torch.device(device).type != "cuda":
+        return torch.device(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    return torch.device(device) if 2 * needed < free else torch.device(model.device)
 
 
 def _sequences(job: Job, options: Options, tokens: int) -> list[Tensor]:

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
 from anybit.quantize.blocks import weight_of
-from anybit.quantize.soft import SoftLinear, parameter_groups
+from anybit.quantize.soft import FrozenLinear, banks, parameter_groups
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat
+
+# Rows of logits that become probabilities together.
+_ROWS_AT_ONCE = 2048
 
 Progress = Callable[[int, int, float], None]
 
@@ -29,7 +32,7 @@ class Distillation:
 
     passes: how often the text is gone through.  step_tokens: tokens a step.  run_tokens: how many of these run at
     once.  place_rate: how far a code may move in a step, in units of code.  scale_rate: the same of the logarithm of
-    the scales.  half: passes in bfloat16.
+    the scales.  gain_rate: the same of the norms' gains.  half: passes in bfloat16.
     """
 
     passes: float = 1.0
@@ -37,6 +40,7 @@ class Distillation:
     run_tokens: int = 1024
     place_rate: float = 0.006
     scale_rate: float = 0.003
+    gain_rate: float = 0.0
     half: bool = True
     device: torch.device | str = "cpu"
 
@@ -52,57 +56,90 @@ def distill(
     settings: Distillation | None = None,
     activations: ActivationFormat | None = None,
     progress: Progress | None = None,
+    tuned: dict[str, Tensor] | None = None,
 ) -> dict[str, QuantizedWeight]:
     """Improve quantized weights of a model; the model, which holds the original weights, is left as it is.
 
     sequences: token ids, any lengths; runs of equal lengths share a step.  activations: their format, if quantized.
     progress: called with steps done, steps in all, and the last loss (nats a token).
+    tuned: filled with the gains of the norms, by name, which then learn as well (at ``gain_rate``).
     Raises CalibrationError when the loss is not finite.
     """
     settings = settings or Distillation()
     device = torch.device(settings.device)
     teacher = model.to(device)
     student = copy.deepcopy(teacher).requires_grad_(False)
-    soft: dict[str, SoftLinear] = {}
-    for name, weight in weights.items():
-        module = teacher.get_submodule(name)
-        bias = getattr(module, "bias", None)
-        soft[name] = SoftLinear(weight.to(device), weight_of(module), None if bias is None else bias.detach())
-        # What the layer's input goes through, such as an online rotation.
-        for hook in list(module._forward_pre_hooks.values()):
-            soft[name].register_forward_pre_hook(hook)
-        if activations is not None and activations.quantized:
-            soft[name].register_forward_pre_hook(_rounded_through(activations))
-        student.set_submodule(name, soft[name], strict=False)
-    layers = list(soft.values())
-    optimizer = torch.optim.Adam(parameter_groups(layers, settings.place_rate, settings.scale_rate), betas=(0.9, 0.99))
-    batches = _batches(sequences, settings.step_tokens)
-    steps = max(math.ceil(len(batches) * settings.passes), 1)
+    originals = {name: weight_of(teacher.get_submodule(name)) for name in weights}
+    layers = _replaced(teacher, student, weights, activations)
+    learned = banks({name: weight.to(device) for name, weight in weights.items()}, originals)
+    groups = parameter_groups(learned, settings.place_rate, settings.scale_rate)
+    gains = _gains(student) if tuned is not None and settings.gain_rate > 0 else {}
+    if gains:
+        groups.append({"params": list(gains.values()), "lr": settings.gain_rate})
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=device.type == "cuda")
+    ahead = _batches(sequences, settings.step_tokens)
+    steps = max(math.ceil(len(ahead) * settings.passes), 1)
     warm = max(steps // 20, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
     )
     kind = torch.bfloat16 if settings.half else torch.float32
     for step in range(steps):
+        ahead = ahead or _batches(_shuffled(sequences, step), settings.step_tokens)
         optimizer.zero_grad(set_to_none=True)
-        for layer in layers:
-            layer.freeze(kind)
-        parts = [part for tokens in batches[step % len(batches)] for part in tokens.split(settings.batch_rows(tokens))]
+        for bank in learned:
+            for name, leaf in bank.freeze(kind).items():
+                layers[name].given = leaf
+        parts = [part for tokens in ahead.pop(0) for part in tokens.split(settings.batch_rows(tokens))]
         total = sum(part.numel() for part in parts)
-        loss = 0.0
+        loss = torch.zeros((), device=device)
         for part in parts:
             divergence = _divergence(teacher, student, part.to(device), settings.half) * (part.numel() / total)
-            loss += divergence.item()
+            loss += divergence.detach()
             divergence.backward()
-        if not math.isfinite(loss):
+        if not math.isfinite(float(loss)):
             raise CalibrationError(f"the loss of step {step} is not finite; lower place_rate and scale_rate")
-        for layer in layers:
-            layer.thaw()
+        for bank in learned:
+            bank.thaw()
         optimizer.step()
         schedule.step()
         if progress is not None:
-            progress(step + 1, steps, loss)
-    return {name: layer.soft.harden().to("cpu") for name, layer in soft.items()}
+            progress(step + 1, steps, float(loss))
+    if tuned is not None:
+        tuned.update({name: gain.detach().cpu() for name, gain in gains.items()})
+    hard = {name: weight.to("cpu") for bank in learned for name, weight in bank.harden().items()}
+    return {name: hard[name] for name in weights}
+
+
+def _replaced(
+    teacher: Any, student: Any, weights: dict[str, QuantizedWeight], activations: ActivationFormat | None
+) -> dict[str, FrozenLinear]:
+    """Put layers without weights of their own into the student, by name."""
+    layers: dict[str, FrozenLinear] = {}
+    for name in weights:
+        module = teacher.get_submodule(name)
+        bias = getattr(module, "bias", None)
+        layer = FrozenLinear(None if bias is None else bias.detach())
+        # What the layer's input goes through, such as an online rotation.
+        for hook in list(module._forward_pre_hooks.values()):
+            layer.register_forward_pre_hook(hook)
+        if activations is not None and activations.quantized:
+            layer.register_forward_pre_hook(_rounded_through(activations))
+        student.set_submodule(name, layer, strict=False)
+        layers[name] = layer
+    return layers
+
+
+def _gains(student: nn.Module) -> dict[str, nn.Parameter]:
+    """The gains of a model's norms, by name, made to learn in float32."""
+    found: dict[str, nn.Parameter] = {}
+    for name, module in student.named_modules():
+        gain = getattr(module, "weight", None)
+        if isinstance(gain, nn.Parameter) and gain.ndim == 1 and "Norm" in type(module).__name__:
+            gain.data = gain.data.float()
+            gain.requires_grad_()
+            found[f"{name}.weight"] = gain
+    return found
 
 
 def _divergence(teacher: Any, student: Any, tokens: Tensor, half: bool) -> Tensor:
@@ -111,10 +148,30 @@ def _divergence(teacher: Any, student: Any, tokens: Tensor, half: bool) -> Tenso
         with torch.no_grad():
             wanted = teacher(input_ids=tokens, use_cache=False).logits
         found = student(input_ids=tokens, use_cache=False).logits
-    wanted = wanted.float().log_softmax(-1)
-    return nn.functional.kl_div(
-        found.float().log_softmax(-1).flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True
-    )
+    divergence: Tensor = _Divergence.apply(found.flatten(0, 1), wanted.flatten(0, 1))  # type: ignore[no-untyped-call]
+    return divergence
+
+
+class _Divergence(torch.autograd.Function):
+    """Mean KL(wanted || found) of logits [T, V], with its gradient at once: logits are large, and few copies fit."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, wanted: Tensor) -> Tensor:
+        gradient = torch.empty_like(found)
+        total = torch.zeros((), device=found.device)
+        for start in range(0, len(found), _ROWS_AT_ONCE):
+            part = slice(start, start + _ROWS_AT_ONCE)
+            ours = found[part].float().log_softmax(-1)
+            theirs = wanted[part].float().log_softmax(-1)
+            total += nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True)
+            gradient[part] = ours.exp_().sub_(theirs.exp_()) / len(found)
+        ctx.save_for_backward(gradient)
+        return total / len(found)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer.to(gradient.dtype), None
 
 
 def _rounded_through(format: ActivationFormat) -> Callable[..., tuple[Tensor, ...]]:
@@ -126,6 +183,12 @@ def _rounded_through(format: ActivationFormat) -> Callable[..., tuple[Tensor, ..
         return (x + (rounded - x).detach(), *args[1:])
 
     return hook
+
+
+def _shuffled(sequences: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """The sequences in another order, so that passes do not repeat the same steps."""
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))
+    return [sequences[i] for i in order.tolist()]
 
 
 def _batches(sequences: Sequence[Tensor], step_tokens: int) -> list[list[Tensor]]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import CalibrationError, OptionError
+from anybit.ops.sweep import sweep
 from anybit.packing import QuantizedWeight
 from anybit.quantize.grid import Grid, best_candidates
 from anybit.scheme import WeightFormat
@@ -175,18 +176,13 @@ def _feedback(
         rows = len(scale)
         # All contenders of all rows are rounded side by side: [g, contenders * N].
         trial = weight[start:end].repeat(1, rows)
-        errors, trial_codes = torch.empty_like(trial), torch.empty_like(trial)
-        kept = torch.ones_like(trial, dtype=torch.bool)
         flat_scale, flat_zero = scale.flatten(), zero.flatten()
-        for j in range(end - start):
-            code = grid.codes(trial[j], flat_scale, flat_zero)
-            if sparse:
-                if j % 4 == 0:
-                    kept[j : j + 4] = keep_two(trial[j : j + 4], diagonal[j : j + 4])
-                code = torch.where(kept[j], code, flat_zero)
-            error = (trial[j] - (code - flat_zero) * flat_scale) / diagonal[j]
-            trial[j + 1 :].addr_(upper[start + j, start + j + 1 : end], error, alpha=-1)
-            errors[j], trial_codes[j] = error, code
+        coupling = upper[start:end, start:end] / diagonal[:, None]
+        if sparse:
+            trial_codes, errors, kept = _sparse_sweep(trial, coupling, flat_scale, flat_zero, grid, diagonal)
+        else:
+            trial_codes, errors = sweep(trial, coupling, flat_scale, flat_zero, grid.top)
+        errors /= diagonal[:, None]
         loss = errors.square().sum(0).view(rows, n)
         best = loss.argmin(0)
         pick = best * n + torch.arange(n, device=best.device)
@@ -195,6 +191,21 @@ def _feedback(
             mask[start:end] = kept[:, pick]
         weight[end:].addmm_(upper[start:end, end:].T, errors[:, pick], alpha=-1)
     return codes, scales, zeros, mask
+
+
+def _sparse_sweep(
+    trial: Tensor, coupling: Tensor, scale: Tensor, zero: Tensor, grid: Grid, diagonal: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sweep`` that chooses a 2:4 mask as it goes, four channels at a time; returns the mask too."""
+    trial = trial.clone()
+    codes, errors = torch.empty_like(trial), torch.empty_like(trial)
+    kept = torch.ones_like(trial, dtype=torch.bool)
+    for a in range(0, len(trial), 4):
+        b = a + 4
+        kept[a:b] = keep_two(trial[a:b], diagonal[a:b])
+        codes[a:b], errors[a:b] = sweep(trial[a:b], coupling[a:b, a:b], scale, zero, grid.top, mask=kept[a:b])
+        trial[b:].addmm_(coupling[a:b, b:].T, errors[a:b], alpha=-1)
+    return codes, errors, kept
 
 
 def keep_two(weight: Tensor, diagonal: Tensor) -> Tensor:
@@ -227,17 +238,13 @@ def _refine(
     before_all = codes.clone()
     for i, (start, end) in enumerate(ranges):
         block = hessian[start:end, start:end]
-        local, before = gradient[start:end].clone(), value[start:end].clone()
-        now = before.clone()
-        curvature_of = block.diagonal()
-        for j in range(end - start):
-            code = grid.codes(now[j] + local[j] / curvature_of[j], scale[i], zero[i])
-            if mask is not None:
-                code = torch.where(mask[start + j], code, zero[i])
-            step = (code - zero[i]) * scale[i] - now[j]
-            now[j] += step
-            codes[start + j] = code
-            local.addr_(block[j], step, alpha=-1)
+        local, before = gradient[start:end], value[start:end].clone()
+        # The best place of a channel, all others fixed, is where it is less its part of the gradient.
+        curvature_of = block.diagonal()[:, None]
+        kept = None if mask is None else mask[start:end]
+        wanted = torch.addcdiv(before, local, curvature_of)
+        codes[start:end], errors = sweep(wanted, block / -curvature_of.T, scale[i], zero[i], grid.top, before, kept)
+        local = torch.addmm(local, block, errors)
         # With the codes fixed the best scale of a group is a quotient; it is kept where storing it still helps.
         centered = codes[start:end] - zero[i]
         slope, curvature = (centered * local).sum(0), (centered * (block @ centered)).sum(0)

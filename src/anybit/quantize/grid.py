@@ -69,8 +69,11 @@ def best_candidates(weight: Tensor, importance: Tensor, grid: Grid, clips: Tenso
     """
     scales, zeros = grid.candidates(weight, clips)
     losses = torch.empty_like(scales)
-    for i, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
+    # As many at once as fit a cache on a CPU; on a GPU, as fill it.
+    count = max((1 << 27 if weight.is_cuda else 1 << 17) // max(weight.numel(), 1), 1)
+    for i in range(0, len(scales), count):
+        scale, zero = scales[i : i + count, None], zeros[i : i + count, None]
         error = grid.codes(weight, scale, zero).sub_(zero).mul_(scale).sub_(weight)
-        losses[i] = importance @ error.square_()
+        losses[i : i + count] = torch.einsum("g,cgn->cn", importance, error.square_())
     order = losses.topk(min(keep, len(losses)), dim=0, largest=False).indices
     return scales.gather(0, order), zeros.gather(0, order)

@@ -17,19 +17,22 @@ from anybit.quantize.anatomy import Anatomy, anatomies, gain_of
 
 
 @torch.no_grad()
-def rotate(model: Any, seed: int = 0, online: bool = True) -> list[str]:
+def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = False) -> list[str]:
     """Rotate a Llama-like model in place; what it computes stays the same, up to rounding.
 
     A tied output head is untied: it has to carry the final norm's gain. online: rotate the down projection's inputs
-    too. Returns the names of the layers whose inputs are transformed on line; forward hooks do it until the layers are
-    replaced. Raises LayerError, before anything is changed, for an architecture or a size that it cannot rotate.
+    too. mix_heads: rotate what attention gives to its output projection on line, all heads together, instead of head by
+    head in the weights. Returns the names of the layers whose inputs are transformed on line; forward hooks do it until
+    the layers are replaced. Raises LayerError, before anything is changed, for an architecture or a size that it cannot
+    rotate.
     """
     parts = list(anatomies(model))
     embedding, head, final = model.get_input_embeddings(), model.get_output_embeddings(), model.base_model.norm
     for norm in [final, *(norm for part in parts for norm in (part.attention_norm, part.feed_forward_norm))]:
         gain_of(norm)
     hidden = embedding.weight.shape[1]
-    for size in (hidden, parts[0].head_dim, *((parts[0].down.in_features,) if online else ())):
+    heads = parts[0].output.in_features if mix_heads else parts[0].head_dim
+    for size in (hidden, heads, *((parts[0].down.in_features,) if online else ())):
         hadamard.factor(size)
     if head is None or not isinstance(head, nn.Linear):
         raise LayerError(f"{type(model).__name__} has no linear output head, so its final norm cannot be moved")
@@ -42,14 +45,15 @@ def rotate(model: Any, seed: int = 0, online: bool = True) -> list[str]:
     _absorb(final, [head])
     head.weight.data = _turn(head.weight.data, signs)
     for part in parts:
-        _rotate_block(part, signs, online)
-    names = [f"{part.name}.mlp.down_proj" for part in parts] if online else []
+        _rotate_block(part, signs, online, mix_heads)
+    names = [f"{part.name}.self_attn.o_proj" for part in parts] if mix_heads else []
+    names += [f"{part.name}.mlp.down_proj" for part in parts] if online else []
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(_online)
     return names
 
 
-def _rotate_block(part: Anatomy, signs: Tensor, online: bool) -> None:
+def _rotate_block(part: Anatomy, signs: Tensor, online: bool, mix_heads: bool) -> None:
     _absorb(part.attention_norm, [part.query, part.key, part.value])
     _absorb(part.feed_forward_norm, [part.gate, part.up])
     for reader in (part.query, part.key, part.value, part.gate, part.up):
@@ -59,10 +63,13 @@ def _rotate_block(part: Anatomy, signs: Tensor, online: bool) -> None:
         if writer.bias is not None:
             writer.bias.data = _turn(writer.bias.data, signs)
     value, output, size = part.value, part.output, part.head_dim
-    value.weight.data = _heads(value.weight.data.T, size).T.contiguous()
-    if value.bias is not None:
-        value.bias.data = _heads(value.bias.data, size)
-    output.weight.data = _heads(output.weight.data, size)
+    if mix_heads:
+        output.weight.data = _exactly(output.weight.data)
+    else:
+        value.weight.data = _heads(value.weight.data.T, size).T.contiguous()
+        if value.bias is not None:
+            value.bias.data = _heads(value.bias.data, size)
+        output.weight.data = _heads(output.weight.data, size)
     if online:
         part.down.weight.data = _exactly(part.down.weight.data)
 

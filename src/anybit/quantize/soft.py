@@ -6,10 +6,12 @@ Rounding passes gradients straight through (Bengio et al., 2013); the scale's gr
 2020): scale and rounding are learned together, as by OmniQuant, SignRound and EfficientQAT, whose terms these are.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from anybit.packing import QuantizedWeight
+from anybit.packing import QuantizedWeight, stack, unstack
 from anybit.quantize.grid import Grid
 
 
@@ -108,7 +110,70 @@ class SoftLinear(nn.Module):
         self._frozen = None
 
 
-def parameter_groups(modules: list[SoftLinear], place_rate: float, scale_rate: float) -> list[dict[str, object]]:
+class SoftBank:
+    """Quantized weights that share a format and a number of inputs, learned as one tall matrix.
+
+    A model has hundreds of layers, and a GPU would spend its time on launching an operation for each of them.
+    ``freeze`` computes all weights once, for many passes; the layers' gradients gather in one tensor, which ``thaw``
+    hands on to codes and scales.
+    """
+
+    def __init__(self, weights: dict[str, QuantizedWeight], originals: dict[str, Tensor]) -> None:
+        self.soft = SoftWeight(stack(list(weights.values())), torch.cat([originals[name] for name in weights]))
+        self._rows = {name: weight.shape[0] for name, weight in weights.items()}
+        self._gradient: Tensor | None = None
+
+    def freeze(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights by layer, in a dtype; gradients of what is computed with them are gathered until ``thaw``."""
+        with torch.no_grad():
+            weight = self.soft().to(dtype)
+        self._gradient = torch.zeros_like(weight)
+        leaves: dict[str, Tensor] = {}
+        sizes = list(self._rows.values())
+        for name, part, gradient in zip(self._rows, weight.split(sizes), self._gradient.split(sizes), strict=True):
+            leaves[name] = part.detach().requires_grad_()
+            leaves[name].grad = gradient
+        return leaves
+
+    def thaw(self) -> None:
+        """Hand the collected gradient on."""
+        assert self._gradient is not None
+        weight = self.soft()
+        weight.backward(self._gradient.to(weight.dtype))
+        self._gradient = None
+
+    def harden(self) -> dict[str, QuantizedWeight]:
+        """The codes and scales learned so far, by layer."""
+        return dict(zip(self._rows, unstack(self.soft.harden(), list(self._rows.values())), strict=True))
+
+
+class FrozenLinear(nn.Module):
+    """A linear layer whose weight, [N, K], is given to it before every pass."""
+
+    def __init__(self, bias: Tensor | None) -> None:
+        super().__init__()
+        self.bias = bias
+        self.given: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y = x W^T + bias, in the weight's dtype."""
+        assert self.given is not None
+        kind = self.given.dtype
+        return nn.functional.linear(x.to(kind), self.given, None if self.bias is None else self.bias.to(kind))
+
+
+def banks(weights: dict[str, QuantizedWeight], originals: dict[str, Tensor]) -> list[SoftBank]:
+    """Weights in as few banks as there can be: layers that scatter their groups each have one of their own."""
+    together: dict[object, list[str]] = {}
+    for name, weight in weights.items():
+        key = name if weight.group_index is not None else (weight.format, weight.shape[1], weight.scale.dtype)
+        together.setdefault(key, []).append(name)
+    return [SoftBank({name: weights[name] for name in names}, originals) for names in together.values()]
+
+
+def parameter_groups(
+    modules: Sequence["SoftLinear | SoftBank"], place_rate: float, scale_rate: float
+) -> list[dict[str, object]]:
     """Optimizer groups: places in units of code and scales in relative units have rates of their own."""
     return [
         {"params": [m.soft.place for m in modules], "lr": place_rate},

@@ -1,0 +1,40 @@
+"""GPTQ on a GPU: the sweep's codes, and layers as good as those of a CPU."""
+
+import pytest
+import torch
+
+from anybit.kernels import sweep as kernel
+from anybit.ops.sweep import sweep
+from anybit.quantize import gptq
+from anybit.scheme import WeightFormat
+from cases_calibration import sweep_case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def kernels_used():
+    return [kernel.kernel(kernel.default(referenced)) for referenced in (False, True)]
+
+
+@pytest.mark.parametrize("referenced", [False, True])
+@pytest.mark.parametrize("channels", [1, 63, 64, 65, 200])
+def test_same_codes_as_the_plain_loop(channels, referenced):
+    *case, reference = sweep_case(channels, 300)
+    origin = reference if referenced else None
+    expected = sweep(*case, 7, origin)
+    found = sweep(*(t.cuda() for t in case), 7, None if origin is None else origin.cuda())
+    same = (found[0].cpu() == expected[0]).all(0)  # a sum in another order may round one code of a column otherwise
+    assert float(same.float().mean()) > 0.97
+    torch.testing.assert_close(found[1].cpu()[:, same], expected[1][:, same], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("format", [WeightFormat(2, "asym", 64), WeightFormat(4), WeightFormat(4, "asym", 32, True)])
+def test_layers_are_as_good_as_on_a_cpu(format):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 200, generator=g) @ torch.randn(200, 200, generator=g)
+    weight, hessian = torch.randn(96, 200, generator=g), x.T @ x
+    losses = []
+    for device in ("cpu", "cuda"):
+        found = gptq.quantize(weight.to(device), hessian.to(device), format)
+        losses.append(gptq.layer_error(weight, found.to("cpu").dequantize(), hessian))
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
