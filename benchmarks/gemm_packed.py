@@ -23,9 +23,9 @@ from anybit.device import Device
 from anybit.kernels import pack, packed_large, packed_layout, packed_small
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
-from anybit.ops.packed import _SMALL_M
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import Scheme
+from anybit.tune.space import SMALL_M
 from cases import LLAMA3_8B, Case
 from timing import RESULTS, baselines, floor_us, measure, merge_rows, rotations, stamp
 
@@ -48,7 +48,7 @@ class Job:
 
 
 def job_of(case: Case, scheme: Scheme, family: str, device: Device) -> Job | None:
-    small = family == "small" or (family == "default" and case.m <= _SMALL_M)
+    small = family == "small" or (family == "default" and case.m <= SMALL_M)
     operand = torch.int8 if scheme.activations.quantized else torch.float16
     if small:
         columns = -(-case.k // 128) * 128

@@ -334,6 +334,15 @@ def default(problem: Problem) -> Config:
     return _default_large(problem, [c for c in found if c.path is Path.large])
 
 
+def seeds(problem: Problem) -> list[Config]:
+    """What a search starts from: the default, and the default of each path whatever M is."""
+    found = configs(problem)
+    by_path = {path: [config for config in found if config.path is path] for path in Path}
+    others = [_default_large(problem, by_path[Path.large])] if by_path[Path.large] else []
+    others += [_default_small(problem, by_path[Path.small])] if by_path[Path.small] else []
+    return list(dict.fromkeys([default(problem), *others]))
+
+
 def _default_large(problem: Problem, found: list[Config]) -> Config:
     """The tiles that fill the GPU best, deep rings (activations first), and turns that hide rotations and results."""
     turns = Turns.tiles if problem.weights.bits == problem.activations.bits == 1 else Turns.diagonals

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from anybit.hadamard import transform
+from anybit.ops import bitwise, packed
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
+from anybit.ops.several import Several
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
+from anybit.tune.families import Layout
 
 __all__ = [
     "Backend",
@@ -30,8 +33,11 @@ __all__ = [
     "register",
 ]
 
-register(Bitwise())
-register(PackedTiles())
+_planes, _tiles = Bitwise(), PackedTiles()
+register(_planes)
+register(_tiles)
+register(Several("bitwise+packed", (_planes, _tiles), (Layout.planes, Layout.tiles_a8), bitwise.TENSORS))
+register(Several("packed+a8", (_tiles, _tiles), (Layout.tiles_a16, Layout.tiles_a8), packed.TENSORS))
 register(ReferenceDecoded())
 register(ReferencePacked())
 

@@ -11,13 +11,14 @@ from anybit.kernels import bitwise, bitwise_sync, pack, planes
 from anybit.kernels.bitwise import Output
 from anybit.kernels.pack import Packed, Target
 from anybit.ops.backend import LinearSpec
-from anybit.ops.inputs import check_input, token_bucket
+from anybit.ops.inputs import check_input, layouts_of, product_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
+from anybit.tune.dispatcher import dispatcher
+from anybit.tune.families import FAMILIES, Layout, quantizer
 
-# Plane by plane a product costs bits * bits / 8 of the same product in int8: from a tie on, widened bytes win when
-# compute is the limit, and read as few bits of weights when memory is.
-_TIE = 8
+TENSORS = 6
+"""How many tensors ``prepare`` gives."""
 _OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
 
 
@@ -53,8 +54,8 @@ class Bitwise:
         return why_not(n, k, weight, activations, Device.of(weight.words))
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
-        """Preferred while its products of planes are less than int8's worth."""
-        return 0 if weight.format.bits * activations.bits < _TIE else 2
+        """Preferred where the policy map says so, and without one while its products of planes are less than int8's."""
+        return 0 if Layout.planes in layouts_of(weight, activations) else 2
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """Planes, float32 scales, corrections and zeros; then the saved scale and group index, to restore from."""
@@ -117,7 +118,7 @@ def why_not(
 
 
 def _plan(spec: LinearSpec, rows: Tensor) -> _Plan:
-    """The kernels and configs for this many tokens, to the next power of two; chosen once."""
+    """The kernels and configs for this many tokens; chosen once."""
     m = rows.shape[0]
     bucket = token_bucket(m)
     aligned = not (rows.stride(0) % pack.VECTOR or rows.data_ptr() % 16 or spec.k % pack.VECTOR)
@@ -125,15 +126,8 @@ def _plan(spec: LinearSpec, rows: Tensor) -> _Plan:
     key = (id(spec), bucket, rows.dtype, aligned, spec.n % 8 == 0, rows.get_device())
     found = _plans.get(key)
     if found is None:
-        output, device = _OUTPUTS[rows.dtype], Device.of(rows)
-        wide = bitwise.Problem(bucket, spec.n, spec.k, spec.weights, spec.activations, output, device)
-        family: Any = bitwise
-        if bitwise.why_not(wide) is None:
-            config: Any = bitwise.default(wide)
-        else:
-            family = bitwise_sync
-            narrow = (bucket, spec.n, spec.k, spec.weights, spec.activations, output, device, spec.n % 8 == 0)
-            config = bitwise_sync.default(bitwise_sync.Problem(*narrow))
-        source = pack.Problem(bucket, spec.k, spec.activations, rows.dtype, aligned=aligned)
-        found = _plans[key] = _Plan(family, output, pack.default(source), config)
+        product = product_of(spec, bucket, rows, aligned=aligned)
+        chosen = dispatcher(product.device.name).choose(product, (Layout.planes,)).candidate
+        family = FAMILIES[chosen.kernel].module
+        found = _plans[key] = _Plan(family, _OUTPUTS[rows.dtype], quantizer(product, Target.planes), chosen.config)
     return found

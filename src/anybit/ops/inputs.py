@@ -1,10 +1,18 @@
 """What every CUDA backend asks of its input, and how token counts are bucketed."""
 
+import functools
+
 import torch
 from torch import Tensor
 
+from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.ops.backend import LinearSpec
+from anybit.packing import QuantizedWeight
+from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.tune.dispatcher import allowed, dispatcher, generation
+from anybit.tune.families import Layout, Product, bucket
+from anybit.tune.space import builtin_layout
 
 
 def check_input(x: Tensor, weight: Tensor, spec: LinearSpec) -> None:
@@ -21,5 +29,37 @@ def check_input(x: Tensor, weight: Tensor, spec: LinearSpec) -> None:
 
 
 def token_bucket(tokens: int) -> int:
-    """The bucket of a number of tokens: the next power of two."""
-    return 1 << (tokens - 1).bit_length()
+    """The token count that kernels are chosen for: the next power of two, or half way to it."""
+    return bucket(tokens)
+
+
+def product_of(
+    spec: LinearSpec, tokens: int, rows: Tensor, columns: int | None = None, aligned: bool = True
+) -> Product:
+    """What a kernel is chosen for. columns: of the tiles, where activations are gathered into their order."""
+    gathered = columns is not None
+    k = columns if columns is not None and spec.activations.quantized else spec.k
+    shape, formats = (tokens, spec.n, k), (spec.weights, spec.activations)
+    return Product(*shape, *formats, rows.dtype, Device.of(rows), gathered, columns or 0, aligned)
+
+
+def layouts_of(weight: QuantizedWeight, activations: ActivationFormat) -> tuple[Layout, ...]:
+    """How a layer's weights are to lie: as the policy map of their GPU says; elsewhere in the built-in layout."""
+    n, k = weight.shape
+    if not weight.words.is_cuda:
+        return (builtin_layout(Product(1, n, k, weight.format, activations)),)
+    return _layouts(n, k, weight.format, activations, Device.of(weight.words), allowed(), generation())
+
+
+@functools.lru_cache(maxsize=1024)
+def _layouts(
+    n: int,
+    k: int,
+    weights: WeightFormat,
+    activations: ActivationFormat,
+    device: Device,
+    words: frozenset[str],
+    generation: int,
+) -> tuple[Layout, ...]:
+    product = Product(1, n, k, weights, activations, device=device)
+    return dispatcher(device.name).layouts(product, words)

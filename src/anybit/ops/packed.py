@@ -4,7 +4,7 @@ The padding and dequantizing strategies of ADAngel (section 4.3) without their w
 weights' bits, and only a register ever holds a widened weight.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,13 +14,15 @@ from anybit.kernels import pack, packed_large, packed_layout, packed_small
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.ops.backend import LinearSpec
-from anybit.ops.inputs import check_input, token_bucket
+from anybit.ops.inputs import check_input, product_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
+from anybit.tune.dispatcher import dispatcher
+from anybit.tune.families import quantizer, tiles_of
 
+TENSORS = 7
+"""How many tensors ``prepare`` gives."""
 _EMPTY = 0
-# Above this many tokens the wgmma kernel wins on every layer measured (w4a16g128 of Llama-3-8B; docs/packed.md).
-_SMALL_M = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +82,9 @@ class PackedTiles:
         weight = _weight(tensors, spec)
         plan = _plan(spec, rows, weight)
         if plan.quantizer is not None:
-            codes = Packed(m, spec.k, spec.activations, Target.bytes, x.device)
+            if weight.permutation is not None:  # a token's scale is the same in any order
+                rows = _ordered(rows, weight)
+            codes = Packed(m, rows.shape[1], spec.activations, Target.bytes, x.device)
             pack.launch(pack.problem_of(rows, spec.activations, Target.bytes), plan.quantizer, codes, rows)
             _multiply_bytes(codes, weight, bias, y, plan)
         elif plan.small is not None:
@@ -109,7 +113,7 @@ def _ordered(rows: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _plan(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> _Plan:
-    """The kernel and config for this many tokens, to the next power of two; chosen once."""
+    """The kernel and config for this many tokens; chosen once."""
     bucket = token_bucket(rows.shape[0])
     aligned = not (rows.data_ptr() % 16 or rows.stride(0) % 8)
     # Specs are parsed once for each text and kept, so that their identity stands for them.
@@ -121,19 +125,13 @@ def _plan(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> _Plan:
 
 
 def _decide(spec: LinearSpec, rows: Tensor, weight: PackedWeight, bucket: int, aligned: bool) -> _Plan:
-    device = Device.of(rows)
-    quantizer, operand = None, rows.dtype
-    if spec.activations.quantized:
-        source = pack.Problem(bucket, spec.k, spec.activations, rows.dtype, target=Target.bytes, aligned=aligned)
-        quantizer, operand = pack.default(source), torch.int8
-    integers = spec.activations.integer or not spec.activations.quantized
-    if bucket <= _SMALL_M and integers:
-        problem = replace(packed_small.problem_of(weight, bucket, operand, rows.dtype, device), aligned=aligned)
-        if packed_small.why_not(problem) is None:
-            return _Plan(packed_small.default(problem), None, quantizer)
-    columns = spec.k if weight.permutation is None else weight.permutation.numel()
-    wide = packed_large.Problem(bucket, spec.n, columns, spec.weights, spec.activations, rows.dtype, device)
-    return _Plan(None, packed_large.default(wide), quantizer)
+    columns = None if weight.permutation is None else weight.permutation.numel()
+    product = product_of(spec, bucket, rows, columns, aligned)
+    quantized = spec.activations.quantized
+    quantize = quantizer(product, Target.bytes) if quantized else None
+    chosen = dispatcher(product.device.name).choose(product, (tiles_of(spec.activations),)).candidate
+    small = chosen.kernel == "packed_small"
+    return _Plan(chosen.config if small else None, None if small else chosen.config, quantize)
 
 
 def _weight(tensors: list[Tensor], spec: LinearSpec) -> PackedWeight:

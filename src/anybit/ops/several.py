@@ -1,0 +1,90 @@
+"""Layers that are kept in two layouts, so that every token count runs the strategy that is fastest there.
+
+ADAngel's dispatcher over whole strategies: decoding may read bit planes while prefill multiplies widened tiles, and a
+weight-only layer may quantize its activations above some token count, where that has been allowed. The policy map
+decides which layers are worth the memory.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from anybit.device import Device
+from anybit.ops.backend import Backend, LinearSpec
+from anybit.ops.inputs import layouts_of, product_of, token_bucket
+from anybit.packing import QuantizedWeight
+from anybit.scheme import ActivationFormat, Scheme
+from anybit.tune.dispatcher import allowed, dispatcher, tell
+from anybit.tune.families import Layout
+
+_UNWANTED = 9
+"""A cost above every other backend's: it runs only when it is named."""
+_EIGHT = (ActivationFormat(8, "sym"), ActivationFormat(8, "float"))
+
+_Decided = tuple[int, LinearSpec]
+_decided: dict[tuple[int, int, torch.dtype, int], _Decided] = {}
+
+
+class Several:
+    """Two backends in one; ``kept`` says how many tensors of each are kept, ``layouts`` what they are."""
+
+    def __init__(self, name: str, parts: tuple[Backend, Backend], layouts: tuple[Layout, Layout], first: int) -> None:
+        self.name, self.parts, self.layouts, self._first = name, parts, layouts, first
+        self.unasked: tuple[str, ...] = ("cuda",)
+
+    def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
+        """Why one of the two cannot run this layer where it is, in a sentence."""
+        if self.eight and activations.quantized:
+            return "it is for 16-bit activations that may become 8-bit ones, and these are quantized already"
+        if self.eight and "a8" not in allowed():
+            return 'quantizing 16-bit activations has not been allowed (anybit.tune.allow("a8"))'
+        if self.eight and weight.group_index is not None:
+            return "activation order is not combined with quantizing activations on the way"
+        formats = (activations, _EIGHT[0] if self.eight else activations)
+        for part, form in zip(self.parts, formats, strict=True):
+            reason = part.why_not(weight, form)
+            if reason is not None:
+                return f"{part.name}: {reason}"
+        return None
+
+    @property
+    def eight(self) -> bool:
+        """Whether the second layout is for activations that were 16-bit ones."""
+        return Layout.tiles_a16 in self.layouts
+
+    def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
+        """Before all others where the policy map finds both layouts worth keeping."""
+        return -1 if set(layouts_of(weight, activations)) == set(self.layouts) else _UNWANTED
+
+    def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
+        """The tensors of both."""
+        formats = (activations, _EIGHT[0] if self.eight else activations)
+        pairs = zip(self.parts, formats, strict=True)
+        return [tensor for part, form in pairs for tensor in part.prepare(weight, form)]
+
+    def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
+        """The packed weight, exactly as it was."""
+        return self.parts[0].restore(tensors[: self._first], spec)
+
+    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+        """The faster of the two at this many tokens."""
+        tokens = x.numel() // spec.k if spec.k else 0
+        key = id(spec), token_bucket(tokens), x.dtype, x.get_device()
+        found = _decided.get(key)
+        if found is None:
+            found = _decided[key] = self._decide(x, spec, tokens)
+        which, inner = found
+        mine = tensors[self._first :] if which else tensors[: self._first]
+        return self.parts[which].linear(x, mine, bias, inner)
+
+    def _decide(self, x: Tensor, spec: LinearSpec, tokens: int) -> _Decided:
+        product = product_of(spec, token_bucket(max(tokens, 1)), x)
+        chosen = dispatcher(Device.of(x).name).choose(product, self.layouts, allowed()).candidate
+        which = self.layouts.index(chosen.layout)
+        if chosen.activations != spec.activations:
+            scheme = Scheme(spec.weights, spec.activations)
+            kind = "int8" if chosen.activations.integer else "e4m3"
+            tell(f"{scheme}: activations of large products are quantized to {kind}, as was allowed (a8)")
+        inner = replace(spec, backend=self.parts[which].name, activations=chosen.activations)
+        return which, LinearSpec.parse(str(inner))  # the one that is kept, whose identity plans go by

@@ -1,0 +1,238 @@
+"""What runs a product: looked up in the maps of its GPU, decided once, and kept by whoever asked.
+
+Maps are found in this order: those given to ``use``, the user's own for this GPU (``policy.own_file``), the shipped
+one. A point for exactly this product decides; else the nearest points of the same scheme whose configs are legal here
+and won clearly where they were measured; else the built-in choice.
+"""
+
+import logging
+import warnings
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from anybit.errors import KernelError
+from anybit.tune.families import MOST_TOKENS, Layout, Product, bucket
+from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
+from anybit.tune.space import Candidate, builtin, builtin_layout, refuse_unknown
+
+_NEAR = 0.75
+"""How far, in powers of two, a point may be to stand for a product that was not measured."""
+_CLEARLY = 0.97
+"""What a config must take of the built-in choice's time where it was measured, to be used elsewhere."""
+_WORTH_TWO = 1.05
+"""Two layouts are kept where one of them alone would cost more than this at some token count."""
+_SIXTEEN = (torch.float16, torch.bfloat16)
+_ORIGINS = Literal["map", "nearest", "built in"]
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs a product, and by which right. us: of a call where it was measured, else 0."""
+
+    candidate: Candidate
+    origin: _ORIGINS
+    us: float = 0.0
+    source: str = ""
+
+
+class Dispatcher:
+    """The maps of one GPU."""
+
+    def __init__(self, gpu: str, policies: Collection[Policy]) -> None:
+        self.gpu = gpu
+        self.policies = [policy for policy in policies if policy.origin.foreign(gpu) is None]
+        self.hints = [policy for policy in policies if policy.origin.foreign(gpu) is not None]
+
+    def point(self, product: Product) -> tuple[Point, Policy] | None:
+        """What was measured for this product, at the token count of the grid that stands for its own."""
+        m = min(bucket(product.m), MOST_TOKENS)
+        for policy in self.policies:
+            for dtype in _alike(product):
+                found = policy.exact(replace(product, m=m, dtype=dtype))
+                if found is not None:
+                    return found, policy
+        return None
+
+    def choose(
+        self, product: Product, layouts: Collection[Layout] | None = None, allow: Collection[str] = ()
+    ) -> Choice:
+        """What runs a product whose weights lie in ``layouts`` (by default in any). Raises KernelError if nothing can.
+
+        Never a config that is not legal, and never one that was measured to be slower than the built-in choice.
+        """
+        own = _builtin(product, layouts)
+        if product.act_order or not (product.aligned or product.activations.quantized):
+            return Choice(own, "built in")
+        found = self.point(product)
+        if found is not None:
+            choice = _best(product, *found, layouts, allow)
+            if choice is not None:
+                return choice
+        for policy in self.policies:
+            for _, key, m, point in policy.near(product, _NEAR):
+                choice = _nearest(product, own, point, layouts)
+                if choice is not None:
+                    return replace(choice, source=f"{choice.source} ({m} x {key[2]} x {key[3]}, {policy.path})")
+        return Choice(own, "built in")
+
+    def layouts(self, product: Product, allow: Collection[str] = ()) -> tuple[Layout, ...]:
+        """How a layer's weights are to lie: in one layout, or in two where each wins by much at some token count.
+
+        ``product``: of any token count. Without a map that knows the layer: the built-in layout.
+        """
+        times: dict[Layout, dict[int, float]] = {}
+        for policy in self.policies:
+            keys = [key_of(replace(product, dtype=dtype)) for dtype in (product.dtype, *_SIXTEEN)]
+            points = next((policy.layers[key] for key in keys if key in policy.layers), {})
+            for m, point in points.items():
+                for measured in point.strategies.values():
+                    candidate = _legal(measured, replace(product, m=m), allow)
+                    if candidate is not None:
+                        mine = times.setdefault(candidate.layout, {})
+                        mine[m] = min(measured.us, mine.get(m, float("inf")))
+            if times:
+                break
+        if not times:
+            return (builtin_layout(product),)
+        tokens = sorted({m for mine in times.values() for m in mine})
+
+        def cost(kept: tuple[Layout, ...]) -> float:
+            """The most that keeping these alone costs at a token count, against keeping all."""
+            worst = 1.0
+            for m in tokens:
+                best = min(mine[m] for mine in times.values() if m in mine)
+                here = min((times[layout][m] for layout in kept if m in times[layout]), default=float("inf"))
+                worst = max(worst, here / best)
+            return worst
+
+        alone = min(((layout,) for layout in times), key=cost)
+        if cost(alone) <= _WORTH_TWO:
+            return alone
+        pairs = [(one, two) for one in times for two in times if one.value < two.value]
+        return min(pairs, key=cost) if pairs else alone
+
+
+def _alike(product: Product) -> tuple[torch.dtype, ...]:
+    """The dtypes whose times are this product's: where integers are multiplied, only the results are written anew."""
+    return (product.dtype, *_SIXTEEN) if product.activations.integer else (product.dtype,)
+
+
+def _builtin(product: Product, layouts: Collection[Layout] | None) -> Candidate:
+    if layouts is None or builtin_layout(product) in layouts:
+        return builtin(product)
+    reasons = []
+    for layout in layouts:
+        try:
+            return builtin(product, layout)
+        except KernelError as error:
+            reasons.append(str(error))
+    raise KernelError("; ".join(reasons) or f"no layout was given to run {product} with")
+
+
+def _legal(measured: Measured, product: Product, allow: Collection[str]) -> Candidate | None:
+    """The candidate that a point names, if it is allowed and legal for this product."""
+    if (measured.activations and "a8" not in allow) or measured.kernel == "cuBLAS":  # which is compared, not run
+        return None
+    try:
+        return measured.candidate(product)
+    except KernelError as error:
+        _logger.info("a policy map names a config that is passed over: %s", error)
+        return None
+
+
+def _best(
+    product: Product, point: Point, policy: Policy, layouts: Collection[Layout] | None, allow: Collection[str]
+) -> Choice | None:
+    for _, measured in point.ordered():
+        candidate = _legal(measured, product, allow)
+        if candidate is not None and (layouts is None or candidate.layout in layouts):
+            return Choice(candidate, "map", measured.us, str(policy.path or "a map"))
+    return None
+
+
+def _nearest(product: Product, own: Candidate, point: Point, layouts: Collection[Layout] | None) -> Choice | None:
+    """A config that won clearly at a point nearby, in the layout that the built-in choice reads."""
+    for _, measured in point.ordered():
+        if measured.us > _CLEARLY * point.default_us:
+            return None
+        candidate = _legal(measured, product, ())
+        if candidate is None or candidate.layout is not own.layout or candidate.kernel != own.kernel:
+            continue
+        if layouts is None or candidate.layout in layouts:
+            return Choice(candidate, "nearest", 0.0, "measured nearby")
+    return None
+
+
+# -------- the process's dispatchers
+
+_given: list[Policy] = []
+_dispatchers: dict[str, Dispatcher] = {}
+_allowed: set[str] = set()
+_told: set[str] = set()
+_generation = 0
+
+
+def dispatcher(gpu: str) -> Dispatcher:
+    """The dispatcher of a GPU by its name; its maps are read at the first call."""
+    found = _dispatchers.get(gpu)
+    if found is None:
+        found = _dispatchers[gpu] = Dispatcher(gpu, [*_given, *_files(gpu)])
+        for policy in found.hints:
+            if policy.origin.gpu == gpu:
+                tell(
+                    f"{policy.path} is only a hint for searches: {policy.origin.foreign(gpu)}; "
+                    "built-in choices run until `anybit tune` has measured"
+                )
+    return found
+
+
+def _files(gpu: str) -> Iterator[Policy]:
+    for path in (own_file(gpu), SHIPPED / file_name(gpu)):
+        if path.is_file():
+            policy = usable(path)
+            if policy is not None:
+                yield policy
+
+
+def use(*paths: str | Path) -> None:
+    """Obey these maps before all others; none: forget those given, and read files anew at the next call.
+
+    Layers that are prepared already keep what was decided for them. Files that are no maps are named and ignored.
+    """
+    global _generation
+    _generation += 1
+    _dispatchers.clear()
+    _given.clear()
+    for path in paths:
+        policy = usable(Path(path))
+        if policy is not None:
+            _given.append(policy)
+
+
+def generation() -> int:
+    """A number that changes whenever maps are read anew."""
+    return _generation
+
+
+def allow(*words: str) -> None:
+    """Allow what changes results or memory (``space.ALLOWANCES``) in layers prepared from now on; none: nothing."""
+    refuse_unknown(words)
+    _allowed.clear()
+    _allowed.update(words)
+
+
+def allowed() -> frozenset[str]:
+    """What is allowed."""
+    return frozenset(_allowed)
+
+
+def tell(message: str) -> None:
+    """Warn, once a process."""
+    if message not in _told:
+        _told.add(message)
+        warnings.warn(message, stacklevel=3)

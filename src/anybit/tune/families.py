@@ -1,0 +1,287 @@
+"""What a linear call is (`Product`), and the kernel families that can run one, all spoken to in the same way.
+
+A family is a module of ``anybit.kernels`` with ``Problem``, ``Config``, ``why_not``, ``configs`` and ``default``; what
+is legal is what its ``why_not`` says, and nothing here knows better.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.kernels import bitwise, bitwise_sync, marlin, pack, packed_large, packed_small
+from anybit.kernels.bitwise import Output
+from anybit.kernels.pack import Target
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+
+FieldValue = int | bool | str
+_OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
+_TILE = 128
+
+
+@dataclass(frozen=True)
+class Product:
+    """One linear call, quantization of its activations included: y[m, n] = x[m, k] W[n, k]^T, x and y in ``dtype``.
+
+    columns: K' of the tiles, where an activation order makes them more than K rounded up to 128 (``act_order``).
+    aligned: rows of x start on 16 bytes, and K is in eights.
+    """
+
+    m: int
+    n: int
+    k: int
+    weights: WeightFormat
+    activations: ActivationFormat = field(default_factory=ActivationFormat)
+    dtype: torch.dtype = torch.float16
+    device: Device = field(default_factory=lambda: Device.named("sm_90a"))
+    act_order: bool = False
+    columns: int = 0
+    aligned: bool = True
+
+    @property
+    def scheme(self) -> Scheme:
+        """Weights and activations as a scheme."""
+        return Scheme(self.weights, self.activations)
+
+    @property
+    def tile_columns(self) -> int:
+        """K' of the tiles."""
+        return self.columns or -(-self.k // _TILE) * _TILE
+
+    def __str__(self) -> str:
+        return f"{self.scheme} {self.m} x {self.n} x {self.k}"
+
+
+class Layout(Enum):
+    """How a layer's weights lie in memory; a candidate reads one of them."""
+
+    planes = "bit planes"
+    tiles_a16 = "tiles for 16-bit activations"
+    tiles_a8 = "tiles for 8-bit activations"
+    dense = "dequantized"
+
+
+def tiles_of(activations: ActivationFormat) -> Layout:
+    """The layout of tiles for activations."""
+    return Layout.tiles_a8 if activations.quantized else Layout.tiles_a16
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of kernels; ``facts``: the fields of its configs that repeat the problem."""
+
+    name: str
+    module: ModuleType
+    facts: frozenset[str]
+    problem: Callable[[Product], Any]
+    target: Target
+    """What activations are quantized into, if they are."""
+
+    def layout(self, activations: ActivationFormat) -> Layout:
+        """Where the weights must lie."""
+        return Layout.planes if self.target is Target.planes else tiles_of(activations)
+
+    def why_not(self, product: Product, config: Any = None) -> str | None:
+        """Why the family, or a config of it, cannot run a product; None if it can."""
+        reason = _beside(self, product)
+        if reason is not None:
+            return reason
+        problem = self.problem(product)
+        if getattr(config, "k_splits", 1) > 1:
+            return "blocks that wait for each other through L2 could wait for ever beside a second such launch"
+        reason = self.module.why_not(problem) if config is None else self.module.why_not(problem, config)
+        return None if reason is None else str(reason)
+
+    def configs(self, product: Product) -> list[Any]:
+        """Every legal config of a product; empty where there is none."""
+        if self.why_not(product) is not None:
+            return []
+        try:
+            found = dict.fromkeys(self.module.configs(self.problem(product)))
+            return [config for config in found if getattr(config, "k_splits", 1) == 1]
+        except KernelError:
+            return []
+
+    def default(self, product: Product) -> Any:
+        """The built-in choice among the family's configs. Raises KernelError where there is none."""
+        reason = self.why_not(product)
+        if reason is not None:
+            raise KernelError(f"{self.name} cannot run {product}: {reason}")
+        return self.module.default(self.problem(product))
+
+    def fields(self, config: Any) -> dict[str, FieldValue]:
+        """What a search may choose of a config, by name; the inverse of ``rebuild``."""
+        found: dict[str, FieldValue] = {}
+        for name in (f.name for f in dataclasses.fields(config)):
+            value = getattr(config, name)
+            if name not in self.facts:
+                found[name] = value.name if isinstance(value, Enum) else value
+            elif name == "activation":
+                found["split"] = value.split
+        return found
+
+    def rebuild(self, product: Product, fields: dict[str, FieldValue]) -> Any:
+        """The config with these fields, for another product; not yet known to be legal there.
+
+        Fields that are missing are those of the default. Raises KernelError for one that is unknown or of the wrong
+        kind, and where the family has no default for the product.
+        """
+        base = self.default(product)
+        kinds = {f.name: type(getattr(base, f.name)) for f in dataclasses.fields(base)}
+        changes: dict[str, Any] = {}
+        for name, value in fields.items():
+            if name == "split" and "activation" in kinds:
+                changes["activation"] = _split(base.activation, bool(value))
+                continue
+            kind = kinds.get(name)
+            if kind is None or name in self.facts:
+                raise KernelError(f"{self.name} has no field {name!r}")
+            if issubclass(kind, Enum):
+                if value not in kind.__members__:
+                    raise KernelError(f"{name} of {self.name} is one of {', '.join(kind.__members__)}, not {value!r}")
+                changes[name] = kind[str(value)]
+            elif type(value) is not kind:
+                raise KernelError(f"{name} of {self.name} is of type {kind.__name__}, not {value!r}")
+            else:
+                changes[name] = value
+        return replace(base, **changes)
+
+    def ranked(self, product: Product) -> list[Any]:
+        """Every legal config, the most promising first: by the family's own estimate, else by likeness to defaults."""
+        found = self.configs(product)
+        if not found:
+            return []
+        problem = self.problem(product)
+        try:
+            first = self.module.default(problem)
+        except KernelError:
+            return found
+        if hasattr(self.module, "estimate"):
+            order = sorted(found, key=lambda config: self.module.estimate(problem, config))
+        else:
+            seeds = list(self.module.seeds(problem)) if hasattr(self.module, "seeds") else [first]
+            known = [self.fields(seed) for seed in seeds]
+            order = sorted(found, key=lambda config: min(_unlike(self.fields(config), seed) for seed in known))
+            order = [*seeds, *order]
+        return list(dict.fromkeys([first, *order]))
+
+
+def _unlike(one: dict[str, FieldValue], other: dict[str, FieldValue]) -> float:
+    """How far two configs are apart: a step for each field that differs, more for numbers far apart."""
+    total = 0.0
+    for name, value in one.items():
+        reference = other[name]
+        if value == reference:
+            continue
+        numbers = type(value) is int and type(reference) is int
+        total += 1 + (0.25 * abs(int(value) - int(reference)) / max(int(value), int(reference), 1) if numbers else 0.5)
+    return total
+
+
+def _split(activation: Any, split: bool) -> Any:
+    kind = packed_small.Activation
+    pairs = {kind.f16: kind.f16_split, kind.bf16: kind.bf16_split}
+    inverse = {wide: plain for plain, wide in pairs.items()}
+    return pairs.get(activation, activation) if split else inverse.get(activation, activation)
+
+
+def _bitwise(p: Product) -> bitwise.Problem:
+    return bitwise.Problem(p.m, p.n, p.k, p.weights, p.activations, _OUTPUTS[p.dtype], p.device)
+
+
+def _bitwise_sync(p: Product) -> bitwise_sync.Problem:
+    output = _OUTPUTS[p.dtype]
+    return bitwise_sync.Problem(p.m, p.n, p.k, p.weights, p.activations, output, p.device, p.n % 8 == 0)
+
+
+def _small(p: Product) -> packed_small.Problem:
+    operand = torch.int8 if p.activations.quantized else p.dtype
+    columns = p.tile_columns
+    return packed_small.Problem(
+        p.m, p.n, p.k, p.weights, operand, p.dtype, p.device, columns, p.act_order, p.aligned or p.activations.quantized
+    )
+
+
+def _large(p: Product) -> packed_large.Problem:
+    k = p.tile_columns if p.act_order else p.k  # x is gathered into the order of the tiles, where they have one
+    return packed_large.Problem(p.m, p.n, k, p.weights, p.activations, p.dtype, p.device)
+
+
+def _marlin(p: Product) -> marlin.Problem:
+    operand = torch.int8 if p.activations.quantized else p.dtype
+    k = p.tile_columns if p.act_order else p.k
+    return marlin.Problem(p.m, p.n, k, p.weights, operand, p.dtype, p.device)
+
+
+def _beside(family: Family, product: Product) -> str | None:
+    """What a family's ``why_not`` cannot see: how its layout and the kernels around it limit a product."""
+    if product.dtype not in _OUTPUTS:
+        return f"kernels take float16 and bfloat16, not {str(product.dtype).removeprefix('torch.')}"
+    x = product.activations
+    if family.target is Target.planes:
+        if not x.quantized:
+            return "bit planes multiply quantized activations, and these have 16 bits"
+        if product.act_order:
+            return "activation order needs groups, and bit planes are summed over whole rows"
+    elif family.name != "packed_large" and x.quantized:
+        if not x.integer:
+            return f"{family.name} multiplies integers, and the activations are 8-bit floats"
+        if x.code != "sym" or x.bits == 1:
+            return f"bytes hold symmetric activations of 2 bits or more, not {x.bits}-bit {x.code} ones"
+        if product.act_order and family.name == "marlin":
+            return "activations in another order are gathered before they are quantized, which nothing here does"
+    if family.name == "marlin" and product.device.capability >= 90:
+        return f"{product.device.arch} has wgmma, which is half as fast again as this family's mma.sync"
+    return None
+
+
+def _family(module: ModuleType, problem: Callable[[Product], Any], target: Target, facts: Iterable[str]) -> Family:
+    return Family(module.__name__.rpartition(".")[2], module, frozenset(facts), problem, target)
+
+
+_PLANE_FACTS = ("weight_bits", "activation_bits", "weight_code", "activation_code", "output", "short_sums", "aligned")
+_SMALL_FACTS = ("activation", "output", "bits", "group", "asym", "bipolar", "gather", "ragged")
+_LARGE_FACTS = ("operand", "bits", "group", "code", "bfloat_out", "tile_bytes")
+_MARLIN_FACTS = ("operand", "output", "bits", "group", "code")
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        _family(bitwise, _bitwise, Target.planes, _PLANE_FACTS),
+        _family(bitwise_sync, _bitwise_sync, Target.planes, _PLANE_FACTS),
+        _family(packed_small, _small, Target.bytes, _SMALL_FACTS),
+        _family(packed_large, _large, Target.bytes, _LARGE_FACTS),
+        _family(marlin, _marlin, Target.bytes, _MARLIN_FACTS),
+    )
+}
+
+
+def quantizer(product: Product, target: Target) -> pack.Config:
+    """How activations are quantized: the built-in choice."""
+    p = product
+    return pack.default(pack.Problem(p.m, p.k, p.activations, p.dtype, target=target, aligned=p.aligned))
+
+
+# -------- how many tokens count as the same
+
+MOST_TOKENS = 8192
+GRID: tuple[int, ...] = tuple(sorted({1 << i for i in range(14)} | {3 << i for i in range(12)}))
+"""The token counts of a map: every power of two, and what lies half way between two of them."""
+
+
+@functools.cache
+def bucket(tokens: int) -> int:
+    """The token count that stands for ``tokens``: the next one of the grid, and beyond it the next power of two."""
+    return next((m for m in GRID if m >= tokens), power_of_two(tokens))
+
+
+def power_of_two(tokens: int) -> int:
+    """The next power of two: what built-in choices are made for, so that they are few."""
+    return 1 << (tokens - 1).bit_length()

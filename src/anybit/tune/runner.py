@@ -1,0 +1,286 @@
+"""What a search does on the GPU: layers of random weights, one check a candidate, and times of many in one graph."""
+
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit import reference
+from anybit.device import Device
+from anybit.kernels import pack, packed_large, packed_layout, planes
+from anybit.kernels.pack import Packed, Target
+from anybit.packing import QuantizedWeight, words_per_row
+from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.tune.families import FAMILIES, Layout, Product, quantizer
+from anybit.tune.space import Candidate
+
+_ROTATE_BYTES = 160 << 20
+"""Weights rotate through at least this much: 2.7 times the L2 of an H200, so that none is found there again."""
+_SAMPLE = 128
+_TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
+_FP8_TOLERANCE = 1e-2  # e4m3's tensor cores keep about 14 bits of a sum
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How carefully candidates are timed: microseconds of calls in a graph, replays of the first round and the last."""
+
+    microseconds: float = 60.0
+    replays: int = 2
+    final_replays: int = 5
+    finalists: int = 4
+    margin: float = 1.2
+
+
+@dataclass(frozen=True)
+class Time:
+    """Microseconds of a call, and whether they come from the careful round."""
+
+    us: float
+    final: bool
+
+
+class WrongResultError(Exception):
+    """A candidate's result is not the reference's."""
+
+
+@dataclass(eq=False)
+class Layer:
+    """Random weights of one shape and format: rows to check against, and copies in each layout that was asked for."""
+
+    n: int
+    k: int
+    format: WeightFormat
+    weight: QuantizedWeight
+    rows: Tensor
+    sample: Tensor
+    copies: dict[Layout, list[Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def random(n: int, k: int, format: WeightFormat, device: torch.device) -> "Layer":
+        """Random codes with scales of both signs, so that products neither grow nor cancel."""
+        generator = torch.Generator(device).manual_seed(n * 31 + k)
+        shape = (n, words_per_row(k, format.bits))
+        words = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device, generator=generator)
+        groups = format.groups(k)
+        scale = (torch.rand(n, groups, device=device, generator=generator) + 0.5) * (1.0 / 2**format.bits / k**0.5)
+        scale *= torch.randint(0, 2, scale.shape, device=device, generator=generator) * 2 - 1
+        zero = None
+        if format.code == "asym":
+            zero = torch.full((n, groups), 2 ** (format.bits - 1), dtype=torch.uint8, device=device)
+        weight = QuantizedWeight(words, scale.half().float(), zero, (n, k), format)
+        rows = torch.randint(0, n, (min(n, _SAMPLE),), device=device, generator=generator)
+        part = QuantizedWeight(
+            words[rows], weight.scale[rows], None if zero is None else zero[rows], (rows.numel(), k), format
+        )
+        return Layer(n, k, format, weight, rows, part.dequantize(torch.float32).double())
+
+    def laid_out(self, layout: Layout, dtype: torch.dtype) -> list[Any]:
+        """Copies of the weights in a layout, enough to make the caches useless."""
+        found = self.copies.get(layout)
+        if found is None:
+            found = self.copies[layout] = _copies(self.weight, layout, dtype)
+        return found
+
+
+def _copies(weight: QuantizedWeight, layout: Layout, dtype: torch.dtype) -> list[Any]:
+    if layout is Layout.planes:
+        first = planes.prepare(weight)
+        count = _rotations(first.planes.numel())
+        return [first, *(replace(first, planes=first.planes.clone()) for _ in range(count - 1))]
+    if layout is Layout.dense:
+        dense = weight.dequantize(torch.float32).to(dtype)
+        return [dense, *(dense.clone() for _ in range(_rotations(2 * dense.numel()) - 1))]
+    tiles = packed_layout.prepare(weight, "a8" if layout is Layout.tiles_a8 else "a16")
+    count = _rotations(tiles.tiles.numel())
+    return [tiles, *(replace(tiles, tiles=tiles.tiles.clone()) for _ in range(count - 1))]
+
+
+def _rotations(size: int) -> int:
+    return max(2, min(256, -(-_ROTATE_BYTES // max(size, 1))))
+
+
+class Runner:
+    """Checks and times candidates on the current CUDA device; one layer's weights are kept at a time."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._layer: Layer | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """The device as kernels see it, and what a map says of where it comes from."""
+        from cuda.bindings import driver
+
+        _, version = driver.cuDriverGetVersion()
+        found = Device.of(torch.empty(0, device=self.device))
+        return {"device": found, "driver": _driver_version() or f"CUDA {version}", "torch": torch.__version__}
+
+    def prepare(self, product: Product) -> "Bench":
+        """Inputs, outputs and expected values of a product."""
+        layer = self._layer
+        if layer is None or (layer.n, layer.k, layer.format) != (product.n, product.k, product.weights):
+            self._layer = layer = None
+            torch.cuda.empty_cache()
+            self._layer = layer = Layer.random(product.n, product.k, product.weights, self.device)
+        return Bench(product, layer)
+
+
+def _driver_version() -> str:
+    try:
+        from pathlib import Path
+
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+        return next(word for word in words if word.count(".") >= 1 and word[0].isdigit())
+    except (OSError, StopIteration):
+        return ""
+
+
+class Bench:
+    """One product on the GPU."""
+
+    def __init__(self, product: Product, layer: Layer) -> None:
+        self.product, self.layer = product, layer
+        device = layer.rows.device
+        m, n, k = product.m, product.n, product.k
+        generator = torch.Generator(device).manual_seed(m)
+        self.x = torch.randn(m, k, device=device, generator=generator).to(product.dtype)
+        self.y = torch.empty(m, n, device=device, dtype=product.dtype)
+        self.tokens = torch.arange(m, device=device)
+        if m > _SAMPLE:
+            self.tokens = torch.cat((self.tokens[: _SAMPLE // 2], self.tokens[-_SAMPLE // 2 :]))
+        self._expected: dict[ActivationFormat, Tensor] = {}
+        self._codes: dict[tuple[ActivationFormat, Target], Packed] = {}
+
+    def expected(self, activations: ActivationFormat) -> Tensor:
+        """What the reference gives for the sampled tokens and rows, float64."""
+        found = self._expected.get(activations)
+        if found is None:
+            x = self.x[self.tokens]
+            inputs = x.double()
+            if activations.quantized:
+                inputs = reference.quantize_activations(x, activations).dequantize(torch.float64)
+            found = self._expected[activations] = inputs @ self.layer.sample.T
+        return found
+
+    def call(self, candidate: Candidate) -> Callable[[int], object]:
+        """What runs a candidate, quantization included, on the i-th copy of the weights."""
+        copies = self.layer.laid_out(candidate.layout, self.product.dtype)
+        x, y, count = self.x, self.y, len(copies)
+        if candidate.layout is Layout.dense:
+            return lambda i: torch.mm(x, copies[i % count].t(), out=y)
+        product = replace(self.product, activations=candidate.activations)
+        family = FAMILIES[candidate.kernel]
+        if not candidate.activations.quantized:
+            if candidate.kernel == "packed_large":
+                return lambda i: packed_large.multiply(x, copies[i % count], None, y, candidate.config)
+            return lambda i: family.module.launch(copies[i % count], x, y, config=candidate.config)
+        codes = self._packed(candidate.activations, family.target)
+        source = pack.problem_of(x, candidate.activations, family.target)
+        quantize = quantizer(product, family.target)
+        multiply = self._multiply(candidate, codes)
+
+        def call(i: int) -> None:
+            pack.launch(source, quantize, codes, x)
+            multiply(copies[i % count])
+
+        return call
+
+    def _packed(self, activations: ActivationFormat, target: Target) -> Packed:
+        key = activations, target
+        if key not in self._codes:
+            p = self.product
+            self._codes[key] = Packed(p.m, p.k, activations, target, self.x.device)
+        return self._codes[key]
+
+    def _multiply(self, candidate: Candidate, codes: Packed) -> Callable[[Any], object]:
+        y, k, config = self.y, self.product.k, candidate.config
+        if candidate.kernel == "packed_large":
+            return lambda weight: packed_large.multiply(codes, weight, None, y, config)
+        if candidate.kernel in ("packed_small", "marlin"):
+            module = FAMILIES[candidate.kernel].module
+            return lambda weight: module.launch(weight, codes.codes[:, :k], y, codes.scale, config=config)
+        output = FAMILIES[candidate.kernel].problem(self.product).output
+        module = FAMILIES[candidate.kernel].module
+        return lambda weight: module.multiply(codes, weight, output, y=y, config=config)
+
+    def check(self, candidate: Candidate) -> None:
+        """Run a candidate once and compare it with the reference. Raises WrongResultError."""
+        self.y.fill_(torch.nan)
+        self.call(candidate)(0)
+        found = self.y[self.tokens][:, self.layer.rows].double()
+        expected = self.expected(candidate.activations)
+        error = float((found - expected).abs().mean() / expected.abs().mean())
+        fp8 = candidate.activations.quantized and not candidate.activations.integer
+        most = max(_TOLERANCE[self.product.dtype], _FP8_TOLERANCE if fp8 else 0.0)
+        if not error < most:
+            raise WrongResultError(f"its mean relative error is {error:.2e}, and {most:.1e} is allowed")
+        if bool(self.y.isnan().any()):
+            raise WrongResultError("parts of the result were not written")
+
+    def times(
+        self, candidates: Sequence[Candidate], keep: Collection[int], effort: Effort, guess_us: float
+    ) -> list[Time]:
+        """The time of a call of each candidate.
+
+        Candidates are captured into one graph, one after another, so that all see the same clocks. Of each strategy
+        those within ``margin`` of its best, and ``keep`` (built-in choices), are timed again more carefully, unless
+        the strategy is far behind.
+        """
+        calls = [self.call(candidate) for candidate in candidates]
+        first = _race(calls, [_count(effort.microseconds, guess_us)] * len(calls), effort.replays)
+        last = finalists([candidate.strategy for candidate in candidates], first, keep, effort)
+        if not effort.final_replays or len(calls) == 1:
+            return [Time(us, True) for us in first]
+        counts = [_count(2 * effort.microseconds, first[i]) for i in last]
+        final = dict(zip(last, _race([calls[i] for i in last], counts, effort.final_replays), strict=True))
+        return [Time(final.get(i, us), i in final) for i, us in enumerate(first)]
+
+
+def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[int], effort: Effort) -> list[int]:
+    """Who is timed again: successive halving, strategy by strategy."""
+    best = min(us)
+    chosen: set[int] = set()
+    for strategy in dict.fromkeys(strategies):
+        mine = sorted((i for i, name in enumerate(strategies) if name == strategy), key=us.__getitem__)
+        if us[mine[0]] > 2 * best:
+            continue
+        chosen.update([i for i in mine if us[i] <= effort.margin * us[mine[0]]][: effort.finalists])
+        chosen.update(i for i in mine if i in keep)
+    return sorted(chosen)
+
+
+def _count(microseconds: float, guess_us: float) -> int:
+    return max(2, min(24, round(microseconds / max(guess_us, 0.5))))
+
+
+def _race(calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int) -> list[float]:
+    """Microseconds of each call, from one graph that holds ``counts`` of each between events; medians of replays.
+
+    The first call of each is not timed: it overlaps with another candidate's end.
+    """
+    stream = torch.cuda.Stream()
+    marks = [[torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)] for _ in calls]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    turn = 0
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="relaxed")
+        try:
+            for call, count, (begin, end) in zip(calls, counts, marks, strict=True):
+                call(turn)
+                begin.record(stream)
+                for i in range(count):
+                    call(turn + 1 + i)
+                end.record(stream)
+                turn += count + 1
+        finally:
+            graph.capture_end()
+        found: list[list[float]] = []
+        for _ in range(replays + 1):
+            graph.replay()
+            stream.synchronize()
+            found.append([begin.elapsed_time(end) for begin, end in marks])
+    return [statistics.median(row[i] for row in found[1:]) * 1e3 / count for i, count in enumerate(counts)]

@@ -1,0 +1,273 @@
+"""The space of a product: every strategy, every family's legal configs, and what is excluded and why, in sentences.
+
+Legality comes from the families' ``why_not`` alone. The paper's relation among block widths, warps and tiles
+(APT-LLM, section V-B: B_w B_x / (W_M W_N) = W_B T_R T_C) is part of it: a tile is what its warps cover in whole
+products, so a config states the tile and its warps, and the products a warp does follow.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from anybit import dpr
+from anybit.errors import KernelError
+from anybit.jit import Kernel
+from anybit.kernels import pack
+from anybit.kernels.pack import Target
+from anybit.scheme import ActivationFormat
+from anybit.tune.families import FAMILIES, Family, FieldValue, Layout, Product, power_of_two, quantizer, tiles_of
+
+STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "cuBLAS")
+"""Ways of carrying a product out (ADAngel, section 4.3), and the vendor's product over weights dequantized for good."""
+
+ALLOWANCES = {
+    "a8": "16-bit activations may be quantized to 8 bits where that is faster: results change",
+    "copy": "searches also time the vendor's product over weights dequantized for good, to compare; it is never run",
+}
+"""What a user may allow, since it changes results or memory."""
+
+_VENDOR = "cuBLAS"
+_INT8, _FP8 = ActivationFormat(8, "sym"), ActivationFormat(8, "float")
+# Up to this many tokens packed_small is the built-in choice: above it wgmma wins on every layer measured
+# (w4a16g128 of Llama-3-8B; docs/packed.md).
+SMALL_M = 8
+# Plane by plane a product costs bits * bits / 8 of the same product in int8: from a tie on, widened bytes win when
+# compute is the limit, and read as few bits of weights when memory is.
+_TIE = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a product: a strategy, the family and its config, and what activations are quantized to."""
+
+    strategy: str
+    kernel: str
+    config: Any
+    activations: ActivationFormat
+
+    @property
+    def layout(self) -> Layout:
+        """Where the weights must lie."""
+        return Layout.dense if self.kernel == _VENDOR else FAMILIES[self.kernel].layout(self.activations)
+
+    @property
+    def fields(self) -> dict[str, FieldValue]:
+        """What is chosen of the config, by name."""
+        return {} if self.kernel == _VENDOR else FAMILIES[self.kernel].fields(self.config)
+
+    @property
+    def name(self) -> str:
+        """What it is called in maps, reports and exclusions."""
+        inner = ", ".join(f"{key}={value}" for key, value in self.fields.items())
+        return f"{self.kernel}({inner})" if inner else self.kernel
+
+    def why_not(self, product: Product) -> str | None:
+        """Why it cannot run a product; None if it can."""
+        if self.kernel == _VENDOR:
+            return _why_not_vendor(product)
+        return FAMILIES[self.kernel].why_not(replace(product, activations=self.activations), self.config)
+
+    def kernels(self, product: Product) -> Iterator[Kernel]:
+        """What is to be compiled before it can run."""
+        if self.kernel == _VENDOR:
+            return
+        family = FAMILIES[self.kernel]
+        if self.activations.quantized:
+            yield pack.kernel(quantizer(replace(product, activations=self.activations), family.target))
+        yield family.module.kernel(self.config)
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """What is not in a space, and why: a strategy, or a family of one."""
+
+    strategy: str
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Space:
+    """Every legal candidate of a product, the most promising first within each family."""
+
+    product: Product
+    candidates: tuple[Candidate, ...]
+    excluded: tuple[Excluded, ...]
+
+    @property
+    def sizes(self) -> dict[tuple[str, str], int]:
+        """How many candidates each strategy has in each family."""
+        counts: dict[tuple[str, str], int] = {}
+        for candidate in self.candidates:
+            key = candidate.strategy, candidate.kernel
+            counts[key] = counts.get(key, 0) + 1
+        return counts
+
+    def text(self) -> str:
+        """The size of the space and what is excluded, for people."""
+        lines = [f"{self.product}: {len(self.candidates)} legal candidates"]
+        lines += [f"  {strategy} ({kernel}): {count}" for (strategy, kernel), count in self.sizes.items()]
+        lines += [f"  not {e.strategy}{f' ({e.kernel})' if e.kernel else ''}: {e.reason}" for e in self.excluded]
+        return "\n".join(lines)
+
+
+def strategy_of(activations: ActivationFormat, kernel: str, config: Any = None) -> str:
+    """The name of what a family does with activations."""
+    if kernel == _VENDOR:
+        return _VENDOR
+    if FAMILIES[kernel].target is Target.planes:
+        return "bitwise"
+    if getattr(config, "nibbles", False):
+        return "split"
+    if not activations.quantized:
+        return "dequantize"
+    return "padding to int8" if activations.integer else "padding to fp8"
+
+
+def space(product: Product, allow: Collection[str] = ()) -> Space:
+    """The whole space of a product; ``allow``: of ``ALLOWANCES``."""
+    refuse_unknown(allow)
+    found: list[Candidate] = []
+    excluded: list[Excluded] = []
+    targets = [product.activations]
+    if not product.activations.quantized and "a8" in allow:
+        targets += [_INT8, _FP8]
+    for activations in targets:
+        effective = replace(product, activations=activations)
+        for family in FAMILIES.values():
+            configs = family.ranked(effective)
+            for config in configs:
+                found.append(Candidate(strategy_of(activations, family.name, config), family.name, config, activations))
+            if not configs:
+                reason = family.why_not(effective) or "none of its configs fits this product and device"
+                excluded.append(Excluded(strategy_of(activations, family.name), family.name, reason))
+    if "copy" in allow and _why_not_vendor(product) is None:
+        found.append(Candidate(_VENDOR, _VENDOR, None, product.activations))
+    excluded += _excluded_strategies(product, allow)
+    return Space(product, tuple(found), tuple(excluded))
+
+
+def _excluded_strategies(product: Product, allow: Collection[str]) -> Iterator[Excluded]:
+    """Strategies that are out as a whole, beside what the families say."""
+    w, x, arch = product.weights, product.activations, product.device.arch
+    split = dpr.why_not(w, x, arch, "split")
+    if split is not None:
+        yield Excluded("split", "", split)
+    if x.quantized:
+        yield Excluded("dequantize", "", dpr.why_not(w, x, arch, "dequantize") or "activations are quantized")
+        if x.integer:
+            yield Excluded("padding to fp8", "", "sums of e4m3 products are rounded, and integer activations are exact")
+        else:
+            yield Excluded("padding to int8", "", "the activations are 8-bit floats")
+    elif "a8" not in allow:
+        for name in ("padding to int8", "padding to fp8"):
+            yield Excluded(name, "", "it would quantize the activations, which has not been allowed (allow a8)")
+    reason = _why_not_vendor(product) or (None if "copy" in allow else "a dequantized copy of the weights has not been "
+                                          "allowed (allow copy)")  # fmt: skip
+    if reason is not None:
+        yield Excluded(_VENDOR, "", reason)
+
+
+def _why_not_vendor(product: Product) -> str | None:
+    if product.activations.quantized:
+        return "activations are quantized, and the vendor's product would not follow the scheme's arithmetic"
+    if product.dtype not in (torch.float16, torch.bfloat16):
+        return f"kernels take float16 and bfloat16, not {product.dtype}"
+    return None
+
+
+def refuse_unknown(allow: Collection[str]) -> None:
+    """Raise KernelError for an allowance that does not exist."""
+    for word in allow:
+        if word not in ALLOWANCES:
+            raise KernelError(f"allowance {word!r} is unknown; there are {', '.join(ALLOWANCES)}")
+
+
+# -------- built-in choices: what runs where nothing was measured
+
+
+def builtin_layout(product: Product) -> Layout:
+    """The layout that weights get where nothing was measured."""
+    x = product.activations
+    if x.integer and product.weights.bits * x.bits < _TIE and _planes_family(product) is not None:
+        return Layout.planes
+    return tiles_of(x) if _tiles_run(product) or _planes_family(product) is None else Layout.planes
+
+
+def builtin(product: Product, layout: Layout | None = None) -> Candidate:
+    """The built-in choice for a product with its weights in ``layout`` (by default: in the built-in one).
+
+    Made for the next power of two of tokens. Raises KernelError, in a sentence, where nothing can run it.
+    """
+    layout = layout or builtin_layout(product)
+    x = product.activations
+    if layout is Layout.dense:
+        return Candidate(_VENDOR, _VENDOR, None, x)
+    rounded = replace(product, m=power_of_two(product.m))
+    if layout is Layout.planes:
+        family = _planes_family(rounded)
+        if family is None:
+            raise KernelError(f"no bit-plane kernel runs {product}: {FAMILIES['bitwise'].why_not(product)}")
+        return Candidate("bitwise", family.name, family.default(rounded), x)
+    family = FAMILIES["packed_small"]
+    gathered = x.quantized and product.act_order  # by packed_small alone, while it reads
+    if rounded.m <= SMALL_M and family.why_not(rounded) is None and not gathered:
+        return Candidate(strategy_of(x, family.name), family.name, family.default(rounded), x)
+    names = ("packed_large", "marlin")
+    for family in (FAMILIES[name] for name in names):
+        if family.why_not(rounded) is None:
+            config = family.default(rounded)
+            return Candidate(strategy_of(x, family.name, config), family.name, config, x)
+    reasons = "; ".join(f"{name}: {FAMILIES[name].why_not(rounded)}" for name in names)
+    raise KernelError(f"no kernel over tiles runs {product}: {reasons}")
+
+
+def builtins(product: Product) -> list[Candidate]:
+    """The built-in choice for a product, if there is one."""
+    try:
+        return [builtin(product)]
+    except KernelError:
+        return []
+
+
+def _planes_family(product: Product) -> Family | None:
+    """Wgmma where it is, else mma.sync."""
+    for name in ("bitwise", "bitwise_sync"):
+        family = FAMILIES[name]
+        if family.why_not(product) is None and family.configs(product):
+            return family
+    return None
+
+
+def _tiles_run(product: Product) -> bool:
+    return any(FAMILIES[name].why_not(product) is None for name in ("packed_large", "marlin"))
+
+
+# -------- fewer candidates: what a search looks at first
+
+
+def promising(whole: Space, each: int, hints: Collection[Candidate] = ()) -> list[Candidate]:
+    """The built-in choices, then hints that are legal here, then the ``each`` most promising of every family.
+
+    Built-in choices come first and are always there, so that a search never ends with something worse.
+    """
+    chosen = builtins(whole.product)
+    for layout in dict.fromkeys([candidate.layout for candidate in whole.candidates]):
+        formats = {c.activations for c in whole.candidates if c.layout is layout}
+        for activations in formats:
+            try:
+                chosen.append(builtin(replace(whole.product, activations=activations), layout))
+            except KernelError:
+                continue
+    allowed = {(c.strategy, c.activations) for c in whole.candidates}
+    chosen += [hint for hint in hints if (hint.strategy, hint.activations) in allowed]
+    counts: dict[tuple[str, str], int] = {}
+    for candidate in whole.candidates:
+        key = candidate.strategy, candidate.kernel
+        limit = 1 if candidate.kernel in ("bitwise_sync", "marlin") and whole.product.device.capability >= 90 else each
+        if counts.get(key, 0) < limit:
+            counts[key] = counts.get(key, 0) + 1
+            chosen.append(candidate)
+    return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(whole.product) is None]

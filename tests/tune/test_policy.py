@@ -1,0 +1,281 @@
+"""Maps on disk: what is obeyed, what is only a hint, what is ignored by name; and what a dispatcher makes of them."""
+
+import json
+import multiprocessing
+import timeit
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.scheme import Scheme
+from anybit.tune import dispatcher as dispatching
+from anybit.tune import policy as policies
+from anybit.tune.dispatcher import Dispatcher
+from anybit.tune.families import FAMILIES, GRID, Layout, Product, bucket
+from anybit.tune.policy import Measured, Origin, Point, Policy, PolicyError, read, save, usable
+from anybit.tune.space import Candidate, builtin, builtin_layout, promising, space
+
+H200 = Device.named("sm_90a")
+
+
+def product(scheme: str = "w4a8", m: int = 16, n: int = 4096, k: int = 4096, **more: Any) -> Product:
+    parsed = Scheme.parse(scheme)
+    return Product(m, n, k, parsed.weights, parsed.activations, **more)
+
+
+def other_than_default(one: Product, kernel: str) -> Candidate:
+    own = builtin(one)
+    return next(c for c in space(one).candidates if c.kernel == kernel and c != own)
+
+
+def point(one: Product, us: dict[str, float], default_us: float = 20.0) -> Point:
+    """A point whose kernels take these microseconds, none of them by a built-in config."""
+    found = {}
+    for kernel, time in us.items():
+        candidate = other_than_default(one, kernel)
+        found[candidate.strategy] = Measured.of(candidate, one, time)
+    return Point(default_us, 1.0, found)
+
+
+def policy(*points: tuple[Product, Point], gpu: str = "NVIDIA H200") -> Policy:
+    found = Policy(Origin.here(gpu, "sm_90a", "1.0", "2.0"))
+    for one, what in points:
+        found.put(one, what)
+    return found
+
+
+# -------- spaces
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8", "w2a4", "w3a4bipolar-xasym", "w8a8", "w4a8fp", "w1a1"])
+@pytest.mark.parametrize("m", [1, 12, 64, 1024])
+def test_a_space_is_what_why_not_leaves(scheme: str, m: int) -> None:
+    one = product(scheme, m)
+    whole = space(one)
+    assert whole.candidates
+    for candidate in whole.candidates[:: max(1, len(whole.candidates) // 40)]:
+        assert candidate.why_not(one) is None
+        rebuilt = Measured.of(candidate, one, 1.0).candidate(one)
+        assert rebuilt == candidate
+    assert builtin(one) in promising(whole, 2)
+    assert "legal candidates" in whole.text()
+    split = next(e for e in whole.excluded if e.strategy == "split")
+    assert "emulated" in split.reason or "16-bit floats" in split.reason or "8-bit floats" in split.reason
+
+
+def test_split_is_a_strategy_where_int4_tensor_cores_exist() -> None:
+    one = product(m=32, device=Device.named("sm_80"))
+    strategies = {candidate.strategy for candidate in space(one).candidates}
+    assert {"split", "bitwise", "padding to int8"} <= strategies
+
+
+def test_activations_are_re_chosen_only_where_that_is_allowed() -> None:
+    one = product("w4a16g128", 1024)
+    assert {c.activations.bits for c in space(one).candidates} == {16}
+    assert {c.activations.bits for c in space(one, ["a8"]).candidates} == {16, 8}
+    assert any("allow a8" in e.reason for e in space(one).excluded)
+    with pytest.raises(KernelError, match="allowance 'a4' is unknown"):
+        space(one, ["a4"])
+
+
+def test_buckets() -> None:
+    assert [bucket(m) for m in (1, 3, 5, 7, 9, 13, 17, 4097, 8192, 8193, 20000)] == [
+        1, 3, 6, 8, 12, 16, 24, 6144, 8192, 16384, 32768,
+    ]  # fmt: skip
+    assert len(GRID) == 26
+
+
+# -------- files
+
+
+def test_a_map_survives_the_disk(tmp_path: Path) -> None:
+    one = product()
+    written = policy((one, point(one, {"bitwise": 9.5, "packed_large": 8.25})))
+    written.excluded = {"w4a8 packed_large(tokens=16)": "it hung for 20 s"}
+    save(written, tmp_path / "map.json")
+    found = read(tmp_path / "map.json")
+    assert found.layers == written.layers
+    assert found.excluded == written.excluded
+    assert found.origin == written.origin
+    content = json.loads((tmp_path / "map.json").read_text())
+    assert content["measured"]["gpu"] == "NVIDIA H200"
+    assert content["layers"][0]["tokens"]["16"]["padding to int8"]["us"] == 8.25
+
+
+def _spoiled(text: str) -> dict[str, str]:
+    content = json.loads(text)
+    spoiled = {"truncated": text[: len(text) // 2], "empty": "", "binary": "\0\1", "list": "[]", "number": "3"}
+    for name, change in {
+        "another format": {"format": "anybit policy map 99"},
+        "no origin": {"measured": None},
+        "unknown kernel": {"configs": {"fastest/1": {}}},
+        "config of objects": {"configs": {"bitwise/1": {"tokens": {}}}},
+        "no layers": {"layers": {"x": 1}},
+    }.items():
+        spoiled[name] = json.dumps(content | change)
+    for name, (field, value) in {
+        "negative time": ("us", -1.0),
+        "time is a word": ("us", "fast"),
+        "time is infinite": ("us", float("inf")),
+        "missing config": ("config", "packed_large/77"),
+        "odd activations": ("activations", "4"),
+    }.items():
+        broken = json.loads(text)
+        broken["layers"][0]["tokens"]["16"]["padding to int8"][field] = value
+        spoiled[name] = json.dumps(broken)
+    return spoiled
+
+
+def test_a_file_that_is_no_map_is_named_and_ignored(tmp_path: Path) -> None:
+    one = product()
+    whole = policies.text(policy((one, point(one, {"packed_large": 8.25}))))
+    for name, text in _spoiled(whole).items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(text)
+        with pytest.raises(PolicyError, match=r"map"):
+            read(path)
+        with pytest.warns(UserWarning, match=f"{name}.json.*ignored"):
+            assert usable(path) is None
+        with pytest.warns(UserWarning, match="ignored"):  # and is replaced by what is measured
+            save(policy((one, point(one, {"packed_large": 8.0}))), path)
+        assert read(path).points == 1
+
+
+def _add(path: Path, first: int) -> None:
+    for m in range(first, first + 20):
+        one = product(m=m)
+        save(policy((one, Point(1.0, 1.0, {}))), path)
+
+
+def test_two_processes_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    path = tmp_path / "map.json"
+    both = [context.Process(target=_add, args=(path, first)) for first in (1, 101)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert read(path).points == 40
+    assert [file.name for file in tmp_path.iterdir() if "lock" not in file.name] == ["map.json"]
+
+
+# -------- choices
+
+
+def test_the_fastest_measured_config_runs() -> None:
+    one = product()
+    map_ = policy((one, point(one, {"bitwise": 9.5, "packed_large": 8.25})))
+    choice = Dispatcher("NVIDIA H200", [map_]).choose(one)
+    assert (choice.origin, choice.candidate.kernel, choice.us) == ("map", "packed_large", 8.25)
+    # In one layout, the fastest that reads it; for 13 tokens, what was measured for 16.
+    choice = Dispatcher("NVIDIA H200", [map_]).choose(replace(one, m=13), [Layout.planes])
+    assert (choice.origin, choice.candidate.kernel, choice.us) == ("map", "bitwise", 9.5)
+    # Integer products take the same time whichever 16 bits their results have.
+    assert Dispatcher("NVIDIA H200", [map_]).choose(replace(one, dtype=torch.bfloat16)).origin == "map"
+
+
+def test_without_a_map_the_built_in_choice_runs() -> None:
+    for scheme in ("w4a8", "w2a2", "w4a16g128", "w2a16", "w4a8fp"):
+        for m in (1, 3, 9, 100, 20000):
+            one = product(scheme, m)
+            choice = Dispatcher("NVIDIA H200", []).choose(one)
+            assert choice.origin == "built in"
+            assert choice.candidate == builtin(one)
+            assert choice.candidate.layout is builtin_layout(one)
+
+
+def test_a_nearby_config_runs_if_it_is_legal_and_won_clearly() -> None:
+    one, near, far = product(m=16), product(m=16, n=4608), product(m=16, n=16384)
+    won = policy((one, point(one, {"packed_large": 8.0}, default_us=10.0)))
+    choice = Dispatcher("NVIDIA H200", [won]).choose(near)
+    assert choice.origin == "nearest"
+    assert choice.candidate.why_not(near) is None
+    assert Dispatcher("NVIDIA H200", [won]).choose(far).origin == "built in"
+    tied = policy((one, point(one, {"packed_large": 9.9}, default_us=10.0)))
+    assert Dispatcher("NVIDIA H200", [tied]).choose(near).origin == "built in"
+    lost = policy((one, point(one, {"bitwise": 8.0, "packed_large": 12.0}, default_us=10.0)))
+    assert Dispatcher("NVIDIA H200", [lost]).choose(near).candidate == builtin(near)
+
+
+def test_no_illegal_config_ever_runs() -> None:
+    """Whatever a map says, for every shape around it."""
+    one = product(m=16)
+    for candidate in space(one).candidates[::25]:
+        found = policy((one, Point(50.0, 1.0, {candidate.strategy: Measured.of(candidate, one, 1.0)})))
+        for k in (576, 4096, 4224, 28672):
+            for m in (12, 16, 32):
+                other = product(m=m, k=k)
+                chosen = Dispatcher("NVIDIA H200", [found]).choose(other).candidate
+                assert chosen.why_not(other) is None
+
+
+def test_unknown_fields_fall_back() -> None:
+    one = product()
+    strange = Measured(1.0, "packed_large", (("tokens", 16), ("speed", 11)))
+    map_ = policy((one, Point(9.0, 1.0, {"padding to int8": strange})))
+    assert Dispatcher("NVIDIA H200", [map_]).choose(one).origin == "built in"
+    with pytest.raises(KernelError, match="has no field 'speed'"):
+        strange.candidate(one)
+    with pytest.raises(KernelError, match="is of type int, not 'many'"):
+        FAMILIES["packed_large"].rebuild(one, {"tokens": "many"})
+
+
+def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = product()
+    foreign = policy((one, point(one, {"packed_large": 1.0})), gpu="NVIDIA H100 80GB HBM3")
+    assert "measured on NVIDIA H100" in str(foreign.origin.foreign("NVIDIA H200"))
+    assert Dispatcher("NVIDIA H200", [foreign]).choose(one).origin == "built in"
+    own = policy((one, point(one, {"packed_large": 1.0})))
+    stale = replace(own, origin=replace(own.origin, kernels="0" * 16), path=Path("stale.json"))
+    assert "other kernels" in str(stale.origin.foreign("NVIDIA H200"))
+    older = replace(own, origin=replace(own.origin, library="0.0.1"))
+    assert "anybit 0.0.1" in str(older.origin.foreign("NVIDIA H200"))
+    monkeypatch.setattr(dispatching, "_given", [stale])
+    monkeypatch.setattr(dispatching, "_dispatchers", {})
+    monkeypatch.setattr(dispatching, "_told", set())
+    monkeypatch.setattr(dispatching, "_files", lambda gpu: iter(()))
+    with pytest.warns(UserWarning, match=r"stale.json is only a hint .* other kernels"):
+        found = dispatching.dispatcher("NVIDIA H200")
+    assert found.choose(one).origin == "built in"
+    # What is measured anew does not mix with it.
+    save(stale, tmp_path / "map.json")
+    save(policy((product(m=2), Point(1.0, 1.0, {}))), tmp_path / "map.json")
+    assert read(tmp_path / "map.json").points == 1
+
+
+def test_eight_bit_activations_run_only_where_allowed() -> None:
+    one = product("w4a16g128", 1024)
+    narrow = next(c for c in space(one, ["a8"]).candidates if c.strategy == "padding to fp8")
+    wide = other_than_default(one, "packed_large")
+    both = {c.strategy: Measured.of(c, one, us) for c, us in ((narrow, 5.0), (wide, 9.0))}
+    found = Dispatcher("NVIDIA H200", [policy((one, Point(10.0, 1.0, both)))])
+    assert found.choose(one).candidate == wide
+    assert found.choose(one, allow=["a8"]).candidate == narrow
+    assert found.layouts(one) == (Layout.tiles_a16,)
+    assert found.layouts(one, ["a8"]) == (Layout.tiles_a8,)
+
+
+def test_two_layouts_are_kept_where_each_wins_somewhere() -> None:
+    few, many = product("w2a4", 1), product("w2a4", 1024)
+    won = policy(
+        (few, Point(4.0, 1.0, point(few, {"bitwise": 3.0, "packed_small": 4.0}).strategies)),
+        (many, Point(40.0, 1.0, point(many, {"bitwise": 60.0, "packed_large": 40.0}).strategies)),
+    )
+    assert set(Dispatcher("NVIDIA H200", [won]).layouts(few)) == {Layout.planes, Layout.tiles_a8}
+    close = policy(
+        (few, Point(4.0, 1.0, point(few, {"bitwise": 3.9, "packed_small": 4.0}).strategies)),
+        (many, Point(40.0, 1.0, point(many, {"bitwise": 60.0, "packed_large": 40.0}).strategies)),
+    )
+    assert Dispatcher("NVIDIA H200", [close]).layouts(few) == (Layout.tiles_a8,)
+
+
+def test_a_look_up_is_cheap() -> None:
+    """The token count's bucket, which is all that a call computes before its plan is found in a dict."""
+    bucket(37)
+    seconds = min(timeit.repeat(lambda: bucket(37), number=2000, repeat=5)) / 2000
+    assert seconds < 5e-6  # 0.1 us on an idle core; this machine may be busy

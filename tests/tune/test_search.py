@@ -1,0 +1,167 @@
+"""The search with a runner that needs no GPU: its times are made up, and some of its candidates misbehave."""
+
+import os
+import time
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from anybit.device import Device
+from anybit.scheme import Scheme
+from anybit.tune import policy as policies
+from anybit.tune import search as searching
+from anybit.tune.families import Product
+from anybit.tune.policy import Policy, read
+from anybit.tune.runner import Effort, Time, WrongResultError, finalists
+from anybit.tune.search import Options, candidates_of, excluded_name, search
+from anybit.tune.space import Candidate, builtin
+
+H200 = Device.named("sm_90a")
+
+
+def product(scheme: str = "w4a8", m: int = 1, n: int = 4096, k: int = 4096) -> Product:
+    parsed = Scheme.parse(scheme)
+    return Product(m, n, k, parsed.weights, parsed.activations)
+
+
+def made_up_us(candidate: Candidate) -> float:
+    """A time that only a config's name decides."""
+    return 5 + sum(candidate.name.encode()) % 97 / 10
+
+
+class FakeBench:
+    def __init__(self, runner: "FakeRunner", product: Product) -> None:
+        self.runner, self.product = runner, product
+
+    def check(self, candidate: Candidate) -> None:
+        what = self.runner.troubles.get(excluded_name(self.product, candidate))
+        if what == "crash":
+            os._exit(139)
+        if what == "hang":
+            time.sleep(60)
+        if what == "wrong":
+            raise WrongResultError("its mean relative error is 1.0")
+        if what == "fault":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+
+    def times(
+        self, candidates: Sequence[Candidate], keep: Collection[int], effort: Effort, guess_us: float
+    ) -> list[Time]:
+        for candidate in candidates:
+            if self.runner.troubles.get(excluded_name(self.product, candidate)) == "crash while timed":
+                os._exit(1)
+        us = [made_up_us(candidate) for candidate in candidates]
+        last = finalists([candidate.strategy for candidate in candidates], us, keep, effort)
+        return [Time(value, i in last) for i, value in enumerate(us)]
+
+
+class FakeRunner:
+    troubles: ClassVar[dict[str, str]] = {}
+
+    def describe(self) -> dict[str, Any]:
+        return {"device": H200, "driver": "1.2", "torch": "0"}
+
+    def prepare(self, product: Product) -> FakeBench:
+        return FakeBench(self, product)
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "compile_one", _compiled)
+    monkeypatch.setattr(FakeRunner, "troubles", {})
+
+
+def _compiled(kernel: Any, arch: str) -> str | None:
+    return None
+
+
+def run(products: list[Product], path: Path | None, **options: Any) -> Policy:
+    return search(products, path, Options(**{"each": 3, "jobs": 1, "limit": 1.0, **options}), factory=FakeRunner)
+
+
+def test_the_best_of_every_strategy_is_found(tmp_path: Path) -> None:
+    wanted = [product(m=m) for m in (1, 64)]
+    found = run(wanted, tmp_path / "map.json")
+    assert found.points == 2
+    for one in wanted:
+        candidates = candidates_of(one, (), Options(each=3))
+        point = found.exact(one)
+        assert point is not None
+        assert set(point.strategies) == {"bitwise", "padding to int8"}
+        best = min(made_up_us(c) for c in candidates)
+        assert min(m.us for m in point.strategies.values()) <= best * 1.01 + 1e-3
+        assert point.default_us == pytest.approx(made_up_us(builtin(one)), abs=1e-3)
+        assert min(m.us for m in point.strategies.values()) <= point.default_us
+    assert policies.text(read(tmp_path / "map.json")) == policies.text(found)
+
+
+@pytest.mark.parametrize("trouble", ["crash", "hang", "wrong", "fault", "crash while timed"])
+def test_a_candidate_that_misbehaves_is_excluded_by_name(trouble: str, tmp_path: Path) -> None:
+    one = product()
+    bad = excluded_name(one, candidates_of(one, (), Options(each=3))[2])
+    FakeRunner.troubles = {bad: trouble}
+    found = run([one, product(m=2)], tmp_path / "map.json")
+    assert list(found.excluded) == [bad]
+    said = {"hang": "hung", "wrong": "relative error", "fault": "illegal memory access"}.get(trouble, "crashed")
+    assert said in found.excluded[bad]
+    assert found.points == 2
+    assert read(tmp_path / "map.json").excluded == found.excluded
+
+
+def test_a_search_goes_on_where_it_was_ended(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    run([product(m=m) for m in (1, 2)], path)
+    seen: list[Product] = []
+    found = search(
+        [product(m=m) for m in (1, 2, 4)],
+        path,
+        Options(each=2, jobs=1),
+        report=lambda progress: seen.append(progress.product),
+        factory=FakeRunner,
+    )
+    assert [one.m for one in seen] == [4]
+    assert found.points == read(path).points == 3
+
+
+def test_no_product_is_begun_after_its_time(tmp_path: Path) -> None:
+    assert run([product()], tmp_path / "map.json", seconds=-1.0).points == 0
+
+
+def test_a_kernel_that_does_not_compile_is_excluded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = product()
+    refused = candidates_of(one, (), Options(each=3))[1]
+    kernels = {kernel.config for kernel in refused.kernels(one)}
+    monkeypatch.setattr(searching, "compile_one", _Refusing({next(reversed(list(kernels)))}))
+    found = run([one], None)
+    assert any("does not compile" in reason for reason in found.excluded.values())
+    assert found.points == 1
+
+
+class _Refusing:
+    def __init__(self, configs: set[Any]) -> None:
+        self.configs = configs
+
+    def __call__(self, kernel: Any, arch: str) -> str | None:
+        return "it does not compile: no" if kernel.config in self.configs else None
+
+
+def test_hints_of_a_foreign_map_are_tried_first(tmp_path: Path) -> None:
+    one = product(m=16)
+    own = run([one], None)
+    own.origin = replace(own.origin, gpu="NVIDIA H100")
+    hints = candidates_of(product(m=12), [own], Options(each=0))
+    winners = {measured.candidate(product(m=12)).name for measured in own.exact(one).strategies.values()}  # type: ignore[union-attr]
+    assert winners <= {candidate.name for candidate in hints}
+
+
+def test_successive_halving_keeps_built_in_choices_and_drops_hopeless_strategies() -> None:
+    names = ["a", "a", "a", "b", "b"]
+    assert finalists(names, [10, 11, 30, 14, 15], [2], Effort()) == [0, 1, 2, 3, 4]
+    assert finalists(names, [10, 11, 30, 21, 22], [2], Effort()) == [0, 1, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert finalists(["a"], [1.0], [], Effort()) == [0]
