@@ -1,17 +1,24 @@
 """Whole models on one GPU: milliseconds of a decode step and tokens a second, quantized beside fp16.
 
-    python benchmarks/generate.py [--batch 1] [--schemes w4a16g128,w2a16g128] [--baseline]
+    python benchmarks/generate.py [--batch 1] [--schemes w4a16g128,w2a16g128] [--context 512] [--baseline] [--profile]
 
-A Llama-3-8B-shaped model with random weights (codes for the quantized ones) decodes at the middle of a static cache.
-Rows go to benchmarks/results/<gpu>/generate.json. The baseline is the fp16 model at its best: torch.compile with
-mode="reduce-overhead", which runs it in CUDA graphs. Before a model is timed, the logits of its fused step are
-compared with those of the same model unfused.
+A Llama-3-8B-shaped model with random weights (codes for the quantized ones) decodes after ``--context`` tokens of
+random keys and values. Rows go to benchmarks/results/<gpu>/generate.json.
+
+Quantized: ``anybit.fuse`` and a static AnyBitCache (16 bits, or the scheme's KV format), as ``generate`` runs them with
+``cache_implementation="static"``; a step is what generate calls: the tokens copied in, lengths counted, one graph.
+Before it is timed its logits are compared: at 16 bits with those of the unfused model over transformers' own
+StaticCache, at fewer with the exact reference of attention over the dequantized cache.
+
+fp16: one decoder layer as torch.compile makes it, projections stacked, SDPA over exactly the tokens there are (the
+faster of cuDNN and FlashAttention-2), all layers in one CUDA graph: faster than compiling transformers' model whole.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,10 +26,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 sys.path.insert(0, str(Path(__file__).parent))
 import anybit
+from anybit import AnyBitCache, attention
 from anybit.integrations.transformers import replace_linears
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
+from kernel_times import kernel_table
 from timing import RESULTS, merge_rows, stamp
 
 LLAMA_3_8B = {
@@ -32,10 +41,9 @@ LLAMA_3_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 128256,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 1 << 18,
     "rope_theta": 500000.0,
 }
-CACHE, POSITION = 1024, 512
 
 
 def random_model(scheme: str | None, layers: int) -> LlamaForCausalLM:
@@ -72,92 +80,193 @@ def fill(layer: QuantLinear) -> None:
     layer.prepare()
 
 
-class Step:
-    """One decode step of a batch at POSITION of a static cache, replayed from a CUDA graph."""
-
-    def __init__(self, model: LlamaForCausalLM, batch: int, graph: bool = True) -> None:
-        self.model = model
-        self.cache = StaticCache(config=model.config, max_cache_len=CACHE)
-        self.ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
-        self.position = torch.full((batch, 1), POSITION, dtype=torch.long, device="cuda")
-        generator = torch.Generator("cuda").manual_seed(0)
-        prompt = torch.randint(0, 1000, (batch, 8), device="cuda", generator=generator)
-        model(prompt, past_key_values=self.cache)
-        for layer in self.cache.layers:  # random history, the same for every model
-            layer.keys.normal_(0, 1, generator=generator)
-            layer.values.normal_(0, 1, generator=generator)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits = self.run()
-        if graph:
-            self.capture()
-
-    def run(self) -> torch.Tensor:
-        """The step, launched kernel by kernel."""
-        for layer in self.cache.layers:
-            layer.cumulative_length.fill_(POSITION)
-        return self.model(self.ids, position_ids=self.position, past_key_values=self.cache).logits
-
-    def capture(self) -> None:
-        """Put the step into a CUDA graph."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.run()
-        stream.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream):
-            self.logits = self.run()
-
-    def milliseconds(self, steps: int = 20, repeats: int = 7) -> float:
-        """The median time of a step."""
-        found = []
-        for _ in range(repeats):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(steps):
-                self.graph.replay() if self.graph is not None else self.run()
-            torch.cuda.synchronize()
-            found.append((time.perf_counter() - start) * 1e3 / steps)
-        return statistics.median(found)
+def history(layer: int, batch: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random keys and values [batch, kv_heads, context, head_dim] of a layer, the same for every model."""
+    generator = torch.Generator("cuda").manual_seed(layer)
+    shape = (batch, LLAMA_3_8B["num_key_value_heads"], context, 128)
+    return tuple(torch.randn(shape, dtype=torch.float16, device="cuda", generator=generator) for _ in "kv")  # type: ignore[return-value]
 
 
-def row(case: str, scheme: str, batch: int, ms: float, checked: str, **more: object) -> dict[str, object]:
+def milliseconds(step: Callable[[], object], steps: int = 20, repeats: int = 5) -> float:
+    """The median time of a step, in loops long enough for the host to run ahead as it does in generate."""
+    found = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - start) * 1e3 / steps)
+    return statistics.median(found)
+
+
+def packed_cache(model: LlamaForCausalLM, kv: str, batch: int, context: int) -> AnyBitCache:
+    """A static cache that holds the random history."""
+    cache = AnyBitCache(kv, config=model.config, capacity=context + 512, static=True)
+    for layer in range(model.config.num_hidden_layers):
+        k, v = (x.transpose(1, 2) for x in history(layer, batch, context))
+        if layer == 0:
+            cache._allocate(k.transpose(1, 2))
+            cache.store.extend(cache.rows, context)
+        cache.store.write(layer, cache.rows, k, v)
+    cache.seen = context
+    return cache
+
+
+def unfused_logits(model: LlamaForCausalLM, batch: int, context: int) -> torch.Tensor:
+    """The step by transformers' own code and StaticCache."""
+    cache = StaticCache(config=model.config, max_cache_len=context + 16)
+    ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
+    model(ids, past_key_values=cache)  # makes its tensors
+    for i, layer in enumerate(cache.layers):
+        layer.keys[:, :, :context], layer.values[:, :, :context] = history(i, batch, context)
+        layer.cumulative_length.fill_(context)
+    return model(ids, position_ids=torch.full_like(ids, context), past_key_values=cache).logits.float()
+
+
+def reference_logits(model: LlamaForCausalLM, cache: AnyBitCache, ids: torch.Tensor, context: int) -> torch.Tensor:
+    """The step with exact attention over the dequantized cache; the cache is as before afterwards."""
+    kernel, attention.decode = attention.decode, attention.decode_reference
+    before = model.config._attn_implementation
+    try:
+        model.config._attn_implementation = "anybit"
+        logits = model._anybit_decoder.forward(
+            input_ids=ids, position_ids=torch.full_like(ids, context), past_key_values=cache
+        ).logits.float()
+    finally:
+        attention.decode, model.config._attn_implementation = kernel, before
+    for row in cache.rows:
+        cache.store.crop(row, context)
+    cache.seen = context
+    return logits
+
+
+def row(case: str, scheme: str, batch: int, context: int, ms: float, checked: str, **more: object) -> dict[str, object]:
     """A row of generate.json."""
     tokens = batch * 1e3 / ms
-    fields = {"case": case, "scheme": scheme, "batch": batch, "cache": CACHE, "position": POSITION}
+    fields = {"case": case, "scheme": scheme, "batch": batch, "context": context}
     print(
-        f"{case:28s} {scheme:12s} batch {batch:3d}: {ms:7.3f} ms a step, {tokens:8.1f} tokens/s  ({checked})",
+        f"{case:22s} {scheme:14s} batch {batch:3d} context {context:6d}: {ms:7.3f} ms a step, {tokens:8.1f} tokens/s"
+        f"  ({checked})",
         flush=True,
     )
     return {**fields, "ms": round(ms, 4), "tokens_per_second": round(tokens, 1), "checked": checked, **more, **stamp()}
 
 
 @torch.inference_mode()
-def quantized(scheme: str, batch: int, layers: int) -> dict[str, object]:
-    """A quantized, fused model; its logits are compared with the unfused model's first."""
+def quantized(scheme: str, batch: int, context: int, layers: int, profile: bool = False) -> dict[str, object]:
+    """A quantized, fused model over a static cache; its logits are checked first."""
+    parsed = Scheme.parse(scheme)
     model = random_model(scheme, layers)
-    expected = Step(model, batch, graph=False).logits.float()
+    expected = unfused_logits(model, batch, context) if parsed.kv is None else None
     anybit.fuse(model)
-    step = Step(model, batch)
-    assert step.graph is not None
-    step.graph.replay()
-    error = float((step.logits.float() - expected).norm() / expected.norm())
+    cache = packed_cache(model, "kv16" if parsed.kv is None else str(parsed.kv), batch, context)
+    ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
+    if expected is None:
+        expected = reference_logits(model, cache, ids, context)
+    decoder = model._anybit_decoder
+
+    def step() -> torch.Tensor:
+        return model(input_ids=ids, past_key_values=cache).logits
+
+    error = float((step().float() - expected).norm() / expected.norm())
     assert error < 2e-2, f"the fused step's logits are off by {error:.3e}"
-    return row("fused, CUDA graph", scheme, batch, step.milliseconds(), f"logits within {error:.1e} of unfused")
+    step()
+    step()
+    if profile:
+        print(kernel_table(step), flush=True)
+    assert decoder.graphs[cache].graph is not None
+    what = "the unfused model's" if parsed.kv is None else "exact attention's over the same cache"
+    ms = milliseconds(step)
+    return row("Llama-3-8B shape", scheme, batch, context, ms, f"logits within {error:.1e} of {what}")
+
+
+def fp16_layer(
+    x: torch.Tensor, residual: torch.Tensor, norms: tuple[torch.Tensor, ...], weights: tuple[torch.Tensor, ...],
+    k_cache: torch.Tensor, v_cache: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, position: torch.Tensor,
+    tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """A decoder layer of one new token a row: x and residual [batch, hidden] -> the same."""
+    qkv_weight, out_weight, gate_up_weight, down_weight = weights
+
+    def norm(x: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).half()
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        low, high = x.chunk(2, -1)
+        return x * cosine + torch.cat((-high, low), -1) * sine
+
+    batch, heads = x.shape[0], k_cache.shape[1]
+    residual = residual + x
+    q, k, v = (norm(residual, norms[0]) @ qkv_weight.t()).view(batch, -1, 128).split((32, heads, heads), 1)
+    k_cache.index_copy_(2, position, turn(k)[:, :, None])
+    v_cache.index_copy_(2, position, v[:, :, None])
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        turn(q)[:, :, None], k_cache[:, :, :tokens], v_cache[:, :, :tokens], enable_gqa=True
+    )
+    residual = residual + attended.reshape(batch, -1) @ out_weight.t()
+    gate, up = (norm(residual, norms[1]) @ gate_up_weight.t()).chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up) @ down_weight.t(), residual
 
 
 @torch.inference_mode()
-def baseline(batch: int, layers: int) -> dict[str, object]:
-    """The fp16 model, compiled into CUDA graphs."""
+def baseline(batch: int, context: int, layers: int, profile: bool = False) -> dict[str, object]:
+    """The fp16 model, compiled layer by layer, in a CUDA graph, with the faster attention."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     model = random_model(None, layers)
-    step = Step(model, batch, graph=False)
-    expected = step.logits.float()
-    step.model = torch.compile(model, mode="reduce-overhead", fullgraph=False)  # type: ignore[assignment]
-    for _ in range(3):
-        logits = step.run()
-    error = float((logits.float() - expected).norm() / expected.norm())
+    expected = unfused_logits(model, batch, context)
+    body = model.model
+    caches, weights = [], []
+    for i, layer in enumerate(body.layers):
+        caches.append([torch.cat((x, x.new_zeros(*x.shape[:2], 16, 128)), 2) for x in history(i, batch, context)])
+        attn, mlp = layer.self_attn, layer.mlp
+        weights.append((
+            torch.cat((attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight)), attn.o_proj.weight,
+            torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), mlp.down_proj.weight,
+        ))  # fmt: skip
+        norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
+        body.layers[i] = torch.nn.Identity()
+        body.layers[i].norms = norms
+    ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
+    position = torch.tensor([context], device="cuda")
+    found = []
+    for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention-2", SDPBackend.FLASH_ATTENTION)):
+        torch.compiler.reset()
+        compiled = torch.compile(fp16_layer, dynamic=False)
+
+        def run() -> torch.Tensor:
+            x = body.embed_tokens(ids)[:, 0]
+            cosine, sine = (t[0] for t in body.rotary_emb(x, position[None]))
+            residual = torch.zeros_like(x)
+            for i in range(layers):
+                x, residual = compiled(  # noqa: B023
+                    x, residual, body.layers[i].norms, weights[i], *caches[i], cosine, sine, position, context + 1
+                )
+            return model.lm_head(body.norm(x + residual))[:, None]
+
+        with sdpa_kernel([backend, SDPBackend.MATH]):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()
+                run()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                logits = run()
+        graph.replay()
+        error = float((logits.float() - expected).norm() / expected.norm())
+        assert error < 2e-2, f"the fp16 step's logits are off by {error:.3e}"
+        if profile:
+            print(name, kernel_table(graph.replay), flush=True)
+        found.append((milliseconds(graph.replay), name, error))
+        del graph, logits
+    ms, name, error = min(found)
+    print({n: round(m, 3) for m, n, _ in found}, flush=True)
     return row(
-        "torch.compile reduce-overhead", "fp16", batch, step.milliseconds(), f"logits within {error:.1e} of eager"
+        "Llama-3-8B shape", "fp16", batch, context, ms, f"logits within {error:.1e} of transformers'", attention=name
     )
 
 
@@ -165,21 +274,23 @@ def main() -> None:
     """Time the models asked for, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 16])
-    parser.add_argument("--schemes", default="w4a16g128,w2a16g128,w4a8")
-    parser.add_argument(
-        "--baseline", action="store_true", help="time the compiled fp16 model too (a minute of compiling)"
-    )
+    parser.add_argument("--context", type=int, nargs="*", default=[512])
+    parser.add_argument("--schemes", default="w4a16g128,w2a16g128,w4a8,w4a4")
+    parser.add_argument("--baseline", action="store_true", help="time the compiled fp16 model too")
+    parser.add_argument("--profile", action="store_true", help="print which kernels a step spends its time in")
     parser.add_argument("--layers", type=int, default=LLAMA_3_8B["num_hidden_layers"])
     arguments = parser.parse_args()
-    rows = []
-    for batch in arguments.batch:
-        for scheme in filter(None, arguments.schemes.split(",")):
-            rows.append(quantized(scheme, batch, arguments.layers))
-            torch.cuda.empty_cache()
-        if arguments.baseline:
-            rows.append(baseline(batch, arguments.layers))
-            torch.cuda.empty_cache()
-    merge_rows(RESULTS / "h200" / "generate.json", rows, ("case", "scheme", "batch", "cache"))
+    for context in arguments.context:
+        for batch in arguments.batch:
+            rows = []
+            for scheme in filter(None, arguments.schemes.split(",")):
+                rows.append(quantized(scheme, batch, context, arguments.layers, arguments.profile))
+                torch.cuda.empty_cache()
+            if arguments.baseline:
+                rows.append(baseline(batch, context, arguments.layers, arguments.profile))
+                torch.cuda.empty_cache()
+            if arguments.layers == LLAMA_3_8B["num_hidden_layers"]:
+                merge_rows(RESULTS / "h200" / "generate.json", rows, ("case", "scheme", "batch", "context"))
 
 
 if __name__ == "__main__":

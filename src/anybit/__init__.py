@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 from anybit.errors import AnyBitError
 from anybit.integrations.cache import AnyBitCache
-from anybit.integrations.fuse import fuse, unfuse
+from anybit.integrations.fuse import accelerate, fuse, unfuse
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.kvcache import KVCache
 from anybit.linear import QuantLinear, use_backend
@@ -32,6 +32,7 @@ __all__ = [
     "QuantizedWeight",
     "Scheme",
     "WeightFormat",
+    "accelerate",
     "fuse",
     "quantize_weight",
     "unfuse",

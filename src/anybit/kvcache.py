@@ -20,7 +20,7 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.kernels import kvpack, kvpage
-from anybit.kernels.kvpage import PageLayout
+from anybit.kernels.kvpage import PageLayout, ring_places
 from anybit.kvpool import Action, CacheError, CopyPage, CopyRing, Ledger, Unpack
 from anybit.scheme import KVFormat
 
@@ -225,39 +225,65 @@ class KVCache:
     def _write_kernel(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         """The same by one kernel (two for a prompt), at fixed addresses and without any synchronization."""
         k, v = (_aligned(x) for x in (k, v))
-        bf16 = self.dtype == torch.bfloat16
-        problem = kvpack.Problem(
-            self.layout, len(sequences), self.kv_heads, k.shape[1], self.ledger.ring, self.window, bf16
-        )
-        device, config = Device.of(k), kvpack.default(problem)
-        reason = kvpack.why_not(problem, config, device)
-        if reason is not None:
-            raise KernelError(reason)
-        identity = list(sequences) == list(range(len(sequences)))
-        common: dict[str, Any] = {
-            "k": k,
-            "v": v,
-            "pages": self.pages[layer],
-            "residual": self.residual[layer],
-            "table": self.table,
-            "lengths": self.lengths,
-            "sequences": None if identity else self.row_index(sequences, torch.int32),
+        strides = {
             "k_batch_stride": k.stride(0),
             "v_batch_stride": v.stride(0),
             "k_token_stride": k.stride(1),
             "k_head_stride": k.stride(2),
             "v_token_stride": v.stride(1),
             "v_head_stride": v.stride(2),
-            "tokens": k.shape[1],
-            "kv_heads": self.kv_heads,
-            "table_width": self.table.shape[1],
-            "ring": self.ledger.ring,
-            "window": self.window,
         }
-        grid, overlaps = kvpack.grid(problem), device.capability >= 90
-        for packs, keeps in ((1, 1),) if problem.step else ((1, 0), (0, 1)):
-            params = kvpack.Params(**common, packs=packs, keeps=keeps)
-            jit.launch(kvpack.kernel(config), params, grid, pdl=overlaps and problem.step)
+        step = k.shape[1] <= self.ledger.ring - self.window + 1
+        for packs, keeps in ((1, 1),) if step else ((1, 0), (0, 1)):
+            self._launch(layer, sequences, k.shape[1], k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
+
+    def _launch(self, layer: int, sequences: Sequence[int], tokens: int, **arguments: Any) -> None:
+        bf16 = self.dtype == torch.bfloat16
+        problem = kvpack.Problem(
+            self.layout, len(sequences), self.kv_heads, tokens, self.ledger.ring, self.window, bf16
+        )
+        device, config = Device.of(self.pages), kvpack.default(problem)
+        reason = kvpack.why_not(problem, config, device)
+        if reason is not None:
+            raise KernelError(reason)
+        params = kvpack.Params(
+            pages=self.pages[layer],
+            residual=self.residual[layer],
+            table=self.table,
+            lengths=self.lengths,
+            sequences=self.row_pointer(sequences),
+            tokens=tokens,
+            kv_heads=self.kv_heads,
+            table_width=self.table.shape[1],
+            ring=self.ledger.ring,
+            window=self.window,
+            **arguments,
+        )
+        overlaps = device.capability >= 90 and problem.step
+        jit.launch(kvpack.kernel(config), params, kvpack.grid(problem), pdl=overlaps)
+
+    def row_pointer(self, sequences: Sequence[int]) -> Tensor | None:
+        """The sequences as int32 for a kernel; None where they are 0, 1, 2 ..."""
+        identity = list(sequences) == list(range(len(sequences)))
+        return None if identity else self.row_index(sequences, torch.int32)
+
+    def completes(self, sequences: Sequence[int], tokens: int) -> bool:
+        """Whether the newest ``tokens`` tokens of a sequence completed a window, which is then to be packed."""
+        lengths = (self.length(sequence) for sequence in sequences)
+        return any(self.ledger.packed(length) > self.ledger.packed(length - tokens) for length in lengths)
+
+    def pack(self, layer: int, sequences: Sequence[int], tokens: int) -> None:
+        """Pack the windows that the newest ``tokens`` tokens completed, all of which are in the residual already."""
+        if self.pages.is_cuda:
+            strides = dict.fromkeys(("k_batch_stride", "v_batch_stride", "k_token_stride", "v_token_stride"), 0)
+            strides |= {"k_head_stride": 0, "v_head_stride": 0}
+            nothing = {"k": None, "v": None}
+            self._launch(layer, sequences, tokens, **strides, **nothing, packs=1, keeps=0, stored=1)
+            return
+        for sequence in sequences:
+            length = self.length(sequence)
+            newest = [self.read_ring(layer, sequence, part, length - tokens, length) for part in (0, 1)]
+            self._write_one(layer, sequence, *newest)
 
     def _write_one(self, layer: int, sequence: int, k: Tensor, v: Tensor) -> None:
         """K and V [heads, tokens, dim] of the newest tokens of one sequence, in plain torch."""
@@ -351,18 +377,6 @@ def _aligned(x: Tensor) -> Tensor:
     """X itself if rows can be read eight bytes at a time, else a copy."""
     fits = x.stride(3) == 1 and x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in x.stride()[:3])
     return x if fits else x.contiguous()
-
-
-def ring_places(ring: int, head_dim: int) -> Tensor:
-    """Where slot s, channel c of a ring lies: int64 [2, ring, head_dim] for K and V, in elements.
-
-    Sixteen tokens are one contiguous run of 16-bit tiles, as in a page of 16-bit keys or values.
-    """
-    s, c = torch.arange(ring)[:, None], torch.arange(head_dim)[None]
-    tile = (s // 16) * (head_dim // 16) + c // 16
-    key = (tile * 32 + s % 8 * 4 + c % 16 // 4) * 8 + (c % 4 // 2 * 2 + s % 16 // 8) * 2 + c % 2
-    value = (tile * 32 + c % 8 * 4 + s % 8 // 2) * 8 + (s % 16 // 8 * 2 + c % 16 // 8) * 2 + s % 2
-    return torch.stack((key, value))
 
 
 def hadamard(size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:

@@ -88,7 +88,7 @@ def test_padding_does_not_reach_the_cache():
 )
 def test_generate(options):
     model = model_of("qwen3")
-    ids = torch.randint(0, 97, (2, 140))
+    ids = torch.randint(1, 97, (2, 140))
     beams = options.get("num_beams", 1)
     torch.manual_seed(1)
     plain = model.generate(ids, max_new_tokens=12, min_new_tokens=12, pad_token_id=0, **options)
@@ -123,6 +123,10 @@ def test_what_cannot_be_is_refused_by_name():
     ids = torch.randint(0, 97, (1, 5))
     with pytest.raises(LayerError, match="needs an AnyBitCache"):
         model(input_ids=ids)
+    hole = torch.ones(1, 5, dtype=torch.long)
+    hole[0, 3] = 0
+    with pytest.raises(LayerError, match="padding on the left alone"):
+        model(input_ids=ids, attention_mask=hole, past_key_values=AnyBitCache("kv4", config=model.config))
     with pytest.raises(LayerError, match="says nothing about the KV cache"):
         AnyBitCache("w4a16")
     bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=97, hidden_size=128, n_layer=2, n_head=2)).eval()

@@ -19,6 +19,8 @@ from anybit.cli.common import (
     status,
 )
 from anybit.errors import TextError
+from anybit.integrations.fuse import accelerate
+from anybit.integrations.graph import serves
 from anybit.integrations.loading import Loaded, load_model
 from anybit.scheme import Scheme
 
@@ -119,7 +121,10 @@ def chat(
 def _load(model: str, scheme: str | None, backend: str | None, device: str | None) -> Loaded:
     parsed = None if scheme is None else Scheme.parse(scheme)
     with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
-        return load_model(model, parsed, backend=backend, device=device)
+        loaded = load_model(model, parsed, backend=backend, device=device)
+        if loaded.model.device.type == "cuda":
+            accelerate(loaded.model)
+        return loaded
 
 
 def _answer(
@@ -145,7 +150,11 @@ def _answer(
         raise TextError("the prompt has no tokens: write something to go on from")
     torch.manual_seed(seed)
     printer = _Printer(tokenizer, silent)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling["temperature"] = temperature
+    if model.device.type == "cuda" and serves(model):
+        sampling["cache_implementation"] = "static"
     start = time.perf_counter()
     with torch.inference_mode():
         result = model.generate(

@@ -23,10 +23,14 @@ from anybit.attention import Masks
 from anybit.errors import LayerError
 from anybit.kernels.decode import MOST_QUERIES
 from anybit.kvcache import KVCache
+from anybit.ops.elementwise import rotate, rotate_store
 from anybit.scheme import KVFormat, Scheme
 
 NAME = "anybit"
 _GROWTH = 1024
+
+Norms = tuple[Tensor, Tensor, float] | tuple[None, None, float]
+"""Gammas of the norms of each query and key head, and their epsilon."""
 
 
 class AnyBitCache(Cache):  # type: ignore[misc]
@@ -36,6 +40,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
     config: the model's configuration; its ``_attn_implementation`` decides whether attention reads packed pages.
     capacity: tokens of a sequence to make room for at once (the cache grows when that is not enough).
     page, slack: see ``KVCache``.
+    static: never grow beyond ``capacity``, so that every address stays and a step can be a CUDA graph (``graph.py``).
     Left-padded batches are kept without their padding where attention is "anybit".
     """
 
@@ -49,15 +54,20 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         capacity: int = 0,
         page: int = 128,
         slack: int = 32,
+        static: bool = False,
     ) -> None:
         super().__init__(layers=[])
         self.format = _format(scheme)
         self.config, self.capacity, self.page, self.slack = config, capacity, page, slack
+        self.static = static
+        if static and capacity < 1:
+            raise LayerError(f"a static AnyBitCache needs a capacity of at least 1 token, not {capacity}")
         self.store: KVCache | None = None
         self.rows: list[int] = []
         self.seen = 0  # tokens of a row, padding included
-        self._counted = 0  # of the forward pass under way
         self._waiting: tuple[Tensor, Tensor, int] | None = None
+        self._counted_ahead = 0  # tokens of the forward pass under way that ``count`` has counted already
+        self.packs_later = False  # whether ``pack`` follows the forward pass, which then packs no window itself
 
     # -------- what transformers asks
 
@@ -80,7 +90,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
             key_states.anybit_cache = self  # type: ignore[attr-defined]
             self._waiting = (k, v, layer_idx)
             return key_states, value_states
-        if layer_idx == 0:
+        if layer_idx == 0 and not self._counted_ahead:
             self._store().extend(self.rows, k.shape[1])
         old = self.seen - k.shape[1]
         store = self._store()
@@ -100,12 +110,29 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     def _begin(self, k: Tensor, layer: int) -> None:
         batch, heads, tokens, dim = k.shape
-        if layer == 0:
+        if layer == 0 and not self._counted_ahead:
             self.seen += tokens
-            self._counted = 0
         if self.store is None:
-            capacity = max(self.capacity, self.seen + _GROWTH)
-            dtype = k.dtype if k.dtype in (torch.float16, torch.bfloat16) else torch.float16
+            self._allocate(k)
+        assert self.store is not None
+        if batch != len(self.rows):
+            raise LayerError(f"the batch has {batch} rows, and this cache was filled with {len(self.rows)}")
+        if (heads, dim) != (self.store.kv_heads, self.store.head_dim):
+            raise LayerError(
+                f"layer {layer} has {heads} KV heads of {dim} channels, and earlier ones {self.store.kv_heads} of "
+                f"{self.store.head_dim}: AnyBitCache needs all layers alike"
+            )
+        if layer >= self.store.layers or self.seen > self.store.ledger.capacity:
+            if self.static:
+                self._refuse_growth(layer)
+            self.store.grow(max(layer + 1, self.store.layers), self.seen + (_GROWTH if layer == 0 else 0))
+
+    def _allocate(self, k: Tensor) -> None:
+        """Make the store for a batch of keys [batch, kv_heads, tokens, dim]."""
+        batch, heads, _, dim = k.shape
+        capacity = self.capacity if self.static else max(self.capacity, self.seen + _GROWTH)
+        # Tensors made in inference mode could not be written to outside of it, and a static cache is kept.
+        with torch.inference_mode(False):
             self.store = KVCache(
                 self.format,
                 layers=getattr(self.config, "num_hidden_layers", 1) or 1,
@@ -115,19 +142,46 @@ class AnyBitCache(Cache):  # type: ignore[misc]
                 capacity=-(-capacity // self.page) * self.page,
                 page=self.page,
                 slack=self.slack,
-                dtype=dtype,
+                dtype=k.dtype if k.dtype in (torch.float16, torch.bfloat16) else torch.float16,
                 device=k.device,
             )
             self.rows = [self.store.add() for _ in range(batch)]
-        if batch != len(self.rows):
-            raise LayerError(f"the batch has {batch} rows, and this cache was filled with {len(self.rows)}")
-        if (heads, dim) != (self.store.kv_heads, self.store.head_dim):
+
+    def _refuse_growth(self, layer: int) -> None:
+        store = self._store()
+        if layer >= store.layers:
             raise LayerError(
-                f"layer {layer} has {heads} KV heads of {dim} channels, and earlier ones {self.store.kv_heads} of "
-                f"{self.store.head_dim}: AnyBitCache needs all layers alike"
+                f"layer {layer} of a static AnyBitCache made for {store.layers} layers: give it the config"
             )
-        if layer >= self.store.layers or self.seen > self.store.ledger.capacity:
-            self.store.grow(max(layer + 1, self.store.layers), self.seen + (_GROWTH if layer == 0 else 0))
+        raise LayerError(
+            f"{self.seen} tokens do not fit a static AnyBitCache for {store.ledger.capacity}: give it a larger capacity"
+        )
+
+    def count(self, tokens: int) -> None:
+        """Count a step's tokens ahead of the forward pass that brings them: all of a step that is the host's work."""
+        store = self._store()
+        self.seen += tokens
+        if self.seen > store.ledger.capacity:
+            if self.static:
+                self._refuse_growth(0)
+            store.grow(store.layers, self.seen + _GROWTH)
+        store.extend(self.rows, tokens)
+        self._counted_ahead = tokens
+
+    def counted(self) -> None:
+        """The forward pass that ``count`` announced has run: pack what it has left to be packed."""
+        store, tokens, self._counted_ahead = self._store(), self._counted_ahead, 0
+        if self.packs_later and store.completes(self.rows, tokens):
+            for layer in range(store.layers):
+                store.pack(layer, self.rows, tokens)
+
+    def takes_step(self, tokens: int) -> bool:
+        """Whether ``tokens`` tokens a row, none of them padding, are a step for the packed attention."""
+        store = self.store
+        if store is None or not self.packed_attention:
+            return False
+        seen = self.seen - self._counted_ahead
+        return seen > 0 and tokens <= min(MOST_QUERIES, store.ledger.slack)
 
     def _store(self) -> KVCache:
         if self.store is None:
@@ -166,8 +220,14 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         self.seen -= removed
 
     def reset(self) -> None:
-        """Forget all tokens."""
-        self.store, self.rows, self.seen, self._waiting = None, [], 0, None
+        """Forget all tokens; a static cache keeps its memory."""
+        self.seen, self._waiting, self._counted_ahead = 0, None, 0
+        if self.store is None or not self.static:
+            self.store, self.rows = None, []
+            return
+        for row in self.rows:
+            self.store.free(row)
+        self.rows = [self.store.add() for _ in self.rows]
 
     @property
     def batch_size(self) -> int:
@@ -189,6 +249,49 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     # -------- attention over packed pages
 
+    def attend_step(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        heads: tuple[int, int],
+        norms: Norms,
+        masks: Masks,
+    ) -> Tensor:
+        """Attention of a step's fused projection, where ``takes_step`` said yes.
+
+        qkv: [batch, tokens, (query heads + 2 key heads) * head_dim].  rotary: cosine and sine [batch * tokens,
+        head_dim].  heads: of queries and of keys.  norms: as for ``ops.elementwise.rotate``.
+        Returns [batch, tokens, query heads, head_dim].
+        """
+        batch, tokens, _ = qkv.shape
+        dim = rotary[0].shape[1]
+        self._begin(qkv[..., : heads[1] * dim].view(batch, tokens, heads[1], dim).transpose(1, 2), layer)
+        store = self._store()
+        if layer == 0 and not self._counted_ahead:
+            store.extend(self.rows, tokens)
+        flat = qkv.view(batch * tokens, -1)
+        if store.rotation is None and qkv.dtype == store.dtype:
+            store.newest_are_few = True
+            q = rotate_store(
+                flat,
+                *rotary,
+                *heads,
+                store.residual[layer],
+                store.lengths,
+                store.row_pointer(self.rows),
+                tokens,
+                *norms,
+            )
+            if not self.packs_later and store.completes(self.rows, tokens):
+                store.pack(layer, self.rows, tokens)
+            return attention.decode(q.view(batch, tokens, -1, dim), store, layer, self.rows, masks)[0]
+        q, k = rotate(flat, *rotary, *heads, *norms)
+        v = flat[:, -heads[1] * dim :]
+        q, k, v = (x.view(batch, tokens, -1, dim).to(store.dtype) for x in (q, k, v))
+        store.write(layer, self.rows, k, v)
+        return attention.decode(q, store, layer, self.rows, masks)[0]
+
     def attend(self, q: Tensor, padding: Tensor | None, masks: Masks) -> Tensor:
         """Store what ``update`` took, and attend; q [batch, heads, tokens, dim], padding [batch, keys]."""
         if self._waiting is None:
@@ -198,7 +301,13 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         q = q.transpose(1, 2).to(store.dtype)
         k, v = (x.to(store.dtype) for x in (k, v))
         counts = [tokens] * len(self.rows) if padding is None else padding[:, -tokens:].sum(1).tolist()
-        if layer == 0:
+        if layer == 0 and padding is not None and bool((padding[:, 1:] < padding[:, :-1]).any()):
+            self._waiting = None
+            raise LayerError(
+                "attention 'anybit' takes padding on the left alone, and this attention_mask hides tokens after "
+                "visible ones (generate makes such a mask from pad tokens within a prompt: pass attention_mask)"
+            )
+        if layer == 0 and not self._counted_ahead:
             store.extend(self.rows, tokens if padding is None else counts)
         even = all(count == tokens for count in counts)
         if even and tokens <= min(MOST_QUERIES, store.ledger.slack) and self.seen > tokens:

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from anybit.attention import Masks
 from anybit.errors import LayerError
+from anybit.integrations import graph
+from anybit.integrations.cache import AnyBitCache, Norms
 from anybit.linear import QuantLinear
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
 from anybit.packing import stack, unstack
@@ -70,24 +73,31 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         batch, tokens = x.shape[:2]
         dim, heads = self.head_dim, self.key_heads
-        qkv = self.qkv(x).view(batch * tokens, -1)
+        qkv = self.qkv(x).view(batch, tokens, -1)
         cosine, sine = (table.expand(batch, tokens, dim).reshape(-1, dim) for table in embeddings)
         q_norm, k_norm = getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
-        gammas = (
+        gammas: Norms = (
             (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, _epsilon(q_norm))
         )
-        q, k = rotate(qkv, cosine, sine, self.query_heads, heads, *gammas)
-        v = qkv[:, -heads * dim :]
-        by_head = [part.view(batch, tokens, -1, dim).transpose(1, 2) for part in (q, k, v)]
-        q, k, v = by_head
+        window = getattr(self.attention, "sliding_window", None)
+        if isinstance(cache, AnyBitCache) and mask is None and cache.takes_step(tokens):
+            masks = Masks(scale=self.attention.scaling, window=window)
+            rotary, counts = (cosine, sine), (self.query_heads, heads)
+            return self._output(cache.attend_step(self.layer_idx, qkv, rotary, counts, gammas, masks))
+        q, k = rotate(qkv.view(batch * tokens, -1), cosine, sine, self.query_heads, heads, *gammas)
+        v = qkv[..., -heads * dim :]
+        q, k, v = (part.view(batch, tokens, -1, dim).transpose(1, 2) for part in (q, k, v))
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager)
-        window = getattr(self.attention, "sliding_window", None)
         if window is not None:
             kwargs["sliding_window"] = window
         out, _ = attend(self.attention, q, k, v, mask, dropout=0.0, scaling=self.attention.scaling, **kwargs)
-        result: Tensor = self.output(out.reshape(batch, tokens, -1))
+        return self._output(out)
+
+    def _output(self, attended: Tensor) -> Tensor:
+        """The output projection of attention's [batch, tokens, heads, head_dim]."""
+        result: Tensor = self.output(attended.reshape(*attended.shape[:2], -1))
         return result
 
 
@@ -120,8 +130,22 @@ def fuse(model: nn.Module) -> nn.Module:
     for index, layer in enumerate(layers):
         layers[index] = FusedLayer(layer)
     body.norm = FusedNorm(body.norm)
+    graph.install(model, layers[0].qkv.scheme.kv)
     model.register_state_dict_pre_hook(_refuse_state_dict)
     return model
+
+
+def accelerate(model: Any) -> bool:
+    """Ready a model for ``generate(cache_implementation="static")`` at its best: fused if it can be, CUDA graphs.
+
+    In place. Works for models that are not quantized too. Returns whether a static AnyBitCache will serve it; if not,
+    generate as before.
+    """
+    layers = getattr(_body(model), "layers", None)
+    if layers is not None and len(layers) and all(_why_not(layer) is None for layer in layers):
+        fuse(model)
+    graph.install(model, None)
+    return graph.serves(model)
 
 
 def unfuse(model: nn.Module) -> nn.Module:
@@ -139,6 +163,10 @@ def unfuse(model: nn.Module) -> nn.Module:
             body.layers[index] = layer.original[0]
     if isinstance(body.norm, FusedNorm):
         body.norm = body.norm.norm
+    graph.uninstall(model)
+    kv = next((module.scheme.kv for module in model.modules() if isinstance(module, QuantLinear)), None)
+    if kv is not None:
+        graph.install(model, kv)
     model._state_dict_pre_hooks.clear()
     return model
 

@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit.errors import LayerError
 from anybit.hadamard import inverse
+from anybit.integrations import graph
 from anybit.linear import QuantLinear
 from anybit.ops import backends
 from anybit.quantize.rtn import quantize_weight
@@ -105,6 +106,9 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         for module in model.modules():
             if isinstance(module, QuantLinear):
                 module.prepare()
+        kv = Scheme.parse(self.quantization_config.scheme).kv
+        if kv is not None:
+            graph.install(model, kv)
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:

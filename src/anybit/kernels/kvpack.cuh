@@ -30,6 +30,7 @@ struct Params {
     int32_t window;
     int32_t packs;             // whether to pack full windows
     int32_t keeps;             // whether to write the residual
+    int32_t stored;            // the new tokens are in the residual already, and k and v are not read
 };
 
 // One half (keys or values) of one sequence and head: where its tokens come from and go to.
@@ -39,7 +40,7 @@ template <class Config> struct Tokens {
     int token_stride, ring_tokens, old;
     bool values;
 
-    // Where slot s, channel c of the ring lies; see kvcache.ring_places.
+    // Where slot s, channel c of the ring lies; see kvpage.ring_places.
     PTX int place(int s, int c) const {
         const int tile = s / 16 * (Config::head_dim / 16) + c / 16;
         return values ? (tile * 32 + c % 8 * 4 + s % 8 / 2) * 8 + (s % 16 / 8 * 2 + c % 16 / 8) * 2 + s % 2
@@ -282,7 +283,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) kerne
     tokens.token_stride = tokens.values ? p.v_token_stride : p.k_token_stride;
     tokens.ring = p.residual + ((static_cast<int64_t>(sequence) * p.kv_heads + head) * 2 + tokens.values) * p.ring * Config::head_dim;
     tokens.ring_tokens = p.ring;
-    tokens.old = old;
+    tokens.old = p.stored ? length : old;
     if (p.keeps && old >= 0) {
         const int first = max(old, length - p.ring), count = (length - first) * Config::head_dim;
         for (int i = blockIdx.x * Config::threads + threadIdx.x; i < count; i += gridDim.x * Config::threads) {

@@ -75,6 +75,7 @@ class Params:
     window: Int32
     packs: Int32
     keeps: Int32
+    stored: Int32 = 0
 
 
 def default(problem: Problem, threads: int = _THREADS) -> Config:

@@ -358,3 +358,15 @@ def _decode_values(layout: PageLayout, half: Tensor, stored: torch.dtype) -> Ten
     scale, zero = _unpack_by_token(packed, tokens, channels // layout.channel_group)
     scale, zero = (p.float().repeat_interleave(layout.channel_group, -1) for p in (scale, zero))
     return codes.float() * scale + zero
+
+
+def ring_places(ring: int, head_dim: int) -> Tensor:
+    """Where slot s, channel c of a ring lies: int64 [2, ring, head_dim] for K and V, in elements.
+
+    Sixteen tokens are one contiguous run of 16-bit tiles, as in a page of 16-bit keys or values.
+    """
+    s, c = torch.arange(ring)[:, None], torch.arange(head_dim)[None]
+    tile = (s // 16) * (head_dim // 16) + c // 16
+    key = (tile * 32 + s % 8 * 4 + c % 16 // 4) * 8 + (c % 4 // 2 * 2 + s % 16 // 8) * 2 + c % 2
+    value = (tile * 32 + c % 8 * 4 + s % 8 // 2) * 8 + (s % 16 // 8 * 2 + c % 16 // 8) * 2 + s % 2
+    return torch.stack((key, value))

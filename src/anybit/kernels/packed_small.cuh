@@ -419,7 +419,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
     using T = Traits<C>;
     using W = Warp<C>;
     static_assert(C::threads == C::warps * 32 && C::warps % C::k_warps == 0, "warps are k_warps times row warps");
-    static_assert(C::shared_bytes == C::warps * T::ring_bytes + T::x_bytes + T::factor_bytes + T::barrier_bytes, "the twin counts shared memory differently");
+    static_assert(C::shared_bytes >= C::warps * T::ring_bytes + T::x_bytes + T::factor_bytes + T::barrier_bytes, "the twin counts shared memory differently");
 
     if constexpr (C::trigger == 0) ptx::griddepcontrol_launch_dependents();
     const uint32_t lane = ptx::lane_id();

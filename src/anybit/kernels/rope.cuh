@@ -1,5 +1,6 @@
 // Rotary position embedding of queries and keys as they come out of a fused projection, with the RMSNorm of each head
-// that some models put before it (Qwen3, Gemma3). A warp a head: the two halves of the head meet in one lane.
+// that some models put before it (Qwen3, Gemma3). A warp a head: the two halves of the head meet in one lane. Where the
+// keys go to a cache (Config::stores), so do the values: into the ring of 16-bit tokens of kvcache.py, in one launch.
 #ifndef ANYBIT_ROPE_CUH
 #define ANYBIT_ROPE_CUH
 
@@ -12,9 +13,14 @@ struct Params {
     const uint16_t* q_gamma;  // [head_dim], or null: no norm of the heads
     const uint16_t* k_gamma;
     uint16_t* q;              // [tokens, query heads, head_dim]
-    uint16_t* k;              // [tokens, key heads, head_dim]
+    uint16_t* k;              // [tokens, key heads, head_dim]; null where keys and values are stored
+    uint16_t* residual;       // stores: [sequences, key heads, 2, ring * head_dim]
+    const int32_t* lengths;   // stores: of each sequence, the new tokens included
+    const int32_t* sequences; // stores: [batch], or null for 0, 1, 2 ...
     int64_t qkv_stride;
     int32_t query_heads, key_heads;
+    int32_t tokens;           // stores: new tokens of each sequence
+    int32_t ring;
     float epsilon;
 };
 
@@ -23,9 +29,16 @@ namespace rope {
 template <bool is_bf16> PTX float to_float(uint16_t v) { return is_bf16 ? ptx::cvt_f32_bf16(v) : ptx::cvt_f32_f16(v); }
 template <bool is_bf16> PTX uint16_t from_float(float v) { return is_bf16 ? ptx::cvt_bf16_f32(v) : ptx::cvt_f16_f32(v); }
 
+// Where slot s, channel c of the ring of keys or of values lies; see kvpage.ring_places.
+template <int head_dim> PTX int ring_place(bool values, int s, int c) {
+    const int tile = s / 16 * (head_dim / 16) + c / 16;
+    return values ? (tile * 32 + c % 8 * 4 + s % 8 / 2) * 8 + (s % 16 / 8 * 2 + c % 16 / 8) * 2 + s % 2
+                  : (tile * 32 + s % 8 * 4 + c % 16 / 4) * 8 + (c % 4 / 2 * 2 + s % 16 / 8) * 2 + c % 2;
+}
+
 }  // namespace rope
 
-// Config: threads, head_dim, is_bf16, gamma_offset (Gemma's norms multiply by 1 + gamma).
+// Config: threads, head_dim, is_bf16, gamma_offset (Gemma's norms multiply by 1 + gamma), stores.
 template <class Config> __global__ void __launch_bounds__(Config::threads) rotate(const __grid_constant__ Params p) {
     using namespace rope;
     constexpr int half = Config::head_dim / 2, pairs = half / 32;
@@ -35,16 +48,34 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
     const int lane = ptx::lane_id();
 
     ptx::griddepcontrol_launch_dependents();
+    const uint16_t* cosine = p.cosine + static_cast<int64_t>(token) * Config::head_dim;
+    const uint16_t* sine = p.sine + static_cast<int64_t>(token) * Config::head_dim;
     ptx::griddepcontrol_wait();
-    if (head >= p.query_heads + p.key_heads) return;
+    if (head >= p.query_heads + (Config::stores ? 2 : 1) * p.key_heads) return;
 
     const bool is_query = head < p.query_heads;
     const uint16_t* x = p.qkv + token * p.qkv_stride + head * Config::head_dim;
     const uint16_t* gamma = is_query ? p.q_gamma : p.k_gamma;
-    uint16_t* y = is_query ? p.q + (static_cast<int64_t>(token) * p.query_heads + head) * Config::head_dim
-                           : p.k + (static_cast<int64_t>(token) * p.key_heads + head - p.query_heads) * Config::head_dim;
-    const uint16_t* cosine = p.cosine + static_cast<int64_t>(token) * Config::head_dim;
-    const uint16_t* sine = p.sine + static_cast<int64_t>(token) * Config::head_dim;
+    const bool to_ring = Config::stores && !is_query, is_value = to_ring && head >= p.query_heads + p.key_heads;
+    uint16_t* y;
+    int slot = 0;
+    if (to_ring) {
+        const int row = token / p.tokens, sequence = p.sequences ? p.sequences[row] : row;
+        const int kv_head = head - p.query_heads - (is_value ? p.key_heads : 0);
+        const int position = p.lengths[sequence] - p.tokens + token % p.tokens;
+        if (position < 0) return;
+        slot = position % p.ring;
+        y = p.residual + ((static_cast<int64_t>(sequence) * p.key_heads + kv_head) * 2 + is_value) * p.ring * Config::head_dim;
+    } else {
+        y = is_query ? p.q + (static_cast<int64_t>(token) * p.query_heads + head) * Config::head_dim
+                     : p.k + (static_cast<int64_t>(token) * p.key_heads + head - p.query_heads) * Config::head_dim;
+    }
+    const auto place = [&](int c) { return to_ring ? ring_place<Config::head_dim>(is_value, slot, c) : c; };
+    if (is_value) {
+#pragma unroll
+        for (int i = 0; i < 2 * pairs; ++i) y[place(lane + 32 * i)] = x[lane + 32 * i];
+        return;
+    }
 
     float low[pairs], high[pairs], squares = 0.f;
 #pragma unroll
@@ -66,8 +97,9 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
 #pragma unroll
     for (int i = 0; i < pairs; ++i) {
         const int at = lane + 32 * i;
-        y[at] = from_float<bf16>(low[i] * to_float<bf16>(cosine[at]) - high[i] * to_float<bf16>(sine[at]));
-        y[at + half] = from_float<bf16>(high[i] * to_float<bf16>(cosine[at + half]) + low[i] * to_float<bf16>(sine[at + half]));
+        y[place(at)] = from_float<bf16>(low[i] * to_float<bf16>(cosine[at]) - high[i] * to_float<bf16>(sine[at]));
+        y[place(at + half)] =
+            from_float<bf16>(high[i] * to_float<bf16>(cosine[at + half]) + low[i] * to_float<bf16>(sine[at + half]));
     }
 }
 

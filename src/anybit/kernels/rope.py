@@ -16,13 +16,17 @@ HEAD_DIMS = (64, 128, 192, 256)
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries and keys of some tokens, out of a projection that holds them and the values side by side."""
+    """Queries and keys of some tokens, out of a projection that holds them and the values side by side.
+
+    stores: keys and values go into the 16-bit ring of a KV cache.
+    """
 
     tokens: int
     query_heads: int
     key_heads: int
     head_dim: int
     dtype: torch.dtype = torch.float16
+    stores: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Config:
     head_dim: int
     is_bf16: bool
     gamma_offset: int
+    stores: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,14 @@ class Params:
     k_gamma: Pointer
     q: Pointer
     k: Pointer
+    residual: Pointer
+    lengths: Pointer
+    sequences: Pointer
     qkv_stride: Int64
     query_heads: Int32
     key_heads: Int32
+    tokens: Int32
+    ring: Int32
     epsilon: Float32
 
 
@@ -66,13 +76,13 @@ def default(problem: Problem, gamma_offset: int = 0) -> Config:
     reason = why_not(problem)
     if reason is not None:
         raise KernelError(f"no kernel for the rotary embedding: {reason}")
-    return Config(2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, gamma_offset)
+    return Config(2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, gamma_offset, problem.stores)
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """Blocks over heads, and tokens."""
-    warps = config.threads // WARP
-    return -(-(problem.query_heads + problem.key_heads) // warps), problem.tokens, 1
+    heads = problem.query_heads + problem.key_heads * (2 if config.stores else 1)
+    return -(-heads // (config.threads // WARP)), problem.tokens, 1
 
 
 @cache
@@ -88,14 +98,24 @@ def launch(
     cosine: Tensor,
     sine: Tensor,
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     q_gamma: Tensor | None = None,
     k_gamma: Tensor | None = None,
     epsilon: float = 0.0,
+    *,
+    residual: Tensor | None = None,
+    lengths: Tensor | None = None,
+    sequences: Tensor | None = None,
+    tokens: int = 1,
+    ring: int = 1,
     pdl: bool = True,
 ) -> None:
-    """Launch on the current stream. Shapes and dtypes are the caller's to check (``anybit.ops`` does)."""
+    """Launch on the current stream. Shapes and dtypes are the caller's to check (``anybit.ops`` does).
+
+    residual, lengths, sequences, tokens, ring: the cache's ring that keys and values go to instead of ``k``.
+    """
     params = Params(
-        qkv, cosine, sine, q_gamma, k_gamma, q, k, qkv.stride(0), problem.query_heads, problem.key_heads, epsilon
-    )
+        qkv, cosine, sine, q_gamma, k_gamma, q, k, residual, lengths, sequences,
+        qkv.stride(0), problem.query_heads, problem.key_heads, tokens, ring, epsilon,
+    )  # fmt: skip
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=qkv.get_device())

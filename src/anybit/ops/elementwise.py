@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 from anybit.errors import KernelError
-from anybit.kernels import pack, rope
-from anybit.kernels.pack import Source, Target
-from anybit.scheme import ActivationFormat
-
-_SIXTEEN_BITS = ActivationFormat()
+from anybit.kernels import elementwise, rope
+from anybit.kernels.kvpage import ring_places
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -49,6 +46,32 @@ def rotate(
     """
     q, k = torch.ops.anybit.rotate(qkv, cosine, sine, query_heads, key_heads, q_gamma, k_gamma, epsilon)
     return q, k
+
+
+def rotate_store(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    query_heads: int,
+    key_heads: int,
+    residual: Tensor,
+    lengths: Tensor,
+    sequences: Tensor | None,
+    tokens: int,
+    q_gamma: Tensor | None = None,
+    k_gamma: Tensor | None = None,
+    epsilon: float = 0.0,
+) -> Tensor:
+    """``rotate`` whose keys, and the values beside them, go straight into the 16-bit ring of a KV cache.
+
+    qkv: [batch * tokens, ...] of the newest ``tokens`` tokens of each sequence, counted in ``lengths`` already.
+    residual: one layer's, [sequences, key_heads, 2, ring * head_dim] (``KVCache.residual``).  sequences: int32 [batch],
+    None for 0, 1, 2 ...  Returns the rotated queries [batch * tokens, query_heads, head_dim].
+    """
+    q: Tensor = torch.ops.anybit.rotate_store(
+        qkv, cosine, sine, query_heads, key_heads, residual, lengths, sequences, tokens, q_gamma, k_gamma, epsilon
+    )
+    return q
 
 
 def _rms_norm_cpu(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -90,6 +113,10 @@ def _rotate_cpu(
     return results[0], results[1]
 
 
+def _dense(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def _check(name: str, x: Tensor, gamma: Tensor) -> None:
     if gamma.shape != x.shape[-1:] or gamma.dtype != x.dtype:
         raise KernelError(
@@ -100,19 +127,15 @@ def _check(name: str, x: Tensor, gamma: Tensor) -> None:
 def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor | None]:
     _check("rms_norm", x, gamma)
     rows = x.reshape(-1, x.shape[-1])
-    y = torch.empty_like(rows)
+    y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     total = other = None
     if residual is not None:
         if residual.shape != x.shape or residual.dtype != x.dtype:
             raise KernelError(f"residual must be {x.dtype} {tuple(x.shape)} as x is, not {tuple(residual.shape)}")
         other = residual.reshape(-1, x.shape[-1])
-        total = torch.empty_like(other)
+        total = torch.empty(other.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
-        problem = pack.problem_of(rows, _SIXTEEN_BITS, Target.values, Source.rms_norm)
-        pack.launch(
-            problem, pack.default(problem), None, rows,
-            gamma=gamma, epsilon=epsilon, residual=other, residual_sum=total, normalized=y,
-        )  # fmt: skip
+        elementwise.add_rms_norm(_dense(rows), None if other is None else _dense(other), gamma, epsilon, y, total)
     return y.view(x.shape), None if total is None else total.view(x.shape)
 
 
@@ -130,8 +153,7 @@ def _silu_mul_cuda(gate_up: Tensor) -> Tensor:
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
     if rows.shape[0]:
-        problem = pack.problem_of(rows, _SIXTEEN_BITS, Target.values, Source.silu_mul)
-        pack.launch(problem, pack.default(problem), None, rows, normalized=y)
+        elementwise.silu_mul(_dense(rows), y)
     return y.view(*gate_up.shape[:-1], -1)
 
 
@@ -146,11 +168,7 @@ def _rotate_cuda(
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     tokens, dim = cosine.shape
-    if qkv.shape != (tokens, (query_heads + 2 * key_heads) * dim):
-        raise KernelError(
-            f"qkv must be [{tokens}, {(query_heads + 2 * key_heads) * dim}] for {query_heads} query and {key_heads} "
-            f"key heads of {dim}, not {tuple(qkv.shape)}"
-        )
+    _check_heads(qkv, tokens, query_heads, key_heads, dim)
     q = torch.empty(tokens, query_heads, dim, dtype=qkv.dtype, device=qkv.device)
     k = torch.empty(tokens, key_heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
@@ -158,6 +176,74 @@ def _rotate_cuda(
         cosine, sine = cosine.contiguous(), sine.contiguous()
         rope.launch(problem, rope.default(problem), qkv, cosine, sine, q, k, q_gamma, k_gamma, epsilon)
     return q, k
+
+
+def _rotate_store_cpu(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    query_heads: int,
+    key_heads: int,
+    residual: Tensor,
+    lengths: Tensor,
+    sequences: Tensor | None,
+    tokens: int,
+    q_gamma: Tensor | None,
+    k_gamma: Tensor | None,
+    epsilon: float,
+) -> Tensor:
+    dim = cosine.shape[1]
+    q, k = _rotate_cpu(qkv, cosine, sine, query_heads, key_heads, q_gamma, k_gamma, epsilon)
+    v = qkv.view(len(qkv), -1, dim)[:, -key_heads:]
+    ring = residual.shape[-1] // dim
+    places = ring_places(ring, dim).to(residual.device)
+    batch = len(qkv) // tokens
+    rows = range(batch) if sequences is None else sequences.tolist()
+    for row, sequence in enumerate(rows):
+        end = int(lengths[sequence])
+        slots = torch.arange(end - tokens, end) % ring
+        for part, new in enumerate((k, v)):
+            mine = new[row * tokens : (row + 1) * tokens].transpose(0, 1).to(residual.dtype)
+            residual[sequence, :, part][:, places[part, slots].flatten()] = mine.flatten(1)
+    return q
+
+
+def _rotate_store_cuda(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    query_heads: int,
+    key_heads: int,
+    residual: Tensor,
+    lengths: Tensor,
+    sequences: Tensor | None,
+    tokens: int,
+    q_gamma: Tensor | None,
+    k_gamma: Tensor | None,
+    epsilon: float,
+) -> Tensor:
+    rows, dim = cosine.shape
+    _check_heads(qkv, rows, query_heads, key_heads, dim)
+    if residual.dtype != qkv.dtype or not residual.is_contiguous() or residual.shape[1] != key_heads:
+        raise KernelError(
+            f"residual must be a layer's {qkv.dtype} [sequences, {key_heads}, 2, ring * {dim}], not {residual.dtype} "
+            f"{tuple(residual.shape)}"
+        )
+    q = torch.empty(rows, query_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    problem = rope.Problem(rows, query_heads, key_heads, dim, qkv.dtype, stores=True)
+    rope.launch(
+        problem, rope.default(problem), qkv, cosine.contiguous(), sine.contiguous(), q, None, q_gamma, k_gamma, epsilon,
+        residual=residual, lengths=lengths, sequences=sequences, tokens=tokens, ring=residual.shape[-1] // dim,
+    )  # fmt: skip
+    return q
+
+
+def _check_heads(qkv: Tensor, tokens: int, query_heads: int, key_heads: int, dim: int) -> None:
+    if qkv.shape != (tokens, (query_heads + 2 * key_heads) * dim):
+        raise KernelError(
+            f"qkv must be [{tokens}, {(query_heads + 2 * key_heads) * dim}] for {query_heads} query and {key_heads} "
+            f"key heads of {dim}, not {tuple(qkv.shape)}"
+        )
 
 
 def _rotate_fake(
@@ -189,6 +275,12 @@ for _signature, _cpu, _cuda in (
         _rotate_cpu,
         _rotate_cuda,
     ),
+    (
+        "rotate_store(Tensor qkv, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor(a!) residual, "
+        "Tensor lengths, Tensor? sequences, int tokens, Tensor? q_gamma, Tensor? k_gamma, float epsilon) -> Tensor",
+        _rotate_store_cpu,
+        _rotate_store_cuda,
+    ),
 ):
     _library.define(_signature)
     _name = _signature.partition("(")[0]
@@ -202,3 +294,7 @@ torch.library.register_fake(
     "anybit::silu_mul", lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 )
 torch.library.register_fake("anybit::rotate", _rotate_fake)
+torch.library.register_fake(
+    "anybit::rotate_store",
+    lambda qkv, cosine, sine, query_heads, *_: qkv.new_empty(cosine.shape[0], query_heads, cosine.shape[1]),
+)

@@ -1,0 +1,283 @@
+"""What a quantized KV cache costs in accuracy: perplexity, exact retrieval of a fact, and the kernel's own error.
+
+    python benchmarks/kv_accuracy.py --model FOLDER --text FILE [--parts kernel perplexity needle]
+
+Real weights (SmolLM2-135M-Instruct) in 16 bits, so that nothing but the cache differs. Rows go to
+benchmarks/results/<gpu>/kv_accuracy.json and the tables of docs/kvcache.md are made from them (``--page``).
+
+perplexity: windows of 2048 tokens in which every token sees what it would see when it is generated: whole windows of
+128 tokens as pages hold them, its own window in 16 bits. The attention that does so for all tokens at once is compared
+with a real AnyBitCache fed piece by piece.
+needle: one sentence with a number at a random depth of prose. All but the question is stored first; the question and
+the answer then read the cache through the decode kernel. Found: the number is in the greedy answer.
+kernel: the decode kernel against exact attention over the same dequantized cache, on this model's keys and values of
+every layer (keys have outlier channels): mean relative error, the worst layer's.
+"""
+
+import argparse
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from anybit import AnyBitCache, attention, evaluate
+from anybit.integrations.loading import load_model
+from anybit.kernels import kvpage
+from anybit.kernels.kvpage import PageLayout
+from anybit.kvcache import KVCache, hadamard
+from anybit.scheme import KVFormat
+from timing import RESULTS, merge_rows, stamp
+
+FORMATS = (
+    "kv16", "kv8", "kv8t", "kv4", "kv4t", "kv4rot", "kv4trot", "kv2", "kv2t", "kv2rot", "kv2trot", "kv4g32", "kv2g32",
+    "kv2g32t", "kv2g32rot", "kv2g32trot", "k4v2", "k2v4", "k4v2g32", "k2v4g32", "k8v4", "k4v8", "k16v4",
+    "k4v16", "k16v2", "k2v16",
+)  # fmt: skip
+NEEDLE_FORMATS = ("kv16", "kv8", "kv4", "kv4t", "k4v2g32", "kv2g32", "kv2", "kv2rot")
+KERNEL_FORMATS = ("kv16", "kv8", "kv8t", "kv4", "kv4t", "kv2", "kv2t", "kv4g32", "kv2g32", "k4v2", "kv4rot", "kv2rot")
+PIECE = 128
+
+
+class Rows:
+    """Writes each row as soon as it is there."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.model, self.path = name, path
+
+    def add(self, case: str, kv: str, context: int, dim: int, **fields: Any) -> None:
+        """One row of kv_accuracy.json."""
+        bits = PageLayout(KVFormat.parse(kv), dim, 128).bits_per_element
+        row = {"case": case, "model": self.model, "kv": kv, "context": context, "bits": round(bits, 3), **fields}
+        print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
+        merge_rows(self.path, [{**row, **stamp()}], ("case", "model", "kv", "context", "dtype"))
+
+
+def attention_on(model: Any, name: str) -> None:
+    """Choose the model's attention."""
+    model.config._attn_implementation = name
+
+
+class Simulated:
+    """Attention over a whole window at once in which every token sees what it would see when it is generated."""
+
+    def __init__(self, kv: str) -> None:
+        self.format = KVFormat.parse(kv)
+        self.layout: PageLayout | None = None
+
+    def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [heads, tokens, dim] as pages hold them, in float32."""
+        k, v = (x if x.dtype == torch.bfloat16 else x.half() for x in (k, v))
+        if self.layout is None:
+            self.layout = PageLayout(self.format, k.shape[-1], PIECE)
+        rotation = hadamard(k.shape[-1], k.dtype, k.device) if self.format.rotate else None
+        both = (k, v) if rotation is None else (k @ rotation, v @ rotation)
+        pages = kvpage.encode(self.layout, *both)
+        exact = kvpage.decode(self.layout, pages, k.dtype)
+        found = kvpage.decode(self.layout, pages, torch.float32)
+        k, v = (
+            e.float() if bits == 16 else f
+            for e, f, bits in zip(exact, found, (self.format.key_bits, self.format.value_bits), strict=True)
+        )
+        return (k, v) if rotation is None else (k @ rotation.float(), v @ rotation.float())
+
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        """Attention [1, heads, tokens, dim] for transformers."""
+        q, k, v = query[0].float(), key[0], value[0]
+        kept_k, kept_v = self.stored(k, v)
+        groups = q.shape[0] // k.shape[0]
+        k, v, kept_k, kept_v = (x.float().repeat_interleave(groups, 0) for x in (k, v, kept_k, kept_v))
+        at = torch.arange(q.shape[1], device=q.device)
+        own = at[:, None] // PIECE == at[None] // PIECE
+        logits = torch.where(own, q @ k.transpose(1, 2), q @ kept_k.transpose(1, 2)) * kwargs["scaling"]
+        weights = logits.masked_fill(at[None] > at[:, None], -torch.inf).softmax(-1)
+        out = (weights * own) @ v + (weights * ~own) @ kept_v
+        return out.transpose(0, 1)[None].to(query.dtype), None
+
+
+def simulate(model: Any, kv: str) -> None:
+    """Let a model attend as over a cache in a format; without one."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register("simulated", Simulated(kv))
+    AttentionMaskInterface.register("simulated", lambda *_, **__: None)
+    attention_on(model, "simulated")
+
+
+@torch.inference_mode()
+def difference(model: Any, window: Tensor, kv: str) -> float:
+    """How far the simulated logits of a window are from those over a real AnyBitCache, fed piece by piece."""
+    window = window.to(model.device)
+    simulate(model, kv)
+    got = model(window[None], use_cache=False).logits.float()
+    attention_on(model, "anybit")
+    cache = AnyBitCache(kv, config=model.config, capacity=len(window))
+    pieces = [model(piece[None], past_key_values=cache).logits.float() for piece in window.split(PIECE)]
+    attention_on(model, "sdpa")
+    wanted = torch.cat(pieces, 1)
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def perplexity_rows(model: Any, ids: list[int], rows: Rows, count: int, formats: tuple[str, ...]) -> None:
+    """Perplexity in every format, beside the model without any cache."""
+    windows = evaluate.windows_of(ids, 2048, min(count, len(ids) // 2048))
+    attention_on(model, "sdpa")
+    plain = evaluate.perplexity(model, windows).perplexity
+    for kv in formats:
+        apart = difference(model, windows[0, : 4 * PIECE], kv)
+        simulate(model, kv)
+        value = evaluate.perplexity(model, windows).perplexity
+        attention_on(model, "sdpa")
+        rows.add(
+            "perplexity", kv, 2048, model.config.head_dim, perplexity=round(value, 4), plain=round(plain, 4),
+            windows=len(windows), checked=f"logits within {apart:.1e} of an AnyBitCache's",
+        )  # fmt: skip
+        assert kv != "kv16" or abs(value / plain - 1) < 5e-3, (value, plain)
+
+
+def haystack(tokenizer: Any, text: str, context: int, draw: random.Random) -> tuple[list[int], list[int], str]:
+    """Prose of ``context`` tokens with a fact in it; the question; the answer."""
+    number = str(draw.randrange(10000, 100000))
+    fact = f" The secret access code of the old lighthouse is {number}."
+    sentences = text.split(". ")
+    start = draw.randrange(len(sentences))
+    room = context - len(tokenizer(fact)["input_ids"]) - 64
+    turned = ". ".join((sentences[start:] + sentences[:start])[: context // 4])
+    prose = tokenizer(turned)["input_ids"][:room]
+    depth = draw.randrange(len(prose))
+    open_text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Read this text carefully.\n\n@@"}], tokenize=False
+    ).split("@@")[0]
+    ids = tokenizer(open_text)["input_ids"] + prose[:depth] + tokenizer(fact + " ")["input_ids"] + prose[depth:]
+    question = (
+        "\n\nWhat is the secret access code of the old lighthouse?<|im_end|>\n<|im_start|>assistant\n"
+        "The secret access code of the old lighthouse is"
+    )
+    return ids, tokenizer(question)["input_ids"], number
+
+
+@torch.inference_mode()
+def retrieves(model: Any, tokenizer: Any, ids: list[int], question: list[int], number: str, kv: str) -> bool:
+    """Whether the greedy answer over a cache in a format holds the number."""
+    attention_on(model, "anybit")
+    device = model.device
+    cache = AnyBitCache(kv, config=model.config, capacity=len(ids) + len(question) + 32)
+    model(torch.tensor([ids], device=device), past_key_values=cache, logits_to_keep=1)
+    for begin in range(0, len(question), 16):
+        piece = torch.tensor([question[begin : begin + 16]], device=device)
+        logits = model(piece, past_key_values=cache).logits[0, -1]
+    answer = []
+    for _ in range(10):
+        answer.append(int(logits.argmax()))
+        logits = model(torch.tensor([[answer[-1]]], device=device), past_key_values=cache).logits[0, -1]
+    attention_on(model, "sdpa")
+    return number in tokenizer.decode(answer).replace(" ", "").replace(",", "")
+
+
+def needle_rows(
+    model: Any, tokenizer: Any, text: str, rows: Rows, trials: int, contexts: list[int], formats: list[str]
+) -> None:
+    """Needles found in every format, out of all, and out of those that a 16-bit cache finds."""
+    for context in contexts:
+        draw = random.Random(context)
+        cases = [haystack(tokenizer, text, context, draw) for _ in range(trials)]
+        exact = [retrieves(model, tokenizer, *case, "kv16") for case in cases]
+        for kv in formats:
+            found = exact if kv == "kv16" else [retrieves(model, tokenizer, *case, kv) for case in cases]
+            both = sum(a and b for a, b in zip(exact, found, strict=True))
+            rows.add(
+                "needle", kv, context, model.config.head_dim, found=sum(found), found_of_exact=both, exact=sum(exact),
+                trials=trials, checked="greedy answers",
+            )  # fmt: skip
+
+
+def captured(model: Any, ids: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values [heads, tokens, dim] of every layer on a text, rotary embedding included."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    seen = []
+
+    def capture(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+        seen.append((query[0], key[0], value[0]))
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    AttentionInterface.register("capture", capture)
+    AttentionMaskInterface.register("capture", sdpa_mask)
+    attention_on(model, "capture")
+    with torch.inference_mode():
+        model(torch.tensor([ids], device=model.device), use_cache=False)
+    attention_on(model, "sdpa")
+    return seen
+
+
+@torch.inference_mode()
+def kernel_rows(model: Any, ids: list[int], rows: Rows) -> None:
+    """The kernel's own error on real keys and values, for one and for sixteen queries."""
+    states = captured(model, ids[:2048])
+    spread = max(float(k.float().abs().amax(1).amax() / k.float().abs().amax(1).median()) for _, k, _ in states)
+    heads, tokens, dim = states[0][1].shape
+    for dtype, limit in ((torch.float16, 2e-3), (torch.bfloat16, 1e-2)):
+        for kv in KERNEL_FORMATS:
+            errors = []
+            for q, k, v in states:
+                cache = KVCache(
+                    kv,
+                    layers=1,
+                    kv_heads=heads,
+                    head_dim=dim,
+                    sequences=1,
+                    capacity=tokens,
+                    dtype=dtype,
+                    device=k.device,
+                )
+                row = cache.add()
+                cache.extend([row], tokens)
+                cache.write(0, [row], *(x.transpose(0, 1)[None].to(dtype) for x in (k, v)))
+                for queries in (1, 16):
+                    query = q[:, -queries:].transpose(0, 1)[None].to(dtype)
+                    got = attention.decode(query, cache, 0, [row])[0].double()
+                    want = attention.decode_reference(query, cache, 0, [row], precision=torch.float64)[0].double()
+                    errors.append(float((got - want).abs().mean() / want.abs().mean()))
+            worst, mean = max(errors), sum(errors) / len(errors)
+            rows.add(
+                "kernel", kv, tokens, dim, dtype=str(dtype).removeprefix("torch."), error=float(f"{worst:.3e}"),
+                mean_error=float(f"{mean:.3e}"),
+                largest_key_channel_over_median=round(spread, 1),
+                checked=f"{'at most' if worst <= limit else 'more than'} {limit:.0e}",
+            )  # fmt: skip
+
+
+def main() -> None:
+    """Measure the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--parts", nargs="*", default=["kernel", "perplexity", "needle"])
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--contexts", type=int, nargs="*", default=[2048, 4096, 8192])
+    parser.add_argument("--formats", nargs="*", default=FORMATS)
+    parser.add_argument("--needle-formats", nargs="*", default=NEEDLE_FORMATS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "kv_accuracy.json")
+    arguments = parser.parse_args()
+    loaded = load_model(arguments.model, dtype=torch.float16)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    text = evaluate.read_text(arguments.text)
+    ids = tokenizer(text[: 8 * 2048 * (arguments.windows + 1)])["input_ids"]
+    print(f"{len(ids)} tokens of text", flush=True)
+    rows = Rows("SmolLM2-135M-Instruct", arguments.out)
+    if "kernel" in arguments.parts:
+        kernel_rows(model, ids, rows)
+    if "perplexity" in arguments.parts:
+        perplexity_rows(model, ids, rows, arguments.windows, tuple(arguments.formats))
+    if "needle" in arguments.parts:
+        needle_rows(model, tokenizer, text, rows, arguments.trials, arguments.contexts, arguments.needle_formats)
+
+
+if __name__ == "__main__":
+    main()

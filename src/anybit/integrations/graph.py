@@ -1,0 +1,275 @@
+"""Decoding at the speed of the kernels: a static cache, and the whole step as one CUDA graph.
+
+``install`` (which ``anybit.fuse`` and models of a scheme with ``-kv`` go through) gives a model two habits:
+
+- ``generate`` makes an ``AnyBitCache`` by itself: with ``cache_implementation="static"`` one of a fixed size, in 16
+  bits or in the scheme's KV format; and in every ``generate`` of a model whose scheme names a KV format.
+- a step of one token a row over a static AnyBitCache is captured once and then replayed: one launch for hundreds.
+
+Prompts, and steps that ask for more than logits, run as they always do.
+"""
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
+
+from anybit.errors import LayerError
+from anybit.integrations.cache import NAME, AnyBitCache
+from anybit.kernels.kvpage import PageLayout
+from anybit.linear import QuantLinear
+from anybit.scheme import KVFormat
+
+logger = logging.get_logger("anybit")
+
+_SIXTEEN_BITS = KVFormat.parse("kv16")
+_ROUND = 512  # capacities of static caches, so that calls of similar lengths share one graph
+_STEP_ARGUMENTS = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict",
+    "cache_position",
+}  # fmt: skip
+
+
+class StepGraph:
+    """One token a row over one static cache, captured at the second step: the first one compiles and plans.
+
+    ids, positions: int64 [rows, 1], where a step's inputs are put.
+    """
+
+    def __init__(self, forward: Callable[..., Any], cache: AnyBitCache) -> None:
+        store = cache._store()
+        self.forward, self.cache = forward, cache
+        rows, device = len(cache.rows), store.device
+        with torch.inference_mode(False):
+            self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+            self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.stream = torch.cuda.Stream(device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+
+    def __call__(self, ids: Tensor, positions: Tensor | int) -> Tensor:
+        """Logits [rows, 1, vocabulary] of the step that brings ``ids``; they are overwritten by the next step."""
+        self.ids.copy_(ids)
+        if isinstance(positions, int):
+            self.positions.fill_(positions)
+        else:
+            self.positions.copy_(positions)
+        self.cache.count(1)
+        self.cache.packs_later = True  # on the way out, by ``counted``: the graph stays the same for every step
+        try:
+            if self.graph is None:
+                self._first_steps()
+            else:
+                self.graph.replay()
+        finally:
+            self.cache.counted()
+            self.cache.packs_later = False
+        assert self.logits is not None
+        return self.logits
+
+    def _first_steps(self) -> None:
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        if self.logits is None:
+            with torch.cuda.stream(self.stream):
+                self.logits = self._run()
+        else:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.logits = self._run()
+            self.graph = graph
+        current.wait_stream(self.stream)
+        if self.graph is not None:
+            self.graph.replay()
+
+    def _run(self) -> Tensor:
+        result = self.forward(
+            input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
+        )
+        logits: Tensor = result.logits
+        return logits
+
+
+class Decoder:
+    """What a model remembers between calls of ``generate``: its static caches and their graphs."""
+
+    def __init__(self, model: Any, kv: KVFormat | None) -> None:
+        self._model, self.kv = weakref.ref(model), kv
+        self._overridden: Any = model.__dict__.get("forward")  # accelerate's hooks, for example
+        self.caches: dict[tuple[object, ...], AnyBitCache] = {}
+        self.graphs: weakref.WeakKeyDictionary[AnyBitCache, StepGraph] = weakref.WeakKeyDictionary()
+        self._weights: list[int] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Decoder":
+        return Decoder(memo[id(self.model)], self.kv)  # a copied model has caches and graphs of its own
+
+    @property
+    def model(self) -> Any:
+        """The model, which owns this and not the other way round."""
+        return self._model()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass as it was before."""
+        if self._overridden is not None:
+            return self._overridden(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+    def forget(self) -> None:
+        """Drop every cache and graph."""
+        self.caches.clear()
+        self.graphs.clear()
+
+    def cache(self, rows: int, capacity: int, static: bool, keep: bool) -> AnyBitCache:
+        """The cache of a ``generate`` call. keep: it will be handed to the caller, and must not be used again."""
+        config = self.model.config.get_text_config(decoder=True)
+        kv = self.kv or _SIXTEEN_BITS
+        own = config if _attention_is_open(self.model) else _Plain(config)
+        if not static:
+            return AnyBitCache(kv, config=own, capacity=capacity)
+        capacity = -(-(capacity + 1) // _ROUND) * _ROUND
+        weights = [id(m._prepared) for m in self.model.modules() if isinstance(m, QuantLinear)]
+        if weights != self._weights:  # moved, or on another backend: graphs would read what is gone
+            self.forget()
+            self._weights = weights
+        key = (rows, capacity, str(self.model.device), self.model.dtype)
+        found = self.caches.pop(key, None)
+        if found is None:
+            self.caches.clear()  # one at a time: a cache is large
+            found = AnyBitCache(kv, config=own, capacity=capacity, static=True)
+        found.reset()
+        if not keep:
+            self.caches[key] = found
+        return found
+
+    def step(self, cache: AnyBitCache, ids: Tensor, positions: Tensor | int) -> Tensor:
+        """The logits of one token a row."""
+        graph = self.graphs.get(cache)
+        if graph is None:
+            graph = self.graphs[cache] = StepGraph(self.forward, cache)
+        return graph(ids, positions).clone()
+
+
+class _Plain:
+    """A configuration seen by a cache whose model's attention cannot read packed pages."""
+
+    def __init__(self, config: Any) -> None:
+        self.num_hidden_layers = config.num_hidden_layers
+        self._attn_implementation = None
+
+
+class _Packed:
+    """While it lasts, a model's attention is the one that reads packed pages."""
+
+    def __init__(self, cache: AnyBitCache) -> None:
+        self.config = cache.config
+
+    def __enter__(self) -> None:
+        self.before = getattr(self.config, "_attn_implementation", None)
+        if self.before is not None and self.before != NAME:
+            self.config._attn_implementation = NAME
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is not None and self.before != NAME:
+            self.config._attn_implementation = self.before
+
+
+def install(model: Any, kv: KVFormat | None) -> None:
+    """Teach a transformers model to make AnyBitCaches and to replay its steps; see the module's docstring."""
+    if "_anybit_decoder" in model.__dict__ or not hasattr(model, "_prepare_cache_for_generation"):
+        return
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decoder: Decoder = self._anybit_decoder
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, AnyBitCache) or cache.config is None:
+            return decoder.forward(*args, **kwargs)
+        with _Packed(cache):
+            ids = kwargs.get("input_ids")
+            if not args and ids is not None and _is_step(cache, ids, kwargs):
+                positions = kwargs.get("position_ids")
+                logits = decoder.step(cache, ids, cache.seen if positions is None else positions)
+                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            return decoder.forward(*args, **kwargs)
+
+    @functools.wraps(type(model)._prepare_cache_for_generation)
+    def prepare_cache(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, length: int,
+        *rest: Any,
+    ) -> Any:  # fmt: skip
+        decoder: Decoder = self._anybit_decoder
+        wanted = generation_config.cache_implementation
+        free = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
+        free = free and not getattr(generation_config, "is_assistant", False)
+        reason = why_not(self, decoder.kv or _SIXTEEN_BITS) if free else None
+        static = wanted == "static" and reason is None
+        if free and decoder.kv is not None and wanted in (None, "dynamic", "static") and reason is not None:
+            raise LayerError(f"the KV format {decoder.kv} cannot serve this model: {reason}")
+        if not free or not (static or (decoder.kv is not None and wanted in (None, "dynamic"))):
+            prepare = type(self)._prepare_cache_for_generation
+            return prepare(self, generation_config, model_kwargs, mode, batch_size, length, *rest)
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        keep = bool(generation_config.return_dict_in_generate)
+        made = decoder.cache(rows, length, static, keep)
+        if decoder.kv is not None:
+            logger.warning_once(f"generate keeps keys and values in an AnyBitCache, as the scheme says: {made.format}")
+        model_kwargs["past_key_values"] = made
+        return None
+
+    model._anybit_decoder = Decoder(model, kv)
+    model.forward = types.MethodType(forward, model)
+    model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
+
+
+def uninstall(model: Any) -> None:
+    """Undo ``install``."""
+    if "_anybit_decoder" in model.__dict__:
+        model._anybit_decoder.forget()
+        for name in ("_anybit_decoder", "forward", "_prepare_cache_for_generation"):
+            del model.__dict__[name]
+
+
+def _is_step(cache: AnyBitCache, ids: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is one token a row over a static cache on a GPU, and asks for nothing but logits."""
+    if not (cache.static and ids.is_cuda and ids.shape[1] == 1 and ids.shape[0] == len(cache.rows)):
+        return False
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return False
+    extra = {name for name, value in kwargs.items() if value is not None and value is not False}
+    return extra <= _STEP_ARGUMENTS and cache.takes_step(1)
+
+
+def serves(model: Any) -> bool:
+    """Whether ``generate`` of a model that went through ``install`` makes static AnyBitCaches, replayed on a GPU."""
+    decoder = model.__dict__.get("_anybit_decoder")
+    return decoder is not None and _attention_is_open(model) and why_not(model, decoder.kv or _SIXTEEN_BITS) is None
+
+
+def why_not(model: Any, kv: KVFormat) -> str | None:
+    """Why a model cannot keep its keys and values in an AnyBitCache of a format, in a sentence; None if it can."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"{type(model).__name__} has an encoder, and AnyBitCache holds the keys of a decoder alone"
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        return f"{type(model).__name__} keeps a state of its own instead of keys and values"
+    heads = getattr(config, "num_attention_heads", None)
+    dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"it has layers of {', '.join(sorted(kinds))}"
+    try:
+        PageLayout(kv, dim, 128)
+    except LayerError as error:
+        return str(error)
+    return None
+
+
+def _attention_is_open(model: nn.Module) -> bool:
+    """Whether a model's attention goes through transformers' interface, where anybit's can take its place."""
+    return bool(getattr(model, "_supports_attention_backend", False))

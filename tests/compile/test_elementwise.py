@@ -1,0 +1,35 @@
+"""The small kernels between products compile for every architecture, without a GPU and without spills."""
+
+import pytest
+import torch
+from machine_code import ARCHITECTURES
+
+from anybit import jit
+from anybit.errors import KernelError
+from anybit.kernels import elementwise, rope
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_spills(arch):
+    row = elementwise.Problem(1, 14336)
+    head = rope.Problem(1, 32, 8, 128, torch.bfloat16, stores=True)
+    for kernel in (
+        elementwise.kernel("add_rms_norm", elementwise.norm_config(row)),
+        elementwise.kernel("silu_mul", elementwise.silu_config(row)),
+        rope.kernel(rope.default(head)),
+    ):
+        compiled = jit.cached(kernel, arch)
+        assert compiled.spill_bytes == compiled.stack_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (elementwise.Problem(1, 1 << 18), "more than one block holds"),
+        (elementwise.Problem(1, 64, torch.float32), "not float32"),
+        (elementwise.Problem(0, 64), "hold nothing"),
+    ],
+)
+def test_refused_by_name(problem, words):
+    with pytest.raises(KernelError, match=words):
+        elementwise.norm_config(problem)

@@ -1,0 +1,86 @@
+"""The small kernels between products on the emulator: norms, SiLU, rotary embedding, and its way into a ring."""
+
+import pytest
+import torch
+
+import emulate
+from anybit.kernels import elementwise, rope
+from anybit.ops import elementwise as ops
+
+pytestmark = pytest.mark.emulate
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def close(got, wanted, dtype):
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("dtype", "k"), [(torch.float16, 1288), (torch.bfloat16, 130)])
+@pytest.mark.parametrize("residual", [True, False])
+def test_add_rms_norm(dtype, k, residual):
+    x, other = torch.randn(2, 2, k).to(dtype)
+    gamma = torch.randn(k).to(dtype)
+    y, total = torch.zeros(2, 2, k, dtype=dtype)
+    problem = elementwise.Problem(2, k, dtype, k % 8 == 0)
+    config = elementwise.norm_config(problem)
+    add = other if residual else None
+    params = elementwise.Params(x, add, total if residual else None, gamma, y, k, k if residual else 0, k, 1e-5)
+    dependent = ("x", "residual") if residual else ("x",)
+    emulate.run(elementwise.kernel("add_rms_norm", config), params, (2, 1, 1), seed=k, dependent=dependent)
+    close(y, ops._rms_norm_cpu(x + other if residual else x, gamma, 1e-5), dtype)
+    if residual:
+        assert torch.equal(total, x + other)
+
+
+@pytest.mark.parametrize(("dtype", "k"), [(torch.float16, 1288), (torch.bfloat16, 77)])
+def test_silu_mul(dtype, k):
+    x, y = torch.randn(2, 2 * k).to(dtype), torch.zeros(2, k, dtype=dtype)
+    config = elementwise.silu_config(elementwise.Problem(2, k, dtype, k % 8 == 0))
+    params = elementwise.Params(x, None, None, None, y, 2 * k, 0, k, 0.0)
+    grid = (2, -(-k // (8 * config.threads)), 1)
+    emulate.run(elementwise.kernel("silu_mul", config), params, grid, seed=k, dependent=("x",))
+    close(y, ops._silu_mul_cpu(x), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "dim", "norms"), [(torch.float16, 64, False), (torch.bfloat16, 128, True)])
+@pytest.mark.parametrize("stores", [False, True])
+def test_rotary_embedding(dtype, dim, norms, stores):
+    heads, kv_heads, tokens, batch, ring = 3, 2, 2, 2, 32
+    rows = batch * tokens
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
+    angles = torch.rand(rows, dim) * 6
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    gammas = [torch.randn(dim).to(dtype) for _ in range(2)] if norms else [None, None]
+    q = torch.zeros(rows, heads, dim, dtype=dtype)
+    k = None if stores else torch.zeros(rows, kv_heads, dim, dtype=dtype)
+    residual, wanted = torch.zeros(2, 3, kv_heads, 2, ring * dim, dtype=dtype)
+    lengths, sequences = torch.tensor([40, 0, 33], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    problem = rope.Problem(rows, heads, kv_heads, dim, dtype, stores)
+    config = rope.default(problem)
+    params = rope.Params(
+        qkv,
+        cosine,
+        sine,
+        *gammas,
+        q,
+        k,
+        residual,
+        lengths,
+        sequences,
+        qkv.stride(0),
+        heads,
+        kv_heads,
+        tokens,
+        ring,
+        1e-6,
+    )
+    emulate.run(rope.kernel(config), params, rope.grid(problem, config), seed=dim, dependent=("qkv",))
+    wide = [x if x is None else x.float() for x in (qkv, cosine, sine, *gammas)]
+    expected_q, expected_k = ops._rotate_cpu(*wide[:3], heads, kv_heads, *wide[3:], 1e-6)
+    close(q, expected_q, dtype)
+    if not stores:
+        close(k, expected_k, dtype)
+        return
+    ops._rotate_store_cpu(*wide[:3], heads, kv_heads, wanted, lengths, sequences, tokens, *wide[3:], 1e-6)
+    close(residual, wanted, dtype)

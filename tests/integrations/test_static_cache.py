@@ -1,0 +1,136 @@
+"""generate over AnyBitCaches that models make by themselves: static ones, and those of schemes with a KV format."""
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from transformers import AutoModelForCausalLM
+
+import anybit
+from anybit import AnyBitCache
+from anybit.errors import LayerError
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128, "max_position_embeddings": 512,
+    "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20, "min_new_tokens": 20}
+
+
+def folder_of(config, path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.2)
+    model.save_pretrained(path)
+    return path
+
+
+def quantized(path, scheme):
+    dtype = torch.float16 if DEVICE == "cuda" else torch.float32
+    return AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=anybit.AnyBitConfig(scheme), dtype=dtype, device_map=DEVICE
+    )
+
+
+def prompt(rows=2, tokens=119):  # steps go past a window of 128 tokens
+    return torch.randint(1, 128, (rows, tokens), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def agree(a, b, exact=DEVICE == "cpu"):
+    """Tokens are the same, but for near ties that the roundings of other kernels may turn, on a GPU."""
+    assert a.shape == b.shape
+    if exact:
+        assert torch.equal(a, b)
+    same = (a == b).all(0).long().cumprod(0).sum()
+    assert same >= a.shape[1] - 12, f"only the first {same} of {a.shape[1]} tokens are the same"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return folder_of(hf.LlamaConfig(**SIZES), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("config_class", [hf.LlamaConfig, hf.Qwen3Config])
+def test_static_caches_and_graphs_say_the_same(config_class, tmp_path):
+    model = quantized(folder_of(config_class(**SIZES), tmp_path), "w4a16g32")
+    ids = prompt()
+    padding = torch.ones_like(ids)
+    padding[1, :7] = 0
+    calls = [{}, {"attention_mask": padding}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}]
+    plain = []
+    for call in calls:
+        torch.manual_seed(3)
+        plain.append(model.generate(ids, **{**GREEDY, **call}))
+    anybit.fuse(model)
+    for call, wanted in zip(calls, plain, strict=True):
+        for _ in range(2):  # the second time from the graph of the first
+            torch.manual_seed(3)
+            agree(model.generate(ids, **{**GREEDY, **call}, cache_implementation="static"), wanted)
+    if DEVICE == "cuda":
+        assert all(graph.graph is not None for graph in model._anybit_decoder.graphs.values())
+    again = copy.deepcopy(model)
+    agree(again.generate(ids, **GREEDY, cache_implementation="static"), plain[0])
+    assert again._anybit_decoder.model is again
+    anybit.unfuse(model)
+    assert "forward" not in model.__dict__
+    agree(model.generate(ids, **GREEDY), plain[0])
+
+
+def test_a_model_that_is_not_quantized(llama):
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float16 if DEVICE == "cuda" else None).to(DEVICE)
+    wanted = model.generate(prompt(), **GREEDY)
+    assert anybit.accelerate(model)
+    agree(model.generate(prompt(), **GREEDY, cache_implementation="static"), wanted)
+    assert isinstance(next(iter(model._anybit_decoder.caches.values())), AnyBitCache)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scheme_with_a_kv_format_makes_the_cache(llama, fused):
+    model = quantized(llama, "w4a16g32-kv4")
+    ids = prompt()
+    model.set_attn_implementation("anybit")
+    given = model.generate(ids, **GREEDY, past_key_values=AnyBitCache("kv4", config=model.config))
+    model.set_attn_implementation("sdpa")
+    if fused:
+        anybit.fuse(model)
+    result = model.generate(ids, **GREEDY, return_dict_in_generate=True)
+    assert isinstance(result.past_key_values, AnyBitCache) and str(result.past_key_values.format) == "kv4"
+    exact = DEVICE == "cpu" and not fused  # stacked products round differently, which turns codes of the cache
+    agree(result.sequences, given, exact)
+    agree(model.generate(ids, **GREEDY, cache_implementation="static"), given, exact)
+    assert model.config._attn_implementation == "sdpa"
+    plain = model.generate(ids, **GREEDY, past_key_values=hf.DynamicCache(config=model.config))
+    assert plain.shape == given.shape  # what the caller gives is taken
+
+
+def test_a_static_cache_that_is_kept_is_not_used_again(llama):
+    model = anybit.fuse(quantized(llama, "w4a16g32"))
+    call = {**GREEDY, "cache_implementation": "static", "return_dict_in_generate": True}
+    first, second = (model.generate(prompt(), **call).past_key_values for _ in range(2))
+    assert first is not second and first.seen == second.seen == 138
+
+
+def test_models_outside_the_attention_interface_get_the_cache_too(tmp_path):
+    config = hf.BloomConfig(vocab_size=128, hidden_size=128, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
+    model = quantized(folder_of(config, tmp_path), "w4a16g32-kv8")
+    result = model.generate(prompt(), **GREEDY, return_dict_in_generate=True)
+    assert isinstance(result.past_key_values, AnyBitCache) and not result.past_key_values.packed_attention
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path, llama):
+    odd = hf.LlamaConfig(**{**SIZES, "head_dim": 16})
+    model = quantized(folder_of(odd, tmp_path), "w4a16g32-kv4")
+    with pytest.raises(LayerError, match="the KV format kv4 cannot serve this model"):
+        model.generate(prompt(), **GREEDY)
+    with pytest.raises(LayerError, match="capacity of at least 1 token"):
+        AnyBitCache("kv4", static=True)
+    model = quantized(llama, "w4a16g32")
+    model.set_attn_implementation("anybit")
+    cache = AnyBitCache("kv4", config=model.config, capacity=128, static=True)
+    with pytest.raises(LayerError, match=r"do not fit a static AnyBitCache for 128"):
+        model.generate(prompt(), **GREEDY, past_key_values=cache)
