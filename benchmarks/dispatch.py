@@ -2,19 +2,34 @@
 
     python benchmarks/dispatch.py map --out map.json [--seconds 15] [--compile]      # measure a policy map
     python benchmarks/dispatch.py show map.json                                      # print one
+    python benchmarks/dispatch.py ablate                   # variants over whole models -> results/h200/dispatch.json
+    python benchmarks/dispatch.py draw                     # docs/dispatch.svg, docs/crossover.svg
+    python benchmarks/dispatch.py verify 20 --seconds 60        # against an exhaustive search, problems at random
 
 The map that is shipped (src/anybit/tune/policies) is made by ``map`` over all layers and schemes below.
 """
 
 import argparse
+import json
+import math
+import random
+import statistics
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from anybit.scheme import Scheme
-from anybit.tune.families import GRID, Product
-from anybit.tune.policy import SHIPPED, Policy, file_name, read
+from anybit.tune.dispatcher import Dispatcher, dispatcher
+from anybit.tune.families import FAMILIES, GRID, Layout, Product, bucket, tiles_of
+from anybit.tune.floor import floor_us
+from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
 from anybit.tune.runner import Effort
-from anybit.tune.search import Options, Progress, compile_all, search
+from anybit.tune.search import Child, Options, Planner, Progress, compile_all, compile_candidates, measure, race, search
+from anybit.tune.space import Candidate, builtin
+from cases import LLAMA3_8B
+from timing import RESULTS, merge_rows, stamp
 
 # Linear layers as they are served, projections that share an input fused: (N, K). The most used ones first.
 MODELS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -61,20 +76,288 @@ def measure_map(options: argparse.Namespace) -> None:
     wanted = products(models, options.schemes, options.tokens)
     hints = [read(path) for path in options.hints]
     effort = Effort(options.microseconds, options.replays, options.final_replays)
-    how = Options(options.each, tuple(options.allow), effort, options.seconds, again=options.again)
+    how = Options(
+        options.each,
+        tuple(options.allow),
+        effort,
+        options.seconds,
+        again=options.again,
+        plans=options.plans,
+        limit=options.limit,
+    )
     began = time.perf_counter()
     if options.compile:
         print(f"{compile_all(wanted, how, hints)} candidates compiled, {time.perf_counter() - began:.1f} s", flush=True)
         return
 
+    excluded = 0
+
     def report(progress: Progress) -> None:
-        if progress.done % 100 == 0:
+        nonlocal excluded
+        if progress.done % 100 == 0 or progress.excluded > excluded:
+            excluded = progress.excluded
             passed = time.perf_counter() - began
-            print(f"{progress.done} of {progress.total} after {passed:.1f} s: {progress.product}", flush=True)
+            print(
+                f"{progress.done} of {progress.total} after {passed:.1f} s: {progress.product}, {excluded} excluded",
+                flush=True,
+            )
 
     policy = search(wanted, options.out, how, hints=hints, report=report)
     print(f"{policy.points} points, {time.perf_counter() - began:.1f} s")
     show(policy)
+
+
+# -------- what choosing is worth: the ablations of ADAngel (section 6.4) and APT-LLM (figures 15 and 16)
+
+ABLATED = ("w4a8", "w2a4")
+ROW_KEY = ("case", "scheme", "batch", "prompt")
+PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
+BATCHES = (1, 2, 4, 8)
+LAYERS = 32
+VARIANTS = ("dispatch", "static bitwise", "static padding", "rule by M", "without split", "built in", "one config")
+"""rule by M: bitwise to 8 tokens, split to 64, padding above; where there is no split, padding takes its place.
+without split: the same as dispatch where split is illegal. one config: scheduling without mapping, APT-LLM's figure 15:
+the built-in config of padding for 64 tokens of a 4096 x 4096 layer runs everything."""
+
+
+def ablated(schemes: Sequence[str]) -> Iterator[tuple[str, list[Product]]]:
+    """The products of each scheme, layer by layer."""
+    tokens = sorted({*BATCHES, *(batch * prompt for batch in BATCHES for prompt in PROMPTS)})
+    for scheme in schemes:
+        s = Scheme.parse(scheme)
+        yield scheme, [Product(m, n, k, s.weights, s.activations) for n, k in LLAMA3_8B.values() for m in tokens]
+
+
+def contestants(product: Product, by: Dispatcher) -> dict[str, Candidate]:
+    """What each variant that is measured runs for a product."""
+    tiles = tiles_of(product.activations)
+    usual = replace(product, m=64, n=4096, k=4096)
+    family = FAMILIES["packed_large"]
+    one = family.rebuild(product, family.fields(family.default(usual)))
+    return {
+        "dispatch": by.choose(product).candidate,
+        "static bitwise": by.choose(product, [Layout.planes]).candidate,
+        "static padding": by.choose(product, [tiles]).candidate,
+        "built in": builtin(product),
+        "one config": Candidate("padding to int8", "packed_large", one, product.activations),
+    }
+
+
+def time_variants(child: Child, product: Product, by: Dispatcher, options: Options, policy: Policy) -> dict[str, float]:
+    """Microseconds of a call in each variant, all measured side by side."""
+    named = contestants(product, by)
+    candidates = list(dict.fromkeys(named.values()))
+    us = {candidate: found.us for candidate, found in race(child, product, candidates, options, policy, candidates)}
+    return {name: us[candidate] for name, candidate in named.items()}
+
+
+def ablate(options: argparse.Namespace) -> None:
+    """Time to first token and tokens a second, summed over the linear layers of a model from measured products."""
+    began = time.perf_counter()
+    if options.compile:
+        by = Dispatcher("NVIDIA H200", [read(options.map)]) if options.map else dispatcher("NVIDIA H200")
+        asked = [product for _, products in ablated(options.schemes) for product in products]
+        refused = compile_candidates([(p, candidate) for p in asked for candidate in contestants(p, by).values()])
+        print(f"compiled, {time.perf_counter() - began:.1f} s", *refused, flush=True)
+        return
+    child = Child()
+    child.start()
+    device = child.facts["device"]
+    by = Dispatcher(device.name, [read(options.map)]) if options.map else dispatcher(device.name)
+    how = Options(effort=Effort(options.microseconds, 1, options.final_replays), limit=options.limit)
+    excluded = Policy(Origin.here(device.name, device.arch))
+    rows: list[dict[str, Any]] = []
+    marks = stamp()
+    for scheme, products in ablated(options.schemes):
+        sums: dict[int, dict[str, float]] = {product.m: dict.fromkeys(VARIANTS, 0.0) for product in products}
+        floors = dict.fromkeys(sums, 0.0)
+        for product in products:
+            product, m = replace(product, device=device), product.m
+            us = time_variants(child, product, by, how, excluded)
+            us["rule by M"] = us["static bitwise"] if m <= 8 else us["static padding"]
+            us["without split"] = us["dispatch"]
+            floors[m] += LAYERS * floor_us(product)
+            for name in VARIANTS:
+                sums[m][name] += LAYERS * us[name]
+            print(product, {name: round(value, 2) for name, value in us.items()}, flush=True)
+        common = {"scheme": scheme, "how": "sum of the measured linear layers of 32 decoder layers", "checked": True}
+        for batch in BATCHES:
+            for prompt in PROMPTS:
+                m = batch * prompt
+                rows.append(
+                    {"case": "llama-3-8b prefill", "batch": batch, "prompt": prompt, "m": m, "us": sums[m]["dispatch"]}
+                    | {"floor_us": floors[m], "variants": sums[m], "ttft_ms": sums[m]["dispatch"] / 1e3}
+                    | common
+                )
+            us = sums[batch]["dispatch"]
+            rows.append(
+                {"case": "llama-3-8b decode", "batch": batch, "prompt": None, "m": batch, "us": us}
+                | {"floor_us": floors[batch], "variants": sums[batch], "tokens_per_second": batch * 1e6 / us}
+                | common
+            )
+        merge_rows(options.rows, [_rounded(row) | marks for row in rows], ROW_KEY)
+    for row in rows:
+        slower = {name: round(us / row["us"], 3) for name, us in row["variants"].items() if name != "dispatch"}
+        print(row["case"], row["scheme"], row["batch"], row["prompt"], f"{row['us']:.1f} us", slower)
+    child.stop()
+    print(f"{time.perf_counter() - began:.1f} s")
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose numbers have as many digits as they mean."""
+    return {
+        name: round(value, 3) if isinstance(value, float) else _rounded(value) if isinstance(value, dict) else value
+        for name, value in row.items()
+    }
+
+
+# -------- how near the chosen configs are to the best there is
+
+
+def drawn(problems: int, seed: int) -> list[Product]:
+    """Products at random: a layer, a scheme, and any number of tokens from 1 to 8192, small ones as often as large."""
+    generator = random.Random(seed)
+    shapes = list(dict.fromkeys(shape for model in MODELS.values() for shape in model))
+    found = []
+    for _ in range(problems):
+        (n, k), scheme = generator.choice(shapes), Scheme.parse(generator.choice(SCHEMES))
+        m = min(8192, round(2 ** generator.uniform(0, 13)))
+        found.append(Product(m, n, k, scheme.weights, scheme.activations))
+    return found
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Compare what is chosen for random products with the best of every legal config, side by side.
+
+    tuned: what a search as `anybit tune` does it finds for the token count that stands for the product's. map: what
+    the shipped map says, or the map given.
+    """
+    began = time.perf_counter()
+    products = drawn(options.problems, options.seed)
+    rounded = [replace(product, m=bucket(product.m)) for product in products]
+    every = Options(10**6, effort=Effort(40, 1, 5, 6, 1.1), limit=options.limit, plans=options.plans)
+    usual = Options(options.each, limit=options.limit, plans=options.plans.with_suffix(".tuned"))
+    if options.compile:
+        print(f"{compile_all(rounded, usual)} candidates of the search compiled", flush=True)
+        for part in range(0, len(products), 4):  # so that what is done by the end of the time is whole
+            count = compile_all(products[part : part + 4], every)
+            passed = time.perf_counter() - began
+            print(f"{count} of problems {part} to {part + 3} compiled, {passed:.1f} s", flush=True)
+        return
+    child = Child()
+    child.start()
+    device = child.facts["device"]
+    by = Dispatcher(device.name, [read(options.map)]) if options.map else dispatcher(device.name)
+    policy = Policy(Origin.here(device.name, device.arch))
+    ratios: dict[str, list[float]] = {"tuned": [], "map": [], "built in": []}
+    here = [replace(product, device=device) for product in products]
+    with Planner((), usual) as search_planner, Planner((), every) as planner:
+        mine = dict(search_planner.plans([replace(product, m=bucket(product.m)) for product in here]))
+        for product, plan in planner.plans(here):
+            if time.perf_counter() - began > options.seconds:
+                break
+            near = replace(product, m=bucket(product.m))
+            point = measure(child, near, mine[near].candidates, usual, policy)
+            if point is None:
+                continue
+            chosen = {"map": by.choose(product).candidate, "built in": builtin(product)}
+            chosen["tuned"] = point.ordered()[0][1].candidate(product)
+            candidates = list(dict.fromkeys([*chosen.values(), *plan.candidates]))
+            times = dict(race(child, product, candidates, every, policy, list(chosen.values())))
+            best, fastest = min(times.items(), key=lambda item: item[1].us if item[1].final else math.inf)
+            line = []
+            for name, candidate in chosen.items():
+                ratio = times[candidate].us / fastest.us
+                ratios[name].append(ratio)
+                line.append(f"{name} {ratio:.3f}")
+            print(
+                f"{product}: {len(times)} configs, best {fastest.us:.2f} us {best.name}; {', '.join(line)}", flush=True
+            )
+    child.stop()
+    for name, values in ratios.items():
+        if values:
+            print(f"{name}: median {statistics.median(values):.3f}, worst {max(values):.3f} of {len(values)} problems")
+    print(f"{len(policy.excluded)} excluded; {time.perf_counter() - began:.1f} s")
+    for name, reason in policy.excluded.items():
+        print("excluded:", name, "--", reason)
+
+
+# -------- figures
+
+DOCS = Path(__file__).parent.parent / "docs"
+COLOURS = {"bitwise": "#1f77b4", "padding to int8": "#ff7f0e", "padding to fp8": "#2ca02c", "dequantize": "#9467bd"}
+CROSSOVER = ("w1a1", "w1a2", "w2a2", "w1a4", "w2a3", "w2a4", "w3a3", "w3a4", "w4a4", "w4a8", "w8a8")
+"""Schemes of the crossover map, by the number of their products of planes."""
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Draw docs/dispatch.svg from the rows of ``ablate``, and docs/crossover.svg from a map."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "anybit", "font.size": 9})
+    rows = json.loads(options.rows.read_text()) if options.rows.exists() else []
+    if rows:
+        _draw_variants(rows)
+    policy = read(options.map or SHIPPED / file_name("NVIDIA H200"))
+    _draw_crossover(policy)
+
+
+def _draw_variants(rows: list[dict[str, Any]]) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(len(ABLATED), 2, figsize=(9, 3 * len(ABLATED)), squeeze=False)
+    for line, scheme in zip(axes, ABLATED, strict=True):
+        prefill = [r for r in rows if r["scheme"] == scheme and r["case"].endswith("prefill") and r["batch"] == 2]
+        decode = [r for r in rows if r["scheme"] == scheme and r["case"].endswith("decode")]
+        for axis, mine, x, what in (
+            (line[0], prefill, "prompt", "time to first token, batch 2"),
+            (line[1], decode, "batch", "time of a token"),
+        ):
+            mine = sorted(mine, key=lambda row: row[x])
+            for name in VARIANTS:
+                if name not in ("dispatch", "without split"):
+                    slower = [row["variants"][name] / row["variants"]["dispatch"] for row in mine]
+                    axis.plot([row[x] for row in mine], slower, marker="o", markersize=3, label=name)
+            axis.axhline(1, color="black", linewidth=0.8)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks([row[x] for row in mine], [str(row[x]) for row in mine])
+            axis.set_xlabel({"prompt": "prompt length", "batch": "batch"}[x])
+            axis.set_ylabel("times the dispatcher's")
+            axis.set_title(f"{scheme}: {what}", fontsize=9)
+            axis.set_ylim(0.9, min(3.0, axis.get_ylim()[1]))
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(DOCS / "dispatch.svg", metadata={"Date": None})
+
+
+def _draw_crossover(policy: Policy) -> None:
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    shapes = [(4096, 4096), (28672, 4096)]
+    figure, axes = plt.subplots(len(shapes), 1, figsize=(9, 3.4 * len(shapes)), squeeze=False)
+    used: set[str] = set()
+    for (axis,), (n, k) in zip(axes, shapes, strict=True):
+        for y, scheme in enumerate(CROSSOVER):
+            for m, point in policy.layers.get((scheme, "float16", n, k), {}).items():
+                ordered = point.ordered()
+                name, best = ordered[0]
+                used.add(name)
+                x = GRID.index(m)
+                axis.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color=COLOURS[name], linewidth=0))
+                if len(ordered) > 1:
+                    gain = ordered[1][1].us / best.us
+                    axis.text(x, y, f"{gain:.2f}" if gain < 9.95 else "10+", ha="center", va="center", fontsize=5.5)
+        axis.set_xlim(-0.5, len(GRID) - 0.5)
+        axis.set_ylim(-0.5, len(CROSSOVER) - 0.5)
+        axis.set_xticks(range(len(GRID)), [str(m) for m in GRID], rotation=60, fontsize=7)
+        axis.set_yticks(range(len(CROSSOVER)), CROSSOVER)
+        axis.set_title(f"{n} x {k}: the fastest strategy, and how many times the next one's time is its", fontsize=9)
+        axis.set_xlabel("tokens")
+    axes[0][0].legend(handles=[Patch(color=COLOURS[name], label=name) for name in sorted(used)], fontsize=7)
+    figure.tight_layout()
+    figure.savefig(DOCS / "crossover.svg", metadata={"Date": None})
 
 
 def main() -> None:
@@ -91,16 +374,36 @@ def main() -> None:
     mapping.add_argument("--microseconds", type=float, default=60.0)
     mapping.add_argument("--replays", type=int, default=2)
     mapping.add_argument("--final-replays", type=int, default=5)
+    mapping.add_argument("--limit", type=float, default=20.0, help="seconds that one candidate may take")
+    mapping.add_argument("--plans", type=Path, help="a file between --compile and the measurement")
     mapping.add_argument("--compile", action="store_true", help="only compile")
     mapping.add_argument("--again", action="store_true", help="measure what the file has anew")
     mapping.add_argument("--out", type=Path, default=SHIPPED / file_name("NVIDIA H200"))
+    ablating = commands.add_parser("ablate", help="what choosing is worth, over whole models")
+    ablating.add_argument("--schemes", nargs="*", default=list(ABLATED))
+    ablating.add_argument("--microseconds", type=float, default=120.0)
+    ablating.add_argument("--final-replays", type=int, default=7)
+    ablating.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
+    verifying = commands.add_parser("verify", help="how near the chosen configs are to the best there is")
+    verifying.add_argument("problems", type=int)
+    verifying.add_argument("--seed", type=int, default=1)
+    verifying.add_argument("--each", type=int, default=6)
+    verifying.add_argument("--seconds", type=float, default=float("inf"))
+    verifying.add_argument("--plans", type=Path, default=Path("verify.plans"))
+    for command in (ablating, verifying):
+        command.add_argument("--compile", action="store_true", help="only compile")
+        command.add_argument("--map", type=Path, help="the map to choose by; by default the shipped one")
+        command.add_argument("--limit", type=float, default=20.0, help="seconds that one candidate may take")
+    drawing = commands.add_parser("draw", help="draw docs/dispatch.svg and docs/crossover.svg (needs matplotlib)")
+    drawing.add_argument("--map", type=Path, help="by default the shipped one")
+    drawing.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
     showing = commands.add_parser("show", help="print a map")
     showing.add_argument("path", type=Path)
     options = parser.parse_args()
-    if options.command == "map":
-        measure_map(options)
-    else:
+    if options.command == "show":
         show(read(options.path))
+    else:
+        {"map": measure_map, "ablate": ablate, "verify": verify, "draw": draw}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: quantize, generate, chat, eval, convert, info.
+"""The command line: quantize, generate, chat, eval, tune, explain, convert, info.
 
 Exit codes: 0 done; 1 an error, told in one line; 2 wrong usage; 130 interrupted; 143 terminated.
 """
@@ -9,7 +9,7 @@ from types import FrameType
 
 import typer
 
-from anybit.cli import checkpoints, evaluate, generate, quantize
+from anybit.cli import checkpoints, evaluate, generate, quantize, tune
 from anybit.cli.common import errors
 from anybit.errors import AnyBitError
 
@@ -25,6 +25,8 @@ app.command()(quantize.quantize)
 app.command()(generate.generate)
 app.command()(generate.chat)
 app.command("eval")(evaluate.evaluate)
+app.command()(tune.tune)
+app.command()(tune.explain)
 app.command()(checkpoints.convert)
 app.command()(checkpoints.info)
 

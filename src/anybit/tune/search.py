@@ -6,10 +6,14 @@ what the file already has.
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import pickle
+import signal
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -17,8 +21,6 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from anybit import jit
 from anybit.device import Device
@@ -41,6 +43,7 @@ class Options:
     each: candidates of each family, beside the built-in choices and hints.  allow: see ``space.ALLOWANCES``.
     seconds: no new product is begun after this long.  limit: seconds that one candidate may take, compiled.
     again: measure anew what the file has.  jobs: processes that compile.
+    plans: a file of what ``compile_all`` planned, for the same products and maps.
     """
 
     each: int = 6
@@ -50,6 +53,7 @@ class Options:
     limit: float = 20.0
     again: bool = False
     jobs: int = 0
+    plans: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ class Child:
     """The process that touches the GPU, begun anew when it has died."""
 
     def __init__(self, factory: Callable[[], Any] = Runner) -> None:
-        # A process that has not touched CUDA can be forked in no time; one that has cannot.
-        forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
+        # Forking takes no time, but the child of a process that has begun to use CUDA cannot use it.
+        forks = "fork" in multiprocessing.get_all_start_methods() and not _cuda_has_begun()
         self._context: Any = multiprocessing.get_context("fork" if forks else "spawn")
         self._factory = factory
         self._process: Any = None
@@ -112,8 +116,19 @@ class Child:
         return code
 
 
+def _cuda_has_begun() -> bool:
+    """Whether anything in this process has initialized the CUDA driver; asking does not."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    not_initialized = 3
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != not_initialized)
+
+
 def serve(connection: "Connection[Any, Any]", factory: Callable[[], Any]) -> None:
     """What the child does: answers jobs until there are no more."""
+    die_with_parent()
     try:
         runner = factory()
         connection.send(("hello", runner.describe()))
@@ -169,7 +184,7 @@ def _serve_one(
 
 def search(
     products: Sequence[Product],
-    path: Path | None,
+    path: Path | Callable[[str], Path] | None,
     options: Options | None = None,
     *,
     hints: Sequence[Policy] = (),
@@ -178,13 +193,15 @@ def search(
 ) -> Policy:
     """Measure products, and return the map of what was found, which also goes into the file at ``path``.
 
-    Products keep their order, except that those of one layer come together. hints: maps whose configs are tried too.
+    path: a file, or what names one for a GPU's name.  hints: maps whose configs are tried too.
+    Products keep their order, except that those of one layer come together.
     """
     options = options or Options()
     child = Child(factory)
     child.start()
     try:
-        return _search(child, products, path, options, hints, report)
+        file = path(child.facts["device"].name) if callable(path) else path
+        return _search(child, products, file, options, hints, report)
     finally:
         child.stop()
 
@@ -209,19 +226,17 @@ def _search(
     if known is not None and not options.again:
         todo = [product for product in todo if known.exact(product) is None]
     began = saved = time.perf_counter()
-    jobs = options.jobs or os.cpu_count() or 1
-    with compiling(jobs) as compile_ahead:
-        plans = _planned(todo, maps, options, compile_ahead, policy)
-        for done, (product, candidates, ready) in enumerate(plans):
+    with Planner(maps, options) as planner:
+        for done, (product, plan) in enumerate(planner.plans(todo)):
             now = time.perf_counter()
             if now - began > options.seconds:
                 break
             left = (now - began) / done * (len(todo) - done) if done else float("nan")
             if report is not None:
                 report(Progress(product, done, len(todo), left, len(policy.excluded)))
-            for candidate, reason in ready():
-                policy.excluded[excluded_name(product, candidate)] = reason
-            point = measure(child, product, candidates, options, policy)
+            for i, reason in plan.refused.items():
+                policy.excluded[excluded_name(product, plan.candidates[i])] = reason
+            point = measure(child, product, plan.candidates, options, policy)
             if point is not None:
                 policy.put(product, point)
             if path is not None and time.perf_counter() - saved > _SAVE_SECONDS:
@@ -258,68 +273,146 @@ def candidates_of(product: Product, maps: Sequence[Policy], options: Options) ->
     return promising(space(product, options.allow), options.each, hints)
 
 
-Ready = Callable[[], list[tuple[Candidate, str]]]
-
-
-def _planned(
-    todo: Sequence[Product], maps: Sequence[Policy], options: Options, compile_ahead: Any, policy: Policy
-) -> Iterator[tuple[Product, list[Candidate], Ready]]:
-    """Products with their candidates; compilation runs some products ahead of the measurement."""
-    ahead: list[tuple[Product, list[Candidate], Ready]] = []
-    for product in todo:
-        candidates = candidates_of(product, maps, options)
-        candidates = [c for c in candidates if excluded_name(product, c) not in policy.excluded]
-        if not candidates:
-            continue
-        ahead.append((product, candidates, compile_ahead(product, candidates)))
-        if len(ahead) > 64:
-            yield ahead.pop(0)
-    yield from ahead
-
-
 def excluded_name(product: Product, candidate: Candidate) -> str:
     """What an excluded candidate is called: it is left out for its whole scheme."""
     return f"{product.scheme} {candidate.name}"
 
 
-@contextlib.contextmanager
-def compiling(jobs: int) -> Iterator[Callable[[Product, Sequence[Candidate]], Ready]]:
-    """Compile candidates in ``jobs`` processes that touch no GPU.
+@dataclass(frozen=True)
+class Plan:
+    """What is tried for a product, and which of it does not compile, and why."""
 
-    Yields what begins to compile a product's candidates; that returns what waits for them and names those refused.
+    candidates: list[Candidate]
+    refused: dict[int, str]
+
+
+_inherited: tuple[Sequence[Policy], Options] = ((), Options())
+
+
+def _inherit(maps: Sequence[Policy], options: Options) -> None:
+    global _inherited
+    die_with_parent()
+    _inherited = maps, options
+
+
+def plan(product: Product) -> list[Candidate]:
+    """Choose candidates; runs in a process of its own, since there are many configs to look at."""
+    return candidates_of(product, *_inherited)
+
+
+class Planner:
+    """Processes that plan and compile some products ahead of the measurement; they touch no GPU.
+
+    ``Options.plans``: a file of plans that were made before, with the same maps and options.
     """
-    context = multiprocessing.get_context("fork" if not torch.cuda.is_initialized() else "spawn")
-    pool = ProcessPoolExecutor(jobs, mp_context=context)
-    futures: dict[tuple[jit.Kernel, str], Future[str | None]] = {}
 
-    def begin(product: Product, candidates: Sequence[Candidate]) -> Ready:
-        waiting = []
-        for candidate in candidates:
-            for kernel in candidate.kernels(product):
-                key = kernel, product.device.arch
-                if key not in futures:
-                    with contextlib.suppress(BrokenProcessPool, RuntimeError):  # the child compiles it then
-                        futures[key] = pool.submit(compile_one, *key)
-                if key in futures:
-                    waiting.append((candidate, futures[key]))
+    def __init__(self, maps: Sequence[Policy], options: Options) -> None:
+        self._maps, self._options = maps, options
+        self._jobs = options.jobs or os.cpu_count() or 1
+        self._pool = ProcessPoolExecutor(
+            self._jobs, mp_context=_cheap_processes(), initializer=_inherit, initargs=(maps, options)
+        )
+        self._kernels: dict[tuple[jit.Kernel, str], Future[str | None]] = {}
+        self._known: dict[tuple[object, ...], Plan] = {}
+        if options.plans is not None and options.plans.exists():
+            self._known = pickle.loads(options.plans.read_bytes())
 
-        def ready() -> list[tuple[Candidate, str]]:
-            refused = []
-            for candidate, future in waiting:
+    def __enter__(self) -> "Planner":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def plans(self, products: Sequence[Product]) -> Iterator[tuple[Product, Plan]]:
+        """Each product with its plan, in order; products with nothing to try are left out."""
+        planning: deque[tuple[Product, Future[list[Candidate]] | Plan]] = deque()
+        compiling: deque[tuple[Product, list[Candidate], list[list[Future[str | None]]]]] = deque()
+        rest = iter(products)
+        while True:
+            while len(planning) < 8 * self._jobs and (product := next(rest, None)) is not None:
+                planning.append((product, self._begin(product)))
+            while planning and len(compiling) < 4 * self._jobs:
+                product, future = planning[0]
+                if compiling and isinstance(future, Future) and not future.done():
+                    break
+                planning.popleft()
+                if isinstance(future, Plan):
+                    compiling.append((product, future.candidates, []))
+                else:
+                    candidates = self._planned(product, future)
+                    compiling.append((product, candidates, [self._compile(product, c) for c in candidates]))
+            if not compiling:
+                return
+            product, candidates, futures = compiling.popleft()
+            refused = self._known[_plan_key(product)].refused if not futures and candidates else {}
+            for i, waiting in enumerate(futures):
+                reasons = [reason for reason in map(_reason, waiting) if reason is not None]
+                if reasons:
+                    refused[i] = reasons[0]
+            if candidates:
+                yield product, Plan(candidates, refused)
+
+    def _begin(self, product: Product) -> "Future[list[Candidate]] | Plan":
+        known = self._known.get(_plan_key(product))
+        if known is not None:
+            return known
+        try:
+            return self._pool.submit(plan, product)
+        except (BrokenProcessPool, RuntimeError):
+            future: Future[list[Candidate]] = Future()
+            future.set_result(candidates_of(product, self._maps, self._options))
+            return future
+
+    def _planned(self, product: Product, future: "Future[list[Candidate]]") -> list[Candidate]:
+        try:
+            return future.result()
+        except BrokenProcessPool:  # the compiler took its process with it: the child compiles, one by one
+            return candidates_of(product, self._maps, self._options)
+
+    def _compile(self, product: Product, candidate: Candidate) -> "list[Future[str | None]]":
+        found = []
+        for kernel in candidate.kernels(product):
+            key = kernel, product.device.arch
+            if key not in self._kernels:
                 try:
-                    reason = future.result()
-                except BrokenProcessPool:
+                    self._kernels[key] = self._pool.submit(compile_one, *key)
+                except (BrokenProcessPool, RuntimeError):
                     continue
-                if reason is not None:
-                    refused.append((candidate, reason))
-            return refused
+            found.append(self._kernels[key])
+        return found
 
-        return ready
 
+def _reason(future: "Future[str | None]") -> str | None:
     try:
-        yield begin
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        return future.result()
+    except BrokenProcessPool:
+        return None
+
+
+def _cheap_processes() -> Any:
+    """How processes that only compile are begun: forked, which they may be even where CUDA is in use."""
+    methods = multiprocessing.get_all_start_methods()
+    return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+
+
+def _plan_key(product: Product) -> tuple[object, ...]:
+    """What a plan depends on: of the device, what kernels are planned with."""
+    device = product.device
+    return replace(product, device=Device.named(device.arch)), device.sms, device.shared_bytes
+
+
+def compile_candidates(pairs: Sequence[tuple[Product, Candidate]], jobs: int = 0) -> list[str]:
+    """Compile these candidates in parallel; why some do not compile."""
+    found = {(kernel, product.device.arch) for product, candidate in pairs for kernel in candidate.kernels(product)}
+    with ProcessPoolExecutor(jobs or os.cpu_count() or 1, mp_context=_cheap_processes()) as pool:
+        return [reason for reason in pool.map(compile_one, *zip(*found, strict=True)) if reason is not None]
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent ends, however that happens (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGKILL))
 
 
 def compile_one(kernel: jit.Kernel, arch: str) -> str | None:
@@ -332,45 +425,59 @@ def compile_one(kernel: jit.Kernel, arch: str) -> str | None:
 
 
 def compile_all(products: Sequence[Product], options: Options, hints: Sequence[Policy] = ()) -> int:
-    """Compile everything that a search over ``products`` would, and measure nothing; how many candidates."""
-    count = 0
-    with compiling(options.jobs or os.cpu_count() or 1) as begin:
-        waiting = []
-        for product in products:
-            candidates = candidates_of(product, hints, options)
-            count += len(candidates)
-            waiting.append(begin(product, candidates))
-        for ready in waiting:
-            ready()
-    return count
+    """Plan and compile everything that a search over ``products`` would, and measure nothing; how many candidates.
+
+    The plans join those in the file ``options.plans``, for a search later.
+    """
+    with Planner(hints, replace(options, plans=None)) as planner:
+        plans = {_plan_key(product): found for product, found in planner.plans(products)}
+    if options.plans is not None:
+        before = pickle.loads(options.plans.read_bytes()) if options.plans.exists() else {}
+        options.plans.write_bytes(pickle.dumps(before | plans))
+    return sum(len(found.candidates) for found in plans.values())
 
 
 def measure(
     child: Child, product: Product, candidates: Sequence[Candidate], options: Options, policy: Policy
 ) -> Point | None:
-    """Check and time candidates in the child, as often as it takes; exclusions go into ``policy``."""
-    floor = floor_us(product)
+    """Check and time candidates in the child, and what a map says of it; exclusions go into ``policy``."""
+    times = race(child, product, candidates, options, policy)
+    return _point(product, times, floor_us(product))
+
+
+def race(
+    child: Child,
+    product: Product,
+    candidates: Sequence[Candidate],
+    options: Options,
+    policy: Policy,
+    keep: Collection[Candidate] = (),
+) -> list[tuple[Candidate, Time]]:
+    """Check and time candidates in the child, as often as it takes; those excluded are left out.
+
+    keep: candidates that are timed carefully however they begin, as built-in choices are.
+    """
     todo = [c for c in candidates if excluded_name(product, c) not in policy.excluded]
     one_by_one = False
     for _ in range(len(candidates) + 2):
         if not todo:
-            return None
-        keep = _builtin_places(product, todo)
-        child.connection.send((product, todo, keep, options.effort, 1.5 * floor, not one_by_one))
+            break
+        kept = [*_builtin_places(product, todo), *(i for i, c in enumerate(todo) if c in keep)]
+        child.connection.send((product, todo, kept, options.effort, 1.5 * floor_us(product), not one_by_one))
         times, gone, fault = _listen(child, todo, options.limit)
         for i, reason in gone.items():
             policy.excluded[excluded_name(product, todo[i])] = reason
         if times is not None:
-            return _point(product, [(todo[i], time) for i, time in times.items()], floor)
+            return [(todo[i], time) for i, time in times.items()]
         child.stop()
         child.start()
         if not gone:
             if one_by_one:
                 policy.excluded[f"{product}"] = fault
-                return None
+                break
             one_by_one = True
         todo = [c for c in todo if excluded_name(product, c) not in policy.excluded]
-    return None
+    return []
 
 
 def _listen(

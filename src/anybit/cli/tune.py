@@ -1,0 +1,191 @@
+"""anybit tune, anybit explain."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from anybit.checkpoints import Folder, local_folder
+from anybit.checkpoints.configuration import scheme_of
+from anybit.cli.common import JsonOption, Model, errors, output, print_json, progress_bar, status
+from anybit.device import Device
+from anybit.errors import KernelError, SchemeError
+from anybit.scheme import Scheme
+from anybit.tune import dispatcher as dispatching
+from anybit.tune import policy as policies
+from anybit.tune.explain import explain as explain_product
+from anybit.tune.families import GRID, Product
+from anybit.tune.search import Options, Progress, exclusions, search
+from anybit.tune.space import ALLOWANCES
+
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(help="What may be changed for speed: a8, 16-bit activations to 8 bits where that is faster."),
+]
+SchemeOption = Annotated[
+    str | None, typer.Option("--scheme", "-s", help="For example w4a8; by default the model's own.")
+]
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def tune(
+    model: Model,
+    scheme: SchemeOption = None,
+    most: Annotated[int, typer.Option("--most-tokens", min=1, help="Measure token counts up to this.")] = 8192,
+    each: Annotated[int, typer.Option(min=0, help="Candidates of each kernel family, the most promising first.")] = 6,
+    everything: Annotated[bool, typer.Option("--exhaustive", help="Every legal config: hours.")] = False,
+    allow: Allow = None,
+    dtype: Annotated[str, typer.Option(help="float16 or bfloat16: the type of activations and results.")] = "float16",
+    seconds: Annotated[float, typer.Option(help="Begin nothing new after this long; run again to go on.")] = math.inf,
+    again: Annotated[bool, typer.Option("--again", help="Measure what the map has anew.")] = False,
+    to: Annotated[Path | None, typer.Option("--output", "-o", help="The map; by default this GPU's own.")] = None,
+) -> None:
+    r"""Measure which kernel and config is fastest for every linear layer of a model, at every number of tokens.
+
+    What is measured is kept at once: a search that is interrupted goes on where it was. Models run by it from then on.
+
+    [bold]Examples[/bold]
+
+    \b
+    anybit tune ./llama-3-8b-w4a8
+    anybit tune ./llama-3-8b --scheme w4a16g128 --allow a8
+    """
+    allowed = _allowed(allow)
+    if dtype not in _DTYPES:
+        raise KernelError(f"--dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+    with status(f"Reading {model}"):
+        parsed, shapes = _layers(model, scheme)
+    products = [
+        Product(m, n, k, parsed.weights, parsed.activations, _DTYPES[dtype])
+        for n, k in shapes
+        for m in GRID
+        if m <= most
+    ]
+    options = Options(10**6 if everything else each, allowed, seconds=seconds, again=again)
+    hints = [found for found in (policies.usable(file) for file in sorted(policies.SHIPPED.glob("*.json"))) if found]
+    began = time.perf_counter()
+    with progress_bar(f"Tuning {parsed}", counted=True) as update:
+
+        def report(progress: Progress) -> None:
+            left = "" if math.isnan(progress.seconds_left) else f", {_minutes(progress.seconds_left)} left"
+            update(f"{progress.product}{left}", progress.done, progress.total)
+
+        policy = search(products, to or policies.own_file, options, hints=hints, report=report)
+    gains = [
+        point.default_us / min(measured.us for measured in point.strategies.values())
+        for product in products
+        if (point := policy.exact(replace(product, device=Device.named(policy.origin.arch)))) and point.strategies
+    ]
+    mean = math.exp(sum(map(math.log, gains)) / len(gains)) if gains else 1.0
+    errors.print(
+        f"{len(gains)} of {len(products)} products known, {mean:.3f} times as fast as built-in choices in the "
+        f"geometric mean; {time.perf_counter() - began:.0f} s; {to or policies.own_file(policy.origin.gpu)}",
+        markup=False,
+    )
+    for line in exclusions(policy):
+        errors.print(f"excluded: {line}", markup=False)
+
+
+def explain(
+    what: Annotated[str, typer.Argument(help="A model, or the shape of a layer as N,K: outputs, inputs.")],
+    scheme: SchemeOption = None,
+    tokens: Annotated[list[int] | None, typer.Option("--m", "-m", min=1, help="Tokens; may be given again.")] = None,
+    allow: Allow = None,
+    policy: Annotated[Path | None, typer.Option(help="Another map than this GPU's.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    r"""Which strategy and config a linear layer would run, and why; needs no GPU (an H200 is explained then).
+
+    [bold]Examples[/bold]
+
+    \b
+    anybit explain 4096,14336 --scheme w4a8 --m 1 --m 512
+    anybit explain ./llama-3-8b-w4a8 --m 16
+    """
+    allowed = _allowed(allow)
+    with status(f"Reading {what}"):
+        shape = _shape(what)
+        if shape is not None:
+            if scheme is None:
+                raise SchemeError("a shape needs a scheme: --scheme w4a8")
+            parsed, shapes = Scheme.parse(scheme), [shape]
+        else:
+            parsed, shapes = _layers(what, scheme)
+        device = Device.of(torch.empty(0, device="cuda")) if torch.cuda.is_available() else Device.named("sm_90a")
+        if policy is not None:
+            dispatching.use(policy)
+        by = dispatching.dispatcher(device.name)
+        found = [
+            explain_product(Product(m, n, k, parsed.weights, parsed.activations, device=device), by, allowed)
+            for n, k in shapes
+            for m in tokens or [1, 16, 256, 4096]
+        ]
+    if as_json:
+        print_json({"products": [one.json() for one in found], "hints": [_origin(hint) for hint in by.hints]})
+        return
+    output.print("\n\n".join(one.text() for one in found), markup=False)
+    for hint in by.hints:
+        errors.print(_origin(hint), markup=False)
+
+
+def _origin(hint: policies.Policy) -> str:
+    return f"{hint.path} is only a hint: {hint.origin.foreign(_gpu_of(hint))}"
+
+
+def _gpu_of(hint: policies.Policy) -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else Device.named("sm_90a").name
+
+
+def _allowed(words: list[str] | None) -> tuple[str, ...]:
+    for word in words or ():
+        if word not in ALLOWANCES:
+            known = "; ".join(f"{name}: {meaning}" for name, meaning in ALLOWANCES.items())
+            raise KernelError(f"--allow {word} is unknown; there are {known}")
+    return tuple(words or ())
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _shape(text: str) -> tuple[int, int] | None:
+    """N,K; None for anything else."""
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        return None
+    return int(parts[0]), int(parts[1])
+
+
+def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]]]:
+    """The scheme and the shapes of a model's linear layers: as they are, and as ``fuse`` joins them."""
+    from anybit.quantize.modules import kept_modules, linear_layers, skeleton
+
+    with local_folder(model) as path:
+        folder = Folder(path)
+        stored = scheme_of(folder.config)
+        if scheme is None and stored is None:
+            raise SchemeError(f"{model} is not quantized by anybit: say for which scheme, for example --scheme w4a8")
+        empty = skeleton(path)
+        quantization = folder.config.get("quantization_config") or {}
+        kept = quantization.get("modules_to_not_convert") if stored else None
+        layers = linear_layers(empty, kept if kept is not None else kept_modules(empty, None))
+    shapes = dict.fromkeys([*_joined({layer.name: (layer.n, layer.k) for layer in layers})])
+    shapes |= dict.fromkeys((layer.n, layer.k) for layer in layers)
+    parsed = Scheme.parse(scheme) if scheme is not None else stored
+    assert parsed is not None
+    return Scheme(parsed.weights, parsed.activations), list(shapes)
+
+
+def _joined(layers: dict[str, tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The shapes of projections that share an input, as ``fuse`` stacks them."""
+    for name, (n, k) in layers.items():
+        parent, _, own = name.rpartition(".")
+        if own == "q_proj":
+            yield n + sum(layers[f"{parent}.{other}"][0] for other in ("k_proj", "v_proj")), k
+        elif own == "gate_proj":
+            yield n + layers[f"{parent}.up_proj"][0], k

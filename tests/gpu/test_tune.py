@@ -1,0 +1,129 @@
+"""The search on a GPU, layers that run by its map, and layers that are kept in two layouts."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybit import ops
+from anybit.device import Device
+from anybit.linear import QuantLinear
+from anybit.scheme import Scheme
+from anybit.tune import dispatcher as dispatching
+from anybit.tune.families import Layout, Product
+from anybit.tune.policy import Measured, Origin, Point, Policy, save
+from anybit.tune.runner import Effort
+from anybit.tune.search import Options, search
+from anybit.tune.space import builtin, space
+from cases import random_weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+N, K = 512, 1024
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    dispatching.use()
+    dispatching.allow()
+
+
+def product(scheme: str, m: int, n: int = N, k: int = K) -> Product:
+    parsed = Scheme.parse(scheme)
+    return Product(m, n, k, parsed.weights, parsed.activations, device=Device.of(torch.empty(0, device="cuda")))
+
+
+def obey(tmp_path: Path, *points: tuple[Product, dict[str, float]]) -> None:
+    """A map in which the first candidate of each layout takes the microseconds that are said."""
+    one = points[0][0]
+    policy = Policy(Origin.here(one.device.name, one.device.arch))
+    for one, us in points:
+        found = {}
+        for strategy, time in us.items():
+            candidate = next(c for c in space(one, ["a8"]).candidates if c.strategy == strategy)
+            found[strategy] = Measured.of(candidate, one, time)
+        policy.put(one, Point(max(us.values()), 1.0, found))
+    save(policy, tmp_path / "map.json")
+    dispatching.use(tmp_path / "map.json")
+
+
+def close(layer: QuantLinear, reference: QuantLinear, m: int, tolerance: float = 2e-3) -> None:
+    x = torch.randn(m, layer.in_features, generator=torch.Generator().manual_seed(m)).half()
+    actual, expected = layer(x.cuda()).float().cpu(), reference(x).float()
+    error = float((actual - expected).norm() / expected.norm())
+    assert error < tolerance, f"{m} tokens: relative error {error:.2e}"
+
+
+def both(scheme: str, backend: str | None = None, act_order: bool = False) -> tuple[QuantLinear, QuantLinear]:
+    weight = random_weight(N, K, Scheme.parse(scheme).weights)
+    if act_order:
+        order = torch.randperm(K, generator=torch.Generator().manual_seed(1))
+        weight = replace(weight, group_index=(order // (weight.format.group or K)).to(torch.int32))
+    on_gpu = QuantLinear.from_weight(weight.to("cuda"), scheme, backend=backend)
+    return on_gpu, QuantLinear.from_weight(weight, scheme)
+
+
+def test_a_search_finds_nothing_slower_than_built_in_choices(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    wanted = [product("w4a8", 1), product("w2a2", 64), product("w4a16g128", 256)]
+    policy = search(wanted, path, Options(2, ("a8",), Effort(30, 1, 2)))
+    assert not policy.excluded
+    for one in wanted:
+        point = policy.exact(one)
+        assert point is not None
+        own = point.strategies[builtin(one).strategy]
+        assert 0 < own.us <= 1.02 * point.default_us
+        assert point.floor_us < 1.2 * own.us
+    assert "padding to fp8" in policy.exact(wanted[2]).strategies  # type: ignore[union-attr]
+    dispatching.use(path)
+    for scheme in ("w4a8", "w2a2", "w4a16g128"):
+        on_gpu, reference = both(scheme)
+        for m in (1, 50, 200):
+            close(on_gpu, reference, m)
+
+
+def test_each_token_count_runs_its_strategy_in_two_layouts(tmp_path: Path) -> None:
+    few, many = {"bitwise": 2.0, "padding to int8": 3.0}, {"bitwise": 9.0, "padding to int8": 4.0}
+    obey(tmp_path, (product("w2a4", 1), few), (product("w2a4", 64), many), (product("w2a4", 512), many))
+    on_gpu, reference = both("w2a4")
+    weight = on_gpu.quantized_weight()
+    assert ops.choose(weight, on_gpu.scheme.activations) == "bitwise+packed"
+    for m in (1, 40, 512, 700):
+        close(on_gpu, reference, m)
+    by = dispatching.dispatcher(torch.cuda.get_device_name())
+    assert by.choose(product("w2a4", 1)).candidate.layout is Layout.planes
+    assert by.choose(product("w2a4", 40)).candidate.layout is Layout.tiles_a8
+    assert torch.equal(on_gpu.quantized_weight().words, weight.words)
+    x = torch.randn(1, K, device="cuda").half()
+    expected = on_gpu(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = on_gpu(x)
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, expected)
+
+
+def test_activations_become_eight_bits_where_that_is_allowed_and_it_is_said(tmp_path: Path) -> None:
+    few, many = {"dequantize": 2.0, "padding to fp8": 3.0}, {"dequantize": 9.0, "padding to fp8": 4.0}
+    obey(tmp_path, (product("w4a16g128", 1), few), (product("w4a16g128", 512), many))
+    on_gpu, reference = both("w4a16g128")
+    assert ops.choose(on_gpu.quantized_weight(), on_gpu.scheme.activations) == "packed"
+    close(on_gpu, reference, 512)
+    dispatching.allow("a8")
+    on_gpu, reference = both("w4a16g128")
+    assert ops.choose(on_gpu.quantized_weight(), on_gpu.scheme.activations) == "packed+a8"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        close(on_gpu, reference, 1)
+    with pytest.warns(UserWarning, match="quantized to e4m3, as was allowed"):
+        close(on_gpu, reference, 512, 0.1)
+
+
+def test_activation_order_with_quantized_activations() -> None:
+    on_gpu, reference = both("w4a8g128", "packed", act_order=True)
+    for m in (1, 40):
+        close(on_gpu, reference, m)

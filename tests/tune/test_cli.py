@@ -1,0 +1,105 @@
+"""anybit explain and anybit tune on the command line, without a GPU."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from anybit import cli
+from anybit.scheme import Scheme
+from anybit.tune import dispatcher as dispatching
+from anybit.tune.families import Product
+from anybit.tune.policy import Measured, Origin, Point, Policy, save
+from anybit.tune.space import builtin, space
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="explains the GPU that is present")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["anybit", *words])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, " ".join(err.split())
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    parsed = Scheme.parse("w2a4")
+    one = Product(64, 4096, 14336, parsed.weights, parsed.activations)
+    other = next(c for c in space(one).candidates if c.kernel == "bitwise")
+    found = {
+        "bitwise": Measured.of(other, one, 15.0),
+        "padding to int8": Measured.of(builtin(one), one, 12.5),
+    }
+    policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
+    policy.put(one, Point(12.5, 5.0, found))
+    save(policy, tmp_path / "map.json")
+    return tmp_path / "map.json"
+
+
+def test_explains_a_shape(measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("explain", "4096,14336", "--scheme", "w2a4", "-m", "64", "--policy", str(measured))
+    code, out, _ = run(monkeypatch, capsys, *words)
+    dispatching.use()
+    assert code == 0
+    assert "runs       padding to int8: packed_large(" in out
+    assert "12.50 us" in out
+    assert "runner-up  bitwise, 15.00 us (20% slower)" in out
+    assert "driver 575.1" in out
+    assert "not        split: 4-bit integer products are emulated" in out
+    code, out, _ = run(monkeypatch, capsys, *words, "-m", "1", "--json")
+    dispatching.use()
+    first, second = json.loads(out)["products"]
+    assert (first["us"], first["strategy"], second["us"]) == (12.5, "padding to int8", None)
+    assert second["why"].startswith("nothing was measured")
+
+
+def test_explains_every_layer_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    code, out, _ = run(monkeypatch, capsys, "explain", str(tmp_path), "-s", "w4a16g128", "-m", "3")
+    assert code == 0
+    shapes = {"128 x 64", "64 x 64", "192 x 64", "64 x 96", "32 x 64", "96 x 64"}  # joined, and one by one
+    assert {
+        line.split(" x ", 1)[1].split(" on ")[0] for line in out.splitlines() if " on NVIDIA H200" in line
+    } == shapes
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("explain", "4096,4096"), "a shape needs a scheme"),
+        (("explain", "4096,4096", "-s", "w9a8"), "w9a8"),
+        (("explain", "4096,4096", "-s", "w4a8", "--allow", "a4"), "--allow a4 is unknown"),
+        (("explain", "nothing here", "-s", "w4a8"), "neither a folder"),
+        (("explain", "64,64", "-s", "w4a8s24"), "sparse"),
+    ],
+)
+def test_says_what_is_wrong(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(monkeypatch, capsys, *words)
+    assert code == 1
+    assert said in err
+
+
+def test_tuning_needs_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    code, _, err = run(monkeypatch, capsys, "tune", str(tmp_path), "-s", "w4a8", "-o", str(tmp_path / "map.json"))
+    assert code == 1
+    assert "the process that measures could not begin" in err
+    assert not (tmp_path / "map.json").exists()
