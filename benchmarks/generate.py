@@ -1,6 +1,8 @@
 """Whole models on one GPU: milliseconds of a decode step and tokens a second, quantized beside fp16.
 
+    python benchmarks/generate.py --record [--seconds 150]
     python benchmarks/generate.py [--batch 1] [--schemes w4a16g128,w2a16g128] [--context 512] [--baseline] [--profile]
+    python benchmarks/generate.py --model FOLDER [--schemes w4a16g128]
 
 A Llama-3-8B-shaped model with random weights (codes for the quantized ones) decodes after ``--context`` tokens of
 random keys and values. Rows go to benchmarks/results/<gpu>/generate.json.
@@ -15,6 +17,8 @@ faster of cuDNN and FlashAttention-2), all layers in one CUDA graph: faster than
 """
 
 import argparse
+import functools
+import gc
 import statistics
 import sys
 import time
@@ -27,6 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 sys.path.insert(0, str(Path(__file__).parent))
 import anybit
 from anybit import AnyBitCache, attention
+from anybit.errors import AnyBitError
+from anybit.integrations.loading import load_model
 from anybit.integrations.transformers import replace_linears
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight
@@ -46,8 +52,11 @@ LLAMA_3_8B = {
 }
 
 
-def random_model(scheme: str | None, layers: int) -> LlamaForCausalLM:
-    """A Llama-3-8B-shaped model on the GPU, in fp16 or in a scheme, with random weights of the usual size."""
+def random_model(scheme: str | None, layers: int, prepare: bool = True) -> LlamaForCausalLM:
+    """A Llama-3-8B-shaped model on the GPU, in fp16 or in a scheme, with random weights of the usual size.
+
+    prepare: put quantized weights into their kernel's layout; not for a model that is fused at once.
+    """
     config = LlamaConfig(**{**LLAMA_3_8B, "num_hidden_layers": layers}, dtype=torch.float16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.float16).eval()
@@ -55,7 +64,7 @@ def random_model(scheme: str | None, layers: int) -> LlamaForCausalLM:
         replace_linears(model, Scheme.parse(scheme), ["lm_head"])
     for module in list(model.modules()):
         if isinstance(module, QuantLinear):
-            fill(module)
+            fill(module, prepare)
         else:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 ones = "norm" in type(module).__name__.lower()
@@ -66,7 +75,7 @@ def random_model(scheme: str | None, layers: int) -> LlamaForCausalLM:
     return model
 
 
-def fill(layer: QuantLinear) -> None:
+def fill(layer: QuantLinear, prepare: bool = True) -> None:
     """Give a layer random codes whose weights have a standard deviation of about 0.02."""
     n, k, fmt = layer.out_features, layer.in_features, layer.scheme.weights
     words = torch.randint(-(2**31), 2**31, layer.weight_packed.shape, dtype=torch.int32, device="cuda")
@@ -77,7 +86,8 @@ def fill(layer: QuantLinear) -> None:
     if fmt.code == "asym":
         zero = torch.full((n, fmt.groups(k)), 2 ** (fmt.bits - 1), dtype=torch.uint8, device="cuda")
     layer.load_weight(QuantizedWeight(words, scale, zero, (n, k), fmt))
-    layer.prepare()
+    if prepare:
+        layer.prepare()
 
 
 def history(layer: int, batch: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +167,7 @@ def row(case: str, scheme: str, batch: int, context: int, ms: float, checked: st
 def quantized(scheme: str, batch: int, context: int, layers: int, profile: bool = False) -> dict[str, object]:
     """A quantized, fused model over a static cache; its logits are checked first."""
     parsed = Scheme.parse(scheme)
-    model = random_model(scheme, layers)
+    model = random_model(scheme, layers, prepare=parsed.kv is None)
     expected = unfused_logits(model, batch, context) if parsed.kv is None else None
     anybit.fuse(model)
     cache = packed_cache(model, "kv16" if parsed.kv is None else str(parsed.kv), batch, context)
@@ -170,7 +180,9 @@ def quantized(scheme: str, batch: int, context: int, layers: int, profile: bool 
         return model(input_ids=ids, past_key_values=cache).logits
 
     error = float((step().float() - expected).norm() / expected.norm())
-    assert error < 2e-2, f"the fused step's logits are off by {error:.3e}"
+    # With integer activations the roundings of other launches turn codes; errors beyond that are far larger than 1.
+    limit = 0.4 if parsed.activations.quantized else 2e-2
+    assert error < limit, f"the fused step's logits are off by {error:.3e}"
     step()
     step()
     if profile:
@@ -270,27 +282,86 @@ def baseline(batch: int, context: int, layers: int, profile: bool = False) -> di
     )
 
 
+def real_rows(folder: str, schemes: list[str], tokens: int = 256) -> list[dict[str, object]]:
+    """Greedy generate of a real model: tokens a second after the first, eager and with a static cache and graph.
+
+    The tokens of the two are compared; those of fp16 arithmetic in another order part sooner or later.
+    """
+    rows = []
+    text = "The history of the steam engine begins in the first century, when"
+    for scheme in ["fp16", *schemes]:
+        loaded = load_model(folder, None if scheme == "fp16" else scheme, device="cuda", dtype=torch.float16)
+        model = loaded.model
+        ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"].cuda()
+        options = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0}
+        results = {}
+        for case in ("eager", "static graph"):
+            if case == "static graph":
+                anybit.accelerate(model)
+                options["cache_implementation"] = "static"
+                model.generate(ids, **options)
+            else:
+                model.generate(ids, **{**options, "max_new_tokens": 8, "min_new_tokens": 8})
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model.generate(ids, **{**options, "max_new_tokens": 1, "min_new_tokens": 1})
+            torch.cuda.synchronize()
+            middle = time.perf_counter()
+            results[case] = model.generate(ids, **options)
+            torch.cuda.synchronize()
+            ms = ((time.perf_counter() - middle) - (middle - start)) * 1e3 / (tokens - 1)
+            same = (results[case] == results["eager"]).all(0).long().cumprod(0).sum() - ids.shape[1]
+            checked = f"first {int(same)} of {tokens} tokens those of eager"
+            name = f"{Path(folder).name} generate, {case}"
+            rows.append(row(name, scheme, 1, ids.shape[1] + tokens, ms, checked))
+    return rows
+
+
+RECORD = (
+    ("w4a16g128", 1, 512), ("fp16", 1, 512), ("w4a16g128-kv4g128", 1, 131072), ("fp16", 1, 131072),
+    ("w4a16g128-kv4g128", 1, 32768), ("fp16", 1, 32768), ("w4a16g128", 16, 512), ("fp16", 16, 512),
+    ("w2a16g128", 1, 512), ("w4a8", 1, 512), ("w4a4", 1, 512), ("w4a8", 16, 512), ("w4a4", 16, 512),
+    ("w2a16g128", 16, 512), ("w4a16g128-kv2g128", 1, 131072),
+)  # fmt: skip
+"""Scheme, batch and context of the committed rows, the most important first."""
+
+
 def main() -> None:
-    """Time the models asked for, and write the rows."""
+    """Time the models asked for, and write a row after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--context", type=int, nargs="*", default=[512])
     parser.add_argument("--schemes", default="w4a16g128,w2a16g128,w4a8,w4a4")
     parser.add_argument("--baseline", action="store_true", help="time the compiled fp16 model too")
+    parser.add_argument("--record", action="store_true", help="the committed rows instead, the most important first")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no model after this many seconds")
     parser.add_argument("--profile", action="store_true", help="print which kernels a step spends its time in")
     parser.add_argument("--layers", type=int, default=LLAMA_3_8B["num_hidden_layers"])
+    parser.add_argument("--model", help="a folder: generate with this real model instead")
     arguments = parser.parse_args()
-    for context in arguments.context:
-        for batch in arguments.batch:
-            rows = []
-            for scheme in filter(None, arguments.schemes.split(",")):
-                rows.append(quantized(scheme, batch, context, arguments.layers, arguments.profile))
-                torch.cuda.empty_cache()
-            if arguments.baseline:
-                rows.append(baseline(batch, context, arguments.layers, arguments.profile))
-                torch.cuda.empty_cache()
+    start, key = time.perf_counter(), ("case", "scheme", "batch", "context")
+    schemes = [scheme for scheme in arguments.schemes.split(",") if scheme]
+    if arguments.model:
+        rows = real_rows(arguments.model, schemes)
+        merge_rows(RESULTS / "h200" / "generate.json", rows, key)
+        return
+    wanted = schemes + ["fp16"] * arguments.baseline
+    cases = [(s, b, c) for c in arguments.context for b in arguments.batch for s in wanted]
+    for scheme, batch, context in RECORD if arguments.record else cases:
+        if time.perf_counter() - start > arguments.seconds:
+            print(f"no time left for {scheme}, batch {batch}, context {context}", flush=True)
+            continue
+        measure = baseline if scheme == "fp16" else functools.partial(quantized, scheme)
+        try:
+            found = measure(batch, context, arguments.layers, arguments.profile)
+        except (AnyBitError, AssertionError, RuntimeError) as error:  # one case must not cost the others
+            print(f"{scheme}, batch {batch}, context {context}: {type(error).__name__}: {error}", flush=True)
+        else:
             if arguments.layers == LLAMA_3_8B["num_hidden_layers"]:
-                merge_rows(RESULTS / "h200" / "generate.json", rows, ("case", "scheme", "batch", "context"))
+                merge_rows(RESULTS / "h200" / "generate.json", [found], key)
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(f"{time.perf_counter() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

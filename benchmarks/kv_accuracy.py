@@ -3,7 +3,7 @@
     python benchmarks/kv_accuracy.py --model FOLDER --text FILE [--parts kernel perplexity needle]
 
 Real weights (SmolLM2-135M-Instruct) in 16 bits, so that nothing but the cache differs. Rows go to
-benchmarks/results/<gpu>/kv_accuracy.json and the tables of docs/kvcache.md are made from them (``--page``).
+benchmarks/results/<gpu>/kv_accuracy.json; the tables of docs/kvcache.md show them.
 
 perplexity: windows of 2048 tokens in which every token sees what it would see when it is generated: whole windows of
 128 tokens as pages hold them, its own window in 16 bits. The attention that does so for all tokens at once is compared
@@ -66,23 +66,29 @@ class Simulated:
 
     def __init__(self, kv: str) -> None:
         self.format = KVFormat.parse(kv)
-        self.layout: PageLayout | None = None
 
     def stored(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [heads, tokens, dim] as pages hold them, in float32."""
         k, v = (x if x.dtype == torch.bfloat16 else x.half() for x in (k, v))
-        if self.layout is None:
-            self.layout = PageLayout(self.format, k.shape[-1], PIECE)
         rotation = hadamard(k.shape[-1], k.dtype, k.device) if self.format.rotate else None
         both = (k, v) if rotation is None else (k @ rotation, v @ rotation)
-        pages = kvpage.encode(self.layout, *both)
-        exact = kvpage.decode(self.layout, pages, k.dtype)
-        found = kvpage.decode(self.layout, pages, torch.float32)
-        k, v = (
-            e.float() if bits == 16 else f
-            for e, f, bits in zip(exact, found, (self.format.key_bits, self.format.value_bits), strict=True)
-        )
-        return (k, v) if rotation is None else (k @ rotation.float(), v @ rotation.float())
+        keys_by = -3 if self.format.key_axis == "channel" else -1
+        found = [
+            self._rounded(x, bits, dim)
+            for x, bits, dim in zip(both, (self.format.key_bits, self.format.value_bits), (keys_by, -1), strict=True)
+        ]
+        if rotation is not None:
+            found = [x @ rotation.float() for x in found]
+        return found[0], found[1]
+
+    def _rounded(self, x: Tensor, bits: int, dim: int) -> Tensor:
+        """Dequantized x [heads, tokens, dim]; runs of tokens of a channel (dim -3) or of channels of a token (-1)."""
+        if bits == 16:
+            return x.float()
+        group = min(self.format.group, x.shape[-1] if dim == -1 else PIECE)
+        runs = x.unflatten(-1, (-1, group)) if dim == -1 else x.unflatten(-2, (-1, group))[..., None]
+        codes, scale, zero = kvpage.quantize(runs, bits, dim)
+        return (codes.float() * scale.float() + zero.float()).reshape(x.shape)
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         """Attention [1, heads, tokens, dim] for transformers."""

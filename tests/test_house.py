@@ -19,6 +19,7 @@ FLOORS = [
     {"tune"},
     {"ops"},
     {"linear", "kvpool", "kvcache", "attention"},
+    {"kvops"},
     {"quantize", "checkpoints"},
     {"integrations", "evaluate"},
     {"cli", "__main__", "__init__"},

@@ -10,6 +10,8 @@ Everything here is plain torch and runs anywhere; on a GPU ``write`` hands the w
 graph of them stays right while the sequences grow.
 """
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,10 @@ from anybit.scheme import KVFormat
 
 WINDOW = 128
 """Tokens that are packed at a time, at most: Eq. 1 of BitDecoding for 4 bits (8 tokens x 4 warps x 4 codes a word)."""
+
+
+_numbers = itertools.count(1)
+_live: "weakref.WeakValueDictionary[int, KVCache]" = weakref.WeakValueDictionary()
 
 
 class KVCache:
@@ -80,6 +86,9 @@ class KVCache:
         self._rows: dict[tuple[object, ...], Tensor] = {}
         self.newest_are_few = False
         """Whether the last write was of a step and not of a prompt: then attention may start reading pages early."""
+        self.number = next(_numbers)
+        """Under which ``live`` finds this cache: ops take no objects."""
+        _live[self.number] = self
 
     # -------- sequences
 
@@ -371,6 +380,14 @@ class KVCache:
         """Dequantized values in float32; 16-bit parts as the cache's type reads them."""
         k, v = kvpage.decode(self.layout, blocks, torch.float32)
         return (stored[0] if self.format.key_bits == 16 else k, stored[1] if self.format.value_bits == 16 else v)
+
+
+def live(number: int) -> KVCache:
+    """The cache of a number, while it lives."""
+    found = _live.get(number)
+    if found is None:
+        raise CacheError(f"KV cache {number} is gone: an op ran after the cache it was made for")
+    return found
 
 
 def _aligned(x: Tensor) -> Tensor:

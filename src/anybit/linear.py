@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from anybit import ops
 from anybit.errors import LayerError
+from anybit.ops.elementwise import add_rms_norm, rms_norm, silu_mul
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
 from anybit.scheme import Scheme
 
@@ -176,6 +177,37 @@ class QuantLinear(nn.Module):
         if self.input_scale is not None:
             x = x * self.input_scale
         return ops.linear(ops.hadamard(x) if self.hadamard else x, self._prepared, self.bias)
+
+    def after_norm(self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """(y of the RMSNorm of x + residual, x + residual); coded as it is normed where activations are."""
+        if self._prepared is None:
+            self.prepare()
+        if not self._codes_first(x):
+            if residual is None:
+                return self(rms_norm(x, gamma, epsilon)), x
+            normed, total = add_rms_norm(x, residual, gamma, epsilon)
+            return self(normed), total
+        prepared = self._prepared
+        assert prepared is not None
+        return ops.norm_linear(x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text)
+
+    def after_silu(self, gate_up: Tensor) -> Tensor:
+        """Y of silu(gate) * up, [..., 2 in_features] -> [..., out_features]."""
+        if self._prepared is None:
+            self.prepare()
+        prepared = self._prepared
+        assert prepared is not None
+        if not self._codes_first(gate_up):
+            y: Tensor = self(silu_mul(gate_up))
+            return y
+        return ops.silu_linear(gate_up, prepared.tensors, self.bias, prepared.spec_text)
+
+    def _codes_first(self, x: Tensor) -> bool:
+        """Whether the kernel that codes this layer's input can make it too."""
+        assert self._prepared is not None
+        plain = self.input_scale is None and not self.hadamard and self.weight_g_idx is None
+        coded = self.scheme.activations.quantized and self._prepared.spec.backend in ops.CODING_BACKENDS
+        return plain and coded and x.is_cuda
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # Moving or casting the module: the saved layout moves, and is prepared anew for the new device.

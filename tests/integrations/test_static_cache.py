@@ -134,3 +134,27 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, llama):
     cache = AnyBitCache("kv4", config=model.config, capacity=128, static=True)
     with pytest.raises(LayerError, match=r"do not fit a static AnyBitCache for 128"):
         model.generate(prompt(), **GREEDY, past_key_values=cache)
+
+
+def test_torch_compile_sees_one_graph(llama):
+    model = anybit.fuse(quantized(llama, "w4a16g32-kv8"))
+    model.set_attn_implementation("anybit")
+    ids = prompt(2, 127)
+    results = []
+    for compiled in (False, True):
+        cache = AnyBitCache("kv8", config=model.config, capacity=256, static=True)
+        with torch.no_grad():
+            model._anybit_decoder.forward(input_ids=ids, past_key_values=cache)
+            body = model._anybit_decoder.forward
+            step = torch.compile(body, backend="aot_eager", fullgraph=True, dynamic=False) if compiled else body
+            logits = []
+            for i in range(3):  # the second completes a window
+                positions = torch.full((2, 1), 127 + i, device=DEVICE)
+                cache.count(1)
+                cache.packs_later = True
+                logits.append(
+                    step(input_ids=ids[:, i : i + 1], position_ids=positions, past_key_values=cache).logits.clone()
+                )
+                cache.counted()
+        results.append(torch.cat(logits, 1))
+    torch.testing.assert_close(results[1], results[0], rtol=5e-3, atol=5e-3)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-from anybit import attention
+from anybit import attention, kvops
 from anybit.attention import Masks
 from anybit.errors import LayerError
 from anybit.kernels.decode import MOST_QUERIES
@@ -285,12 +285,12 @@ class AnyBitCache(Cache):  # type: ignore[misc]
             )
             if not self.packs_later and store.completes(self.rows, tokens):
                 store.pack(layer, self.rows, tokens)
-            return attention.decode(q.view(batch, tokens, -1, dim), store, layer, self.rows, masks)[0]
+            return kvops.decode(q.view(batch, tokens, -1, dim), store, layer, self.rows, masks)
         q, k = rotate(flat, *rotary, *heads, *norms)
         v = flat[:, -heads[1] * dim :]
         q, k, v = (x.view(batch, tokens, -1, dim).to(store.dtype) for x in (q, k, v))
-        store.write(layer, self.rows, k, v)
-        return attention.decode(q, store, layer, self.rows, masks)[0]
+        kvops.write(store, layer, self.rows, k, v)
+        return kvops.decode(q, store, layer, self.rows, masks).to(qkv.dtype)
 
     def attend(self, q: Tensor, padding: Tensor | None, masks: Masks) -> Tensor:
         """Store what ``update`` took, and attend; q [batch, heads, tokens, dim], padding [batch, keys]."""
@@ -311,8 +311,8 @@ class AnyBitCache(Cache):  # type: ignore[misc]
             store.extend(self.rows, tokens if padding is None else counts)
         even = all(count == tokens for count in counts)
         if even and tokens <= min(MOST_QUERIES, store.ledger.slack) and self.seen > tokens:
-            store.write(layer, self.rows, k, v)
-            return attention.decode(q, store, layer, self.rows, masks)[0]
+            kvops.write(store, layer, self.rows, k, v)
+            return kvops.decode(q, store, layer, self.rows, masks)
         out = torch.zeros_like(q)
         for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
             if count:

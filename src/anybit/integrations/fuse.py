@@ -16,7 +16,7 @@ from anybit.errors import LayerError
 from anybit.integrations import graph
 from anybit.integrations.cache import AnyBitCache, Norms
 from anybit.linear import QuantLinear
-from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
+from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate
 from anybit.packing import stack, unstack
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -39,7 +39,8 @@ class FusedLayer(nn.Module):
         self.head_dim = attention.head_dim
         self.query_heads = self.config.num_attention_heads
         self.key_heads = self.config.num_key_value_heads
-        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.input_norm: Any = layer.input_layernorm
+        self.mlp_norm: Any = layer.post_attention_layernorm
         self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output: Any = attention.o_proj
         self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
@@ -62,18 +63,18 @@ class FusedLayer(nn.Module):
     ) -> Hidden:
         """One decoder layer: hidden states [batch, tokens, hidden], or a pair whose sum they are, -> such a pair."""
         assert position_embeddings is not None
-        normed, residual = _norm(hidden_states, self.input_norm)
-        attended = self._attend(normed, attention_mask, past_key_values, position_embeddings, kwargs)
-        normed, residual = _norm((attended, residual), self.mlp_norm)
-        down: Tensor = self.down(silu_mul(self.gate_up(normed)))
-        return down, residual
+        x, residual = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
+        qkv, residual = self.qkv.after_norm(x, residual, self.input_norm.weight, _epsilon(self.input_norm))
+        attended = self._attend(qkv, attention_mask, past_key_values, position_embeddings, kwargs)
+        norm = self.mlp_norm
+        gate_up, residual = self.gate_up.after_norm(attended, residual, norm.weight, _epsilon(norm))
+        return self.down.after_silu(gate_up), residual
 
     def _attend(
-        self, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
+        self, qkv: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
     ) -> Tensor:
-        batch, tokens = x.shape[:2]
+        batch, tokens = qkv.shape[:2]
         dim, heads = self.head_dim, self.key_heads
-        qkv = self.qkv(x).view(batch, tokens, -1)
         cosine, sine = (table.expand(batch, tokens, dim).reshape(-1, dim) for table in embeddings)
         q_norm, k_norm = getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
         gammas: Norms = (

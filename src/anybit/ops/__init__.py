@@ -16,11 +16,13 @@ from anybit.ops.bitwise import Bitwise
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.ops.several import Several
+from anybit.ops.sources import CODING_BACKENDS, norm_linear, silu_linear
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 from anybit.tune.families import Layout
 
 __all__ = [
+    "CODING_BACKENDS",
     "Backend",
     "LinearSpec",
     "Prepared",
@@ -29,8 +31,10 @@ __all__ = [
     "choose",
     "hadamard",
     "linear",
+    "norm_linear",
     "prepare",
     "register",
+    "silu_linear",
 ]
 
 _planes, _tiles = Bitwise(), PackedTiles()

@@ -11,6 +11,7 @@ from anybit.kernels import bitwise, bitwise_sync, pack, planes
 from anybit.kernels.bitwise import Output
 from anybit.kernels.pack import Packed, Target
 from anybit.ops.backend import LinearSpec
+from anybit.ops.before import Before
 from anybit.ops.inputs import check_input, layouts_of, product_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
@@ -78,7 +79,9 @@ class Bitwise:
             group_index if group_index.numel() else None,
         )
 
-    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    def linear(
+        self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, before: Before | None = None
+    ) -> Tensor:
         """Two launches: quantize-and-pack, then the product with its whole epilogue."""
         check_input(x, tensors[0], spec)
         rows = x.reshape(-1, spec.k)
@@ -89,7 +92,10 @@ class Bitwise:
         if m:
             plan = _plan(spec, rows)
             packed = Packed(m, spec.k, spec.activations, Target.planes, x.device)
-            pack.launch(pack.problem_of(rows, spec.activations), plan.pack_config, packed, rows)
+            if before is None:
+                pack.launch(pack.problem_of(rows, spec.activations), plan.pack_config, packed, rows)
+            else:
+                before.code(packed, Target.planes)
             stored, scale, correction, zero = tensors[:4]
             weight = planes.PlaneWeight(
                 stored, scale, correction, zero if zero.numel() else None, (spec.n, spec.k), spec.weights

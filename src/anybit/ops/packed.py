@@ -14,6 +14,7 @@ from anybit.kernels import pack, packed_large, packed_layout, packed_small
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.ops.backend import LinearSpec
+from anybit.ops.before import Before
 from anybit.ops.inputs import check_input, product_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
@@ -69,7 +70,9 @@ class PackedTiles:
         words = pack_words(codes, spec.weights.bits)
         return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index)
 
-    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    def linear(
+        self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, before: Before | None = None
+    ) -> Tensor:
         """One launch; with quantized activations another before it, that quantizes them."""
         check_input(x, tensors[0], spec)
         rows = x.reshape(-1, spec.k)
@@ -85,7 +88,10 @@ class PackedTiles:
             if weight.permutation is not None:  # a token's scale is the same in any order
                 rows = _ordered(rows, weight)
             codes = Packed(m, rows.shape[1], spec.activations, Target.bytes, x.device)
-            pack.launch(pack.problem_of(rows, spec.activations, Target.bytes), plan.quantizer, codes, rows)
+            if before is None:
+                pack.launch(pack.problem_of(rows, spec.activations, Target.bytes), plan.quantizer, codes, rows)
+            else:
+                before.code(codes, Target.bytes)
             _multiply_bytes(codes, weight, bias, y, plan)
         elif plan.small is not None:
             packed_small.launch(weight, rows, y, bias=bias, config=plan.small)
@@ -131,7 +137,9 @@ def _decide(spec: LinearSpec, rows: Tensor, weight: PackedWeight, bucket: int, a
     quantize = quantizer(product, Target.bytes) if quantized else None
     chosen = dispatcher(product.device.name).choose(product, (tiles_of(spec.activations),)).candidate
     small = chosen.kernel == "packed_small"
-    return _Plan(chosen.config if small else None, None if small else chosen.config, quantize)
+    if small:
+        return _Plan(packed_small.apart(chosen.config, product.device), None, quantize)
+    return _Plan(None, chosen.config, quantize)
 
 
 def _weight(tensors: list[Tensor], spec: LinearSpec) -> PackedWeight:

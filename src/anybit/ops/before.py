@@ -1,0 +1,28 @@
+"""What a backend does to rows while it codes them, instead of reading what another kernel has written."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from anybit.kernels import pack
+from anybit.kernels.pack import Packed, Source, Target
+
+
+@dataclass(frozen=True, eq=False)
+class Before:
+    """What is done to rows while they are coded.  rows: 16-bit [m, k], or [m, gate k | up k] for ``silu_mul``."""
+
+    source: Source
+    rows: Tensor
+    gamma: Tensor | None = None
+    epsilon: float = 0.0
+    residual: Tensor | None = None
+    residual_sum: Tensor | None = None
+
+    def code(self, packed: Packed, target: Target) -> None:
+        """Launch quantize-and-pack."""
+        problem = pack.problem_of(self.rows, packed.format, target, self.source)
+        pack.launch(
+            problem, pack.default(problem), packed, self.rows,
+            gamma=self.gamma, epsilon=self.epsilon, residual=self.residual, residual_sum=self.residual_sum,
+        )  # fmt: skip

@@ -1,0 +1,86 @@
+"""Products whose activations are coded by the kernel that makes them: an RMSNorm, or SiLU(gate) * up.
+
+With integer activations a layer is quantize-and-pack and a product; the norm or the activation function before it is no
+launch of its own then. Elsewhere (16-bit activations, other backends, a CPU) it is, with the same result.
+"""
+
+import torch
+from torch import Tensor
+
+from anybit.kernels.pack import Source
+from anybit.ops.backend import LinearSpec, backends
+from anybit.ops.before import Before
+from anybit.ops.elementwise import add_rms_norm, rms_norm, silu_mul
+
+CODING_BACKENDS = ("bitwise", "packed")
+"""The backends whose ``linear`` takes ``before``."""
+
+
+def norm_linear(
+    x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
+    weight: list[Tensor], bias: Tensor | None, spec: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(linear of the norm of x + residual, x + residual): x [..., K] -> [..., N] and [..., K]."""
+    y, total = torch.ops.anybit.norm_linear(x, residual, gamma, epsilon, weight, bias, spec)
+    return y, total
+
+
+def silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    """Linear of silu(gate) * up: [..., 2 K] -> [..., N]."""
+    y: Tensor = torch.ops.anybit.silu_linear(gate_up, weight, bias, spec)
+    return y
+
+
+def _norm_linear(
+    x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
+    weight: list[Tensor], bias: Tensor | None, spec: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    parsed = LinearSpec.parse(spec)
+    backend = backends[parsed.backend]
+    if not (parsed.activations.quantized and parsed.backend in CODING_BACKENDS and x.is_cuda and x.numel()):
+        normed, total = (rms_norm(x, gamma, epsilon), x.clone()) if residual is None else (
+            add_rms_norm(x, residual, gamma, epsilon)
+        )  # fmt: skip
+        return backend.linear(normed, weight, bias, parsed), total
+    rows = x.reshape(-1, parsed.k).contiguous()
+    if residual is None:
+        total, before = x.clone(), Before(Source.rms_norm, rows, gamma, epsilon)
+    else:
+        other = residual.reshape(rows.shape).contiguous()
+        total = torch.empty_like(other)
+        before = Before(Source.rms_norm, rows, gamma, epsilon, other, total)
+    y = backend.linear(rows, weight, bias, parsed, before)  # type: ignore[call-arg]
+    return y.view(*x.shape[:-1], parsed.n), total.view(x.shape)
+
+
+def _silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    parsed = LinearSpec.parse(spec)
+    backend = backends[parsed.backend]
+    if not (parsed.activations.quantized and parsed.backend in CODING_BACKENDS and gate_up.is_cuda and gate_up.numel()):
+        return backend.linear(silu_mul(gate_up), weight, bias, parsed)
+    rows = gate_up.reshape(-1, 2 * parsed.k).contiguous()
+    gate = rows[:, : parsed.k]
+    y: Tensor = backend.linear(gate, weight, bias, parsed, Before(Source.silu_mul, rows))  # type: ignore[call-arg]
+    return y.view(*gate_up.shape[:-1], parsed.n)
+
+
+_library = torch.library.Library("anybit", "FRAGMENT")
+_library.define(
+    "norm_linear(Tensor x, Tensor? residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, str spec) "
+    "-> (Tensor, Tensor)"
+)
+_library.define("silu_linear(Tensor gate_up, Tensor[] weight, Tensor? bias, str spec) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("norm_linear", _norm_linear, _device)
+    _library.impl("silu_linear", _silu_linear, _device)
+torch.library.register_fake(
+    "anybit::norm_linear",
+    lambda x, residual, gamma, epsilon, weight, bias, spec: (
+        x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n),
+        torch.empty_like(x),
+    ),
+)
+torch.library.register_fake(
+    "anybit::silu_linear",
+    lambda gate_up, weight, bias, spec: gate_up.new_empty(*gate_up.shape[:-1], LinearSpec.parse(spec).n),
+)
