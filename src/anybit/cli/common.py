@@ -9,6 +9,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from anybit.errors import KernelError
+from anybit.tune import dispatcher
+from anybit.tune.space import ALLOWANCES
+
 # Results go to stdout; progress, notes and errors go to stderr, so that stdout can be piped.
 output = Console(soft_wrap=True, highlight=False)
 errors = Console(stderr=True, highlight=False)
@@ -22,6 +26,29 @@ BackendOption = Annotated[
     str | None, typer.Option(help="What runs the quantized layers; by default the first that can on the device.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; by default a GPU if there is one.")]
+
+
+def _allow(words: list[str] | None) -> list[str]:
+    """Tell the dispatcher what the user has allowed, before a model is prepared."""
+    dispatcher.allow(*known(words))
+    return words or []
+
+
+def known(words: list[str] | None) -> tuple[str, ...]:
+    """Allowances that exist; KernelError, with what there is, for another."""
+    for word in words or ():
+        if word not in ALLOWANCES:
+            there = "; ".join(f"{name}: {meaning}" for name, meaning in ALLOWANCES.items())
+            raise KernelError(f"--allow {word} is unknown; there are {there}")
+    return tuple(words or ())
+
+
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow", callback=_allow, help="a8: 16-bit activations may become 8-bit ones where a tuned map says so."
+    ),
+]
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from anybit import evaluate as measure
 from anybit.cli.common import (
+    AllowOption,
     BackendOption,
     DeviceOption,
     JsonOption,
@@ -36,6 +37,7 @@ def evaluate(
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="A model to compare with, position by position.")] = None,
     backend: BackendOption = None,
+    allow: AllowOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:

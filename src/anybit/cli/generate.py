@@ -9,6 +9,7 @@ import typer
 from transformers import TextStreamer
 
 from anybit.cli.common import (
+    AllowOption,
     BackendOption,
     DeviceOption,
     JsonOption,
@@ -65,6 +66,7 @@ def generate(
         bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")
     ] = False,
     backend: BackendOption = None,
+    allow: AllowOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -93,6 +95,7 @@ def chat(
     seed: Seed = 0,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
     backend: BackendOption = None,
+    allow: AllowOption = None,
     device: DeviceOption = None,
 ) -> None:
     r"""Talk with a model. An empty line, /quit or the end of the input ends the conversation.

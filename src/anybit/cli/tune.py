@@ -12,7 +12,7 @@ import typer
 
 from anybit.checkpoints import Folder, local_folder
 from anybit.checkpoints.configuration import scheme_of
-from anybit.cli.common import JsonOption, Model, errors, output, print_json, progress_bar, status
+from anybit.cli.common import JsonOption, Model, errors, known, output, print_json, progress_bar, status
 from anybit.device import Device
 from anybit.errors import KernelError, SchemeError
 from anybit.scheme import Scheme
@@ -21,7 +21,6 @@ from anybit.tune import policy as policies
 from anybit.tune.explain import explain as explain_product
 from anybit.tune.families import GRID, Product
 from anybit.tune.search import Options, Progress, exclusions, search
-from anybit.tune.space import ALLOWANCES
 
 Allow = Annotated[
     list[str] | None,
@@ -55,7 +54,7 @@ def tune(
     anybit tune ./llama-3-8b-w4a8
     anybit tune ./llama-3-8b --scheme w4a16g128 --allow a8
     """
-    allowed = _allowed(allow)
+    allowed = known(allow)
     if dtype not in _DTYPES:
         raise KernelError(f"--dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
     with status(f"Reading {model}"):
@@ -107,7 +106,7 @@ def explain(
     anybit explain 4096,14336 --scheme w4a8 --m 1 --m 512
     anybit explain ./llama-3-8b-w4a8 --m 16
     """
-    allowed = _allowed(allow)
+    allowed = known(allow)
     with status(f"Reading {what}"):
         shape = _shape(what)
         if shape is not None:
@@ -139,14 +138,6 @@ def _origin(hint: policies.Policy) -> str:
 
 def _gpu_of(hint: policies.Policy) -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else Device.named("sm_90a").name
-
-
-def _allowed(words: list[str] | None) -> tuple[str, ...]:
-    for word in words or ():
-        if word not in ALLOWANCES:
-            known = "; ".join(f"{name}: {meaning}" for name, meaning in ALLOWANCES.items())
-            raise KernelError(f"--allow {word} is unknown; there are {known}")
-    return tuple(words or ())
 
 
 def _minutes(seconds: float) -> str:
