@@ -3,6 +3,7 @@
     python benchmarks/dispatch.py map --out map.json [--seconds 15] [--compile]      # measure a policy map
     python benchmarks/dispatch.py show map.json                                      # print one
     python benchmarks/dispatch.py ablate                   # variants over whole models -> results/h200/dispatch.json
+    python benchmarks/dispatch.py model                    # whole models at some of the same points
     python benchmarks/dispatch.py draw                     # docs/dispatch.svg, docs/crossover.svg
     python benchmarks/dispatch.py verify 20 --seconds 60        # against an exhaustive search, problems at random
 
@@ -15,10 +16,12 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from anybit.scheme import Scheme
 from anybit.tune.dispatcher import Dispatcher, dispatcher
@@ -211,6 +214,77 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# -------- whole models, at some points
+
+
+@torch.inference_mode()
+def whole_models(options: argparse.Namespace) -> None:
+    """The variants in a whole model: a prompt's first token, and a token after an empty history; CUDA graphs.
+
+    Embedding, norms, attention over the prompt, and the head of the last token are part of it.
+    """
+    import anybit
+    from generate import random_model
+
+    rows: list[dict[str, Any]] = []
+    marks = stamp()
+    for scheme in options.schemes:
+        model = random_model(scheme, options.layers)
+        anybit.fuse(model)
+        us: dict[tuple[int, int], dict[str, float]] = {}
+        logits: dict[tuple[int, int], torch.Tensor] = {}
+        errors: dict[tuple[int, int], float] = {}
+        for name, backend in (("dispatch", None), ("static bitwise", "bitwise"), ("static padding", "packed")):
+            anybit.use_backend(model, backend)
+            kept = next(module for module in model.modules() if isinstance(module, anybit.QuantLinear))._prepared
+            assert kept is not None
+            print(f"{scheme} {name}: {kept.spec.backend}, {torch.cuda.memory_allocated() >> 20} MiB", flush=True)
+            for batch, prompt in [(batch, 1) for batch in BATCHES] + [(1, p) for p in (16, 128, 1024)] + [(4, 64)]:
+                ids = torch.arange(batch * prompt, device="cuda").view(batch, prompt)
+                found, out = _time_graph(model, ids)
+                us.setdefault((batch, prompt), {})[name] = found
+                first = logits.setdefault((batch, prompt), out.float().clone())
+                error = float((out.float() - first).norm() / first.norm())
+                errors[batch, prompt] = max(errors.get((batch, prompt), 0.0), error)
+        for (batch, prompt), variants in us.items():
+            assert errors[batch, prompt] < 2e-2, f"variants differ by {errors[batch, prompt]:.1e}"
+            case = "llama-3-8b whole, decode" if prompt == 1 else "llama-3-8b whole, prefill"
+            row = {"case": case, "scheme": scheme, "batch": batch, "prompt": prompt, "layers": options.layers}
+            row |= {"us": variants["dispatch"], "variants": variants, "how": "a CUDA graph of the whole model"}
+            rows.append(row | {"checked": f"variants' logits within {errors[batch, prompt]:.1e}"})
+            print(case, scheme, batch, prompt, {name: round(value, 1) for name, value in variants.items()}, flush=True)
+        merge_rows(options.rows, [_rounded(row) | marks for row in rows], ROW_KEY)
+        del model
+        torch.cuda.empty_cache()
+
+
+def _time_graph(model: Callable[..., Any], ids: torch.Tensor, replays: int = 7) -> tuple[float, torch.Tensor]:
+    """Median microseconds of a graph that holds one pass of a model, and its last logits."""
+
+    def call() -> torch.Tensor:
+        logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=1).logits
+        return logits
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(replays + 1):
+        begin.record()
+        for _ in range(3):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / 3)
+    return statistics.median(times[1:]), out
+
+
 # -------- how near the chosen configs are to the best there is
 
 
@@ -362,8 +436,8 @@ def _draw_crossover(policy: Policy) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    mapping = commands.add_parser("map", help="measure a policy map")
+    kinds = parser.add_subparsers(dest="command", required=True)
+    mapping = kinds.add_parser("map", help="measure a policy map")
     mapping.add_argument("--models", nargs="*", choices=MODELS)
     mapping.add_argument("--schemes", nargs="*", default=list(SCHEMES))
     mapping.add_argument("--tokens", type=int, nargs="*", default=list(GRID))
@@ -379,12 +453,16 @@ def main() -> None:
     mapping.add_argument("--compile", action="store_true", help="only compile")
     mapping.add_argument("--again", action="store_true", help="measure what the file has anew")
     mapping.add_argument("--out", type=Path, default=SHIPPED / file_name("NVIDIA H200"))
-    ablating = commands.add_parser("ablate", help="what choosing is worth, over whole models")
+    ablating = kinds.add_parser("ablate", help="what choosing is worth, over whole models")
     ablating.add_argument("--schemes", nargs="*", default=list(ABLATED))
     ablating.add_argument("--microseconds", type=float, default=120.0)
     ablating.add_argument("--final-replays", type=int, default=7)
     ablating.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
-    verifying = commands.add_parser("verify", help="how near the chosen configs are to the best there is")
+    whole = kinds.add_parser("model", help="the variants in whole models, at some points")
+    whole.add_argument("--schemes", nargs="*", default=list(ABLATED))
+    whole.add_argument("--layers", type=int, default=8)
+    whole.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
+    verifying = kinds.add_parser("verify", help="how near the chosen configs are to the best there is")
     verifying.add_argument("problems", type=int)
     verifying.add_argument("--seed", type=int, default=1)
     verifying.add_argument("--each", type=int, default=6)
@@ -394,16 +472,18 @@ def main() -> None:
         command.add_argument("--compile", action="store_true", help="only compile")
         command.add_argument("--map", type=Path, help="the map to choose by; by default the shipped one")
         command.add_argument("--limit", type=float, default=20.0, help="seconds that one candidate may take")
-    drawing = commands.add_parser("draw", help="draw docs/dispatch.svg and docs/crossover.svg (needs matplotlib)")
+    drawing = kinds.add_parser("draw", help="draw docs/dispatch.svg and docs/crossover.svg (needs matplotlib)")
     drawing.add_argument("--map", type=Path, help="by default the shipped one")
     drawing.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
-    showing = commands.add_parser("show", help="print a map")
+    showing = kinds.add_parser("show", help="print a map")
     showing.add_argument("path", type=Path)
     options = parser.parse_args()
     if options.command == "show":
         show(read(options.path))
     else:
-        {"map": measure_map, "ablate": ablate, "verify": verify, "draw": draw}[options.command](options)
+        {"map": measure_map, "ablate": ablate, "model": whole_models, "verify": verify, "draw": draw}[options.command](
+            options
+        )
 
 
 if __name__ == "__main__":
