@@ -23,7 +23,7 @@ _NEAR = 0.75
 """How far, in powers of two, a point may be to stand for a product that was not measured."""
 _CLEARLY = 0.97
 """What a config must take of the built-in choice's time where it was measured, to be used elsewhere."""
-_WORTH_TWO = 1.05
+_WORTH_TWO = 1.03
 """Two layouts are kept where one of them alone would cost more than this at some token count."""
 _SIXTEEN = (torch.float16, torch.bfloat16)
 _ORIGINS = Literal["map", "nearest", "built in"]
