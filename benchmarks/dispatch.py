@@ -136,7 +136,8 @@ def contestants(product: Product, by: Dispatcher) -> dict[str, Candidate]:
     tiles = tiles_of(product.activations)
     usual = replace(product, m=64, n=4096, k=4096)
     family = FAMILIES["packed_large"]
-    one = family.rebuild(product, family.fields(family.default(usual)))
+    fields = family.fields(family.default(usual))
+    one = family.rebuild(product, fields | ({"stripes": 0} if "stripes" in fields else {}))
     return {
         "dispatch": by.choose(product).candidate,
         "static bitwise": by.choose(product, [Layout.planes]).candidate,

@@ -199,12 +199,11 @@ class Bench:
         y, k, config = self.y, self.product.k, candidate.config
         if candidate.kernel == "packed_large":
             return lambda weight: packed_large.multiply(codes, weight, None, y, config)
-        if candidate.kernel in ("packed_small", "marlin"):
-            module = FAMILIES[candidate.kernel].module
-            return lambda weight: module.launch(weight, codes.codes[:, :k], y, codes.scale, config=config)
-        output = FAMILIES[candidate.kernel].problem(self.product).output
-        module = FAMILIES[candidate.kernel].module
-        return lambda weight: module.multiply(codes, weight, output, y=y, config=config)
+        family = FAMILIES[candidate.kernel]
+        if family.target is Target.bytes:
+            return lambda weight: family.module.launch(weight, codes.codes[:, :k], y, codes.scale, config=config)
+        output = family.problem(replace(self.product, activations=candidate.activations)).output
+        return lambda weight: family.module.multiply(codes, weight, output, y=y, config=config)
 
     def check(self, candidate: Candidate) -> None:
         """Run a candidate once and compare it with the reference. Raises WrongResultError."""

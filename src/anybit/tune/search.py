@@ -420,7 +420,8 @@ def compile_one(kernel: jit.Kernel, arch: str) -> str | None:
     try:
         jit.cached(kernel, arch)
     except KernelError as error:
-        return f"it does not compile: {str(error).splitlines()[0]}"
+        said = str(error).partition("the compiler said")[2].split("\n") + str(error).split("\n")
+        return f"it does not compile: {next(line for line in said if line.strip()).strip()}"
     return None
 
 
