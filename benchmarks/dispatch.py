@@ -310,7 +310,7 @@ def verify(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     products = drawn(options.problems, options.seed)
     rounded = [replace(product, m=bucket(product.m)) for product in products]
-    every = Options(10**6, effort=Effort(40, 1, 5, 6, 1.1), limit=options.limit, plans=options.plans)
+    every = Options(options.wide, effort=Effort(40, 1, 5, 6, 1.1), limit=options.limit, plans=options.plans)
     usual = Options(options.each, limit=options.limit, plans=options.plans.with_suffix(".tuned"))
     if options.compile:
         print(f"{compile_all(rounded, usual)} candidates of the search compiled", flush=True)
@@ -381,10 +381,12 @@ def draw(options: argparse.Namespace) -> None:
 def _draw_variants(rows: list[dict[str, Any]]) -> None:
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(len(ABLATED), 2, figsize=(9, 3 * len(ABLATED)), squeeze=False)
-    for line, scheme in zip(axes, ABLATED, strict=True):
-        prefill = [r for r in rows if r["scheme"] == scheme and r["case"].endswith("prefill") and r["batch"] == 2]
-        decode = [r for r in rows if r["scheme"] == scheme and r["case"].endswith("decode")]
+    schemes = [scheme for scheme in ABLATED if any(row["scheme"] == scheme for row in rows)]
+    figure, axes = plt.subplots(len(schemes), 2, figsize=(9, 3 * len(schemes)), squeeze=False)
+    for line, scheme in zip(axes, schemes, strict=True):
+        mine = [row for row in rows if row["scheme"] == scheme]
+        prefill = [row for row in mine if row["case"] == "llama-3-8b prefill" and row["batch"] == 2]
+        decode = [row for row in mine if row["case"] == "llama-3-8b decode"]
         for axis, mine, x, what in (
             (line[0], prefill, "prompt", "time to first token, batch 2"),
             (line[1], decode, "batch", "time of a token"),
@@ -467,6 +469,7 @@ def main() -> None:
     verifying.add_argument("problems", type=int)
     verifying.add_argument("--seed", type=int, default=1)
     verifying.add_argument("--each", type=int, default=6)
+    verifying.add_argument("--wide", type=int, default=10**6, help="no more configs of each family than this")
     verifying.add_argument("--seconds", type=float, default=float("inf"))
     verifying.add_argument("--plans", type=Path, default=Path("verify.plans"))
     for command in (ablating, verifying):
