@@ -97,6 +97,10 @@ def test_each_token_count_runs_its_strategy_in_two_layouts(tmp_path: Path) -> No
     assert by.choose(product("w2a4", 1)).candidate.layout is Layout.planes
     assert by.choose(product("w2a4", 40)).candidate.layout is Layout.tiles_a8
     assert torch.equal(on_gpu.quantized_weight().words, weight.words)
+    for m in (1, 40):  # coded by the activation function's kernel, for either layout
+        gate_up = torch.randn(m, 2 * K, generator=torch.Generator().manual_seed(m)).half()
+        actual, expected = on_gpu.after_silu(gate_up.cuda()).float().cpu(), reference.after_silu(gate_up).float()
+        assert float((actual - expected).norm() / expected.norm()) < 5e-3
     x = torch.randn(1, K, device="cuda").half()
     expected = on_gpu(x)
     graph = torch.cuda.CUDAGraph()

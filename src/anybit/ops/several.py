@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anybit.device import Device
 from anybit.ops.backend import Backend, LinearSpec
+from anybit.ops.before import Before
 from anybit.ops.inputs import layouts_of, product_of, token_bucket
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme
@@ -67,7 +68,9 @@ class Several:
         """The packed weight, exactly as it was."""
         return self.parts[0].restore(tensors[: self._first], spec)
 
-    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    def linear(
+        self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, before: Before | None = None
+    ) -> Tensor:
         """The faster of the two at this many tokens."""
         tokens = x.numel() // spec.k if spec.k else 0
         key = id(spec), token_bucket(tokens), x.dtype, x.get_device()
@@ -76,7 +79,10 @@ class Several:
             found = _decided[key] = self._decide(x, spec, tokens)
         which, inner = found
         mine = tensors[self._first :] if which else tensors[: self._first]
-        return self.parts[which].linear(x, mine, bias, inner)
+        if before is None:
+            return self.parts[which].linear(x, mine, bias, inner)
+        y: Tensor = self.parts[which].linear(x, mine, bias, inner, before)  # type: ignore[call-arg]
+        return y
 
     def _decide(self, x: Tensor, spec: LinearSpec, tokens: int) -> _Decided:
         product = product_of(spec, token_bucket(max(tokens, 1)), x)

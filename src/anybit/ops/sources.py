@@ -12,7 +12,7 @@ from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.before import Before
 from anybit.ops.elementwise import add_rms_norm, rms_norm, silu_mul
 
-CODING_BACKENDS = ("bitwise", "packed")
+CODING_BACKENDS = ("bitwise", "packed", "bitwise+packed")
 """The backends whose ``linear`` takes ``before``."""
 
 

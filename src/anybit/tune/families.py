@@ -104,7 +104,7 @@ class Family:
         if self.why_not(product) is not None:
             return []
         try:
-            found = dict.fromkeys(self.module.configs(self.problem(product)))
+            found = dict.fromkeys(self._ready(config, product) for config in self.module.configs(self.problem(product)))
             return [config for config in found if getattr(config, "k_splits", 1) == 1]
         except KernelError:
             return []
@@ -114,7 +114,12 @@ class Family:
         reason = self.why_not(product)
         if reason is not None:
             raise KernelError(f"{self.name} cannot run {product}: {reason}")
-        return self.module.default(self.problem(product))
+        return self._ready(self.module.default(self.problem(product)), product)
+
+    def _ready(self, config: Any, product: Product) -> Any:
+        """A config as layers of a model run it."""
+        apart = getattr(self.module, "apart", None)
+        return config if apart is None else apart(config, product.device)
 
     def fields(self, config: Any) -> dict[str, FieldValue]:
         """What a search may choose of a config, by name; the inverse of ``rebuild``."""
@@ -160,7 +165,7 @@ class Family:
             return []
         problem = self.problem(product)
         try:
-            first = self.module.default(problem)
+            first = self._ready(self.module.default(problem), product)
         except KernelError:
             return found
         if hasattr(self.module, "estimate"):
