@@ -52,3 +52,18 @@ def test_a_layer_left_as_it_was_is_named(tmp_path):
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
     with pytest.raises(LayerError, match=r"layer 0 cannot be fused.*q_proj is a Linear"):
         anybit.fuse(model)
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
+def test_rotary_tables_hold_the_models_own_values(config_class, tmp_path):
+    model = quantized(config_class(**SIZES, head_dim=64), "w4a16g32", tmp_path)
+    plain, x = model.model.rotary_emb, torch.zeros(1, dtype=torch.float16)
+    positions = torch.tensor([[3, 9], [60, 0]])
+    anybit.fuse(model)
+    fused = model.model.rotary_emb
+    assert fused.positions == 64 and not fused.in_tables  # outside of graphs, positions may lie anywhere
+    fused.in_tables = True
+    for got, wanted in zip(fused(x, positions), plain(x, positions), strict=True):
+        assert torch.equal(got, wanted)
+    anybit.unfuse(model)
+    assert model.model.rotary_emb is plain

@@ -22,6 +22,9 @@ from anybit.packing import stack, unstack
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """The decoder layers of transformers that ``fuse`` knows."""
 
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+_TABLE_BYTES = 128 << 20
+
 Hidden = Tensor | tuple[Tensor, Tensor]
 """What travels between layers: hidden states, or what is still to be added to them beside the residual."""
 
@@ -114,6 +117,43 @@ class FusedNorm(nn.Module):
         return _norm(hidden_states, self.norm)[0]
 
 
+class FusedRotary(nn.Module):
+    """The rotary embedding, in graphs as two look-ups in tables of its own values instead of nine small kernels.
+
+    in_tables: whether positions are known to lie within the tables; the owner of a static cache knows.
+    """
+
+    def __init__(self, rotary: nn.Module, positions: int) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.positions, self.in_tables = positions, False
+        self.tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [batch, tokens, head_dim] of positions [batch, tokens], in x's dtype."""
+        if not self.in_tables:
+            plain: tuple[Tensor, Tensor] = self.rotary(x, position_ids)
+            return plain
+        key = x.device, x.dtype
+        if key not in self.tables:
+            with torch.inference_mode(False), torch.no_grad():
+                every = torch.arange(self.positions, device=x.device)[None]
+                cosine, sine = self.rotary(torch.empty(0, dtype=x.dtype, device=x.device), every)
+            self.tables[key] = cosine[0].contiguous(), sine[0].contiguous()
+        cosine, sine = self.tables[key]
+        return cosine[position_ids], sine[position_ids]
+
+
+def _rotary_of(body: Any) -> nn.Module | None:
+    """The rotary embedding of a model in tables, where it depends on nothing but the position and they stay small."""
+    rotary = getattr(body, "rotary_emb", None)
+    positions = getattr(body.config, "max_position_embeddings", 0)
+    inverse = getattr(rotary, "inv_freq", None)
+    if rotary is None or inverse is None or getattr(rotary, "rope_type", None) not in _FIXED_ROTARY:
+        return None
+    return FusedRotary(rotary, positions) if 0 < positions * inverse.numel() * 8 <= _TABLE_BYTES else None
+
+
 def fuse(model: nn.Module) -> nn.Module:
     """Fuse the decoder layers of a quantized transformers model, in place, for inference. Returns the model.
 
@@ -131,6 +171,7 @@ def fuse(model: nn.Module) -> nn.Module:
     for index, layer in enumerate(layers):
         layers[index] = FusedLayer(layer)
     body.norm = FusedNorm(body.norm)
+    body.rotary_emb = _rotary_of(body) or body.rotary_emb
     graph.install(model, layers[0].qkv.scheme.kv)
     model.register_state_dict_pre_hook(_refuse_state_dict)
     return model
@@ -164,6 +205,8 @@ def unfuse(model: nn.Module) -> nn.Module:
             body.layers[index] = layer.original[0]
     if isinstance(body.norm, FusedNorm):
         body.norm = body.norm.norm
+    if isinstance(body.rotary_emb, FusedRotary):
+        body.rotary_emb = body.rotary_emb.rotary
     graph.uninstall(model)
     kv = next((module.scheme.kv for module in model.modules() if isinstance(module, QuantLinear)), None)
     if kv is not None:

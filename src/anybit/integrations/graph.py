@@ -42,9 +42,11 @@ class StepGraph:
     ids, positions: int64 [rows, 1], where a step's inputs are put.
     """
 
-    def __init__(self, forward: Callable[..., Any], cache: AnyBitCache) -> None:
+    def __init__(self, model: Any, forward: Callable[..., Any], cache: AnyBitCache) -> None:
         store = cache._store()
         self.forward, self.cache = forward, cache
+        rotary = getattr(model.get_decoder(), "rotary_emb", None) if hasattr(model, "get_decoder") else None
+        self.rotary: Any = rotary if hasattr(rotary, "in_tables") else None
         rows, device = len(cache.rows), store.device
         with torch.inference_mode(False):
             self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -89,9 +91,16 @@ class StepGraph:
             self.graph.replay()
 
     def _run(self) -> Tensor:
-        result = self.forward(
-            input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
-        )
+        # Every position is below the cache's capacity.
+        if self.rotary is not None:
+            self.rotary.in_tables = self.cache._store().ledger.capacity <= self.rotary.positions
+        try:
+            result = self.forward(
+                input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
+            )
+        finally:
+            if self.rotary is not None:
+                self.rotary.in_tables = False
         logits: Tensor = result.logits
         return logits
 
@@ -151,7 +160,7 @@ class Decoder:
         """The logits of one token a row."""
         graph = self.graphs.get(cache)
         if graph is None:
-            graph = self.graphs[cache] = StepGraph(self.forward, cache)
+            graph = self.graphs[cache] = StepGraph(self.model, self.forward, cache)
         return graph(ids, positions).clone()
 
 
