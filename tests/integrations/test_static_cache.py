@@ -115,6 +115,26 @@ def test_a_static_cache_that_is_kept_is_not_used_again(llama):
     assert first is not second and first.seen == second.seen == 138
 
 
+OPT = {"ffn_dim": 128, "word_embed_proj_dim": 128, "num_attention_heads": 2}
+UNFUSED = {
+    "gemma3": lambda: hf.Gemma3TextConfig(**{**SIZES, "sliding_window": 64}),
+    "opt": lambda: hf.OPTConfig(**{k: v for k, v in SIZES.items() if k not in ("intermediate_size", "head_dim")} | OPT),
+}
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+def test_layers_that_are_not_fused_take_static_caches_too(name, tmp_path):
+    model = quantized(folder_of(UNFUSED[name](), tmp_path), "w4a16g32")
+    ids = prompt()
+    padding = torch.ones_like(ids)
+    padding[0, :3] = 0
+    for call in ({}, {"attention_mask": padding}):
+        wanted = model.generate(ids, **GREEDY, **call)
+        assert anybit.accelerate(model)
+        agree(model.generate(ids, **GREEDY, **call, cache_implementation="static"), wanted, exact=False)
+    assert isinstance(next(iter(model._anybit_decoder.caches.values())), AnyBitCache)
+
+
 def test_models_outside_the_attention_interface_get_the_cache_too(tmp_path):
     config = hf.BloomConfig(vocab_size=128, hidden_size=128, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
     model = quantized(folder_of(config, tmp_path), "w4a16g32-kv8")
