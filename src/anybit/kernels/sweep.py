@@ -8,7 +8,7 @@ from torch import Tensor
 from anybit import jit
 from anybit.jit import Float32, Int32, Int64, Pointer
 
-CHANNELS = 64
+CHANNELS = 32
 """The most channels of one launch: what a thread holds in registers."""
 
 

@@ -40,8 +40,9 @@ class Options:
     order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  block_passes: over the text, to learn each block against
     its original output (``anybit.quantize.learned``).  learn_tokens, learn_passes, step_tokens, place_rate,
     scale_rate, gain_rate: see ``anybit.quantize.distill``; learn_tokens None is the method's own choice.
-    strength: how much of the outliers smoothing moves.  seed: of the rotation.  mix_heads: rotate what attention hands
-    on across its heads, on line.  device: where to work; None takes a GPU if there is one.
+    strength: how much of the outliers smoothing moves; None finds it for each place.  seed: of the rotation.
+    mix_heads: rotate what attention hands on across its heads, on line.
+    device: where to work; None takes a GPU if there is one.
     resume: a folder for finished blocks.  spill: a folder for activations that memory cannot hold.
     """
 
@@ -60,7 +61,7 @@ class Options:
     place_rate: float = 0.006
     scale_rate: float = 0.003
     gain_rate: float = 0.0
-    strength: float = 0.5
+    strength: float | None = None
     seed: int = 0
     mix_heads: bool = False
     device: str | None = None
@@ -86,7 +87,7 @@ class Options:
         options = cls(**values)
         for name, low, high in (("tokens", 1, None), ("length", 2, None), ("drift", 0, 1), ("strength", 0, 1)):
             value = getattr(options, name)
-            if value < low or (high is not None and value > high):
+            if value is not None and (value < low or (high is not None and value > high)):
                 most = "" if high is None else f" and at most {high}"
                 raise OptionError(f"option {name} must be at least {low}{most}, not {value}")
         return options
@@ -203,7 +204,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     home = model.device
     model.to(_roomy(options.where, model))
     if method == "smooth":
-        smooth(model, batched(sequences, 4096), options.strength)
+        smooth(model, batched(sequences, 4096), options.strength, job.scheme)
         hadamard, config = [], {}
     else:
         hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)

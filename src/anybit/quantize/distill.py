@@ -102,6 +102,8 @@ def distill(
         for bank in learned:
             bank.thaw()
         optimizer.step()
+        for bank in learned:
+            bank.soft.project()
         schedule.step()
         if progress is not None:
             progress(step + 1, steps, float(loss))

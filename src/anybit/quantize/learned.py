@@ -58,6 +58,8 @@ class BlockLearning:
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
+            for layer in layers:
+                layer.soft.project()
             schedule.step()
 
 

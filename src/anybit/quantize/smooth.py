@@ -2,9 +2,10 @@
 
 Channel j of a layer's input is divided by ``s_j = max|x_j|^a / max|w_j|^(1-a)`` and the weights multiplied by it. The
 division costs nothing where something linear comes before: a norm's gain, the rows of V, the rows of the up projection.
+How far to go, a, is one number for a whole model, or is found for each place by what quantizing loses there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,33 +13,79 @@ from torch import Tensor, nn
 
 from anybit.errors import CalibrationError, OptionError
 from anybit.quantize.anatomy import Anatomy, anatomies, gain_of
+from anybit.quantize.rtn import quantize_weight
+from anybit.reference import quantize_activations
+from anybit.scheme import Scheme
+
+# What is tried for each place when no strength is given.
+_STRENGTHS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# Tokens that these trials look at.
+_SAMPLE = 512
+
+Choice = Callable[[list[nn.Linear], Callable[[float], Tensor]], Tensor]
+"""From the layers that read one input, and the scales that each strength gives, to the scales to use."""
 
 
 @torch.no_grad()
-def smooth(model: Any, batches: Sequence[Tensor], strength: float = 0.5) -> None:
+def smooth(model: Any, batches: Sequence[Tensor], strength: float | None = 0.5, scheme: Scheme | None = None) -> None:
     """Smooth a Llama-like model in place; what it computes stays the same, up to rounding.
 
-    batches: token ids, int64 [B, L] each.  strength: a above; 0 leaves activations as they are, 1 flattens them.
+    batches: token ids, int64 [B, L] each.  strength: a above; 0 leaves activations as they are, 1 flattens them; None
+    finds it for each place, under ``scheme``, whose weights and activations are both quantized for the trials.
     Raises CalibrationError for activations that are not finite, LayerError for another architecture.
     """
-    if not 0 <= strength <= 1:
+    if strength is not None and not 0 <= strength <= 1:
         raise OptionError(f"strength must be from 0 to 1, not {strength}")
+    search = strength is None and scheme is not None and scheme.activations.quantized
     parts = list(anatomies(model))
     for part in parts:
         gain_of(part.attention_norm), gain_of(part.feed_forward_norm)
-    peaks = channel_peaks(model, [m for p in parts for m in (p.query, p.output, p.gate, p.down)], batches)
+    samples: dict[nn.Module, Tensor] | None = {} if search else None
+    peaks = channel_peaks(model, [m for p in parts for m in (p.query, p.output, p.gate, p.down)], batches, samples)
+
+    def choose(readers: list[nn.Linear], scales: Callable[[float], Tensor]) -> Tensor:
+        if samples is None or scheme is None:
+            return scales(0.5 if strength is None else strength)
+        x, weight = samples[readers[0]], torch.cat([reader.weight.data.float() for reader in readers])
+        found = [scales(a) for a in _STRENGTHS]
+        losses = [_loss(x, weight, scale, scheme) for scale in found]
+        return found[losses.index(min(losses))]
+
     for part in parts:
-        _smooth_block(part, peaks, strength)
+        _smooth_block(part, peaks, choose)
+
+
+def _loss(x: Tensor, weight: Tensor, scale: Tensor, scheme: Scheme) -> float:
+    """What quantizing loses of x W^T with scales between the two: of every token alike, and of all that there is.
+
+    A few tokens are hundreds of times as large as all others: in a plain sum nothing else would count, and among
+    relative errors they would not.
+    """
+    wanted = x @ weight.T
+    coded = quantize_activations(x / scale, scheme.activations).dequantize()
+    found = coded @ quantize_weight(weight * scale, scheme.weights, search=False).dequantize().T
+    lost, size = (found - wanted).square().sum(1), wanted.square().sum(1).clamp(min=torch.finfo(torch.float32).tiny)
+    return float((lost / size).mean() + lost.sum() / size.sum())
 
 
 @torch.no_grad()
-def channel_peaks(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
-    """The largest magnitude of every input channel of some layers over a text, float32 [K] each."""
+def channel_peaks(
+    model: Any, modules: list[nn.Linear], batches: Sequence[Tensor], samples: dict[nn.Module, Tensor] | None = None
+) -> dict[nn.Module, Tensor]:
+    """The largest magnitude of every input channel of some layers over a text, float32 [K] each.
+
+    samples: filled with some of the inputs, float32 [tokens, K] each, spread over all of the text.
+    """
     peaks: dict[nn.Module, Tensor] = {}
+    share = -(-_SAMPLE // max(len(batches), 1))
 
     def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        peak = args[0].detach().abs().flatten(0, -2).amax(0).float()
+        rows = args[0].detach().flatten(0, -2)
+        peak = rows.abs().amax(0).float()
         peaks[module] = torch.maximum(peaks[module], peak) if module in peaks else peak
+        if samples is not None:
+            some = rows[:: max(len(rows) // share, 1)].float()
+            samples[module] = torch.cat([samples[module], some]) if module in samples else some
 
     handles = [module.register_forward_pre_hook(record) for module in modules]
     try:
@@ -53,35 +100,38 @@ def channel_peaks(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor
     return peaks
 
 
-def _smooth_block(part: Anatomy, peaks: dict[nn.Module, Tensor], strength: float) -> None:
+def _smooth_block(part: Anatomy, peaks: dict[nn.Module, Tensor], choose: Choice) -> None:
     for norm, readers in (
         (part.attention_norm, [part.query, part.key, part.value]),
         (part.feed_forward_norm, [part.gate, part.up]),
     ):
-        scale = _scale(peaks[readers[0]], readers, strength)
+        scale = choose(readers, _scales(peaks[readers[0]], readers))
         norm.weight.data = (norm.weight.data / scale).to(norm.weight.dtype)
         _stretch(readers, scale)
-    scale = _scale(peaks[part.down], [part.down], strength)
+    scale = choose([part.down], _scales(peaks[part.down], [part.down]))
     _shrink(part.up, scale)
     _stretch([part.down], scale)
     # Several query heads may read one head of V: they share its scales.
-    shared = part.value.out_features
-    heads = part.output.in_features // shared
-    by_head = peaks[part.output].view(-1, heads, part.head_dim).amax(1).flatten()
-    weight = part.output.weight.data.float().abs().amax(0).view(-1, heads, part.head_dim).amax(1).flatten()
-    scale = _ratio(by_head, weight, strength)
-    _shrink(part.value, scale)
-    _stretch([part.output], scale.view(-1, 1, part.head_dim).expand(-1, heads, -1).flatten())
+    heads, size = part.output.in_features // part.value.out_features, part.head_dim
+    by_head = peaks[part.output].view(-1, heads, size).amax(1).flatten()
+    weight = part.output.weight.data.float().abs().amax(0).view(-1, heads, size).amax(1).flatten()
+
+    def spread(strength: float) -> Tensor:
+        return _ratio(by_head, weight, strength).view(-1, 1, size).expand(-1, heads, -1).flatten()
+
+    scale = choose([part.output], spread)
+    _shrink(part.value, scale.view(-1, heads, size)[:, 0].flatten())
+    _stretch([part.output], scale)
 
 
-def _scale(peak: Tensor, readers: list[nn.Linear], strength: float) -> Tensor:
+def _scales(peak: Tensor, readers: list[nn.Linear]) -> Callable[[float], Tensor]:
     weight = torch.stack([reader.weight.data.float().abs().amax(0) for reader in readers]).amax(0)
-    return _ratio(peak, weight, strength)
+    return lambda strength: _ratio(peak, weight, strength)
 
 
 def _ratio(peak: Tensor, weight: Tensor, strength: float) -> Tensor:
     """The scales, centred on 1 so that 16-bit weights and norms keep their range; 1 for channels that are dead."""
-    live = (peak > 0) & (weight > 0)
+    live = (peak > 0) & (weight > 0) & (strength > 0)
     ratio = torch.where(live, peak.clamp(min=1e-6) ** strength / weight.clamp(min=1e-6) ** (1 - strength), 1.0)
     if not bool(live.any()):
         return ratio

@@ -4,6 +4,8 @@
 
 Rounding passes gradients straight through (Bengio et al., 2013); the scale's gradient is that of LSQ (Esser et al.,
 2020): scale and rounding are learned together, as by OmniQuant, SignRound and EfficientQAT, whose terms these are.
+Gradients also pass through the clamp, because ``project`` keeps every place inside the cell of some code: a weight that
+was clipped can come back.
 """
 
 from collections.abc import Sequence
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 
 from anybit.packing import QuantizedWeight, stack, unstack
 from anybit.quantize.grid import Grid
+
+# How far outside the outermost codes a place may lie: just within their cells.
+_EDGE = 0.49
 
 
 class SoftWeight(nn.Module):
@@ -47,10 +52,43 @@ class SoftWeight(nn.Module):
     def forward(self) -> Tensor:
         """The dequantized weight."""
         scale = self._spread(self.base * self.stretch.exp())
-        inside = self.place.clamp(0, self.top)
-        codes = inside + (inside.round() - inside).detach()
+        rounded = self.place.detach().round().clamp_(0, self.top)
+        codes = self.place + (rounded - self.place.detach())
         weight = (codes - self._spread(self.zero)) * scale
         return weight if self.mask is None else weight * self.mask
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Bring every place back into the outermost cells: after each step."""
+        self.place.clamp_(-_EDGE, self.top + _EDGE)
+
+    @torch.no_grad()
+    def computed(self, dtype: torch.dtype) -> Tensor:
+        """The dequantized weight without a graph, in a dtype: in as few passes over memory as that takes."""
+        if not self._plain:
+            weight: Tensor = self().to(dtype)
+            return weight
+        n, g = self.base.shape
+        codes = self.place.round().clamp_(0, self.top).view(n, g, -1)
+        scale = self.base * self.stretch.exp()
+        return codes.sub_(self.zero[..., None]).mul_(scale[..., None]).to(dtype).view(self.place.shape)
+
+    def receive(self, gradient: Tensor, weight: Tensor) -> None:
+        """Set the parameters' gradients from that of the weight, which ``computed`` gave."""
+        if not self._plain:
+            self().backward(gradient.float())
+            return
+        n, g = self.base.shape
+        with torch.no_grad():
+            scale = (self.base * self.stretch.exp())[..., None]
+            self.place.grad = (gradient.view(n, g, -1) * scale).view(self.place.shape)
+            self.stretch.grad = (gradient * weight).view(n, g, -1).sum(-1, dtype=torch.float32)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether all groups are whole, in order and dense."""
+        g = self.base.shape[1]
+        return self.mask is None and (g == 1 or self.uniform * g == self.place.shape[1])
 
     @torch.no_grad()
     def harden(self) -> QuantizedWeight:
@@ -74,11 +112,7 @@ class SoftWeight(nn.Module):
 
 
 class SoftLinear(nn.Module):
-    """A linear layer over a SoftWeight; ``transposed`` modules (Conv1D) behave as linear layers do.
-
-    Between ``freeze`` and ``thaw`` the dequantized weight is computed once, for many passes: thaw hands the gradients
-    that it has collected on to codes and scales.
-    """
+    """A linear layer over a SoftWeight; ``transposed`` modules (Conv1D) behave as linear layers do."""
 
     def __init__(self, weight: QuantizedWeight, original: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -91,23 +125,9 @@ class SoftLinear(nn.Module):
         weight = self.soft() if self._frozen is None else self._frozen
         return nn.functional.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
-    def freeze(self, dtype: torch.dtype) -> None:
-        """Compute the weight, in a dtype, for all passes until ``thaw``."""
-        with torch.no_grad():
-            self._frozen = self.soft().to(dtype)
-        self._frozen.requires_grad_()
-
     def fix(self, weight: Tensor) -> None:
         """Compute with a given weight from now on."""
         self._frozen = weight.detach()
-
-    def thaw(self) -> None:
-        """Hand the collected gradient on."""
-        assert self._frozen is not None
-        if self._frozen.grad is not None:
-            weight = self.soft()
-            weight.backward(self._frozen.grad.to(weight.dtype))
-        self._frozen = None
 
 
 class SoftBank:
@@ -122,25 +142,25 @@ class SoftBank:
         self.soft = SoftWeight(stack(list(weights.values())), torch.cat([originals[name] for name in weights]))
         self._rows = {name: weight.shape[0] for name, weight in weights.items()}
         self._gradient: Tensor | None = None
+        self._weight: Tensor | None = None
 
     def freeze(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights by layer, in a dtype; gradients of what is computed with them are gathered until ``thaw``."""
-        with torch.no_grad():
-            weight = self.soft().to(dtype)
-        self._gradient = torch.zeros_like(weight)
+        self._weight = self.soft.computed(dtype)
+        self._gradient = torch.zeros_like(self._weight)
         leaves: dict[str, Tensor] = {}
         sizes = list(self._rows.values())
-        for name, part, gradient in zip(self._rows, weight.split(sizes), self._gradient.split(sizes), strict=True):
+        parts = zip(self._rows, self._weight.split(sizes), self._gradient.split(sizes), strict=True)
+        for name, part, gradient in parts:
             leaves[name] = part.detach().requires_grad_()
             leaves[name].grad = gradient
         return leaves
 
     def thaw(self) -> None:
         """Hand the collected gradient on."""
-        assert self._gradient is not None
-        weight = self.soft()
-        weight.backward(self._gradient.to(weight.dtype))
-        self._gradient = None
+        assert self._gradient is not None and self._weight is not None
+        self.soft.receive(self._gradient, self._weight)
+        self._gradient = self._weight = None
 
     def harden(self) -> dict[str, QuantizedWeight]:
         """The codes and scales learned so far, by layer."""
