@@ -1,4 +1,5 @@
-"""What quantizing costs on a GPU: GPTQ on blocks of an 8B model, and learning on a 135M model, with random weights.
+"""What quantizing costs, with random weights: GPTQ on blocks of an 8B model and learning on a 135M model on a GPU, GPTQ
+on blocks of the 135M model on two CPU cores.
 
 Time and memory do not depend on the values of weights. Whole models take too long to time whole: a few blocks are
 timed, and the total is their mean times the number of blocks, which is what walking block by block costs.
@@ -8,6 +9,7 @@ timed, and the total is their mean times the number of blocks, which is what wal
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 
@@ -60,38 +62,66 @@ def gptq_8b(scheme: Scheme, count: int, blocks: int) -> dict[str, object]:
     model = random_model(**LLAMA_8B, num_hidden_layers=blocks).cpu()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    options = gptq.GPTQ(scale_dtype=torch.bfloat16)
-    ends = []
-
-    def quantizer(weight, statistics, name):
-        return gptq.quantize(statistics.corrected(weight, 0.5), statistics.hessian, scheme.weights, options, name)
-
-    def note(done, total, left):
-        torch.cuda.synchronize()
-        ends.append(time.perf_counter())
-        print(f"block {done} of {total}: {ends[-1] - started:.1f} s since the start", flush=True)
-
-    print("model ready", flush=True)
-    started = time.perf_counter()
-    calibrate(
-        model,
-        tokens(count, 2048, 4096),
-        scheme,
-        linears(model),
-        quantizer,
-        Calibration(device="cuda", batch_tokens=8192),
-        progress=note,
-    )
-    seconds = [b - a for a, b in zip([started, *ends], ends, strict=False)]
+    seconds = gptq_seconds(model, scheme, tokens(count, 2048, 4096), "cuda", torch.bfloat16)
     return {
         "case": "gptq llama-8b",
         "scheme": str(scheme),
         "tokens": count,
         "seconds_a_block": seconds,
         "blocks": 32,
-        "minutes_whole_model": 32 * min(seconds) / 60,
+        "minutes_whole_model": minutes(seconds, 32),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "device": torch.cuda.get_device_name(),
     }
+
+
+def gptq_135m(scheme: Scheme, count: int, blocks: int) -> dict[str, object]:
+    """Seconds a block of GPTQ with drift correction on a model of SmolLM2-135M's size, on two cores."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    torch.set_num_threads(2)
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        sizes = SMOLLM2 | {"num_hidden_layers": blocks, "vocab_size": 4096}
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval().requires_grad_(False)
+    seconds = gptq_seconds(model, scheme, tokens(count, 512, 4096), "cpu", torch.float16)
+    return {
+        "case": "gptq smollm2-135m on two cores",
+        "scheme": str(scheme),
+        "tokens": count,
+        "seconds_a_block": seconds,
+        "blocks": 30,
+        "minutes_whole_model": minutes(seconds, 30),
+        "device": "cpu",
+    }
+
+
+def gptq_seconds(
+    model: torch.nn.Module, scheme: Scheme, sequences: list[torch.Tensor], device: str, kind: torch.dtype
+) -> list[float]:
+    """Seconds of every block, with the defaults of ``--method gptq``."""
+    options = gptq.GPTQ(scale_dtype=kind)
+    ends = []
+
+    def quantizer(weight, statistics, name):
+        return gptq.quantize(statistics.corrected(weight, 0.5), statistics.hessian, scheme.weights, options, name)
+
+    def note(done, total, left):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+        print(f"block {done} of {total}: {ends[-1] - started:.1f} s since the start", flush=True)
+
+    print("model ready", flush=True)
+    started = time.perf_counter()
+    settings = Calibration(device=device, batch_tokens=8192 if device == "cuda" else 4096)
+    calibrate(model, sequences, scheme, linears(model), quantizer, settings, progress=note)
+    return [b - a for a, b in zip([started, *ends], ends, strict=False)]
+
+
+def minutes(seconds: list[float], blocks: int) -> float:
+    """What all blocks take: the first one as it was, all others as those measured after it."""
+    later = seconds[1:] or seconds
+    return (seconds[0] + (blocks - 1) * sum(later) / len(later)) / 60
 
 
 def learned_135m(scheme: Scheme, count: int) -> dict[str, object]:
@@ -116,26 +146,28 @@ def learned_135m(scheme: Scheme, count: int) -> dict[str, object]:
         "seconds": time.perf_counter() - started,
         "loss_first_last": [losses[0], losses[-1]],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "device": torch.cuda.get_device_name(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--only", choices=("learned", "gptq"))
+    parser.add_argument("--tokens", type=int, default=32768, help="of the 8B model")
+    parser.add_argument("--only", choices=("learned", "gptq", "cores"))
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     jobs = {
         "gptq": lambda: gptq_8b(Scheme.parse("w4a16g128"), arguments.tokens, arguments.blocks),
         "learned": lambda: learned_135m(Scheme.parse("w2a16g64asym"), 65536),
+        "cores": lambda: gptq_135m(Scheme.parse("w4a16g64asym"), 16384, arguments.blocks),
     }
-    rows = []
+    rows = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
     for name, job in jobs.items():
         if arguments.only in (None, name):
-            row = job() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%F")}
+            row = job() | {"torch": torch.__version__, "date": time.strftime("%F")}
             print(json.dumps(row), flush=True)
-            rows.append(row)
+            rows = [old for old in rows if old["case"] != row["case"]] + [row]
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
 

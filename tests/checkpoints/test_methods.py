@@ -11,7 +11,15 @@ from transformers import AutoModelForCausalLM
 
 from anybit.checkpoints import Folder
 from anybit.checkpoints.convert import convert
-from anybit.errors import CheckpointError, ConversionError, LayerError, OptionError, SchemeError, TextError
+from anybit.errors import (
+    CalibrationError,
+    CheckpointError,
+    ConversionError,
+    LayerError,
+    OptionError,
+    SchemeError,
+    TextError,
+)
 from anybit.linear import QuantLinear
 from anybit.quantize.methods import METHODS, quantize_folder
 from anybit.quantize.onebit import factorize, quantize_onebit
@@ -126,6 +134,24 @@ def test_bad_options_are_refused_and_leave_nothing(options, error, match, llama:
     with pytest.raises(error, match=match):
         quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["gptq", "learned", "smooth"])
+@pytest.mark.parametrize("fault", ["infinite", "unreached", "encoding"])
+def test_failures_under_way_name_the_layer_and_leave_nothing(fault, method, llama: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    mlp = model.model.layers[1].mlp
+    if fault == "infinite":
+        mlp.up_proj.weight.data.fill_(1e38), mlp.gate_proj.weight.data.fill_(1e38)
+    elif fault == "unreached":
+        mlp.up_proj.weight.data.zero_()
+    model.save_pretrained(tmp_path / "source")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9" * 400)
+    options = {"text": tmp_path / "latin.txt"} if fault == "encoding" else FAST
+    error, name = (TextError, "latin.txt") if fault == "encoding" else (CalibrationError, r"layers\.1\.mlp\.down_proj")
+    with pytest.raises(error, match=name):
+        quantize_folder(tmp_path / "source", tmp_path / "out", "w4a8g32", method, options=options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latin.txt", "source"]
 
 
 def test_an_existing_folder_is_refused_before_the_work(llama: Path, tmp_path: Path) -> None:

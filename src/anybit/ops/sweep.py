@@ -40,7 +40,9 @@ def _sweep_cuda(
 ) -> tuple[Tensor, Tensor]:
     codes, errors = torch.empty_like(values), torch.empty_like(values)
     device, step = values.get_device(), kernel.CHANNELS
-    scale, zero = scale.contiguous(), zero.contiguous()
+    # Factors come out of LAPACK column by column; the kernel walks rows.
+    coupling, scale, zero = coupling.contiguous(), scale.contiguous(), zero.contiguous()
+    values, reference = values.contiguous(), None if reference is None else reference.contiguous()
     work = values.clone() if len(values) > step else values
     for start in range(0, len(values), step):
         end = min(start + step, len(values))
