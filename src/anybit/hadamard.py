@@ -57,7 +57,7 @@ def transform(x: Tensor) -> Tensor:
         y = y.reshape(-1, order, power)
         step *= 2
     if order > 1:
-        y = torch.matmul(_signs(order).to(y), y)
+        y = torch.matmul(_signs_on(order, y.device, y.dtype), y)
     result: Tensor = (y * size**-0.5).reshape(x.shape).to(x.dtype)
     return result
 
@@ -72,6 +72,12 @@ def inverse(x: Tensor) -> Tensor:
     y = torch.matmul(_signs(order).T.to(x.device, work), x.to(work).reshape(-1, order, power))
     result: Tensor = (transform(y) * order**-0.5).reshape(x.shape).to(x.dtype)
     return result
+
+
+@cache
+def _signs_on(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Kept where it is used: a copy in every call would stall a GPU, and cannot be captured in a graph."""
+    return _signs(order).to(device, dtype)
 
 
 @cache

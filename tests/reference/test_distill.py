@@ -38,10 +38,10 @@ def test_gradients_reach_codes_and_scales():
     direct.backward()
     expected = [p.grad.clone() for p in layer.soft.parameters()]
     (bank,) = banks({"layer": layer.soft.weight}, {"layer": original})
-    weight = bank.freeze(torch.float32)["layer"]
+    weight = bank.leaves["layer"]
     for half in x.split(5):
         (half @ weight.T - half @ original.T).square().sum().backward()
-    bank.thaw()
+    bank.receive()
     for parameter, gradient in zip(bank.soft.parameters(), expected, strict=True):
         assert gradient.abs().max() > 0
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
@@ -92,13 +92,13 @@ def test_banks_are_the_layers_that_they_hold():
     assert len(found) == 2
     x = torch.randn(5, 64, generator=g)
     for bank in found:
-        for name, leaf in bank.freeze(torch.float32).items():
+        for name, leaf in bank.leaves.items():
             alone = SoftLinear(weights[name], originals[name], None)
             (x @ leaf.T).square().sum().backward()
             alone(x).square().sum().backward()
             weights[name] = alone.soft.place.grad
             torch.testing.assert_close(leaf, alone.soft().detach())
-        bank.thaw()
+        bank.receive()
         rows = torch.cat([weights[name] for name in bank.harden()])
         torch.testing.assert_close(bank.soft.place.grad, rows, rtol=1e-4, atol=1e-3)
 

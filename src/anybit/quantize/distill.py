@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
+from anybit.quantize.accumulate import Accumulation
 from anybit.quantize.blocks import weight_of
-from anybit.quantize.soft import FrozenLinear, banks, parameter_groups
+from anybit.quantize.soft import GivenLinear, banks, parameter_groups
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat
-
-# Rows of logits that become probabilities together.
-_ROWS_AT_ONCE = 2048
 
 Progress = Callable[[int, int, float], None]
 
@@ -69,9 +67,10 @@ def distill(
     device = torch.device(settings.device)
     teacher = model.to(device)
     student = copy.deepcopy(teacher).requires_grad_(False)
+    kind = torch.bfloat16 if settings.half else torch.float32
     originals = {name: weight_of(teacher.get_submodule(name)) for name in weights}
-    layers = _replaced(teacher, student, weights, activations)
-    learned = banks({name: weight.to(device) for name, weight in weights.items()}, originals)
+    learned = banks({name: weight.to(device) for name, weight in weights.items()}, originals, kind)
+    _give(teacher, student, {name: leaf for bank in learned for name, leaf in bank.leaves.items()}, activations)
     groups = parameter_groups(learned, settings.place_rate, settings.scale_rate)
     gains = _gains(student) if tuned is not None and settings.gain_rate > 0 else {}
     if gains:
@@ -83,53 +82,42 @@ def distill(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
     )
-    kind = torch.bfloat16 if settings.half else torch.float32
+    run = Accumulation(teacher, student, settings.half, device)
     for step in range(steps):
         ahead = ahead or _batches(_shuffled(sequences, step), settings.step_tokens)
-        optimizer.zero_grad(set_to_none=True)
         for bank in learned:
-            for name, leaf in bank.freeze(kind).items():
-                layers[name].given = leaf
-        parts = [part for tokens in ahead.pop(0) for part in tokens.split(settings.batch_rows(tokens))]
-        total = sum(part.numel() for part in parts)
-        loss = torch.zeros((), device=device)
-        for part in parts:
-            divergence = _divergence(teacher, student, part.to(device), settings.half) * (part.numel() / total)
-            loss += divergence.detach()
-            divergence.backward()
-        if not math.isfinite(float(loss)):
+            bank.refresh()
+        for gain in gains.values():
+            gain.grad = torch.zeros_like(gain) if gain.grad is None else gain.grad.zero_()
+        loss = run([part for tokens in ahead.pop(0) for part in tokens.split(settings.batch_rows(tokens))])
+        if not math.isfinite(loss):
             raise CalibrationError(f"the loss of step {step} is not finite; lower place_rate and scale_rate")
         for bank in learned:
-            bank.thaw()
+            bank.receive()
         optimizer.step()
         for bank in learned:
             bank.soft.project()
         schedule.step()
         if progress is not None:
-            progress(step + 1, steps, float(loss))
+            progress(step + 1, steps, loss)
     if tuned is not None:
         tuned.update({name: gain.detach().cpu() for name, gain in gains.items()})
     hard = {name: weight.to("cpu") for bank in learned for name, weight in bank.harden().items()}
     return {name: hard[name] for name in weights}
 
 
-def _replaced(
-    teacher: Any, student: Any, weights: dict[str, QuantizedWeight], activations: ActivationFormat | None
-) -> dict[str, FrozenLinear]:
-    """Put layers without weights of their own into the student, by name."""
-    layers: dict[str, FrozenLinear] = {}
-    for name in weights:
+def _give(teacher: Any, student: Any, leaves: dict[str, Tensor], activations: ActivationFormat | None) -> None:
+    """Let the student's layers, by name, compute with other weights."""
+    for name, leaf in leaves.items():
         module = teacher.get_submodule(name)
         bias = getattr(module, "bias", None)
-        layer = FrozenLinear(None if bias is None else bias.detach())
+        layer = GivenLinear(leaf, None if bias is None else bias.detach())
         # What the layer's input goes through, such as an online rotation.
         for hook in list(module._forward_pre_hooks.values()):
             layer.register_forward_pre_hook(hook)
         if activations is not None and activations.quantized:
             layer.register_forward_pre_hook(_rounded_through(activations))
         student.set_submodule(name, layer, strict=False)
-        layers[name] = layer
-    return layers
 
 
 def _gains(student: nn.Module) -> dict[str, nn.Parameter]:
@@ -142,38 +130,6 @@ def _gains(student: nn.Module) -> dict[str, nn.Parameter]:
             gain.requires_grad_()
             found[f"{name}.weight"] = gain
     return found
-
-
-def _divergence(teacher: Any, student: Any, tokens: Tensor, half: bool) -> Tensor:
-    """Mean KL(teacher || student) over all positions, in nats."""
-    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=half):
-        with torch.no_grad():
-            wanted = teacher(input_ids=tokens, use_cache=False).logits
-        found = student(input_ids=tokens, use_cache=False).logits
-    divergence: Tensor = _Divergence.apply(found.flatten(0, 1), wanted.flatten(0, 1))  # type: ignore[no-untyped-call]
-    return divergence
-
-
-class _Divergence(torch.autograd.Function):
-    """Mean KL(wanted || found) of logits [T, V], with its gradient at once: logits are large, and few copies fit."""
-
-    @staticmethod
-    def forward(ctx: Any, found: Tensor, wanted: Tensor) -> Tensor:
-        gradient = torch.empty_like(found)
-        total = torch.zeros((), device=found.device)
-        for start in range(0, len(found), _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            ours = found[part].float().log_softmax(-1)
-            theirs = wanted[part].float().log_softmax(-1)
-            total += nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True)
-            gradient[part] = ours.exp_().sub_(theirs.exp_()) / len(found)
-        ctx.save_for_backward(gradient)
-        return total / len(found)
-
-    @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * outer.to(gradient.dtype), None
 
 
 def _rounded_through(format: ActivationFormat) -> Callable[..., tuple[Tensor, ...]]:

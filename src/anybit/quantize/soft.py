@@ -134,61 +134,58 @@ class SoftBank:
     """Quantized weights that share a format and a number of inputs, learned as one tall matrix.
 
     A model has hundreds of layers, and a GPU would spend its time on launching an operation for each of them.
-    ``freeze`` computes all weights once, for many passes; the layers' gradients gather in one tensor, which ``thaw``
-    hands on to codes and scales.
+    ``refresh`` computes all weights once, for many passes, into ``leaves``, which stay where they are in memory; their
+    gradients gather in one tensor, which ``receive`` hands on to codes and scales.
     """
 
-    def __init__(self, weights: dict[str, QuantizedWeight], originals: dict[str, Tensor]) -> None:
+    def __init__(self, weights: dict[str, QuantizedWeight], originals: dict[str, Tensor], dtype: torch.dtype) -> None:
         self.soft = SoftWeight(stack(list(weights.values())), torch.cat([originals[name] for name in weights]))
         self._rows = {name: weight.shape[0] for name, weight in weights.items()}
-        self._gradient: Tensor | None = None
-        self._weight: Tensor | None = None
-
-    def freeze(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The weights by layer, in a dtype; gradients of what is computed with them are gathered until ``thaw``."""
         self._weight = self.soft.computed(dtype)
         self._gradient = torch.zeros_like(self._weight)
-        leaves: dict[str, Tensor] = {}
+        self.leaves: dict[str, Tensor] = {}
         sizes = list(self._rows.values())
         parts = zip(self._rows, self._weight.split(sizes), self._gradient.split(sizes), strict=True)
         for name, part, gradient in parts:
-            leaves[name] = part.detach().requires_grad_()
-            leaves[name].grad = gradient
-        return leaves
+            self.leaves[name] = part.detach().requires_grad_()
+            self.leaves[name].grad = gradient
 
-    def thaw(self) -> None:
+    def refresh(self) -> None:
+        """Compute the weights anew, and forget their gradients."""
+        self._weight.copy_(self.soft.computed(self._weight.dtype))
+        self._gradient.zero_()
+
+    def receive(self) -> None:
         """Hand the collected gradient on."""
-        assert self._gradient is not None and self._weight is not None
         self.soft.receive(self._gradient, self._weight)
-        self._gradient = self._weight = None
 
     def harden(self) -> dict[str, QuantizedWeight]:
         """The codes and scales learned so far, by layer."""
         return dict(zip(self._rows, unstack(self.soft.harden(), list(self._rows.values())), strict=True))
 
 
-class FrozenLinear(nn.Module):
-    """A linear layer whose weight, [N, K], is given to it before every pass."""
+class GivenLinear(nn.Module):
+    """A linear layer over a weight, [N, K], that is no parameter of its own."""
 
-    def __init__(self, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.bias = bias
-        self.given: Tensor | None = None
+        self.given, self.bias = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Y = x W^T + bias, in the weight's dtype."""
-        assert self.given is not None
         kind = self.given.dtype
         return nn.functional.linear(x.to(kind), self.given, None if self.bias is None else self.bias.to(kind))
 
 
-def banks(weights: dict[str, QuantizedWeight], originals: dict[str, Tensor]) -> list[SoftBank]:
+def banks(
+    weights: dict[str, QuantizedWeight], originals: dict[str, Tensor], dtype: torch.dtype = torch.float32
+) -> list[SoftBank]:
     """Weights in as few banks as there can be: layers that scatter their groups each have one of their own."""
     together: dict[object, list[str]] = {}
     for name, weight in weights.items():
         key = name if weight.group_index is not None else (weight.format, weight.shape[1], weight.scale.dtype)
         together.setdefault(key, []).append(name)
-    return [SoftBank({name: weights[name] for name in names}, originals) for names in together.values()]
+    return [SoftBank({name: weights[name] for name in names}, originals, dtype) for names in together.values()]
 
 
 def parameter_groups(

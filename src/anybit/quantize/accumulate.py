@@ -1,0 +1,114 @@
+"""The gradient of a student's divergence from its teacher, gathered over the batches of a step.
+
+A step of a small model is thousands of short kernels: on a GPU, batches of a shape that comes again are recorded as a
+CUDA graph once and replayed from then on.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Rows of logits that become probabilities together.
+_ROWS_AT_ONCE = 2048
+# Batches of a shape that run as they are before one is recorded: allocations and choices of algorithms settle.
+_WARM = 2
+
+
+class Accumulation:
+    """Mean KL(teacher || student) in nats over all positions of some batches; gradients are added to the student's.
+
+    Where gradients go must stay in place from call to call. half: passes in bfloat16.
+    """
+
+    def __init__(self, teacher: Any, student: Any, half: bool, device: torch.device) -> None:
+        self.teacher, self.student, self.half, self.device = teacher, student, half, device
+        self._seen: Counter[tuple[int, ...]] = Counter()
+        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._records = True
+        self._loss = torch.zeros((), device=device)
+        self._share = torch.ones((), device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batches: Sequence[Tensor]) -> float:
+        """Run token ids int64 [B, L] each, in one step; returns the loss over all of them."""
+        total = sum(tokens.numel() for tokens in batches)
+        self._loss.zero_()
+        for tokens in batches:
+            self._share.fill_(tokens.numel() / total)
+            if self._stream is None:
+                self._add(tokens)
+            else:
+                self._on_gpu(tokens)
+        return float(self._loss)
+
+    def _add(self, tokens: Tensor) -> None:
+        # A graph must not remember weights that autocast has cast.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
+            with torch.no_grad():
+                wanted = self.teacher(input_ids=tokens, use_cache=False).logits
+            found = self.student(input_ids=tokens, use_cache=False).logits
+        whole: Tensor = Divergence.apply(found.flatten(0, 1), wanted.flatten(0, 1))  # type: ignore[no-untyped-call]
+        divergence = whole * self._share
+        divergence.backward()
+        self._loss.add_(divergence.detach())
+
+    def _on_gpu(self, tokens: Tensor) -> None:
+        assert self._stream is not None
+        shape = tuple(tokens.shape)
+        self._seen[shape] += 1
+        if shape in self._graphs:
+            graph, static = self._graphs[shape]
+            static.copy_(tokens)
+            graph.replay()
+            return
+        static = tokens.to(self.device)
+        # Recording wants a stream of its own, and what ran before it on the same.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            if self._records and self._seen[shape] > _WARM:
+                self._record(shape, static)
+            else:
+                self._add(static)
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def _record(self, shape: tuple[int, ...], static: Tensor) -> None:
+        """Record a batch and run it."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self._stream):
+                self._add(static)
+        except RuntimeError as error:  # a model that looks at values on its way cannot be recorded
+            warnings.warn(f"learning goes on without CUDA graphs, which is slower: {error}", stacklevel=2)
+            self._records = False
+            self._add(static)
+            return
+        self._graphs[shape] = graph, static
+        graph.replay()
+
+
+class Divergence(torch.autograd.Function):
+    """Mean KL(wanted || found) of logits [T, V], with its gradient at once: logits are large, and few copies fit."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, wanted: Tensor) -> Tensor:
+        """The loss, float32 []."""
+        gradient = torch.empty_like(found)
+        total = torch.zeros((), device=found.device)
+        for start in range(0, len(found), _ROWS_AT_ONCE):
+            part = slice(start, start + _ROWS_AT_ONCE)
+            ours = found[part].float().log_softmax(-1)
+            theirs = wanted[part].float().log_softmax(-1)
+            total += nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True)
+            gradient[part] = ours.exp_().sub_(theirs.exp_()) / len(found)
+        ctx.save_for_backward(gradient)
+        return total / len(found)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None]:
+        """The gradient of ``found``."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer.to(gradient.dtype), None
