@@ -7,11 +7,12 @@ from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
 from anybit.quantize import gptq
 from anybit.quantize.calibrate import Calibration, calibrate
-from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.distill import Distillation, _rounded_through, distill
 from anybit.quantize.learned import BlockLearning
 from anybit.quantize.rtn import quantize_weight
 from anybit.quantize.soft import SoftLinear, SoftWeight, banks
-from anybit.scheme import Scheme, WeightFormat
+from anybit.reference import quantize_activations
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_calibration import divergence, names_of, sequences, tiny
 
 FORMATS = [WeightFormat(2, "asym", 32), WeightFormat(3), WeightFormat(1, "bipolar", 64), WeightFormat(4, sparse=True)]
@@ -77,6 +78,25 @@ def test_gains_of_norms_learn_too_if_asked():
     plain: dict[str, torch.Tensor] = {}
     distill(model, weights, sequences(20), Distillation(half=False), tuned=plain)
     assert not plain
+
+
+@pytest.mark.parametrize("code", ["sym", "asym"])
+def test_gradients_follow_a_tokens_range(code):
+    format = ActivationFormat(3, code)
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (coded,) = _rounded_through(format)(None, (x,))
+    torch.testing.assert_close(coded.detach(), quantize_activations(x.detach(), format).dequantize())
+    weight = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+    (coded * weight).sum().backward()
+    found, x.grad = x.grad, None
+    lost, inner = coded.detach() - x.detach(), x.detach().abs() < x.detach().abs().amax(1, keepdim=True)
+    if code == "asym":
+        inner = (x.detach() < x.detach().amax(1, keepdim=True)) & (x.detach() > x.detach().amin(1, keepdim=True))
+    assert bool((found == weight)[inner].all())
+    # All outer gradients of a row together: those of its elements, and of its range for what is lost of it.
+    reach = x.detach().abs().amax(1) if code == "sym" else x.detach().amax(1) - x.detach().amin(1)
+    extra = ((found - weight) * x.detach().sign()).sum(1) / (1 if code == "sym" else 2)
+    torch.testing.assert_close(extra, (weight * lost).sum(1) / reach, rtol=1e-3, atol=1e-4)
 
 
 def test_banks_are_the_layers_that_they_hold():

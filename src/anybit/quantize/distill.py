@@ -133,14 +133,27 @@ def _gains(student: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _rounded_through(format: ActivationFormat) -> Callable[..., tuple[Tensor, ...]]:
-    """A hook that quantizes a layer's input and lets gradients through."""
+    """A hook that quantizes a layer's input and lets gradients through.
+
+    What is lost is some part of a step, and the step follows the token's range: the gradient says so, and ranges that
+    cost more than they are worth shrink.
+    """
 
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = args[0]
-        rounded = quantize_activations(x.detach(), format).dequantize().reshape(x.shape).to(x.dtype)
-        return (x + (rounded - x).detach(), *args[1:])
+        rounded = quantize_activations(x.detach(), format).dequantize().reshape(x.shape)
+        reach = _range(x.float(), format)
+        lost = (rounded - x.detach()) / reach.detach().clamp(min=torch.finfo(torch.float32).tiny)
+        return (x + (lost * reach).to(x.dtype), *args[1:])
 
     return hook
+
+
+def _range(x: Tensor, format: ActivationFormat) -> Tensor:
+    """What the step of each row [..., K] is a fixed part of, [..., 1]."""
+    if format.code == "asym":
+        return x.amax(-1, keepdim=True).clamp(min=0) - x.amin(-1, keepdim=True).clamp(max=0)
+    return x.abs().amax(-1, keepdim=True)
 
 
 def _shuffled(sequences: Sequence[Tensor], seed: int) -> list[Tensor]:
