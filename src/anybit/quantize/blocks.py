@@ -218,6 +218,28 @@ def input_of(block: nn.Module, module: nn.Module, x: Tensor, call: Call) -> Tens
     return found[0].reshape(-1, found[0].shape[-1])
 
 
+@torch.no_grad()
+def run_and_look(
+    block: nn.Module, modules: dict[str, nn.Module], x: Tensor, call: Call
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What some linear layers of a block read, [tokens, K] each by name, and the hidden states that leave the block."""
+    found: dict[str, Tensor] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+            found[name] = args[0].reshape(-1, args[0].shape[-1])
+
+        return record
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in modules.items()]
+    try:
+        out = run_block(block, x, call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found, out
+
+
 @contextmanager
 def on_device(block: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Keep a block on a device, in a dtype, for the time of a ``with``; afterwards its parameters are as before."""

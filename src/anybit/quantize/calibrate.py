@@ -231,8 +231,11 @@ class _Run:
         _round_inputs(linears, self.scheme.activations)
         saved = None if self.resume is None else self.resume.read(index, self.scheme.weights)
         with walk.on_device(original, self.device):
-            weights = self._quantize(name, original, work, linears, calls) if saved is None else saved
-            self._pass(self.reference, original, calls)
+            if saved is None:
+                weights = self._quantize(name, original, work, linears, calls)
+            else:
+                weights = saved
+                self._pass(self.reference, original, calls)
             if saved is None and self.refine is not None and linears:
                 self._refine(index, work, linears, weights, calls)
         for layer, module in linears.items():
@@ -253,12 +256,13 @@ class _Run:
         linears: dict[str, nn.Module],
         calls: list[walk.Call],
     ) -> dict[str, QuantizedWeight]:
+        """Quantize a block's layers in the order in which they run, and move the reference stream past it."""
         weights: dict[str, QuantizedWeight] = {}
-        if not linears:
-            return weights
         plain = walk.linear_modules(original, name, self.names)
-        for stage in walk.stages(original, plain, self.quantized[0].to(self.device), calls[0]):
-            statistics = self._statistics(stage[0], original, work, plain, linears, calls)
+        stages = walk.stages(original, plain, self.quantized[0].to(self.device), calls[0]) if linears else []
+        seen = self._look(original, {stage[0]: plain[stage[0]] for stage in stages}, calls)
+        for stage in stages:
+            statistics = self._statistics(work, linears[stage[0]], stage[0], seen.pop(stage[0], None), calls)
             rows = [walk.weight_of(linears[layer]).float() for layer in stage]
             stacked = self.quantizer(torch.cat(rows), statistics, ", ".join(stage))
             for layer, weight in zip(stage, unstack(stacked, [len(weight) for weight in rows]), strict=True):
@@ -266,27 +270,37 @@ class _Run:
                 walk.set_weight(linears[layer], weights[layer].dequantize())
         return weights
 
+    def _look(self, original: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]) -> dict[str, walk.Store]:
+        """Move the reference stream past a block; if drift is followed, what some of its layers read on the way."""
+        if self.reference is None or not self.settings.drift:
+            self._pass(self.reference, original, calls)
+            return {}
+        seen = {name: walk.Store(self.settings.spill, self.settings.budget // 4) for name in layers}
+        for i in range(self.count):
+            found, out = walk.run_and_look(original, layers, self.reference[i].to(self.device), calls[i])
+            for name, x in found.items():
+                seen[name][i] = x
+            self.reference[i] = out.to(self.reference[i].device)
+        return seen
+
     def _statistics(
-        self,
-        layer: str,
-        original: nn.Module,
-        work: nn.Module,
-        plain: dict[str, nn.Module],
-        linears: dict[str, nn.Module],
-        calls: list[walk.Call],
+        self, work: nn.Module, module: nn.Module, layer: str, original: walk.Store | None, calls: list[walk.Call]
     ) -> Statistics:
+        """Statistics of a layer's input in the block under work; ``original``: what it reads in the original model."""
         hessian: Tensor | None = None
         drift: Tensor | None = None
         tokens = 0
         for i in range(self.count):
-            x = walk.input_of(work, linears[layer], self.quantized[i].to(self.device), calls[i]).float()
+            x = walk.input_of(work, module, self.quantized[i].to(self.device), calls[i]).float()
             tokens += len(x)
             product = x.T @ x
             hessian = product if hessian is None else hessian.add_(product)
-            if self.settings.drift and self.reference is not None:
-                y = walk.input_of(original, plain[layer], self.reference[i].to(self.device), calls[i]).float()
-                product = y.sub_(x).T @ x
+            if original is not None:
+                y = original[i].to(self.device).float()
+                product = (y - x).T @ x
                 drift = product if drift is None else drift.add_(product)
+        if original is not None:
+            original.clear()
         assert hessian is not None
         if not bool(hessian.isfinite().all()):
             raise CalibrationError(
