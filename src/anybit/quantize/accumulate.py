@@ -69,7 +69,8 @@ class Accumulation:
         # Recording wants a stream of its own, and what ran before it on the same.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            if self._records and self._seen[shape] > _WARM:
+            # One shape only: each recording keeps memory of its own.
+            if self._records and not self._graphs and self._seen[shape] > _WARM:
                 self._record(shape, static)
             else:
                 self._add(static)

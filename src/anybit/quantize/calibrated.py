@@ -6,7 +6,7 @@
     smooth   activations' outliers migrate into the weights, then gptq   (.smooth)
     rotate   a Hadamard rotation spreads outliers, then gptq             (.rotate)
 
-Any of them also learns if it is given ``block_passes`` or ``learn_tokens``.
+Any of them also learns if it is given ``block_passes`` or ``learn_tokens``; smooth and rotate do on a GPU.
 """
 
 from collections.abc import Mapping
@@ -29,6 +29,7 @@ from anybit.quantize.rotate import rotate
 from anybit.quantize.rtn import quantize_weight
 from anybit.quantize.smooth import smooth
 from anybit.quantize.stream import Changes, Job, Saved, write_quantized
+from anybit.scheme import Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,11 @@ class Options:
     """What the calibrated methods can be told.
 
     text: a file to calibrate on.  sequences: token ids instead, of any lengths.  tokens: how many are used, in
-    sequences of ``length``.  drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
+    sequences of ``length`` (by default 16384, and 32768 on a GPU).
+    drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
     order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  block_passes: over the text, to learn each block against
     its original output (``anybit.quantize.learned``).  learn_tokens, learn_passes, step_tokens, place_rate,
-    scale_rate, gain_rate: see ``anybit.quantize.distill``; learn_tokens None is the method's own choice.
+    scale_rate, gain_rate: see ``anybit.quantize.distill``; what is None is chosen by ``learning``.
     strength: how much of the outliers smoothing moves; None finds it for each place.  seed: of the rotation.
     mix_heads: rotate what attention hands on across its heads, on line.
     device: where to work; None takes a GPU if there is one.
@@ -48,7 +50,7 @@ class Options:
 
     text: Path | None = None
     sequences: list[list[int]] | None = None
-    tokens: int = 16384
+    tokens: int | None = None
     length: int = 512
     drift: float = 0.5
     order: str = "grouped"
@@ -56,11 +58,11 @@ class Options:
     passes: int = 3
     block_passes: int | None = None
     learn_tokens: int | None = None
-    learn_passes: float = 1.0
-    step_tokens: int = 1024
+    learn_passes: float | None = None
+    step_tokens: int | None = None
     place_rate: float = 0.006
     scale_rate: float = 0.003
-    gain_rate: float = 0.0
+    gain_rate: float | None = None
     strength: float | None = None
     seed: int = 0
     mix_heads: bool = False
@@ -97,6 +99,39 @@ class Options:
         """The device to work on."""
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
+    @property
+    def calibration_tokens(self) -> int:
+        """How many tokens the layers are calibrated on."""
+        return self.tokens if self.tokens is not None else (32768 if self.on_gpu else 16384)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the work is done by a GPU, which can do ten times as much of it."""
+        return torch.device(self.where).type == "cuda"
+
+    def learning(self, method: str, scheme: Scheme) -> tuple[int, Distillation]:
+        """How many tokens codes learn from, 0 if they do not, and how.
+
+        ``learned`` always learns. On a GPU, where it takes seconds, so do the methods for quantized activations, and
+        the norms' gains with them. A GPU goes over all of a text, some times; a CPU over a part of it, once.
+        """
+        gpu, coded = self.on_gpu, scheme.activations.quantized
+        learns = method == "learned" or (gpu and coded and method in ("smooth", "rotate"))
+        passes = (4.0 if coded else 3.0 if scheme.weights.bits < 4 else 2.0) if gpu else 1.0
+        step = self.step_tokens if self.step_tokens is not None else (8192 if gpu else 1024)
+        settings = Distillation(
+            passes=passes if self.learn_passes is None else self.learn_passes,
+            step_tokens=step,
+            run_tokens=min(step, 8192) if gpu else 1024,
+            place_rate=self.place_rate,
+            scale_rate=self.scale_rate,
+            gain_rate=self.gain_rate if self.gain_rate is not None else (0.002 if gpu and coded else 0.0),
+            device=self.where,
+        )
+        if self.learn_tokens is not None:
+            return self.learn_tokens, settings
+        return (1 << 19 if gpu else 49152) if learns else 0, settings
+
 
 def _truth(value: object) -> bool:
     return {"true": True, "false": False}[str(value).lower()]
@@ -132,12 +167,12 @@ def _run(job: Job, method: str) -> Saved:
     if job.output.is_dir() and any(job.output.iterdir()) and not job.overwrite:
         # Found now, not after an hour.
         raise CheckpointError(f"{job.output} exists already and is not empty: choose another folder, or overwrite it")
-    learn = options.learn_tokens if options.learn_tokens is not None else (49152 if method == "learned" else 0)
+    learn, distillation = options.learning(method, job.scheme)
     block_passes = options.block_passes if options.block_passes is not None else (4 if method == "block" else 0)
     refine = BlockLearning(block_passes, options.place_rate, options.scale_rate) if block_passes else None
     # The text first: it is the cheaper thing to find missing.
-    sequences = _sequences(job, options, max(options.tokens, learn))
-    used = _first(sequences, options.tokens)
+    sequences = _sequences(job, options, max(options.calibration_tokens, learn))
+    used = _first(sequences, options.calibration_tokens)
     model = _load(job)
     names = {layer.name for layer in job.layers}
     changes = _prepare(job, model, method, used, options)
@@ -161,7 +196,7 @@ def _run(job: Job, method: str) -> Saved:
     )
     weights = calibrate(model, used, job.scheme, names, quantizer, calibration, refine, tell)
     if learn:
-        weights, tuned = _learn(job, model, weights, _first(sequences, learn), options)
+        weights, tuned = _learn(job, model, weights, _first(sequences, learn), distillation)
         changes = replace(changes, tensors={**changes.tensors, **tuned})
     scattered = any(weight.group_index is not None for weight in weights.values())
 
@@ -177,17 +212,9 @@ def _run(job: Job, method: str) -> Saved:
 
 
 def _learn(
-    job: Job, model: Any, weights: dict[str, QuantizedWeight], sequences: list[Tensor], options: Options
+    job: Job, model: Any, weights: dict[str, QuantizedWeight], sequences: list[Tensor], settings: Distillation
 ) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
     """The learned weights, and the norms' gains if they learned too."""
-    settings = Distillation(
-        passes=options.learn_passes,
-        step_tokens=options.step_tokens,
-        place_rate=options.place_rate,
-        scale_rate=options.scale_rate,
-        gain_rate=options.gain_rate,
-        device=options.where,
-    )
 
     def tell(done: int, total: int, loss: float) -> None:
         if job.progress is not None:
