@@ -65,6 +65,9 @@ def kernels_used() -> list[Kernel]:
     problems += [asked(33, 320, 1300, "w4a4", Output.f16)]
     configs = {bitwise.default(problem) for problem in problems}
     configs |= {variant(asked(300, 328, 2100, "w2a3asym"), change) for change in VARIANTS}
+    for slab, buffers, tensor in itertools.product((32, 64), (2, 3), (True, False)):
+        problem = asked(300, 328, 2100, "w2a3asym", Output.f16)
+        configs.add(large(problem, tokens=128, tensor=tensor, slab=slab, buffers=buffers))
     return [bitwise.kernel(config) for config in configs]
 
 
@@ -120,6 +123,16 @@ def test_every_kind_of_config(change: dict[str, object]) -> None:
     config = variant(problem, change)
     assert bitwise.why_not(problem, config) is None
     check(problem, config)
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+@pytest.mark.parametrize(("m", "n", "slab"), [(300, 328, 32), (300, 325, 64), (5, 7, 32)])
+def test_tensor_stores(m: int, n: int, slab: int, buffers: int) -> None:
+    problem = asked(m, n, 2100, "w2a3asym", Output.f16)
+    config = large(problem, tokens=128, tensor=True, slab=slab, buffers=buffers)
+    assert bitwise.why_not(problem, config) is None
+    check(problem, config, padding=-n % 8, bias=True)
+    check(problem, config, padding=-n % 8 + 3)  # rows that do not start on 16 bytes: stored by threads
 
 
 @pytest.mark.parametrize("m", [64, 4096])

@@ -15,7 +15,8 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.jit import Int32, Int64, Pointer
+from anybit.jit import Int32, Int64, Pointer, tensor_map
+from anybit.jit.tensor_map import TensorMap
 from anybit.kernels import planes
 from anybit.kernels.pack import Packed
 from anybit.kernels.planes import Code
@@ -78,11 +79,12 @@ class Config:
     multiprocessor; the rest belongs to one path.
 
     large: chunks of weights and of activations that shared memory holds (``weight_groups``, ``activation_groups``),
-    tokens that are staged at once on their way out (``slab``), how the two warpgroups take turns, and whether a block
-    keeps its activations while it goes through weights (``resident``).
+    tokens that are staged at once on their way out (``slab``) and how many such ``buffers`` there are, whether they leave
+    by tensor map (``tensor``, which wants rows of Y that start on 16 bytes), how the two warpgroups take turns, and
+    whether a block keeps its activations while it goes through weights (``resident``).
     small: the operand that is walked (``walk``), its planes in flight (``slots``), the chunks of the other in shared
     memory (``stages``) and in a walk (``span``), the columns of the product (``stacked``, planes side by side), and the
-    blocks that share k (``cluster``). ``tokens`` are the columns of the tile, which for Walk.tokens are weights.
+    warpgroups of a block (``groups``) or the blocks (``cluster``) that share k. ``tokens`` are the columns of the tile, which for Walk.tokens are weights.
     """
 
     path: Path
@@ -97,26 +99,29 @@ class Config:
     weight_groups: int = 0
     activation_groups: int = 0
     slab: int = 32
+    buffers: int = 3
+    tensor: bool = False
     turns: Turns = Turns.diagonals
     resident: bool = False
-    bulk: bool = False
     walk: Walk = Walk.weights
     slots: int = 0
     stages: int = 0
     span: int = 0
+    groups: int = 1
     cluster: int = 1
     stacked: int = 0
 
     @property
     def threads(self) -> int:
         """Threads a block: two warpgroups that multiply, or one, and a warpgroup or a warp, of which a thread loads."""
-        return 384 if self.path is Path.large else 160
+        return 384 if self.path is Path.large else 128 * self.groups + 32
 
 
 @dataclass(frozen=True)
 class Params:
     """Arguments of one launch; see bitwise_terms.cuh."""
 
+    y_map: TensorMap
     weights: Pointer
     activations: Pointer
     weight_scale: Pointer
@@ -202,6 +207,10 @@ def _why_not_large(problem: Problem, config: Config) -> str | None:
         return f"large tiles have 64, 128 or 256 tokens, not {config.tokens}"
     if config.slab not in (32, 64) or config.slab > config.tokens:
         return f"32 or 64 of a tile's {config.tokens} tokens are staged at once, not {config.slab}"
+    if not 2 <= config.buffers <= 8:
+        return f"results are staged in 2 to 8 buffers, not {config.buffers}"
+    if config.tensor and not _narrow(config):
+        return f"tensor maps store 16-bit results, not {config.output.value}"
     for side, bits, groups in (("weight", p, config.weight_groups), ("activation", q, config.activation_groups)):
         if groups < 1 or groups * bits < 2:
             return f"loading ahead needs room for two planes, and {groups} chunks of {bits} {side} planes are fewer"
@@ -222,9 +231,23 @@ def _why_not_small(problem: Problem, config: Config) -> str | None:
     rounds = -(-planes.chunks(problem.k) // config.cluster)
     if not 1 <= config.span <= config.stages or (config.span < rounds and config.stages < 2 * config.span):
         return f"walks of {config.span} chunks of {rounds} need as many slots, or twice as many, not {config.stages}"
+    if config.groups not in (1, 2, 4) or config.groups > 1 < config.cluster:
+        return f"k is shared by 1, 2 or 4 warpgroups or by blocks, not by {config.groups} of each of {config.cluster}"
+    if config.groups * config.tokens * 256 > (config.slots * _SMALL_ROWS + config.stages * config.stacked) * _SLOT_ROW:
+        return f"the sums of {config.groups} warpgroups do not fit over {config.slots} slots and {config.stages} chunks"
+    if config.tokens // 2 % config.groups:
+        return f"the {config.tokens // 2} sums of a thread are not shared out by {config.groups} warpgroups"
+    if config.blocks * config.threads * (config.stacked // 2 + 24) > 65536:
+        return (
+            f"{config.stacked // 2} sums a thread are too many registers for {config.blocks} x {config.threads} threads"
+        )
     if config.cluster not in (1, 2, 4, 8) or config.tokens // 2 % config.cluster:
         return f"the {config.tokens // 2} sums of a thread are not shared out by {config.cluster} blocks"
     return None
+
+
+def _narrow(config: Config) -> bool:
+    return config.output in (Output.f16, Output.bf16)
 
 
 def _beside(config: Config) -> int:
@@ -237,11 +260,11 @@ def shared_bytes(config: Config) -> int:
     p, q = config.weight_bits, config.activation_bits
     if config.path is Path.large:
         weight_slots, activation_slots = config.weight_groups * p, config.activation_groups * q
-        narrow = config.output in (Output.f16, Output.bf16)
         zeros = 4 * config.tokens * (config.activation_code is Code.asym)
-        writer = 2 * 144 * config.slab * narrow + 8 * config.tokens + zeros
+        writer = 128 * config.slab * config.buffers * _narrow(config) + 8 * config.tokens + zeros
         slots = (weight_slots * _ROWS + activation_slots * config.tokens) * _SLOT_ROW
-        return slots + 2 * writer + 16 * (weight_slots + activation_slots)
+        barriers = 16 * (weight_slots + activation_slots + 2 * config.buffers)
+        return slots + 2 * (-(-writer // 1024) * 1024) + barriers
     received = config.tokens // 2 * 4 * 128 if config.cluster > 1 else 0
     slots = (config.slots * _SMALL_ROWS + config.stages * config.stacked) * _SLOT_ROW
     return slots + received + 16 * (config.slots + config.stages) + 16
@@ -267,7 +290,7 @@ def _candidates(problem: Problem) -> Iterator[Config]:
     for tokens in (256, 128, 64):
         for weight_groups in (1, 2, 3, 4):
             for activation_groups in (1, 2, 3, 4):
-                for slab in (32, 64):
+                for slab, buffers in ((32, 3), (32, 4), (64, 2), (64, 3)):
                     for turns in Turns:
                         config = Config(
                             Path.large,
@@ -280,6 +303,8 @@ def _candidates(problem: Problem) -> Iterator[Config]:
                             weight_groups=weight_groups,
                             activation_groups=activation_groups,
                             slab=slab,
+                            buffers=buffers,
+                            tensor=problem.output in (Output.f16, Output.bf16),
                             turns=turns,
                         )
                         yield config
@@ -391,10 +416,13 @@ def kernel(config: Config) -> jit.Kernel:
     )
 
 
-def arguments(x: Packed, weight: planes.PlaneWeight, y: Tensor, bias: Tensor | None = None) -> Params:
-    """The parameters of a launch."""
+def arguments(
+    x: Packed, weight: planes.PlaneWeight, y: Tensor, bias: Tensor | None = None, y_map: bytes = bytes(128)
+) -> Params:
+    """The parameters of a launch; ``y_map`` where results leave by tensor map."""
     codes, scale, sum, zero = x.addresses
     return Params(
+        y_map,
         weight.planes,
         codes,
         weight.scale,
@@ -433,9 +461,18 @@ def multiply(
         y = torch.empty(x.m, n, dtype=output.dtype, device=weight.device)
     problem = Problem(x.m, n, x.k, weight.format, x.format, output, Device.of(y))
     config = config or default(problem)
-    params = arguments(x, weight, y, bias)
+    if config.tensor and (y.stride(0) % 8 or y.data_ptr() % 16):
+        config = _by_threads(config)
+    y_map = tensor_map.encode(y, _SMALL_ROWS, config.slab) if config.tensor else bytes(128)
+    params = arguments(x, weight, y, bias, y_map)
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
     return y
+
+
+@functools.cache
+def _by_threads(config: Config) -> Config:
+    """The same tile where a tensor map cannot store Y: its rows do not start on 16 bytes."""
+    return replace(config, tensor=False)
 
 
 def _text(problem: Problem) -> str:

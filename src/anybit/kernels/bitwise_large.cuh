@@ -1,8 +1,8 @@
 // The bitwise GEMM for many tokens: persistent blocks, tiles of 128 weights x `tokens` tokens.
 //
-// One producer warp streams planes into two rings (a slot a plane: 128 rows of weights, or `tokens` rows of activations),
+// A warp streams planes into two rings (a slot a plane: 128 rows of weights, or `tokens` rows of activations),
 // in the order in which the diagonals need them; a slot is free after its last diagonal. Two warpgroups of 64 weights
-// each consume. Between diagonals a warpgroup waits for its products and rotates its accumulators; they may take
+// each consume, and a warp for each stores what they write. Between diagonals a warpgroup waits for its products and rotates its accumulators; they may take
 // turns, so that one rotates, or writes its results, while the other's products run.
 #ifndef ANYBIT_BITWISE_LARGE_CUH
 #define ANYBIT_BITWISE_LARGE_CUH
@@ -18,14 +18,18 @@ template <class Config> struct LargeShared {
     static constexpr int activation_slots = Config::activation_groups * Config::activation_bits;
     static constexpr int activations = weight_slots * weight_slot;
     static constexpr int writers = activations + activation_slots * activation_slot;
-    static constexpr int barriers = writers + 2 * Writer<Config>::bytes;
-    static constexpr int bytes = barriers + 16 * (weight_slots + activation_slots);
+    using W = WriterShared<Config>;
+    static constexpr int barriers = writers + 2 * W::bytes, writer_barriers = barriers + 16 * (weight_slots + activation_slots);
+    static constexpr int bytes = writer_barriers + 2 * W::barrier_bytes;
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of bitwise.py disagrees");
 
     static PTX uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
     static PTX uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
     static PTX uint32_t activation_full(uint32_t shared, int slot) { return weight_full(shared, weight_slots + slot); }
     static PTX uint32_t activation_empty(uint32_t shared, int slot) { return activation_full(shared, slot) + 8; }
+    static PTX W writer(uint32_t shared, int warpgroup) {
+        return {shared + writers + warpgroup * W::bytes, shared + writer_barriers + warpgroup * W::barrier_bytes};
+    }
 };
 
 // A ring of groups of slots, one group a chunk: where the next chunk stands, and the parity of its round.
@@ -109,7 +113,7 @@ template <class Config> PTX void large_consume(const Params& p, uint32_t shared)
     constexpr int turn_barrier = 1, both = 256;
     const int warpgroup = threadIdx.x / 128;
     const bool leader = ptx::lane_id() == 0;
-    Writer<Config> writer(p, shared + S::writers + warpgroup * Writer<Config>::bytes, warpgroup);
+    Writer<Config> writer(S::writer(shared, warpgroup), warpgroup);
     Ring<Config::weight_groups> weight_ring;
     Ring<Config::activation_groups> activation_ring;
 
@@ -179,18 +183,45 @@ template <class Config> PTX void large_consume(const Params& p, uint32_t shared)
         release_activations(activation_ring.previous() * Q + Q - 1);
         writer.write(p, acc, row, token);
     }
-    writer.finish();
     if ((by_diagonals || by_tiles) && warpgroup == 0) take_turn();  // takes up the turn that was passed last
+}
+
+// One thread stores the buffers that a warpgroup fills, in turn. A buffer is given back one store later, when this one
+// has long been read: so three buffers or more never make the warpgroup wait.
+template <class Config> PTX void large_store(const Params& p, uint32_t shared, int warpgroup) {
+    using W = WriterShared<Config>;
+    const W writer = LargeShared<Config>::writer(shared, warpgroup);
+    int buffer = 0, parity = 0, previous = -1;
+    for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) {
+        const int token = tiles.token(), row = tiles.row() + 64 * warpgroup;
+#pragma unroll 1
+        for (int first = 0; first < Config::tokens; first += Config::slab) {
+            ptx::mbarrier_wait_parity(writer.filled(buffer), parity);
+            if (token + first < p.m && row < p.n)
+                ptx::cp_async_bulk_tensor_store_2d(&p.y_map, row, token + first, writer.shared + buffer * W::buffer_bytes);
+            ptx::cp_async_bulk_commit_group();
+            ptx::cp_async_bulk_wait_group_read<1>();
+            if (previous >= 0) ptx::mbarrier_arrive(writer.read(previous));
+            previous = buffer;
+            if (++buffer == W::buffers) buffer = 0, parity ^= 1;
+        }
+    }
+    ptx::cp_async_bulk_wait_group_read<0>();  // shared memory must stand until everything has left it
 }
 
 template <class Config> PTX void bitwise_large(const Params& p) {
     using S = LargeShared<Config>;
-    static_assert(Config::threads == 384, "two warpgroups that multiply, and one of which a thread loads");
+    static_assert(Config::threads == 384, "two warpgroups that multiply, and one whose threads load and store");
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
     if (threadIdx.x == 256) {
         for (int slot = 0; slot < S::weight_slots + S::activation_slots; slot++) {
             ptx::mbarrier_init(S::weight_full(shared, slot), 1);
             ptx::mbarrier_init(S::weight_empty(shared, slot), 8);  // every warp that multiplies
+        }
+        for (int buffer = 0; buffer < 2 * S::W::buffers; buffer++) {
+            const typename S::W writer = S::writer(shared, buffer % 2);
+            ptx::mbarrier_init(writer.filled(buffer / 2), 4);  // every warp of the warpgroup
+            ptx::mbarrier_init(writer.read(buffer / 2), 1);
         }
         ptx::fence_mbarrier_init();
     }
@@ -199,6 +230,9 @@ template <class Config> PTX void bitwise_large(const Params& p) {
     if (threadIdx.x >= 256) {
         ptx::setmaxnreg_dec<40>();
         if (threadIdx.x == 256) large_produce<Config>(p, shared);
+        if constexpr (Terms<Config>::narrow && Config::tensor) {
+            if (threadIdx.x == 288 || threadIdx.x == 320) large_store<Config>(p, shared, (threadIdx.x - 288) / 32);
+        }
     } else {
         ptx::setmaxnreg_inc<232>();
         large_consume<Config>(p, shared);

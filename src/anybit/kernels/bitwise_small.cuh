@@ -4,9 +4,9 @@
 // side (column plane * columns + row), and are added with their shifts at the end. Walk::weights has 64 weights and 8 to
 // 32 tokens a tile, Walk::tokens up to 64 tokens and 32 weights. The B side stays in shared memory for `span` chunks
 // of k, while planes of the A side stream past it: a plane of all chunks, a rotation of the sums, the next plane (and
-// up again for the next `span` chunks, see bitwise.cuh). One warpgroup multiplies, one warp loads: the weights as far
-// as they fit before the kernel ahead has ended, so two blocks should fit a multiprocessor.
-// `cluster` blocks share the chunks of a tile; each adds its share of the results.
+// up again for the next `span` chunks, see bitwise.cuh). One warp loads: the weights as far as they fit before the
+// kernel ahead has ended, so two blocks should fit a multiprocessor. `groups` warpgroups of a block share the chunks of
+// a tile, or `cluster` blocks of one warpgroup; each finishes its share of the results.
 #ifndef ANYBIT_BITWISE_SMALL_CUH
 #define ANYBIT_BITWISE_SMALL_CUH
 
@@ -21,12 +21,14 @@ template <class Config> struct SmallShared {
     static constexpr int a_bytes = rows * planes::row_bytes, b_bytes = Config::stacked * planes::row_bytes;
     static constexpr int b = Config::slots * a_bytes;
     static constexpr int inbox = b + Config::stages * b_bytes;
-    static constexpr int values = columns / 2, share = values / Config::cluster;  // a thread's results
+    static constexpr int groups = Config::groups, parts = Config::cluster * groups;
+    static constexpr int values = columns / 2, share = values / parts;  // a thread's results
     static constexpr int partial_bytes = share * 4 * 128;
     static constexpr int barriers = inbox + (Config::cluster > 1 ? Config::cluster * partial_bytes : 0);
     static constexpr int bytes = barriers + 16 * (Config::slots + Config::stages) + 16;
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of bitwise.py disagrees");
-    static_assert(Config::stacked >= Q * columns && values % Config::cluster == 0, "refused by why_not()");
+    static_assert(Config::stacked >= Q * columns && values % parts == 0, "refused by why_not()");
+    static_assert(groups == 1 || (Config::cluster == 1 && groups * groups * partial_bytes <= inbox), "refused by why_not()");
 
     uint32_t shared;
     PTX uint32_t a_slot(int slot) const { return shared + slot * a_bytes; }
@@ -37,6 +39,7 @@ template <class Config> struct SmallShared {
     PTX uint32_t b_empty(int slot) const { return b_full(slot) + 8; }
     PTX uint32_t gathered() const { return a_full(Config::slots + Config::stages); }
     PTX uint32_t partial(int from) const { return shared + inbox + from * partial_bytes; }
+    PTX uint32_t partial(int from, int to) const { return shared + (from * groups + to) * partial_bytes; }  // over the slots
 };
 
 template <class Config> struct Small {
@@ -120,45 +123,49 @@ template <class Config> struct Small {
         }
     }
 
-    // The sums of this block's chunks, planes of B added up: register 4 * eight + 2 * h + e as wgmma numbers them.
-    PTX void multiply(int32_t (&sums)[S::values]) const {
+    // The sums of this warpgroup's chunks, planes of B added up: register 4 * eight + 2 * h + e as wgmma numbers them.
+    PTX void multiply(int32_t (&sums)[S::values], int group) const {
         const bool leader = ptx::lane_id() == 0;
         int32_t acc[Config::stacked / 2];
 #pragma unroll
         for (int i = 0; i < Config::stacked / 2; i++) acc[i] = 0;
-        int slot = 0, parity = 0, previous = 0;
+        int slot = 0, parity = 0;
 #pragma unroll 1
         for (int first = 0; first < count; first += Config::span) {
             const int chunks = min(Config::span, count - first);
             const int left = Step{first, chunks, 0, 0}.down(count) ? 1 : 31;  // 31 to the left is 1 to the right
 #pragma unroll 1
             for (int order = 0; order < P; order++) {
+                int previous = -1;
 #pragma unroll 1
                 for (int chunk = 0; chunk < chunks; chunk++) {
                     const int i = first + chunk;
-                    if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(i % Config::stages), i / Config::stages & 1);
-                    ptx::mbarrier_wait_parity(shared.a_full(slot), parity);
-                    const uint64_t a = planes::descriptor(shared.a_slot(slot)), b = planes::descriptor(shared.b_slot(i % Config::stages));
-                    ptx::wgmma_fence();
+                    if (S::groups == 1 || i % S::groups == group) {
+                        if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(i % Config::stages), i / Config::stages & 1);
+                        ptx::mbarrier_wait_parity(shared.a_full(slot), parity);
+                        const uint64_t a = planes::descriptor(shared.a_slot(slot)), b = planes::descriptor(shared.b_slot(i % Config::stages));
+                        ptx::wgmma_fence();
 #pragma unroll
-                    for (int step = 0; step < planes::steps; step++)
-                        ptx::wgmma_b1<Config::stacked>(acc, ptx::wgmma_advance(a, step * planes::step_bytes),
-                                                       ptx::wgmma_advance(b, step * planes::step_bytes), true);
-                    ptx::wgmma_commit_group();
-                    if (chunk > 0) {  // the products of the chunk before have ended
-                        ptx::wgmma_wait_group<1>();
-                        if (leader) ptx::mbarrier_arrive(shared.a_empty(previous));
+                        for (int step = 0; step < planes::steps; step++)
+                            ptx::wgmma_b1<Config::stacked>(acc, ptx::wgmma_advance(a, step * planes::step_bytes),
+                                                           ptx::wgmma_advance(b, step * planes::step_bytes), true);
+                        ptx::wgmma_commit_group();
+                        if (previous >= 0) {  // its products have ended
+                            ptx::wgmma_wait_group<1>();
+                            if (leader) ptx::mbarrier_arrive(shared.a_empty(previous));
+                        }
+                        previous = slot;
                     }
-                    previous = slot;
                     if (++slot == Config::slots) slot = 0, parity ^= 1;
                 }
                 ptx::wgmma_wait_group<0>();
                 ptx::wgmma_touch(acc);
-                if (leader) ptx::mbarrier_arrive(shared.a_empty(previous));
+                if (leader && previous >= 0) ptx::mbarrier_arrive(shared.a_empty(previous));
                 if (order < P - 1) rotate(acc, left);
             }
             if (leader)
-                for (int chunk = 0; chunk < chunks; chunk++) ptx::mbarrier_arrive(shared.b_empty((first + chunk) % Config::stages));
+                for (int chunk = 0; chunk < chunks; chunk++)
+                    if (S::groups == 1 || (first + chunk) % S::groups == group) ptx::mbarrier_arrive(shared.b_empty((first + chunk) % Config::stages));
         }
 #pragma unroll
         for (int v = 0; v < S::values; v++) {
@@ -193,23 +200,72 @@ template <class Config> struct Small {
         }
     }
 
-    PTX void consume() const {
-        const int thread = threadIdx.x, row = a_row + 16 * (thread / 32) + thread % 32 / 4, pair = b_row + 2 * (thread % 4);
-        constexpr int eights = (S::share + 3) / 4;
-        const int first = rank * S::share / 4;  // of the eights that this block finishes
-        typename T::Row weights[S::walk_weights ? 2 : 2 * eights];
-        typename T::Column tokens[S::walk_weights ? 2 * eights : 2];
+    // The same among the warpgroups of a block.
+    PTX void exchange(const int32_t (&sums)[S::values], int32_t (&own)[S::share], int group) const {
+        constexpr int barrier = 1, wide = S::share % 4 == 0 ? 4 : 1;
+        const int thread = threadIdx.x % 128;
+        ptx::bar_sync(barrier, 128 * S::groups);  // all products have ended: the slots are free
 #pragma unroll
-        for (int i = 0; i < (S::walk_weights ? 2 : 2 * eights); i++)
-            weights[i] = T::row(p, S::walk_weights ? row + 8 * i : pair + 8 * (first + i / 2) + i % 2);
+        for (int to = 0; to < S::groups; to++) {
+            if (to == group) {
+#pragma unroll
+                for (int v = 0; v < S::share; v++) own[v] = sums[to * S::share + v];
+                continue;
+            }
+#pragma unroll
+            for (int v = 0; v < S::share; v += wide) {
+                const int32_t* const from = &sums[to * S::share + v];
+                const uint32_t at = shared.partial(group, to) + (v * 128 + thread * wide) * 4;
+                if constexpr (wide == 4)
+                    ptx::st_shared_v4(at, {static_cast<uint32_t>(from[0]), static_cast<uint32_t>(from[1]), static_cast<uint32_t>(from[2]), static_cast<uint32_t>(from[3])});
+                else
+                    ptx::st_shared_u32(at, static_cast<uint32_t>(from[0]));
+            }
+        }
+        ptx::bar_sync(barrier, 128 * S::groups);
+#pragma unroll
+        for (int other = 1; other < S::groups; other++) {
+            const int from = (group + other) % S::groups;
+#pragma unroll
+            for (int v = 0; v < S::share; v += wide) {
+                const uint32_t at = shared.partial(from, group) + (v * 128 + thread * wide) * 4;
+                if constexpr (wide == 4) {
+                    const uint4 sum = ptx::ld_shared_v4(at);
+                    own[v] += sum.x, own[v + 1] += sum.y, own[v + 2] += sum.z, own[v + 3] += sum.w;
+                } else {
+                    own[v] += ptx::ld_shared_u32(at);
+                }
+            }
+        }
+    }
+
+    PTX void consume() const {
+        const int group = threadIdx.x / 128, part = S::groups > 1 ? group : rank;
+        const int thread = threadIdx.x % 128, row = a_row + 16 * (thread / 32) + thread % 32 / 4, pair = b_row + 2 * (thread % 4);
+        constexpr int eights = (S::share + 3) / 4;
+        const int first = part * S::share / 4;  // of the eights that this part finishes
+        constexpr int row_count = S::walk_weights ? 2 : 2 * eights, column_count = S::walk_weights ? 2 * eights : 2;
+        typename T::RowLoad row_loads[row_count];
+        typename T::ColumnLoad column_loads[column_count];
+#pragma unroll
+        for (int i = 0; i < row_count; i++)
+            row_loads[i] = T::load_row(p, S::walk_weights ? row + 8 * i : pair + 8 * (first + i / 2) + i % 2);
         ptx::griddepcontrol_wait();
 #pragma unroll
-        for (int i = 0; i < (S::walk_weights ? 2 * eights : 2); i++)
-            tokens[i] = T::column(p, S::walk_weights ? pair + 8 * (first + i / 2) + i % 2 : row + 8 * i);
+        for (int i = 0; i < column_count; i++)
+            column_loads[i] = T::load_column(p, S::walk_weights ? pair + 8 * (first + i / 2) + i % 2 : row + 8 * i);
 
         int32_t sums[S::values], own[S::share];
-        multiply(sums);
-        if constexpr (Config::cluster > 1) {
+        multiply(sums, group);
+        typename T::Row weights[row_count];
+        typename T::Column tokens[column_count];
+#pragma unroll
+        for (int i = 0; i < row_count; i++) weights[i] = T::row(row_loads[i]);
+#pragma unroll
+        for (int i = 0; i < column_count; i++) tokens[i] = T::column(column_loads[i]);
+        if constexpr (S::groups > 1) {
+            exchange(sums, own, group);
+        } else if constexpr (Config::cluster > 1) {
             ptx::barrier_cluster_wait();  // the other blocks' barriers stand
             gather(sums, own);
         } else {
@@ -236,7 +292,7 @@ template <class Config> struct Small {
 #pragma unroll
         for (int v = 0; v < S::share; v++) {
             // Value 4 * eight + 2 * h + e; which one of a smaller share than four is known at run time only.
-            const int within = S::share % 4 == 0 ? v % 4 : (rank * S::share + v) % 4, h = within / 2, e = within % 2, i = 2 * (v / 4);
+            const int within = S::share % 4 == 0 ? v % 4 : (part * S::share + v) % 4, h = within / 2, e = within % 2, i = 2 * (v / 4);
             const int at_row = row + 8 * h, at_column = pair + 8 * (first + v / 4) + e;
             if constexpr (S::walk_weights)
                 T::store(p, at_column, at_row, own[v], T::pick(h, weights[0], weights[1]), T::pick(e, tokens[i], tokens[i + 1]));
@@ -248,11 +304,12 @@ template <class Config> struct Small {
 
 template <class Config> PTX void bitwise_small(const Params& p) {
     using S = SmallShared<Config>;
-    static_assert(Config::threads == 160, "a warpgroup that multiplies, and a warp that loads");
+    constexpr int loader = 128 * Config::groups;
+    static_assert(Config::threads == loader + 32, "warpgroups that multiply, and a warp that loads");
     const int rank = Config::cluster > 1 ? ptx::cluster_ctarank() : 0;
     const Small<Config> small(p, ptx::shared_address(ptx::dynamic_shared()), rank);
     ptx::griddepcontrol_launch_dependents();
-    if (threadIdx.x == 128) {
+    if (threadIdx.x == loader) {
         for (int slot = 0; slot < Config::slots + Config::stages; slot++) {
             ptx::mbarrier_init(small.shared.a_full(slot), 1);
             ptx::mbarrier_init(small.shared.a_empty(slot), 4);  // every warp that multiplies
@@ -263,7 +320,7 @@ template <class Config> PTX void bitwise_small(const Params& p) {
     }
     __syncthreads();
     if constexpr (Config::cluster > 1) ptx::barrier_cluster_arrive();
-    if (threadIdx.x < 128) {
+    if (threadIdx.x < loader) {
         small.consume();
     } else {
         small.produce();

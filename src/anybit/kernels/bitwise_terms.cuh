@@ -3,6 +3,7 @@
 #define ANYBIT_BITWISE_TERMS_CUH
 
 #include "planes.cuh"
+#include "ptx_tensor.cuh"
 #include "ptx_wgmma.cuh"
 
 enum class Path { large, small };
@@ -11,6 +12,7 @@ enum class Walk { weights, tokens };
 enum class Output { s32, f16, bf16, f32 };
 
 struct Params {
+    ptx::TensorMap y_map;           // of y, in boxes of 64 weights, where Config::tensor
     const uint8_t* weights;         // planes, rows_n rows
     const uint8_t* activations;     // planes, rows_m rows
     const float* weight_scale;      // [n]
@@ -60,24 +62,40 @@ template <class Config> struct Terms {
         uint32_t term, zero;
     };
 
-    static PTX Row row(const Params& p, int n) {
-        Row r = {0.0f, 0.0f, 0u, 0u};
-        if (n >= p.n) return r;
-        r.scale = p.weight_scale[n] * (1.0f / static_cast<float>(1 << (ew + ex)));
-        r.bias = p.bias != nullptr ? p.bias[n] : 0.0f;
-        r.term = static_cast<uint32_t>(p.correction[n]) * (asym_x ? 1u : zero_x) + (in_row ? float_bits : 0u);
-        if constexpr (asym_w) r.zero = static_cast<uint32_t>(p.weight_zero[n]);
+    // What is loaded ahead of its use: no branch, so that all loads fly at once, and no arithmetic, which would wait for
+    // them. Rows and tokens beyond the last are read as the last: their results are never stored.
+    struct RowLoad {
+        float scale, bias;
+        int32_t correction, zero;
+    };
+    struct ColumnLoad {
+        float scale;
+        int32_t sum, zero;
+    };
+    static PTX RowLoad load_row(const Params& p, int n) {
+        const int at = min(n, p.n - 1);
+        RowLoad r = {p.weight_scale[at], 0.0f, p.correction[at], 0};
+        if (p.bias != nullptr) r.bias = p.bias[at];
+        if constexpr (asym_w) r.zero = p.weight_zero[at];
         return r;
     }
     // Call it after griddepcontrol_wait: the kernel before this one may have written what it reads.
-    static PTX Column column(const Params& p, int m) {
-        Column c = {0.0f, 0u, 0u};
-        if (m >= p.m) return c;
-        c.scale = p.activation_scale[m];
-        c.term = (0u - static_cast<uint32_t>(p.activation_sum[m])) * ((asym_w ? 1u : zero_w) << ex) + (in_column ? float_bits : 0u);
-        if constexpr (asym_x) c.zero = static_cast<uint32_t>(p.activation_zero[m]);
+    static PTX ColumnLoad load_column(const Params& p, int m) {
+        const int at = min(m, p.m - 1);
+        ColumnLoad c = {p.activation_scale[at], p.activation_sum[at], 0};
+        if constexpr (asym_x) c.zero = p.activation_zero[at];
         return c;
     }
+    static PTX Row row(const RowLoad& r) {
+        return {r.scale * (1.0f / static_cast<float>(1 << (ew + ex))), r.bias,
+                static_cast<uint32_t>(r.correction) * (asym_x ? 1u : zero_x) + (in_row ? float_bits : 0u), static_cast<uint32_t>(r.zero)};
+    }
+    static PTX Column column(const ColumnLoad& c) {
+        return {c.scale, (0u - static_cast<uint32_t>(c.sum)) * ((asym_w ? 1u : zero_w) << ex) + (in_column ? float_bits : 0u),
+                static_cast<uint32_t>(c.zero)};
+    }
+    static PTX Row row(const Params& p, int n) { return row(load_row(p, n)); }
+    static PTX Column column(const Params& p, int m) { return column(load_column(p, m)); }
     // A choice by value: an array indexed at run time would leave the registers.
     static PTX Row pick(bool second, const Row& a, const Row& b) {
         return {second ? b.scale : a.scale, second ? b.bias : a.bias, second ? b.term : a.term, second ? b.zero : a.zero};

@@ -30,6 +30,12 @@ CHECKED void cp_async_bulk_tensor_2d_multicast(
                  " [%0], [%1, {%2, %3}], [%4], %5;"
                  :: "r"(shared), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks) : "memory");
 }
+// Stores a box; what lies outside the matrix is left out. Commit and wait as for cp_async_bulk_store.
+CHECKED void cp_async_bulk_tensor_store_2d(const TensorMap* map, int x, int y, uint32_t shared) {
+    NEEDS(900, "tensor maps need sm_90 or later");
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
+                 :: "l"(map), "r"(x), "r"(y), "r"(shared) : "memory");
+}
 
 }  // namespace ptx
 

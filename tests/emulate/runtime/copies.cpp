@@ -241,12 +241,13 @@ void cp_async_bulk_shared_to_cluster(uint32_t cluster, uint32_t shared, uint32_t
     uint8_t* to = resolve(cluster, bytes, "cp.async.bulk to the cluster");
     signalled({to, from, bytes, bytes, {}, current, nullptr, {}}, barrier, "cp.async.bulk to the cluster");
 }
+struct Map {  // tests/emulate/emulate.py packs it
+    uint64_t base;
+    uint32_t rows, row_bytes, pitch, box_rows, element_bytes;
+};
 // A box of 128-byte rows, 16-byte chunks swizzled by the row (by the address, as the hardware does); zeros outside.
 void cp_async_bulk_tensor_2d(uint32_t shared, const void* map, int x, int y, uint32_t barrier) {
-    struct Map {  // tests/emulate/emulate.py packs it
-        uint64_t base;
-        uint32_t rows, row_bytes, pitch, box_rows, element_bytes;
-    } box;
+    Map box;
     memcpy(&box, map, sizeof box);
     if (shared % 1024 % 128) fail("cp.async.bulk.tensor: shared address %#x must be a multiple of 128", shared);
     const int64_t first = static_cast<int64_t>(x) * box.element_bytes;
@@ -269,20 +270,33 @@ void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const void* map, int x, 
     for (uint32_t rank = 0; rank < launch.cluster; rank++)
         if (blocks >> rank & 1) cp_async_bulk_tensor_2d(mapa(shared, rank), map, x, y, mapa(barrier, rank));
 }
+static void store(uint8_t* global, uint32_t shared, uint32_t bytes, const char* what) {
+    const uint8_t* from = resolve_local(shared, bytes, what);
+    check_read(from, bytes, what, Proxy::async);
+    Copy copy{global, from, bytes, bytes, std::vector<uint8_t>(from, from + bytes), current, nullptr, {}};
+    issue(copy, what);
+    current->stores.push_back(std::move(copy));
+}
 void cp_async_bulk_store(void* global, uint32_t shared, uint32_t bytes) {
     check_bulk(shared, global, bytes, "cp.async.bulk store");
-    const uint8_t* from = resolve_local(shared, bytes, "cp.async.bulk store");
-    check_read(from, bytes, "cp.async.bulk store", Proxy::async);
-    Copy copy{static_cast<uint8_t*>(global),
-              from,
-              bytes,
-              bytes,
-              std::vector<uint8_t>(from, from + bytes),
-              current,
-              nullptr,
-              {}};
-    issue(copy, "cp.async.bulk store");
-    current->stores.push_back(std::move(copy));
+    store(static_cast<uint8_t*>(global), shared, bytes, "cp.async.bulk store");
+}
+// The other way round: what lies outside the matrix is left out.
+void cp_async_bulk_tensor_store_2d(const void* map, int x, int y, uint32_t shared) {
+    const char* what = "cp.async.bulk.tensor store";
+    Map box;
+    memcpy(&box, map, sizeof box);
+    if (shared % 128) fail("%s: shared address %#x must be a multiple of 128", what, shared);
+    if (box.base % 16 || box.pitch % 16) fail("%s: the matrix's rows do not start on 16 bytes", what);
+    const int64_t first = static_cast<int64_t>(x) * box.element_bytes;
+    for (uint32_t r = 0; r < box.box_rows; r++)
+        for (uint32_t chunk = 0; chunk < 8; chunk++) {
+            const uint32_t plain = shared + r * 128 + chunk * 16, source = plain ^ (plain >> 7 & 7) << 4;
+            const int64_t row = static_cast<int64_t>(y) + r, at = first + chunk * 16;
+            if (row < 0 || row >= box.rows || at < 0 || at >= box.row_bytes) continue;
+            const auto bytes = static_cast<uint32_t>(std::min<int64_t>(16, box.row_bytes - at));
+            store(reinterpret_cast<uint8_t*>(box.base) + row * box.pitch + at, source, bytes, what);
+        }
 }
 void cp_async_bulk_commit_group() {
     current->store_groups.push_back(std::move(current->stores));

@@ -329,6 +329,9 @@ PTX void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const TensorMap* map
                                            uint16_t blocks) {
     emulate::cp_async_bulk_tensor_2d_multicast(shared, map, x, y, barrier, blocks);
 }
+PTX void cp_async_bulk_tensor_store_2d(const TensorMap* map, int x, int y, uint32_t shared) {
+    emulate::cp_async_bulk_tensor_store_2d(map, x, y, shared);
+}
 PTX void barrier_cluster_arrive() { emulate::barrier_cluster_arrive(true); }
 PTX void barrier_cluster_arrive_relaxed() { emulate::barrier_cluster_arrive(false); }
 using emulate::barrier_cluster_wait;

@@ -58,6 +58,7 @@ void cp_async_bulk_shared_to_cluster(uint32_t cluster, uint32_t shared, uint32_t
 void cp_async_bulk_tensor_2d(uint32_t shared, const void* map, int x, int y, uint32_t barrier);
 void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const void* map, int x, int y, uint32_t barrier,
                                        uint16_t blocks);
+void cp_async_bulk_tensor_store_2d(const void* map, int x, int y, uint32_t shared);
 void cp_async_bulk_store(void* global, uint32_t shared, uint32_t bytes);
 void cp_async_bulk_commit_group();
 void cp_async_bulk_wait_group(uint32_t keep, bool only_read);
