@@ -79,12 +79,13 @@ class Config:
     multiprocessor; the rest belongs to one path.
 
     large: chunks of weights and of activations that shared memory holds (``weight_groups``, ``activation_groups``),
-    tokens that are staged at once on their way out (``slab``) and how many such ``buffers`` there are, whether they leave
-    by tensor map (``tensor``, which wants rows of Y that start on 16 bytes), how the two warpgroups take turns, and
-    whether a block keeps its activations while it goes through weights (``resident``).
+    tokens that are staged at once on their way out (``slab``) and how many such ``buffers`` there are, whether they
+    leave by tensor map (``tensor``, which wants rows of Y that start on 16 bytes), how the two warpgroups take turns,
+    and whether a block keeps its activations while it goes through weights (``resident``).
     small: the operand that is walked (``walk``), its planes in flight (``slots``), the chunks of the other in shared
     memory (``stages``) and in a walk (``span``), the columns of the product (``stacked``, planes side by side), and the
-    warpgroups of a block (``groups``) or the blocks (``cluster``) that share k. ``tokens`` are the columns of the tile, which for Walk.tokens are weights.
+    warpgroups of a block (``groups``) or the blocks (``cluster``) that share k. ``tokens`` are the columns of the tile,
+    which for Walk.tokens are weights.
     """
 
     path: Path
