@@ -238,10 +238,9 @@ def _why_not_small(problem: Problem, config: Config) -> str | None:
         return f"the sums of {config.groups} warpgroups do not fit over {config.slots} slots and {config.stages} chunks"
     if config.tokens // 2 % config.groups:
         return f"the {config.tokens // 2} sums of a thread are not shared out by {config.groups} warpgroups"
-    if config.blocks * config.threads * (config.stacked // 2 + 24) > 65536:
-        return (
-            f"{config.stacked // 2} sums a thread are too many registers for {config.blocks} x {config.threads} threads"
-        )
+    registers = 65536 // (128 * -(-config.blocks * config.threads // 128)) // 8 * 8  # warps lie in four partitions
+    if config.stacked * 9 // 16 + 36 > registers:
+        return f"{config.stacked // 2} sums are too many for the {registers} registers of each of so many threads"
     if config.cluster not in (1, 2, 4, 8) or config.tokens // 2 % config.cluster:
         return f"the {config.tokens // 2} sums of a thread are not shared out by {config.cluster} blocks"
     return None
