@@ -149,24 +149,10 @@ _SLOT_ROW = planes.ROW_BYTES
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
-    capability = problem.device.capability
-    if capability >= 100:
-        return (
-            f"{problem.device.arch} has no 1-bit tensor cores: from sm_100 on they are emulated on the integer units, "
-            "many times slower than int8"
-        )
-    if capability < 90:
-        return f"{problem.device.arch} has no warpgroup products (wgmma): they exist on sm_90a alone"
-    reason = planes.why_not(problem.weights)
+    asked = (problem.m, problem.n, problem.k, problem.weights, problem.activations, problem.device)
+    reason = planes.why_not_product(*asked, first=90)
     if reason is not None:
         return reason
-    if not problem.activations.integer:
-        return f"{problem.activations.bits}-bit float activations have no bit planes"
-    if min(problem.m, problem.n, problem.k) < 1:
-        return f"a product of M = {problem.m}, N = {problem.n}, K = {problem.k} is empty"
-    p, q, most = problem.weights.bits, problem.activations.bits, _largest(problem)
-    if most >= 2**31:
-        return f"sums of K = {problem.k} products of {p}-bit and {q}-bit codes reach {most}, and int32 ends at 2^31"
     return None if config is None else _why_not_config(problem, config)
 
 
@@ -193,13 +179,8 @@ def _why_not_config(problem: Problem, config: Config) -> str | None:
     return None
 
 
-def _largest(problem: Problem) -> int:
-    """No sum of products of codes, nor V, is larger."""
-    return problem.k * int((2**problem.weights.bits - 1) * (2**problem.activations.bits - 1))
-
-
 def _short_sums(problem: Problem) -> bool:
-    return _largest(problem) < 2**22
+    return planes.largest_sum(problem.k, problem.weights, problem.activations) < 2**22
 
 
 def _why_not_large(problem: Problem, config: Config) -> str | None:

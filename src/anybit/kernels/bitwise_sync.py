@@ -62,25 +62,10 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     The paper's constraint (section V): the tile is what the warps cover, each with whole 16 x 8 products of 256 bits,
     and shared memory holds every plane of a stage, ``stages`` times.
     """
-    capability = problem.device.capability
-    if capability >= 100:
-        return (
-            f"{problem.device.arch} has no 1-bit tensor cores: from sm_100 on they are emulated on the integer units, "
-            "many times slower than int8"
-        )
-    if capability < 80:
-        return f"{problem.device.arch} has no AND-popcount tensor cores: they begin with sm_80"
-    reason = planes.why_not(problem.weights)
+    asked = (problem.m, problem.n, problem.k, problem.weights, problem.activations, problem.device)
+    reason = planes.why_not_product(*asked, first=80)
     if reason is not None:
         return reason
-    if not problem.activations.integer:
-        return f"{problem.activations.bits}-bit float activations have no bit planes"
-    if min(problem.m, problem.n, problem.k) < 1:
-        return f"a product of M = {problem.m}, N = {problem.n}, K = {problem.k} is empty"
-    p, q = problem.weights.bits, problem.activations.bits
-    most = problem.k * (2**p - 1) * (2**q - 1)
-    if most >= 2**31:
-        return f"sums of K = {problem.k} products of {p}-bit and {q}-bit codes reach {most}, and int32 ends at 2^31"
     return None if config is None else _why_not_config(problem, config)
 
 
