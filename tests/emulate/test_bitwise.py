@@ -59,6 +59,9 @@ def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: b
         ("w3a4", 70, 50, 2100, {"tokens": 32, "walk": Walk.tokens, "span": 3, "stages": 3, "slots": 4}),
         ("w1a1", 23, 40, 5000, {"tokens": 32, "walk": Walk.tokens, "slots": 4}),  # slots for more chunks than stages
         ("w1a2bipolar-xasym", 12, 33, 2100, {"tokens": 32, "walk": Walk.tokens, "cluster": 2}),
+        ("w1a1", 9, 70, 4100, {"tokens": 8, "groups": 2, "span": 5, "stages": 5, "slots": 4}),
+        ("w3a4", 70, 50, 5100, {"tokens": 32, "walk": Walk.tokens, "span": 2, "stages": 4, "slots": 4, "groups": 2}),
+        ("w2a1", 20, 40, 2500, {"tokens": 32, "walk": Walk.tokens, "groups": 4, "slots": 6, "stages": 3, "span": 3}),
     ],
 )
 def test_few_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:

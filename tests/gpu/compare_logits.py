@@ -74,10 +74,10 @@ def compare(folder: str, scheme: str, backend: str | None, new_tokens: int = 32)
     top = float((logits.argmax(-1) == reference.argmax(-1)).float().mean())
     wrong_codes, wrong = sum(c for c, _ in counts), sum(s for _, s in counts)
     lines = [
-        f"{scheme} on {', '.join(sorted(names))}: {len(seen)} layers, {wrong_codes} codes and {wrong} int32 sums differ",
+        f"{scheme} on {', '.join(sorted(names))}: {len(seen)} layers, {wrong_codes} codes and {wrong} sums differ",
         f"same input: {unequal} of {results} results differ, by at most {worst:.2f} float16 steps",
-        f"whole model: logits differ by {float(difference.max()):.4f} at most, {float(difference.mean()):.5f} on average "
-        f"(their standard deviation is {float(reference.std()):.3f})",
+        f"whole model: logits differ by {float(difference.max()):.4f} at most, {float(difference.mean()):.5f} on "
+        f"average (their standard deviation is {float(reference.std()):.3f})",
         f"the largest logit is the same in {top:.1%} of {prompt.shape[1]} places, {agree} of {new_tokens} generated "
         "tokens agree before one does not",
     ]

@@ -39,6 +39,9 @@ VARIANTS = [
     {"tokens": 32, "walk": Walk.weights, "span": 3, "stages": 3, "slots": 5},
     {"tokens": 32, "walk": Walk.tokens, "span": 2, "stages": 4, "slots": 3},
     {"tokens": 32, "walk": Walk.tokens, "cluster": 2},
+    {"tokens": 16, "walk": Walk.weights, "groups": 2, "slots": 6, "stages": 3, "span": 3},
+    {"tokens": 32, "walk": Walk.tokens, "groups": 4, "slots": 8, "stages": 3, "span": 3},
+    {"tokens": 32, "walk": Walk.tokens, "groups": 2, "slots": 6, "stages": 4, "span": 2, "blocks": 2},
 ]
 
 

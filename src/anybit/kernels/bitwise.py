@@ -241,8 +241,8 @@ def shared_bytes(config: Config) -> int:
     p, q = config.weight_bits, config.activation_bits
     if config.path is Path.large:
         weight_slots, activation_slots = config.weight_groups * p, config.activation_groups * q
-        zeros = 4 * config.tokens * (config.activation_code is Code.asym)
-        writer = 128 * config.slab * config.buffers * _narrow(config) + 8 * config.tokens + zeros
+        columns = 2 * config.tokens * (12 if config.activation_code is Code.asym else 8)
+        writer = 128 * config.slab * config.buffers * _narrow(config) + columns
         slots = (weight_slots * _ROWS + activation_slots * config.tokens) * _SLOT_ROW
         barriers = 16 * (weight_slots + activation_slots + 2 * config.buffers)
         return slots + 2 * (-(-writer // 1024) * 1024) + barriers

@@ -44,22 +44,37 @@ template <int groups> struct Ring {
 // The tiles of this block, one after another. Streaming blocks take every gridDim.x-th, tokens first, so that blocks at
 // work together share weights. Resident blocks keep a tile of activations and take the weights of a range.
 template <class Config> struct Tiles {
-    int token_tiles, weight_tiles, tile, end;
+    int token_tiles, weight_tiles, token_tile, weight_tile, left, token_step, weight_step;
 
     PTX explicit Tiles(const Params& p)
         : token_tiles((p.m + Config::tokens - 1) / Config::tokens), weight_tiles((p.n + 127) / 128) {
-        const int tiles = token_tiles * weight_tiles;
-        tile = Config::resident ? share(tiles, blockIdx.x) : blockIdx.x;
-        end = Config::resident ? share(tiles, blockIdx.x + 1) : tiles;
+        const int tiles = token_tiles * weight_tiles, blocks = gridDim.x, block = blockIdx.x;
+        if constexpr (Config::resident) {
+            const int first = share(tiles, block);
+            left = share(tiles, block + 1) - first;
+            token_tile = first / weight_tiles, weight_tile = first % weight_tiles;
+        } else {
+            left = block < tiles ? (tiles - block + blocks - 1) / blocks : 0;
+            token_tile = block % token_tiles, weight_tile = block / token_tiles;
+            token_step = blocks % token_tiles, weight_step = blocks / token_tiles;
+        }
     }
     static PTX int share(int tiles, int block) { return static_cast<int>(static_cast<int64_t>(tiles) * block / static_cast<int>(gridDim.x)); }
-    PTX bool more() const { return tile < end; }
-    PTX void next() { tile += Config::resident ? 1 : gridDim.x; }
-    PTX int token() const { return (Config::resident ? tile / weight_tiles : tile % token_tiles) * Config::tokens; }
-    PTX int row() const { return (Config::resident ? tile % weight_tiles : tile / token_tiles) * 128; }
+    PTX bool more() const { return left > 0; }
+    PTX void next() {  // no division: it would stand between two tiles
+        left--;
+        if constexpr (Config::resident) {
+            if (++weight_tile == weight_tiles) weight_tile = 0, token_tile++;
+        } else {
+            token_tile += token_step, weight_tile += weight_step;
+            if (token_tile >= token_tiles) token_tile -= token_tiles, weight_tile++;
+        }
+    }
+    PTX int token() const { return token_tile * Config::tokens; }
+    PTX int row() const { return weight_tile * 128; }
     // Are the activations of this tile not those of the tile before / after it?
-    PTX bool fresh(bool first) const { return !Config::resident || first || tile % weight_tiles == 0; }
-    PTX bool final() const { return !Config::resident || tile + 1 == end || (tile + 1) % weight_tiles == 0; }
+    PTX bool fresh(bool first) const { return !Config::resident || first || weight_tile == 0; }
+    PTX bool final() const { return !Config::resident || left == 1 || weight_tile + 1 == weight_tiles; }
 };
 
 template <class Config> PTX void large_produce(const Params& p, uint32_t shared) {
@@ -177,6 +192,7 @@ template <class Config> PTX void large_consume(const Params& p, uint32_t shared)
             if (Config::resident && chunk == p.chunks - 1 && !final) activation_ring.parity ^= 1;  // the same round again
         }
         if (by_tiles || (by_diagonals && p.chunks > 1)) pass_turn();
+        writer.stage_columns();  // while the last products run
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_touch(acc);
         release_weights(weight_ring.previous() * P + P - 1);

@@ -5,13 +5,13 @@
 #include "bitwise_terms.cuh"
 
 // The shared memory of a warpgroup's results: `buffers` of `slab` tokens x 64 weights of 16 bits, in the 128-byte swizzle
-// of tensor maps, then the constants of the tile's tokens. A buffer has two barriers: filled, and read.
+// of tensor maps, then the constants of two tiles' tokens. A buffer has two barriers: filled, and read.
 template <class Config> struct WriterShared {
     using T = Terms<Config>;
     static constexpr int tokens = Config::tokens, slab = Config::slab, buffers = Config::buffers;
     static constexpr int pitch = 128, buffer_bytes = T::narrow ? slab * pitch : 0;
-    static constexpr int columns = buffers * buffer_bytes, zeros = columns + 8 * tokens;
-    static constexpr int bytes = (zeros + (T::asym_x ? 4 * tokens : 0) + 1023) / 1024 * 1024;
+    static constexpr int columns = buffers * buffer_bytes, zeros = 8 * tokens, column_bytes = zeros + (T::asym_x ? 4 * tokens : 0);
+    static constexpr int bytes = (columns + 2 * column_bytes + 1023) / 1024 * 1024;
     static constexpr int barrier_bytes = 16 * buffers;
 
     uint32_t shared, barriers;
@@ -32,10 +32,11 @@ template <class Config> struct Writer {
 
     S shared;
     int thread, barrier, buffer = 0, parity = 1;
+    uint32_t columns;  // of this tile
     typename T::RowLoad row_load[2];
     typename T::ColumnLoad column_load[fetched];
 
-    PTX Writer(S shared, int warpgroup) : shared(shared), thread(threadIdx.x % 128), barrier(3 + warpgroup) {}
+    PTX Writer(S shared, int warpgroup) : shared(shared), thread(threadIdx.x % 128), barrier(3 + warpgroup), columns(shared.shared + S::columns) {}
 
     // Starts to load what the tile's results will need; the products that follow hide it.
     PTX void fetch(const Params& p, int n, int m) {
@@ -52,8 +53,8 @@ template <class Config> struct Writer {
     };
     PTX Pair pair(int eight) const {
         const int at = 8 * eight + 2 * (thread % 4);
-        Pair c = {ptx::ld_shared_v4(shared.shared + S::columns + 8 * at), {0u, 0u}};
-        if constexpr (T::asym_x) c.zeros = ptx::ld_shared_v2(shared.shared + S::zeros + 4 * at);
+        Pair c = {ptx::ld_shared_v4(columns + 8 * at), {0u, 0u}};
+        if constexpr (T::asym_x) c.zeros = ptx::ld_shared_v2(columns + S::zeros + 4 * at);
         return c;
     }
     static PTX typename T::Column column(const Pair& c, int which) {
@@ -61,19 +62,23 @@ template <class Config> struct Writer {
                           : typename T::Column{__uint_as_float(c.terms.z), c.terms.w, c.zeros.y};
     }
 
-    PTX void write(const Params& p, const int32_t (&acc)[tokens / 2], int n, int m) {
-        // Every thread of the warpgroup has passed the last barrier of the tile before, so the columns are free.
-        if constexpr (T::narrow && Config::tensor) ptx::bar_sync(barrier, 128);
+    // The tile before has its columns elsewhere, and those of the one before that have been read by every thread that
+    // passed its barrier.
+    PTX void stage_columns() {
+        columns = 2 * (shared.shared + S::columns) + S::column_bytes - columns;
 #pragma unroll
         for (int i = 0; i < fetched; i++) {
             const int at = thread + 128 * i;
             if (at >= tokens) break;
             const typename T::Column c = T::column(column_load[i]);
-            ptx::st_shared_v2(shared.shared + S::columns + 8 * at, {__float_as_uint(c.scale), c.term});
-            if constexpr (T::asym_x) ptx::st_shared_u32(shared.shared + S::zeros + 4 * at, c.zero);
+            ptx::st_shared_v2(columns + 8 * at, {__float_as_uint(c.scale), c.term});
+            if constexpr (T::asym_x) ptx::st_shared_u32(columns + S::zeros + 4 * at, c.zero);
         }
-        const typename T::Row row[2] = {T::row(row_load[0]), T::row(row_load[1])};
         ptx::bar_sync(barrier, 128);
+    }
+
+    PTX void write(const Params& p, const int32_t (&acc)[tokens / 2], int n, int m) {
+        const typename T::Row row[2] = {T::row(row_load[0]), T::row(row_load[1])};
         if constexpr (T::narrow)
             write_narrow(p, acc, row, n, m);
         else
@@ -148,7 +153,6 @@ template <class Config> struct Writer {
 #pragma unroll
             for (int e = 0; e < 4; e++) T::store(p, token + e % 2, at + 8 * (e / 2), acc[4 * i + e], row[e / 2], column(c, e % 2));
         }
-        ptx::bar_sync(barrier, 128);  // the columns have been read
     }
 };
 
