@@ -5,6 +5,7 @@ rank-1 terms (APT-LLM's arbitrary-precision decomposition; the planes of both si
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -80,7 +81,7 @@ class Config:
 
     large: chunks of weights and of activations that shared memory holds (``weight_groups``, ``activation_groups``),
     tokens that are staged at once on their way out (``slab``) and how many such ``buffers`` there are, whether they
-    leave by tensor map (``tensor``, which wants rows of Y that start on 16 bytes), how the two warpgroups take turns,
+    leave by tensor map (``tensor``: rows of Y start on 16 bytes and end so), how the two warpgroups take turns,
     and whether a block keeps its activations while it goes through weights (``resident``).
     small: the operand that is walked (``walk``), its planes in flight (``slots``), the chunks of the other in shared
     memory (``stages``) and in a walk (``span``), the columns of the product (``stacked``, planes side by side), and the
@@ -193,6 +194,8 @@ def _why_not_large(problem: Problem, config: Config) -> str | None:
         return f"results are staged in 2 to 8 buffers, not {config.buffers}"
     if config.tensor and not _narrow(config):
         return f"tensor maps store 16-bit results, not {config.output.value}"
+    if config.tensor and problem.n % 8:
+        return f"tensor maps store whole sixteen bytes, and rows of {problem.n} results end within them"
     for side, bits, groups in (("weight", p, config.weight_groups), ("activation", q, config.activation_groups)):
         if groups < 1 or groups * bits < 2:
             return f"loading ahead needs room for two planes, and {groups} chunks of {bits} {side} planes are fewer"
@@ -285,38 +288,55 @@ def _candidates(problem: Problem) -> Iterator[Config]:
                             activation_groups=activation_groups,
                             slab=slab,
                             buffers=buffers,
-                            tensor=problem.output in (Output.f16, Output.bf16),
+                            tensor=problem.output in (Output.f16, Output.bf16) and problem.n % 8 == 0,
                             turns=turns,
                         )
                         yield config
                         yield replace(config, resident=True)
-    chunks = planes.chunks(problem.k)
-    for walk, tokens in (
+    yield from _small_candidates(problem)
+
+
+def _small_candidates(problem: Problem) -> Iterator[Config]:
+    p, q, chunks = problem.weights.bits, problem.activations.bits, planes.chunks(problem.k)
+    codes = Code(problem.weights.code), Code(problem.activations.code)
+    half = problem.device.shared_bytes // 2 - 1024
+    tiles = [
         (Walk.weights, 8),
         (Walk.weights, 16),
         (Walk.weights, 32),
+        (Walk.tokens, 16),
         (Walk.tokens, 32),
         (Walk.tokens, 64),
-    ):
-        for cluster in (1, 2, 4):
-            rounds = -(-chunks // cluster)
-            for span in sorted({min(n, rounds) for n in (1, 2, 4, 8, 16)}):
-                for slots in (2, 3, 4, 6, 8, 12, 16):
-                    config = Config(
-                        Path.small,
-                        p,
-                        q,
-                        *codes,
-                        problem.output,
-                        tokens,
-                        _short_sums(problem),
-                        walk=walk,
-                        slots=slots,
-                        stages=span if span == rounds else 2 * span,
-                        span=span,
-                        cluster=cluster,
-                    )
-                    yield replace(config, stacked=stacked_columns(_beside(config) * tokens))
+    ]
+    sharing = [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)]
+    for (walk, tokens), (groups, cluster) in itertools.product(tiles, sharing):
+        walked, beside = (p, q) if walk is Walk.weights else (q, p)
+        rounds = -(-chunks // cluster)
+        for span in sorted({min(n, rounds) for n in (1, 2, 4, 8, 16)}):
+            for slots in (2, 3, 4, 5, 6, 8, 12, 16):
+                if slots > max(2, walked * rounds):
+                    break
+                config = Config(
+                    Path.small,
+                    p,
+                    q,
+                    *codes,
+                    problem.output,
+                    tokens,
+                    _short_sums(problem),
+                    walk=walk,
+                    slots=slots,
+                    stages=span if span == rounds else 2 * span,
+                    span=span,
+                    groups=groups,
+                    cluster=cluster,
+                    stacked=stacked_columns(beside * tokens),
+                )
+                yield config
+                if (
+                    groups > 1 and shared_bytes(config) <= half
+                ):  # so that the next kernel's block fits beside this one's
+                    yield replace(config, blocks=2)
 
 
 @functools.cache

@@ -288,14 +288,14 @@ void cp_async_bulk_tensor_store_2d(const void* map, int x, int y, uint32_t share
     memcpy(&box, map, sizeof box);
     if (shared % 128) fail("%s: shared address %#x must be a multiple of 128", what, shared);
     if (box.base % 16 || box.pitch % 16) fail("%s: the matrix's rows do not start on 16 bytes", what);
+    if (box.row_bytes % 16) fail("%s: rows of %u bytes, but the hardware stores whole sixteens", what, box.row_bytes);
     const int64_t first = static_cast<int64_t>(x) * box.element_bytes;
     for (uint32_t r = 0; r < box.box_rows; r++)
         for (uint32_t chunk = 0; chunk < 8; chunk++) {
             const uint32_t plain = shared + r * 128 + chunk * 16, source = plain ^ (plain >> 7 & 7) << 4;
             const int64_t row = static_cast<int64_t>(y) + r, at = first + chunk * 16;
             if (row < 0 || row >= box.rows || at < 0 || at >= box.row_bytes) continue;
-            const auto bytes = static_cast<uint32_t>(std::min<int64_t>(16, box.row_bytes - at));
-            store(reinterpret_cast<uint8_t*>(box.base) + row * box.pitch + at, source, bytes, what);
+            store(reinterpret_cast<uint8_t*>(box.base) + row * box.pitch + at, source, 16, what);
         }
 }
 void cp_async_bulk_commit_group() {
