@@ -93,9 +93,9 @@ def test_results_are_rounded_once(output: Output) -> None:
         run(asked, large(asked, tokens=64), padding=padding, bias=True)
         if output is not Output.f32 and n % 8 == 0:
             run(asked, large(asked, tokens=64, tensor=True, buffers=2 + padding // 8), padding=padding, bias=True)
+        run(asked, small(asked, tokens=16), padding=padding, bias=True)
 
 
 def test_tensor_stores_want_whole_sixteens() -> None:
     asked = problem("w2a2", 5, 71, 1024, Output.f16)
     assert "end within them" in (bitwise.why_not(asked, large(asked, tokens=64, tensor=True)) or "")
-        run(asked, small(asked, tokens=16), padding=padding, bias=True)
