@@ -48,14 +48,24 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
     "SmolLM2-135M": ((960, 576), (576, 576), (3072, 576), (576, 1536)),
     "SmolLM2-1.7B": ((6144, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
 }
+WHOLE = ("Llama-3-8B", "Qwen3-8B", "Llama-2-7B")
+MOST_OF_OTHERS = 4096
+"""Models of other sizes are measured up to this many tokens; beyond, built-in choices run."""
 SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w8a8", "w2a2", "w2a16g128", "w3a16g128", "w8a16g128", "w1a2")
 
 
 def products(models: list[str], schemes: list[str], tokens: list[int]) -> list[Product]:
-    """The products of models, each shape once, scheme by scheme."""
-    shapes = dict.fromkeys(shape for model in models for shape in MODELS[model])
+    """The products of models, each shape once: model by model, scheme by scheme."""
     parsed = [Scheme.parse(scheme) for scheme in schemes]
-    return [Product(m, n, k, s.weights, s.activations) for s in parsed for n, k in shapes for m in tokens]
+    asked = [
+        Product(m, n, k, s.weights, s.activations)
+        for model in models
+        for s in parsed
+        for n, k in MODELS[model]
+        for m in tokens
+        if model in WHOLE or m <= MOST_OF_OTHERS
+    ]
+    return list(dict.fromkeys(asked))
 
 
 def show(policy: Policy) -> None:

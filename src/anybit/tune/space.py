@@ -247,6 +247,16 @@ def _tiles_run(product: Product) -> bool:
 
 # -------- fewer candidates: what a search looks at first
 
+_EVERYTHING = 1000
+"""A search for so many candidates of each family leaves nothing out."""
+
+
+def _hopeless(product: Product, candidate: Candidate) -> bool:
+    """Whether only the built-in choice is worth timing: mma.sync where wgmma is, or many planes of many tokens."""
+    if product.device.capability >= 90 and candidate.kernel in ("bitwise_sync", "marlin"):
+        return True
+    return candidate.strategy == "bitwise" and product.m > 32 and product.weights.bits * product.activations.bits > 16
+
 
 def promising(whole: Space, each: int, hints: Collection[Candidate] = ()) -> list[Candidate]:
     """The built-in choices, then hints that are legal here, then the ``each`` most promising of every family.
@@ -266,8 +276,7 @@ def promising(whole: Space, each: int, hints: Collection[Candidate] = ()) -> lis
     counts: dict[tuple[str, str], int] = {}
     for candidate in whole.candidates:
         key = candidate.strategy, candidate.kernel
-        limit = 1 if candidate.kernel in ("bitwise_sync", "marlin") and whole.product.device.capability >= 90 else each
-        if counts.get(key, 0) < limit:
+        if counts.get(key, 0) < (0 if each < _EVERYTHING and _hopeless(whole.product, candidate) else each):
             counts[key] = counts.get(key, 0) + 1
             chosen.append(candidate)
     return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(whole.product) is None]
