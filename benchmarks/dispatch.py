@@ -5,7 +5,8 @@
     python benchmarks/dispatch.py ablate                   # variants over whole models -> results/h200/dispatch.json
     python benchmarks/dispatch.py model                    # whole models at some of the same points
     python benchmarks/dispatch.py draw                     # docs/dispatch.svg, docs/crossover.svg
-    python benchmarks/dispatch.py verify 20 --seconds 60        # against an exhaustive search, problems at random
+    python benchmarks/dispatch.py verify --problems 20     # against an exhaustive search, problems at random
+    python benchmarks/dispatch.py record --seconds 60 --verify-seconds 20            # map, ablate and verify
 
 The map that is shipped (src/anybit/tune/policies) is made by ``map`` over all layers and schemes below.
 """
@@ -115,9 +116,18 @@ def measure_map(options: argparse.Namespace) -> None:
                 flush=True,
             )
 
-    policy = search(wanted, options.out, how, hints=hints, report=report)
-    print(f"{policy.points} points, {time.perf_counter() - began:.1f} s")
-    show(policy)
+    child = Child()
+    child.start()
+    print(f"the GPU answers after {time.perf_counter() - began:.1f} s", flush=True)
+    policy = search(wanted, options.out, how, hints=hints, report=report, child=child)
+    spent = {what: round(seconds, 2) for what, seconds in child.spent.items()}
+    print(f"{policy.points} points, {time.perf_counter() - began:.1f} s; of the child's: {spent}", flush=True)
+    if options.command == "record":
+        ablate(options, child, policy)
+        verify(options, child, policy)
+    child.stop()
+    if options.command == "map":
+        show(policy)
 
 
 # -------- what choosing is worth: the ablations of ADAngel (section 6.4) and APT-LLM (figures 15 and 16)
@@ -165,24 +175,24 @@ def time_variants(child: Child, product: Product, by: Dispatcher, options: Optio
     return {name: us[candidate] for name, candidate in named.items()}
 
 
-def ablate(options: argparse.Namespace) -> None:
+def ablate(options: argparse.Namespace, child: Child | None = None, policy: Policy | None = None) -> None:
     """Time to first token and tokens a second, summed over the linear layers of a model from measured products."""
     began = time.perf_counter()
     if options.compile:
-        by = Dispatcher("NVIDIA H200", [read(options.map)]) if options.map else dispatcher("NVIDIA H200")
+        by = _dispatcher(options, None, "NVIDIA H200")
         asked = [product for _, products in ablated(options.schemes) for product in products]
         refused = compile_candidates([(p, candidate) for p in asked for candidate in contestants(p, by).values()])
         print(f"compiled, {time.perf_counter() - began:.1f} s", *refused, flush=True)
         return
-    child = Child()
-    child.start()
+    mine = child is None
+    child = child or _started()
     device = child.facts["device"]
-    by = Dispatcher(device.name, [read(options.map)]) if options.map else dispatcher(device.name)
-    how = Options(effort=Effort(options.microseconds, 1, options.final_replays), limit=options.limit)
+    by = _dispatcher(options, policy, device.name)
+    how = Options(effort=Effort(120.0, 1, 7), limit=options.limit)
     excluded = Policy(Origin.here(device.name, device.arch))
     rows: list[dict[str, Any]] = []
     marks = stamp()
-    for scheme, products in ablated(options.schemes):
+    for scheme, products in ablated([scheme for scheme in ABLATED if scheme in options.schemes]):
         sums: dict[int, dict[str, float]] = {product.m: dict.fromkeys(VARIANTS, 0.0) for product in products}
         floors = dict.fromkeys(sums, 0.0)
         for product in products:
@@ -213,8 +223,22 @@ def ablate(options: argparse.Namespace) -> None:
     for row in rows:
         slower = {name: round(us / row["us"], 3) for name, us in row["variants"].items() if name != "dispatch"}
         print(row["case"], row["scheme"], row["batch"], row["prompt"], f"{row['us']:.1f} us", slower)
-    child.stop()
+    if mine:
+        child.stop()
     print(f"{time.perf_counter() - began:.1f} s")
+
+
+def _started() -> Child:
+    child = Child()
+    child.start()
+    return child
+
+
+def _dispatcher(options: argparse.Namespace, policy: Policy | None, gpu: str) -> Dispatcher:
+    """What chooses: the map just measured, the one that was asked for, or the shipped one."""
+    if policy is not None:
+        return Dispatcher(gpu, [policy])
+    return Dispatcher(gpu, [read(options.map)]) if options.map else dispatcher(gpu)
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
@@ -311,7 +335,7 @@ def drawn(problems: int, seed: int) -> list[Product]:
     return found
 
 
-def verify(options: argparse.Namespace) -> None:
+def verify(options: argparse.Namespace, child: Child | None = None, by_policy: Policy | None = None) -> None:
     """Compare what is chosen for random products with the best of every legal config, side by side.
 
     tuned: what a search as `anybit tune` does it finds for the token count that stands for the product's. map: what
@@ -321,7 +345,7 @@ def verify(options: argparse.Namespace) -> None:
     products = drawn(options.problems, options.seed)
     rounded = [replace(product, m=bucket(product.m)) for product in products]
     every = Options(options.wide, effort=Effort(40, 1, 5, 6, 1.1), limit=options.limit, plans=options.plans)
-    usual = Options(options.each, limit=options.limit, plans=options.plans.with_suffix(".tuned"))
+    usual = Options(options.each, limit=options.limit, plans=options.plans and options.plans.with_suffix(".tuned"))
     if options.compile:
         print(f"{compile_all(rounded, usual)} candidates of the search compiled", flush=True)
         for part in range(0, len(products), 4):  # so that what is done by the end of the time is whole
@@ -329,17 +353,17 @@ def verify(options: argparse.Namespace) -> None:
             passed = time.perf_counter() - began
             print(f"{count} of problems {part} to {part + 3} compiled, {passed:.1f} s", flush=True)
         return
-    child = Child()
-    child.start()
+    mine_alone = child is None
+    child = child or _started()
     device = child.facts["device"]
-    by = Dispatcher(device.name, [read(options.map)]) if options.map else dispatcher(device.name)
+    by = _dispatcher(options, by_policy, device.name)
     policy = Policy(Origin.here(device.name, device.arch))
     ratios: dict[str, list[float]] = {"tuned": [], "map": [], "built in": []}
     here = [replace(product, device=device) for product in products]
     with Planner((), usual) as search_planner, Planner((), every) as planner:
         mine = dict(search_planner.plans([replace(product, m=bucket(product.m)) for product in here]))
         for product, plan in planner.plans(here):
-            if time.perf_counter() - began > options.seconds:
+            if time.perf_counter() - began > options.verify_seconds:
                 break
             near = replace(product, m=bucket(product.m))
             point = measure(child, near, mine[near].candidates, usual, policy)
@@ -358,7 +382,8 @@ def verify(options: argparse.Namespace) -> None:
             print(
                 f"{product}: {len(times)} configs, best {fastest.us:.2f} us {best.name}; {', '.join(line)}", flush=True
             )
-    child.stop()
+    if mine_alone:
+        child.stop()
     for name, values in ratios.items():
         if values:
             print(f"{name}: median {statistics.median(values):.3f}, worst {max(values):.3f} of {len(values)} problems")
@@ -451,41 +476,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="command", required=True)
     mapping = kinds.add_parser("map", help="measure a policy map")
-    mapping.add_argument("--models", nargs="*", choices=MODELS)
-    mapping.add_argument("--schemes", nargs="*", default=list(SCHEMES))
-    mapping.add_argument("--tokens", type=int, nargs="*", default=list(GRID))
-    mapping.add_argument("--each", type=int, default=4, help="candidates of each family beside defaults and hints")
-    mapping.add_argument("--allow", nargs="*", default=[])
-    mapping.add_argument("--hints", type=Path, nargs="*", default=[])
-    mapping.add_argument("--seconds", type=float, default=float("inf"))
-    mapping.add_argument("--microseconds", type=float, default=60.0)
-    mapping.add_argument("--replays", type=int, default=2)
-    mapping.add_argument("--final-replays", type=int, default=5)
-    mapping.add_argument("--limit", type=float, default=20.0, help="seconds that one candidate may take")
-    mapping.add_argument("--plans", type=Path, help="a file between --compile and the measurement")
-    mapping.add_argument("--compile", action="store_true", help="only compile")
-    mapping.add_argument("--again", action="store_true", help="measure what the file has anew")
-    mapping.add_argument("--out", type=Path, default=SHIPPED / file_name("NVIDIA H200"))
     ablating = kinds.add_parser("ablate", help="what choosing is worth, over whole models")
-    ablating.add_argument("--schemes", nargs="*", default=list(ABLATED))
-    ablating.add_argument("--microseconds", type=float, default=120.0)
-    ablating.add_argument("--final-replays", type=int, default=7)
-    ablating.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
+    verifying = kinds.add_parser("verify", help="how near the chosen configs are to the best there is")
+    recording = kinds.add_parser("record", help="map, ablate and verify in one process")
+    for command in (mapping, recording):
+        command.add_argument("--models", nargs="*", choices=MODELS)
+        command.add_argument("--tokens", type=int, nargs="*", default=list(GRID))
+        command.add_argument("--allow", nargs="*", default=[])
+        command.add_argument("--hints", type=Path, nargs="*", default=[])
+        command.add_argument("--seconds", type=float, default=float("inf"), help="begin no more products after this")
+        command.add_argument("--microseconds", type=float, default=60.0)
+        command.add_argument("--replays", type=int, default=2)
+        command.add_argument("--final-replays", type=int, default=5)
+        command.add_argument("--again", action="store_true", help="measure what the file has anew")
+        command.add_argument("--out", type=Path, default=SHIPPED / file_name("NVIDIA H200"))
+    for command in (mapping, recording, ablating):
+        schemes = ABLATED if command is ablating else SCHEMES
+        command.add_argument("--schemes", nargs="*", default=list(schemes))
+    for command in (ablating, recording):
+        command.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
+    for command in (verifying, recording):
+        command.add_argument("--problems", type=int, default=200)
+        command.add_argument("--seed", type=int, default=1)
+        command.add_argument("--wide", type=int, default=10**6, help="no more configs of each family than this")
+        command.add_argument("--verify-seconds", type=float, default=60.0)
+    for command in (mapping, recording, verifying):
+        command.add_argument("--each", type=int, default=4, help="candidates of each family beside defaults and hints")
+        command.add_argument("--plans", type=Path, help="a file between --compile and the measurement")
+    for command in (mapping, recording, ablating, verifying):
+        command.add_argument("--compile", action="store_true", help="only compile")
+        command.add_argument("--limit", type=float, default=20.0, help="seconds that one candidate may take")
+        command.add_argument("--map", type=Path, help="the map to choose by; by default the shipped one")
     whole = kinds.add_parser("model", help="the variants in whole models, at some points")
     whole.add_argument("--schemes", nargs="*", default=list(ABLATED))
     whole.add_argument("--layers", type=int, default=8)
     whole.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
-    verifying = kinds.add_parser("verify", help="how near the chosen configs are to the best there is")
-    verifying.add_argument("problems", type=int)
-    verifying.add_argument("--seed", type=int, default=1)
-    verifying.add_argument("--each", type=int, default=6)
-    verifying.add_argument("--wide", type=int, default=10**6, help="no more configs of each family than this")
-    verifying.add_argument("--seconds", type=float, default=float("inf"))
-    verifying.add_argument("--plans", type=Path, default=Path("verify.plans"))
-    for command in (ablating, verifying):
-        command.add_argument("--compile", action="store_true", help="only compile")
-        command.add_argument("--map", type=Path, help="the map to choose by; by default the shipped one")
-        command.add_argument("--limit", type=float, default=20.0, help="seconds that one candidate may take")
     drawing = kinds.add_parser("draw", help="draw docs/dispatch.svg and docs/crossover.svg (needs matplotlib)")
     drawing.add_argument("--map", type=Path, help="by default the shipped one")
     drawing.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
@@ -494,10 +519,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "show":
         show(read(options.path))
-    else:
-        {"map": measure_map, "ablate": ablate, "model": whole_models, "verify": verify, "draw": draw}[options.command](
-            options
-        )
+        return
+    commands = {"map": measure_map, "record": measure_map, "ablate": ablate, "verify": verify}
+    commands |= {"model": whole_models, "draw": draw}
+    commands[options.command](options)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_equals_the_reference(scheme: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "backend"), [("w1a2", "bitwise"), ("w2a3", "bitwise"), ("w2a4", "packed"), ("w2a4-xasym", "bitwise")]
+    ("scheme", "backend"), [("w1a2", "bitwise"), ("w2a3", "bitwise"), ("w3a3", "packed"), ("w2a4-xasym", "bitwise")]
 )
 def test_is_chosen_where_planes_are_fewer_products(scheme: str, backend: str) -> None:
     parsed = Scheme.parse(scheme)

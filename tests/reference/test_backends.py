@@ -46,7 +46,13 @@ def test_where_planes_run(scheme: str, arch: str, words: str | None) -> None:
 
 
 def test_costs_order_the_backends() -> None:
-    for scheme, first in (("w1a2", "bitwise"), ("w2a3", "bitwise"), ("w2a4", "packed"), ("w8a8", "packed")):
+    for scheme, first in (
+        ("w1a2", "bitwise"),
+        ("w2a3", "bitwise"),
+        ("w2a4", "bitwise"),
+        ("w3a3", "packed"),
+        ("w8a8", "packed"),
+    ):
         parsed = Scheme.parse(scheme)
         weight = random_weight(8, 64, parsed.weights)
         order = sorted(ops.backends, key=lambda name: ops.backends[name].cost(weight, parsed.activations))

@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *wo
 
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
-    parsed = Scheme.parse("w2a4")
+    parsed = Scheme.parse("w3a3")
     one = Product(64, 4096, 14336, parsed.weights, parsed.activations)
     other = next(c for c in space(one).candidates if c.kernel == "bitwise")
     found = {
@@ -42,7 +42,7 @@ def measured(tmp_path: Path) -> Path:
 
 
 def test_explains_a_shape(measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("explain", "4096,14336", "--scheme", "w2a4", "-m", "64", "--policy", str(measured))
+    words = ("explain", "4096,14336", "--scheme", "w3a3", "-m", "64", "--policy", str(measured))
     code, out, _ = run(monkeypatch, capsys, *words)
     dispatching.use()
     assert code == 0

@@ -81,6 +81,8 @@ class Child:
         self._process: Any = None
         self.connection: Connection[Any, Any] = None  # type: ignore[assignment]
         self.facts: dict[str, Any] = {}
+        self.spent: dict[str, float] = {}
+        """Seconds of the child's work, by what it was."""
 
     def start(self, limit: float = 120.0) -> None:
         """Begin, and wait until the GPU has answered. Raises KernelError if it does not."""
@@ -159,7 +161,17 @@ def _serve_one(
     guess_us: float,
     together: bool,
 ) -> None:
+    times_of: dict[str, float] = {}
+    mark = time.perf_counter()
+
+    def passed(what: str) -> None:
+        nonlocal mark
+        now = time.perf_counter()
+        times_of[what] = times_of.get(what, 0.0) + now - mark
+        mark = now
+
     bench = runner.prepare(product)
+    passed("prepare")
     good = []
     for i, candidate in enumerate(candidates):
         connection.send(("begin", i))
@@ -172,6 +184,7 @@ def _serve_one(
             # After a fault the context is of no more use: a new process is.
             connection.send(("failed", i, f"{error}".splitlines()[0]))
             os._exit(3)
+    passed("check")
     found: dict[int, Time] = {}
     groups = [good] if together else [[i] for i in good]
     for group in groups:
@@ -179,7 +192,8 @@ def _serve_one(
         kept = [place for place, i in enumerate(group) if i in keep]
         times = bench.times([candidates[i] for i in group], kept, effort, guess_us) if group else []
         found |= dict(zip(group, times, strict=True))
-    connection.send(("times", found))
+    passed("time")
+    connection.send(("times", found, times_of))
 
 
 def search(
@@ -190,20 +204,24 @@ def search(
     hints: Sequence[Policy] = (),
     report: Report | None = None,
     factory: Callable[[], Any] = Runner,
+    child: Child | None = None,
 ) -> Policy:
     """Measure products, and return the map of what was found, which also goes into the file at ``path``.
 
     path: a file, or what names one for a GPU's name.  hints: maps whose configs are tried too.
-    Products keep their order, except that those of one layer come together.
+    Products keep their order, except that those of one layer come together. child: one that has begun.
     """
     options = options or Options()
-    child = Child(factory)
-    child.start()
+    mine = child is None
+    child = child or Child(factory)
+    if mine:
+        child.start()
     try:
         file = path(child.facts["device"].name) if callable(path) else path
         return _search(child, products, file, options, hints, report)
     finally:
-        child.stop()
+        if mine:
+            child.stop()
 
 
 def _search(
@@ -430,12 +448,24 @@ def compile_all(products: Sequence[Product], options: Options, hints: Sequence[P
 
     The plans join those in the file ``options.plans``, for a search later.
     """
+    path, count, saved = options.plans, 0, time.perf_counter()
+    plans: dict[tuple[object, ...], Plan] = pickle.loads(path.read_bytes()) if path and path.exists() else {}
+
+    def keep() -> None:
+        if path is not None:
+            new = path.with_suffix(".new")
+            new.write_bytes(pickle.dumps(plans))
+            new.replace(path)
+
     with Planner(hints, replace(options, plans=None)) as planner:
-        plans = {_plan_key(product): found for product, found in planner.plans(products)}
-    if options.plans is not None:
-        before = pickle.loads(options.plans.read_bytes()) if options.plans.exists() else {}
-        options.plans.write_bytes(pickle.dumps(before | plans))
-    return sum(len(found.candidates) for found in plans.values())
+        for product, found in planner.plans(products):
+            plans[_plan_key(product)] = found
+            count += len(found.candidates)
+            if time.perf_counter() - saved > _SAVE_SECONDS:
+                keep()
+                saved = time.perf_counter()
+    keep()
+    return count
 
 
 def measure(
@@ -501,6 +531,8 @@ def _listen(
             case "failed":
                 gone[message[1]] = message[2]
             case "times":
+                for what, seconds in message[2].items():
+                    child.spent[what] = child.spent.get(what, 0.0) + seconds
                 return message[1], gone, ""
             case _:
                 if current >= 0 and current not in gone:

@@ -14,7 +14,7 @@ import torch
 from anybit import dpr
 from anybit.errors import KernelError
 from anybit.jit import Kernel
-from anybit.kernels import pack
+from anybit.kernels import pack, packed_repack
 from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat
 from anybit.tune.families import FAMILIES, Family, FieldValue, Layout, Product, power_of_two, quantizer, tiles_of
@@ -33,8 +33,8 @@ _INT8, _FP8 = ActivationFormat(8, "sym"), ActivationFormat(8, "float")
 # Up to this many tokens packed_small is the built-in choice: above it wgmma wins on every layer measured
 # (w4a16g128 of Llama-3-8B; docs/packed.md).
 SMALL_M = 8
-# Plane by plane a product costs bits * bits / 8 of the same product in int8: from a tie on, widened bytes win when
-# compute is the limit, and read as few bits of weights when memory is.
+# Plane by plane a product costs bits * bits / 8 of the same product in int8. At a tie planes win at nearly every number
+# of tokens (w2a4 on an H200: docs/tuning.md); above it widened bytes do, where compute is the limit.
 _TIE = 8
 
 
@@ -74,6 +74,9 @@ class Candidate:
         if self.kernel == _VENDOR:
             return
         family = FAMILIES[self.kernel]
+        if family.target is Target.bytes:
+            order = packed_repack.Config(product.weights.bits, self.activations.quantized)
+            yield packed_repack.kernel(order)
         if self.activations.quantized:
             yield pack.kernel(quantizer(replace(product, activations=self.activations), family.target))
         yield family.module.kernel(self.config)
@@ -191,7 +194,7 @@ def refuse_unknown(allow: Collection[str]) -> None:
 def builtin_layout(product: Product) -> Layout:
     """The layout that weights get where nothing was measured."""
     x = product.activations
-    if x.integer and product.weights.bits * x.bits < _TIE and _planes_family(product) is not None:
+    if x.integer and product.weights.bits * x.bits <= _TIE and _planes_family(product) is not None:
         return Layout.planes
     return tiles_of(x) if _tiles_run(product) or _planes_family(product) is None else Layout.planes
 
