@@ -1,35 +1,44 @@
 """Decode attention over the quantized KV cache: BitDecoding's single, batches and page settings (Fig. 9 to 16).
 
-    python benchmarks/decode_attention.py            everything, into results/h200/decode_attention.json
+    python benchmarks/decode_attention.py            into results/h200/decode_attention.json, in 90 seconds
+    python benchmarks/decode_attention.py --seconds 30       the most telling rows first, as many as fit
     python benchmarks/decode_attention.py --only 8x32768 --dry
+    python benchmarks/decode_attention.py --figure   only draws docs/kvcache.svg from the rows (needs matplotlib)
 
 Times are of the attention kernel alone in a CUDA graph with programmatic dependent launch, over pages larger than L2,
-with 64 tokens in the residual of every sequence. Each row is checked against attention over the dequantized cache.
+with 64 tokens in the residual of every sequence. Each row is checked against attention over the dequantized cache, and
+has the fp16 backends of PyTorch and a non-fused attention as KIVI's beside it, timed in the same run.
 """
 
 import argparse
 import dataclasses
+import functools
+import json
 import math
 import multiprocessing
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anybit import jit
-from anybit.attention import decode_kernel, decode_reference, problem_of
+from anybit.attention import decode_kernel, decode_reference
 from anybit.device import Device
 from anybit.kernels import decode, kvpack, kvpage
+from anybit.kernels.kvpage import PageLayout
 from anybit.kvcache import KVCache
 from anybit.scheme import KVFormat
 from timing import RESULTS, merge_rows, read_floor_us, stamp, time_graph
 
 SHAPES = ((1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 4096), (128, 2048))
 FORMATS = ("kv4g128", "kv2g128", "kv4g128t", "kv2g128t", "kv8g128t")
-KEY = ("case", "kv", "batch", "context", "heads_q", "heads_kv", "page", "residual")
+KEY = ("case", "kv", "batch", "context", "heads_q", "heads_kv", "page", "residual", "how")
+FIGURE = Path(__file__).parent.parent / "docs" / "kvcache.svg"
 DIM = 128
 
 
@@ -46,6 +55,7 @@ class Row:
     page: int = 128
     residual: int = 64
     shuffled: bool = True
+    how: str = ""
 
     @property
     def layout(self) -> kvpage.PageLayout:
@@ -69,21 +79,62 @@ class Row:
             ring=window + 32,
             window=window,
             capacity=self.context + 256,
+            split=int(self.how.removeprefix("split ")) if self.how.startswith("split") else 0,
         )
 
 
+HOW = {
+    "2 warps": {"warps": 2, "stages": 2, "paired": False},
+    "4 warps": {"warps": 4, "stages": 2, "paired": False},
+    "8 warps": {"warps": 8, "stages": 2, "paired": False},
+    "float16 keys": {"paired": False},
+    "no early start": {},
+    "nothing unpacked": {"unpacks": False},
+    "copies alone": {"whole": False},
+}
+"""The steps of the breakdown and of the cost of dequantization: what differs from the default kernel."""
+
+
 def rows() -> list[Row]:
-    """Every row of the table."""
-    main = [Row("main", kv, batch, context) for batch, context in SHAPES for kv in FORMATS]
+    """Every row of the table, the most telling first."""
+    shapes = ((8, 32768), (1, 131072), (32, 8192), (64, 4096), (1, 32768), (128, 2048), (1, 4096))
+    assert sorted(shapes) == sorted(SHAPES)
+    first = [Row("main", kv, batch, context) for batch, context in shapes[:4] for kv in FORMATS[:2]]
     heads = [Row("heads", kv, 8, 32768, *heads) for heads in ((32, 32), (64, 8)) for kv in FORMATS[:2]]
-    pages = [Row("page", kv, 8, 32768, page=page) for page in (64, 256) for kv in ("kv4", "kv2")]
     plain = [Row("contiguous", kv, 8, 32768, shuffled=False) for kv in FORMATS[:2]]
-    groups = [Row("groups", kv, 8, 32768) for kv in ("kv4", "kv2", "kv4g32", "kv2g32", "k4v2g128", "k8v4g128")]
     none = [Row("least residual", kv, 8, 32768, residual=1) for kv in FORMATS[:2]]
-    return [*main, *heads, *pages, *plain, *groups, *none]
+    rest = [Row("main", kv, batch, context) for batch, context in shapes for kv in FORMATS]
+    how = [Row("breakdown", kv, 8, 32768, how=how) for kv in FORMATS[:2] for how in HOW]
+    residual = [
+        Row("residual", "kv4g128", 8, context, residual=residual)
+        for context in (4096, 16384, 65536)
+        for residual in (1, 64, 127)
+    ]
+    split = [Row("fixed split", kv, 8, 32768, how="split 1024") for kv in FORMATS[:2]]
+    pages = [Row("page", kv, 8, 32768, page=page) for page in (64, 256) for kv in ("kv4", "kv2")]
+    groups = [Row("groups", kv, 8, 32768) for kv in ("kv4", "kv2", "kv4g32", "kv2g32", "k4v2g128", "k8v4g128")]
+    found = [*first, *heads[:2], *plain, *none, *rest, *how, *residual, *heads[2:], *split, *pages, *groups]
+    return list(dict.fromkeys(found))
+
+
+def config_of(row: Row, device: Device) -> decode.Config:
+    """The kernel of a row."""
+    problem, wanted = row.problem(), dict(HOW.get(row.how, {}))
+    chosen = decode.default(problem, device)
+    parts = {name: wanted.pop(name) for name in ("whole", "unpacks") if name in wanted}
+    if wanted:
+        how = {"warps": chosen.warps, "stages": chosen.stages} | wanted
+        chosen = decode.make(problem, device, **how)
+    return dataclasses.replace(chosen, **parts)
 
 
 def fill(row: Row) -> tuple[KVCache, list[int]]:
+    """The cache of a row; the last one is kept, for rows that differ in what is done with it."""
+    return _fill(dataclasses.replace(row, case="", how="", heads=0))
+
+
+@functools.lru_cache(1)
+def _fill(row: Row) -> tuple[KVCache, list[int]]:
     """A cache of pages drawn from 64 encoded ones, scattered over the pool, in enough layers to outgrow L2."""
     layers = max(1, min(8, math.ceil(300e6 / row.bytes)))
     cache = KVCache(
@@ -109,20 +160,32 @@ def fill(row: Row) -> tuple[KVCache, list[int]]:
 def measure(row: Row) -> dict[str, object]:
     """Check and time one row."""
     cache, sequences = fill(row)
+    device = Device.of(cache.table)
+    config, problem = config_of(row, device), row.problem()
+    cache.newest_are_few = row.how != "no early start"
     q = torch.randn(row.batch, 1, row.heads, DIM, device="cuda").half()
-    out, _ = decode_kernel(q, cache, 0, sequences)
-    ends = sorted({0, row.batch - 1})
-    want, _ = decode_reference(q[ends], cache, 0, [sequences[i] for i in ends])
-    error = float((out[ends].float() - want.float()).abs().mean() / want.float().abs().mean())
-    if not error < 2e-3:
-        raise AssertionError(f"{row}: mean relative error {error}")
-    config = decode.default(problem_of(q, cache), Device.of(q))
-    timing = time_graph(lambda i: decode_kernel(q, cache, i % cache.layers, sequences, out=out), calls=24, replays=9)
+    out = torch.empty_like(q)
+
+    def call(i: int) -> object:
+        return decode_kernel(q, cache, i % cache.layers, sequences, config=config, out=out, split=problem.split)
+
+    call(0)
+    if config.whole and config.unpacks:
+        ends = sorted({0, row.batch - 1})
+        want, _ = decode_reference(q[ends], cache, 0, [sequences[i] for i in ends])
+        error = float((out[ends].float() - want.float()).abs().mean() / want.float().abs().mean())
+        if not error < 2e-3:
+            raise AssertionError(f"{row}: mean relative error {error}")
+    else:
+        error = math.nan  # not what attention is, and named so
+    timing = time_graph(call, calls=24, replays=9)
+    cache.newest_are_few = True
     return {
         "case": row.case, "kv": row.kv, "batch": row.batch, "context": row.context, "heads_q": row.heads,
-        "heads_kv": row.kv_heads, "page": row.page, "residual": row.residual, "us": round(timing.us, 2),
-        "floor_us": round(read_floor_us(row.bytes), 2), "bytes": row.bytes, "error": error,
-        "warps": config.warps, "stages": config.stages,
+        "heads_kv": row.kv_heads, "page": row.page, "residual": row.residual, "how": row.how,
+        "us": round(timing.us, 2), "floor_us": round(read_floor_us(row.bytes), 2), "bytes": row.bytes,
+        "error": None if math.isnan(error) else error, "warps": config.warps, "stages": config.stages,
+        "paired": config.paired, "checked": "an ablation, not attention" if math.isnan(error) else True,
     }  # fmt: skip
 
 
@@ -204,17 +267,18 @@ def pack_steps(kv: str) -> Iterator[Callable[[], dict[str, object]]]:
 def _pack_row(case: str, kv: str, batch: int, context: int, us: float, floor: float) -> dict[str, object]:
     return {
         "case": case, "kv": kv, "batch": batch, "context": context, "heads_kv": 8, "page": 128, "us": round(us, 2),
-        "floor_us": round(floor, 2),
+        "floor_us": round(floor, 2), "residual": 0, "how": "",
     }  # fmt: skip
 
 
 def compile_all(wanted: list[Row]) -> None:
     """Fill the cache of kernels, in parallel, before anything is timed."""
     device = Device.named("sm_90a")
-    kernels = {decode.kernel(decode.default(row.problem(), device), row.layout) for row in wanted}
-    kernels |= {kvpack.kernel(kvpack.default(kvpack.Problem(row.layout, 1, 8, 1))) for row in wanted}
+    stored = [PageLayout(KVFormat.parse(kv), DIM, 128) for kv in FORMATS[:4]]
+    kernels = [kvpack.kernel(kvpack.default(kvpack.Problem(layout, 1, 8, 1))) for layout in stored]
+    kernels += [decode.kernel(config_of(row, device), row.layout) for row in wanted]
     with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 16)) as pool:
-        pool.starmap(jit.cached, [(kernel, device.arch) for kernel in kernels])
+        pool.starmap(jit.cached, [(kernel, device.arch) for kernel in dict.fromkeys(kernels)], chunksize=1)
 
 
 def show(found: dict[str, object]) -> None:
@@ -222,19 +286,69 @@ def show(found: dict[str, object]) -> None:
     print({name: value for name, value in found.items() if name not in silent}, flush=True)
 
 
+def draw(found: list[dict[str, Any]]) -> None:
+    """Residual overhead, the cost of dequantization and the breakdown, as the paper's Fig. 14, 15 and 16."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "anybit"  # the same rows give the same file
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    shape = {(row["case"], row["kv"], row.get("how", "")): row["us"] for row in found if row["batch"] == 8}
+    residual = [row for row in found if row["case"] == "residual"]
+    for tokens in (64, 127):
+        least = {row["context"]: row["us"] for row in residual if row["residual"] == 1}
+        points = sorted((row["context"], row["us"]) for row in residual if row["residual"] == tokens)
+        places = range(len(points))
+        left.plot(places, [100 * (us / least[n] - 1) for n, us in points], marker="o", label=f"{tokens} tokens")
+        left.set_xticks(places, [f"{n // 1024}k" for n, _ in points])
+    left.set(title="Residual in 16 bits, batch 8, 4 bits", xlabel="context", ylabel="% more time than 1 token")
+    left.legend()
+    main = {row["kv"]: row["us"] for row in found if (row["case"], row["batch"], row["context"]) == ("main", 8, 32768)}
+    steps = ("2 warps", "4 warps", "8 warps", "float16 keys", "no early start")
+    names = {"float16 keys": "all warps", "no early start": "integer keys"}
+    for index, kv in enumerate(FORMATS[:2]):
+        parts = [shape.get(("breakdown", kv, how)) for how in ("copies alone", "nothing unpacked")]
+        if None not in parts and kv in main:
+            for bar, (us, name) in enumerate(
+                zip([*parts, main[kv]], ("copies", "+ products", "+ unpacking"), strict=True)
+            ):
+                middle.bar(index * 4 + bar, us, color=f"C{bar}", label=None if index else name)
+        times = [(names.get(how, how), shape.get(("breakdown", kv, how))) for how in steps]
+        times = [(name, us) for name, us in [*times, ("early start", main.get(kv))] if us is not None]
+        right.plot([name for name, _ in times], [us for _, us in times], marker="o", label=kv)
+    middle.set(title="Where the time goes, 8 x 32k", ylabel="us")
+    middle.set_xticks([1, 5], ["4 bits", "2 bits"])
+    middle.legend()
+    right.set(title="Step by step, 8 x 32k", ylabel="us", ylim=(0, None))
+    right.tick_params(axis="x", rotation=25)
+    right.legend()
+    figure.savefig(FIGURE, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="rows whose batch x context is this (8x32768), or pack")
+    parser.add_argument("--seconds", type=float, default=90.0, help="begin no row after this many seconds")
     parser.add_argument("--dry", action="store_true", help="print only")
+    parser.add_argument("--figure", action="store_true", help="draw the figure from the rows, measure nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "decode_attention.json")
     options = parser.parse_args()
+    if options.figure:
+        draw(json.loads(options.out.read_text()))
+        return
+    begun = time.monotonic()
     wanted = [row for row in rows() if options.only in ("", f"{row.batch}x{row.context}")]
     compile_all(wanted)
+    print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
     about, base = stamp(), {}
 
     def add(make: Callable[[], dict[str, object]], **more: object) -> None:
+        if time.monotonic() - begun > options.seconds:
+            return
         try:
-            found = make() | {"checked": True} | more | about
+            found = {"checked": True} | make() | more | about
         except AssertionError as wrong:  # a row that is wrong is not written, and the others still are
             print("WRONG", wrong, flush=True)
             return
@@ -242,19 +356,27 @@ def main() -> None:
         if not options.dry:
             merge_rows(options.out, [found], KEY)
 
-    for row in wanted:
-        shape = (row.batch, row.context, row.heads, row.kv_heads)
-        if shape not in base:
-            base[shape] = baselines(*shape)
-            if shape == (8, 32768, 32, 8):
-                base[shape]["non-fused 4-bit"] = unfused(*shape)
-            torch.cuda.empty_cache()
-        add(lambda row=row: measure(row), baselines=base[shape])
-        torch.cuda.empty_cache()
+    def attention(some: list[Row]) -> None:
+        for row in some:
+            shape = (row.batch, row.context, row.heads, row.kv_heads)
+            if time.monotonic() - begun > options.seconds:
+                print(f"no time for {row}", flush=True)
+                continue
+            if shape not in base:
+                base[shape] = baselines(*shape)
+                if row.case == "main" and row.batch * row.context <= 1 << 18:
+                    base[shape]["non-fused 4-bit"] = unfused(*shape)
+                torch.cuda.empty_cache()
+            add(lambda row=row: measure(row), baselines=base[shape])
+
+    attention(wanted[:12])
+    _fill.cache_clear()
     for kv in FORMATS[:4] if options.only in ("", "pack") else ():
         for pack in (pack_prompt, pack_steps):
             for make in pack(kv):
                 add(make)
+    attention(wanted[12:])
+    print(f"{time.monotonic() - begun:.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":

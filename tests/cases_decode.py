@@ -89,6 +89,12 @@ class Case:
             k = k * (1 + torch.arange(shape[1])[None, :, None, None] / 60)
         if self.data == "huge values":
             v = v * 3000
+        if self.data == "edges" and n > 100:  # for packing only: no numbers, numbers too large, ranges too small
+            k[:, 3, :, 5], k[:, 9, :, 6], v[:, 7, :, 8], v[:, 70, :, 9] = torch.nan, -torch.inf, torch.inf, torch.nan
+            k[..., 16:20], v[:, 20:24] = k[..., 16:20] * 3e-7, v[:, 20:24] * 3e-7
+            k[..., 21], v[:, 30] = 2.5, -1.5
+            if self.bf16:
+                k[:, 11, :, 30], v[:, 40, :, 31] = 1e9, -1e9
         return k.to(self.dtype), v.to(self.dtype)
 
 

@@ -11,6 +11,7 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.kernels import decode as kernels
+from anybit.kernels import kvpage
 from anybit.kvcache import KVCache
 
 
@@ -78,18 +79,28 @@ def decode(
     layer: int,
     sequences: Sequence[int],
     masks: Masks = NO_MASKS,
+    *,
+    split: int = 0,
+    debug: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens, already written to the cache, over everything before and among them.
 
     q: [len(sequences), tokens, heads, head_dim] in the cache's dtype.
+    split: 0 shares the work evenly among the multiprocessors, so that results depend on the whole batch in their last
+    bits; a multiple of the layout's block (say 1024) cuts every sequence into pieces of so many tokens, and results
+    are the same bit for bit whatever else is in the batch.
+    debug: check tables, lengths and sequences on the device too, and wait for the outcome (default: whether the
+    environment has ANYBIT_DEBUG=1); raises KernelError with what is wrong.
     Returns the output in q's shape and dtype, and the log-sum-exp float32 [len(sequences), tokens, heads].
     """
     check(q, cache, sequences)
     if not q.is_cuda or q.shape[1] > kernels.MOST_QUERIES:
         return decode_reference(q, cache, layer, sequences, masks)
+    debug = kvpage.debugging() if debug is None else debug
+    run = decode_checked if debug else decode_kernel
     if cache.rotation is None:
-        return decode_kernel(q, cache, layer, sequences, masks)
-    out, total = decode_kernel(q @ cache.rotation, cache, layer, sequences, masks)
+        return run(q, cache, layer, sequences, masks, split=split)
+    out, total = run(q @ cache.rotation, cache, layer, sequences, masks, split=split)
     return out @ cache.rotation, total
 
 
@@ -161,7 +172,7 @@ def decode_reference(
     return torch.stack(outs).to(q.dtype), torch.stack(totals).float()
 
 
-def problem_of(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS) -> kernels.Problem:
+def problem_of(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS, split: int = 0) -> kernels.Problem:
     """What ``decode`` asks of the kernel."""
     return kernels.Problem(
         layout=cache.layout,
@@ -176,6 +187,7 @@ def problem_of(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS) -> kernels.Pr
         sliding=masks.window is not None,
         softcap=masks.softcap is not None,
         alibi=masks.alibi is not None,
+        split=split,
     )
 
 
@@ -200,13 +212,14 @@ def prepare(
     config: kernels.Config | None = None,
     out: Tensor | None = None,
     errors: Tensor | None = None,
+    split: int = 0,
 ) -> Launch:
     """The launch that answers ``decode`` on ``device``; raises KernelError, in words, where there is none.
 
     config: how (default: the kernel's own choice).  out: where the output goes, dense, in q's shape and dtype.
     errors: int32, where checked kernels leave what was wrong, and stamped ones their clocks.
     """
-    problem = problem_of(q, cache, masks)
+    problem = problem_of(q, cache, masks, split)
     if config is None:
         config = kernels.default(problem, device)
     elif (reason := kernels.why_not(problem, config, device)) is not None:
@@ -242,6 +255,7 @@ def prepare(
         window=problem.window,
         sliding=masks.window or 0,
         pages_count=cache.pages.shape[1],
+        sequences_count=cache.table.shape[0],
         scale=kernels.log2_scale(scale),
         cap=kernels.log2_scale(masks.softcap or 0.0),
         uncap=2.0 / masks.softcap if masks.softcap else 0.0,
@@ -258,14 +272,27 @@ def decode_kernel(
     config: kernels.Config | None = None,
     out: Tensor | None = None,
     errors: Tensor | None = None,
+    split: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """``decode`` by the GPU's kernel, without the checks and without rotation; see ``prepare`` for the rest."""
     device = Device.of(q)
-    launch = prepare(q, cache, layer, sequences, masks, device, config, out, errors)
+    launch = prepare(q, cache, layer, sequences, masks, device, config, out, errors, split)
     # Pages may be read before the previous kernel has ended, unless it is one that writes a prompt's.
     overlaps = cache.newest_are_few and device.capability >= 90
     jit.launch(launch.kernel, launch.params, launch.grid, pdl=overlaps)
     return launch.out, launch.lse
+
+
+def decode_checked(
+    q: Tensor, cache: KVCache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS, *, split: int = 0
+) -> tuple[Tensor, Tensor]:
+    """``decode_kernel`` with every length, table entry and sequence checked on the device; it waits for the outcome."""
+    problem = problem_of(q, cache, masks, split)
+    config = kernels.default(problem, Device.of(q), checked=True)
+    errors = torch.zeros(1, dtype=torch.int32, device=q.device)
+    results = decode_kernel(q, cache, layer, sequences, masks, config, errors=errors, split=split)
+    kvpage.report(int(errors), layer)
+    return results
 
 
 def _log2(values: Tensor, like: Tensor) -> Tensor:

@@ -207,7 +207,8 @@ class KVCache:
         self.newest_are_few = k.shape[1] <= self.ledger.slack + 1
         if self.rotation is not None:
             k, v = k @ self.rotation, v @ self.rotation
-        (self._write_kernel if self.pages.is_cuda else self._write_torch)(layer, sequences, k, v)
+        kernel = self.pages.is_cuda and not self.format.float4
+        (self._write_kernel if kernel else self._write_torch)(layer, sequences, k, v)
 
     def _write_torch(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         for row, sequence in enumerate(sequences):
@@ -251,7 +252,9 @@ class KVCache:
         problem = kvpack.Problem(
             self.layout, len(sequences), self.kv_heads, tokens, self.ledger.ring, self.window, bf16
         )
-        device, config = Device.of(self.pages), kvpack.default(problem)
+        debug = kvpage.debugging()
+        device, config = Device.of(self.pages), kvpack.default(problem, checked=debug)
+        errors = torch.zeros(1, dtype=torch.int32, device=self.device) if debug else None
         reason = kvpack.why_not(problem, config, device)
         if reason is not None:
             raise KernelError(reason)
@@ -266,10 +269,15 @@ class KVCache:
             table_width=self.table.shape[1],
             ring=self.ledger.ring,
             window=self.window,
+            pages_count=self.pages.shape[1],
+            sequences_count=self.table.shape[0],
+            errors=errors,
             **arguments,
         )
         overlaps = device.capability >= 90 and problem.step
         jit.launch(kvpack.kernel(config), params, kvpack.grid(problem), pdl=overlaps)
+        if errors is not None:
+            kvpage.report(int(errors), layer)
 
     def row_pointer(self, sequences: Sequence[int]) -> Tensor | None:
         """The sequences as int32 for a kernel; None where they are 0, 1, 2 ..."""
@@ -283,7 +291,7 @@ class KVCache:
 
     def pack(self, layer: int, sequences: Sequence[int], tokens: int) -> None:
         """Pack the windows that the newest ``tokens`` tokens completed, all of which are in the residual already."""
-        if self.pages.is_cuda:
+        if self.pages.is_cuda and not self.format.float4:
             strides = dict.fromkeys(("k_batch_stride", "v_batch_stride", "k_token_stride", "v_token_stride"), 0)
             strides |= {"k_head_stride": 0, "v_head_stride": 0}
             nothing = {"k": None, "v": None}
@@ -391,8 +399,8 @@ def live(number: int) -> KVCache:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """X itself if rows can be read eight bytes at a time, else a copy."""
-    fits = x.stride(3) == 1 and x.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in x.stride()[:3])
+    """X itself if rows can be read sixteen bytes at a time, else a copy."""
+    fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:3])
     return x if fits else x.contiguous()
 
 

@@ -127,6 +127,8 @@ class KVFormat:
     key_bits, value_bits: 2, 4, 8, or 16 (left as they are).  key_axis: "channel" (a group is ``group`` tokens of one
     channel, KC in the paper) or "token" (``group`` channels of one token, KT).  Values are always grouped by token.
     rotate: heads of K and V are rotated by a Hadamard matrix before they are coded.
+    float4: instead of all that, e2m1 floats of 4 bits with an e4m3 scale for every 16 (NVFP4), as the tensor cores of
+    sm_120 multiply them; written ``kvfp4``.
     """
 
     key_bits: int = 4
@@ -134,8 +136,11 @@ class KVFormat:
     key_axis: KeyAxis = "channel"
     group: int = 64
     rotate: bool = False
+    float4: bool = False
 
     def __post_init__(self) -> None:
+        if self.float4 and (self.key_bits, self.value_bits, self.key_axis, self.group) != (4, 4, "token", 64):
+            raise SchemeError("a KV cache of 4-bit floats has its own groups of 16: write kvfp4 and nothing else")
         for name, bits in (("key", self.key_bits), ("value", self.value_bits)):
             if bits not in KV_BITS:
                 raise SchemeError(f"{name} bits of the KV cache must be 2, 4, 8 or 16, not {bits}")
@@ -150,6 +155,8 @@ class KVFormat:
         return self.key_bits != 16 or self.value_bits != 16
 
     def __str__(self) -> str:
+        if self.float4:
+            return "kvfp4" + ("rot" if self.rotate else "")
         bits = f"kv{self.key_bits}" if self.key_bits == self.value_bits else f"k{self.key_bits}v{self.value_bits}"
         group = "" if self.group == 64 else f"g{self.group}"
         return bits + group + ("t" if self.key_axis == "token" else "") + ("rot" if self.rotate else "")
@@ -157,6 +164,8 @@ class KVFormat:
     @classmethod
     def parse(cls, text: str) -> "KVFormat":
         """Read a KV format, for example ``kv4``, ``k4v2g32``, ``kv2t`` or ``kv4rot``."""
+        if text in ("kvfp4", "kvfp4rot"):
+            return cls(4, 4, "token", 64, text.endswith("rot"), float4=True)
         match = _KV.fullmatch(text)
         if match is None:
             raise SchemeError(

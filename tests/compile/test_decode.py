@@ -10,6 +10,7 @@ import pytest
 
 from anybit import jit
 from anybit.device import Device
+from anybit.errors import KernelError
 from anybit.kernels import decode, kvpack
 from cases_decode import Case, problem
 
@@ -44,6 +45,15 @@ def test_compiles_without_spills(case: Case, arch: str, tmp_path: Path):
     assert "HMMA" in code and "MOVM" in code
     assert ("UBLKCP" in code) == (device.capability >= 90)
     assert ("LDGSTS" in code) == (device.capability < 90)
+
+
+def test_floats_of_4_bits_go_to_the_tensor_cores_as_they_are(tmp_path: Path):
+    device, asked = Device.named("sm_120a"), problem(Case("kvfp4", heads=32, kv_heads=8))
+    compiled = jit.compile(decode.kernel(decode.default(asked, device), asked.layout), "sm_120a")
+    assert compiled.spill_bytes == 0
+    assert "OMMA" in disassembly(compiled.cubin, tmp_path)
+    with pytest.raises(KernelError, match="need the tensor cores of sm_120"):
+        decode.default(asked, Device.named("sm_90a"))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

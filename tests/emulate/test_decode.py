@@ -9,7 +9,9 @@ import emulate
 from anybit import kvcache
 from anybit.attention import decode_reference, prepare, problem_of
 from anybit.device import Device
+from anybit.errors import KernelError
 from anybit.kernels import decode as kernel
+from anybit.kernels import kvpage
 from anybit.kvcache import KVCache
 from cases_decode import Case, relative_error
 
@@ -35,23 +37,32 @@ MEMBERS = [
     small("kv2", page=64, heads=12, sinks=True),
     small("kv4g128", queries=5, window=130, data="outliers"),
     small("kv4", queries=2, alibi=True, data="huge values"),
+    small("kv2g32t", head_dim=64, bf16=True),
+    small("kv4g128t", window=150, heads=2, queries=2, data="outliers"),
+    small("k4v2", heads=1, softcap=20.0, data="outliers"),
 ]
 
 
-def run(case: Case, arch: str = "sm_90a", blocks: int = 3, seed: int = 0, **kw):
+def run(case: Case, arch: str = "sm_90a", blocks: int = 3, seed: int = 0, tolerance: float = 0.0, **kw):
     device = dataclasses.replace(Device.named(arch), sms=blocks)
     cache, sequences, q = case.build("cpu")
     launch = prepare(q, cache, 1, sequences, case.masks(), device)
     emulate.run(launch.kernel, launch.params, launch.grid, seed=seed, resident=blocks, **kw)
     want, want_lse = decode_reference(q, cache, 1, sequences, case.masks(), precision=torch.float64)
     assert launch.out.isfinite().all()
-    assert relative_error(launch.out, want) < (1e-2 if case.bf16 else 2e-3)
-    torch.testing.assert_close(launch.lse, want_lse, rtol=1e-3, atol=2e-2 if case.bf16 else 4e-3)
+    assert relative_error(launch.out, want) < (tolerance or (1e-2 if case.bf16 else 2e-3))
+    torch.testing.assert_close(launch.lse, want_lse, rtol=1e-3, atol=2e-2 if case.bf16 or tolerance else 4e-3)
 
 
 @pytest.mark.parametrize("case", MEMBERS, ids=str)
 def test_against_the_dequantized_cache(case: Case):
     run(case)
+
+
+@pytest.mark.parametrize("case", [small("kvfp4"), small("kvfp4", head_dim=64, heads=6, bf16=True, window=150)], ids=str)
+def test_floats_of_4_bits_on_the_tensor_cores_of_sm_120(case: Case):
+    """Queries and probabilities are pairs of 4-bit floats here: good to about 2^-7, and not run on hardware yet."""
+    run(case, arch="sm_120a", tolerance=1.5e-2)
 
 
 @pytest.mark.parametrize("case", MEMBERS[::3], ids=str)
@@ -68,18 +79,75 @@ def test_queries_and_residual_are_not_touched_before_the_previous_kernel_ended()
     run(MEMBERS[0], dependent=("q", "residual", "out", "partial", "partial_state", "arrivals"))
 
 
-def test_a_page_out_of_range_is_reported_by_the_checked_kernel():
+def test_a_fixed_split_makes_results_independent_of_the_batch():
+    case = MEMBERS[0]
+    cache, sequences, q = case.build("cpu")
+
+    def together(rows: list[int], blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device = dataclasses.replace(Device.named("sm_90a"), sms=blocks)
+        launch = prepare(q[rows], cache, 1, [sequences[i] for i in rows], case.masks(), device, split=256)
+        emulate.run(launch.kernel, launch.params, launch.grid, resident=blocks)
+        return launch.out, launch.lse
+
+    out, lse = together([0, 1, 2, 3], 3)
+    want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)
+    assert relative_error(out, want) < 2e-3
+    for rows, blocks in (([3], 2), ([2, 0], 1)):
+        some, some_lse = together(rows, blocks)
+        assert torch.equal(some, out[rows]) and torch.equal(some_lse, lse[rows])
+
+
+@pytest.mark.parametrize("error", sorted(kvpage.WRONG))
+def test_what_is_out_of_range_is_reported_by_the_checked_kernels(error: int):
     device = dataclasses.replace(Device.named("sm_90a"), sms=2)
     cache, sequences, q = MEMBERS[0].build("cpu")
-    cache.table[sequences[0], 1] = 10_000
+    rows = cache.row_index(sequences, torch.int32)
+    if error == 1:
+        cache.lengths[sequences[2]] = 1 << 20
+    elif error == 2:
+        cache.table[sequences[0], 1] = 10_000
+    else:
+        rows[1] = 77
     config = kernel.default(problem_of(q, cache), device, checked=True)
     errors = torch.zeros(1, dtype=torch.int32)
     launch = prepare(q, cache, 1, sequences, MEMBERS[0].masks(), device, config, errors=errors)
     emulate.run(launch.kernel, launch.params, launch.grid, resident=2)
-    assert int(errors) == 2
+    assert int(errors) == error
+    with pytest.raises(KernelError, match="layer 1"):
+        kvpage.report(error, 1)
 
 
-@pytest.mark.parametrize("case", [*MEMBERS[:4], MEMBERS[5], MEMBERS[6]], ids=str)
+@pytest.mark.parametrize("error", sorted(kvpage.WRONG))
+def test_packing_reports_what_is_out_of_range(error: int, monkeypatch):
+    monkeypatch.setenv("ANYBIT_DEBUG", "1")
+    monkeypatch.setattr(kvcache.jit, "launch", lambda kernel, params, grid, pdl: emulate.run(kernel, params, grid))
+    monkeypatch.setattr(kvcache.Device, "of", lambda tensor: Device.named("sm_90a"))
+    cache = KVCache("kv4g128", layers=1, kv_heads=1, head_dim=64, sequences=3, capacity=256)
+    cache.add()
+    sequence = cache.add()
+    cache.extend([sequence], 129)
+    k = torch.randn(1, 129, 1, 64).half()
+    if error == 1:
+        cache.lengths[sequence] = 1 << 20
+    elif error == 2:
+        cache.table[sequence, 0] = 55
+    else:
+        cache.row_index([sequence], torch.int32)[0] = 9
+    with pytest.raises(KernelError, match=kvpage.WRONG[error][:20]):
+        cache._write_kernel(0, [sequence], k, k)
+
+
+PACKED = [
+    *(MEMBERS[i] for i in (0, 2, 3, 5, 6)),
+    small("kv2g128", data="edges"),
+    small("kv4t", data="edges", bf16=True),
+    small("k2v16g32t", data="edges", head_dim=96, kv_heads=2),
+    small("k16v2g32", data="edges", head_dim=64, bf16=True),
+    small("kv8g32", head_dim=256, lengths=(260,)),
+]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
 def test_packing_gives_the_pages_of_the_reference(case: Case, monkeypatch):
     def launch(kernel, params, grid, *, pdl):
         emulate.run(kernel, params, grid, resident=64)
@@ -89,5 +157,6 @@ def test_packing_gives_the_pages_of_the_reference(case: Case, monkeypatch):
     monkeypatch.setattr(kvcache.Device, "of", lambda tensor: Device.named("sm_90a"))
     monkeypatch.setattr(KVCache, "_write_torch", KVCache._write_kernel)
     there, *_ = case.build("cpu")
-    assert torch.equal(here.residual[1], there.residual[1])
-    assert torch.equal(here.pages[1], there.pages[1])
+    assert torch.equal(here.residual[1].view(torch.int16), there.residual[1].view(torch.int16))
+    wrong = (here.pages[1] != there.pages[1]).nonzero()
+    assert not len(wrong), wrong[:8]

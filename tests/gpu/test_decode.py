@@ -8,8 +8,10 @@ import os
 import pytest
 import torch
 
+from anybit import attention
 from anybit.attention import decode_kernel, decode_reference
 from anybit.device import Device
+from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.kernels import decode, kvpack
 from cases_decode import CASES, Case, problem, relative_error
@@ -17,12 +19,17 @@ from cases_decode import CASES, Case, problem, relative_error
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 CHOSEN = CASES if os.environ.get("ANYBIT_EXHAUSTIVE") else CASES[::3]
+OUTLIERS = [
+    Case(format, heads=heads, data="outliers", bf16=bf16, lengths=(3000, 129, 640))
+    for format in ("kv4g128", "kv2g128", "kv4g128t", "kv2g128t", "kv8t")
+    for heads, bf16 in ((8, False), (16, True))
+]
 
 
 def kernels_used() -> list[Kernel]:
     """What the tests below launch, for precompile.py."""
     device, found = Device.named("sm_90a"), set()
-    for case in CHOSEN:
+    for case in [*CHOSEN, *OUTLIERS]:
         asked = problem(case)
         found.add(decode.kernel(decode.default(asked, device), asked.layout))
         stored = kvpack.Problem(asked.layout, 1, case.kv_heads, 1, asked.ring, asked.window, case.bf16)
@@ -30,7 +37,7 @@ def kernels_used() -> list[Kernel]:
     return sorted(found, key=lambda kernel: str(kernel.config))
 
 
-@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.parametrize("case", [*CHOSEN, *OUTLIERS], ids=str)
 def test_against_the_dequantized_cache(case: Case):
     cache, sequences, q = case.build("cuda")
     masks = case.masks("cuda")
@@ -46,7 +53,7 @@ def test_pages_and_residual_are_the_same_as_on_a_cpu(case: Case):
     here, _, _ = case.build("cpu")
     there, _, _ = case.build("cuda")
     assert torch.equal(here.lengths, there.lengths.cpu()) and torch.equal(here.table, there.table.cpu())
-    assert torch.equal(here.residual[1], there.residual[1].cpu())
+    assert torch.equal(here.residual[1].view(torch.int16), there.residual[1].view(torch.int16).cpu())
     assert torch.equal(here.pages[1], there.pages[1].cpu())
 
 
@@ -77,3 +84,34 @@ def test_launches_that_follow_one_another_do_not_disturb_one_another():
     first, _ = decode_kernel(q, cache, 1, sequences)
     outs = [decode_kernel(q, cache, 1, sequences)[0] for _ in range(20)]
     assert all(torch.equal(out, first) for out in outs)
+
+
+@pytest.mark.parametrize("format", ["kv4g128", "kv2g128t"])
+def test_a_fixed_split_makes_results_independent_of_the_batch(format: str):
+    case = Case(format, lengths=(5000, 17, 129, 2047, 2048, 640), bf16=format.endswith("t"))
+    cache, sequences, q = case.build("cuda")
+    out, lse = decode_kernel(q, cache, 1, sequences, split=1024)
+    want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)
+    assert relative_error(out, want) < (1e-2 if case.bf16 else 2e-3)
+    for rows in ([0], [3, 1], [5, 4, 3, 2, 1, 0], [2, 0, 0, 2, 4] * 9):
+        some, some_lse = decode_kernel(q[rows], cache, 1, [sequences[i] for i in rows], split=1024)
+        assert torch.equal(some, out[rows]) and torch.equal(some_lse, lse[rows])
+
+
+def test_the_debug_mode_reports_what_is_out_of_range(monkeypatch: pytest.MonkeyPatch):
+    case = CASES[0]
+    cache, sequences, q = case.build("cuda")
+    out, _ = attention.decode(q, cache, 1, sequences)
+    assert torch.equal(attention.decode(q, cache, 1, sequences, debug=True)[0], out)
+    length = cache.lengths[sequences[1]].clone()
+    cache.lengths[sequences[1]] = 1 << 24
+    with pytest.raises(KernelError, match="a length is negative"):
+        attention.decode(q, cache, 1, sequences, debug=True)
+    cache.lengths[sequences[1]] = length
+    cache.table[sequences[0], 1] = 1 << 20
+    monkeypatch.setenv("ANYBIT_DEBUG", "1")
+    with pytest.raises(KernelError, match="not in the pool"):
+        attention.decode(q, cache, 1, sequences)
+    k = torch.randn(1, 300, case.kv_heads, case.head_dim, device="cuda").half()
+    with pytest.raises(KernelError, match="not in the pool"):
+        cache.write(1, sequences[:1], k, k)

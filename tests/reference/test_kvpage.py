@@ -105,3 +105,16 @@ def test_the_cost_in_bits():
     assert PageLayout(KVFormat.parse("kv4g128"), 128).bits_per_element == pytest.approx(4.25, abs=0.04)
     assert PageLayout(KVFormat.parse("kv2g128"), 128).bits_per_element == pytest.approx(2.25, abs=0.04)
     assert PageLayout(KVFormat.parse("kv16"), 128).bits_per_element == 16
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_floats_of_4_bits(head_dim: int):
+    layout = PageLayout(KVFormat.parse("kvfp4"), head_dim, 128)
+    assert str(layout.format) == "kvfp4" and layout.bits_per_element < 4.6
+    k, v = (torch.randn(3, 2 * layout.block, head_dim, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    blocks = encode(layout, k, v)
+    for got, want in zip(decode(layout, blocks), (k, v), strict=True):
+        assert (got - want).abs().mean() / want.abs().mean() < 0.12
+    again = encode(layout, *decode(layout, blocks))
+    for got, want in zip(decode(layout, again), decode(layout, blocks), strict=True):
+        torch.testing.assert_close(got, want)

@@ -7,6 +7,7 @@
 #define ANYBIT_DECODE_CUH
 
 #include "decode_block.cuh"
+#include "decode_fp4.cuh"
 #include "decode_merge.cuh"
 #include "decode_schedule.cuh"
 
@@ -18,7 +19,7 @@ template <class Config> struct Pipeline {
     static constexpr int page_blocks = Config::page / Config::block;
     const Params& p;
     Cursor<Config> ahead;   // the unit whose half is copied next
-    int left;               // halves not yet asked for
+    int left;               // steps of which not all is asked for
     bool values;            // whether that half is the values
     int page, slot, filled;  // page of that unit; slot to wait for, to fill
     uint32_t parity, stage, barrier;
@@ -27,7 +28,7 @@ template <class Config> struct Pipeline {
     const int32_t* entries;  // of this sequence: the table entry of its first page
 
     PTX Pipeline(const Params& params, const Cursor<Config>& start, int units, uint32_t stages, uint32_t barriers)
-        : p(params), ahead(start), left(2 * units), values(false), page(0), slot(0), filled(0), parity(0),
+        : p(params), ahead(start), left(units), values(false), page(0), slot(0), filled(0), parity(0),
           stage(stages), barrier(barriers), policy(0), pages(params.pages), entries(params.table) {
         if constexpr (Config::bulk) {
             policy = Config::keep_in_l2 ? ptx::createpolicy_evict_last() : ptx::createpolicy_evict_first();
@@ -53,7 +54,7 @@ template <class Config> struct Pipeline {
         page = entries[(ahead.extent.first_block + ahead.unit) / page_blocks];
         if constexpr (Config::checked)
             if (page < 0 || page >= p.pages_count) {
-                atomicMax(p.errors, 2u);
+                atomicMax(p.errors, kvpage::bad_page);
                 page = 0;
             }
     }
@@ -76,11 +77,11 @@ template <class Config> struct Pipeline {
             }
             copy(stage + filled * S::slot_bytes, source, bytes);
             if (values) {
+                left -= ahead.ends();
                 if (ahead.advance(p)) enter_pair();
-                if (left > 1) find_page();
+                if (left > 0) find_page();
             }
             values = !values;
-            --left;
             if (++filled == Config::stages) filled = 0;
         } else if constexpr (!Config::bulk) {
             ptx::cp_async_commit_group();  // empty, so that the count of groups stays that of the halves
@@ -117,17 +118,21 @@ template <class Config> struct Pipeline {
 };
 
 template <class Config> struct Queries {
-    static constexpr int depth = Shape<Config>::depth, columns = Config::query_tiles;
+    static constexpr int depth = Shape<Config>::depth, columns = Config::query_tiles, width = Shape<Config>::width;
+    static constexpr bool constant_bytes = Config::paired && !Config::by_channel && !Config::fp4;  // else made for a block
     uint32_t q[columns][depth][2];
+    Fp4Query<Config> fp4;
+    Bytes<Config> bytes[constant_bytes ? columns : 1];
 
     // Row r of a chunk is query token r / group, head r % group. `raw`: as they are, not scaled and in float16.
     PTX void load(const Params& p, const Cursor<Config>& at, bool raw) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int n = 0; n < columns; ++n) {
-            const int row = at.head % Config::query_chunks * Config::rows + 8 * n + g;
+            const int column = 4 * width * n + g * width / 2;  // paired: both columns of a query hold it
+            const int row = at.head % Config::query_chunks * Config::rows + column;
             const int token = row / Config::group, head = at.head / Config::query_chunks * Config::group + row % Config::group;
-            const bool there = 8 * n + g < Config::rows && token < Config::queries;
+            const bool there = column < Config::rows && token < Config::queries;
             const uint16_t* source = p.q + at.row * p.q_batch_stride + static_cast<int64_t>(token) * p.q_token_stride
                                    + static_cast<int64_t>(head) * p.q_head_stride + 4 * t;
 #pragma unroll
@@ -137,6 +142,10 @@ template <class Config> struct Queries {
                 q[n][j][0] = raw ? v.x : scaled(v.x, p.scale);
                 q[n][j][1] = raw ? v.y : scaled(v.y, p.scale);
             }
+            if constexpr (constant_bytes)
+                if (!raw) bytes[n].make(q[n]);
+            if constexpr (Config::fp4)
+                if (!raw) fp4.make(q[n]);
         }
     }
     PTX static uint32_t scaled(uint32_t v, float scale) {
@@ -146,12 +155,17 @@ template <class Config> struct Queries {
     }
 };
 
-template <class Config, class Part>
+template <class Config, class Block>
 PTX void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Queries<Config>& queries,
-                State<Config>& state, const Logits& logits, const Column (&column)[Config::query_tiles][2]) {
-    Block<Config, Part> block;
+                State<Config>& state, const Logits& logits, const Column (&column)[Config::query_tiles][Shape<Config>::width]) {
+    Block block;
     const uint32_t keys = pipeline.take();
-    block.scores(keys, queries.q, logits);
+    if constexpr (!Config::whole) {  // copies alone
+        pipeline.release();
+        pipeline.take();
+        return pipeline.release();
+    }
+    block.scores(keys, queries, logits);
     pipeline.release();
     block.mask(at.position(), logits, column);
     const uint32_t values = pipeline.take();
@@ -161,13 +175,13 @@ PTX void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Quer
 }
 
 template <class Config>
-PTX void load_columns(const Params& p, const Cursor<Config>& at, Column (&column)[Config::query_tiles][2]) {
+PTX void load_columns(const Params& p, const Cursor<Config>& at, Column (&column)[Config::query_tiles][Shape<Config>::width]) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < Config::query_tiles; ++n)
 #pragma unroll
-        for (int x = 0; x < 2; ++x) {
-            const int row = at.head % Config::query_chunks * Config::rows + 8 * n + 2 * t + x;
+        for (int x = 0; x < Shape<Config>::width; ++x) {
+            const int row = at.head % Config::query_chunks * Config::rows + (4 * n + t) * Shape<Config>::width + x;
             const int head = at.head / Config::query_chunks * Config::group + row % Config::group;
             Column& c = column[n][x];
             c.position = at.extent.length - Config::queries + min(row / Config::group, Config::queries - 1);
@@ -177,7 +191,7 @@ PTX void load_columns(const Params& p, const Cursor<Config>& at, Column (&column
         }
 }
 
-template <class Config> __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm) kernel(const __grid_constant__ Params p) {
+template <class Config> __global__ void __launch_bounds__(Config::threads, Config::resident) kernel(const __grid_constant__ Params p) {
     using S = Shape<Config>;
     constexpr bool raw_residual = Config::bf16 && !S::raw_queries;
     const int warp = ptx::warp_id();
@@ -197,18 +211,20 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     int asked = 0;
     for (; asked < early && pipeline.left > 0 && pipeline.next_is_packed(); ++asked) pipeline.fill();
     stamp<Config>(p, 1);
-    shared.clear_segments(warp);
-    plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // while the first copies are on their way
+    if constexpr (Config::split == 0) {
+        shared.clear_segments(warp);
+        plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // while the first copies are on their way
+    }
     ptx::griddepcontrol_wait();
     for (; asked < early; ++asked) pipeline.fill();
     stamp<Config>(p, 2);
 
     State<Config> state;
     Queries<Config> queries;
-    Column column[Config::query_tiles][2] = {};
+    Column column[Config::query_tiles][S::width] = {};
     const Logits logits{p.scale, p.cap, p.uncap};
     bool fresh = true, whole = at.unit == 0, raw = false;
-    for (int i = from; i < to; ++i) {
+    for (int i = from; i < to;) {
         if (fresh) {
             fresh = false;
             raw = S::raw_queries;
@@ -217,8 +233,8 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
             if constexpr (Packed<Config>::general) load_columns<Config>(p, at, column);
         }
         if (at.packed()) {
-            attend<Config, Packed<Config>>(pipeline, at, queries, state, logits, column);
-            if (i % 4 == 3) state.fold();
+            attend<Config, typename PackedBlock<Config, Config::fp4>::Type>(pipeline, at, queries, state, logits, column);
+            if ((Config::split ? at.unit : i) % 4 == 3) state.fold();
         } else {
             state.settle();
             if (raw_residual && !raw) {
@@ -226,18 +242,26 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
                 queries.load(p, at, true);
             }
             if constexpr (!Packed<Config>::general) load_columns<Config>(p, at, column);
-            attend<Config, Residual<Config>>(pipeline, at, queries, state, logits, column);
+            attend<Config, Block<Config, Residual<Config>>>(pipeline, at, queries, state, logits, column);
         }
-        if (at.last() || i + 1 == to) {
+        if (i == from) stamp<Config>(p, 3);
+        const int done = i;
+        i += at.ends();
+        if constexpr (Config::split > 0) {
+            if (i != done) {
+                state.settle();
+                finish_piece<Config>(p, at, state, done);
+                fresh = true;
+            }
+        } else if (at.last() || i == to) {
             state.settle();
-            finish_segment<Config>(p, shared, warp, at, state, whole, i + 1 == to);
+            finish_segment<Config>(p, shared, warp, at, state, whole, i == to);
             fresh = whole = true;
         }
         at.advance(p);
-        if (i == from) stamp<Config>(p, 3);
     }
     stamp<Config>(p, 4);
-    merge_block<Config>(p, shared, warp);
+    if constexpr (Config::split == 0) merge_block<Config>(p, shared, warp);
     stamp<Config>(p, 7);
 }
 

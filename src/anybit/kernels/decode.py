@@ -11,7 +11,7 @@ from functools import cache
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Float32, Int32, Int64, Kernel, Pointer
-from anybit.kernels.kvpage import PageLayout
+from anybit.kernels.kvpage import BlockConfig, PageLayout, constants
 
 MOST_QUERIES = 16
 _MOST_WARPS = 16  # the merge gives each of a block's 2 * warps segments a lane
@@ -23,7 +23,8 @@ class Problem:
 
     layout: the pages.  ring, window: of the residual (tokens).  capacity: the most tokens of a sequence.
     bf16: the type of queries, output and residual (else float16).  sliding, softcap, alibi: what the model does to
-    its logits.  reused: whether another launch, or another chunk of queries, soon reads the same pages again.
+    its logits.  split: 0, or the tokens of a piece; then a sequence is cut in pieces of so many tokens whatever else is
+    in the batch, and its result does not depend on the other sequences, bit for bit.
     """
 
     layout: PageLayout
@@ -38,6 +39,7 @@ class Problem:
     sliding: bool = False
     softcap: bool = False
     alibi: bool = False
+    split: int = 0
 
     @property
     def group(self) -> int:
@@ -51,18 +53,13 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Config:
-    """How: the constants of one compiled kernel. ``decode_block.cuh`` explains the fields of the format."""
+class Config(BlockConfig):
+    """How: the constants of one compiled kernel. ``decode_block.cuh`` explains them.
 
-    key_bits: int
-    value_bits: int
-    by_channel: bool
-    chunk: int
-    channel_group: int
-    block: int
-    page: int
-    head_dim: int
-    bf16: bool
+    For measuring only, with results that are wrong: ``whole`` False copies without computing, ``unpacks`` False feeds
+    the tensor cores words as they are.
+    """
+
     windowed: bool
     softcap: bool
     alibi: bool
@@ -70,15 +67,20 @@ class Config:
     group: int
     queries: int
     query_tiles: int
+    paired: bool
     rows: int
     query_chunks: int
     warps: int
     stages: int
     blocks_per_sm: int
+    resident: int
+    split: int
     bulk: bool
     keep_in_l2: bool
     checked: bool
     stamped: bool = False
+    whole: bool = True
+    unpacks: bool = True
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Params:
     window: Int32
     sliding: Int32
     pages_count: Int32
+    sequences_count: Int32
     scale: Float32
     cap: Float32
     uncap: Float32
@@ -145,25 +148,27 @@ def make(
     *,
     query_tiles: int = 0,
     blocks_per_sm: int = 1,
+    resident: int = 0,
+    paired: bool | None = None,
     checked: bool = False,
 ) -> Config:
-    """The config of a problem with these warps and stages; ``query_tiles`` 0 chooses."""
+    """The config of a problem with these warps and stages; ``query_tiles`` 0 chooses.
+
+    blocks_per_sm: of the grid.  resident: how many there must be room for; more than ``blocks_per_sm`` lets the blocks
+    of the next launch in while these still run, where it may begin early (programmatic dependent launch).
+    """
     layout, format = problem.layout, problem.layout.format
     if query_tiles == 0:
         # Two tiles of queries share the work of unpacking, where the registers suffice.
         roomy = layout.block <= 64 and layout.head_dim <= 128
         query_tiles = 2 if problem.rows > 8 and roomy else 1
-    rows = min(problem.rows, 8 * query_tiles)
+    # Up to four queries take two columns each of the tensor cores' eight, and keys go through the integer ones.
+    pairs = problem.rows <= 4 and format.key_bits in (2, 4) and layout.head_dim <= 128
+    paired = format.float4 or (pairs if paired is None else paired)
+    query_tiles = 1 if format.float4 else query_tiles
+    rows = min(problem.rows, (4 if paired else 8) * query_tiles)
     return Config(
-        key_bits=format.key_bits,
-        value_bits=format.value_bits,
-        by_channel=layout.by_channel,
-        chunk=layout.chunk,
-        channel_group=layout.channel_group,
-        block=layout.block,
-        page=layout.page,
-        head_dim=layout.head_dim,
-        bf16=problem.bf16,
+        **constants(layout, problem.bf16),
         windowed=problem.sliding,
         softcap=problem.softcap,
         alibi=problem.alibi,
@@ -171,13 +176,16 @@ def make(
         group=problem.group,
         queries=problem.queries,
         query_tiles=query_tiles,
+        paired=paired,
         rows=rows,
         query_chunks=-(-problem.rows // rows),
         warps=warps,
         stages=stages,
         blocks_per_sm=blocks_per_sm,
+        resident=max(resident, blocks_per_sm),
+        split=problem.split // layout.block,
         bulk=device.capability >= 90,
-        keep_in_l2=problem.rows > 8 * query_tiles,
+        keep_in_l2=problem.rows > rows,
         checked=checked,
     )
 
@@ -186,6 +194,8 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     """Why this config cannot serve this problem on this device, in a sentence; None if it can."""
     if device.capability < 80:
         return f"{device.name} is {device.arch}, and decode attention needs sm_80 or later"
+    if problem.layout.format.float4 and device.arch != "sm_120a":
+        return f"4-bit floats need the tensor cores of sm_120, and {device.name} is {device.arch}: use kv4"
     if problem.heads % problem.kv_heads:
         return f"{problem.heads} query heads cannot share {problem.kv_heads} KV heads evenly"
     if not 1 <= problem.queries <= MOST_QUERIES:
@@ -200,6 +210,8 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
             f"the residual (ring {problem.ring}, window {problem.window}) must be cut evenly into chunks of "
             f"{config.residual_tokens} tokens"
         )
+    if problem.split % config.block or config.split != problem.split // config.block:
+        return f"a fixed split must be a multiple of the {config.block} tokens of a block, not {problem.split}"
     if not 2 <= config.warps <= _MOST_WARPS:
         return f"a block has 2 to {_MOST_WARPS} warps, not {config.warps}"
     if config.stages < 2:
@@ -207,7 +219,7 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     if config.bulk and device.capability < 90:
         return f"bulk copies need sm_90 or later, and {device.name} is {device.arch}"
     needed = shared_bytes(config, problem.layout)
-    available = device.shared_bytes // config.blocks_per_sm - (1024 if config.blocks_per_sm > 1 else 0)
+    available = device.shared_bytes // config.resident - (1024 if config.resident > 1 else 0)
     if needed > available:
         return f"{config.warps} warps with {config.stages} slots need {needed} bytes of shared memory of {available}"
     units = problem.batch * problem.kv_heads * config.query_chunks * config.rows
@@ -231,20 +243,28 @@ def configs(problem: Problem, device: Device) -> list[Config]:
 
 @cache
 def default(problem: Problem, device: Device, checked: bool = False) -> Config:
-    """The config to use without measuring: as many warps as the registers allow, and two or three slots each.
+    """The config to use without measuring, as measured on an H200: warps, slots each, blocks a multiprocessor.
 
     Raises KernelError with the reason where there is none.
     """
-    bits = problem.layout.format.key_bits + problem.layout.format.value_bits
-    wide = problem.rows > 8 or problem.layout.head_dim > 128 or problem.layout.chunk < 64
-    wanted = ((12, 2), (8, 3), (8, 2), (6, 2), (4, 3), (4, 2), (3, 2), (2, 2))
+    layout = problem.layout
+    bits = layout.format.key_bits + layout.format.value_bits
+    wide = problem.rows > 8 or layout.head_dim > 128 or layout.chunk < 64
+    many = problem.batch * problem.kv_heads > device.sms  # pairs, so that a block has several, and merges several
+    paired = make(problem, device, 2, 2).paired and not wide
+    first: tuple[tuple[int, int, int], ...] = ()
+    if paired and bits == 4:
+        first = ((12, 2, 1),) if many or not layout.by_channel else ((8, 2, 2), (12, 2, 1))
+    elif paired and bits <= 8:
+        first = ((10, 2, 1), (8, 2, 1)) if many else ((8, 2, 1),)
+    elif bits <= 4 and layout.by_channel and not wide:
+        first = ((12, 2, 1),)
+    rest = ((8, 3, 1), (8, 2, 1), (6, 2, 1), (4, 3, 1), (4, 2, 1), (3, 2, 1), (2, 2, 1))
     reason: str | None = why_not(problem, make(problem, device, 2, 2), device)
     if reason is not None:  # whatever the warps
         raise KernelError(reason)
-    for warps, stages in wanted:
-        if warps > (8 if wide or bits > 4 or not problem.layout.by_channel else 12):
-            continue
-        config = make(problem, device, warps, stages, checked=checked)
+    for warps, stages, blocks_per_sm in (*first, *rest):
+        config = make(problem, device, warps, stages, blocks_per_sm=blocks_per_sm, checked=checked)
         reason = why_not(problem, config, device)
         if reason is None:
             return config
@@ -258,8 +278,12 @@ def grid(problem: Problem, config: Config, device: Device) -> tuple[int, int, in
 
 def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
     """Elements of ``partial``, ``partial_state`` (float32) and ``arrivals`` (int32, zero before the first use)."""
-    parts = 2 * grid(problem, config, device)[0] * config.rows
-    return parts * config.head_dim, parts * 2, problem.batch * problem.kv_heads * config.query_chunks * config.rows
+    pairs = problem.batch * problem.kv_heads * config.query_chunks
+    parts = 2 * grid(problem, config, device)[0]
+    if config.split:
+        units = problem.capacity // config.block + problem.ring // config.residual_tokens + 1
+        parts = pairs * -(-units // config.split)
+    return parts * config.rows * config.head_dim, parts * config.rows * 2, pairs * config.rows
 
 
 @cache

@@ -7,138 +7,16 @@
 #ifndef ANYBIT_DECODE_BLOCK_CUH
 #define ANYBIT_DECODE_BLOCK_CUH
 
-#include "kvpage.cuh"
-#include "softmax.cuh"
+#include "decode_state.cuh"
 
 namespace decode {
-
-template <class Config> struct Shape {
-    static constexpr int depth = Config::head_dim / 16;                              // channel tiles
-    static constexpr int groups = Config::head_dim / Config::channel_group;          // of a token's channels
-    static constexpr int value_groups = Config::value_bits == 16 ? 1 : groups;
-    static constexpr int columns = Config::query_tiles;                              // tiles of 8 queries
-    static constexpr bool raw_queries = Config::key_bits == 16;                      // not scaled in advance
-    static constexpr int element_bytes = 2 * Config::head_dim;                       // of a token in 16 bits
-    static constexpr int key_codes = Config::block * Config::head_dim * Config::key_bits / 8;
-    static constexpr int key_parameters =
-        Config::key_bits == 16 ? 0
-        : 4 * (Config::by_channel ? Config::head_dim * (Config::block / Config::chunk) : Config::block * groups);
-    static constexpr int key_bytes = key_codes + key_parameters;
-    static constexpr int value_codes = Config::block * Config::head_dim * Config::value_bits / 8;
-    static constexpr int value_parameters = Config::value_bits == 16 ? 0 : 4 * Config::block * groups;
-    static constexpr int value_bytes = value_codes + value_parameters + (Config::value_bits == 16 ? 0 : 32);
-    static constexpr int block_bytes = (key_bytes + value_bytes + 127) / 128 * 128;
-    static constexpr int residual_bytes = Config::residual_tokens * element_bytes;   // of one half
-    static constexpr int largest = key_bytes > value_bytes ? key_bytes : value_bytes;
-    static constexpr int slot_bytes = ((largest > residual_bytes ? largest : residual_bytes) + 127) / 128 * 128;
-};
-
-template <class Config> struct Packed {
-    static constexpr bool residual = false;
-    static constexpr int tokens = Config::block, key_bits = Config::key_bits, value_bits = Config::value_bits;
-    static constexpr int chunk = Config::chunk;
-    static constexpr bool by_channel = Config::by_channel;
-    static constexpr bool general = Config::windowed || Config::softcap || Config::alibi;
-};
-template <class Config> struct Residual {
-    static constexpr bool residual = true;
-    static constexpr int tokens = Config::residual_tokens, key_bits = 16, value_bits = 16;
-    static constexpr int chunk = 16;  // sixteen tokens are one run of memory
-    static constexpr bool by_channel = false, general = true;
-};
-
-// What the logits of a block go through, besides the scale.
-struct Logits {
-    float scale;       // of q.k, in units of log2
-    float cap, uncap;  // softcap: cap * tanh(uncap * x), in units of log2
-};
-
-// One column (a query) as a lane sees it: keys from `first` to `last` are visible; `slope` in units of log2.
-struct Column {
-    int first, last, position;
-    float slope;
-};
-
-template <class Config> struct State {
-    static constexpr int columns = Config::query_tiles;
-    float out[columns][Shape<Config>::depth][4];
-    float reference[columns][2], sum[columns][2];      // sums of this lane's rows only
-    float zero[columns][Shape<Config>::value_groups][2];  // what the values' zeros add to every channel of a group
-    bool settled;
-
-    PTX void clear() {
-#pragma unroll
-        for (int n = 0; n < columns; ++n) {
-#pragma unroll
-            for (int c = 0; c < Shape<Config>::depth; ++c)
-                out[n][c][0] = out[n][c][1] = out[n][c][2] = out[n][c][3] = 0.0f;
-#pragma unroll
-            for (int x = 0; x < 2; ++x) {
-                reference[n][x] = softmax::lowest;
-                sum[n][x] = 0.0f;
-#pragma unroll
-                for (int v = 0; v < Shape<Config>::value_groups; ++v) zero[n][v][x] = 0.0f;
-            }
-        }
-        settled = false;
-    }
-    // Adds what the zeros contributed so far. Unsigned codes sum to far more than the values they stand for, and tensor
-    // cores round every accumulation towards zero: without this, long sums lose the small difference that is left.
-    PTX void fold() {
-        if constexpr (Config::value_bits != 16) {
-#pragma unroll
-            for (int n = 0; n < columns; ++n) {
-#pragma unroll
-                for (int v = 0; v < Shape<Config>::value_groups; ++v)
-#pragma unroll
-                    for (int x = 0; x < 2; ++x) sum_rows(zero[n][v][x]);
-#pragma unroll
-                for (int c = 0; c < Shape<Config>::depth; ++c)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        out[n][c][i] = fmaf(zero[n][c * 16 / Config::channel_group % Shape<Config>::value_groups][i % 2],
-                                            1.0f / kvpage::unscale<Config::value_bits>(c, i / 2), out[n][c][i]);
-#pragma unroll
-                for (int v = 0; v < Shape<Config>::value_groups; ++v) zero[n][v][0] = zero[n][v][1] = 0.0f;
-            }
-        }
-    }
-    // From code units to values: the powers of two of the rows, and the zeros.
-    PTX void settle() {
-        if (settled) return;
-        settled = true;
-        if constexpr (Config::value_bits != 16) {
-#pragma unroll
-            for (int n = 0; n < columns; ++n) {
-#pragma unroll
-                for (int v = 0; v < Shape<Config>::value_groups; ++v)
-#pragma unroll
-                    for (int x = 0; x < 2; ++x) sum_rows(zero[n][v][x]);
-#pragma unroll
-                for (int c = 0; c < Shape<Config>::depth; ++c)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        out[n][c][i] = fmaf(out[n][c][i], kvpage::unscale<Config::value_bits>(c, i / 2),
-                                            zero[n][c * 16 / Config::channel_group % Shape<Config>::value_groups][i % 2]);
-#pragma unroll
-                for (int v = 0; v < Shape<Config>::value_groups; ++v) zero[n][v][0] = zero[n][v][1] = 0.0f;
-            }
-        }
-    }
-    PTX static void sum_rows(float& v) {
-#pragma unroll
-        for (int i = 4; i < 32; i <<= 1) v += __shfl_xor_sync(0xffffffffu, v, i);
-    }
-    PTX static void most_of_rows(float& v) {
-#pragma unroll
-        for (int i = 4; i < 32; i <<= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, i));
-    }
-};
 
 template <bool bf16> PTX void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     if constexpr (bf16) ptx::mma_m16n8k16_bf16(d, a, b);
     else ptx::mma_m16n8k16_f16(d, a, b);
 }
+
+template <class Config> struct Queries;
 
 template <class Config, class Part> struct Block {
     using S = Shape<Config>;
@@ -148,16 +26,42 @@ template <class Config, class Part> struct Block {
     static constexpr int value_groups = Part::value_bits == 16 ? 1 : S::groups;
     static constexpr bool key_bf16 = Config::bf16 && Part::key_bits == 16;
     static constexpr bool value_bf16 = Config::bf16 && Part::value_bits == 16;
-    // Channel-wise keys without masks keep raw scores: their scale is a power of two and their zeros one number a chunk.
+    static constexpr int width = S::width;
+    static constexpr bool integer = Config::paired && Part::key_bits <= 4;
+    // Channel-wise keys without masks keep raw scores: their scale is one number a row of a chunk, and so are their zeros.
     static constexpr bool folded = Part::key_bits != 16 && Part::by_channel && !Part::general;
 
-    float score[columns][tiles][4];
-    float base[columns][chunks][2];         // folded: what the zeros of the keys add
-    uint32_t probability[columns][tiles][2];
-    float lane_sum[columns][2], lane_zero[columns][value_groups][2];
+    float score[columns][tiles][2 * width];
+    float base[columns][chunks][width];     // folded: what the zeros of the keys add
+    float factor[integer ? columns : 1][chunks];  // integer: what a unit of the scores is worth
+    uint32_t probability[columns][tiles][width];  // of rows g and g + 8 of one query (paired), or of two queries of a row
+    float lane_sum[columns][width], lane_zero[columns][value_groups][width];
+
+    // What the scores of tile i, rows g + 8 * h, are multiplied by.
+    PTX float unit(int n, int i, int h) const {
+        if constexpr (integer) return factor[n][i / chunk_tiles] * (1.0f / (Part::key_bits == 4 ? (h ? 16.0f : 1.0f) : (i & 1 ? (h ? 64.0f : 16.0f) : (h ? 4.0f : 1.0f))));
+        else return kvpage::unscale<Part::key_bits>(i, h);
+    }
+
+    PTX void scores(uint32_t keys, const Queries<Config>& queries, const Logits& logits) {
+        if constexpr (integer) integer_scores(keys, queries);
+        else float_scores(keys, queries.q, logits);
+    }
 
     // ---- scores: S = K Q^T
-    PTX void scores(uint32_t keys, const uint32_t (&q)[columns][depth][2], const Logits& logits) {
+    PTX void float_scores(uint32_t keys, const uint32_t (&q)[columns][depth][2], const Logits& logits) {
+        float sums[columns][tiles][4];
+        float_products(keys, q, logits, sums);
+#pragma unroll
+        for (int n = 0; n < columns; ++n)
+#pragma unroll
+            for (int i = 0; i < tiles; ++i)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+#pragma unroll
+                    for (int x = 0; x < width; ++x) score[n][i][h * width + x] = sums[n][i][2 * h + x];
+    }
+    PTX void float_products(uint32_t keys, const uint32_t (&q)[columns][depth][2], const Logits& logits, float (&score)[columns][tiles][4]) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         using U = kvpage::Unit<Part::key_bits>;
         kvpage::Words words{keys + 16 * lane, {}};
@@ -197,7 +101,7 @@ template <class Config, class Part> struct Block {
 #pragma unroll
                     for (int x = 0; x < U::tiles; ++x) {
                         uint32_t a[4];
-                        kvpage::fragment<Part::key_bits>(a, w, x);
+                        kvpage::fragment<Part::key_bits, Config::unpacks || Part::residual>(a, w, x);
                         const int i = c * chunk_tiles + u * U::tiles + x;
 #pragma unroll
                         for (int n = 0; n < columns; ++n)
@@ -223,7 +127,9 @@ template <class Config, class Part> struct Block {
                 by_token(keys, 0, g, score[n], score[n], zeros[n][0]);
             if constexpr (folded) {
 #pragma unroll
-                for (int c = 0; c < chunks; ++c) { base[n][c][0] = zeros[n][c][0]; base[n][c][1] = zeros[n][c][1]; }
+                for (int c = 0; c < chunks; ++c)
+#pragma unroll
+                    for (int x = 0; x < width; ++x) base[n][c][x] = zeros[n][c][x];
             } else if constexpr (Part::key_bits == 16 || Part::by_channel) {
 #pragma unroll
                 for (int i = 0; i < tiles; ++i)
@@ -236,6 +142,90 @@ template <class Config, class Part> struct Block {
             }
         }
     }
+    // The same on the integer tensor cores; the scales of channels are multiplied into the queries before these are bytes.
+    PTX void integer_scores(uint32_t keys, const Queries<Config>& queries) {
+        constexpr int units = chunk_tiles / kvpage::Unit<Part::key_bits>::tiles, steps = depth / 2 / key_groups;
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        kvpage::Words words{keys + 16 * lane, {}};
+        int index = 0;
+#pragma unroll
+        for (int c = 0; c < chunks; ++c) {
+            float zeros[columns][key_groups][4] = {};
+            Bytes<Config> bytes[columns];
+            if constexpr (Part::by_channel) {
+                uint32_t scaled[columns][depth][2];
+#pragma unroll
+                for (int j = 0; j < depth; ++j) {
+                    const uint4 p = ptx::ld_shared_v4(keys + S::key_codes + ((c * depth + j) * 4 + t) * 16);
+                    const uint32_t z[4] = {p.x, p.y, p.z, p.w};  // rows g: zeros; rows g + 8: scales, not needed
+#pragma unroll
+                    for (int n = 0; n < columns; ++n) {
+                        scaled[n][j][0] = ptx::mul_f16x2(queries.q[n][j][0], p.y);
+                        scaled[n][j][1] = ptx::mul_f16x2(queries.q[n][j][1], p.w);
+                        mma<false>(zeros[n][0], z, queries.q[n][j]);
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < columns; ++n) {
+                    bytes[n].make(scaled[n]);
+                    factor[n][c] = bytes[n].inverse;
+                    base[n][c][0] = zeros[n][0][0];
+                }
+            } else {
+                const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
+#pragma unroll
+                for (int n = 0; n < columns; ++n) {
+                    bytes[n] = queries.bytes[n];
+                    factor[n][c] = bytes[n].inverse;
+#pragma unroll
+                    for (int j = 0; j < depth; ++j) mma<false>(zeros[n][j * key_groups / depth], ones, queries.q[n][j]);
+                }
+            }
+#pragma unroll
+            for (int v = 0; v < key_groups; ++v) {
+                int32_t sums[columns][chunk_tiles][4];
+#pragma unroll
+                for (int n = 0; n < columns; ++n)
+#pragma unroll
+                    for (int i = 0; i < chunk_tiles; ++i) sums[n][i][0] = sums[n][i][1] = sums[n][i][2] = sums[n][i][3] = magic_bits;
+#pragma unroll
+                for (int j = v * steps; j < (v + 1) * steps; ++j) {
+                    uint32_t w[2][units];
+#pragma unroll
+                    for (int k = 0; k < 2 * units; ++k, ++index) w[k / units][k % units] = *words.at(index);
+#pragma unroll
+                    for (int i = 0; i < chunk_tiles; ++i) {
+                        uint32_t a[4];
+                        kvpage::byte_fragment<Part::key_bits, Config::unpacks>(a, w[0], w[1], i);
+#pragma unroll
+                        for (int n = 0; n < columns; ++n) ptx::mma_m16n8k32_u8s8(sums[n][i], a, bytes[n].b[j]);
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < columns; ++n) {
+#pragma unroll
+                    for (int i = 0; i < chunk_tiles; ++i)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const float high = __int_as_float(sums[n][i][2 * h]), low = __int_as_float(sums[n][i][2 * h + 1]);
+                            const float both = fmaf(high, Bytes<Config>::low_unit, -(Bytes<Config>::low_unit + 1.0f) * magic) + low;
+                            if constexpr (Part::by_channel) {
+                                if constexpr (folded) score[n][c * chunk_tiles + i][h] = both;
+                                else score[n][c * chunk_tiles + i][h] = fmaf(both, unit(n, c * chunk_tiles + i, h), base[n][c][0]);
+                            } else {
+                                const float zero = zeros[n][v][0];
+                                const uint32_t w = token_word(keys + S::key_codes, v, i, h, g);
+                                const float more = v ? fmaf(kvpage::high_f16(w), zero, score[n][i][h]) : kvpage::high_f16(w) * zero;
+                                score[n][i][h] = fmaf(both, kvpage::low_f16(w) * unit(n, i, h), more);
+                            }
+                        }
+                }
+            }
+        }
+    }
+    static constexpr int32_t magic_bits = 0x4b400000;  // as a float 1.5 * 2^23: integers below 2^22 are added to it exactly
+    static constexpr float magic = 12582912.0f;
+
     // Adds one group's scores, scaled by its tokens' scales, and its zeros times the sum of the queries' channels.
     PTX void by_token(uint32_t keys, int group, int g, float (&to)[tiles][4], float (&from)[tiles][4], float (&ones)[4]) {
         const bool first = key_groups == 1 || group == 0;
@@ -258,7 +248,7 @@ template <class Config, class Part> struct Block {
     }
 
     // ---- what a model does to its logits; `position` is that of the block's first token
-    PTX void mask(int position, const Logits& logits, const Column (&column)[columns][2]) {
+    PTX void mask(int position, const Logits& logits, const Column (&column)[columns][width]) {
         if constexpr (Part::general) {
             const int g = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -266,9 +256,9 @@ template <class Config, class Part> struct Block {
 #pragma unroll
                 for (int i = 0; i < tiles; ++i)
 #pragma unroll
-                    for (int x = 0; x < 4; ++x) {
-                        const Column& c = column[n][x % 2];
-                        const int key = position + 16 * i + g + x / 2 * 8;
+                    for (int x = 0; x < 2 * width; ++x) {
+                        const Column& c = column[n][x % width];
+                        const int key = position + 16 * i + g + x / width * 8;
                         float& s = score[n][i][x];
                         if constexpr (Config::softcap)  // tanh(y) = 1 - 2 / (e^2y + 1), to full precision
                             s = logits.cap * (1.0f - 2.0f * ptx::rcp_approx(ptx::ex2_approx(s * logits.uncap) + 1.0f));
@@ -285,7 +275,7 @@ template <class Config, class Part> struct Block {
 #pragma unroll
         for (int n = 0; n < columns; ++n) {
 #pragma unroll
-            for (int x = 0; x < 2; ++x) {
+            for (int x = 0; x < width; ++x) {
                 lane_sum[n][x] = 0.0f;
 #pragma unroll
                 for (int v = 0; v < value_groups; ++v) lane_zero[n][v][x] = 0.0f;
@@ -298,41 +288,42 @@ template <class Config, class Part> struct Block {
                     rows[0] = p.x; rows[1] = p.y; rows[2] = p.z; rows[3] = p.w;
                 }
 #pragma unroll
-                for (int r = 0; r < 4 && 2 * pair + r / 2 < tiles; ++r) {
-                    const int i = 2 * pair + r / 2, h = r % 2;
-                    float e[2];
+                for (int i = 2 * pair; i < 2 * pair + 2 && i < tiles; ++i) {
+                    float e[2][width];
 #pragma unroll
-                    for (int x = 0; x < 2; ++x) {
-                        if constexpr (folded)
-                            e[x] = ptx::ex2_approx(fmaf(score[n][i][2 * h + x], kvpage::unscale<Part::key_bits>(i, h),
-                                                        base[n][i / chunk_tiles][x] - state.reference[n][x]));
-                        else
-                            e[x] = ptx::ex2_approx(score[n][i][2 * h + x] - state.reference[n][x]);
-                        lane_sum[n][x] += e[x];
-                    }
-                    if constexpr (value_bf16) probability[n][i][h] = ptx::cvt_bf16x2_f32(e[0], e[1]);
-                    else probability[n][i][h] = ptx::cvt_f16x2_f32(e[0], e[1]);
-                    if constexpr (Part::value_bits != 16 && value_groups == 1) {
-                        const float zero = kvpage::high_f16(rows[r]);
+                    for (int h = 0; h < 2; ++h)
 #pragma unroll
-                        for (int x = 0; x < 2; ++x) lane_zero[n][0][x] = fmaf(e[x], zero, lane_zero[n][0][x]);
-                        probability[n][i][h] = ptx::mul_f16x2(probability[n][i][h], kvpage::twice_low(rows[r]));
-                    }
-                    if constexpr (value_groups > 1) {
+                        for (int x = 0; x < width; ++x) {
+                            const float s = score[n][i][h * width + x];
+                            if constexpr (folded)
+                                e[h][x] = ptx::ex2_approx(fmaf(s, unit(n, i, h), base[n][i / chunk_tiles][x] - state.reference[n][x]));
+                            else
+                                e[h][x] = ptx::ex2_approx(s - state.reference[n][x]);
+                            lane_sum[n][x] += e[h][x];
+                            if constexpr (Part::value_bits != 16)
 #pragma unroll
-                        for (int v = 0; v < value_groups; ++v) {
-                            const float zero = kvpage::high_f16(token_word(values, v, i, h, g));
+                                for (int v = 0; v < value_groups; ++v) {
+                                    const uint32_t w = value_groups == 1 ? rows[i % 2 * 2 + h] : token_word(values + S::value_codes, v, i, h, g);
+                                    lane_zero[n][v][x] = fmaf(e[h][x], kvpage::high_f16(w), lane_zero[n][v][x]);
+                                }
+                        }
 #pragma unroll
-                            for (int x = 0; x < 2; ++x) lane_zero[n][v][x] = fmaf(e[x], zero, lane_zero[n][v][x]);
+                    for (int k = 0; k < width; ++k) {
+                        const float first = e[k][0], second = Config::paired ? e[1][0] : e[k][width - 1];
+                        uint32_t& p = probability[n][i][k];
+                        p = value_bf16 ? ptx::cvt_bf16x2_f32(first, second) : ptx::cvt_f16x2_f32(first, second);
+                        if constexpr (Part::value_bits != 16 && value_groups == 1) {
+                            const uint32_t a = rows[i % 2 * 2 + k], b = rows[i % 2 * 2 + 1];
+                            p = ptx::mul_f16x2(p, Config::paired ? kvpage::both_low(a, b) : kvpage::twice_low(a));
                         }
                     }
                 }
             }
         }
     }
-    // (scale, zero) of the values of the token in row g + 8 * h of tile i, group v.
-    PTX uint32_t token_word(uint32_t values, int v, int i, int h, int g) {
-        return ptx::ld_shared_u32(values + S::value_codes + ((v * (tiles / 2) + i / 2) * 8 + g) * 16 + (i % 2 * 2 + h) * 4);
+    // (scale, zero) of the token in row g + 8 * h of tile i, group v.
+    PTX uint32_t token_word(uint32_t parameters, int v, int i, int h, int g) {
+        return ptx::ld_shared_u32(parameters + ((v * (tiles / 2) + i / 2) * 8 + g) * 16 + (i % 2 * 2 + h) * 4);
     }
 
     // The references only move when a lane's sum says that they must: most blocks need no maximum and no rescaling.
@@ -342,18 +333,18 @@ template <class Config, class Part> struct Block {
         exponentials(values, state);
         bool high = false;
 #pragma unroll
-        for (int n = 0; n < columns; ++n) high = high || !(lane_sum[n][0] < limit) || !(lane_sum[n][1] < limit);
+        for (int n = 0; n < columns; ++n) high = high || !(lane_sum[n][0] < limit) || !(lane_sum[n][width - 1] < limit);
         if (__any_sync(0xffffffffu, high)) {
 #pragma unroll
             for (int n = 0; n < columns; ++n)
 #pragma unroll
-                for (int x = 0; x < 2; ++x) raise(n, x, state);
+                for (int x = 0; x < width; ++x) raise(n, x, state);
             exponentials(values, state);
         }
 #pragma unroll
         for (int n = 0; n < columns; ++n)
 #pragma unroll
-            for (int x = 0; x < 2; ++x) {
+            for (int x = 0; x < width; ++x) {
                 state.sum[n][x] += lane_sum[n][x];
                 if constexpr (Part::value_bits != 16)
 #pragma unroll
@@ -366,8 +357,8 @@ template <class Config, class Part> struct Block {
         for (int i = 0; i < tiles; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                float s = score[n][i][2 * h + x];
-                if constexpr (folded) s = fmaf(s, kvpage::unscale<Part::key_bits>(i, h), base[n][i / chunk_tiles][x]);
+                float s = score[n][i][h * width + x];
+                if constexpr (folded) s = fmaf(s, unit(n, i, h), base[n][i / chunk_tiles][x]);
                 most = fmaxf(most, s);
             }
         State<Config>::most_of_rows(most);
@@ -379,8 +370,8 @@ template <class Config, class Part> struct Block {
         for (int v = 0; v < S::value_groups; ++v) state.zero[n][v][x] *= weight;
 #pragma unroll
         for (int c = 0; c < depth; ++c) {
-            state.out[n][c][x] *= weight;
-            state.out[n][c][2 + x] *= weight;
+#pragma unroll
+            for (int i = x; i < 4; i += width) state.out[n][c][i] *= weight;
         }
     }
 
@@ -398,11 +389,20 @@ template <class Config, class Part> struct Block {
 #pragma unroll
                 for (int v = 0; v < value_groups; ++v)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
+                    for (int h = 0; h < width; ++h) {
                         uint32_t p = probability[n][i][h];
-                        if constexpr (value_groups > 1)
-                            p = ptx::mul_f16x2(p, kvpage::twice_low(token_word(values, v, i, h, g)));
-                        b[n][v][h] = ptx::movmatrix_trans(p);
+                        if constexpr (value_groups > 1) {
+                            const uint32_t first = token_word(values + S::value_codes, v, i, h, g);
+                            if constexpr (Config::paired) p = ptx::mul_f16x2(p, kvpage::both_low(first, token_word(values + S::value_codes, v, i, 1, g)));
+                            else p = ptx::mul_f16x2(p, kvpage::twice_low(first));
+                        }
+                        p = ptx::movmatrix_trans(p);
+                        if constexpr (Config::paired) {  // tokens 0-7 in the even columns, 8-15 in the odd ones
+                            b[n][v][0] = g % 2 ? 0u : p;
+                            b[n][v][1] = g % 2 ? p : 0u;
+                        } else {
+                            b[n][v][h] = p;
+                        }
                     }
 #pragma unroll
             for (int u = 0; u < depth / U::tiles; ++u, index += U::words) {
@@ -410,7 +410,7 @@ template <class Config, class Part> struct Block {
 #pragma unroll
                 for (int x = 0; x < U::tiles; ++x) {
                     uint32_t a[4];
-                    kvpage::fragment<Part::value_bits>(a, w, x);
+                    kvpage::fragment<Part::value_bits, Config::unpacks || Part::residual>(a, w, x);
                     if constexpr (Part::residual) {  // a slot not written yet may hold anything, even a NaN
 #pragma unroll
                         for (int k = 0; k < 2; ++k) {

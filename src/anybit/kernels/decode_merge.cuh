@@ -72,50 +72,63 @@ template <class Config> struct Row {
     }
 };
 
-// A pair ends here, or this warp's stretch does: write the result, or keep the segment for the merge.
-template <class Config>
-PTX void finish_segment(const Params& p, const Layout<Config>& shared, int warp, const Cursor<Config>& at,
-                        State<Config>& state, bool whole, bool end) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, pair = at.pair(p);
+// The rows of a state go to their places in the output.
+template <class Config> PTX void write_whole(const Params& p, int pair, const State<Config>& state) {
+    constexpr int width = Shape<Config>::width;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < Config::query_tiles; ++n)
 #pragma unroll
-        for (int x = 0; x < 2; ++x) State<Config>::sum_rows(state.sum[n][x]);
-    if (whole && at.last()) {
+        for (int x = 0; x < width; ++x) {
+            const Row<Config> row(p, pair, (4 * n + t) * width + x, {state.reference[n][x], state.sum[n][x]}, g == 0);
+            if (row.there)
 #pragma unroll
-        for (int n = 0; n < Config::query_tiles; ++n)
+                for (int c = 0; c < Shape<Config>::depth; ++c)
 #pragma unroll
-            for (int x = 0; x < 2; ++x) {
-                const Row<Config> row(p, pair, 8 * n + 2 * t + x, {state.reference[n][x], state.sum[n][x]}, g == 0);
-                if (row.there)
-#pragma unroll
-                    for (int c = 0; c < Shape<Config>::depth; ++c)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h)
-                            row.out[16 * c + 8 * h + g] = narrow<Config::bf16>(state.out[n][c][2 * h + x] * row.normalizer);
-            }
-        return;
-    }
-    const int index = 2 * warp + (end ? 1 : 0);
-    __syncwarp();
-    float* segment = shared.segment(index);
+                    for (int h = 0; h < 2; ++h)
+                        row.out[16 * c + 8 * h + g] = narrow<Config::bf16>(state.output(n, c, h, x) * row.normalizer);
+        }
+}
+
+// The rows of a state, [rows, head_dim], and their references and sums, [rows, 2].
+template <class Config> PTX void write_part(float* part, float* part_state, const State<Config>& state) {
+    constexpr int width = Shape<Config>::width;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int n = 0; n < Config::query_tiles; ++n)
 #pragma unroll
-        for (int x = 0; x < 2; ++x) {
-            const int row = 8 * n + 2 * t + x;
+        for (int x = 0; x < width; ++x) {
+            const int row = (4 * n + t) * width + x;
             if (row < Config::rows) {
 #pragma unroll
                 for (int c = 0; c < Shape<Config>::depth; ++c)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) segment[row * Config::head_dim + 16 * c + 8 * h + g] = state.out[n][c][2 * h + x];
+                    for (int h = 0; h < 2; ++h) part[row * Config::head_dim + 16 * c + 8 * h + g] = state.output(n, c, h, x);
                 if (g == 0) {
-                    shared.state(index)[2 * row] = state.reference[n][x];
-                    shared.state(index)[2 * row + 1] = state.sum[n][x];
+                    part_state[2 * row] = state.reference[n][x];
+                    part_state[2 * row + 1] = state.sum[n][x];
                 }
             }
         }
-    if (lane == 0) *shared.owner(index) = pair;
+}
+
+template <class Config> PTX void sum_lanes(State<Config>& state) {
+#pragma unroll
+    for (int n = 0; n < Config::query_tiles; ++n)
+#pragma unroll
+        for (int x = 0; x < Shape<Config>::width; ++x) State<Config>::sum_rows(state.sum[n][x]);
+}
+
+// A pair ends here, or this warp's stretch does: write the result, or keep the segment for the merge.
+template <class Config>
+PTX void finish_segment(const Params& p, const Layout<Config>& shared, int warp, const Cursor<Config>& at,
+                        State<Config>& state, bool whole, bool end) {
+    sum_lanes(state);
+    if (whole && at.last()) return write_whole(p, at.pair(p), state);
+    const int index = 2 * warp + (end ? 1 : 0);
+    __syncwarp();
+    write_part(shared.segment(index), shared.state(index), state);
+    if (threadIdx.x % 32 == 0) *shared.owner(index) = at.pair(p);
 }
 
 template <class Config> struct RowSum {
@@ -158,16 +171,17 @@ PTX void plan_merge(const Params& p, const Layout<Config>& shared, int warp, Lin
     plan.second[warp] = share_begin(line.total, shares, plan.first[warp]) < from;
 }
 
-// All blocks' parts of one row of a pair, once they are there; the whole warp calls this.
-template <class Config> PTX void merge_shared(const Params& p, const Plan& plan, int which, int row) {
-    const int lane = threadIdx.x % 32, begin = plan.first[which], count = plan.count[which], second = plan.second[which];
+// All parts of one row of a pair, once they are there; the whole warp calls this. They lie at `begin`, `begin + step` ...,
+// the first one `offset` further.
+template <class Config> PTX void merge_parts(const Params& p, int pair, int row, int begin, int count, int step, int offset) {
+    const int lane = threadIdx.x % 32;
     softmax::State total;
     RowSum<Config> sum;
     for (int base = 0; base < count; base += 32) {
         const int part = base + lane;
         softmax::State state;
         if (part < count) {
-            const int64_t place = static_cast<int64_t>(2 * (begin + part) + (part == 0 && second)) * Config::rows + row;
+            const int64_t place = static_cast<int64_t>(begin + step * part + (part == 0 ? offset : 0)) * Config::rows + row;
             state.reference = __uint_as_float(ptx::ld_global_cg_u32(p.partial_state + 2 * place));
             state.sum = __uint_as_float(ptx::ld_global_cg_u32(p.partial_state + 2 * place + 1));
         }
@@ -184,11 +198,34 @@ template <class Config> PTX void merge_shared(const Params& p, const Plan& plan,
         const int here = min(32, count - base);
 #pragma unroll 8
         for (int i = 0; i < here; ++i) {
-            const int64_t from = static_cast<int64_t>(2 * (begin + base + i) + (base + i == 0 && second)) * Config::rows + row;
+            const int64_t from = static_cast<int64_t>(begin + step * (base + i) + (base + i == 0 ? offset : 0)) * Config::rows + row;
             sum.add_remote(__shfl_sync(0xffffffffu, weight, i), p.partial + from * Config::head_dim);
         }
     }
-    sum.write(p, plan.pair[which], row, total);
+    sum.write(p, pair, row, total);
+}
+template <class Config> PTX void merge_shared(const Params& p, const Plan& plan, int which, int row) {
+    merge_parts<Config>(p, plan.pair[which], row, 2 * plan.first[which], plan.count[which], 2, plan.second[which]);
+}
+
+// A piece ends here, the `place`-th of the line: write the result, or keep it; who brings the last of a pair merges them.
+template <class Config> PTX void finish_piece(const Params& p, const Cursor<Config>& at, State<Config>& state, int place) {
+    const int pieces = at.extent.template steps<Config>(), pair = at.pair(p);
+    sum_lanes(state);
+    if (pieces == 1) return write_whole(p, pair, state);
+    const int64_t row = static_cast<int64_t>(place) * Config::rows;
+    write_part(p.partial + row * Config::head_dim, p.partial_state + 2 * row, state);
+    __syncwarp();
+    uint32_t arrived = 0;
+    if (threadIdx.x % 32 == 0) {
+        arrived = ptx::atom_add_acq_rel_gpu(p.arrivals + pair, 1u) + 1;
+        if (arrived == static_cast<uint32_t>(pieces)) p.arrivals[pair] = 0;  // for the next launch
+    }
+    arrived = __shfl_sync(0xffffffffu, arrived, 0);
+    __syncwarp();
+    if (arrived != static_cast<uint32_t>(pieces)) return;
+    const int first = place - at.unit / max(Config::split, 1);
+    for (int r = 0; r < Config::rows; ++r) merge_parts<Config>(p, pair, r, first, pieces, 1, 0);
 }
 
 // A warp a row: the segments of this block's warps become one; if other blocks have parts of the row too, the one that

@@ -6,7 +6,7 @@
 #ifndef ANYBIT_DECODE_SCHEDULE_CUH
 #define ANYBIT_DECODE_SCHEDULE_CUH
 
-#include "ptx.cuh"
+#include "kvpage.cuh"
 
 namespace decode {
 
@@ -21,8 +21,8 @@ struct Params {
     float* lse;                 // [batch, queries, heads], or null
     const float* sinks;         // [heads], in units of log2, or null
     const float* slopes;        // [heads], in units of log2, or null
-    float* partial;             // [2 * blocks or pieces, rows, head_dim]
-    float* partial_state;       // [2 * blocks or pieces, rows, 2]
+    float* partial;             // [2 * blocks, or pieces, rows, head_dim]
+    float* partial_state;       // [2 * blocks, or pieces, rows, 2]
     uint32_t* arrivals;         // [batch * kv_heads * query chunks * rows], zero before and after
     uint32_t* errors;           // checked kernels: what was wrong, or 0
     int64_t q_batch_stride;
@@ -35,6 +35,7 @@ struct Params {
     int32_t window;             // tokens that are packed at a time: a power of two
     int32_t sliding;            // tokens a query sees, or 0 for all
     int32_t pages_count;
+    int32_t sequences_count;
     float scale;                // of q.k, in units of log2
     float cap;
     float uncap;
@@ -53,13 +54,19 @@ struct Extent {
     int length, packed;    // tokens, and those read from pages
     int first_block, blocks;  // visible blocks: first_block .. first_block + blocks - 1
     int first_chunk, units;   // visible chunks of the residual begin here; units in all, at least 1
+
+    // What a stretch of the line is measured in: units, or pieces of `split` units where these are asked for. A piece
+    // begins with a fresh state and ends in one that is kept for itself, so that nothing depends on where the line is
+    // cut, and so on the other sequences.
+    template <class Config> PTX int steps() const { return Config::split ? (units + Config::split - 1) / Config::split : units; }
 };
+
 
 template <class Config> PTX Extent extent_of(const Params& p, int length) {
     Extent e;
     if constexpr (Config::checked) {
         if (length < 0 || length > p.table_width * Config::page) {
-            atomicMax(p.errors, 1u);
+            atomicMax(p.errors, kvpage::bad_length);
             length = 0;
         }
     }
@@ -76,16 +83,28 @@ template <class Config> PTX Extent extent_of(const Params& p, int length) {
     return e;
 }
 
+template <class Config> PTX int sequence_of(const Params& p, int row) {
+    int sequence = p.sequences ? p.sequences[row] : row;
+    if constexpr (Config::checked)
+        if (sequence < 0 || sequence >= p.sequences_count) {
+            atomicMax(p.errors, kvpage::bad_sequence);
+            sequence = 0;
+        }
+    return sequence;
+}
+
 // A unit of the line: chunk `head` (KV head and query chunk) of batch row `row`, unit `unit` of it.
 template <class Config> struct Cursor {
     int row, head, unit, sequence;
     Extent extent;
 
     PTX void load(const Params& p) {
-        sequence = p.sequences ? p.sequences[row] : row;
+        sequence = sequence_of<Config>(p, row);
         extent = extent_of<Config>(p, p.lengths[sequence]);
     }
     PTX bool last() const { return unit + 1 == extent.units; }
+    // Whether a step ends with this unit.
+    PTX bool ends() const { return Config::split == 0 || last() || (unit + 1) % max(Config::split, 1) == 0; }
     PTX bool packed() const { return unit < extent.blocks; }
     // Returns whether the next unit belongs to another pair.
     PTX bool advance(const Params& p) {
@@ -105,10 +124,10 @@ template <class Config> struct Cursor {
     }
 };
 
-// The line: units of 32 rows at a time, one a lane. Up to 32 sequences it is read once.
+// The line: steps of 32 rows at a time, one a lane. Up to 32 sequences it is read once.
 template <class Config> struct Line {
     static constexpr int pairs = Config::query_chunks;  // of a KV head
-    int total, units, through;  // of all rows; of this lane's row; of all rows up to it
+    int total, units, through;  // steps of all rows; of this lane's row; of all rows up to it
 
     PTX explicit Line(const Params& p) : total(0) {
         for (int row = 0; row < p.batch; row += 32) {
@@ -120,8 +139,7 @@ template <class Config> struct Line {
         const int lane = threadIdx.x % 32, row = first + lane;
         units = 0;
         if (row < p.batch) {
-            const int sequence = p.sequences ? p.sequences[row] : row;
-            units = extent_of<Config>(p, p.lengths[sequence]).units * p.kv_heads * pairs;
+            units = extent_of<Config>(p, p.lengths[sequence_of<Config>(p, row)]).template steps<Config>() * p.kv_heads * pairs;
         }
         through = units;
 #pragma unroll
@@ -146,8 +164,9 @@ template <class Config> struct Line {
             before += __shfl_sync(0xffffffffu, through, 31);
         }
         cursor.load(p);
-        cursor.head = (at - begin) / cursor.extent.units;
-        cursor.unit = (at - begin) - cursor.head * cursor.extent.units;
+        const int steps = cursor.extent.template steps<Config>();
+        cursor.head = (at - begin) / steps;
+        cursor.unit = ((at - begin) - cursor.head * steps) * max(Config::split, 1);
         return cursor;
     }
 };

@@ -5,7 +5,7 @@
 #ifndef ANYBIT_KVPACK_CUH
 #define ANYBIT_KVPACK_CUH
 
-#include "decode_block.cuh"
+#include "kvpage.cuh"
 
 namespace kvpack {
 
@@ -30,6 +30,9 @@ struct Params {
     int32_t window;
     int32_t packs;             // whether to pack full windows
     int32_t keeps;             // whether to write the residual
+    int32_t pages_count;
+    int32_t sequences_count;
+    uint32_t* errors;          // checked kernels: what was wrong, or 0
     int32_t stored;            // the new tokens are in the residual already, and k and v are not read
 };
 
@@ -38,8 +41,13 @@ template <class Config> struct Tokens {
     const uint16_t* fresh;
     uint16_t* ring;
     int token_stride, ring_tokens, old;
+    int begin, slot;  // of the block to pack: its first token, and where that would be in the ring
+    int page;         // looked at only when the tokens are on their way
     bool values;
 
+    PTX const uint16_t* of_fresh(int token, int channel) const {
+        return fresh + static_cast<int64_t>(token - old) * token_stride + channel;
+    }
     // Where slot s, channel c of the ring lies; see kvpage.ring_places.
     PTX int place(int s, int c) const {
         const int tile = s / 16 * (Config::head_dim / 16) + c / 16;
@@ -48,259 +56,457 @@ template <class Config> struct Tokens {
     }
 };
 
+// Sixteen tokens as they lie in the registers of a warp, lane = 4 * g + t: a word is two channels of one token.
+//   keys    x[h][j][p]: token g + 8 * h, channels 16 * j + 4 * t + 2 * p and the next
+//   values  x[p][m]:    token g + 8 * p, channels 8 * m + 2 * t and the next; movmatrix makes tokens of it
+// A warp reads each element once, from memory or from the ring, finds the ranges in its registers, and writes words.
 template <class Config> struct Packer {
-    using S = decode::Shape<Config>;
-    static constexpr int pitch = Config::head_dim + 8;  // elements: lanes of a word lie in different banks
-    static constexpr int rows_bytes = Config::block * pitch * 2;
-    static constexpr int key_runs = Config::by_channel ? Config::block / Config::chunk * Config::head_dim : Config::block * S::groups;
-    static constexpr int value_runs = Config::block * S::groups;
-    static constexpr int runs = key_runs > value_runs ? key_runs : value_runs;
-    static constexpr int coders = rows_bytes;             // (zero, 1 / scale) of every run, float
-    static constexpr int stored = coders + runs * 8;      // (scale, zero) as they are stored, float16
-    static constexpr int slices_fit = Config::threads / (Config::head_dim / 2);
-    static constexpr int even = slices_fit >= 8 ? 8 : slices_fit >= 4 ? 4 : slices_fit >= 2 ? 2 : 1;
-    static constexpr int chunks = Config::by_channel ? Config::block / Config::chunk : 1;
-    static constexpr int slices = even > chunks ? even : chunks;  // of the block's tokens, for ranges by channel
-    static constexpr int scratch = stored + runs * 4;
-    static constexpr int bytes = scratch + slices * Config::head_dim * 8;
+    using S = kvpage::Format<Config>;
+    using From = Tokens<Config>;
+    static constexpr int warps = Config::threads / 32, depth = Config::head_dim / 16;
+    static constexpr int span = Config::head_dim > 128 ? 128 : Config::head_dim;  // channels of values that go together
+    static constexpr int pitch = span * 2 + 16;          // bytes of a token that passes through shared memory
+    static constexpr int bytes = warps * (16 * pitch + 16);
+    // Threads that a multiprocessor holds at once, as many as the registers allow.
+    static constexpr int together = Config::by_channel && S::groups == 1 && !Config::bf16 ? 1024 : S::groups <= 2 && Config::head_dim <= 128 ? 768 : 512;
     static_assert(bytes <= Config::shared_bytes, "kvpack.py gives the kernel less shared memory than it lays out");
 
-    PTX static uint16_t* row(int token) { return reinterpret_cast<uint16_t*>(ptx::dynamic_shared()) + token * pitch; }
-    PTX static float* coder(int run) { return reinterpret_cast<float*>(ptx::dynamic_shared() + coders) + 2 * run; }
-    PTX static uint32_t* parameter(int run) { return reinterpret_cast<uint32_t*>(ptx::dynamic_shared() + stored) + run; }
-
-    PTX static float widen(uint16_t v) {
-        if constexpr (Config::bf16) return ptx::cvt_f32_bf16(v);
-        else return ptx::cvt_f32_f16(v);
+    // ---- where the tokens are; `token` counts from the block's first
+    PTX static const uint16_t* row(const From& from, int token) {  // not in the ring any more
+        return from.fresh + static_cast<int64_t>(from.begin - from.old + token) * from.token_stride;
     }
-    // Least and most of a run; `broken` becomes a NaN where a value is not finite.
-    struct Range {
-        float low = 1e30f, high = -1e30f, broken = 0.0f;
-        PTX void add(float x) {
-            low = fminf(low, x);
-            high = fmaxf(high, x);
-            broken = fmaf(x, 0.0f, broken);
+    PTX static void ring_tile(uint32_t (&w)[4], const From& from, int token, int j) {  // token: the tile's first
+        int slot = from.slot + token;
+        if (slot >= from.ring_tokens) slot -= from.ring_tokens;
+        const uint4 v = *reinterpret_cast<const uint4*>(from.ring + slot * Config::head_dim + (j * 32 + threadIdx.x % 32) * 8);
+        w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
+    }
+    // `tiles` times sixteen tokens from `token` on, sixteen channels.
+    template <int tiles> PTX static void load_keys(uint32_t (&x)[tiles][2][2], const From& from, int token, int j) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if (from.old <= from.begin + token) {  // all new: a prompt
+            const uint16_t* at = row(from, token + g) + 16 * j + 4 * t;
+            const int64_t step = static_cast<int64_t>(8) * from.token_stride;
+#pragma unroll
+            for (int i = 0; i < 2 * tiles; ++i) {
+                const uint2 v = *reinterpret_cast<const uint2*>(at + i * step);
+                x[i / 2][i % 2][0] = v.x; x[i / 2][i % 2][1] = v.y;
+            }
+            return;
         }
+#pragma unroll
+        for (int i = 0; i < tiles; ++i) {
+            const int held = from.old - from.begin - token - 16 * i;
+            uint2 fresh[2] = {};  // asked for first: nothing waits for the ring before it is
+            if (held < 16)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    if (g + 8 * h >= held) fresh[h] = *reinterpret_cast<const uint2*>(row(from, token + 16 * i + g + 8 * h) + 16 * j + 4 * t);
+            uint32_t w[4] = {};
+            if (held > 0) ring_tile(w, from, token + 16 * i, j);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const bool is_fresh = g + 8 * h >= held;
+                x[i][h][0] = is_fresh ? fresh[h].x : w[h];
+                x[i][h][1] = is_fresh ? fresh[h].y : w[2 + h];
+            }
+        }
+    }
+    // Channels `first` to `first + span` - 1 of sixteen tokens, by way of shared memory.
+    PTX static void load_values(uint32_t (&x)[2][span / 8], const From& from, int token, int first) {
+        const int lane = threadIdx.x % 32, g = lane / 4, held = from.old - from.begin - token;
+        const uint32_t stage = ptx::shared_address(ptx::dynamic_shared()) + threadIdx.x / 32 * (16 * pitch);
+        if (held < 16) {
+            constexpr int pieces = span / 8;  // of a token, sixteen bytes each
+            __syncwarp();
+            if (held <= 0 && 32 % pieces == 0) {  // all new: a prompt
+                const uint16_t* at = row(from, token + lane / pieces) + first + lane % pieces * 8;
+                const int64_t step = static_cast<int64_t>(32 / pieces) * from.token_stride;
+#pragma unroll
+                for (int i = 0; i < 16 * pieces / 32; ++i)
+                    ptx::cp_async<16>(stage + (lane / pieces + i * (32 / pieces)) * pitch + lane % pieces * 16, at + i * step);
+            } else {
+                for (int i = lane; i < 16 * pieces; i += 32)
+                    if (i / pieces >= held)
+                        ptx::cp_async<16>(stage + i / pieces * pitch + i % pieces * 16, row(from, token + i / pieces) + first + i % pieces * 8);
+            }
+        }
+        if (held > 0) {
+            uint32_t w[span / 16][4];
+#pragma unroll
+            for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
+#pragma unroll
+            for (int j = 0; j < span / 16; ++j)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
+        }
+        if (held < 16) {
+            ptx::cp_async_wait_all();
+            __syncwarp();
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+                const bool take = g + 8 * p >= held;
+                if (8 * p + 8 <= held) continue;
+#pragma unroll
+                for (int m = 0; m < span / 8; m += 4) {
+                    // Rows that the ring holds were not copied: every lane reads a row that was.
+                    const int r = max(8 * p + lane % 8, min(held, 15));
+                    uint32_t w[4];
+                    ptx::ldmatrix_x4(w, stage + r * pitch + 16 * (m + lane / 8));
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        if (take) x[p][m + k] = w[k];
+                }
+            }
+        }
+    }
+
+    // ---- ranges, two channels at a time; a value that is not finite makes one end NaN or infinite
+    PTX static uint32_t least(uint32_t a, uint32_t b) {
+        if constexpr (Config::bf16) return ptx::min_nan_bf16x2(a, b);
+        else return ptx::min_nan_f16x2(a, b);
+    }
+    PTX static uint32_t most(uint32_t a, uint32_t b) {
+        if constexpr (Config::bf16) return ptx::max_nan_bf16x2(a, b);
+        else return ptx::max_nan_f16x2(a, b);
+    }
+    PTX static float widen(uint32_t v) {
+        if constexpr (Config::bf16) return ptx::cvt_f32_bf16(static_cast<uint16_t>(v));
+        else return ptx::cvt_f32_f16(static_cast<uint16_t>(v));
+    }
+    struct Run {
+        float zero, inverse;
+        uint32_t stored;  // scale and zero, float16
+        bool plain;       // whether no code of this run can leave its range
     };
-    template <int bits> PTX static void settle(int run, float low, float high, bool broken) {
-        constexpr float top = static_cast<float>((1 << bits) - 1);
+    template <int bits> PTX static Run settle(float low, float high) {
+        constexpr float top = static_cast<float>((1 << bits) - 1), infinite = 3.0e38f;
+        const bool broken = !(fabsf(low) <= infinite) || !(fabsf(high) <= infinite);
+        const bool inside = fabsf(low) <= 65504.0f && fabsf(high) <= 65504.0f;
         low = fminf(fmaxf(low, -65504.0f), 65504.0f);
         high = fminf(fmaxf(high, -65504.0f), 65504.0f);
         uint16_t scale = ptx::cvt_f16_f32((high - low) / top), zero = ptx::cvt_f16_f32(low);
         if (broken) scale = zero = 0x7e00;
         const float s = ptx::cvt_f32_f16(scale);
-        coder(run)[0] = ptx::cvt_f32_f16(zero);
-        coder(run)[1] = s > 0.0f ? 1.0f / s : 0.0f;
-        *parameter(run) = scale | static_cast<uint32_t>(zero) << 16;
+        // The scale of a normal float16 is true to 2^-11: rounding cannot pass the last code.
+        return {ptx::cvt_f32_f16(zero), s > 0.0f ? 1.0f / s : 0.0f, scale | static_cast<uint32_t>(zero) << 16,
+                inside && !broken && (s == 0.0f || s >= 6.2e-5f)};
     }
 
-    PTX static void load(const Tokens<Config>& from, int begin) {
-        constexpr int quads = Config::head_dim / 4;
-        const int held = min(max(from.old - begin, 0), Config::block);  // tokens that are in the ring
-        // The ring is read as it lies, sixteen tokens at a time, and taken apart here.
-        constexpr int vectors = Config::head_dim / 16 * 32;  // of sixteen tokens
-        for (int i = threadIdx.x; i < (held + 15) / 16 * vectors; i += Config::threads) {
-            const int tile = i / vectors, depth = i % vectors / 32, g = i % 32 / 4, t = i % 4;
-            const uint16_t* at = from.ring + static_cast<int64_t>((begin + 16 * tile) % from.ring_tokens) * Config::head_dim + i % vectors * 8;
-            const uint4 v = *reinterpret_cast<const uint4*>(at);
-            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int w = 0; w < 4; ++w)
-#pragma unroll
-                for (int odd = 0; odd < 2; ++odd) {
-                    const int token = from.values ? 16 * tile + 8 * (w / 2) + 2 * t + odd : 16 * tile + 8 * (w % 2) + g;
-                    const int channel = from.values ? 16 * depth + 8 * (w % 2) + g : 16 * depth + 4 * t + 2 * (w / 2) + odd;
-                    if (token < held) row(token)[channel] = static_cast<uint16_t>(words[w] >> 16 * odd);
-                }
-        }
-        const uint16_t* fresh = from.fresh + static_cast<int64_t>(begin + held - from.old) * from.token_stride;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < (Config::block - held) * quads; i += Config::threads) {
-            const uint2 v = *reinterpret_cast<const uint2*>(fresh + static_cast<int64_t>(i / quads) * from.token_stride + i % quads * 4);
-            *reinterpret_cast<uint2*>(row(held + i / quads) + i % quads * 4) = v;
-        }
+    PTX static Run of_lane(const Run& own, int lane) {
+        return {__shfl_sync(0xffffffffu, own.zero, lane), __shfl_sync(0xffffffffu, own.inverse, lane),
+                __shfl_sync(0xffffffffu, own.stored, lane), own.plain};
     }
-    // Run of (chunk of tokens, channel), for keys by channel: two channels and a slice of the tokens a thread, then all.
-    template <int bits> PTX static void ranges_by_channel() {
-        constexpr int pairs = Config::head_dim / 2, tokens = Config::block / slices;
-        float* part = reinterpret_cast<float*>(ptx::dynamic_shared() + scratch);
-        for (int i = threadIdx.x; i < slices * pairs; i += Config::threads) {
-            const int slice = i / pairs, channel = i % pairs * 2;
-            Range a, b;
-#pragma unroll 8
-            for (int x = 0; x < tokens; ++x) {
-                const uint32_t v = *reinterpret_cast<const uint32_t*>(row(slice * tokens + x) + channel);
-                a.add(widen(static_cast<uint16_t>(v)));
-                b.add(widen(static_cast<uint16_t>(v >> 16)));
-            }
-            float* to = part + (slice * Config::head_dim + channel) * 2;
-            to[0] = a.low + a.broken; to[1] = a.high; to[2] = b.low + b.broken; to[3] = b.high;
-        }
-        __syncthreads();
-        for (int run = threadIdx.x; run < chunks * Config::head_dim; run += Config::threads) {
-            float low = 1e30f, high = -1e30f;
-            bool broken = false;
-            for (int x = 0; x < slices / chunks; ++x) {
-                const float* from = part + ((run / Config::head_dim * (slices / chunks) + x) * Config::head_dim + run % Config::head_dim) * 2;
-                broken = broken || from[0] != from[0];
-                low = fminf(low, from[0]);
-                high = fmaxf(high, from[1]);
-            }
-            settle<bits>(run, low, high, broken);
-        }
+
+    // ---- codes. Rounding by a number so large that only integers are left: the bits of x + 1.5 * 2^23 are those of the
+    // constant plus the rounded x, so a word is a sum, and its constant part is taken off at the end.
+    template <int bits, bool plain> PTX static uint32_t code(uint32_t v, float zero, float inverse) {
+        constexpr float top = static_cast<float>((1 << bits) - 1);
+        float x = ptx::mul_rn_f32(widen(v) - zero, inverse);  // rounded, before the sum rounds again
+        if constexpr (!plain) x = fminf(fmaxf(x, 0.0f), top);
+        return __float_as_uint(x + 12582912.0f);
     }
-    // Run of (token, group of channels): four channels a lane, reduced over the lanes of a group.
-    template <int bits> PTX static void ranges_by_token() {
-        constexpr int passes = (Config::head_dim + 127) / 128, quads = Config::channel_group / 4;
-        constexpr int lanes = quads == 8 || quads == 16 ? quads : 32;
+    template <int bits> PTX static constexpr uint32_t constant() {
+        uint32_t sum = 0;
+        for (int f = 0; f < 32 / bits; ++f) sum += 0x4b400000u << (f / (16 / bits) * 16 + f % (16 / bits) * bits);
+        return sum;
+    }
+    // The place of an element in its word: row half h, row tile `sub` of the word's, depth pair p, half `odd`.
+    template <int bits> PTX static constexpr int shift(int sub, int h, int p, int odd) {
+        return 16 * odd + bits * (bits == 2 ? 4 * p + 2 * sub + h : bits == 4 ? 2 * p + h : h);
+    }
+    // `count` words from index `index` of a lane's words in kernel order; see kvpage.pack_tiles.
+    template <int count> PTX static void store(uint8_t* to, int index, const uint32_t* w) {
         const int lane = threadIdx.x % 32;
-#pragma unroll 2
-        for (int i = threadIdx.x / 32; i < Config::block * passes; i += Config::threads / 32) {
-            const int token = i / passes, channel = i % passes * 128 + lane * 4;
-            Range r;
-            if (channel < Config::head_dim) {
-                const uint2 v = *reinterpret_cast<const uint2*>(row(token) + channel);
-                r.add(widen(static_cast<uint16_t>(v.x)));
-                r.add(widen(static_cast<uint16_t>(v.x >> 16)));
-                r.add(widen(static_cast<uint16_t>(v.y)));
-                r.add(widen(static_cast<uint16_t>(v.y >> 16)));
-            }
-            const uint32_t broken = __ballot_sync(0xffffffffu, r.broken != r.broken);
-            for (int x = lanes / 2; x; x >>= 1) {
-                r.low = fminf(r.low, __shfl_xor_sync(0xffffffffu, r.low, x));
-                r.high = fmaxf(r.high, __shfl_xor_sync(0xffffffffu, r.high, x));
-            }
-            const uint32_t group = lanes == 32 ? 0xffffffffu : ((1u << lanes % 32) - 1u) << lane / lanes * lanes;
-            if (channel < Config::head_dim && lane % lanes == 0)
-                settle<bits>(token * S::groups + channel / Config::channel_group, r.low, r.high, (broken & group) != 0);
+        if constexpr (count % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < count; i += 4)
+                *reinterpret_cast<uint4*>(to + ((index + i) / 4 * 32 + lane) * 16) = make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]);
+        } else if constexpr (count % 2 == 0) {
+#pragma unroll
+            for (int i = 0; i < count; i += 2)
+                *reinterpret_cast<uint2*>(to + ((index + i) / 4 * 32 + lane) * 16 + (index + i) % 4 * 4) = make_uint2(w[i], w[i + 1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < count; ++i)
+                *reinterpret_cast<uint32_t*>(to + ((index + i) / 4 * 32 + lane) * 16 + (index + i) % 4 * 4) = w[i];
         }
     }
 
-    // Words in kernel order; see kvpage.pack_tiles. Rounding by a number so large that only integers are left: the bits
-    // of x + 1.5 * 2^23 are those of the constant plus the rounded x, so a word is a sum and its constant part is taken off.
-    template <int bits, bool values> PTX static void codes(uint8_t* to) {
-        constexpr int row_tiles = values ? Config::head_dim / 16 : (bits == 16 || !Config::by_channel ? Config::block : Config::chunk) / 16;
-        constexpr int depth = values ? Config::block / 16 : Config::head_dim / 16;
-        constexpr int unit_words = kvpage::Unit<bits>::words, units = bits == 2 ? row_tiles / 2 : row_tiles;
-        constexpr int vectors = Config::block * Config::head_dim * bits / 128;
-        constexpr bool by_channel = !values && Config::by_channel;
-        constexpr float top = static_cast<float>((1 << (bits == 16 ? 8 : bits)) - 1);
-        uint32_t constant = 0;
+    // ---- keys by channel: a warp takes sixteen channels of a group of tokens
+    template <int bits> PTX static void keys_by_channel(const From& from, uint8_t* to) {
+        constexpr int tiles = Config::chunk / 16, chunks = Config::block / Config::chunk;
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        for (int task = threadIdx.x / 32; task < chunks * depth; task += warps) {
+            const int c = task / depth, j = task % depth;
+            uint32_t x[tiles][2][2];
+            load_keys(x, from, c * Config::chunk, j);
+            if (from.page < 0) return;
+            Run runs[2][2];
+            uint32_t ends[2][2];
 #pragma unroll
-        for (int f = 0; f < 32 / bits; ++f) constant += 0x4b400000u << (f / (16 / bits) * 16 + f % (16 / bits) * bits);
-        for (int i = threadIdx.x; i < vectors; i += Config::threads) {
-            const int lane = i % 32, g = lane / 4, t = lane % 4;
-            uint32_t word[4];
+            for (int p = 0; p < 2; ++p) {
+                uint32_t low = x[0][0][p], high = low;
 #pragma unroll
-            for (int slot = 0; slot < 4; ++slot) {
-                // A vector that stays within one depth tile needs the divisions once.
-                constexpr bool within = units * unit_words % 4 == 0;
-                const int first = i / 32 * 4 + (within ? 0 : slot), from = first / unit_words;
-                const int part = slot % unit_words, unit = within ? slot / unit_words : 0;
-                const int tile = from % units + unit, deep = from / units % depth, chunk = from / units / depth;
-                uint32_t w = 0;
-#pragma unroll
-                for (int f = 0; f < 32 / bits; ++f) {
-                    const int odd = f / (16 / bits), field = f % (16 / bits);
-                    int h, p, sub = 0;
-                    if (bits == 2) { h = field & 1; sub = field >> 1 & 1; p = field >> 2; }
-                    else if (bits == 4) { h = field & 1; p = field >> 1; }
-                    else if (bits == 8) { h = field; p = part; }
-                    else { h = part & 1; p = part >> 1; }
-                    const int row_in = (bits == 2 ? tile * 2 + sub : tile) * 16 + 8 * h + g;
-                    const int token = values ? 16 * deep + 8 * p + 2 * t + odd : chunk * row_tiles * 16 + row_in;
-                    const int channel = values ? row_in : 16 * deep + 4 * t + 2 * p + odd;
-                    if constexpr (bits == 16) {
-                        w |= static_cast<uint32_t>(row(token)[channel]) << 16 * odd;
-                    } else {
-                        const float2 c = *reinterpret_cast<const float2*>(
-                            coder(by_channel ? chunk * Config::head_dim + channel : token * S::groups + channel / Config::channel_group));
-                        uint16_t v;
-                        if constexpr (values) {
-                            v = row(token)[channel];
-                        } else {  // four channels in one load
-                            const uint2 four = *reinterpret_cast<const uint2*>(row(token) + 16 * deep + 4 * t);
-                            v = static_cast<uint16_t>((p ? four.y : four.x) >> 16 * odd);
-                        }
-                        const float x = fminf(fmaxf((widen(v) - c.x) * c.y, 0.0f), top);
-                        w += __float_as_uint(x + 12582912.0f) << (16 * odd + bits * field);
-                    }
+                for (int i = 0; i < 2 * tiles; ++i) {
+                    low = least(low, x[i / 2][i % 2][p]);
+                    high = most(high, x[i / 2][i % 2][p]);
                 }
-                word[slot] = bits == 16 ? w : w - constant;
+#pragma unroll
+                for (int i = 4; i < 32; i <<= 1) {
+                    low = least(low, __shfl_xor_sync(0xffffffffu, low, i));
+                    high = most(high, __shfl_xor_sync(0xffffffffu, high, i));
+                }
+                ends[p][0] = low;
+                ends[p][1] = high;
             }
-            *reinterpret_cast<uint4*>(to + 16 * static_cast<int64_t>(i)) = make_uint4(word[0], word[1], word[2], word[3]);
+            // Four channels, known to the lanes of eight tokens: each lane settles one of them.
+            const Run own = settle<bits>(widen((g & 2 ? ends[1][0] : ends[0][0]) >> 16 * (g & 1)), widen((g & 2 ? ends[1][1] : ends[0][1]) >> 16 * (g & 1)));
+#pragma unroll
+            for (int k = 0; k < 4; ++k) runs[k / 2][k % 2] = of_lane(own, 4 * k + t);
+            if (g == 0) {
+                const uint32_t a = runs[0][0].stored, b = runs[0][1].stored, d = runs[1][0].stored, e = runs[1][1].stored;
+                *reinterpret_cast<uint4*>(to + S::key_codes + (task * 4 + t) * 16) =
+                    make_uint4(ptx::prmt(a, b, 0x7632u), ptx::prmt(a, b, 0x5410u), ptx::prmt(d, e, 0x7632u), ptx::prmt(d, e, 0x5410u));
+            }
+            if (__all_sync(0xffffffffu, own.plain)) codes_by_channel<bits, true>(x, runs, task, to);
+            else codes_by_channel<bits, false>(x, runs, task, to);
         }
     }
-    PTX static void parameters_by_channel(uint8_t* to) {
-        for (int i = threadIdx.x; i < Config::block / Config::chunk * Config::head_dim / 4; i += Config::threads) {
-            const uint32_t a = *parameter(4 * i), b = *parameter(4 * i + 1), c = *parameter(4 * i + 2), d = *parameter(4 * i + 3);
-            *reinterpret_cast<uint4*>(to + 16 * i) = make_uint4(ptx::prmt(a, b, 0x7632u), ptx::prmt(a, b, 0x5410u),
-                                                                ptx::prmt(c, d, 0x7632u), ptx::prmt(c, d, 0x5410u));
+    template <int bits, bool plain, int tiles>
+    PTX static void codes_by_channel(const uint32_t (&x)[tiles][2][2], const Run (&runs)[2][2], int task, uint8_t* to) {
+        using U = kvpage::Unit<bits>;
+        constexpr int count = tiles / U::tiles * U::words;
+        uint32_t w[count];
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+            const int i = k / U::words * U::tiles, part = k % U::words;
+            uint32_t sum = 0;
+#pragma unroll
+            for (int f = 0; f < 32 / bits; ++f) {
+                const int odd = f % 2, h = f / 2 % 2, sub = bits == 2 ? f / 4 % 2 : 0, p = bits == 2 ? f / 8 : bits == 4 ? f / 4 : part;
+                sum += code<bits, plain>(x[i + sub][h][p] >> 16 * odd, runs[p][odd].zero, runs[p][odd].inverse) << shift<bits>(sub, h, p, odd);
+            }
+            w[k] = sum - constant<bits>();
         }
-    }
-    PTX static void parameters_by_token(uint8_t* to) {
-        for (int i = threadIdx.x; i < Config::block * S::groups; i += Config::threads) {
-            // i = ((group * block / 32 + pair) * 8 + g) * 4 + row
-            const int token = i / 32 % (Config::block / 32) * 32 + i % 4 * 8 + i / 4 % 8, group = i / Config::block;
-            *reinterpret_cast<uint32_t*>(to + 4 * i) = *parameter(token * S::groups + group);
-        }
-    }
-    PTX static void limit(uint8_t* to) {
-        if (threadIdx.x >= 32) return;
-        float most = 0.0f;
-        for (int i = threadIdx.x; i < Config::block * S::groups; i += 32) most = fmaxf(most, kvpage::low_f16(*parameter(i)));
-        for (int x = 16; x; x >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, x));
-        if (threadIdx.x < 8) reinterpret_cast<float*>(to)[threadIdx.x] = threadIdx.x ? 0.0f : fminf(60000.0f / most, 1024.0f);
+        store<count>(to, task * count, w);
     }
 
-    template <int bits, bool values> PTX static void pack(uint8_t* to) {
-        constexpr bool by_channel = !values && Config::by_channel;
-        if constexpr (bits != 16) {
-            if constexpr (by_channel) ranges_by_channel<bits>();
-            else ranges_by_token<bits>();
-            __syncthreads();
-            uint8_t* parameters = to + (values ? S::value_codes : S::key_codes);
-            if constexpr (by_channel) parameters_by_channel(parameters);
-            else parameters_by_token(parameters);
-            if constexpr (values) limit(parameters + S::value_parameters);
+    // ---- keys by token: a warp takes a group of channels of sixteen tokens, or of twice sixteen that share words
+    template <int bits> PTX static void keys_by_token(const From& from, uint8_t* to) {
+        using U = kvpage::Unit<bits>;
+        constexpr int deep = Config::channel_group / 16, units = Config::block / 16 / U::tiles;
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        for (int task = threadIdx.x / 32; task < units * S::groups; task += warps) {
+            const int u = task % units, v = task / units;
+            uint32_t w[deep][U::words] = {};
+#pragma unroll
+            for (int sub = 0; sub < U::tiles; ++sub) {
+                uint32_t x[deep][2][2], ends[2][2];
+#pragma unroll
+                for (int j = 0; j < deep; ++j) {
+                    uint32_t one[1][2][2];
+                    load_keys(one, from, 16 * (u * U::tiles + sub), v * deep + j);
+                    if (from.page < 0) return;
+                    x[j][0][0] = one[0][0][0]; x[j][0][1] = one[0][0][1]; x[j][1][0] = one[0][1][0]; x[j][1][1] = one[0][1][1];
+                }
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    uint32_t low = x[0][h][0], high = low;
+#pragma unroll
+                    for (int j = 0; j < 2 * deep; ++j) {
+                        low = least(low, x[j / 2][h][j % 2]);
+                        high = most(high, x[j / 2][h][j % 2]);
+                    }
+                    ends[h][0] = low;
+                    ends[h][1] = high;
+                }
+                Run runs[2];
+                const bool plain = of_tokens<bits>(ends, runs);
+                const int row = 2 * (u * U::tiles + sub) + t;  // of eight tokens
+                if (t < 2)
+                    *reinterpret_cast<uint32_t*>(to + S::key_codes + (((v * (Config::block / 32) + row / 4) * 8 + g) * 4 + row % 4) * 4) =
+                        t ? runs[1].stored : runs[0].stored;
+                if (__all_sync(0xffffffffu, plain)) codes_by_token<bits, true>(w, x, runs, sub);
+                else codes_by_token<bits, false>(w, x, runs, sub);
+            }
+#pragma unroll
+            for (int j = 0; j < deep; ++j) {
+#pragma unroll
+                for (int part = 0; part < U::words; ++part) w[j][part] -= constant<bits>();
+                store<U::words>(to, ((v * deep + j) * units + u) * U::words, w[j]);
+            }
         }
-        codes<bits, values>(to);
+    }
+    template <int bits, bool plain, int deep, int words>
+    PTX static void codes_by_token(uint32_t (&w)[deep][words], const uint32_t (&x)[deep][2][2], const Run (&runs)[2], int sub) {
+#pragma unroll
+        for (int j = 0; j < deep; ++j)
+#pragma unroll
+            for (int f = 0; f < 8; ++f) {
+                const int odd = f % 2, h = f / 2 % 2, p = f / 4;
+                w[j][bits == 8 ? p : 0] += code<bits, plain>(x[j][h][p] >> 16 * odd, runs[h].zero, runs[h].inverse) << shift<bits>(sub, h, p, odd);
+            }
+    }
+    // The runs of two tokens, g and g + 8, from the least and most of two channels of each lane; whether all is plain.
+    template <int bits> PTX static bool of_tokens(const uint32_t (&ends)[2][2], Run (&runs)[2]) {
+        // Lanes with an even t go on with the first token, odd ones with the second.
+        const bool second = threadIdx.x % 2;
+        uint32_t low = least(second ? ends[1][0] : ends[0][0], __shfl_xor_sync(0xffffffffu, second ? ends[0][0] : ends[1][0], 1));
+        uint32_t high = most(second ? ends[1][1] : ends[0][1], __shfl_xor_sync(0xffffffffu, second ? ends[0][1] : ends[1][1], 1));
+        low = least(low, __shfl_xor_sync(0xffffffffu, low, 2));
+        high = most(high, __shfl_xor_sync(0xffffffffu, high, 2));
+        low = least(low, low >> 16 | low << 16);
+        high = most(high, high >> 16 | high << 16);
+        const Run own = settle<bits>(widen(low), widen(high));
+        runs[0] = of_lane(own, threadIdx.x % 32 & 28);
+        runs[1] = of_lane(own, threadIdx.x % 32 & 28 | 1);
+        return own.plain;
+    }
+
+    // ---- values: a warp takes up to 128 channels of sixteen tokens
+    template <int bits> PTX static void pack_values(const From& from, uint8_t* to) {
+        constexpr int group = bits == 16 ? span : Config::channel_group, groups = span / group, spans = Config::head_dim / span;
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        float largest = 0.0f;
+        for (int task = threadIdx.x / 32; task < Config::block / 16 * spans; task += warps) {
+            const int d = task / spans, s = task % spans;
+            uint32_t x[2][span / 8];
+            load_values(x, from, 16 * d, s * span);
+            if (from.page < 0) return;
+            if constexpr (bits == 16) {
+                uint32_t w[span / 4];
+#pragma unroll
+                for (int k = 0; k < span / 4; ++k) w[k] = ptx::movmatrix_trans(x[k % 4 / 2][k / 4 * 2 + k % 2]);
+                store<span / 4>(to, task * (span / 4), w);
+            } else {
+                Run runs[2][groups];
+                bool plain = true;
+#pragma unroll
+                for (int v = 0; v < groups; ++v) {
+                    uint32_t ends[2][2];
+#pragma unroll
+                    for (int p = 0; p < 2; ++p) {
+                        uint32_t low = x[p][v * group / 8], high = low;
+#pragma unroll
+                        for (int m = v * group / 8; m < (v + 1) * group / 8; ++m) {
+                            low = least(low, x[p][m]);
+                            high = most(high, x[p][m]);
+                        }
+                        ends[p][0] = low;
+                        ends[p][1] = high;
+                    }
+                    Run pair[2];
+                    plain = of_tokens<bits>(ends, pair) && plain;
+                    largest = fmaxf(largest, fmaxf(kvpage::low_f16(pair[0].stored), kvpage::low_f16(pair[1].stored)));
+                    runs[0][v] = pair[0];
+                    runs[1][v] = pair[1];
+                    const int row = 2 * d + t;  // of eight tokens
+                    if (t < 2)
+                        *reinterpret_cast<uint32_t*>(to + S::value_codes + ((((s * groups + v) * (Config::block / 32) + row / 4) * 8 + g) * 4 + row % 4) * 4) =
+                            t ? pair[1].stored : pair[0].stored;
+                }
+                if (__all_sync(0xffffffffu, plain)) codes_of_values<bits, true>(x, runs, task, to);
+                else codes_of_values<bits, false>(x, runs, task, to);
+            }
+        }
+        if constexpr (bits != 16) limit(largest, to + S::value_codes + S::value_parameters);
+    }
+    template <int bits, bool plain, int groups>
+    PTX static void codes_of_values(const uint32_t (&x)[2][span / 8], const Run (&runs)[2][groups], int task, uint8_t* to) {
+        using U = kvpage::Unit<bits>;
+        constexpr int count = span / 16 / U::tiles * U::words;
+        uint32_t w[count];
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+            const int i = k / U::words * U::tiles, part = k % U::words;
+            uint32_t sum = 0;
+#pragma unroll
+            for (int f = 0; f < 32 / bits; ++f) {
+                const int odd = f % 2, h = f / 2 % 2, sub = bits == 2 ? f / 4 % 2 : 0, p = bits == 2 ? f / 8 : bits == 4 ? f / 4 : part;
+                const Run& run = runs[p][(i + sub) * groups / (span / 16)];
+                sum += code<bits, plain>(x[p][2 * (i + sub) + h] >> 16 * odd, run.zero, run.inverse) << shift<bits>(sub, h, p, odd);
+            }
+            w[k] = ptx::movmatrix_trans(sum - constant<bits>());
+        }
+        store<count>(to, task * count, w);
+    }
+    PTX static void limit(float largest, uint8_t* to) {
+        float* all = reinterpret_cast<float*>(ptx::dynamic_shared() + warps * 16 * pitch);
+#pragma unroll
+        for (int i = 4; i < 32; i <<= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
+        if (threadIdx.x % 32 == 0) all[threadIdx.x / 32] = largest;
+        __syncthreads();
+        if (threadIdx.x >= 8) return;
+        for (int i = 0; i < warps; ++i) largest = fmaxf(largest, all[i]);
+        reinterpret_cast<float*>(to)[threadIdx.x] = threadIdx.x ? 0.0f : fminf(60000.0f / largest, 1024.0f);
+    }
+
+    template <int bits> PTX static void pack_keys(const From& from, uint8_t* to) {
+        if constexpr (bits == 16) {
+            for (int task = threadIdx.x / 32; task < Config::block / 16 * depth; task += warps) {
+                const int j = task / (Config::block / 16), i = task % (Config::block / 16);
+                uint32_t x[1][2][2];
+                load_keys(x, from, 16 * i, j);
+                if (from.page < 0) return;
+                const uint32_t w[4] = {x[0][0][0], x[0][1][0], x[0][0][1], x[0][1][1]};
+                store<4>(to, task * 4, w);
+            }
+        } else if constexpr (Config::by_channel) {
+            keys_by_channel<bits>(from, to);
+        } else {
+            keys_by_token<bits>(from, to);
+        }
     }
 };
 
-// grid: (blocks of tokens, kv_heads * 2, batch)
-template <class Config> __global__ void __launch_bounds__(Config::threads) kernel(const __grid_constant__ Params p) {
-    using S = decode::Shape<Config>;
+template <class Config> PTX void found(const Params& p, uint32_t what) {
+    if (threadIdx.x == 0) atomicMax(p.errors, what);
+}
+
+// grid: (kv_heads * 2, blocks of tokens, batch): the heads of a token are read at the same time
+template <class Config> __global__ void __launch_bounds__(Config::threads, Packer<Config>::together / Config::threads) kernel(const __grid_constant__ Params p) {
+    using S = kvpage::Format<Config>;
     using P = Packer<Config>;
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();  // only now: what follows may read pages that earlier kernels wrote
     const int sequence = p.sequences ? p.sequences[blockIdx.z] : static_cast<int>(blockIdx.z);
-    const int head = blockIdx.y / 2, length = p.lengths[sequence], old = length - p.tokens;
+    if constexpr (Config::checked)
+        if (sequence < 0 || sequence >= p.sequences_count) return found<Config>(p, kvpage::bad_sequence);
+    const int head = blockIdx.x / 2, length = p.lengths[sequence], old = length - p.tokens;
+    if constexpr (Config::checked)
+        if (old < 0 || length > p.table_width * Config::page) return found<Config>(p, kvpage::bad_length);
     Tokens<Config> tokens;
-    tokens.values = blockIdx.y % 2;
+    tokens.values = blockIdx.x % 2;
     tokens.fresh = tokens.values ? p.v + blockIdx.z * p.v_batch_stride + static_cast<int64_t>(head) * p.v_head_stride
                                  : p.k + blockIdx.z * p.k_batch_stride + static_cast<int64_t>(head) * p.k_head_stride;
     tokens.token_stride = tokens.values ? p.v_token_stride : p.k_token_stride;
     tokens.ring = p.residual + ((static_cast<int64_t>(sequence) * p.kv_heads + head) * 2 + tokens.values) * p.ring * Config::head_dim;
     tokens.ring_tokens = p.ring;
     tokens.old = p.stored ? length : old;
-    if (p.keeps && old >= 0) {
-        const int first = max(old, length - p.ring), count = (length - first) * Config::head_dim;
-        for (int i = blockIdx.x * Config::threads + threadIdx.x; i < count; i += gridDim.x * Config::threads) {
-            const int token = first + i / Config::head_dim, channel = i % Config::head_dim;
-            tokens.ring[tokens.place(token % p.ring, channel)] = tokens.fresh[static_cast<int64_t>(token - old) * tokens.token_stride + channel];
-        }
+    // The newest tokens go to the ring: what this thread loads first is stored last, behind the packing.
+    const int first = max(old, length - p.ring), count = p.keeps && old >= 0 ? (length - first) * Config::head_dim : 0;
+    int i = blockIdx.y * Config::threads + threadIdx.x;
+    uint16_t kept = 0;
+    if (i < count) kept = *tokens.of_fresh(first + i / Config::head_dim, i % Config::head_dim);
+    const int begin = (old & ~(p.window - 1)) + blockIdx.y * Config::block, end = length & ~(p.window - 1);
+    if (p.packs && old >= 0 && begin < end) {
+        tokens.begin = begin;
+        tokens.slot = begin % p.ring;
+        tokens.page = p.table[static_cast<int64_t>(sequence) * p.table_width + begin / Config::page];
+        if constexpr (Config::checked)
+            if (tokens.page < 0 || tokens.page >= p.pages_count) return found<Config>(p, kvpage::bad_page);
+        uint8_t* to = p.pages + (static_cast<int64_t>(tokens.page) * p.kv_heads + head) * (Config::page / Config::block * S::block_bytes)
+                    + begin % Config::page / Config::block * S::block_bytes;
+        if (tokens.values) P::template pack_values<Config::value_bits>(tokens, to + S::key_bytes);
+        else P::template pack_keys<Config::key_bits>(tokens, to);
     }
-    const int begin = (old & ~(p.window - 1)) + blockIdx.x * Config::block, end = length & ~(p.window - 1);
-    if (!p.packs || old < 0 || begin >= end) return;
-    const int page = p.table[static_cast<int64_t>(sequence) * p.table_width + begin / Config::page];
-    if (page < 0) return;
-    uint8_t* to = p.pages + (static_cast<int64_t>(page) * p.kv_heads + head) * (Config::page / Config::block * S::block_bytes)
-                + begin % Config::page / Config::block * S::block_bytes;
-    P::load(tokens, begin);  // rows that are not in the ring are new
-    __syncthreads();
-    if (tokens.values) P::template pack<Config::value_bits, true>(to + S::key_bytes);
-    else P::template pack<Config::key_bits, false>(to);
+    for (; i < count; i += gridDim.y * Config::threads) {
+        const int token = first + i / Config::head_dim, channel = i % Config::head_dim;
+        tokens.ring[tokens.place(token % p.ring, channel)] = kept;
+        const int next = i + gridDim.y * Config::threads;
+        if (next < count) kept = *tokens.of_fresh(first + next / Config::head_dim, next % Config::head_dim);
+    }
 }
 
 }  // namespace kvpack

@@ -9,8 +9,7 @@ from functools import cache
 
 from anybit.device import Device
 from anybit.jit import Int32, Int64, Kernel, Pointer
-from anybit.kernels.decode import residual_tokens
-from anybit.kernels.kvpage import PageLayout
+from anybit.kernels.kvpage import BlockConfig, PageLayout, constants
 
 _THREADS = 256
 
@@ -34,21 +33,11 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Config:
-    """How: the constants of one compiled kernel, named as in ``decode.Config``."""
+class Config(BlockConfig):
+    """How: the constants of one compiled kernel.  checked: whether it validates what it finds on the device."""
 
-    key_bits: int
-    value_bits: int
-    by_channel: bool
-    chunk: int
-    channel_group: int
-    block: int
-    page: int
-    head_dim: int
-    bf16: bool
-    residual_tokens: int
-    query_tiles: int
     threads: int
+    checked: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,26 +64,15 @@ class Params:
     window: Int32
     packs: Int32
     keeps: Int32
+    pages_count: Int32
+    sequences_count: Int32
+    errors: Pointer
     stored: Int32 = 0
 
 
-def default(problem: Problem, threads: int = _THREADS) -> Config:
+def default(problem: Problem, threads: int = _THREADS, checked: bool = False) -> Config:
     """The config of a problem; there is little to choose."""
-    layout, format = problem.layout, problem.layout.format
-    return Config(
-        key_bits=format.key_bits,
-        value_bits=format.value_bits,
-        by_channel=layout.by_channel,
-        chunk=layout.chunk,
-        channel_group=layout.channel_group,
-        block=layout.block,
-        page=layout.page,
-        head_dim=layout.head_dim,
-        bf16=problem.bf16,
-        residual_tokens=residual_tokens(layout),
-        query_tiles=1,
-        threads=threads,
-    )
+    return Config(**constants(problem.layout, problem.bf16), threads=threads, checked=checked)
 
 
 def configs(problem: Problem) -> list[Config]:
@@ -103,24 +81,16 @@ def configs(problem: Problem) -> list[Config]:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block: its tokens, what codes them, and partial ranges."""
-    groups = config.head_dim // config.channel_group
-    by_token = config.block * groups
-    by_channel = config.block // config.chunk * config.head_dim if config.by_channel else by_token
-    fit = config.threads // (config.head_dim // 2)
-    slices = max(8 if fit >= 8 else 4 if fit >= 4 else 2 if fit >= 2 else 1, _chunks(config))
-    tokens = config.block * (config.head_dim + 8) * 2
-    return tokens + max(by_token, by_channel) * 12 + slices * config.head_dim * 8
-
-
-def _chunks(config: Config) -> int:
-    return config.block // config.chunk if config.by_channel else 1
+    """Dynamic shared memory of a block: sixteen tokens of values a warp, and its largest scale."""
+    return config.threads // 32 * (16 * (min(config.head_dim, 128) * 2 + 16) + 16)
 
 
 def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     """Why this config cannot serve this problem on this device, in a sentence; None if it can."""
     if device.capability < 80:
         return f"{device.name} is {device.arch}, and the KV cache needs sm_80 or later"
+    if config.fp4:
+        return "4-bit floats are packed by kvpage.encode, not by this kernel"
     if shared_bytes(config) > device.shared_bytes:
         needed = shared_bytes(config)
         return f"a block of {config.block} tokens needs {needed} bytes of shared memory of {device.shared_bytes}"
@@ -130,10 +100,10 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
 
 
 def grid(problem: Problem) -> tuple[int, int, int]:
-    """Blocks: (blocks of tokens that may become full, heads of K and of V, sequences)."""
+    """Blocks: (heads of K and of V, blocks of tokens that may become full, sequences)."""
     block, window = problem.layout.block, problem.window
     windows = -(-problem.tokens // window) + (0 if problem.tokens == 1 else 1)
-    return (windows * (window // block), problem.kv_heads * 2, problem.batch)
+    return (problem.kv_heads * 2, windows * (window // block), problem.batch)
 
 
 @cache

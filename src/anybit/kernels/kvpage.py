@@ -24,13 +24,16 @@ Parameters are float16 pairs: value = scale * code + zero (zero is the group's m
 value scale still is a float16.
 """
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit.errors import LayerError
+from anybit.errors import KernelError, LayerError
+from anybit.kernels import kvfp4
 from anybit.scheme import KVFormat
 
 PAGES = (64, 128, 256)
@@ -61,6 +64,8 @@ class PageLayout:
         f = self.format
         if f.key_bits != 16 and f.key_axis == "channel" and f.group > self.page:
             raise LayerError(f"a group of {f.group} tokens does not fit a page of {self.page}: groups never span pages")
+        if f.float4 and self.head_dim % 64:
+            raise LayerError(f"4-bit floats are multiplied 64 at a time, and do not divide {self.head_dim} channels")
         if self.head_dim % self.channel_group and (f.value_bits != 16 or f.key_axis == "token"):
             raise LayerError(f"groups of {f.group} channels do not divide a head of {self.head_dim} channels")
 
@@ -108,12 +113,16 @@ class PageLayout:
         """Bytes of a block's key scales and zeros."""
         if self.format.key_bits == 16:
             return 0
+        if self.format.float4:
+            return self.block * self.head_dim // 16
         count = self.head_dim * (self.block // self.chunk) if self.by_channel else self._token_pairs
         return 4 * count
 
     @property
     def value_parameters(self) -> int:
         """Bytes of a block's value scales and zeros, without the limit."""
+        if self.format.float4:
+            return self.block * self.head_dim // 16
         return 0 if self.format.value_bits == 16 else 4 * self._token_pairs
 
     @property
@@ -128,7 +137,8 @@ class PageLayout:
     @property
     def value_bytes(self) -> int:
         """Bytes of a block's value half."""
-        return self.value_codes + self.value_parameters + (0 if self.format.value_bits == 16 else _TAIL)
+        tail = 0 if self.format.value_bits == 16 or self.format.float4 else _TAIL
+        return self.value_codes + self.value_parameters + tail
 
     @property
     def block_bytes(self) -> int:
@@ -149,6 +159,57 @@ class PageLayout:
     def bits_per_element(self) -> float:
         """What one element of K or V costs, scales and zeros included, averaged over both."""
         return self.page_bytes * 8 / (2 * self.page * self.head_dim)
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """The constants of a block, which every kernel that reads or writes pages is compiled with (``kvpage::Format``)."""
+
+    key_bits: int
+    value_bits: int
+    by_channel: bool
+    chunk: int
+    channel_group: int
+    block: int
+    page: int
+    head_dim: int
+    bf16: bool
+    fp4: bool
+
+
+def constants(layout: PageLayout, bf16: bool) -> dict[str, Any]:
+    """The fields of ``BlockConfig`` for these pages; bf16 is the type of the residual and of 16-bit pages."""
+    return {
+        "key_bits": layout.format.key_bits,
+        "value_bits": layout.format.value_bits,
+        "by_channel": layout.by_channel,
+        "chunk": layout.chunk,
+        "channel_group": layout.channel_group,
+        "block": layout.block,
+        "page": layout.page,
+        "head_dim": layout.head_dim,
+        "bf16": bf16,
+        "fp4": layout.format.float4,
+    }
+
+
+WRONG = {
+    1: "a length is negative, smaller than its new tokens, or past the capacity of the page table",
+    2: "the page table names a page that is not in the pool for tokens that a sequence has",
+    3: "a row of the batch names a sequence that the cache does not have",
+}
+"""What the checked kernels report."""
+
+
+def report(error: int, layer: int) -> None:
+    """Raise KernelError for what a checked kernel left; 0 is nothing."""
+    if error:
+        raise KernelError(f"layer {layer}: {WRONG.get(error, f'error {error}')} (lengths or tables were overwritten)")
+
+
+def debugging() -> bool:
+    """Whether kernels shall check tables and lengths on the device: ANYBIT_DEBUG=1 in the environment."""
+    return os.environ.get("ANYBIT_DEBUG") == "1"
 
 
 def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,6 +337,9 @@ def encode(layout: PageLayout, keys: Tensor, values: Tensor) -> Tensor:
         )
     k = keys.reshape(*lead, tokens // layout.block, layout.block, channels)
     v = values.reshape(k.shape)
+    if layout.format.float4:
+        used = torch.cat((kvfp4.encode(k, True), kvfp4.encode(v, False)), -1)
+        return torch.nn.functional.pad(used, (0, layout.block_bytes - used.shape[-1]))
     parts = [*_encode_keys(layout, k), *_encode_values(layout, v)]
     used = torch.cat([_bytes(part) for part in parts], -1)
     return torch.nn.functional.pad(used, (0, layout.block_bytes - used.shape[-1]))
@@ -302,7 +366,7 @@ def _encode_values(layout: PageLayout, v: Tensor) -> list[Tensor]:
     if bits == 16:
         return [pack_tiles(v.contiguous().view(torch.int16), 16, False, 16)]
     codes, scale, zero = quantize(v.reshape(*lead, tokens, -1, layout.channel_group), bits, -1)
-    largest = scale.float().flatten(-3).amax(-1, keepdim=True)
+    largest = scale.float().nan_to_num(0.0).flatten(-3).amax(-1, keepdim=True)  # of what is a number
     limit = (torch.full_like(largest, 60000.0) / largest).clamp(
         max=LIMIT
     )  # 60000: the product is rounded to float16 once more
@@ -321,6 +385,11 @@ def decode(layout: PageLayout, blocks: Tensor, dtype: torch.dtype = torch.float3
     """
     *lead, count, _ = blocks.shape
     stored = dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+    if layout.format.float4:
+        size, shape = layout.key_bytes, (*lead, count * layout.block, layout.head_dim)
+        both = (blocks[..., :size], True), (blocks[..., size : 2 * size], False)
+        k, v = (kvfp4.decode(half, keys, layout.block, layout.head_dim).reshape(shape).to(dtype) for half, keys in both)
+        return k, v
     k = _decode_keys(layout, blocks[..., : layout.key_bytes], stored)
     v = _decode_values(layout, blocks[..., layout.key_bytes : layout.key_bytes + layout.value_bytes], stored)
     shape = (*lead, count * layout.block, layout.head_dim)

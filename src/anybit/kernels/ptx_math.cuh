@@ -168,6 +168,21 @@ PTX void mma_m16n8k64_nvf4(float (&d)[4], const uint32_t (&a)[4], const uint32_t
           "h"(static_cast<uint16_t>(0)), "r"(b_scale), "h"(static_cast<uint16_t>(0)), "h"(static_cast<uint16_t>(0)));
 }
 
+// Two floats as e2m1, the first in the low four bits of a byte, and back as float16.
+template <int arch = ANYBIT_FP4_ARCH> PTX uint32_t cvt_e2m1x2_f32(float low, float high) {
+    NEEDS(1200, "fp4 conversions need sm_120a");
+    uint32_t d;
+    asm("{ .reg .b8 pair, none; mov.b16 {none, pair}, 0; cvt.rn.satfinite.e2m1x2.f32 pair, %2, %1; mov.b32 %0, {pair, none, none, none}; }"
+        : "=r"(d) : "f"(low), "f"(high));
+    return d;
+}
+template <int arch = ANYBIT_FP4_ARCH> PTX uint32_t cvt_f16x2_e2m1x2(uint32_t v) {
+    NEEDS(1200, "fp4 conversions need sm_120a");
+    uint32_t d;
+    asm("{ .reg .b8 pair, b1, b2, b3; mov.b32 {pair, b1, b2, b3}, %1; cvt.rn.f16x2.e2m1x2 %0, pair; }" : "=r"(d) : "r"(v));
+    return d;
+}
+
 }  // namespace ptx
 
 #endif  // ANYBIT_PTX_MATH_CUH

@@ -96,6 +96,19 @@ PTX void mma_m16n8k64_nvf4(float (&d)[4], const uint32_t (&a)[4], const uint32_t
     emulate::mma_nvf4(d, a, b, a_scale, b_scale);
 }
 
+constexpr float e2m1_values[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+PTX uint32_t to_e2m1(float v) {  // ties to the even code; a NaN becomes the largest
+    constexpr float middles[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5};
+    uint32_t code = 0;
+    for (int i = 0; i < 7; i++) code += i % 2 ? !(std::fabs(v) < middles[i]) : !(std::fabs(v) <= middles[i]);
+    return code | (std::signbit(v) ? 8u : 0u);
+}
+PTX uint32_t cvt_e2m1x2_f32(float low, float high) { return to_e2m1(low) | to_e2m1(high) << 4; }
+PTX uint32_t cvt_f16x2_e2m1x2(uint32_t v) {
+    const float low = e2m1_values[v & 7], high = e2m1_values[v >> 4 & 7];
+    return cvt_f16x2_f32(v & 8 ? -low : low, v & 128 ? -high : high);
+}
+
 enum class Swizzle { none = 0, bytes_128 = 1, bytes_64 = 2, bytes_32 = 3 };
 PTX constexpr uint64_t wgmma_descriptor(uint32_t shared, Swizzle swizzle, uint32_t stride, uint32_t leading = 16) {
     return static_cast<uint64_t>((shared & 0x3ffffu) >> 4) | static_cast<uint64_t>((leading & 0x3ffffu) >> 4) << 16 |

@@ -1,0 +1,58 @@
+"""Small launches of the KV cache's kernels for compute-sanitizer, memcheck or racecheck:
+
+    compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize_kv.py
+
+Packing (prompts, steps, windows that become full) and decode attention (even split, masks), each compared with
+the reference, so that a tool that changes the timing changes nothing else.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import torch  # noqa: E402
+
+from anybit.attention import decode_kernel, decode_reference  # noqa: E402
+from anybit.device import Device  # noqa: E402
+from anybit.jit import Kernel  # noqa: E402
+from anybit.kernels import decode, kvpack  # noqa: E402
+from cases_decode import Case, problem, relative_error  # noqa: E402
+
+LENGTHS = (300, 7, 128, 1025)
+CASES = [
+    Case("kv4g128", lengths=LENGTHS),
+    Case("kv2g128t", lengths=LENGTHS, heads=32, data="spiky"),
+    Case("kv2g32", lengths=LENGTHS, head_dim=64, bf16=True, queries=3),
+    Case("k8v4", lengths=LENGTHS, heads=32, window=150, sinks=True),
+    Case("k4v16g32", lengths=(140, 20), head_dim=96, softcap=20.0),
+]
+
+
+def kernels_used() -> list[Kernel]:
+    """What is launched below, for precompile.py."""
+    device, found = Device.named("sm_90a"), set()
+    for case in CASES:
+        asked = problem(case)
+        found.add(decode.kernel(decode.default(asked, device), asked.layout))
+        stored = kvpack.Problem(asked.layout, 1, case.kv_heads, 1, asked.ring, asked.window, case.bf16)
+        found.add(kvpack.kernel(kvpack.default(stored)))
+    return list(found)
+
+
+def main() -> None:
+    for case in CASES:
+        here, _, _ = case.build("cpu")
+        cache, sequences, q = case.build("cuda")
+        torch.cuda.synchronize()
+        assert torch.equal(here.pages[1], cache.pages[1].cpu()), case
+        want, _ = decode_reference(q, cache, 1, sequences, case.masks("cuda"), precision=torch.float64)
+        for _ in range(2):
+            out, _ = decode_kernel(q, cache, 1, sequences, case.masks("cuda"))
+            torch.cuda.synchronize()
+            assert relative_error(out, want) < (1e-2 if case.bf16 else 2e-3), case
+    print(f"{len(CASES)} cases, packing and attention: right")
+
+
+if __name__ == "__main__":
+    main()
