@@ -175,6 +175,8 @@ def test_the_fastest_measured_config_runs() -> None:
     # In one layout, the fastest that reads it; for 13 tokens, what was measured for 16.
     choice = Dispatcher("NVIDIA H200", [map_]).choose(replace(one, m=13), [Layout.planes])
     assert (choice.origin, choice.candidate.kernel, choice.us) == ("map", "bitwise", 9.5)
+    # Half way to a power of two, the power's point.
+    assert Dispatcher("NVIDIA H200", [map_]).choose(replace(one, m=11)).origin == "map"
     # Integer products take the same time whichever 16 bits their results have.
     assert Dispatcher("NVIDIA H200", [map_]).choose(replace(one, dtype=torch.bfloat16)).origin == "map"
 
