@@ -7,10 +7,9 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels import marlin, packed_layout
-from anybit.packing import QuantizedWeight
+from anybit.kernels import marlin
 from anybit.scheme import WeightFormat
-from cases import random_codes, random_weight
+from cases_packed import TOLERANCE, product
 
 pytestmark = pytest.mark.emulate
 
@@ -19,40 +18,20 @@ def run(
     format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, sms: int = 3,
     arch: str = "sm_80", act_order: bool = False, bias: bool = False, seed: int = 0, **changes: int,
 ) -> None:  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    weight = random_weight(n, k, format, seed)
-    if act_order and format.group is not None:
-        index = (torch.arange(k) // format.group)[torch.randperm(k, generator=generator)].to(torch.int32)
-        weight = QuantizedWeight(weight.words, weight.scale, weight.zero, weight.shape, format, index)
-    integer = dtype == torch.int8
-    output = torch.float16 if integer else dtype
-    packed = packed_layout.prepare(weight, "a8" if integer else "a16")
-    scale = None
-    if integer:
-        x = random_codes((m, k), 8, seed + 3).to(torch.int16).sub(128).to(torch.int8)
-        scale = torch.rand(m, generator=generator) / 100 + 0.001
-        exact = x.double() * scale.double()[:, None]
-    else:
-        x = torch.randn(m, k, generator=generator).to(dtype)
-        exact = x.double()
-    expected = exact @ packed_layout.unpack(packed).T
-    b = torch.randn(n, generator=generator).to(output) if bias else None
-    if b is not None:
-        expected = expected + b.double()
-    y = torch.full((m, n), torch.nan, dtype=output)
-    ordered = marlin.in_order(packed, x)
+    case = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=seed)
+    y = case.empty()
+    ordered = marlin.in_order(case.packed, case.x)
     device = replace(Device.named(arch), sms=sms)
-    problem = marlin.Problem(m, n, ordered.shape[1], format, dtype, output, device)
+    problem = marlin.Problem(m, n, ordered.shape[1], format, dtype, case.output, device)
     config = replace(marlin.default(problem), **changes)
     assert marlin.why_not(problem, config) is None
-    partial, locks = marlin.scratch(problem, config, x.device)
+    partial, locks = marlin.scratch(problem, config, y.device)
     partial.fill_(torch.nan)
-    params = marlin.arguments(packed, ordered, y, scale, b, partial, locks)
+    params = marlin.arguments(case.packed, ordered, y, case.x_scale, case.bias, partial, locks)
     emulate.run(marlin.kernel(config), params, marlin.grid(problem, config), seed=seed, resident=sms)
     assert not locks.any()
-    error = (y.double() - expected).abs().mean() / expected.abs().mean()
-    tolerance = 1e-3 if output == torch.float16 else 8e-3
-    assert error < tolerance, f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+    error = case.error(y)
+    assert error < TOLERANCE[case.output], f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
 
 
 @pytest.mark.parametrize(

@@ -8,49 +8,28 @@ import torch
 import emulate
 from anybit.device import Device
 from anybit.kernels import packed_layout, packed_small
-from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
-from cases import random_codes, random_weight
+from cases import random_weight
+from cases_packed import TOLERANCE, product
 
 pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def run(
     format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, act_order: bool = False,
     bias: bool = False, split: bool = False, seed: int = 0, **changes: int,
 ) -> None:  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    weight = random_weight(n, k, format, seed)
-    if act_order and format.group is not None:
-        index = (torch.arange(k) // format.group)[torch.randperm(k, generator=generator)].to(torch.int32)
-        weight = QuantizedWeight(weight.words, weight.scale, weight.zero, weight.shape, format, index)
-    integer = dtype == torch.int8
-    output = torch.float16 if integer else dtype
-    packed = packed_layout.prepare(weight, "a8" if integer else "a16")
-    scale = None
-    if integer:
-        x = random_codes((m, k), 8, seed + 3).to(torch.int16).sub(128).clamp(-127, 127).to(torch.int8)
-        scale = torch.rand(m, generator=generator) / 100 + 0.001
-        exact = x.double() * scale.double()[:, None]
-    else:
-        x = torch.randn(m, k, generator=generator).to(dtype)
-        exact = x.double()
-    # Dequantized weights as the tiles hold them: group scales rounded to fp16.
-    expected = exact @ packed_layout.unpack(packed).T
-    b = torch.randn(n, generator=generator).to(output) if bias else None
-    if b is not None:
-        expected = expected + b.double()
-    y = torch.full((m, n), torch.nan, dtype=output)
-    problem = packed_small.problem_of(packed, m, dtype, output, HOPPER)
-    problem = replace(problem, aligned=k * x.element_size() % 16 == 0)
+    case = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=seed)
+    problem = packed_small.problem_of(case.packed, m, dtype, case.output, HOPPER)
+    problem = replace(problem, aligned=k * case.x.element_size() % 16 == 0)
     config = packed_small.default(problem)
     if split:
         config = packed_small._fitted(problem, 8, 1, 2, 32 << 10, 1, True)
     config = replace(config, **changes)
     assert packed_small.why_not(problem, config) is None
-    params = packed_small.arguments(packed, x, y, scale, b)
+    y = case.empty()
+    params = packed_small.arguments(case.packed, case.x, y, case.x_scale, case.bias)
     emulate.run(
         packed_small.kernel(config),
         params,
@@ -58,8 +37,8 @@ def run(
         seed=seed,
         dependent=("x", "y", "x_scale"),
     )
-    error = (y.double() - expected).abs().mean() / expected.abs().mean().clamp(min=1e-6)
-    assert error < TOLERANCE[output] / 2, f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+    error = case.error(y)
+    assert error < TOLERANCE[case.output] / 2, f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
 
 
 @pytest.mark.parametrize(

@@ -3,36 +3,22 @@
 import pytest
 import torch
 
-from anybit.kernels import marlin, packed_layout
-from anybit.packing import QuantizedWeight
+from anybit.kernels import marlin
 from anybit.scheme import WeightFormat
-from cases import random_weight
+from cases_packed import TOLERANCE, product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def check(format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    host = random_weight(n, k, format, m)
-    zero = None if host.zero is None else host.zero.cuda()
-    weight = QuantizedWeight(host.words.cuda(), host.scale.cuda(), zero, host.shape, format)
-    packed = packed_layout.prepare(weight, "a8" if dtype == torch.int8 else "a16")
-    scale = None
-    if dtype == torch.int8:
-        x = torch.randint(-127, 128, (m, k), device="cuda", dtype=torch.int8)
-        scale = torch.rand(m, device="cuda") / 100 + 0.001
-        exact = x.double() * scale.double()[:, None]
-    else:
-        x = torch.randn(m, k, device="cuda").to(dtype)
-        exact = x.double()
-    expected = exact @ weight.dequantize(torch.float64).T
-    output = dtype if dtype.is_floating_point else torch.float16
-    y = torch.full((m, n), torch.nan, device="cuda", dtype=output)
-    marlin.launch(packed, x, y, scale)
-    error = (y.double() - expected).abs().mean() / expected.abs().mean()
-    assert error < (1e-3 if output == torch.float16 else 8e-3), f"{format} m={m} {dtype}: error {error:.2e}"
+    it = product(format, m, n, k, dtype, seed=m, device="cuda")
+    y = it.empty()
+    marlin.launch(it.packed, it.x, y, it.x_scale)
+    error = it.error(y)
+    assert error < TOLERANCE[it.output], f"{format} m={m} {dtype}: error {error:.2e}"
     for _ in range(3):
-        again = torch.full_like(y, torch.nan)
-        marlin.launch(packed, x, again, scale)
+        again = it.empty()
+        marlin.launch(it.packed, it.x, again, it.x_scale)
         assert torch.equal(y, again)
 
 

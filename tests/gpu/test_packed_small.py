@@ -12,22 +12,15 @@ from anybit.kernels.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 from cases import random_weight
+from cases_packed import TOLERANCE, act_order, on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = [torch.float16, torch.bfloat16, torch.int8]
 
 
-def cuda(weight: QuantizedWeight, act_order: bool = False) -> QuantizedWeight:
-    index, group, k = weight.group_index, weight.format.group, weight.shape[1]
-    if act_order and group is not None:
-        index = (torch.arange(k) // group)[torch.randperm(k, generator=torch.Generator().manual_seed(k))].to(
-            torch.int32
-        )
-    moved = [None if t is None else t.cuda() for t in (weight.words, weight.scale, weight.zero, index)]
-    assert moved[0] is not None and moved[1] is not None
-    return QuantizedWeight(moved[0], moved[1], moved[2], weight.shape, weight.format, moved[3])
+def cuda(weight: QuantizedWeight, ordered: bool = False) -> QuantizedWeight:
+    return on(act_order(weight, torch.Generator().manual_seed(weight.shape[1])) if ordered else weight, "cuda")
 
 
 def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -62,12 +55,12 @@ def check(weight: QuantizedWeight, m: int, dtype: torch.dtype, bias: bool = Fals
 def kernels_used() -> list[Kernel]:
     """What the tests below launch, for precompile.py."""
     device, found = Device.named("sm_90a"), set()
-    for m, n, k, format, dtype, act_order, _ in CASES:
+    for m, n, k, format, dtype, ordered, _ in CASES:
         output = torch.float16 if dtype == torch.int8 else dtype
         size = 1 if dtype == torch.int8 else 2
         columns = -(-k // 128) * 128
         problem = packed_small.Problem(
-            m, n, k, format, dtype, output, device, columns, act_order, aligned=k * size % 16 == 0
+            m, n, k, format, dtype, output, device, columns, ordered, aligned=k * size % 16 == 0
         )
         found.add(packed_small.kernel(packed_small.default(problem)))
     return list(found)
@@ -112,8 +105,8 @@ CASES = [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *MACHETE]
 
 @pytest.mark.parametrize("case", [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED], ids=str)
 def test_cases(case: Case) -> None:
-    m, n, k, format, dtype, act_order, bias = case
-    check(cuda(random_weight(n, k, format, n + m), act_order), m, dtype, bias)
+    m, n, k, format, dtype, ordered, bias = case
+    check(cuda(random_weight(n, k, format, n + m), ordered), m, dtype, bias)
 
 
 @pytest.mark.parametrize("case", MACHETE, ids=str)

@@ -225,20 +225,9 @@ def launch(
 
     Activation order costs a gather of x first. KernelError where it cannot be done.
     """
-    n, k = weight.shape
-    if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1:
-        raise KernelError(f"x must be [m, {k}] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
-    if tuple(y.shape) != (x.shape[0], n) or not y.is_contiguous():
-        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {n}], not {tuple(y.shape)}")
-    if (x_scale is not None) != (x.dtype == torch.int8):
-        raise KernelError(f"x_scale goes with int8 activations, and x is {_name(x.dtype)}")
-    wanted = "a8" if x.dtype == torch.int8 else "a16"
-    if weight.order != wanted:
-        raise KernelError(f"tiles were prepared for {weight.order} activations, and x is {_name(x.dtype)}")
-    if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,)):
-        raise KernelError(f"bias must be {_name(y.dtype)} [{n}], not {_name(bias.dtype)} {tuple(bias.shape)}")
+    packed_layout.check_operands(weight, x, y, x_scale, bias)
     x = in_order(weight, x)
-    problem = Problem(x.shape[0], n, x.shape[1], weight.format, x.dtype, y.dtype, Device.of(x))
+    problem = Problem(x.shape[0], y.shape[1], x.shape[1], weight.format, x.dtype, y.dtype, Device.of(x))
     if config is None:
         config = default(problem)
     else:

@@ -80,7 +80,12 @@ def subgroups(group: int | None) -> int:
 
 def unit_bytes(format: WeightFormat) -> int:
     """Bytes of one unit: codes, fp16 scales and, for asym, uint8 zeros."""
-    return 256 * format.bits + subgroups(format.group) * (32 + (16 if format.code == "asym" else 0))
+    return unit_bytes_of(format.bits, format.group, format.code == "asym")
+
+
+def unit_bytes_of(bits: int, group: int | None, asym: bool) -> int:
+    """The same by the parts of a format."""
+    return 256 * bits + subgroups(group) * (48 if asym else 32)
 
 
 def tile_bytes(format: WeightFormat) -> int:
@@ -346,3 +351,25 @@ def _by_column(values: Tensor, parts: int) -> Tensor:
     blocks, tile_count = values.shape[:2]
     rows = values.reshape(blocks, tile_count, 4, parts, 8, 2).permute(1, 2, 5, 4, 0, 3).reshape(tile_count * 64, -1)
     return torch.repeat_interleave(rows.double(), TILE_COLUMNS // parts, dim=1)
+
+
+def check_operands(weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> None:
+    """Raise KernelError unless y[m, n] = x[m, k] W^T + bias[n] (x_scale [m] for int8 x) is what the operands allow.
+
+    Rows of x may be further apart than k; y must be contiguous; bias has y's type.
+    """
+    n, k = weight.shape
+    if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1:
+        raise KernelError(f"x must be [m, {k}] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
+    if tuple(y.shape) != (x.shape[0], n) or not y.is_contiguous():
+        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {n}], not {tuple(y.shape)}")
+    if (x_scale is not None) != (x.dtype == torch.int8):
+        raise KernelError(f"x_scale goes with int8 activations, and x is {_name(x)}")
+    if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,)):
+        raise KernelError(f"bias must be {_name(y)} [{n}], not {_name(bias)} {tuple(bias.shape)}")
+    if weight.order != ("a8" if x.dtype == torch.int8 else "a16"):
+        raise KernelError(f"tiles were prepared for {weight.order} activations, and x is {_name(x)}")
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -11,24 +11,13 @@
 #define ANYBIT_PACKED_SMALL_CUH
 
 #include "packed_layout.cuh"
+#include "packed_params.cuh"
 
 
 // The _split ones are 16-bit floats that become two planes of int8, by fixed point in each block of columns: an int8 mma
 // takes four codes from a register where a 16-bit one takes two, which is what limits narrow weights.
 enum class Activation { f16, bf16, s8, f16_split, bf16_split };
 enum class Output { f16, bf16 };
-
-struct Params {
-    const uint8_t* tiles;
-    const float* row_scale;
-    const uint8_t* row_zero;     // asym whole rows, else null
-    const int32_t* permutation;  // act-order: the input channel of each column, else null
-    const uint8_t* x;            // [m, k], rows x_stride elements apart
-    const float* x_scale;        // [m] for s8 activations, else null
-    const uint16_t* bias;        // [n] or null
-    uint16_t* y;                 // [m, n]
-    int32_t m, n, k, x_stride, column_blocks, row_tiles;
-};
 
 using packed::Index;
 using packed::unroll;

@@ -1,0 +1,86 @@
+"""Products of packed weights that tests of all their kernels draw: weights, activations, what must come out."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.kernels import packed_layout
+from anybit.kernels.packed_layout import PackedWeight
+from anybit.packing import QuantizedWeight
+from anybit.scheme import WeightFormat
+from cases import random_codes, random_weight
+
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Mean relative error that a product of 16-bit activations may have."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """y = x W^T + bias, all on one device; `expected` is float64, of the scales as the tiles hold them (fp16)."""
+
+    packed: PackedWeight
+    x: Tensor
+    x_scale: Tensor | None
+    bias: Tensor | None
+    expected: Tensor
+
+    @property
+    def output(self) -> torch.dtype:
+        """The type of y: that of x, or float16 with int8 activations."""
+        return self.x.dtype if self.x.is_floating_point() else torch.float16
+
+    def empty(self) -> Tensor:
+        """Room for y, not a number yet."""
+        return torch.full(self.expected.shape, torch.nan, dtype=self.output, device=self.x.device)
+
+    def error(self, y: Tensor) -> float:
+        """Mean relative error of y."""
+        return float((y.double() - self.expected).abs().mean() / self.expected.abs().mean().clamp(min=1e-6))
+
+
+def act_order(weight: QuantizedWeight, generator: torch.Generator) -> QuantizedWeight:
+    """The same layer with its columns' groups shuffled, where it has groups."""
+    group, k = weight.format.group, weight.shape[1]
+    if group is None:
+        return weight
+    index = (torch.arange(k) // group)[torch.randperm(k, generator=generator)].to(torch.int32)
+    return QuantizedWeight(weight.words, weight.scale, weight.zero, weight.shape, weight.format, index)
+
+
+def on(weight: QuantizedWeight, device: str) -> QuantizedWeight:
+    """The layer on a device."""
+
+    def move(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    return QuantizedWeight(
+        weight.words.to(device), weight.scale.to(device), move(weight.zero), weight.shape, weight.format,
+        move(weight.group_index),
+    )  # fmt: skip
+
+
+def product(
+    format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, ordered: bool = False,
+    bias: bool = False, seed: int = 0, device: str = "cpu",
+) -> Product:  # fmt: skip
+    """A random product. dtype: of the activations; int8 ones have a scale a token. ordered: in an activation order."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = random_weight(n, k, format, seed)
+    if ordered:
+        weight = act_order(weight, generator)
+    packed = packed_layout.prepare(on(weight, device), "a8" if dtype == torch.int8 else "a16")
+    scale = None
+    if dtype == torch.int8:
+        x = random_codes((m, k), 8, seed + 3).to(torch.int16).sub(128).clamp(-127, 127).to(torch.int8)
+        scale = torch.rand(m, generator=generator) / 100 + 0.001
+        exact = x.double() * scale.double()[:, None]
+    else:
+        x = torch.randn(m, k, generator=generator).to(dtype)
+        exact = x.double()
+    expected = exact.to(device) @ packed_layout.unpack(packed).T
+    b = torch.randn(n, generator=generator).to(dtype if dtype.is_floating_point else torch.float16) if bias else None
+    if b is not None:
+        b = b.to(device)
+        expected = expected + b.double()
+    return Product(packed, x.to(device), None if scale is None else scale.to(device), b, expected)
