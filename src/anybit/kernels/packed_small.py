@@ -76,7 +76,7 @@ class Config:
     paced, else after the activations.  x_stages: blocks of activations at hand for a warp; x_resident: all of them.
     trigger: the next kernel may start at once (0), or when trigger - 1 copies of weights are still to be started.
     chain: products that may wait for each other.  blocks_a_sm: bound on registers.
-    least_shared: bytes of shared memory to ask for at least; see ``apart``.
+    least_shared: bytes of shared memory to ask for at least; see ``packed_few.apart``.
     """
 
     activation: Activation
@@ -214,20 +214,8 @@ def shared_bytes(config: Config) -> int:
     return max(size, c.least_shared)
 
 
-def apart(config: Config, device: Device) -> Config:
-    """A config of which two blocks never share a multiprocessor, for layers of a model.
-
-    Blocks are placed while those of the kernel ahead leave: the multiprocessors that are free first would take two
-    blocks of a small layer, others none, and the layer would take as long as two blocks on one multiprocessor do; what
-    follows is placed no better (32 layers of an 8B model on an H200: 2.06 ms a step, and 1.70 ms apart). Products that
-    are cut into several chunks stay as they are: their rings fit beside those of the layer ahead.
-    """
-    least = device.shared_bytes // 2
-    return replace(config, least_shared=least) if config.row_chunks == 1 and shared_bytes(config) < least else config
-
-
 def _unit_bytes(c: Config) -> int:
-    return 256 * c.bits + packed_layout.subgroups(c.group or None) * (48 if c.asym else 32)
+    return packed_layout.unit_bytes_of(c.bits, c.group or None, c.asym)
 
 
 @functools.cache
@@ -334,6 +322,14 @@ def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.d
     return Problem(m, n, k, weight.format, dtype, output, device, weight.padded[1], weight.permutation is not None)
 
 
+def checked_problem(weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> Problem:
+    """The problem that these operands pose, after `packed_layout.check_operands`."""
+    packed_layout.check_operands(weight, x, y, x_scale, bias)
+    problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+    return problem if aligned else replace(problem, aligned=False)
+
+
 def launch(
     weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
     config: Config | None = None, pdl: bool = True,
@@ -343,22 +339,7 @@ def launch(
     Rows of x may be further apart than k. pdl: start before the kernel ahead has ended; safe in any stream, since
     nothing that another kernel writes is touched before that kernel's end. KernelError where it cannot be done.
     """
-    n, k = weight.shape
-    if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1:
-        raise KernelError(f"x must be [m, {k}] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
-    if tuple(y.shape) != (x.shape[0], n) or not y.is_contiguous():
-        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {n}], not {tuple(y.shape)}")
-    if (x_scale is not None) != (x.dtype == torch.int8):
-        raise KernelError(f"x_scale goes with int8 activations, and x is {_name(x.dtype)}")
-    if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,)):
-        raise KernelError(f"bias must be {_name(y.dtype)} [{n}], not {_name(bias.dtype)} {tuple(bias.shape)}")
-    wanted = "a8" if x.dtype == torch.int8 else "a16"
-    if weight.order != wanted:
-        raise KernelError(f"tiles were prepared for {weight.order} activations, and x is {_name(x.dtype)}")
-    problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    if not aligned:
-        problem = replace(problem, aligned=False)
+    problem = checked_problem(weight, x, y, x_scale, bias)
     if config is None:
         config = default(problem)
     else:

@@ -175,6 +175,9 @@ PTX uint4 ld_global_nc_v4_hint(const void* p, uint64_t policy) {
 PTX uint32_t ld_global_cg_u32(const void* p) {
     uint32_t v; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory"); return v;
 }
+PTX uint2 ld_global_cg_v2(const void* p) {
+    uint2 v; asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory"); return v;
+}
 PTX uint4 ld_global_cg_v4(const void* p) {
     uint4 v;
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -257,6 +257,7 @@ PTX uint2 ld_global_nc_v2(const void* p) { return read_global<uint2>(p, "ld_glob
 PTX uint4 ld_global_nc_v4(const void* p) { return read_global<uint4>(p, "ld_global_nc_v4"); }
 PTX uint4 ld_global_nc_v4_hint(const void* p, uint64_t) { return read_global<uint4>(p, "ld_global_nc_v4_hint"); }
 PTX uint32_t ld_global_cg_u32(const void* p) { return read_global<uint32_t>(p, "ld_global_cg_u32"); }
+PTX uint2 ld_global_cg_v2(const void* p) { return read_global<uint2>(p, "ld_global_cg_v2"); }
 PTX uint4 ld_global_cg_v4(const void* p) { return read_global<uint4>(p, "ld_global_cg_v4"); }
 PTX void st_global_cs_u32(void* p, uint32_t v) { write_global(p, v, "st_global_cs_u32"); }
 PTX void st_global_cs_v4(void* p, uint4 v) { write_global(p, v, "st_global_cs_v4"); }

@@ -1,0 +1,251 @@
+"""y = x W^T in integers for up to 4 tokens of 16-bit activations and packed weights. Host side of packed_digits.cuh."""
+
+import enum
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError
+from anybit.kernels import packed_layout
+from anybit.kernels.packed_layout import PackedWeight
+from anybit.kernels.packed_small import Params, Problem, arguments, checked_problem
+
+MOST_TOKENS = 4
+_UNIT_ROWS = packed_layout.UNIT_ROWS
+
+
+class Source(enum.Enum):
+    """The type of the activations, the result and the bias."""
+
+    f16 = "float16"
+    bf16 = "bfloat16"
+
+
+class Code(enum.Enum):
+    """The code of the weights, see anybit.scheme."""
+
+    sym = "sym"
+    asym = "asym"
+    bipolar = "bipolar"
+
+
+@dataclass(frozen=True)
+class Config:
+    """How. The first fields repeat the problem; then
+
+    tokens: at least m. warps of a block: they share the columns of W. stage_units: units of 16 rows of one copy, of
+    which `chunks` are a block's rows. stages: copies in a warp's ring; prefetch: how many of them start at once, the
+    others as these land. x_stages: blocks of activations at hand for a warp; x_resident: all of them. trigger: the next
+    kernel may start at once (0), or when trigger - 1 copies of weights are still to be started. blocks_a_sm: bound on
+    registers. least_shared: see ``packed_few.apart``.
+    """
+
+    source: Source
+    bits: int
+    group: int
+    code: Code
+    gather: bool
+    ragged: bool
+    tokens: int
+    warps: int
+    stage_units: int
+    chunks: int
+    stages: int
+    x_stages: int
+    x_resident: bool
+    prefetch: int
+    trigger: int = 0
+    blocks_a_sm: int = 1
+    least_shared: int = 0
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    p = problem
+    if p.device.capability < 90:
+        return f"{p.device.arch} has no bulk copies (sm_90 and later do): see marlin.py"
+    if min(p.m, p.n, p.k) < 1:
+        return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
+    if p.m > MOST_TOKENS:
+        return f"M = {p.m} is more than {MOST_TOKENS} tokens: see packed_mid.py"
+    if p.weights.sparse:
+        return "2:4 sparse weights have kernels of their own"
+    if p.activations not in (torch.float16, torch.bfloat16):
+        return f"activations must be float16 or bfloat16, not {p.activations}: see packed_small.py"
+    if p.activations != p.output:
+        return f"activations and output must agree, not {p.activations} and {p.output}"
+    return None if config is None else _config_why_not(p, config)
+
+
+def _config_why_not(p: Problem, c: Config) -> str | None:
+    if c != _facts(p, c):
+        return "the config was made for another problem"
+    if c.tokens < p.m:
+        return f"the config holds {c.tokens} tokens, and there are {p.m}"
+    if not 1 <= c.warps <= 32:
+        return f"a block has 1 to 32 warps, not {c.warps}"
+    if c.x_resident != (c.x_stages * c.warps >= p.columns // 128):
+        return "x_resident must say whether x_stages hold all of a warp's activations"
+    if not 1 <= c.prefetch <= c.stages:
+        return f"prefetch = {c.prefetch} must be 1 to stages = {c.stages}"
+    size = shared_bytes(c)
+    if size > p.device.shared_bytes:
+        return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
+    return None
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def _facts(p: Problem, c: Config) -> Config:
+    """``c`` with what the problem decides."""
+    return replace(
+        c,
+        source=Source.f16 if p.activations == torch.float16 else Source.bf16,
+        bits=p.weights.bits,
+        group=min(p.weights.group or 0, 128),
+        code=Code(p.weights.code),
+        gather=p.act_order or not p.aligned,
+        ragged=p.k % 128 != 0,
+    )
+
+
+def _columns(c: Config) -> int:
+    """Columns of the product that a token takes: twice as many where codes lie at different bits of their bytes."""
+    free = c.group in (0, 128)
+    return 2 if c.code is not Code.bipolar and (c.bits in (6, 7, 8) or (c.bits in (3, 5) and not free)) else 4
+
+
+def _unit_bytes(c: Config) -> int:
+    return packed_layout.unit_bytes_of(c.bits, c.group or None, c.code is Code.asym)
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: a ring of weights (in the end its sums) and digits a warp; factors; barriers."""
+    c = config
+    rows, columns = c.stage_units * c.chunks * _UNIT_ROWS, _columns(c)
+    flushes = max(1, packed_layout.subgroups(c.group or None))
+    ring = _up(max(c.stages * c.stage_units * _unit_bytes(c), c.tokens * rows * 4), 128)
+    slot = _up(c.tokens * (columns * 144 + flushes * 8), 16)
+    return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.least_shared)
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    return jit.Kernel("packed_digits.cuh", "packed_digits", config, Params, config.warps * 32, shared_bytes(config))
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
+    units = _units(problem)
+    return max(min(problem.device.sms, units), -(-units // (config.stage_units * config.chunks))), 1, 1
+
+
+def _units(p: Problem) -> int:
+    return _up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
+
+
+def fitted(
+    p: Problem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0, **changes: int
+) -> Config:
+    """A config of these warps, whose rings have about ``kibibytes`` together; prefetch 0 chooses one."""
+    mine = min(-(-_units(p) // p.device.sms), 16)
+    stage_units = min(stage_units, mine)
+    blocks = -(-p.columns // 128 // warps)
+    base = Config(
+        Source.f16, 1, 0, Code.sym, False, False, tokens=next(t for t in (1, 2, 4) if t >= p.m), warps=warps,
+        stage_units=stage_units, chunks=-(-mine // stage_units), stages=1, x_stages=min(x_stages, blocks),
+        x_resident=x_stages >= blocks, prefetch=1,
+    )  # fmt: skip
+    base = _facts(p, base)
+    stage = warps * stage_units * _unit_bytes(base)
+    stages = max(1, min(blocks * base.chunks, (kibibytes << 10) // stage))
+    whole = stages == blocks * base.chunks
+    # Enough in flight to keep memory busy, and little enough not to hold up the activations.
+    prefetch = prefetch or ((20 << 10) if whole else (36 << 10)) // stage
+    found = replace(base, stages=stages, prefetch=max(1, min(stages, prefetch)))
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def configs(problem: Problem) -> Iterator[Config]:
+    """Every config worth trying, legal ones alone; the default first."""
+    first = default(problem)
+    yield first
+    seen = {first}
+    for warps in (8, 16):
+        for stage_units in (1, 2, 3, 4):
+            for kibibytes in (48, 72, 96):
+                for prefetch in (1, 2, 4):
+                    found = fitted(problem, warps, stage_units, kibibytes, 4, prefetch)
+                    if found not in seen and why_not(problem, found) is None:
+                        seen.add(found)
+                        yield found
+
+
+def default(problem: Problem) -> Config:
+    """The config to use where nothing was measured. Raises KernelError where there is none."""
+    reason = why_not(problem)
+    if reason is not None:
+        raise KernelError(reason)
+    found = _default(problem)
+    reason = why_not(problem, found)
+    if reason is not None:
+        raise KernelError(f"no config for {problem}: {reason}")
+    return found
+
+
+@functools.cache
+def _default(p: Problem) -> Config:
+    """What won on an H200 (docs/packed.md).
+
+    Blocks of few rows take half of an SM's shared memory or less, so that the next kernel's fetch their weights beside
+    them. Blocks of many rows take all of it: the next kernel's then start where these end, and fill their rings while
+    slower SMs are still at work. Copies of 4 KB; the narrowest widths, whose rings hold much of the layer, let the next
+    kernel start when their last copy has been started.
+    """
+    units, bits = min(-(-_units(p) // p.device.sms), 16), p.weights.bits
+    blocks = p.columns // 128
+    if units <= 3:
+        warps, most, first, half = 8 if p.m == 1 and units == 3 else 16, 3 if p.m == 1 else 2, 108, True
+    elif bits <= 2:
+        warps, most, first, half = (8 if p.m == 1 else 16, 7, 90, True)
+    elif p.m > 1:
+        warps, most, first, half = (16, 2, 130, False) if bits <= 4 else (8, 2, 200, False)
+    else:
+        warps, most, first, half = (16, 4, 160, False) if bits == 3 else (8, 4 if bits <= 4 else 2, 204, False)
+    stage_units = -(-units // -(-units // most))
+    resident = -(-blocks // warps)
+    room = (p.device.shared_bytes - 2048) // 2 if half else p.device.shared_bytes
+    found = None
+    for kibibytes in (first, 96, 72, 48, 24, 8, 1):
+        if kibibytes > first:
+            continue
+        at_hand = resident if resident <= 4 and p.m <= 2 else 2
+        found = fitted(p, warps, stage_units, kibibytes, at_hand, 2 if units > 3 and bits == 4 and p.m == 1 else 0)
+        if shared_bytes(found) <= room:
+            break
+    assert found is not None
+    # Late, and yet before any block can have ended: an SM that is free too early would get two of the next kernel's.
+    late = units > 3 and p.m == 1 and half and 8 * found.stages >= 3 * resident * found.chunks
+    return replace(found, trigger=int(late))
+
+
+def launch(
+    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
+    config: Config | None = None, pdl: bool = True,
+) -> None:  # fmt: skip
+    """y[:] = x W^T + bias, as packed_small.launch does it, without int8 activations."""
+    problem = checked_problem(weight, x, y, x_scale, bias)
+    if config is None:
+        config = default(problem)
+    else:
+        reason = why_not(problem, config)
+        if reason is not None:
+            raise KernelError(reason)
+    jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl)

@@ -1,0 +1,43 @@
+"""packed_digits.cuh and packed_mid.cuh become machine code without spills, with the instructions that were meant."""
+
+import pytest
+import torch
+from machine_code import check, count
+
+from anybit.device import Device
+from anybit.kernels import packed_digits, packed_mid
+from anybit.kernels.packed_small import Problem
+from anybit.scheme import WeightFormat
+
+HOPPER = Device.named("sm_90a")
+
+
+def problem(bits: int, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, code: str = "sym") -> Problem:
+    return Problem(m, n, k, WeightFormat(bits, code, 128), dtype, dtype, HOPPER, k)
+
+
+@pytest.mark.parametrize(
+    ("bits", "m", "dtype"),
+    [(1, 1, torch.float16), (3, 2, torch.bfloat16), (4, 1, torch.float16), (8, 4, torch.float16)],
+)
+def test_digits(bits: int, m: int, dtype: torch.dtype) -> None:
+    for n, k in ((4096, 4096), (28672, 4096)):
+        it = problem(bits, m, n, k, dtype)
+        check(packed_digits.kernel(packed_digits.default(it)), "sm_90a", has="IMMA", lacks="HMMA")
+
+
+def test_codes_stay_where_they_lie() -> None:
+    """Four bits: a mask for each four codes and no shift, in the loop that matters."""
+    compiled = check(packed_digits.kernel(packed_digits.default(problem(4, 1, 28672, 4096))), "sm_90a")
+    units = count(compiled.cubin, "IMMA") // 4
+    assert count(compiled.cubin, "LOP3.*0xf0f0f0f") == 16 * units
+
+
+@pytest.mark.parametrize(
+    ("bits", "m", "dtype"),
+    [(4, 3, torch.float16), (2, 8, torch.bfloat16), (4, 16, torch.float16), (8, 32, torch.float16)],
+)
+def test_mid(bits: int, m: int, dtype: torch.dtype) -> None:
+    for n, k in ((4096, 14336), (6144, 4096), (28672, 4096)):
+        it = problem(bits, m, n, k, dtype)
+        check(packed_mid.kernel(packed_mid.default(it)), "sm_90a", has="HMMA")

@@ -1,0 +1,115 @@
+"""packed_digits.cuh and packed_mid.cuh on the CPU: widths, codes, groups, types, act-order, ragged ends, clusters."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import emulate
+from anybit.device import Device
+from anybit.kernels import packed_digits, packed_layout, packed_mid, packed_small
+from anybit.scheme import WeightFormat
+from cases import random_weight
+from cases_packed import TOLERANCE, product
+
+pytestmark = pytest.mark.emulate
+HOPPER = replace(Device.named("sm_90a"), sms=2)
+BOTH = pytest.mark.parametrize("module", [packed_digits, packed_mid], ids=["digits", "mid"])
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def run(
+    module: ModuleType, format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *,
+    ordered: bool = False, bias: bool = False, seed: int = 0,
+    make: Callable[[packed_small.Problem], Any] | None = None, **changes: Any,
+) -> None:  # fmt: skip
+    case = product(format, m, n, k, dtype, ordered=ordered, bias=bias, seed=seed)
+    problem = packed_small.problem_of(case.packed, m, dtype, dtype, HOPPER)
+    problem = replace(problem, aligned=k % 8 == 0)
+    config = replace(module.default(problem) if make is None else make(problem), **changes)
+    assert module.why_not(problem, config) is None
+    y = case.empty()
+    params = packed_small.arguments(case.packed, case.x, y, None, case.bias)
+    emulate.run(module.kernel(config), params, module.grid(problem, config), seed=seed, dependent=("x", "y"))
+    error = case.error(y)
+    assert error < TOLERANCE[dtype], f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+
+
+@BOTH
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_widths(module: ModuleType, bits: int) -> None:
+    run(module, WeightFormat(bits, ("sym", "asym", "bipolar")[bits % 3], 128), 3, 64, 384, HALVES[bits % 2], seed=bits)
+
+
+@BOTH
+@pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
+@pytest.mark.parametrize("group", [32, 64, 256, None])
+def test_codes_and_groups(module: ModuleType, code: str, group: int | None) -> None:
+    for i, bits in enumerate((4, 3, 8)):
+        run(module, WeightFormat(bits, code, group), 2 + i % 2, 64, 512, HALVES[i % 2], seed=i, bias=True)
+
+
+@BOTH
+def test_activation_order(module: ModuleType) -> None:
+    run(module, WeightFormat(4, "asym", 64), 2, 64, 320, ordered=True)
+    run(module, WeightFormat(3, "sym", 256), 1, 64, 300, torch.bfloat16, ordered=True)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (1, 20, 130), (3, 72, 37), (2, 100, 264), (4, 330, 128)])
+@BOTH
+def test_ragged(module: ModuleType, m: int, n: int, k: int) -> None:
+    run(module, WeightFormat(4, "sym", 128), m, n, k, bias=True)
+
+
+def test_rings_of_digits() -> None:
+    """Rings that turn over many times, activations that are converted again, warps without columns."""
+    format = WeightFormat(4, "sym", 128)
+
+    def small(p: packed_small.Problem) -> packed_digits.Config:
+        return packed_digits.fitted(p, 2, 2, 8, 1, trigger=1)
+
+    run(packed_digits, format, 4, 192, 1024, make=small, seed=1)
+    run(packed_digits, format, 1, 192, 1024, make=lambda p: packed_digits.fitted(p, 3, 1, 20, 2, 2), seed=2)
+    run(packed_digits, format, 2, 64, 128, make=lambda p: packed_digits.fitted(p, 4, 2, 20))
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+def test_shapes_of_blocks(cluster: int) -> None:
+    """Warps along rows and along columns, blocks that share columns, token tiles."""
+    format = WeightFormat(4, "sym", 128)
+    for i, (row_warps, k_warps, units) in enumerate(((1, 3, 2), (2, 2, 2), (3, 1, 4))):
+
+        def make(
+            p: packed_small.Problem, shape: tuple[int, int, int] = (row_warps, k_warps, units)
+        ) -> packed_mid.Config:
+            return packed_mid.fitted(p, *shape, 10, 1 + cluster, cluster, trigger=cluster // 2)
+
+        run(packed_mid, format, (5, 16, 27)[i], 320, 1152, make=make, seed=i, bias=True)
+
+
+def test_numbers_that_are_not_finite() -> None:
+    """NaN and infinity give NaN (or infinity), never numbers; zeros give zeros."""
+    case = product(WeightFormat(4, "sym", 128), 3, 64, 256)
+    case.x[0, 3], case.x[1, 200], case.x[2] = torch.nan, torch.inf, 0.0
+    problem = packed_small.problem_of(case.packed, 3, torch.float16, torch.float16, HOPPER)
+    y = case.empty()
+    params = packed_small.arguments(case.packed, case.x, y, None, None)
+    config = packed_digits.default(problem)
+    emulate.run(packed_digits.kernel(config), params, packed_digits.grid(problem, config), dependent=("x", "y"))
+    assert not y[:2].isfinite().any() and not y[2].any()
+
+
+@BOTH
+def test_refusals(module: ModuleType) -> None:
+    packed = packed_layout.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
+    problem = packed_small.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
+    assert "sm_90" in str(module.why_not(replace(problem, device=Device.named("sm_80"))))
+    assert "tokens" in str(module.why_not(replace(problem, m=33)))
+    assert "float16 or bfloat16" in str(module.why_not(replace(problem, activations=torch.int8)))
+    config = module.default(problem)
+    assert "another problem" in str(module.why_not(problem, replace(config, bits=3)))
+    assert "shared memory" in str(module.why_not(problem, replace(config, stages=4000)))
+    assert all(module.why_not(problem, c) is None for c in module.configs(problem))
