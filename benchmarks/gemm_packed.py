@@ -20,12 +20,11 @@ import torch
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels import pack, packed_large, packed_layout, packed_small
+from anybit.kernels import pack, packed_digits, packed_few, packed_large, packed_layout, packed_mid, packed_small
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import Scheme
-from anybit.tune.space import SMALL_M
 from cases import LLAMA3_8B, Case
 from timing import RESULTS, baselines, floor_us, measure, merge_rows, rotations, stamp
 
@@ -48,17 +47,16 @@ class Job:
 
 
 def job_of(case: Case, scheme: Scheme, family: str, device: Device) -> Job | None:
-    small = family == "small" or (family == "default" and case.m <= SMALL_M)
     operand = torch.int8 if scheme.activations.quantized else torch.float16
-    if small:
-        columns = -(-case.k // 128) * 128
-        problem: Any = packed_small.Problem(
-            case.m, case.n, case.k, scheme.weights, operand, torch.float16, device, columns
-        )
-        module: ModuleType = packed_small
-    else:
-        problem = packed_large.Problem(case.m, case.n, case.k, scheme.weights, scheme.activations, device=device)
+    columns = -(-case.k // 128) * 128
+    problem: Any = packed_small.Problem(case.m, case.n, case.k, scheme.weights, operand, torch.float16, device, columns)
+    few = {"small": packed_small, "digits": packed_digits, "mid": packed_mid}
+    module = few.get(family, packed_few.kernel(problem) if family == "default" else None)
+    if scheme.activations.quantized and not scheme.activations.integer:
+        module = None
+    if module is None:
         module = packed_large
+        problem = packed_large.Problem(case.m, case.n, case.k, scheme.weights, scheme.activations, device=device)
     return None if module.why_not(problem) is not None else Job(case, scheme, module, module.default(problem))
 
 
@@ -109,9 +107,9 @@ def run(job: Job, weights: Weights) -> dict[str, Any]:
         if job.family is packed_large:
             packed_large.multiply(codes if codes is not None else x, weight, None, y, job.config)
         elif codes is not None:
-            packed_small.launch(weight, codes.codes[:, :k], y, codes.scale, config=job.config)
+            job.family.launch(weight, codes.codes[:, :k], y, codes.scale, config=job.config)
         else:
-            packed_small.launch(weight, x, y, config=job.config)
+            job.family.launch(weight, x, y, config=job.config)
 
     def call(i: int) -> None:
         product(i, buffers[i % 2][: m * k].view(m, k), buffers[(i + 1) % 2][: m * n].view(m, n))
@@ -159,7 +157,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(LLAMA3_8B), help="layers of Llama-3-8B")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: all for 4 bits, a few for other widths")
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
-    parser.add_argument("--family", choices=("default", "small", "large"), default="default")
+    parser.add_argument("--family", choices=("default", "digits", "small", "mid", "large"), default="default")
     parser.add_argument("--no-baselines", action="store_true", help="do not time cuBLAS fp16 and fp8 beside")
     parser.add_argument("--seconds", type=float, default=55.0, help="begin nothing after this many seconds")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "gemm_packed.json")

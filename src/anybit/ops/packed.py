@@ -5,12 +5,14 @@ weights' bits, and only a register ever holds a widened weight.
 """
 
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anybit.device import Device
-from anybit.kernels import pack, packed_large, packed_layout, packed_small
+from anybit.kernels import pack, packed_few, packed_large, packed_layout
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.ops.backend import LinearSpec
@@ -19,7 +21,7 @@ from anybit.ops.inputs import check_input, product_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatcher import dispatcher
-from anybit.tune.families import quantizer, tiles_of
+from anybit.tune.families import FAMILIES, quantizer, tiles_of
 
 TENSORS = 7
 """How many tensors ``prepare`` gives."""
@@ -30,8 +32,8 @@ _EMPTY = 0
 class _Plan:
     """What is decided once for a layer, a dtype and a bucket of token counts."""
 
-    small: packed_small.Config | None
-    large: packed_large.Config | None
+    kernel: ModuleType
+    config: Any
     quantizer: pack.Config | None
 
 
@@ -39,7 +41,7 @@ _plans: dict[tuple[int, int, torch.dtype, bool, int], _Plan] = {}
 
 
 class PackedTiles:
-    """Weights of 1 to 8 bits in tiles, widened in registers: `packed_small` for few tokens, `packed_large` for many."""
+    """Weights of 1 to 8 bits in tiles, widened in registers: `packed_large`, or what `packed_few` says."""
 
     name = "packed"
     unasked: tuple[str, ...] = ("cuda",)
@@ -93,18 +95,18 @@ class PackedTiles:
             else:
                 before.code(codes, Target.bytes)
             _multiply_bytes(codes, weight, bias, y, plan)
-        elif plan.small is not None:
-            packed_small.launch(weight, rows, y, bias=bias, config=plan.small)
+        elif plan.kernel is packed_large:
+            packed_large.multiply(_ordered(rows, weight), weight, bias, y, plan.config)
         else:
-            packed_large.multiply(_ordered(rows, weight), weight, bias, y, plan.large)
+            plan.kernel.launch(weight, rows, y, bias=bias, config=plan.config)
         return y.view(*x.shape[:-1], spec.n)
 
 
 def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y: Tensor, plan: _Plan) -> None:
-    if plan.small is not None:
-        packed_small.launch(weight, codes.codes[:, : codes.k], y, codes.scale, bias, plan.small)
+    if plan.kernel is packed_large:
+        packed_large.multiply(codes, weight, bias, y, plan.config)
     else:
-        packed_large.multiply(codes, weight, bias, y, plan.large)
+        plan.kernel.launch(weight, codes.codes[:, : codes.k], y, codes.scale, bias, plan.config)
 
 
 def _ordered(rows: Tensor, weight: PackedWeight) -> Tensor:
@@ -136,10 +138,8 @@ def _decide(spec: LinearSpec, rows: Tensor, weight: PackedWeight, bucket: int, a
     quantized = spec.activations.quantized
     quantize = quantizer(product, Target.bytes) if quantized else None
     chosen = dispatcher(product.device.name).choose(product, (tiles_of(spec.activations),)).candidate
-    small = chosen.kernel == "packed_small"
-    if small:
-        return _Plan(packed_small.apart(chosen.config, product.device), None, quantize)
-    return _Plan(None, chosen.config, quantize)
+    module = FAMILIES[chosen.kernel].module
+    return _Plan(module, packed_few.apart(chosen.config, product.device), quantize)
 
 
 def _weight(tensors: list[Tensor], spec: LinearSpec) -> PackedWeight:

@@ -16,7 +16,17 @@ import torch
 
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels import bitwise, bitwise_sync, marlin, pack, packed_large, packed_small
+from anybit.kernels import (
+    bitwise,
+    bitwise_sync,
+    marlin,
+    pack,
+    packed_digits,
+    packed_few,
+    packed_large,
+    packed_mid,
+    packed_small,
+)
 from anybit.kernels.bitwise import Output
 from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
@@ -118,8 +128,7 @@ class Family:
 
     def _ready(self, config: Any, product: Product) -> Any:
         """A config as layers of a model run it."""
-        apart = getattr(self.module, "apart", None)
-        return config if apart is None else apart(config, product.device)
+        return packed_few.apart(config, product.device)
 
     def fields(self, config: Any) -> dict[str, FieldValue]:
         """What a search may choose of a config, by name; the inverse of ``rebuild``."""
@@ -206,7 +215,8 @@ def _bitwise_sync(p: Product) -> bitwise_sync.Problem:
     return bitwise_sync.Problem(p.m, p.n, p.k, p.weights, p.activations, output, p.device, p.n % 8 == 0)
 
 
-def _small(p: Product) -> packed_small.Problem:
+def few_tokens(p: Product) -> packed_small.Problem:
+    """The product as the kernels for few tokens see it."""
     operand = torch.int8 if p.activations.quantized else p.dtype
     columns = p.tile_columns
     return packed_small.Problem(
@@ -253,6 +263,8 @@ def _family(module: ModuleType, problem: Callable[[Product], Any], target: Targe
 
 _PLANE_FACTS = ("weight_bits", "activation_bits", "weight_code", "activation_code", "output", "short_sums", "aligned")
 _SMALL_FACTS = ("activation", "output", "bits", "group", "asym", "bipolar", "gather", "ragged")
+_DIGITS_FACTS = ("source", "bits", "group", "code", "gather", "ragged")
+_MID_FACTS = ("operand", "bits", "group", "code", "gather", "ragged", "wide_store")
 _LARGE_FACTS = ("operand", "bits", "group", "code", "bfloat_out", "tile_bytes")
 _MARLIN_FACTS = ("operand", "output", "bits", "group", "code")
 
@@ -261,7 +273,9 @@ FAMILIES: dict[str, Family] = {
     for family in (
         _family(bitwise, _bitwise, Target.planes, _PLANE_FACTS),
         _family(bitwise_sync, _bitwise_sync, Target.planes, _PLANE_FACTS),
-        _family(packed_small, _small, Target.bytes, _SMALL_FACTS),
+        _family(packed_digits, few_tokens, Target.bytes, _DIGITS_FACTS),
+        _family(packed_small, few_tokens, Target.bytes, _SMALL_FACTS),
+        _family(packed_mid, few_tokens, Target.bytes, _MID_FACTS),
         _family(packed_large, _large, Target.bytes, _LARGE_FACTS),
         _family(marlin, _marlin, Target.bytes, _MARLIN_FACTS),
     )

@@ -14,10 +14,20 @@ import torch
 from anybit import dpr
 from anybit.errors import KernelError
 from anybit.jit import Kernel
-from anybit.kernels import pack, packed_repack
+from anybit.kernels import pack, packed_few, packed_repack
 from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat
-from anybit.tune.families import FAMILIES, Family, FieldValue, Layout, Product, power_of_two, quantizer, tiles_of
+from anybit.tune.families import (
+    FAMILIES,
+    Family,
+    FieldValue,
+    Layout,
+    Product,
+    few_tokens,
+    power_of_two,
+    quantizer,
+    tiles_of,
+)
 
 STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "cuBLAS")
 """Ways of carrying a product out (ADAngel, section 4.3), and the vendor's product over weights dequantized for good."""
@@ -29,10 +39,8 @@ ALLOWANCES = {
 """What a user may allow, since it changes results or memory."""
 
 _VENDOR = "cuBLAS"
+_HALVES = (torch.float16, torch.bfloat16)
 _INT8, _FP8 = ActivationFormat(8, "sym"), ActivationFormat(8, "float")
-# Up to this many tokens packed_small is the built-in choice: above it wgmma wins on every layer measured
-# (w4a16g128 of Llama-3-8B; docs/packed.md).
-SMALL_M = 8
 # Plane by plane a product costs bits * bits / 8 of the same product in int8. At a tie planes win at nearly every number
 # of tokens (w2a4 on an H200: docs/tuning.md); above it widened bytes do, where compute is the limit.
 _TIE = 8
@@ -214,10 +222,12 @@ def builtin(product: Product, layout: Layout | None = None) -> Candidate:
         if family is None:
             raise KernelError(f"no bit-plane kernel runs {product}: {FAMILIES['bitwise'].why_not(product)}")
         return Candidate("bitwise", family.name, family.default(rounded), x)
-    family = FAMILIES["packed_small"]
     gathered = x.quantized and product.act_order  # by packed_small alone, while it reads
-    if rounded.m <= SMALL_M and family.why_not(rounded) is None and not gathered:
-        return Candidate(strategy_of(x, family.name), family.name, family.default(rounded), x)
+    few = packed_few.kernel(few_tokens(rounded)) if product.dtype in _HALVES and not gathered else None
+    if few is not None:
+        family = FAMILIES[few.__name__.rpartition(".")[2]]
+        if family.why_not(rounded) is None:
+            return Candidate(strategy_of(x, family.name), family.name, family.default(rounded), x)
     names = ("packed_large", "marlin")
     for family in (FAMILIES[name] for name in names):
         if family.why_not(rounded) is None:
