@@ -23,8 +23,22 @@ _UNWANTED = 9
 """A cost above every other backend's: it runs only when it is named."""
 _EIGHT = (ActivationFormat(8, "sym"), ActivationFormat(8, "float"))
 
+_FREE = 0.3
+"""How much of the GPU's memory must stay free for caches where layers are kept twice."""
+
 _Decided = tuple[int, LinearSpec]
 _decided: dict[tuple[int, int, torch.dtype, int], _Decided] = {}
+
+
+def _room(weight: QuantizedWeight) -> bool:
+    """Whether a part of the GPU's memory stays free when a layer is kept twice; said once where it does not."""
+    if not weight.words.is_cuda:
+        return True
+    free, total = torch.cuda.mem_get_info(weight.words.device)
+    if free - 2 * weight.words.numel() * weight.words.element_size() >= _FREE * total:
+        return True
+    tell(f"less than {_FREE:.0%} of the GPU's memory would stay free: layers from here on are kept in one layout")
+    return False
 
 
 class Several:
@@ -55,8 +69,9 @@ class Several:
         return Layout.tiles_a16 in self.layouts
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
-        """Before all others where the policy map finds both layouts worth keeping."""
-        return -1 if set(layouts_of(weight, activations)) == set(self.layouts) else _UNWANTED
+        """Before all others where the policy map finds both layouts worth keeping, and there is room for them."""
+        wanted = set(layouts_of(weight, activations)) == set(self.layouts)
+        return -1 if wanted and _room(weight) else _UNWANTED
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """The tensors of both."""
