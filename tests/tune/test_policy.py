@@ -269,6 +269,7 @@ def test_two_layouts_are_kept_where_each_wins_somewhere() -> None:
         (many, Point(40.0, 1.0, point(many, {"bitwise": 60.0, "packed_large": 40.0}).strategies)),
     )
     assert set(Dispatcher("NVIDIA H200", [won]).layouts(few)) == {Layout.planes, Layout.tiles_a8}
+    assert Dispatcher("NVIDIA H200", [won]).layouts(few, most=1) == (Layout.tiles_a8,)  # 1.33 and not 1.5 times
     close = policy(
         (few, Point(4.0, 1.0, point(few, {"bitwise": 3.9, "packed_small": 4.0}).strategies)),
         (many, Point(40.0, 1.0, point(many, {"bitwise": 60.0, "packed_large": 40.0}).strategies)),

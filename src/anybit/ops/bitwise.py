@@ -56,7 +56,7 @@ class Bitwise:
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
         """Preferred where the policy map says so, and without one while its products of planes are less than int8's."""
-        return 0 if Layout.planes in layouts_of(weight, activations) else 2
+        return 0 if Layout.planes in layouts_of(weight, activations, 1) else 2
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """Planes, float32 scales, corrections and zeros; then the saved scale and group index, to restore from."""

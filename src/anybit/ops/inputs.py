@@ -43,12 +43,15 @@ def product_of(
     return Product(*shape, *formats, rows.dtype, Device.of(rows), gathered, columns or 0, aligned)
 
 
-def layouts_of(weight: QuantizedWeight, activations: ActivationFormat) -> tuple[Layout, ...]:
-    """How a layer's weights are to lie: as the policy map of their GPU says; elsewhere in the built-in layout."""
+def layouts_of(weight: QuantizedWeight, activations: ActivationFormat, most: int = 2) -> tuple[Layout, ...]:
+    """How a layer's weights are to lie: as the policy map of their GPU says, in at most so many layouts.
+
+    Where there is no map: in the built-in layout.
+    """
     n, k = weight.shape
     if not weight.words.is_cuda:
         return (builtin_layout(Product(1, n, k, weight.format, activations)),)
-    return _layouts(n, k, weight.format, activations, Device.of(weight.words), allowed(), generation())
+    return _layouts(n, k, weight.format, activations, Device.of(weight.words), allowed(), most, generation())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -59,7 +62,8 @@ def _layouts(
     activations: ActivationFormat,
     device: Device,
     words: frozenset[str],
+    most: int,
     generation: int,
 ) -> tuple[Layout, ...]:
     product = Product(1, n, k, weights, activations, device=device)
-    return dispatcher(device.name).layouts(product, words)
+    return dispatcher(device.name).layouts(product, words, most)

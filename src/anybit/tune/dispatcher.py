@@ -82,10 +82,10 @@ class Dispatcher:
                     return replace(choice, source=f"{choice.source} ({m} x {key[2]} x {key[3]}, {policy.path})")
         return Choice(own, "built in")
 
-    def layouts(self, product: Product, allow: Collection[str] = ()) -> tuple[Layout, ...]:
+    def layouts(self, product: Product, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:
         """How a layer's weights are to lie: in one layout, or in two where each wins by much at some token count.
 
-        ``product``: of any token count. Without a map that knows the layer: the built-in layout.
+        most: 1 for the one layout that costs least where it loses most.  ``product``: of any token count. Without a map that knows the layer: the built-in layout.
         """
         times: dict[Layout, dict[int, float]] = {}
         for policy in self.policies:
@@ -113,7 +113,7 @@ class Dispatcher:
             return worst
 
         alone = min(((layout,) for layout in times), key=cost)
-        if cost(alone) <= _WORTH_TWO:
+        if most < 2 or cost(alone) <= _WORTH_TWO:
             return alone
         pairs = [(one, two) for one in times for two in times if one.value < two.value]
         return min(pairs, key=cost) if pairs else alone
