@@ -85,7 +85,8 @@ class Dispatcher:
     def layouts(self, product: Product, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:
         """How a layer's weights are to lie: in one layout, or in two where each wins by much at some token count.
 
-        most: 1 for the one layout that costs least where it loses most.  ``product``: of any token count. Without a map that knows the layer: the built-in layout.
+        most: 1 for the one layout that costs least where it loses most.  ``product``: of any token count.
+        Without a map that knows the layer: the built-in layout.
         """
         times: dict[Layout, dict[int, float]] = {}
         for policy in self.policies:
