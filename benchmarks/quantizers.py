@@ -28,8 +28,10 @@ from typing import Any
 import torch
 
 from anybit import evaluate
+from anybit.errors import KernelError
 from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.loading import load_model
+from anybit.linear import QuantLinear
 from anybit.quantize.methods import METHODS, quantize_folder
 from perplexity import commit
 
@@ -38,7 +40,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURE = ROOT / "docs" / "quantizers.svg"
 SCHEMES = ("w4a16g64asym", "w3a16g128asym", "w3a16g64asym", "w2a16g64asym", "w2a16g32asym")
 CASES = [f"{scheme}:{method}" for scheme in SCHEMES for method in ("rtn", "gptq", "learned")]
-CASES += ["float32:rtn", "w6a6:smooth", "w4a4g64asym-xasym:rotate"]
+CASES += ["float32:rtn", "w6a6g64asym-xasym:smooth", "w4a4g64asym-xasym:rotate"]
 # What the papers compare with and without their kernels, in schemes that a kernel of ours runs.
 THROUGH_KERNELS = ["w6a6:smooth", "w4a4:rotate", "w4a4g128:rotate", "w4a8:smooth", "w2a4:learned", "w4a16g128:gptq"]
 KV = ["w4a16g64asym-kv4:gptq", "w4a16g64asym-kv2g32:gptq"]
@@ -86,7 +88,14 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, An
         ways |= {"perplexity_dequantized": ("reference-decoded", HALF), "perplexity_kernels": (None, HALF)}
     found: dict[str, Any] = {}
     for name, (backend, dtype) in ways.items():
-        loaded = load_model(folder, backend=backend, dtype=dtype)
+        try:
+            loaded = load_model(folder, backend=backend, dtype=dtype)
+            for layer in loaded.model.modules():
+                if isinstance(layer, QuantLinear):
+                    layer.prepare()
+        except KernelError as error:
+            found[name.replace("perplexity", "refused")] = str(error)
+            continue
         windows = evaluate.windows_of(loaded.tokenizer(text[:100_000]).input_ids, 512, 16)
         cache = None
         if loaded.scheme is not None and loaded.scheme.kv is not None:
