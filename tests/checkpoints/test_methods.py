@@ -21,10 +21,11 @@ from anybit.errors import (
     TextError,
 )
 from anybit.linear import QuantLinear
+from anybit.quantize.calibrated import Options
 from anybit.quantize.methods import METHODS, quantize_folder
 from anybit.quantize.onebit import factorize, quantize_onebit
 from anybit.quantize.rtn import quantize_weight
-from anybit.scheme import WeightFormat
+from anybit.scheme import Scheme, WeightFormat
 
 TOKENS = [(s % 96).tolist() for s in sequences(30)]
 CHECK = torch.tensor([(s % 96).tolist() for s in sequences(60, seed=9)[::3]])
@@ -152,6 +153,22 @@ def test_failures_under_way_name_the_layer_and_leave_nothing(fault, method, llam
     with pytest.raises(error, match=name):
         quantize_folder(tmp_path / "source", tmp_path / "out", "w4a8g32", method, options=options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latin.txt", "source"]
+
+
+def test_what_learns_by_itself() -> None:
+    def tokens(method: str, scheme: str, **given: object) -> int:
+        return Options.of(given).learning(method, Scheme.parse(scheme))[0]
+
+    for device in ("cpu", "cuda"):
+        assert tokens("learned", "w3a16g64", device=device) > 0
+        assert tokens("gptq", "w4a4g64", device=device) == 0
+        assert tokens("rotate", "w4a16g64", device=device) == 0
+        assert tokens("gptq", "w3a16", device=device, learn_tokens=700) == 700
+    assert tokens("rotate", "w4a4g64", device="cuda") > tokens("rotate", "w4a4g64", device="cpu") == 0
+    chosen = Options.of({"learn_passes": "2.5", "step_tokens": 64, "device": "cpu"}).learning(
+        "learned", Scheme.parse("w2a16")
+    )
+    assert (chosen[1].passes, chosen[1].step_tokens, chosen[1].gain_rate) == (2.5, 64, 0.0)
 
 
 def test_an_existing_folder_is_refused_before_the_work(llama: Path, tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""Learning on a GPU: recorded steps give the gradients of steps that run as they are."""
+
+import copy
+
+import pytest
+import torch
+
+from anybit.quantize.accumulate import Accumulation
+from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import Scheme
+from cases_calibration import names_of, tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(2)
+    return [torch.randint(0, 300, (4, 32), generator=g) for _ in range(count)]
+
+
+def test_recorded_steps_give_the_same_gradients():
+    teacher = tiny().cuda().requires_grad_(False)
+    student = copy.deepcopy(teacher)
+    for parameter in student.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+        parameter.requires_grad_().grad = torch.zeros_like(parameter)
+    run = Accumulation(teacher, student, False, torch.device("cuda"))
+    plain, plain_losses = [], []
+    for recorded in (False, True):
+        run._records = recorded
+        for i, batch in enumerate(batches(4)):
+            for parameter in student.parameters():
+                parameter.grad.zero_()
+            loss = run([batch])
+            gradients = [parameter.grad.clone() for parameter in student.parameters()]
+            if not recorded:
+                plain.append(gradients), plain_losses.append(loss)
+                continue
+            assert loss == pytest.approx(plain_losses[i], rel=1e-4)
+            for found, expected in zip(gradients, plain[i], strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    assert len(run._graphs) == 1
+
+
+@pytest.mark.parametrize("text", ["w2a16g32asym", "w3a4g32asym-xasym"])
+def test_learning_on_a_gpu_improves(text):
+    model, scheme = tiny().cuda(), Scheme.parse(text)
+    weights = {
+        n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights).to("cpu") for n in names_of(model)
+    }
+    losses: list[float] = []
+    settings = Distillation(passes=20, step_tokens=128, place_rate=0.02, gain_rate=0.002, device="cuda")
+    tuned: dict[str, torch.Tensor] = {}
+    rows = [row for batch in batches(4) for row in batch]
+    distill(model, weights, rows, settings, scheme.activations, lambda done, total, loss: losses.append(loss), tuned)
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    assert tuned
