@@ -16,7 +16,9 @@ from anybit import jit  # noqa: E402
 
 def main(names: list[str], arch: str = "sm_90a") -> None:
     """Compile the kernels that the modules `names` list."""
-    kernels = list({kernel for name in names for kernel in importlib.import_module(name).kernels_used()})
+    kernels = list(
+        {kernel for name in names for kernel in importlib.import_module(name.rpartition(".")[2]).kernels_used()}
+    )
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         pool.starmap(jit.cached, [(kernel, arch) for kernel in kernels], chunksize=4)
     print(f"{len(kernels)} kernels compiled")
