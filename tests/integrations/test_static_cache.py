@@ -81,6 +81,38 @@ def test_static_caches_and_graphs_say_the_same(config_class, tmp_path):
     agree(model.generate(ids, **GREEDY), plain[0])
 
 
+class Listener:
+    """A streamer that keeps what it is told."""
+
+    def __init__(self):
+        self.told, self.ended = [], False
+
+    def put(self, tokens):
+        self.told.append(tokens.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_greedy_answers_end_where_transformers_end_them(llama, rows, monkeypatch):
+    model = quantized(llama, "w4a16g32")
+    ids = prompt(rows)
+    answer = model.generate(ids, **GREEDY)[:, ids.shape[1] :]
+    call = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20, "eos_token_id": int(answer[0, 11])}
+    wanted = model.generate(ids, **call)
+    assert anybit.accelerate(model)
+    monkeypatch.setattr(type(model), "_sample", None)  # the usual loop is not called
+    listener = Listener() if rows == 1 else None
+    got = model.generate(ids, **call, cache_implementation="static", streamer=listener)
+    agree(got, wanted) if DEVICE == "cpu" else None
+    if listener is not None:
+        assert listener.ended and [t for part in listener.told for t in part] == got[0].tolist()
+    monkeypatch.undo()
+    usual = model.generate(ids, **call, cache_implementation="static", repetition_penalty=1.3)  # the usual loop is
+    assert usual.shape[0] == rows
+
+
 def test_a_model_that_is_not_quantized(llama):
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float16 if DEVICE == "cuda" else None).to(DEVICE)
     wanted = model.generate(prompt(), **GREEDY)

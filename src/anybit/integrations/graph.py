@@ -6,13 +6,14 @@
   bits or in the scheme's KV format; and in every ``generate`` of a model whose scheme names a KV format.
 - a step of one token a row over a static AnyBitCache is captured once and then replayed: one launch for hundreds.
 
-Prompts, and steps that ask for more than logits, run as they always do.
+A greedy generate needs no host between tokens (``greedy.py``). Prompts, and steps that ask for more than logits, run as
+they always do.
 """
 
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from anybit.errors import LayerError
+from anybit.integrations import greedy
 from anybit.integrations.cache import NAME, AnyBitCache
 from anybit.kernels.kvpage import PageLayout
 from anybit.linear import QuantLinear
@@ -62,6 +64,9 @@ class StepGraph:
             self.positions.fill_(positions)
         else:
             self.positions.copy_(positions)
+        return self._advance()
+
+    def _advance(self) -> Tensor:
         self.cache.count(1)
         self.cache.packs_later = True  # on the way out, by ``counted``: the graph stays the same for every step
         try:
@@ -105,6 +110,24 @@ class StepGraph:
         return logits
 
 
+class GreedyGraph(StepGraph):
+    """A step that puts its own token and position where the next step reads them."""
+
+    def tokens(self, first: Tensor, positions: Tensor) -> Iterator[Tensor]:
+        """The tokens int64 [rows, 1] of step after step, each overwritten by the next one."""
+        self.ids.copy_(first)
+        self.positions.copy_(positions)
+        while True:
+            self._advance()
+            yield self.ids
+
+    def _run(self) -> Tensor:
+        logits = super()._run()
+        self.ids.copy_(logits[:, -1].float().argmax(-1, keepdim=True))
+        self.positions.add_(1)
+        return logits
+
+
 class Decoder:
     """What a model remembers between calls of ``generate``: its static caches and their graphs."""
 
@@ -113,6 +136,7 @@ class Decoder:
         self._overridden: Any = model.__dict__.get("forward")  # accelerate's hooks, for example
         self.caches: dict[tuple[object, ...], AnyBitCache] = {}
         self.graphs: weakref.WeakKeyDictionary[AnyBitCache, StepGraph] = weakref.WeakKeyDictionary()
+        self.greedy: weakref.WeakKeyDictionary[AnyBitCache, GreedyGraph] = weakref.WeakKeyDictionary()
         self._weights: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Decoder":
@@ -133,6 +157,7 @@ class Decoder:
         """Drop every cache and graph."""
         self.caches.clear()
         self.graphs.clear()
+        self.greedy.clear()
 
     def cache(self, rows: int, capacity: int, static: bool, keep: bool) -> AnyBitCache:
         """The cache of a ``generate`` call. keep: it will be handed to the caller, and must not be used again."""
@@ -155,6 +180,24 @@ class Decoder:
         if not keep:
             self.caches[key] = found
         return found
+
+    def tokens(self, cache: AnyBitCache, first: Tensor, positions: Tensor) -> Iterator[Tensor]:
+        """Greedy tokens [rows, 1] of one step after another over a static cache."""
+        if not first.is_cuda:
+            ids = first
+            while True:
+                step = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+                ids = self.model(**step).logits[:, -1].float().argmax(-1, keepdim=True)
+                positions = positions + 1
+                yield ids
+        graph = self.greedy.get(cache)
+        if graph is None:
+            graph = self.greedy[cache] = GreedyGraph(self.model, self.forward, cache)
+        made = graph.tokens(first, positions)
+        while True:
+            with _Packed(cache):
+                ids = next(made)
+            yield ids
 
     def step(self, cache: AnyBitCache, ids: Tensor, positions: Tensor | int) -> Tensor:
         """The logits of one token a row."""
@@ -231,7 +274,15 @@ def install(model: Any, kv: KVFormat | None) -> None:
         model_kwargs["past_key_values"] = made
         return None
 
+    @functools.wraps(type(model).generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if greedy.wanted(self, kwargs) and why_not(self, self._anybit_decoder.kv or _SIXTEEN_BITS) is None:
+            steps, streamer = self._anybit_decoder.tokens, kwargs.pop("streamer", None)
+            kwargs["custom_generate"] = functools.partial(greedy.generate, steps=steps, streamer=streamer)
+        return type(self).generate(self, *args, **kwargs)
+
     model._anybit_decoder = Decoder(model, kv)
+    model.generate = types.MethodType(generate, model)
     model.forward = types.MethodType(forward, model)
     model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
 
@@ -240,7 +291,7 @@ def uninstall(model: Any) -> None:
     """Undo ``install``."""
     if "_anybit_decoder" in model.__dict__:
         model._anybit_decoder.forget()
-        for name in ("_anybit_decoder", "forward", "_prepare_cache_for_generation"):
+        for name in ("_anybit_decoder", "forward", "generate", "_prepare_cache_for_generation"):
             del model.__dict__[name]
 
 
