@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from anybit import QuantLinear
 from anybit.ops import elementwise
-from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
+from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, rotate_store, silu_mul
+from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -43,3 +46,39 @@ def test_rotary_embedding(dtype, head_dim, norms):
     for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape
         assert close(a, b, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_and_values_go_to_the_ring(dtype, head_dim):
+    tokens, batch, heads, kv_heads, ring = 2, 3, 6, 2, 160
+    rows = tokens * batch
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim, device="cuda").to(dtype)
+    angles = torch.rand(rows, head_dim, device="cuda") * 6
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    lengths = torch.tensor([300, 0, 161, 2], dtype=torch.int32, device="cuda")
+    sequences = torch.tensor([3, 0, 2], dtype=torch.int32, device="cuda")
+    got, wanted = torch.zeros(2, 4, kv_heads, 2, ring * head_dim, dtype=dtype, device="cuda")
+    q = rotate_store(qkv, cosine, sine, heads, kv_heads, got, lengths, sequences, tokens)
+    wide = [x.float() for x in (qkv, cosine, sine)]
+    expected = elementwise._rotate_store_cpu(
+        *wide, heads, kv_heads, wanted, lengths, sequences.cpu(), tokens, None, None, 0.0
+    )
+    assert close(q, expected, dtype) and close(got, wanted, dtype)
+
+
+@pytest.mark.parametrize(("scheme", "backend"), [("w4a8", "packed"), ("w4a8fp", "packed"), ("w4a4", "bitwise")])
+@pytest.mark.parametrize("m", [1, 5, 70])
+def test_codes_made_by_norms_and_silu(scheme, backend, m):
+    parsed, n, k = Scheme.parse(scheme), 384, 512
+    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), parsed.weights)
+    layer = QuantLinear.from_weight(weight, parsed, None, backend).prepare()
+    x, residual, gamma = torch.randn(m, k).half(), torch.randn(m, k).half(), torch.rand(k).half()
+    x, residual, gamma, gate_up = (t.cuda() for t in (x, residual, gamma, torch.randn(m, 2 * k).half()))
+    y, total = layer.after_norm(x, residual, gamma, 1e-5)
+    normed, expected = add_rms_norm(x, residual, gamma, 1e-5)
+    assert torch.equal(total, expected)
+    pairs = [(y, layer(normed)), (layer.after_norm(x, None, gamma, 1e-5)[0], layer(rms_norm(x, gamma, 1e-5)))]
+    pairs.append((layer.after_silu(gate_up), layer(silu_mul(gate_up))))
+    for got, wanted in pairs:  # both norms round alike but for the last bit of a sum, which may turn a code
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=0.3)
