@@ -1,0 +1,36 @@
+"""Windows packed from the ring alone, as a replayed step leaves them, equal those packed while tokens are stored."""
+
+import pytest
+import torch
+
+from anybit.kvcache import KVCache
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("format", ["kv4", "kv2g32t", "kv16"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_pages_are_the_same(format: str, tokens: int) -> None:
+    sizes = {"layers": 1, "kv_heads": 2, "head_dim": 64, "sequences": 2, "capacity": 512, "device": "cuda"}
+    whole, apart = KVCache(format, **sizes), KVCache(format, **sizes)
+    rows = [whole.add(), whole.add()]
+    assert rows == [apart.add(), apart.add()]
+    k, v = torch.randn(2, 2, 126, 2, 64, device="cuda").half()
+    for cache in (whole, apart):
+        cache.extend(rows, 126)
+        cache.write(0, rows, k, v)
+    packed = 0
+    for _ in range(3):
+        k, v = torch.randn(2, 2, tokens, 2, 64, device="cuda").half()
+        whole.extend(rows, tokens)
+        whole.write(0, rows, k, v)
+        apart.extend(rows, tokens)
+        for row in rows:
+            for part, new in enumerate((k, v)):
+                apart._into_ring(0, row, part, apart.length(row) - tokens, new[row].transpose(0, 1))
+        if apart.completes(rows, tokens):
+            apart.pack(0, rows, tokens)
+            packed += 1
+        assert torch.equal(whole.residual, apart.residual)
+        assert torch.equal(whole.pages, apart.pages)
+    assert packed == 1 and whole.pages.any()
