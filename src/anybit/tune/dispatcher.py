@@ -67,14 +67,14 @@ class Dispatcher:
 
         Never a config that is not legal, and never one that was measured to be slower than the built-in choice.
         """
-        own = _builtin(product, layouts)
         if product.act_order or not (product.aligned or product.activations.quantized):
-            return Choice(own, "built in")
+            return Choice(_builtin(product, layouts), "built in")
         found = self.point(product)
         if found is not None:
             choice = _best(product, *found, layouts, allow)
             if choice is not None:
                 return choice
+        own = _builtin(product, layouts)
         for policy in self.policies:
             for _, key, m, point in policy.near(product, _NEAR):
                 choice = _nearest(product, own, point, layouts)

@@ -147,7 +147,7 @@ class Family:
         Fields that are missing are those of the default. Raises KernelError for one that is unknown or of the wrong
         kind, and where the family has no default for the product.
         """
-        base = self.default(product)
+        base = _base(self, replace(product, m=1))  # what a problem decides of a config does not depend on its tokens
         kinds = {f.name: type(getattr(base, f.name)) for f in dataclasses.fields(base)}
         changes: dict[str, Any] = {}
         for name, value in fields.items():
@@ -185,6 +185,11 @@ class Family:
             order = sorted(found, key=lambda config: min(_unlike(self.fields(config), seed) for seed in known))
             order = [*seeds, *order]
         return list(dict.fromkeys([first, *order]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _base(family: Family, product: Product) -> Any:
+    return family.default(product)
 
 
 def _unlike(one: dict[str, FieldValue], other: dict[str, FieldValue]) -> float:
