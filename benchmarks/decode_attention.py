@@ -19,7 +19,7 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -271,14 +271,13 @@ def _pack_row(case: str, kv: str, batch: int, context: int, us: float, floor: fl
     }  # fmt: skip
 
 
-def compile_all(wanted: list[Row]) -> None:
-    """Fill the cache of kernels, in parallel, before anything is timed."""
+def kernels_of(wanted: list[Row], packs: Sequence[str]) -> list[tuple[jit.Kernel, str]]:
+    """What is launched for these rows, and where: the arguments of ``jit.cached``."""
     device = Device.named("sm_90a")
-    stored = [PageLayout(KVFormat.parse(kv), DIM, 128) for kv in FORMATS[:4]]
-    kernels = [kvpack.kernel(kvpack.default(kvpack.Problem(layout, 1, 8, 1))) for layout in stored]
-    kernels += [decode.kernel(config_of(row, device), row.layout) for row in wanted]
-    with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 16)) as pool:
-        pool.starmap(jit.cached, [(kernel, device.arch) for kernel in dict.fromkeys(kernels)], chunksize=1)
+    stored = [PageLayout(KVFormat.parse(kv), DIM, 128) for kv in packs]
+    kernels = [decode.kernel(config_of(row, device), row.layout) for row in wanted]
+    kernels += [kvpack.kernel(kvpack.default(kvpack.Problem(layout, 1, 8, 1))) for layout in stored]
+    return [(kernel, device.arch) for kernel in dict.fromkeys(kernels)]
 
 
 def show(found: dict[str, object]) -> None:
@@ -295,7 +294,7 @@ def draw(found: list[dict[str, Any]]) -> None:
 
     plt.rcParams["svg.hashsalt"] = "anybit"  # the same rows give the same file
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
-    shape = {(row["case"], row["kv"], row.get("how", "")): row["us"] for row in found if row["batch"] == 8}
+    shape = {(row["case"], row["kv"], row.get("how", "")): row["us"] for row in found if row.get("batch") == 8}
     residual = [row for row in found if row["case"] == "residual"]
     for tokens in (64, 127):
         least = {row["context"]: row["us"] for row in residual if row["residual"] == 1}
@@ -340,15 +339,13 @@ def main() -> None:
         return
     begun = time.monotonic()
     wanted = [row for row in rows() if options.only in ("", f"{row.batch}x{row.context}")]
-    compile_all(wanted)
-    print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
-    about, base = stamp(), {}
+    base: dict[tuple[int, ...], dict[str, float]] = {}
 
     def add(make: Callable[[], dict[str, object]], **more: object) -> None:
         if time.monotonic() - begun > options.seconds:
             return
         try:
-            found = {"checked": True} | make() | more | about
+            found = {"checked": True} | make() | more | stamp()
         except AssertionError as wrong:  # a row that is wrong is not written, and the others still are
             print("WRONG", wrong, flush=True)
             return
@@ -369,13 +366,21 @@ def main() -> None:
                 torch.cuda.empty_cache()
             add(lambda row=row: measure(row), baselines=base[shape])
 
-    attention(wanted[:12])
-    _fill.cache_clear()
-    for kv in FORMATS[:4] if options.only in ("", "pack") else ():
-        for pack in (pack_prompt, pack_steps):
-            for make in pack(kv):
-                add(make)
-    attention(wanted[12:])
+    packs = FORMATS[:4] if options.only in ("", "pack") else ()
+    first, rest = wanted[:12], wanted[12:]
+    # The compilers are forked before this process has a CUDA context. What comes later is compiled meanwhile.
+    with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 16)) as pool:
+        pool.starmap(jit.cached, kernels_of(first, packs), chunksize=1)
+        print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
+        others = pool.starmap_async(jit.cached, kernels_of(rest, ()), chunksize=1)
+        attention(first)
+        _fill.cache_clear()
+        for kv in packs:
+            for pack in (pack_prompt, pack_steps):
+                for make in pack(kv):
+                    add(make)
+        others.wait()
+        attention(rest)
     print(f"{time.monotonic() - begun:.0f} s in all", flush=True)
 
 

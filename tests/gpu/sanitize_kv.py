@@ -1,6 +1,6 @@
 """Small launches of the KV cache's kernels for compute-sanitizer, memcheck or racecheck:
 
-    compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize_kv.py
+    compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize_kv.py [case ...]
 
 Packing (prompts, steps, windows that become full) and decode attention (even split, masks), each compared with
 the reference, so that a tool that changes the timing changes nothing else.
@@ -43,7 +43,8 @@ def kernels_used() -> list[Kernel]:
 
 
 def main() -> None:
-    for case in CASES:
+    chosen = [CASES[int(index)] for index in sys.argv[1:]] or CASES
+    for case in chosen:
         here, _, _ = case.build("cpu")
         cache, sequences, q = case.build("cuda")
         torch.cuda.synchronize()
@@ -53,7 +54,7 @@ def main() -> None:
             out, _ = decode_kernel(q, cache, 1, sequences, case.masks("cuda"), split=split)
             torch.cuda.synchronize()
             assert relative_error(out, want) < (1e-2 if case.bf16 else 2e-3), case
-    print(f"{len(CASES)} cases, packing and attention: right")
+    print(f"{len(chosen)} cases, packing and attention: right")
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ PTX void load_columns(const Params& p, const Cursor<Config>& at, Column (&column
         }
 }
 
-template <class Config> __global__ void __launch_bounds__(Config::threads, Config::resident) kernel(const __grid_constant__ Params p) {
+template <class Config> __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm) kernel(const __grid_constant__ Params p) {
     using S = Shape<Config>;
     constexpr bool raw_residual = Config::bf16 && !S::raw_queries;
     const int warp = ptx::warp_id();

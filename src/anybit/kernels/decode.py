@@ -73,7 +73,6 @@ class Config(BlockConfig):
     warps: int
     stages: int
     blocks_per_sm: int
-    resident: int
     split: int
     bulk: bool
     keep_in_l2: bool
@@ -148,15 +147,10 @@ def make(
     *,
     query_tiles: int = 0,
     blocks_per_sm: int = 1,
-    resident: int = 0,
     paired: bool | None = None,
     checked: bool = False,
 ) -> Config:
-    """The config of a problem with these warps and stages; ``query_tiles`` 0 chooses.
-
-    blocks_per_sm: of the grid.  resident: how many there must be room for; more than ``blocks_per_sm`` lets the blocks
-    of the next launch in while these still run, where it may begin early (programmatic dependent launch).
-    """
+    """The config of a problem with these warps and stages; ``query_tiles`` 0 chooses, as ``paired`` None does."""
     layout, format = problem.layout, problem.layout.format
     if query_tiles == 0:
         # Two tiles of queries share the work of unpacking, where the registers suffice.
@@ -182,7 +176,6 @@ def make(
         warps=warps,
         stages=stages,
         blocks_per_sm=blocks_per_sm,
-        resident=max(resident, blocks_per_sm),
         split=problem.split // layout.block,
         bulk=device.capability >= 90,
         keep_in_l2=problem.rows > rows,
@@ -219,7 +212,7 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     if config.bulk and device.capability < 90:
         return f"bulk copies need sm_90 or later, and {device.name} is {device.arch}"
     needed = shared_bytes(config, problem.layout)
-    available = device.shared_bytes // config.resident - (1024 if config.resident > 1 else 0)
+    available = device.shared_bytes // config.blocks_per_sm - (1024 if config.blocks_per_sm > 1 else 0)
     if needed > available:
         return f"{config.warps} warps with {config.stages} slots need {needed} bytes of shared memory of {available}"
     units = problem.batch * problem.kv_heads * config.query_chunks * config.rows
