@@ -20,10 +20,10 @@ from anybit.kernels import bitwise, bitwise_sync, pack, planes
 from anybit.kernels.bitwise import Output
 from anybit.kernels.planes import PlaneWeight
 from anybit.scheme import Scheme
-from cases import BITWISE_SCHEMES, GEMM, Case, select
+from cases import BITWISE_SCHEMES, GEMM, PAPERS, Case, select
 from timing import RESULTS, baselines, floor_us, measure, merge_rows, rotations, stamp
 
-# Shapes in the order of what they say: large products, few tokens, one token; then everything else.
+# Shapes in the order of what they say: large products, few tokens, one token; then the papers' tables, then the rest.
 FIRST = [(4096, 28672, 4096), (64, 4096, 4096), (1024, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)]
 FAMILIES: dict[str, ModuleType] = {"wgmma": bitwise, "mma.sync": bitwise_sync}
 
@@ -125,7 +125,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this time")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "gemm_bitwise.json")
     options = parser.parse_args()
-    shapes: dict[tuple[int, int, int], list[Case]] = {shape: [] for shape in FIRST}
+    order = [*FIRST, *((case.m, case.n, case.k) for case in PAPERS)]
+    shapes: dict[tuple[int, int, int], list[Case]] = {shape: [] for shape in order}
     for case in select(GEMM, options.only, tuple(options.tokens) if options.tokens else None):
         shapes.setdefault((case.m, case.n, case.k), []).append(case)
     cases = [named[0] for named in shapes.values() if named]

@@ -313,9 +313,9 @@ def _small_candidates(problem: Problem) -> Iterator[Config]:
         walked, beside = (p, q) if walk is Walk.weights else (q, p)
         rounds = -(-chunks // cluster)
         for span in sorted({min(n, rounds) for n in (1, 2, 4, 8, 16)}):
-            for slots in (2, 3, 4, 5, 6, 8, 12, 16):
-                if slots > max(2, walked * rounds):
-                    break
+            sizes = (2, 3, 4, 5, 6, 8, 12, 16)
+            enough = next((slots for slots in sizes if slots >= walked * rounds), sizes[-1])
+            for slots in sizes[: sizes.index(enough) + 1]:
                 config = Config(
                     Path.small,
                     p,
@@ -370,8 +370,8 @@ def seeds(problem: Problem) -> list[Config]:
 
 
 def _default_large(problem: Problem, found: list[Config]) -> Config:
-    """The tiles that fill the GPU best, deep rings (activations first), and turns that hide rotations and results."""
-    turns = Turns.tiles if problem.weights.bits == problem.activations.bits == 1 else Turns.diagonals
+    """The tiles that fill the GPU best, deep rings (activations first), and as many buffers as they leave room for."""
+    turns = Turns.tiles if problem.weights.bits == problem.activations.bits == 1 else Turns.none
 
     def cost(config: Config) -> tuple[float, ...]:
         tiles = -(-problem.m // config.tokens) * -(-problem.n // _ROWS)
@@ -379,13 +379,17 @@ def _default_large(problem: Problem, found: list[Config]) -> Config:
         # Products of small tiles wait for shared memory; a tile's results and start cost about 24 tokens' products.
         work = waves * (config.tokens + 24) * (1.0 if config.tokens == 256 else 1.1)
         depth = min(config.weight_groups, 3) + 2 * min(config.activation_groups, 3)
-        return (work, config.resident, config.turns is not turns, -depth, config.turns is Turns.tiles, config.slab)
+        waiting = config.turns is not turns
+        return (work, config.resident, waiting, -depth, config.turns is Turns.tiles, config.slab, -config.buffers)
 
     return min(found, key=cost)
 
 
 def _default_small(problem: Problem, found: list[Config]) -> Config:
     """Enough blocks for every multiprocessor; few slots where blocks share one, many where a block has it alone."""
+    whole = _one_wave(problem, found)
+    if whole is not None:
+        return whole
     p, q, m = problem.weights.bits, problem.activations.bits, problem.m
     walk = Walk.tokens if m > 32 and p == q == 2 else Walk.weights
     tokens = 16 if m > 32 and p * q <= 2 else min(32, max(8, 1 << (m - 1).bit_length()))
@@ -400,6 +404,7 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
         return (
             config.walk is not walk,
             abs(config.tokens - tokens),
+            config.groups,
             config.cluster != 1 + alone,
             shared_bytes(config) > half,
             -config.span,
@@ -407,6 +412,25 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
         )
 
     return min(found, key=cost)
+
+
+def _one_wave(problem: Problem, found: list[Config]) -> Config | None:
+    """33 to 64 tokens, and about a tile of 32 weights a multiprocessor: a slot for every plane, warpgroups sharing k.
+
+    Not for one bit by two, which was measured to be faster in tiles of 16 tokens once its activations are quantized.
+    """
+    p, q = problem.weights.bits, problem.activations.bits
+    tiles = -(-problem.n // 32)
+    if not (32 < problem.m <= 64 and 0.75 * problem.device.sms <= tiles <= problem.device.sms) or p * q == 2:
+        return None
+    rounds, groups = planes.chunks(problem.k), 4 if p * q <= 4 else 2
+    fitting = [
+        config
+        for config in found
+        if (config.walk, config.tokens, config.groups) == (Walk.tokens, 32, groups)
+        and (config.cluster, config.span, config.slots) == (1, rounds, q * rounds)
+    ]
+    return max(fitting, key=lambda config: config.blocks, default=None)
 
 
 @functools.cache
