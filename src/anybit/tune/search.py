@@ -283,7 +283,7 @@ def candidates_of(product: Product, maps: Sequence[Policy], options: Options) ->
     hints: list[Candidate] = []
     for policy in maps:
         for count, (_, _, _, point) in enumerate(policy.near(product, 2.0)):
-            if count >= 4:
+            if count >= 2:
                 break
             for measured in point.strategies.values():
                 with contextlib.suppress(KernelError):
