@@ -213,12 +213,14 @@ def _default(p: Problem) -> Config:
     blocks = p.columns // 128
     if units <= 3:
         warps, most, first, half = 8 if p.m == 1 and units == 3 else 16, 3 if p.m == 1 else 2, 108, True
+    elif p.m > 2:
+        warps, most, first, half = 8, 7 if bits <= 2 else 4, 96, False
     elif bits <= 2:
-        warps, most, first, half = (8 if p.m == 1 else 16, 7, 90, True)
-    elif p.m > 1:
+        warps, most, first, half = 8 if p.m == 1 else 16, 7, 90, True
+    elif p.m == 2:
         warps, most, first, half = (16, 2, 130, False) if bits <= 4 else (8, 2, 200, False)
     else:
-        warps, most, first, half = (16, 4, 160, False) if bits == 3 else (8, 4 if bits <= 4 else 2, 204, False)
+        warps, most, first, half = {3: (16, 4, 160, False), 4: (8, 7, 180, False)}.get(bits, (8, 2, 204, False))
     stage_units = -(-units // -(-units // most))
     resident = -(-blocks // warps)
     room = (p.device.shared_bytes - 2048) // 2 if half else p.device.shared_bytes
@@ -227,7 +229,7 @@ def _default(p: Problem) -> Config:
         if kibibytes > first:
             continue
         at_hand = resident if resident <= 4 and p.m <= 2 else 2
-        found = fitted(p, warps, stage_units, kibibytes, at_hand, 2 if units > 3 and bits == 4 and p.m == 1 else 0)
+        found = fitted(p, warps, stage_units, kibibytes, at_hand)
         if shared_bytes(found) <= room:
             break
     assert found is not None

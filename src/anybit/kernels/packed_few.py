@@ -21,7 +21,7 @@ def kernel(problem: Problem) -> ModuleType | None:
     if p.m > MOST_TOKENS or (p.m > 8 and p.activations == torch.int8):
         return None
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
-    if p.m > 2:
+    if p.m > (4 if p.weights.bits <= 3 and units > 3 else 2):
         order = [packed_mid, packed_small]
     elif p.m == 1 and units == 3 and p.weights.bits >= 4:
         order = [packed_small, packed_digits]

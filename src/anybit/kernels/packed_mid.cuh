@@ -82,8 +82,8 @@ template <class C> PTX void bring_activations(const Params& p, uint32_t slot, ui
     }
 }
 
-// Adds the products of `units` units of a stage of weights and a block of activations.
-template <class C, int chunk, int units>
+// Adds the products of a stage of weights and a block of activations.
+template <class C, int chunk>
 PTX void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4], Widen16<C> (&weights)[C::stage_units],
                    uint32_t slot, uint32_t lane) {
     using S = MidShape<C>;
@@ -94,7 +94,7 @@ PTX void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4
         for (int n = 0; n < S::token_tiles; n++)
             ptx::ldmatrix_x4(b[n], slot + (n * 8 + (lane & 7)) * S::pitch + wide * 64 + (lane >> 3) * 16);
 #pragma unroll
-        for (int r = 0; r < units; r++) {
+        for (int r = 0; r < C::stage_units; r++) {
             uint32_t a[2][4];
             weights[r].template widen<8 * wide, 8 * wide + 8>(a);
 #pragma unroll
@@ -220,8 +220,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
                     weights[r].begin(p.row_zero, (block_first + first + chunk * C::stage_units + r) * 16, p.row_tiles * 64);
                     weights[r].load(ring + stage * S::stage_bytes + r * S::unit_size);
                 }
-                if (C::stage_units == 2 && mine - chunk * 2 == 1) packed::add_stage<C, chunk, 1>(sums, weights, x, lane);
-                else packed::add_stage<C, chunk, C::stage_units>(sums, weights, x, lane);
+                packed::add_stage<C, chunk>(sums, weights, x, lane);
                 __syncwarp();
                 if (left > 0) fetch();
                 if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
