@@ -220,7 +220,9 @@ def _default(p: Problem) -> Config:
             shape = (2 if units <= 2 else 1, 8, 2, kibibytes, 2, 2)
         else:
             shape = (2, 4, 2, kibibytes, 2, 2) if units <= 2 else (4, 4, 1, kibibytes, 2, 2)
-        found = fitted(p, *shape)
+        # Of small layers the next kernel's block finds registers beside this one, whose warps then have 64 each.
+        beside = units <= 4 and shape[0] * shape[1] == 16 and p.weights.bits not in (6, 7)
+        found = fitted(p, *shape, blocks_a_sm=1 + beside)
         if shared_bytes(found) <= p.device.shared_bytes:
             break
     assert found is not None
