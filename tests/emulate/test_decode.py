@@ -160,3 +160,24 @@ def test_packing_gives_the_pages_of_the_reference(case: Case, monkeypatch):
     assert torch.equal(here.residual[1].view(torch.int16), there.residual[1].view(torch.int16))
     wrong = (here.pages[1] != there.pages[1]).nonzero()
     assert not len(wrong), wrong[:8]
+
+
+@pytest.mark.parametrize("format", ["kv4g128", "kv2g32t"])
+def test_packing_what_is_in_the_residual_already(format: str, monkeypatch):
+    def launch(kernel, params, grid, *, pdl):
+        emulate.run(kernel, params, grid, resident=64)
+
+    cache = KVCache(format, layers=1, kv_heads=2, head_dim=128, sequences=2, capacity=512)
+    sequences = [cache.add(), cache.add()]
+    tokens = torch.randn(2, 2, 130, 2, 128, generator=torch.Generator().manual_seed(3)).half()
+    for begin, end in ((0, 127), (127, 130)):  # the second step completes the window
+        cache.extend(sequences, end - begin)
+        cache.write(0, sequences, tokens[0, :, begin:end], tokens[1, :, begin:end])
+    want = cache.pages.clone()
+    cache.pages.zero_()
+    assert cache.completes(sequences, 3)
+    monkeypatch.setattr(kvcache.jit, "launch", launch)
+    monkeypatch.setattr(kvcache.Device, "of", lambda tensor: Device.named("sm_90a"))
+    strides = dict.fromkeys((f"{x}_{y}_stride" for x in "kv" for y in ("batch", "token", "head")), 0)
+    cache._launch(0, sequences, 3, **strides, k=None, v=None, packs=1, keeps=0, stored=1)
+    assert torch.equal(cache.pages, want)
