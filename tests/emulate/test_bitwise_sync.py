@@ -53,6 +53,7 @@ def test_product(case: tuple) -> None:
     for seed in range(2):
         y = torch.full((m, n), 77, dtype=output.dtype)
         params = Params(
+            bytes(128),  # no tensor map
             ready.planes,
             planes.pack(codes, form.bits),
             ready.scale,
