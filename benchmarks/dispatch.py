@@ -471,27 +471,31 @@ def _draw_crossover(policy: Policy) -> None:
     from matplotlib.patches import Patch
 
     shapes = [(4096, 4096), (28672, 4096)]
-    figure, axes = plt.subplots(len(shapes), 1, figsize=(9, 3.4 * len(shapes)), squeeze=False)
+    known = {(key[0], *key[2:]): points for key, points in policy.layers.items()}
+    schemes = [scheme for scheme in CROSSOVER if any((scheme, n, k) in known for n, k in shapes)]
+    columns = sorted({m for scheme in schemes for shape in shapes for m in known.get((scheme, *shape), {})})
+    figure, axes = plt.subplots(len(shapes), 1, figsize=(9, 1.2 + 0.7 * len(schemes) * len(shapes)), squeeze=False)
     used: set[str] = set()
     for (axis,), (n, k) in zip(axes, shapes, strict=True):
-        for y, scheme in enumerate(CROSSOVER):
-            for m, point in policy.layers.get((scheme, "float16", n, k), {}).items():
+        for y, scheme in enumerate(schemes):
+            for m, point in known.get((scheme, n, k), {}).items():
                 ordered = point.ordered()
                 name, best = ordered[0]
                 used.add(name)
-                x = GRID.index(m)
+                x = columns.index(m)
                 axis.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color=COLOURS[name], linewidth=0))
                 if len(ordered) > 1:
                     gain = ordered[1][1].us / best.us
-                    axis.text(x, y, f"{gain:.2f}" if gain < 9.95 else "10+", ha="center", va="center", fontsize=5.5)
-        axis.set_xlim(-0.5, len(GRID) - 0.5)
-        axis.set_ylim(-0.5, len(CROSSOVER) - 0.5)
-        axis.set_xticks(range(len(GRID)), [str(m) for m in GRID], rotation=60, fontsize=7)
-        axis.set_yticks(range(len(CROSSOVER)), CROSSOVER)
+                    axis.text(x, y, f"{gain:.2f}" if gain < 9.95 else "10+", ha="center", va="center", fontsize=7)
+        axis.set_xlim(-0.5, len(columns) - 0.5)
+        axis.set_ylim(-0.5, len(schemes) - 0.5)
+        axis.set_xticks(range(len(columns)), [str(m) for m in columns], rotation=60, fontsize=7)
+        axis.set_yticks(range(len(schemes)), schemes)
         axis.set_title(f"{n} x {k}: the fastest strategy, and how many times the next one's time is its", fontsize=9)
         axis.set_xlabel("tokens")
-    axes[0][0].legend(handles=[Patch(color=COLOURS[name], label=name) for name in sorted(used)], fontsize=7)
-    figure.tight_layout()
+    handles = [Patch(color=COLOURS[name], label=name) for name in sorted(used)]
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.legend(handles=handles, fontsize=8, loc="lower center", ncols=len(handles) or 1)
     figure.savefig(DOCS / "crossover.svg", metadata={"Date": None})
 
 
