@@ -12,6 +12,14 @@ LLAMA3_8B = {
 }
 """The linear layers of Llama-3-8B, fused as they are served: name -> (N, K)."""
 
+LLAMA2_7B = {"qkv": (12288, 4096), "o": (4096, 4096), "gate_up": (22016, 4096), "down": (4096, 11008)}
+"""The same of Llama-2-7B."""
+
+QWEN3_14B = {"qkv": (7168, 5120), "o": (5120, 5120), "gate_up": (34816, 5120), "down": (5120, 17408)}
+"""The same of Qwen3-14B."""
+
+MODELS = {"llama-3-8b": LLAMA3_8B, "llama-2-7b": LLAMA2_7B, "qwen3-14b": QWEN3_14B}
+
 BITWISE_SCHEMES = ("w1a1", "w1a2", "w2a2", "w3a2", "w3a4", "w4a4", "w2a8")
 
 

@@ -42,33 +42,52 @@ def copies(tensor: torch.Tensor, most: int = 256) -> list[torch.Tensor]:
     return [tensor, *(tensor.clone() for _ in range(count - 1))]
 
 
-def time_graph(call: Callable[[int], object], calls: int, replays: int = 11) -> Timing:
-    """Time ``call(i)``, i = 0 .. calls-1, captured into one CUDA graph on one stream.
+class Captured:
+    """``call(i)``, i = 0 .. calls-1, in one CUDA graph on a stream of its own; ``replay`` times it once.
 
     ``call`` picks its operands by ``i`` (rotating them) and may launch several kernels; launches that ask for
     programmatic dependent launch keep it inside the graph, so a chain of calls overlaps as it would in a model.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for i in range(2):  # lazy set-up (module loading, workspaces) must not be captured
-            call(i)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(calls):
-            call(i)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    with torch.cuda.stream(stream):
-        for _ in range(replays + 1):
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / calls)
-    times = times[1:]
-    return Timing(statistics.median(times), min(times), max(times))
+
+    def __init__(self, call: Callable[[int], object], calls: int) -> None:
+        self.calls, self.stream, self.graph = calls, torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for i in range(2):  # lazy set-up (module loading, workspaces) must not be captured
+                call(i)
+        self.stream.synchronize()
+        # Not `with torch.cuda.graph`: that collects garbage and empties the allocator's cache, 0.2 s each time.
+        with torch.cuda.stream(self.stream):
+            self.graph.capture_begin()
+            try:
+                for i in range(calls):
+                    call(i)
+            finally:
+                self.graph.capture_end()
+
+    def replay(self) -> float:
+        """Microseconds of one call."""
+        with torch.cuda.stream(self.stream):
+            self._begin.record()
+            self.graph.replay()
+            self._end.record()
+            self._end.synchronize()
+        return self._begin.elapsed_time(self._end) * 1e3 / self.calls
+
+
+def time_graph(call: Callable[[int], object], calls: int, replays: int = 11) -> Timing:
+    """Time ``calls`` calls, captured into one CUDA graph."""
+    return time_in_turns([Captured(call, calls)], replays)[0]
+
+
+def time_in_turns(graphs: Sequence[Captured], replays: int = 11) -> list[Timing]:
+    """Replay the graphs one after another, again and again: what heat and clocks do, they do to all of them."""
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(replays + 1):
+        for graph, mine in zip(graphs, times, strict=True):
+            mine.append(graph.replay())
+    return [Timing(statistics.median(mine[1:]), min(mine[1:]), max(mine[1:])) for mine in times]
 
 
 def calls_for(expected_us: float, copies_at_hand: int = 1, graph_us: float = 1200.0, most: int = 256) -> int:
@@ -88,6 +107,23 @@ def measure(
     torch.cuda.synchronize()
     guess = time_graph(call, max(4, min(copies_at_hand, 8)), replays=1)
     return time_graph(call, calls_for(guess.us, copies_at_hand), replays)
+
+
+def measure_beside(
+    call: Callable[[int], object],
+    check: Callable[[], None],
+    others: dict[str, Captured],
+    *,
+    copies_at_hand: int = 1,
+    replays: int = 7,
+) -> tuple[Timing, dict[str, Timing]]:
+    """Check, then time ``call`` and ``others`` in turns, so that ratios come from the same moments."""
+    check()
+    torch.cuda.synchronize()
+    guess = time_graph(call, max(4, min(copies_at_hand, 8)), replays=1)
+    graphs = [Captured(call, calls_for(guess.us, copies_at_hand)), *others.values()]
+    mine, *theirs = time_in_turns(graphs, replays)
+    return mine, dict(zip(others, theirs, strict=True))
 
 
 # -------- floors: what the box can do at best, measured (docs/limits)
@@ -120,43 +156,41 @@ def baselines(m: int, n: int, k: int, names: Sequence[str] = ("cublas fp16", "in
     """Microseconds of the vendor's products of this shape with rotating weights; a name it refuses is left out."""
     found = {}
     for name in names:
-        try:
-            found[name] = round(_baseline(name, m, n, k).us, 3)
-        except RuntimeError:  # e.g. torch._int_mm wants M > 16
-            torch.cuda.synchronize()
+        graph = vendor(name, m, n, k)
+        if graph is not None:
+            found[name] = round(time_in_turns([graph], 7)[0].us, 3)
     return found
 
 
-def _baseline(name: str, m: int, n: int, k: int) -> Timing:
+def vendor(name: str, m: int, n: int, k: int) -> Captured | None:
+    """The vendor's product of this shape with rotating weights, captured; None where it refuses the shape."""
+    try:
+        call, count = _vendor_call(name, m, n, k)
+        guess = time_graph(call, 4, replays=1)
+        return Captured(call, calls_for(guess.us, min(count, 32)))
+    except RuntimeError:  # e.g. torch._int_mm wants M > 16
+        torch.cuda.synchronize()
+        return None
+
+
+def _vendor_call(name: str, m: int, n: int, k: int) -> tuple[Callable[[int], object], int]:
     count = rotations(n * k * (2 if name == "cublas fp16" else 1), 64)
     cuda = torch.device("cuda")
     if name == "cublas fp16":
         x = torch.randn(m, k, device=cuda, dtype=torch.float16)
         weights = [torch.randn(n, k, device=cuda, dtype=torch.float16) * 0.02 for _ in range(count)]
         y = torch.empty(m, n, device=cuda, dtype=torch.float16)
-
-        def call(i: int) -> object:
-            return torch.mm(x, weights[i % count].t(), out=y)
-
-    elif name == "int8":
+        return lambda i: torch.mm(x, weights[i % count].t(), out=y), count
+    if name == "int8":
         x = torch.randint(-127, 128, (m, k), device=cuda, dtype=torch.int8)
         weights = [torch.randint(-127, 128, (n, k), device=cuda, dtype=torch.int8) for _ in range(count)]
-
-        def call(i: int) -> object:
-            return torch._int_mm(x, weights[i % count].t())
-
-    elif name == "fp8":
+        return lambda i: torch._int_mm(x, weights[i % count].t()), count
+    if name == "fp8":
         x = torch.randn(m, k, device=cuda).to(torch.float8_e4m3fn)
         weights = [torch.randn(n, k, device=cuda).to(torch.float8_e4m3fn) for _ in range(count)]
         one = torch.ones((), device=cuda)
-
-        def call(i: int) -> object:
-            return torch._scaled_mm(x, weights[i % count].t(), one, one, out_dtype=torch.float16)
-
-    else:
-        raise ValueError(f"baseline {name!r} is not one of 'cublas fp16', 'int8', 'fp8'")
-    guess = time_graph(call, 4, replays=1)
-    return time_graph(call, calls_for(guess.us, min(count, 32)), replays=7)
+        return lambda i: torch._scaled_mm(x, weights[i % count].t(), one, one, out_dtype=torch.float16), count
+    raise ValueError(f"baseline {name!r} is not one of 'cublas fp16', 'int8', 'fp8'")
 
 
 # -------- rows

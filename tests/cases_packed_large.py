@@ -15,7 +15,7 @@ FP8 = ActivationFormat(8, "float")
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and how it is cut: tokens, row and k warpgroups, k and row blocks of a cluster, splits of k."""
+    """A problem and how it is cut: tokens, row and k warpgroups, k and row blocks of a cluster, stripes."""
 
     problem: Problem
     cut: tuple[int, ...]
@@ -30,7 +30,7 @@ class Case:
         return f"w{w.bits}{kind}g{w.group}{w.code}-{p.m}x{p.n}x{p.k}-" + "_".join(map(str, self.cut))
 
 
-# Every way of cutting: one block alone, K shared inside it, K shared over a cluster, X shared over a cluster, both.
+# Every way of cutting: one block, K shared inside it, K shared over a cluster, X shared over a cluster, both; stripes.
 CUTS = [
     (64, 2, 1, 1, 1),
     (16, 1, 4, 1, 1),
@@ -41,7 +41,8 @@ CUTS = [
     (48, 3, 1, 1, 1),
     (256, 2, 1, 1, 1),
     (64, 2, 1, 1, 1, 4),
-    (32, 1, 2, 1, 1, 2),
+    (32, 1, 2, 1, 1, 7),
+    (16, 2, 2, 1, 1, 11),
 ]
 _RAGGED = [(37, 320, 520), (16, 192, 768), (70, 300, 1024), (33, 256, 1024), (128, 512, 512), (64, 260, 1040)]
 
@@ -79,6 +80,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
     for m in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024):
         problem = Problem(m, 512, 1024, w4)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
+    cases.append(Case(Problem(1024, 512, 1024, w4), (64, 2, 1, 1, 1, 20)))  # many tiles whole, the last ones in stripes
     for m, n, k in ((1, 128, 128), (13, 8192, 4096), (26, 4096, 8192), (64, 4096, 4096), (257, 128, 4096),
                     (257, 4224, 4160), (1024, 8192, 4096)):  # fmt: skip
         for activations in (A16, INT8):
@@ -89,7 +91,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
 
 def cut_of(config: Config) -> tuple[int, ...]:
     c = config
-    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.k_splits
+    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes
 
 
 def tiny_cases() -> list[Case]:
@@ -99,7 +101,9 @@ def tiny_cases() -> list[Case]:
         (9, 64, 256, WeightFormat(3, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1)),
         (16, 64, 384, WeightFormat(8, "sym", None), A16, torch.bfloat16, (16, 1, 1, 2, 1)),
         (16, 128, 256, WeightFormat(1, "bipolar", None), A16, torch.float16, (16, 1, 1, 1, 2)),
-        (20, 70, 512, WeightFormat(2, "sym", 128), A16, torch.float16, (32, 1, 1, 1, 1, 2)),
+        (20, 70, 512, WeightFormat(2, "sym", 128), A16, torch.float16, (32, 1, 1, 1, 1, 3)),
+        (20, 70, 640, WeightFormat(4, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1, 5)),
+        (40, 130, 384, WeightFormat(4, "sym", None), INT8, torch.float16, (16, 1, 1, 1, 1, 2)),  # whole tiles too
         (20, 64, 256, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 1, 2, 1, 1)),
         (12, 64, 256, WeightFormat(5, "sym", 64), INT8, torch.float16, (16, 1, 1, 1, 1)),
         (12, 64, 128, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),

@@ -14,7 +14,7 @@ from anybit.kernels.packed_large import Problem
 from anybit.scheme import WeightFormat
 from cases_packed_large import A16, FP8, INT8
 
-INSTRUCTION = {"f16": "HGMMA.64x{}x16.F32 ", "bf16": "HGMMA.64x{}x16.F32.BF16 ", "s8": "IGMMA.64x{}x32.S8.S8 ",
+INSTRUCTION = {"f16": "HGMMA.64x{}x16.F32 ", "bf16": "HGMMA.64x{}x16.F32.BF16 ", "s8": "IGMMA.64x{}x32.{}8.S8 ",
                "e4m3": "QGMMA.64x{}x32.F32.E4M3.E4M3 "}  # fmt: skip
 CASES = [
     (WeightFormat(4, "sym", 128), A16, torch.float16, (64, 4, 1, 1, 1)),
@@ -25,6 +25,8 @@ CASES = [
     (WeightFormat(1, "bipolar", None), A16, torch.float16, (16, 1, 4, 1, 1)),
     (WeightFormat(4, "sym", None), INT8, torch.float16, (128, 4, 1, 1, 2)),
     (WeightFormat(2, "sym", None), INT8, torch.float16, (256, 2, 1, 1, 2)),
+    (WeightFormat(2, "sym", None), INT8, torch.float16, (256, 2)),
+    (WeightFormat(4, "sym", 128), A16, torch.float16, (64, 4, 1, 1, 1, 132)),
     (WeightFormat(7, "asym", 64), INT8, torch.bfloat16, (128, 2, 1, 1, 1)),
     (WeightFormat(4, "asym", 128), FP8, torch.float16, (128, 2, 1, 1, 1)),
 ]
@@ -38,8 +40,10 @@ def test_machine_code(weights, activations, dtype, cut, tmp_path: Path) -> None:
     compiled = jit.compile(packed_large.kernel(config), "sm_90a")
     assert compiled.spill_bytes == 0
     code = disassembly(compiled.cubin, tmp_path)
-    assert INSTRUCTION[problem.operand.name].format(config.tokens) in code
+    assert INSTRUCTION[problem.operand.name].format(config.tokens, "S" if weights.group else "U") in code
     assert "CALL" not in code, "an instruction is emulated"
+    if config.register_sets == 2 and not config.promotes:
+        assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x0") == 1, "the assembler has one product wait for another"
 
 
 def disassembly(cubin: bytes, folder: Path) -> str:

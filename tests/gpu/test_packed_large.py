@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from anybit import jit
-from anybit.errors import KernelError
 from anybit.kernels import packed_large
 from anybit.kernels.packed_layout import prepare
 from anybit.reference import quantize_activations
@@ -43,9 +42,11 @@ def operands(case: Case, seed: int = 0):
 def product(case: Case, packed, x, x_scale, bias=None) -> torch.Tensor:
     p = case.problem
     y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype, device="cuda")
+    x_sum = x.sum(1, dtype=torch.int32) if x.dtype == torch.int8 else None
+    workspace = packed_large.workspace_for(case.config, y.device)
     packed_large.launch(
         packed_large.kernel(case.config),
-        packed_large.params(p, case.config, x, packed, y, bias, x_scale, packed_large.workspace_of(y.device)),
+        packed_large.params(p, case.config, x, packed, y, bias, x_scale, x_sum, workspace),
         packed_large.grid(p, case.config),
         pdl=True,
     )
@@ -53,10 +54,11 @@ def product(case: Case, packed, x, x_scale, bias=None) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """All kernels at once: compilation takes the time, and it runs in threads."""
+def compiled(request: pytest.FixtureRequest) -> None:
+    """All kernels of the selected cases at once: compilation takes the time, and it runs in threads."""
     importlib.import_module("cuda.core")  # before the threads race for it
-    kernels = {packed_large.kernel(case.config) for case in CASES}
+    selected = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    kernels = {packed_large.kernel(case.config) for case in CASES if case in selected}
     with ThreadPoolExecutor() as pool:
         for result in pool.map(lambda kernel: jit.cached(kernel, "sm_90a"), kernels):
             assert result.spill_bytes == 0
@@ -122,18 +124,26 @@ def test_chain_of_dependent_launches() -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_streams_have_workspaces_of_their_own() -> None:
-    """Sums shared through L2 by launches on two streams never mix; a capture needs a launch before it."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    found = []
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            found.append(packed_large.workspace_of(device).data_ptr())
-            assert packed_large.workspace_of(device).data_ptr() == found[-1]
-    assert found[0] != found[1]
-    with pytest.raises(KernelError, match="before its capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        packed_large.workspace_of(device)
+def test_stripes_in_a_graph() -> None:
+    """Sums that travel through L2 give the same bits from launch to launch, in a graph of dependent launches too."""
+    weights = WeightFormat(4, "sym", 128)
+    problem = packed_large.Problem(64, 4096, 4096, weights)
+    config = packed_large.config_for(problem, 64, 2, 2, stripes=problem.device.sms)
+    weight = random_weight(4096, 4096, weights).to("cuda")
+    packed = prepare(weight)
+    x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
+    expected, y = torch.empty_like(x), [torch.empty_like(x) for _ in range(20)]
+    packed_large.multiply(x, packed, None, expected, config)
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    assert (expected.double() - exact).abs().mean() / exact.abs().mean() < 1e-3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for one in y:
+            packed_large.multiply(x, packed, None, one.zero_(), config)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, expected) for one in y)
 
 
 def test_activation_order() -> None:
@@ -162,3 +172,8 @@ def test_default_is_legal_everywhere() -> None:
             for activations in (A16, INT8, ActivationFormat(8, "float")):
                 problem = packed_large.Problem(m, n, k, WeightFormat(4), activations)
                 assert packed_large.why_not(problem, packed_large.default(problem)) is None
+
+
+def kernels_used() -> list:
+    """For precompile.py."""
+    return [packed_large.kernel(case.config) for case in CASES]

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROW_STRIDE = 68
 _EARLY_BYTES = 32 << 10
+_MOST_STAGES = 24
+_LEAST_SHARED = 117 << 10
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
-_SHARINGS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
-_WORKSPACE, _FLAGS = 5 << 20, 1024
-"""32-bit words of the memory through which blocks share sums, and how many of them, at its end, count arrivals."""
+_SHARINGS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
 
 
 class Operand(enum.Enum):
@@ -88,11 +88,12 @@ class Config:
 
     tokens: columns of a token tile. row_warpgroups: warpgroups side by side, 64 rows each. k_warpgroups: warpgroups
     that share the inputs of one row tile. k_blocks: blocks of a cluster that share the inputs. row_blocks: neighbours
-    in a cluster that load X for each other. k_splits: blocks that are no cluster and share the inputs through L2.
-    stages: steps of 128 inputs in flight, and early: of how many the weights are asked for before x. places: where a
-    warp turns its sums over, by turns. register_sets: of widened weights; with 2 a warpgroup widens while it
-    multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its registers to
-    the others.
+    in a cluster that load X for each other. stripes: if not 0, the blocks of the launch, that take equal shares of all
+    steps of all tiles and pass sums of tiles that they share through L2. stages: steps of 128 inputs in flight, and
+    early: of how many the weights are asked for before x. staged: tokens that a warpgroup turns over at a time on their
+    way to y, by turns in so many places of shared memory. register_sets: of widened weights; with 2 a warpgroup widens
+    while it multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its
+    registers to the others.
     """
 
     operand: Operand
@@ -106,9 +107,10 @@ class Config:
     k_warpgroups: int = 1
     k_blocks: int = 1
     row_blocks: int = 1
-    k_splits: int = 1
+    stripes: int = 0
     stages: int = 4
     early: int = 2
+    staged: int = 16
     places: int = 2
     register_sets: int = 2
     reallocates: bool = False
@@ -134,11 +136,6 @@ class Config:
         return 128 * self.warpgroups + (128 if self.reallocates else 32)
 
     @property
-    def k_shares(self) -> int:
-        """Blocks that share the inputs of a tile."""
-        return self.k_blocks * self.k_splits
-
-    @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
         return self.k_blocks * self.row_blocks
@@ -158,6 +155,7 @@ class Params:
     row_scale: Pointer
     row_zero: Pointer
     x_scale: Pointer
+    x_sum: Pointer
     bias: Pointer
     y: Pointer
     partials: Pointer
@@ -169,6 +167,7 @@ class Params:
     row_tiles: Int32
     token_tiles: Int32
     raster: Int32
+    whole_tiles: Int32
 
 
 def shared_bytes(config: Config) -> int:
@@ -176,15 +175,19 @@ def shared_bytes(config: Config) -> int:
     x_bytes = config.tokens * 128 * config.x_bytes
     stage = x_bytes + -(-config.row_warpgroups * config.tile_bytes // 1024) * 1024
     ring = config.stages * stage
-    reduces = config.k_warpgroups * config.k_shares > 1
+    reduces = not config.stripes and config.k_warpgroups * config.k_blocks > 1
     share = _share_bytes(config) if reduces else 0
-    body = max(ring, config.k_shares * share) + (config.k_blocks - 1) * share
-    return body + (0 if reduces else config.warpgroups * 4 * 512 * config.places) + config.stages * 24 + 8
+    body = max(ring, config.k_blocks * share) + (config.k_blocks - 1) * share
+    if config.stripes:
+        body += (config.warpgroups - config.row_warpgroups) * config.tokens * 256
+    body += 0 if reduces else config.warpgroups * config.places * config.staged * 128
+    # More than half of a multiprocessor's: two blocks would share one while others stand idle.
+    return max(body + config.stages * 24 + 8, _LEAST_SHARED)
 
 
 def _share_bytes(config: Config) -> int:
     """Bytes of the partial sums that one of the blocks sharing a tile adds up."""
-    return config.warpgroups * (config.tokens // config.k_shares) * _ROW_STRIDE * 4
+    return config.warpgroups * (config.tokens // config.k_blocks) * _ROW_STRIDE * 4
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -210,14 +213,14 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"a token tile has one of {TOKENS} tokens, not {config.tokens}"
     if config.warpgroups > 4 or config.warpgroups < 1:
         return f"a block has 1 to 4 warpgroups that multiply, not {config.warpgroups}"
-    if config.tokens // 2 + 8 > _at_launch(config):  # one instruction's operands, which the assembler never splits
+    if config.tokens // 2 + 24 > _at_launch(config):  # one instruction's operands, which the assembler never splits
         return f"sums of {config.tokens} tokens do not fit the registers of {config.warpgroups} warpgroups at launch"
     registers, most = _registers(config), _most_registers(config)
     if registers > most:
         return (
             f"{config.tokens} tokens need about {registers} registers, and {config.warpgroups} warpgroups have {most}"
         )
-    if config.stages < max(2, config.k_warpgroups, config.early):
+    if config.stages < max(config.k_warpgroups + 1, config.early):
         return (
             f"{config.stages} stages are too few for {config.k_warpgroups} warpgroups along the inputs and "
             f"{config.early} early stages"
@@ -226,16 +229,16 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"a cluster has at most 8 blocks, not {config.cluster}"
     if config.row_blocks not in (1, 2):
         return f"1 or 2 neighbours share their loads of x, not {config.row_blocks}"
-    if config.tokens % (8 * config.row_blocks) or config.tokens % (8 * config.k_shares):
-        return f"{config.tokens} tokens do not divide among {config.row_blocks} x {config.k_shares} blocks in eights"
-    if config.k_shares > problem.units:
-        return f"{problem.units} steps of 128 inputs do not divide among {config.k_shares} blocks"
-    if config.k_splits > 1:
+    if config.tokens % (8 * config.row_blocks) or config.tokens % (8 * config.k_blocks):
+        return f"{config.tokens} tokens do not divide among {config.row_blocks} x {config.k_blocks} blocks in eights"
+    if config.k_blocks > problem.units:
+        return f"{problem.units} steps of 128 inputs do not divide among {config.k_blocks} blocks"
+    if config.stripes:
         if config.cluster > 1:
-            return "inputs are shared in clusters or through L2, not both"
-        blocks = math.prod(_place(problem, config)) * config.k_splits
-        if blocks > problem.device.sms:
-            return f"{blocks} blocks that wait for each other must all run at once, on {problem.device.sms} processors"
+            return "inputs are shared in clusters or in stripes, not both"
+        most = min(problem.device.sms, math.prod(_place(problem, config)) * problem.units)
+        if not 0 < config.stripes <= most:
+            return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
     if shared_bytes(config) > problem.device.shared_bytes:
         return f"{shared_bytes(config)} bytes of shared memory are more than the device's {problem.device.shared_bytes}"
     return None
@@ -251,7 +254,7 @@ def _why_not_bytes(problem: Problem) -> str | None:
             )
         if weights.bits == 8 and weights.code != "sym":
             return f"8-bit {weights.code} weights less their zeros do not fit a signed byte: use sym, or 7 bits"
-        largest = (2**weights.bits if weights.code != "sym" else 2 ** (weights.bits - 1)) * 2 ** (activations.bits - 1)
+        largest = 2 ** (weights.bits + (weights.code == "bipolar")) * 2 ** (activations.bits - 1)
         if weights.group is None and problem.k * largest >= 2**31:
             return f"sums over k = {problem.k} of products up to {largest} may overflow int32"
         return None
@@ -268,9 +271,10 @@ def _registers(config: Config) -> int:
     accumulators = config.tokens if config.promotes else config.tokens // 2
     widened = 8 * config.x_bytes * (2 if config.promotes else config.register_sets)
     # Scales and biases of all its row tiles, where a thread adds up what others send.
-    summing = 4 * config.row_warpgroups if config.k_shares > 1 else 0
+    summing = 4 * config.row_warpgroups if config.k_blocks > 1 else 0
     groups = 8 if config.group == 32 else 0  # four scales and zeros of two rows at a time
-    return accumulators + widened + 2 * config.bits + 12 + summing + groups
+    walk = 4 if config.stripes else 0
+    return accumulators + widened + 2 * config.bits + 24 + summing + groups + walk
 
 
 def _at_launch(config: Config) -> int:
@@ -294,8 +298,10 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """Blocks of a launch: at most one a multiprocessor; clusters walk over several tiles if there are more."""
     row_tiles, token_tiles = _place(problem, config)
     tiles = row_tiles * token_tiles
-    if config.k_warpgroups * config.k_shares > 1:
-        return tiles * config.cluster * config.k_splits, 1, 1
+    if config.stripes:
+        return config.stripes, 1, 1
+    if config.k_warpgroups * config.k_blocks > 1:
+        return tiles * config.cluster, 1, 1
     return min(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
 
 
@@ -306,14 +312,22 @@ def config_for(
     k_warpgroups: int = 1,
     k_blocks: int = 1,
     row_blocks: int = 1,
-    k_splits: int = 1,
+    stripes: int = 0,
     stages: int | None = None,
 ) -> Config:
-    """A config of these tiles; as many stages as shared memory holds, at most 12, if none are asked for."""
+    """A config of these tiles; as many stages as shared memory holds, at most 24, if none are asked for."""
     weights = problem.weights
     fields = (problem.operand, weights.bits, weights.group or 0, Code[weights.code], problem.dtype == torch.bfloat16)
     config = Config(
-        *fields, tile_bytes(weights), tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks, k_splits, stages or 2
+        *fields,
+        tile_bytes(weights),
+        tokens,
+        row_warpgroups,
+        k_warpgroups,
+        k_blocks,
+        row_blocks,
+        stripes,
+        stages or k_warpgroups + 1,
     )
     # Registers first: give the warpgroups the producer's, then one set of widened weights must do.
     for sets, reallocates in ((2, False), (2, True), (1, True)):
@@ -321,9 +335,9 @@ def config_for(
         if _registers(config) <= _most_registers(config):
             break
     if stages is None:
-        most = max(2, k_warpgroups, min(12, -(-problem.units // config.k_shares)))
-        for stages, places in itertools.product(range(most, 1, -1), (2, 1)):
-            config = replace(config, stages=stages, places=places)
+        most = max(k_warpgroups + 1, min(_MOST_STAGES, -(-problem.units // config.k_blocks)))
+        for stages, (staged, places) in itertools.product(range(most, k_warpgroups, -1), ((32, 2), (16, 2), (16, 1))):
+            config = replace(config, stages=stages, staged=staged, places=places)
             if shared_bytes(config) <= problem.device.shared_bytes:
                 break
     # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
@@ -332,7 +346,7 @@ def config_for(
 
 
 def configs(problem: Problem) -> Iterator[Config]:
-    """Every legal config of the widths that fit `m`, for a search."""
+    """Every legal config of the widths that fit `m`, for a search; without stripes, which must be asked for."""
     for tokens in TOKENS:
         if tokens > 16 and tokens >= 2 * problem.m:
             continue
@@ -340,52 +354,61 @@ def configs(problem: Problem) -> Iterator[Config]:
             for k_warpgroups in (1, 2, 3, 4):
                 if row_warpgroups * k_warpgroups > 4:
                     continue
-                for k_blocks, row_blocks, k_splits in _SHARINGS:
-                    found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks, k_splits)
+                for k_blocks, row_blocks in _SHARINGS:
+                    found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks)
                     if why_not(problem, found) is None:
                         yield found
 
 
 def estimate(problem: Problem, config: Config) -> float:
-    """About how many microseconds a config takes on an H200, between others in a chain; fitted, see docs/packed.md."""
+    """About how many microseconds a config takes on an H200, between others in a chain; fitted, see docs/packed.md.
+
+    The constants fit 61 measured configs of w4a16g128 (M = 16 to 256) within 4% on average.
+    """
     row_tiles, token_tiles = _place(problem, config)
-    tokens, partial = config.tokens, config.row_warpgroups * config.tokens / 64
-    # Clusters of four do not fill an H200: 30 of them fit.
-    waves = float(-(-row_tiles * token_tiles // {1: 132, 2: 66, 4: 30}.get(config.cluster, 15)))
-    if waves > 1 and config.warpgroups * config.k_shares > config.row_warpgroups:
-        waves *= 1.7  # blocks that add up sums do not walk on to a next tile: every wave starts anew
-    # Cycles that 64 rows take of a stage: tensor cores when tokens are many, else widening, shared memory and issue.
-    if config.promotes:
-        tile = max(4.5 * tokens, 330)
-    elif config.x_bytes == 1:
-        tile = max((2.5 if tokens >= 256 else 2.75) * tokens, 310)
-    else:
-        tile = max(4.3 * tokens, 210 + 2.3 * tokens)
+    tokens, rows, tiles = config.tokens, config.row_warpgroups, row_tiles * token_tiles
+    # Cycles of 64 rows and 128 inputs: of the tensor cores, and of what it takes to widen and to issue.
+    widen = 195 + 2.2 * tokens
     if config.bits in (3, 5, 6, 7) or config.operand == Operand.bf16:
-        tile += 40
+        widen += 40
+    if config.promotes:
+        product, widen = 4.5 * tokens, max(widen, 330.0)
+    elif config.x_bytes == 1:
+        product = (2.45 if tokens >= 256 or (tokens == 192 and config.bits <= 2) else 2.75) * tokens
+        widen = 140 + 1.3 * tokens
+    else:
+        product = 4.3 * tokens
     stage = max(
-        tile * config.row_warpgroups,
-        (230 + 3.6 * min(tokens, 64)) * (1.06 if config.warpgroups == 1 and tokens < 64 else 1),  # however little it is
-        (tokens * 128 * config.x_bytes + config.row_warpgroups * config.tile_bytes) / 54,  # what a processor takes in
+        product * rows,
+        widen * rows,
+        493 / config.k_warpgroups,  # the chain of waiting, widening and multiplying in one warpgroup
+        (tokens * 128 * config.x_bytes + rows * config.tile_bytes) / 47.5,  # what a multiprocessor takes in
     )
-    summing = 0.5 * partial if config.warpgroups > config.row_warpgroups else 0.0
-    if config.k_blocks > 1:
-        summing += 1.3 + 0.5 * partial + 0.3 * (config.k_blocks > 2)
-    if config.k_splits > 1:
-        summing += 2.0 + 1.1 * partial
+    partial = rows * config.k_warpgroups * tokens / 64
+    around = 0.57 + 0.0055 * tokens  # to the first product and from the last one
     waste = 1.0 if token_tiles == 1 or tokens in (16, 32, 64, 128, 256) else 1.05
-    units = -(-problem.units // config.k_shares)
-    return 1.6 + summing + 0.5 * (config.row_blocks - 1) + waste * waves * (units * stage / 1850 + 0.5 + tokens / 128)
+    if tiles > 2 * problem.device.sms and config.warpgroups < 3 and tokens < 256:
+        waste *= 1.03  # two warpgroups cover each other's ends less well than four
+    if config.stripes:
+        steps = -(-tiles * problem.units // config.stripes)
+        # Sums that travel through L2, and the wait for stripes in the middle of a tile.
+        return 1.0 + 6.5 + 0.022 * rows * tokens + 2 * around + waste * steps * stage / 1800
+    # Clusters of four do not fill an H200: 30 of them fit.
+    waves = float(-(-tiles // {1: 132, 2: 66, 4: 30}.get(config.cluster, 15)))
+    summing = 0.1 * partial if config.warpgroups > rows else 0.0
+    if config.k_blocks > 1:
+        summing += 0.4 + 0.36 * partial + 0.54 * (config.k_blocks > 2)
+    if waves > 1 and config.k_warpgroups * config.k_blocks > 1:
+        waves *= 1.08  # blocks that add up sums do not walk on to a next tile: every wave starts anew
+    units = -(-problem.units // config.k_blocks)
+    one = units * stage / 1800 + around
+    return 1.0 + 0.5 * (config.row_blocks - 1) + summing * waves + waste * waves * one
 
 
 @lru_cache(maxsize=4096)
 def default(problem: Problem) -> Config:
-    """The legal config that `estimate` likes best. Raises KernelError where there is none.
-
-    Never one with k_splits: its blocks wait for each other, so two such launches on two streams could wait for ever.
-    """
-    safe = (config for config in configs(problem) if config.k_splits == 1)
-    best = min(safe, key=lambda config: estimate(problem, config), default=None)
+    """The legal config that `estimate` likes best, never with stripes. Raises KernelError where there is none."""
+    best = min(configs(problem), key=lambda config: estimate(problem, config), default=None)
     if best is None:
         raise KernelError(f"packed_large cannot take {problem}: {why_not(problem) or 'no config is legal'}")
     return best
@@ -413,23 +436,30 @@ def params(
     y: Tensor,
     bias: Tensor | None = None,
     x_scale: Tensor | None = None,
+    x_sum: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Params:
     """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n].
 
-    Without an x the map is left empty, for the emulation to fill. workspace: for k_splits, see `workspace_of`.
+    x_sum: int32 [m], the sums of integer codes, needed where weights have whole rows.
+
+    Without an x the map is left empty, for the emulation to fill. workspace: for stripes, see `workspace_for`.
     """
     row_tiles, token_tiles = _place(problem, config)
+    tiles, flags = row_tiles * token_tiles, config.stripes * config.row_warpgroups * config.tokens * 256
+    # Stripes share the tiles of the last wave and of the one before it.
+    waves = tiles // config.stripes if config.stripes else 0
     return Params(
         x=b"" if x is None else encode(x, 128 // x.element_size(), config.tokens // config.row_blocks),
         tiles=weight.tiles,
         row_scale=weight.row_scale,
         row_zero=weight.row_zero,
         x_scale=x_scale,
+        x_sum=x_sum,
         bias=bias,
         y=y,
         partials=workspace,
-        arrived=None if workspace is None else workspace[-_FLAGS:],
+        arrived=None if workspace is None else workspace[flags:],
         tokens=problem.m,
         rows=problem.n,
         units=problem.units,
@@ -437,32 +467,20 @@ def params(
         row_tiles=row_tiles,
         token_tiles=token_tiles,
         raster=max(1, 4096 // config.rows),
+        whole_tiles=max(waves - 1, 0) * config.stripes,
     )
 
 
-def workspace_of(device: torch.device) -> Tensor:
-    """Where blocks of k_splits > 1 leave partial sums: one for each stream, zero at first and between launches.
+def workspace_for(config: Config, device: torch.device) -> Tensor | None:
+    """Where stripes leave the sums of tiles that they share, and flags; None for a config without stripes.
 
-    A launch waits until all its blocks are on the device, which two of them on two streams may keep from each other
-    when both are there with half of their blocks: so `default` takes no such config. Raises KernelError where a graph
-    is being captured on a stream that has none yet, since what zeros it would only run with the graph.
+    It may hold anything but the flags' own 64 bits, and needs no clearing: so every launch takes a fresh one from
+    torch's allocator, which keeps streams and captured graphs apart.
     """
-    if device.type != "cuda":
-        return _workspace(device, 0)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    if (device, stream) not in _with_workspace and torch.cuda.is_current_stream_capturing():
-        raise KernelError("a config with k_splits needs one launch on the capturing stream before its capture begins")
-    _with_workspace.add((device, stream))
-    return _workspace(device, stream)
-
-
-_with_workspace: set[tuple[torch.device, int]] = set()
-
-
-@cache
-def _workspace(device: torch.device, stream: int) -> Tensor:
-    """Zeros, for the blocks of one stream's launches."""
-    return torch.zeros(_WORKSPACE + _FLAGS, dtype=torch.int32, device=device)
+    if not config.stripes:
+        return None
+    slots = config.stripes * config.row_warpgroups
+    return torch.empty(slots * (config.tokens * 256 + 8), dtype=torch.uint8, device=device)
 
 
 def multiply(
@@ -479,14 +497,14 @@ def multiply(
     x: y's dtype, contiguous along k (in the order of the tiles' columns), or the bytes of ``pack`` with their scales.
     bias: [n] in y's dtype. pdl: the launch may begin before the one ahead of it ends. Shapes were checked by ops.
     """
-    x_scale = None
+    x_scale = x_sum = None
     activations = ActivationFormat()
     if bias is not None and bias.dtype != y.dtype:
         bias = bias.to(y.dtype)
     if isinstance(x, Packed):
-        activations, x_scale, x = x.format, x.scale, x.codes[:, : x.k]
+        activations, x_scale, x_sum, x = x.format, x.scale, x.sum, x.codes[:, : x.k]
     problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype)
     config = config or default(problem)
-    workspace = workspace_of(y.device) if config.k_splits > 1 else None
-    arguments = params(problem, config, x, weight, y, bias, x_scale, workspace)
+    workspace = workspace_for(config, y.device)
+    arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum, workspace)
     launch(kernel(config), arguments, grid(problem, config), pdl=pdl)

@@ -153,12 +153,15 @@ struct Widen8 {
     static constexpr int parts = Config::group == 0 ? 1 : Config::group >= 128 ? 1 : 128 / Config::group;
     static constexpr bool asym = Config::code == Code::asym, bipolar = Config::code == Code::bipolar;
     static constexpr bool integer = Config::operand == Operand::s8;
+    // Whole rows of integers are multiplied as unsigned codes: their zeros times the sum of a token's codes are taken away
+    // from the sums of products, exactly (see TileTerms).
+    static constexpr bool raw = integer && Config::group == 0;
     uint32_t words[2 * bits];
     uint32_t scales[parts], zeros[parts];  // rows g and g + 8
     uint32_t zero[2];                      // as the arithmetic below wants it
 
     PTX void begin(const uint8_t* row_zero, int first_row, int rows) {
-        if (asym && Config::group == 0 && first_row < rows) {
+        if (asym && Config::group == 0 && !raw && first_row < rows) {
             const int row = first_row + ptx::lane_id() / 4;
             prepare(row_zero[row] | row_zero[row + 8] << 8);
         }
@@ -198,7 +201,9 @@ struct Widen8 {
     template <int j>
     PTX uint32_t one() {
         constexpr uint32_t top = 0x80808080u;
-        if constexpr (integer && bits == 8) {
+        if constexpr (raw) {
+            return codes<bits, 8, j, 0>(words);
+        } else if constexpr (integer && bits == 8) {
             return codes<bits, 8, j, 0>(words) ^ top;  // sym alone: see why_not
         } else if constexpr (integer) {
             const uint32_t subtract = asym ? zero[j & 1] : (1u << (bits - 1)) * 0x01010101u;

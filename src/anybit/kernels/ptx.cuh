@@ -206,6 +206,12 @@ PTX uint32_t ld_acquire_gpu(const uint32_t* p) {
 PTX void st_release_gpu(uint32_t* p, uint32_t v) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
 }
+PTX uint64_t ld_acquire_gpu(const uint64_t* p) {
+    uint64_t v; asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory"); return v;
+}
+PTX void st_release_gpu(uint64_t* p, uint64_t v) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory");
+}
 PTX uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v) {
     uint32_t r;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(v) : "memory");

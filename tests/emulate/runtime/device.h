@@ -269,6 +269,11 @@ PTX uint32_t ld_acquire_gpu(const uint32_t* p) {
     return read_global<uint32_t>(p, "ld_acquire_gpu");
 }
 PTX void st_release_gpu(uint32_t* p, uint32_t v) { write_global(p, v, "st_release_gpu"); }
+PTX uint64_t ld_acquire_gpu(const uint64_t* p) {
+    emulate::spin("ld_acquire_gpu");
+    return read_global<uint64_t>(p, "ld_acquire_gpu");
+}
+PTX void st_release_gpu(uint64_t* p, uint64_t v) { write_global(p, v, "st_release_gpu"); }
 PTX uint32_t atom_add_acq_rel_gpu(uint32_t* p, uint32_t v) { return atomicAdd(p, v); }
 PTX void red_release_gpu_add(uint32_t* p, uint32_t v) { atomicAdd(p, v); }
 PTX void red_add_u32(uint32_t* p, uint32_t v) { atomicAdd(p, v); }
