@@ -124,8 +124,8 @@ def test_chain_of_dependent_launches() -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_stripes_in_a_graph() -> None:
-    """Sums that travel through L2 give the same bits from launch to launch, in a graph of dependent launches too."""
+def test_stripes_on_two_streams_and_in_a_graph() -> None:
+    """Sums that travel through L2 give the same bits in every launch, on two streams at a time and from a graph too."""
     weights = WeightFormat(4, "sym", 128)
     problem = packed_large.Problem(64, 4096, 4096, weights)
     config = packed_large.config_for(problem, 64, 2, 2, stripes=problem.device.sms)
@@ -136,6 +136,13 @@ def test_stripes_in_a_graph() -> None:
     packed_large.multiply(x, packed, None, expected, config)
     exact = x.double() @ weight.dequantize(torch.float64).T
     assert (expected.double() - exact).abs().mean() / exact.abs().mean() < 1e-3
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for i, one in enumerate(y):
+        with torch.cuda.stream(streams[i % 2]):
+            packed_large.multiply(x, packed, None, one, config)
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, expected) for one in y)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for one in y:
