@@ -104,7 +104,7 @@ class Family:
         if reason is not None:
             return reason
         problem = self.problem(product)
-        if getattr(config, "k_splits", 1) > 1:
+        if _waits(config):
             return "blocks that wait for each other through L2 could wait for ever beside a second such launch"
         reason = self.module.why_not(problem) if config is None else self.module.why_not(problem, config)
         return None if reason is None else str(reason)
@@ -115,7 +115,7 @@ class Family:
             return []
         try:
             found = dict.fromkeys(self._ready(config, product) for config in self.module.configs(self.problem(product)))
-            return [config for config in found if getattr(config, "k_splits", 1) == 1]
+            return [config for config in found if not _waits(config)]
         except KernelError:
             return []
 
@@ -185,6 +185,11 @@ class Family:
             order = sorted(found, key=lambda config: min(_unlike(self.fields(config), seed) for seed in known))
             order = [*seeds, *order]
         return list(dict.fromkeys([first, *order]))
+
+
+def _waits(config: Any) -> bool:
+    """Whether blocks that are no cluster wait for each other's sums."""
+    return bool(getattr(config, "stripes", 0))
 
 
 @functools.lru_cache(maxsize=4096)
