@@ -12,7 +12,15 @@ from anybit import jit
 from anybit.errors import KernelError
 from anybit.kernels import packed_layout
 from anybit.kernels.packed_layout import PackedWeight
-from anybit.kernels.packed_small import Params, Problem, arguments, checked_problem
+from anybit.kernels.packed_small import (
+    Params,
+    Problem,
+    arguments,
+    checked_default,
+    checked_problem,
+    problem_why_not,
+    sixteen_bits_why_not,
+)  # fmt: skip
 
 MOST_TOKENS = 4
 _UNIT_ROWS = packed_layout.UNIT_ROWS
@@ -65,20 +73,10 @@ class Config:
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
-    p = problem
-    if p.device.capability < 90:
-        return f"{p.device.arch} has no bulk copies (sm_90 and later do): see marlin.py"
-    if min(p.m, p.n, p.k) < 1:
-        return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
-    if p.m > MOST_TOKENS:
-        return f"M = {p.m} is more than {MOST_TOKENS} tokens: see packed_mid.py"
-    if p.weights.sparse:
-        return "2:4 sparse weights have kernels of their own"
-    if p.activations not in (torch.float16, torch.bfloat16):
-        return f"activations must be float16 or bfloat16, not {p.activations}: see packed_small.py"
-    if p.activations != p.output:
-        return f"activations and output must agree, not {p.activations} and {p.output}"
-    return None if config is None else _config_why_not(p, config)
+    reason = problem_why_not(problem, MOST_TOKENS, "packed_mid.py") or sixteen_bits_why_not(problem)
+    if reason is not None:
+        return reason
+    return None if config is None else _config_why_not(problem, config)
 
 
 def _config_why_not(p: Problem, c: Config) -> str | None:
@@ -190,14 +188,7 @@ def configs(problem: Problem) -> Iterator[Config]:
 
 def default(problem: Problem) -> Config:
     """The config to use where nothing was measured. Raises KernelError where there is none."""
-    reason = why_not(problem)
-    if reason is not None:
-        raise KernelError(reason)
-    found = _default(problem)
-    reason = why_not(problem, found)
-    if reason is not None:
-        raise KernelError(f"no config for {problem}: {reason}")
-    return found
+    return checked_default(problem, _default, why_not)
 
 
 @functools.cache

@@ -1,9 +1,10 @@
 """y = x W^T for few tokens and packed weights of 1 to 8 bits, each read once. Host side of packed_small.cuh."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ _MOST_UNITS = 16
 _RESIDENT_BYTES = 56 << 10
 """Activations of a block are all at hand if they are no larger than this."""
 _UNIT_ROWS = packed_layout.UNIT_ROWS
+_C = TypeVar("_C")
 
 
 class Activation(Enum):
@@ -123,17 +125,36 @@ class Params:
     row_tiles: Int32
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
-    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+def problem_why_not(problem: Problem, most_tokens: int, otherwise: str) -> str | None:
+    """What the kernels for few tokens all refuse, in a sentence; ``otherwise``: who takes more tokens."""
     p = problem
     if p.device.capability < 90:
         return f"{p.device.arch} has no bulk copies (sm_90 and later do): see marlin.py"
     if min(p.m, p.n, p.k) < 1:
         return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
-    if p.m > MOST_TOKENS:
-        return f"M = {p.m} is more than {MOST_TOKENS} tokens: see packed_large.py"
+    if p.m > most_tokens:
+        return f"M = {p.m} is more than {most_tokens} tokens: see {otherwise}"
     if p.weights.sparse:
         return "2:4 sparse weights have kernels of their own"
+    return None
+
+
+def sixteen_bits_why_not(problem: Problem) -> str | None:
+    """Why these are not 16-bit activations with a result of their type, in a sentence; None if they are."""
+    p = problem
+    if p.activations not in (torch.float16, torch.bfloat16):
+        return f"activations must be float16 or bfloat16, not {p.activations}: see packed_small.py, packed_large.py"
+    if p.activations != p.output:
+        return f"activations and output must agree, not {p.activations} and {p.output}"
+    return None
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    p = problem
+    reason = problem_why_not(p, MOST_TOKENS, "packed_large.py")
+    if reason is not None:
+        return reason
     if p.activations not in (torch.float16, torch.bfloat16, torch.int8):
         return f"activations must be float16, bfloat16 or int8, not {_name(p.activations)}"
     if p.output not in (torch.float16, torch.bfloat16):
@@ -249,16 +270,23 @@ def configs(problem: Problem) -> Iterator[Config]:
                                 yield found
 
 
-def default(problem: Problem) -> Config:
-    """The config to use where nothing was measured. Raises KernelError where there is none."""
-    reason = why_not(problem)
+def checked_default(
+    problem: Problem, choose: Callable[[Problem], _C], why_not: Callable[[Problem, _C | None], str | None]
+) -> _C:
+    """What ``choose`` takes, known to be legal. Raises KernelError with the reason where it is not, or nothing is."""
+    reason = why_not(problem, None)
     if reason is not None:
         raise KernelError(reason)
-    found = _default(problem)
+    found = choose(problem)
     reason = why_not(problem, found)
     if reason is not None:
         raise KernelError(f"no config for {problem}: {reason}")
     return found
+
+
+def default(problem: Problem) -> Config:
+    """The config to use where nothing was measured. Raises KernelError where there is none."""
+    return checked_default(problem, _default, why_not)
 
 
 @functools.cache
