@@ -228,7 +228,7 @@ KERNEL(global_memory) {
     out.put(ptx::ld_global_nc_u32(at)), out.put(ptx::ld_global_nc_v2(at)), out.put(ptx::ld_global_nc_v4(at));
     out.put(ptx::ld_global_nc_v4_hint(at, ptx::createpolicy_evict_first())),
         out.put(ptx::ld_global_nc_v4_hint(at, ptx::createpolicy_evict_last()));
-    out.put(ptx::ld_global_cg_u32(at)), out.put(ptx::ld_global_cg_v4(at));
+    out.put(ptx::ld_global_cg_u32(at)), out.put(ptx::ld_global_cg_v2(at)), out.put(ptx::ld_global_cg_v4(at));
     ptx::red_add_u32(p.z, threadIdx.x), ptx::red_release_gpu_add(p.z + 1, 2),
         ptx::red_add_f32(reinterpret_cast<float*>(p.z + 2), 0.5f);
     const uint32_t before = ptx::atom_add_acq_rel_gpu(p.z + 3, 1);

@@ -78,7 +78,7 @@ CASES = [
     Case("approximate_functions", 128, 5, 2e-6),
     Case("approximate_tanh", 128, 1, 6e-4),
     Case("warps", 64, 18),
-    Case("global_memory", 64, 23),
+    Case("global_memory", 64, 25),
     Case("copies", 64, 24),
     Case("clusters", 64, 16, cluster=2),
     Case("registers", 256, 1),
