@@ -95,7 +95,8 @@ def test_buckets() -> None:
 
 def test_a_map_survives_the_disk(tmp_path: Path) -> None:
     one = product()
-    written = policy((one, point(one, {"bitwise": 9.5, "packed_large": 8.25})))
+    default = Measured.of(builtin(one), one, 20.0)
+    written = policy((one, replace(point(one, {"bitwise": 9.5, "packed_large": 8.25}), default=default)))
     written.excluded = {"w4a8 packed_large(tokens=16)": "it hung for 20 s"}
     save(written, tmp_path / "map.json")
     found = read(tmp_path / "map.json")
@@ -179,6 +180,18 @@ def test_the_fastest_measured_config_runs() -> None:
     assert Dispatcher("NVIDIA H200", [map_]).choose(replace(one, m=11)).origin == "map"
     # Integer products take the same time whichever 16 bits their results have.
     assert Dispatcher("NVIDIA H200", [map_]).choose(replace(one, dtype=torch.bfloat16)).origin == "map"
+
+
+def test_a_point_whose_built_in_choice_is_another_now_does_not_decide() -> None:
+    one = product()
+    found = point(one, {"bitwise": 9.5, "packed_large": 8.25})
+    own = Measured.of(builtin(one), one, 20.0)
+    same = policy((one, replace(found, default=own)))
+    assert Dispatcher("NVIDIA H200", [same]).choose(one).origin == "map"
+    assert Dispatcher("NVIDIA H200", [same]).choose(replace(one, m=13)).origin == "map"
+    older = Measured.of(other_than_default(one, "packed_large"), one, 20.0)
+    stale = policy((one, replace(found, default=older)))
+    assert Dispatcher("NVIDIA H200", [stale]).choose(one).candidate == builtin(one)
 
 
 def test_without_a_map_the_built_in_choice_runs() -> None:

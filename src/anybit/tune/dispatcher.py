@@ -70,7 +70,7 @@ class Dispatcher:
         if product.act_order or not (product.aligned or product.activations.quantized):
             return Choice(_builtin(product, layouts), "built in")
         found = self.point(product)
-        if found is not None:
+        if found is not None and _holds(product, found[0]):
             choice = _best(product, *found, layouts, allow)
             if choice is not None:
                 return choice
@@ -78,7 +78,7 @@ class Dispatcher:
         for policy in self.policies:
             for _, key, m, point in policy.near(product, _NEAR):
                 choice = _nearest(product, own, point, layouts)
-                if choice is not None:
+                if choice is not None and _holds(replace(product, m=m, n=key[2], k=key[3], columns=0), point):
                     return replace(choice, source=f"{choice.source} ({m} x {key[2]} x {key[3]}, {policy.path})")
         return Choice(own, "built in")
 
@@ -146,6 +146,14 @@ def _legal(measured: Measured, product: Product, allow: Collection[str]) -> Cand
     except KernelError as error:
         _logger.info("a policy map names a config that is passed over: %s", error)
         return None
+
+
+def _holds(product: Product, point: Point) -> bool:
+    """Whether the built-in choice is the one that a point was measured beside: another may be faster than all of it."""
+    if point.default is None:
+        return True
+    own = builtin(product)
+    return own.kernel == point.default.kernel and own.fields == dict(point.default.fields)
 
 
 def _best(

@@ -86,6 +86,8 @@ class Point:
     default_us: float
     floor_us: float
     strategies: dict[str, Measured]
+    default: Measured | None = None
+    """The built-in choice that took ``default_us``; where another is built in now, the point no longer decides."""
 
     def ordered(self) -> list[tuple[str, Measured]]:
         """Strategies, the fastest first."""
@@ -243,7 +245,7 @@ def _parse(content: Any, path: Path) -> Policy:
 def _parse_point(point: dict[str, Any], configs: dict[str, Any]) -> Point:
     strategies = {}
     for name, measured in point.items():
-        if name in ("default_us", "floor_us"):
+        if name in ("default_us", "floor_us", "default"):
             continue
         if name not in STRATEGIES:
             raise ValueError(f"strategy {name!r} is unknown; there are {', '.join(STRATEGIES)}")
@@ -252,7 +254,11 @@ def _parse_point(point: dict[str, Any], configs: dict[str, Any]) -> Point:
         if activations not in ("", "8", "8fp"):
             raise ValueError(f"activations become 8 or 8fp bits, not {activations!r}")
         strategies[name] = Measured(_positive(measured["us"], float), kernel, fields, activations)
-    return Point(_positive(point["default_us"], float), _positive(point["floor_us"], float), strategies)
+    default_us, default = _positive(point["default_us"], float), None
+    if "default" in point:
+        kernel, fields = configs[point["default"]]
+        default = Measured(default_us, kernel, fields)
+    return Point(default_us, _positive(point["floor_us"], float), strategies, default)
 
 
 def _positive(value: Any, kind: type) -> Any:
@@ -290,6 +296,8 @@ def text(policy: Policy) -> str:
         lines = []
         for m, point in sorted(points.items()):
             row: dict[str, Any] = {"default_us": point.default_us, "floor_us": point.floor_us}
+            if point.default is not None:
+                row["default"] = name(point.default)
             for strategy, measured in point.ordered():
                 row[strategy] = {"us": measured.us, "config": name(measured)}
                 if measured.activations:

@@ -571,7 +571,8 @@ def _point(product: Product, times: Sequence[tuple[Candidate, Time]], floor: flo
         default = builtin(product)
         for candidate, found in times:
             if candidate == default:
-                return Point(round(found.us, 3), round(floor, 3), strategies)
+                us = round(found.us, 3)
+                return Point(us, round(floor, 3), strategies, Measured.of(default, product, us))
     worst = max(measured.us for measured in strategies.values())
     return Point(worst, round(floor, 3), strategies)
 
