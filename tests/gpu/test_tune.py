@@ -10,7 +10,7 @@ import torch
 
 from anybit import ops
 from anybit.device import Device
-from anybit.linear import QuantLinear
+from anybit.linear import QuantLinear, use_backend
 from anybit.scheme import Scheme
 from anybit.tune import dispatcher as dispatching
 from anybit.tune.families import Layout, Product
@@ -90,7 +90,8 @@ def test_each_token_count_runs_its_strategy_in_two_layouts(tmp_path: Path) -> No
     obey(tmp_path, (product("w2a4", 1), few), (product("w2a4", 64), many), (product("w2a4", 512), many))
     on_gpu, reference = both("w2a4")
     weight = on_gpu.quantized_weight()
-    assert ops.choose(weight, on_gpu.scheme.activations) == "bitwise+packed"
+    assert ops.choose(weight, on_gpu.scheme.activations) in ("bitwise", "packed")  # one copy, unless it is asked for
+    use_backend(on_gpu, "bitwise+packed")
     for m in (1, 40, 512, 700):
         close(on_gpu, reference, m)
     by = dispatching.dispatcher(torch.cuda.get_device_name())

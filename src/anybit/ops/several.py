@@ -44,9 +44,16 @@ def _room(weight: QuantizedWeight) -> bool:
 class Several:
     """Two backends in one; ``kept`` says how many tensors of each are kept, ``layouts`` what they are."""
 
-    def __init__(self, name: str, parts: tuple[Backend, Backend], layouts: tuple[Layout, Layout], first: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        parts: tuple[Backend, Backend],
+        layouts: tuple[Layout, Layout],
+        first: int,
+        unasked: tuple[str, ...] = (),
+    ) -> None:
         self.name, self.parts, self.layouts, self._first = name, parts, layouts, first
-        self.unasked: tuple[str, ...] = ("cuda",)
+        self.unasked = unasked
 
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Why one of the two cannot run this layer where it is, in a sentence."""
