@@ -161,6 +161,7 @@ def test_usage(run: Any) -> None:
     for command in ("quantize", "generate", "chat", "eval", "convert", "info"):
         code, out, _ = run(command, "--help")
         assert code == 0
+        assert "\\b" not in out
         assert f"anybit {command} " in out
 
 

@@ -20,7 +20,7 @@ def convert(
     to: Annotated[str, typer.Option(help=" or ".join(TARGETS))],
     as_json: JsonOption = False,
 ) -> None:
-    r"""Hand a quantized model over to compressed-tensors, or take it back: the same tensors, another config.json.
+    """Hand a quantized model over to compressed-tensors, or take it back: the same tensors, another config.json.
 
     [bold]Examples[/bold]
 
@@ -39,7 +39,7 @@ def info(
     what: Annotated[str, typer.Argument(metavar="MODEL|SCHEME", help="A model (as for quantize), or a scheme.")],
     as_json: JsonOption = False,
 ) -> None:
-    r"""What a scheme means, or what a model is made of.
+    """What a scheme means, or what a model is made of.
 
     [bold]Examples[/bold]
 

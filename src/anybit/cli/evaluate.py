@@ -41,7 +41,7 @@ def evaluate(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    r"""Perplexity over fixed windows of a text, and agreement with another model.
+    """Perplexity over fixed windows of a text, and agreement with another model.
 
     [bold]Examples[/bold]
 

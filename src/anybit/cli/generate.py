@@ -70,7 +70,7 @@ def generate(
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    r"""Generate text, printed as it comes.
+    """Generate text, printed as it comes.
 
     [bold]Examples[/bold]
 
@@ -98,7 +98,7 @@ def chat(
     allow: AllowOption = None,
     device: DeviceOption = None,
 ) -> None:
-    r"""Talk with a model. An empty line, /quit or the end of the input ends the conversation.
+    """Talk with a model. An empty line, /quit or the end of the input ends the conversation.
 
     [bold]Examples[/bold]
 

@@ -36,7 +36,7 @@ def quantize(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    r"""Quantize a model and save it: one layer at a time, and nothing half-written is left if it fails.
+    """Quantize a model and save it: one layer at a time, and nothing half-written is left if it fails.
 
     [bold]Examples[/bold]
 

@@ -44,7 +44,7 @@ def tune(
     again: Annotated[bool, typer.Option("--again", help="Measure what the map has anew.")] = False,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map; by default this GPU's own.")] = None,
 ) -> None:
-    r"""Measure which kernel and config is fastest for every linear layer of a model, at every number of tokens.
+    """Measure which kernel and config is fastest for every linear layer of a model, at every number of tokens.
 
     What is measured is kept at once: a search that is interrupted goes on where it was. Models run by it from then on.
 
@@ -98,7 +98,7 @@ def explain(
     policy: Annotated[Path | None, typer.Option(help="Another map than this GPU's.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    r"""Which strategy and config a linear layer would run, and why; needs no GPU (an H200 is explained then).
+    """Which strategy and config a linear layer would run, and why; needs no GPU (an H200 is explained then).
 
     [bold]Examples[/bold]
 
