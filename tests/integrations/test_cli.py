@@ -158,7 +158,7 @@ def test_errors_are_one_sentence(
 def test_usage(run: Any) -> None:
     assert run("quantize")[0] == 2
     assert run("nonsense")[0] == 2
-    for command in ("quantize", "generate", "chat", "eval", "convert", "info"):
+    for command in ("quantize", "generate", "chat", "eval", "tune", "explain", "convert", "info"):
         code, out, _ = run(command, "--help")
         assert code == 0
         assert "\\b" not in out
