@@ -92,7 +92,7 @@ def chain(module: ModuleType, packed: list[PackedWeight], x: torch.Tensor, links
     return buffers[links % 2]
 
 
-@pytest.mark.parametrize(("module", "m"), [(D, 1), (D, 4), (M, 8), (M, 16)])
+@pytest.mark.parametrize(("module", "m"), [(packed_small, 1), (packed_small, 8), (D, 1), (D, 4), (M, 8), (M, 16)])
 def test_chains_under_programmatic_launch(module: ModuleType, m: int) -> None:
     """What a kernel prefetches before its predecessor has ended must not change a bit."""
     size = 4096

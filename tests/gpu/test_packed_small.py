@@ -8,7 +8,6 @@ import torch
 from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.kernels import packed_layout, packed_small
-from anybit.kernels.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 from cases import random_weight
@@ -117,40 +116,6 @@ def test_machete_cases(case: Case) -> None:
     scale = torch.rand(n, k // 128, generator=generator, device="cuda") + 0.5
     zero = torch.randint(0, 16, (n, k // 128), generator=generator, device="cuda").to(torch.uint8)
     check(QuantizedWeight(words, scale, zero, (n, k), format), m, dtype)
-
-
-def chain(packed: list[PackedWeight], x: torch.Tensor, links: int, pdl: bool) -> torch.Tensor:
-    """y = x W^T again and again, each product the next one's activations."""
-    buffers = [x.clone(), torch.empty_like(x)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(links):
-            packed_small.launch(packed[i % len(packed)], buffers[i % 2], buffers[(i + 1) % 2], pdl=pdl)
-    graph.replay()
-    torch.cuda.synchronize()
-    return buffers[links % 2]
-
-
-@pytest.mark.parametrize("m", [1, 8])
-def test_chains_under_programmatic_launch(m: int) -> None:
-    """What a kernel prefetches before its predecessor has ended must not change a bit."""
-    size = 4096
-    format = WeightFormat(4, "sym", 128)
-    layers = []
-    for seed in range(6):
-        generator = torch.Generator("cuda").manual_seed(seed)
-        words = torch.randint(-(2**31), 2**31, (size, size // 8), generator=generator, device="cuda").to(torch.int32)
-        scale = (torch.rand(size, size // 128, generator=generator, device="cuda") + 0.5) / (4.6 * 64 * 1.04)
-        # Of both signs: sym codes have a mean of half a step, which would grow from link to link.
-        scale *= torch.randint(0, 2, scale.shape, generator=generator, device="cuda") * 2 - 1
-        layers.append(packed_layout.prepare(QuantizedWeight(words, scale, None, (size, size), format)))
-    x = torch.randn(m, size, device="cuda").half()
-    plain = chain(layers, x, 41, pdl=False)
-    assert plain.isfinite().all() and plain.count_nonzero() > 0.9 * plain.numel()
-    for _ in range(10):
-        assert torch.equal(chain(layers, x, 41, pdl=True), plain)
 
 
 def test_every_config_agrees() -> None:

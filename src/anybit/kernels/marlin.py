@@ -228,12 +228,7 @@ def launch(
     packed_layout.check_operands(weight, x, y, x_scale, bias)
     x = in_order(weight, x)
     problem = Problem(x.shape[0], y.shape[1], x.shape[1], weight.format, x.dtype, y.dtype, Device.of(x))
-    if config is None:
-        config = default(problem)
-    else:
-        reason = why_not(problem, config)
-        if reason is not None:
-            raise KernelError(reason)
+    config = packed_layout.checked_config(problem, config, default, why_not)
     params = arguments(weight, x, y, x_scale, bias, *scratch(problem, config, x.device))
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl)
 

@@ -12,9 +12,10 @@ Placement of codes. Lane 4g + t of a warp owns rows g and g + 8 of a unit, in re
 and 2 * bits words of 32 bits. `pieces` says which bits of which word a register's fields are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import WeightFormat
 
 Order = Literal["a16", "a8"]
+_P = TypeVar("_P")  # a kernel's Problem
+_C = TypeVar("_C")  # and its Config
 
 UNIT_ROWS, TILE_ROWS, TILE_COLUMNS = 16, 64, 128
 # Rows whose codes are unpacked at a time: bounds the scratch memory of `prepare`.
@@ -351,6 +354,33 @@ def _by_column(values: Tensor, parts: int) -> Tensor:
     blocks, tile_count = values.shape[:2]
     rows = values.reshape(blocks, tile_count, 4, parts, 8, 2).permute(1, 2, 5, 4, 0, 3).reshape(tile_count * 64, -1)
     return torch.repeat_interleave(rows.double(), TILE_COLUMNS // parts, dim=1)
+
+
+def checked_default(problem: _P, choose: Callable[[_P], _C], why_not: Callable[[_P, _C | None], str | None]) -> _C:
+    """What ``choose`` takes, known to be legal. Raises KernelError with the reason where it is not, or nothing is."""
+    reason = why_not(problem, None)
+    if reason is not None:
+        raise KernelError(reason)
+    found = choose(problem)
+    reason = why_not(problem, found)
+    if reason is not None:
+        raise KernelError(f"no config for {problem}: {reason}")
+    return found
+
+
+def checked_config(
+    problem: _P,
+    config: _C | None,
+    default: Callable[[_P], _C],
+    why_not: Callable[[_P, _C | None], str | None],
+) -> _C:
+    """The config that a launch was given, known to be legal, or the default. Raises KernelError with the reason."""
+    if config is None:
+        return default(problem)
+    reason = why_not(problem, config)
+    if reason is not None:
+        raise KernelError(reason)
+    return config
 
 
 def check_operands(weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> None:

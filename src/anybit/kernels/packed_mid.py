@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.errors import KernelError
 from anybit.kernels import packed_layout
 from anybit.kernels.packed_large import Code, Operand
 from anybit.kernels.packed_layout import PackedWeight
@@ -16,11 +15,10 @@ from anybit.kernels.packed_small import (
     Params,
     Problem,
     arguments,
-    checked_default,
     checked_problem,
     problem_why_not,
     sixteen_bits_why_not,
-)  # fmt: skip
+)
 
 MOST_TOKENS = 32
 """Above this many tokens sums take too many registers, and packed_large is faster."""
@@ -192,7 +190,7 @@ def configs(problem: Problem) -> Iterator[Config]:
 
 def default(problem: Problem) -> Config:
     """The config to use where nothing was measured. Raises KernelError where there is none."""
-    return checked_default(problem, _default, why_not)
+    return packed_layout.checked_default(problem, _default, why_not)
 
 
 @functools.cache
@@ -226,10 +224,5 @@ def launch(
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias, as packed_small.launch does it, without int8 activations."""
     problem = checked_problem(weight, x, y, x_scale, bias)
-    if config is None:
-        config = default(problem)
-    else:
-        reason = why_not(problem, config)
-        if reason is not None:
-            raise KernelError(reason)
+    config = packed_layout.checked_config(problem, config, default, why_not)
     jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl)

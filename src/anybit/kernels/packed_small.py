@@ -1,17 +1,15 @@
 """y = x W^T for few tokens and packed weights of 1 to 8 bits, each read once. Host side of packed_small.cuh."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from anybit import jit
 from anybit.device import Device
-from anybit.errors import KernelError
 from anybit.jit import Int32, Pointer
 from anybit.kernels import packed_layout
 from anybit.kernels.packed_layout import PackedWeight
@@ -23,7 +21,6 @@ _MOST_UNITS = 16
 _RESIDENT_BYTES = 56 << 10
 """Activations of a block are all at hand if they are no larger than this."""
 _UNIT_ROWS = packed_layout.UNIT_ROWS
-_C = TypeVar("_C")
 
 
 class Activation(Enum):
@@ -270,23 +267,9 @@ def configs(problem: Problem) -> Iterator[Config]:
                                 yield found
 
 
-def checked_default(
-    problem: Problem, choose: Callable[[Problem], _C], why_not: Callable[[Problem, _C | None], str | None]
-) -> _C:
-    """What ``choose`` takes, known to be legal. Raises KernelError with the reason where it is not, or nothing is."""
-    reason = why_not(problem, None)
-    if reason is not None:
-        raise KernelError(reason)
-    found = choose(problem)
-    reason = why_not(problem, found)
-    if reason is not None:
-        raise KernelError(f"no config for {problem}: {reason}")
-    return found
-
-
 def default(problem: Problem) -> Config:
     """The config to use where nothing was measured. Raises KernelError where there is none."""
-    return checked_default(problem, _default, why_not)
+    return packed_layout.checked_default(problem, _default, why_not)
 
 
 @functools.cache
@@ -368,14 +351,8 @@ def launch(
     nothing that another kernel writes is touched before that kernel's end. KernelError where it cannot be done.
     """
     problem = checked_problem(weight, x, y, x_scale, bias)
-    if config is None:
-        config = default(problem)
-    else:
-        reason = why_not(problem, config)
-        if reason is not None:
-            raise KernelError(reason)
-    params = arguments(weight, x, y, x_scale, bias)
-    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl)
+    config = packed_layout.checked_config(problem, config, default, why_not)
+    jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl)
 
 
 def arguments(weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> Params:

@@ -77,6 +77,8 @@ class Several:
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
         """Before all others where the policy map finds both layouts worth keeping, and there is room for them."""
+        if not self.unasked:
+            return _UNWANTED  # nor is room for it asked about, which tells where there is none
         wanted = set(layouts_of(weight, activations)) == set(self.layouts)
         return -1 if wanted and _room(weight) else _UNWANTED
 
