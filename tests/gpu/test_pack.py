@@ -57,8 +57,8 @@ def hard_rows(dtype: torch.dtype) -> torch.Tensor:
 
 def check(x: torch.Tensor, format: ActivationFormat, target: Target, config: pack.Config | None = None) -> None:
     """Compare one launch over poisoned memory with the reference on the CPU."""
-    device = x.cuda()
-    expected = quantize_activations(x, format)
+    device = x.cuda()  # leaves what is there already as it is, strides included
+    expected = quantize_activations(x.cpu(), format)
     problem = pack.problem_of(device, format, target)
     packed = pack.Packed(problem.m, problem.k, format, target, device.device)
     packed.buffer.fill_(0xA5)
@@ -109,9 +109,10 @@ def test_bytes(format: ActivationFormat, dtype: torch.dtype) -> None:
 
 def test_every_config_and_strided_rows() -> None:
     format = ActivationFormat(4, "asym")
-    wide = matrix(9, 4096 + 24, torch.float16)
+    wide = matrix(9, 4096 + 24, torch.float16).cuda()  # sliced on the device: copied there, a slice is dense again
     for x in (wide[:, :4096], wide[:, 8:2056], wide[:, 3:1030]):  # aligned rows, aligned, not aligned
-        problem = pack.problem_of(x.cuda(), format)
+        assert not x.is_contiguous()
+        problem = pack.problem_of(x, format)
         for config in pack.configs(problem):
             check(x, format, Target.planes, config)
 

@@ -54,6 +54,28 @@ def test_a_layer_left_as_it_was_is_named(tmp_path):
         anybit.fuse(model)
 
 
+def test_layers_with_inputs_of_their_own_are_not_joined(tmp_path):
+    """OneBit's value vectors differ from layer to layer: joined, all but one would be lost."""
+    model = quantized(LlamaConfig(**SIZES, head_dim=64), "w1a16", tmp_path)
+    k_proj = model.model.layers[1].self_attn.k_proj
+    k_proj.input_scale = torch.nn.Parameter(torch.rand(128) + 0.5, requires_grad=False)
+    ids = torch.randint(0, 128, (2, 9))
+    logits = model(ids).logits
+    with pytest.raises(LayerError, match=r"layer 1 cannot be fused.*k_proj scales its inputs in its own way"):
+        anybit.fuse(model)
+    anybit.accelerate(model)  # what can be had without joining
+    assert torch.equal(model(ids).logits, logits)
+
+
+def test_unfusing_leaves_the_hooks_of_others(tmp_path):
+    model = quantized(LlamaConfig(**SIZES, head_dim=64), "w4a16g32", tmp_path)
+    called = []
+    model.register_state_dict_pre_hook(lambda *_: called.append(True))
+    anybit.unfuse(anybit.fuse(model))
+    model.state_dict()
+    assert called
+
+
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
 def test_rotary_tables_hold_the_models_own_values(config_class, tmp_path):
     model = quantized(config_class(**SIZES, head_dim=64), "w4a16g32", tmp_path)

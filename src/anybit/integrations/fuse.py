@@ -173,7 +173,7 @@ def fuse(model: nn.Module) -> nn.Module:
     body.norm = FusedNorm(body.norm)
     body.rotary_emb = _rotary_of(body) or body.rotary_emb
     graph.install(model, layers[0].qkv.scheme.kv)
-    model.register_state_dict_pre_hook(_refuse_state_dict)
+    model._anybit_refusal = model.register_state_dict_pre_hook(_refuse_state_dict)
     return model
 
 
@@ -211,7 +211,9 @@ def unfuse(model: nn.Module) -> nn.Module:
     kv = next((module.scheme.kv for module in model.modules() if isinstance(module, QuantLinear)), None)
     if kv is not None:
         graph.install(model, kv)
-    model._state_dict_pre_hooks.clear()
+    refusal = model.__dict__.pop("_anybit_refusal", None)
+    if refusal is not None:
+        refusal.remove()
     return model
 
 
@@ -229,6 +231,10 @@ def _why_not(layer: nn.Module) -> str | None:
     for name, module in names.items():
         if not isinstance(module, QuantLinear):
             return f"{name} is a {type(module).__name__}, not a QuantLinear: quantize every linear layer of a layer"
+    for name, module in names.items():
+        if name not in ("self_attn.o_proj", "mlp.down_proj") and (module.input_scale is not None or module.hadamard):
+            own = "rotates" if module.hadamard else "scales"
+            return f"{name} {own} its inputs in its own way, so it cannot share a product with its neighbours"
     if attention.config.hidden_act not in ("silu", "swish"):
         return f"its activation is {attention.config.hidden_act}, and fuse knows silu"
     return None
