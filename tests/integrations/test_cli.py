@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from anybit import cli, evaluate
 from anybit.errors import TextError
 from anybit.integrations.loading import load_model
+from anybit.linear import QuantLinear
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 20
 
@@ -105,6 +106,18 @@ def test_on_the_fly_is_the_same_as_saved(run: Any, model: Path, text: Path, tmp_
     assert first["bits_per_weight"] == second["bits_per_weight"]
 
 
+def test_a_saved_model_runs_on_the_backend_that_is_named(run: Any, model: Path, tmp_path: Path) -> None:
+    run("quantize", model, "-s", "w4a16g32", "-o", tmp_path / "w4")
+    for name in ("reference-packed", "reference-decoded"):
+        loaded = load_model(tmp_path / "w4", backend=name, device="cpu").model
+        layers = [module for module in loaded.modules() if isinstance(module, QuantLinear)]
+        assert len(layers) == 14
+        assert {layer._prepared.spec.backend for layer in layers if layer._prepared} == {name}
+    code, out, err = run("generate", tmp_path / "w4", "-p", "x", "--backend", "packed", "--device", "cpu")
+    assert (code, out) == (1, "")
+    assert "packed: its kernels need a CUDA device" in err
+
+
 def test_chat(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAnd again\n/quit\n"))
     code, _, err = run("chat", model, "-n", 4, "--system", "Be brief.")
@@ -135,6 +148,8 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
         (["quantize", "MODEL", "-o", "OUT", "--method", "magic"], "method 'magic' is unknown"),
         (["quantize", "MODEL", "-o", "OUT", "--set", "speed"], "--set 'speed' is not understood: write NAME=VALUE"),
         (["generate", "MODEL", "-p", "x", "--backend", "magic"], "backend 'magic' is unknown"),
+        (["generate", "MODEL", "-p", "x", "--device", "cuda:99"], "device 'cuda:99' is not here: torch sees"),
+        (["generate", "MODEL", "-p", "x", "--device", "tpu"], "device 'tpu' is unknown; write cpu, cuda"),
         (["eval", "MODEL", "-t", "nothing.txt"], "text nothing.txt cannot be read"),
         (["eval", "MODEL", "-t", "TEXT", "--context", "4096"], "tokens, and one window of 4096 need 4096"),
         (["convert", "MODEL", "--to", "compressed-tensors"], "is not a model that anybit quantized"),

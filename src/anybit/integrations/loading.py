@@ -1,13 +1,12 @@
 """Load a model to run it: from a folder, a hub name or a GGUF file, quantized already, on the fly, or not at all."""
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from anybit.checkpoints import Folder, local_folder
 from anybit.checkpoints.configuration import refuse_quantized, scheme_of
@@ -42,9 +41,9 @@ def load_model(
     scheme: quantize while loading; None takes the model as it is. device: by default a GPU if there is one.
     dtype: of what is not quantized; by default float32 on a CPU (whose 16-bit arithmetic is slow), else the model's.
     Raises CheckpointError, naming the file and the tensor, for a checkpoint that is corrupt, incomplete or not finite,
-    LayerError for a layer that the scheme does not fit, and KernelError for an unknown backend.
+    LayerError for a layer that the scheme does not fit, and KernelError for a backend that is unknown or cannot run it.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _checked(device)
     wanted: Any = dtype or (torch.float32 if device == "cpu" else "auto")
     if backend is not None and backend not in backends:
         raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
@@ -56,17 +55,18 @@ def load_model(
             refuse_quantized(folder.config, str(source))
             arguments["quantization_config"] = AnyBitConfig(scheme, modules_to_not_convert, backend)
         elif stored is not None and backend is not None:
-            arguments["quantization_config"] = AnyBitConfig(stored, backend=backend)
+            # Beside a checkpoint's own quantization_config transformers ignores another: it has to be in that one.
+            arguments["config"] = config = AutoConfig.from_pretrained(path)
+            config.quantization_config["backend"] = backend
         if device != "cpu":
             arguments["device_map"] = device
         skeleton(path)  # an unknown architecture gets its own error
         try:
-            with warnings.catch_warnings():
-                # The choice of a backend goes through a configuration, and transformers warns that there are two.
-                warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-                model, found = AutoModelForCausalLM.from_pretrained(
-                    path, dtype=wanted, output_loading_info=True, **arguments
-                )
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path, dtype=wanted, output_loading_info=True, **arguments
+            )
+        except KernelError:
+            raise
         except (OSError, RuntimeError) as error:
             _refuse_not_finite(folder)  # transformers does not tell what went wrong while it quantized
             raise CheckpointError(f"{path} cannot be loaded: {error}") from error
@@ -79,6 +79,21 @@ def load_model(
             raise CheckpointError(f"{path} has no tokenizer that can be read: {error}") from error
     parsed = stored if scheme is None else Scheme.parse(scheme)
     return Loaded(model.eval(), tokenizer, parsed, str(source))
+
+
+def _checked(device: str | None) -> str:
+    """The device by name, or the one to take where none is named; KernelError for one that is not here."""
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind, index = torch.device(device).type, torch.device(device).index or 0
+    except RuntimeError:
+        raise KernelError(f"device {device!r} is unknown; write cpu, cuda, or cuda:1 for the second GPU") from None
+    if kind == "cuda" and index >= torch.cuda.device_count():
+        raise KernelError(
+            f"device {device!r} is not here: torch sees {torch.cuda.device_count()} GPUs; cpu always works"
+        )
+    return device
 
 
 def _refuse_incomplete(path: Path, found: dict[str, Any]) -> None:
