@@ -5,7 +5,6 @@ tokens are its columns. See docs/packed.md for the figures behind the choices he
 """
 
 import enum
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -329,20 +328,43 @@ def config_for(
         stripes,
         stages or k_warpgroups + 1,
     )
+    most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
+    return _fitted(config, most, problem.device.shared_bytes)
+
+
+@lru_cache(maxsize=1 << 14)
+def _fitted(config: Config, most: int, shared: int) -> Config:
+    """The config with registers and shared memory handed out; as many stages as fit, up to `most` if that is not 0.
+
+    Kept, since searches and built-in choices ask for the same few hundred tiles for every layer.
+    """
     # Registers first: give the warpgroups the producer's, then one set of widened weights must do.
     for sets, reallocates in ((2, False), (2, True), (1, True)):
-        config = replace(config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1)
+        if (sets, reallocates) != (2, False):
+            config = replace(config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1)
         if _registers(config) <= _most_registers(config):
             break
-    if stages is None:
-        most = max(k_warpgroups + 1, min(_MOST_STAGES, -(-problem.units // config.k_blocks)))
-        for stages, (staged, places) in itertools.product(range(most, k_warpgroups, -1), ((32, 2), (16, 2), (16, 1))):
-            config = replace(config, stages=stages, staged=staged, places=places)
-            if shared_bytes(config) <= problem.device.shared_bytes:
-                break
+    if most:
+        stages, staged, places = _staging(config, most, shared)
+        config = replace(config, stages=stages, staged=staged, places=places)
     # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
-    early = max(2, _EARLY_BYTES // (row_warpgroups * config.tile_bytes))
+    early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
     return replace(config, early=min(config.stages, early))
+
+
+def _staging(config: Config, most: int, shared: int) -> tuple[int, int, int]:
+    """stages, staged, places: the most stages that shared memory holds, then the most room for results on their way."""
+    rooms = ((32, 2), (16, 2), (16, 1))
+    least = config.k_warpgroups + 1
+    # Bytes are linear in stages where the ring is what needs them, so two sizes tell how many fit.
+    tight = replace(config, stages=64, staged=rooms[-1][0], places=rooms[-1][1])
+    size = shared_bytes(tight)
+    step = size - shared_bytes(replace(tight, stages=63))
+    stages = min(max(least, most), max(least, 64 - -(-max(0, size - shared) // step)))
+    for staged, places in rooms[:-1]:
+        if shared_bytes(replace(config, stages=stages, staged=staged, places=places)) <= shared:
+            return stages, staged, places
+    return stages, *rooms[-1]
 
 
 def configs(problem: Problem) -> Iterator[Config]:
