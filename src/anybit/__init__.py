@@ -5,21 +5,28 @@
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=AnyBitConfig("w4a16g128"))
 
-Importing anybit touches no GPU, reads no environment variable and makes no folder; it registers anybit with
-transformers, so that a saved model loads by its name alone.
+Importing anybit touches no GPU, reads no environment variable, makes no folder, and loads neither torch nor
+transformers: a name is loaded when it is first asked for. It registers anybit with transformers all the same, now or as
+soon as transformers is loaded, so that a saved model loads by its name alone.
 """
 
-__version__ = "0.1.0"
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from anybit.errors import AnyBitError
-from anybit.integrations.cache import AnyBitCache
-from anybit.integrations.fuse import accelerate, fuse, unfuse
-from anybit.integrations.transformers import AnyBitConfig
-from anybit.kvcache import KVCache
-from anybit.linear import QuantLinear, use_backend
-from anybit.packing import QuantizedWeight
-from anybit.quantize.rtn import quantize_weight
-from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
+from anybit.integrations.registration import register_in_time
+
+if TYPE_CHECKING:
+    from anybit.errors import AnyBitError
+    from anybit.integrations.cache import AnyBitCache
+    from anybit.integrations.fuse import accelerate, fuse, unfuse
+    from anybit.integrations.transformers import AnyBitConfig
+    from anybit.kvcache import KVCache
+    from anybit.linear import QuantLinear, use_backend
+    from anybit.packing import QuantizedWeight
+    from anybit.quantize.rtn import quantize_weight
+    from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ActivationFormat",
@@ -38,3 +45,44 @@ __all__ = [
     "unfuse",
     "use_backend",
 ]
+
+_HOMES = {
+    "ActivationFormat": "scheme",
+    "AnyBitCache": "integrations.cache",
+    "AnyBitConfig": "integrations.transformers",
+    "AnyBitError": "errors",
+    "KVCache": "kvcache",
+    "KVFormat": "scheme",
+    "QuantLinear": "linear",
+    "QuantizedWeight": "packing",
+    "Scheme": "scheme",
+    "WeightFormat": "scheme",
+    "accelerate": "integrations.fuse",
+    "fuse": "integrations.fuse",
+    "quantize_weight": "quantize.rtn",
+    "unfuse": "integrations.fuse",
+    "use_backend": "linear",
+}
+"""The module of every public name."""
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or a room of the package (``anybit.ops``), loaded when it is first asked for."""
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"anybit.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"anybit.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"anybit.{name}":
+                raise
+    raise AttributeError(f"module 'anybit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_in_time()

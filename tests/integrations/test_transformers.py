@@ -1,5 +1,7 @@
 """anybit in transformers: quantize while loading, save, reload, generate, for every architecture."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ from tests.cases_models import ARCHITECTURES, save_tiny, tokens_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import anybit
 from anybit import AnyBitConfig, QuantLinear
 from anybit.errors import CheckpointError, LayerError
 from anybit.integrations.loading import load_model
@@ -154,7 +155,27 @@ def test_missing_tensors_are_not_made_up(sources: dict[str, Path], tmp_path: Pat
 
 
 def test_importing_is_enough() -> None:
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
-
-    assert AUTO_QUANTIZER_MAPPING["anybit"] is not None
-    assert AUTO_QUANTIZATION_CONFIG_MAPPING["anybit"] is anybit.AnyBitConfig
+    """In a process of its own: whatever is loaded first, and nothing is loaded for anybit's sake."""
+    script = """
+import sys
+import anybit
+assert anybit.Scheme.parse("w4a16").weights.bits == 4
+assert sorted(anybit.__all__) == sorted(anybit._HOMES)
+assert not {"torch", "transformers"} & set(sys.modules)
+from transformers import LlamaForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+assert AUTO_QUANTIZER_MAPPING["anybit"] is not None
+assert AUTO_QUANTIZATION_CONFIG_MAPPING["anybit"] is anybit.AnyBitConfig
+from transformers import AttentionInterface
+assert "anybit" in AttentionInterface().valid_keys()
+for name in anybit.__all__:
+    assert getattr(anybit, name).__name__ == name
+assert anybit.ops.allow_fallback
+try:
+    anybit.nothing
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "module 'anybit' has no attribute 'nothing'\n"

@@ -6,10 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from anybit.checkpoints import Folder, local_folder
-from anybit.checkpoints.configuration import scheme_of
-from anybit.checkpoints.convert import TARGETS, why_not
-from anybit.checkpoints.convert import convert as convert_folder
 from anybit.cli.common import JsonOption, megabytes, output, print_json, status
 from anybit.errors import SchemeError
 from anybit.scheme import Scheme
@@ -17,7 +13,7 @@ from anybit.scheme import Scheme
 
 def convert(
     folder: Annotated[Path, typer.Argument(help="The folder of a quantized model; its config.json is rewritten.")],
-    to: Annotated[str, typer.Option(help=" or ".join(TARGETS))],
+    to: Annotated[str, typer.Option(help="compressed-tensors or anybit.")],
     as_json: JsonOption = False,
 ) -> None:
     """Hand a quantized model over to compressed-tensors, or take it back: the same tensors, another config.json.
@@ -28,6 +24,8 @@ def convert(
     anybit convert smollm2-w4 --to compressed-tensors
     anybit convert smollm2-w4 --to anybit
     """
+    from anybit.checkpoints.convert import convert as convert_folder
+
     quantization = convert_folder(folder, to)
     if as_json:
         print_json(quantization)
@@ -65,6 +63,8 @@ def info(
 
 
 def _scheme(scheme: Scheme) -> dict[str, Any]:
+    from anybit.checkpoints.convert import why_not
+
     w, x = scheme.weights, scheme.activations
     zero = {"sym": f"{w.zero}", "bipolar": f"{w.zero}"}.get(w.code, "one a group, stored")
     group = "one scale a row" if w.group is None else f"one scale for {w.group} inputs"
@@ -83,6 +83,8 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
 
 
 def _model(what: str) -> dict[str, Any]:
+    from anybit.checkpoints import Folder, local_folder
+    from anybit.checkpoints.configuration import scheme_of
     from anybit.quantize.modules import kept_modules, linear_layers, skeleton
 
     with status(f"Reading {what}"), local_folder(what) as path:

@@ -1,4 +1,8 @@
-"""What the commands share: consoles, options, progress bars, sizes in words."""
+"""What the commands share: consoles, options, progress bars, sizes in words.
+
+The modules of the commands load torch and transformers inside the functions that need them, so that help, wrong usage
+and mistyped schemes are answered at once.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -10,8 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from anybit.errors import KernelError
-from anybit.tune import dispatcher
-from anybit.tune.space import ALLOWANCES
 
 # Results go to stdout; progress, notes and errors go to stderr, so that stdout can be piped.
 output = Console(soft_wrap=True, highlight=False)
@@ -30,17 +32,24 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; b
 
 def _allow(words: list[str] | None) -> list[str]:
     """Tell the dispatcher what the user has allowed, before a model is prepared."""
-    dispatcher.allow(*known(words))
+    if words:
+        from anybit.tune import dispatcher
+
+        dispatcher.allow(*known(words))
     return words or []
 
 
 def known(words: list[str] | None) -> tuple[str, ...]:
     """Allowances that exist; KernelError, with what there is, for another."""
-    for word in words or ():
+    if not words:
+        return ()
+    from anybit.tune.space import ALLOWANCES
+
+    for word in words:
         if word not in ALLOWANCES:
             there = "; ".join(f"{name}: {meaning}" for name, meaning in ALLOWANCES.items())
             raise KernelError(f"--allow {word} is unknown; there are {there}")
-    return tuple(words or ())
+    return tuple(words)
 
 
 AllowOption = Annotated[

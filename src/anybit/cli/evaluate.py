@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from anybit import evaluate as measure
 from anybit.cli.common import (
     AllowOption,
     BackendOption,
@@ -21,8 +20,6 @@ from anybit.cli.common import (
     status,
 )
 from anybit.errors import TextError
-from anybit.integrations.cache import AnyBitCache
-from anybit.integrations.loading import load_model
 from anybit.scheme import Scheme
 
 
@@ -49,8 +46,12 @@ def evaluate(
     anybit eval smollm2-w4 --text wiki.txt
     anybit eval ./llama --scheme w3a16g64asym -t wiki.txt --windows 16 --baseline ./llama --json
     """
-    content = measure.read_text(text)
     parsed = None if scheme is None else Scheme.parse(scheme)
+    from anybit import evaluate as measure
+    from anybit.integrations.cache import AnyBitCache
+    from anybit.integrations.loading import load_model
+
+    content = measure.read_text(text)
     with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
         loaded = load_model(model, parsed, backend=backend, device=device)
     ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]

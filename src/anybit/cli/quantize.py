@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from anybit.checkpoints import local_folder
 from anybit.cli.common import JsonOption, Model, megabytes, output, print_json, progress_bar, status
 from anybit.errors import SchemeError, TextError
 from anybit.quantize.methods import METHODS, quantize_folder
@@ -48,6 +47,8 @@ def quantize(
     """
     parsed = Scheme.parse(scheme)
     options = _options(method, text, tokens, settings or [])
+    from anybit.checkpoints import local_folder
+
     with ExitStack() as stack:
         with status(f"Reading {model}"):
             source = stack.enter_context(local_folder(model))

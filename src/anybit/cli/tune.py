@@ -5,22 +5,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
-from anybit.checkpoints import Folder, local_folder
-from anybit.checkpoints.configuration import scheme_of
 from anybit.cli.common import JsonOption, Model, errors, known, output, print_json, progress_bar, status
-from anybit.device import Device
 from anybit.errors import KernelError, SchemeError
 from anybit.scheme import Scheme
-from anybit.tune import dispatcher as dispatching
-from anybit.tune import policy as policies
-from anybit.tune.explain import explain as explain_product
-from anybit.tune.families import GRID, Product
-from anybit.tune.search import Options, Progress, exclusions, search
+
+if TYPE_CHECKING:
+    from anybit.tune.policy import Policy
+    from anybit.tune.search import Progress
 
 Allow = Annotated[
     list[str] | None,
@@ -29,7 +24,7 @@ Allow = Annotated[
 SchemeOption = Annotated[
     str | None, typer.Option("--scheme", "-s", help="For example w4a8; by default the model's own.")
 ]
-_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = ("float16", "bfloat16")
 
 
 def tune(
@@ -57,10 +52,19 @@ def tune(
     allowed = known(allow)
     if dtype not in _DTYPES:
         raise KernelError(f"--dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+    import torch
+
+    from anybit.device import Device
+    from anybit.tune import policy as policies
+    from anybit.tune.families import GRID, Product
+    from anybit.tune.search import Options, exclusions, search
+
+    if not torch.cuda.is_available():
+        raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")
     with status(f"Reading {model}"):
         parsed, shapes = _layers(model, scheme)
     products = [
-        Product(m, n, k, parsed.weights, parsed.activations, _DTYPES[dtype])
+        Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype))
         for n, k in shapes
         for m in GRID
         if m <= most
@@ -70,7 +74,7 @@ def tune(
     began = time.perf_counter()
     with progress_bar(f"Tuning {parsed}", counted=True) as update:
 
-        def report(progress: Progress) -> None:
+        def report(progress: "Progress") -> None:
             left = "" if math.isnan(progress.seconds_left) else f", {_minutes(progress.seconds_left)} left"
             update(f"{progress.product}{left}", progress.done, progress.total)
 
@@ -106,13 +110,20 @@ def explain(
     anybit explain 4096,14336 --scheme w4a8 --m 1 --m 512
     anybit explain ./llama-3-8b-w4a8 --m 16
     """
-    allowed = known(allow)
+    allowed, shape = known(allow), _shape(what)
+    if shape is not None and scheme is None:
+        raise SchemeError(f"the shape {what} needs a scheme: --scheme w4a8")
+    wanted = None if scheme is None else Scheme.parse(scheme)
+    import torch
+
+    from anybit.device import Device
+    from anybit.tune import dispatcher as dispatching
+    from anybit.tune.explain import explain as explain_product
+    from anybit.tune.families import Product
+
     with status(f"Reading {what}"):
-        shape = _shape(what)
-        if shape is not None:
-            if scheme is None:
-                raise SchemeError("a shape needs a scheme: --scheme w4a8")
-            parsed, shapes = Scheme.parse(scheme), [shape]
+        if shape is not None and wanted is not None:
+            parsed, shapes = wanted, [shape]
         else:
             parsed, shapes = _layers(what, scheme)
         device = Device.of(torch.empty(0, device="cuda")) if torch.cuda.is_available() else Device.named("sm_90a")
@@ -132,11 +143,15 @@ def explain(
         errors.print(_origin(hint), markup=False)
 
 
-def _origin(hint: policies.Policy) -> str:
+def _origin(hint: "Policy") -> str:
     return f"{hint.path} is only a hint: {hint.origin.foreign(_gpu_of(hint))}"
 
 
-def _gpu_of(hint: policies.Policy) -> str:
+def _gpu_of(hint: "Policy") -> str:
+    import torch
+
+    from anybit.device import Device
+
     return torch.cuda.get_device_name() if torch.cuda.is_available() else Device.named("sm_90a").name
 
 
@@ -145,8 +160,8 @@ def _minutes(seconds: float) -> str:
 
 
 def _shape(text: str) -> tuple[int, int] | None:
-    """N,K; None for anything else."""
-    parts = text.split(",")
+    """N,K (or NxK); None for anything else."""
+    parts = text.replace("x", ",").split(",")
     if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
         return None
     return int(parts[0]), int(parts[1])
@@ -154,6 +169,8 @@ def _shape(text: str) -> tuple[int, int] | None:
 
 def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]]]:
     """The scheme and the shapes of a model's linear layers: as they are, and as ``fuse`` joins them."""
+    from anybit.checkpoints import Folder, local_folder
+    from anybit.checkpoints.configuration import scheme_of
     from anybit.quantize.modules import kept_modules, linear_layers, skeleton
 
     with local_folder(model) as path:

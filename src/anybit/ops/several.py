@@ -60,7 +60,7 @@ class Several:
         if self.eight and activations.quantized:
             return "it is for 16-bit activations that may become 8-bit ones, and these are quantized already"
         if self.eight and "a8" not in allowed():
-            return 'quantizing 16-bit activations has not been allowed (anybit.tune.allow("a8"))'
+            return 'quantizing 16-bit activations has not been allowed (anybit.tune.dispatcher.allow("a8"))'
         if self.eight and weight.group_index is not None:
             return "activation order is not combined with quantizing activations on the way"
         formats = (activations, _EIGHT[0] if self.eight else activations)

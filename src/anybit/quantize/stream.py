@@ -17,10 +17,11 @@ from anybit.checkpoints.configuration import configuration, refuse_quantized
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, new_folder
-from anybit.errors import CheckpointError, LayerError
+from anybit.errors import CheckpointError, LayerError, SchemeError
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight
 from anybit.quantize.modules import LinearLayer, kept_modules, linear_layers, skeleton, tied_names
+from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
 
 Progress = Callable[[str, int, int], None]
@@ -150,6 +151,16 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
         8 * quantized_bytes / total,
         seconds,
     )
+
+
+def run_rtn(job: Job) -> Saved:
+    """Method ``rtn``: every layer by itself, to nearest. Its one setting, search=false, covers the range of a group."""
+    settings = {name: value for name, value in job.options.items() if name not in ("text", "tokens")}
+    search = settings.pop("search", True)
+    if settings or not isinstance(search, bool):
+        wrong = next(iter(settings), "search")
+        raise SchemeError(f"method rtn does not take {wrong}={job.options[wrong]!r}; it takes search=true or false")
+    return write_quantized(job, lambda layer, weight: quantize_weight(weight, job.scheme.weights, search))
 
 
 def _quantized(layer: LinearLayer, tensor: Tensor, quantize: QuantizeLayer) -> QuantizedWeight:

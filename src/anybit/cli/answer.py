@@ -1,0 +1,114 @@
+"""What ``anybit generate`` and ``anybit chat`` do: load a model, answer a prompt while it is made, keep the time."""
+
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+from anybit.cli.common import status
+from anybit.errors import TextError
+from anybit.integrations.fuse import accelerate
+from anybit.integrations.graph import serves
+from anybit.integrations.loading import Loaded, load_model
+from anybit.scheme import Scheme
+
+
+class _Printer(TextStreamer):  # type: ignore[misc]
+    """Prints text as its tokens come, and keeps the time."""
+
+    def __init__(self, tokenizer: Any, silent: bool) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.silent = silent
+        self.first: float | None = None
+        self.text = ""
+        self._prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then one token after another."""
+        if not self._prompt and self.first is None:
+            self.first = time.perf_counter()
+        self._prompt = False
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Text whose words are complete."""
+        self.text += text
+        if not self.silent:
+            sys.stdout.write(text + ("\n" if stream_end else ""))
+            sys.stdout.flush()
+
+
+def load(model: str, scheme: Scheme | None, backend: str | None, device: str | None) -> Loaded:
+    """A model that is ready to answer, as fast as it can be where it is."""
+    with status(f"Loading {model}" + (f" in {scheme}" if scheme else "")):
+        loaded = load_model(model, scheme, backend=backend, device=device)
+        if loaded.model.device.type == "cuda":
+            accelerate(loaded.model)
+        return loaded
+
+
+def answer(
+    loaded: Loaded,
+    prompt: str | list[dict[str, str]],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    silent: bool,
+) -> tuple[str, dict[str, Any]]:
+    """The text, and what it took: tokens of prompt and answer, seconds, tokens a second after the first."""
+    tokenizer, model = loaded.tokenizer, loaded.model
+    if isinstance(prompt, list) and not tokenizer.chat_template:
+        prompt = prompt[-1]["content"]
+    if isinstance(prompt, str):
+        inputs = tokenizer(prompt, return_tensors="pt")
+    else:
+        inputs = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    ids = inputs["input_ids"].to(model.device)
+    if not ids.numel():
+        raise TextError("the prompt has no tokens: write something to go on from")
+    torch.manual_seed(seed)
+    printer = _Printer(tokenizer, silent)
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling["temperature"] = temperature
+    if model.device.type == "cuda" and serves(model):
+        sampling["cache_implementation"] = "static"
+    start = time.perf_counter()
+    with torch.inference_mode():
+        result = model.generate(
+            ids,
+            attention_mask=inputs["attention_mask"].to(model.device),
+            max_new_tokens=max_new_tokens,
+            streamer=printer,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            **sampling,
+        )
+    end = time.perf_counter()
+    count = result.shape[1] - ids.shape[1]
+    first = printer.first or end
+    figures = {
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": count,
+        "seconds": end - start,
+        "first_token_seconds": first - start,
+        "tokens_per_second": (count - 1) / (end - first) if count > 1 else 1 / (end - start),
+    }
+    return printer.text, figures
+
+
+def scheme_of(loaded: Loaded) -> str | None:
+    """The scheme of a model in words, None where it has none."""
+    return None if loaded.scheme is None else str(loaded.scheme)
+
+
+def speed(loaded: Loaded, figures: dict[str, Any]) -> str:
+    """What an answer took, in one line."""
+    device = loaded.model.device.type
+    return (
+        f"{figures['new_tokens']} tokens, {figures['tokens_per_second']:.1f} tokens/s after the first "
+        f"({figures['first_token_seconds']:.2f} s), {scheme_of(loaded) or 'not quantized'} on {device}"
+    )
