@@ -1,32 +1,35 @@
 """Packed weights of 1 to 8 bits against 16-bit and 8-bit activations: each product followed by one that depends on it.
 
-python benchmarks/gemm_packed.py --seconds 600        # most telling rows first, into results/h200/gemm_packed.json
+python benchmarks/gemm_packed.py --compile            # needs no GPU: every kernel of every row, into the cache
+python benchmarks/gemm_packed.py --seconds 200        # all rows, into results/h200/gemm_packed.json
 python benchmarks/gemm_packed.py --only gate_up --schemes w4a16g128 --tokens 1 16
 python benchmarks/gemm_packed.py --sweep              # M = 1 to 4096 and neighbours, to gemm_packed_sweep.json: cliffs
 
 Chains run in one CUDA graph under programmatic dependent launch, over copies of the weights that together exceed L2:
 the output of a product is (the beginning of) the activations of the next. 8-bit activations include their quantization.
-cuBLAS fp16 and fp8 `_scaled_mm` are timed in turns with each row. Rows that this commit has written before are skipped
-(`--again` repeats them), so that a run cut short goes on where it ended.
+All schemes of a layer at one M, cuBLAS fp16, fp8 `_scaled_mm` and humming-kernels (where it is installed) are timed in
+turns. Rows that this commit has written before are skipped (`--again` repeats them), so that a run cut short goes on.
 """
 
 import argparse
-import collections
+import itertools
 import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.pool import Pool
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
+import humming_layer
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels import pack, packed_large, packed_layout
+from anybit.errors import KernelError
+from anybit.kernels import pack, packed_few, packed_large, packed_layout, packed_repack
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.ops.inputs import token_bucket
@@ -35,17 +38,32 @@ from anybit.scheme import Scheme
 from anybit.tune.dispatcher import dispatcher
 from anybit.tune.families import FAMILIES, Product, tiles_of
 from cases import LLAMA3_8B, MODELS, Case
-from timing import RESULTS, floor_us, measure_beside, merge_rows, rotations, stamp, vendor
+from timing import (
+    RESULTS,
+    Captured,
+    VendorWeights,
+    calls_for,
+    floor_us,
+    merge_rows,
+    rotations,
+    stamp,
+    time_back_to_back,
+)
 
 LAYERS = tuple(LLAMA3_8B)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
-FEWER_TOKENS = (1, 16, 256, 4096)
-"""Unless told otherwise, of schemes with other widths than 4."""
-WIDTHS = ("w2a16g128", "w3a16g128", "w8a16g128", "w1a16g128", "w6a16g128")
-INTEGERS = ("w4a8", "w2a8")
-SCHEMES = ("w4a16g128", *INTEGERS, *WIDTHS)
+BITS = (4, 2, 3, 8, 1, 6)
+SCHEMES = (
+    *(f"w{bits}a16g128" for bits in BITS),
+    *(f"w{bits}a8" for bits in BITS),
+    *(f"w{bits}a8fp" for bits in BITS if bits <= 4),  # e4m3 holds no wider codes exactly
+)
 SWEEP = sorted({m + d for m in (1 << i for i in range(13)) for d in (-1, 0, 1)} - {0, 4097})
-KIND = {True: "s8", False: "f16"}
+SWEPT = ("w4a16g128", "w2a16g128", "w4a8", "w4a8fp")
+VENDORS = ("cublas fp16", "fp8")
+CHAIN = 32
+"""Products after which a chain begins again, so that what it multiplies neither overflows nor fades."""
+RATES = {"float": "e4m3", "sym": "s8"}
 
 
 @dataclass(frozen=True)
@@ -53,72 +71,54 @@ class Job:
     """One row: a case, a scheme, and the kernel family and config that run it."""
 
     case: Case
-    scheme: Scheme
-    family: ModuleType
+    scheme: str
+    family: str
     config: Any
 
 
-def job_of(case: Case, scheme: Scheme, family: str, device: Device) -> Job | None:
-    """The job as the op would run it, or by the kernel that is asked for; None where that kernel takes no such case."""
+def job_of(asked: tuple[Case, str, str]) -> Job | None:
+    """The job as the op would run it, or by the kernel that is asked for; None where that kernel takes no such case.
+
+    Its kernels are compiled on the way, if they are not in the cache.
+    """
+    case, text, family = asked
+    scheme, device = Scheme.parse(text), Device.named("sm_90a")
     x = scheme.activations
     product = Product(token_bucket(case.m), case.n, case.k, scheme.weights, x, device=device)
-    asked = FAMILIES.get(f"packed_{family}")
-    if asked is not None:
-        if asked.why_not(product) is not None:
+    if family != "default":
+        name = f"packed_{family}"
+        if FAMILIES[name].why_not(product) is not None:
             return None
-        return Job(case, scheme, asked.module, asked.default(product))
-    chosen = dispatcher(device.name).choose(product, (tiles_of(x),)).candidate
-    return Job(case, scheme, FAMILIES[chosen.kernel].module, chosen.config)
-
-
-def wanted(options: argparse.Namespace) -> Iterator[tuple[str, str, str, int]]:
-    """(model, layer, scheme, M), each once, those that say most first; neighbours share a layer's weights."""
-    if options.schemes or options.tokens:
-        for model in options.models:
-            for scheme in options.schemes or SCHEMES:
-                for layer in options.only:
-                    for m in options.tokens or (TOKENS if scheme.startswith("w4") else FEWER_TOKENS):
-                        yield model, layer, scheme, m
-        return
-    steps: list[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = [
-        (("llama-3-8b",), LAYERS, ("w4a16g128",), (1, 16, 64, 256, 4096)),
-        (("llama-3-8b",), ("gate_up",), INTEGERS, (1024, 4096)),
-        (("llama-3-8b",), ("gate_up",), WIDTHS, (1,)),
-        (("llama-3-8b",), LAYERS, ("w4a16g128",), TOKENS),
-        (("llama-3-8b",), LAYERS, INTEGERS, TOKENS),
-        (("llama-3-8b",), ("gate_up",), WIDTHS, TOKENS),
-        (("llama-2-7b", "qwen3-14b"), LAYERS, ("w4a16g128",), TOKENS),
-        (("llama-3-8b",), LAYERS, WIDTHS, FEWER_TOKENS),
-        (("llama-2-7b", "qwen3-14b"), LAYERS, (*INTEGERS, *WIDTHS), FEWER_TOKENS),
-        (tuple(MODELS), LAYERS, (*INTEGERS, *WIDTHS), TOKENS),
-    ]
-    for models, layers, schemes, tokens in steps:
-        for model in models:
-            for layer in layers:
-                for scheme in schemes:
-                    for m in tokens:
-                        if model in options.models and layer in options.only:
-                            yield model, layer, scheme, m
+        config = FAMILIES[name].default(product)
+    else:
+        # As ops/packed.py chooses.
+        chosen = dispatcher(device.name).choose(product, (tiles_of(x),)).candidate
+        name, config = chosen.kernel, packed_few.apart(chosen.config, device)
+    kernels = [FAMILIES[name].module.kernel(config)]
+    kernels.append(packed_repack.kernel(packed_repack.Config(scheme.weights.bits, x.quantized)))
+    if x.quantized:
+        problem = pack.Problem(case.m, case.k, x, target=Target.bytes)
+        kernels.append(pack.kernel(pack.default(problem)))
+    for kernel in kernels:
+        jit.cached(kernel, device.arch)
+    return Job(case, text, name, config)
 
 
 def random_weight(case: Case, scheme: Scheme) -> QuantizedWeight:
-    """Random codes and scales of both signs, such that a chain of 256 products neither overflows nor fades.
-
-    A product keeps the size of its input on average; of a few widths the largest eigenvalue is some per cent above one.
-    """
+    """Random codes and scales of both signs: a product keeps the size of its input on average."""
     bits, groups = scheme.weights.bits, scheme.weights.groups(case.k)
     words = torch.randint(-(2**31), 2**31 - 1, (case.n, words_per_row(case.k, bits)), dtype=torch.int32, device="cuda")
-    spread = (((1 << 2 * bits) - 1) / 12 + 0.25) * case.k * 1.083
+    spread = (((1 << 2 * bits) - 1) / 12 + 0.25 * (scheme.weights.code == "sym")) * case.k * 1.083
     scale = (torch.rand(case.n, groups, device="cuda") + 0.5) * 0.97 * spread**-0.5
     scale *= torch.randint(0, 2, scale.shape, device="cuda") * 2 - 1
     return QuantizedWeight(words, scale.half().float(), None, (case.n, case.k), scheme.weights)
 
 
 class Weights:
-    """A layer's copies and its float64 values, kept from one M to the next."""
+    """A layer in one scheme: copies in tiles, and the float64 values of some rows; kept from one M to the next."""
 
     def __init__(self, case: Case, scheme: Scheme) -> None:
-        layer = random_weight(case, scheme)
+        self.layer = layer = random_weight(case, scheme)
         order = "a8" if scheme.activations.quantized else "a16"
         packed_layout.prepare(layer, order)
         torch.cuda.synchronize()
@@ -127,7 +127,8 @@ class Weights:
         torch.cuda.synchronize()
         self.prepare_gb_s = layer.words.numel() * 4e-9 / (time.perf_counter() - begin)
         self.rows = torch.randint(0, case.n, (256,), device="cuda")
-        self.sample = layer.dequantize(torch.float32)[self.rows].double()
+        some = QuantizedWeight(layer.words[self.rows], layer.scale[self.rows], None, (256, case.k), layer.format)
+        self.sample = some.dequantize(torch.float32).double()
         count = rotations(packed.tiles.numel(), 128)
         self.copies = [packed] + [
             PackedWeight(packed.tiles.clone(), packed.row_scale, None, None, packed.shape, packed.format, packed.order)
@@ -135,162 +136,223 @@ class Weights:
         ]
 
 
-def run(job: Job, weights: Weights, beside: tuple[str, ...]) -> dict[str, Any]:
-    """Check one product on sampled rows of the weights, then time chains of it."""
-    m, n, k = job.case.m, job.case.n, job.case.k
-    buffers = [torch.randn(m * max(n, k), device="cuda").half() for _ in range(2)]
-    quantized = job.scheme.activations.quantized
-    codes = Packed(m, k, job.scheme.activations, Target.bytes, buffers[0].device) if quantized else None
-    x0 = buffers[0][: m * k].view(m, k).clone()
-    quantizer = pack.default(pack.problem_of(x0, job.scheme.activations, Target.bytes)) if quantized else None
+def error_of(y: torch.Tensor, x: torch.Tensor, weights: Weights) -> float:
+    """Mean relative error of some columns of y [m, n] against the float64 product of x [m, k]."""
+    expected = x.double() @ weights.sample.T
+    return float((y[:, weights.rows].double() - expected).abs().mean() / expected.abs().mean())
 
-    def product(i: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        weight = weights.copies[i % len(weights.copies)]
+
+class Run:
+    """A job, checked and captured; ``row`` makes its row from what was timed."""
+
+    def __init__(self, job: Job, weights: Weights, buffers: list[torch.Tensor], x0: torch.Tensor) -> None:
+        self.job, self.weights, self.buffers, self.x0 = job, weights, buffers, x0
+        case, self.scheme = job.case, Scheme.parse(job.scheme)
+        x = self.scheme.activations
+        self.codes = Packed(case.m, case.k, x, Target.bytes, x0.device) if x.quantized else None
+        self.problem = pack.problem_of(x0, x, Target.bytes)
+        self.quantizer = pack.default(self.problem) if x.quantized else None
+        self.module = FAMILIES[job.family].module
+        self.error = self.check()
+        size = weights.copies[0].tiles.numel() + case.m * case.k * (1 if x.quantized else 2) + 2 * case.m * case.n
+        self.bytes, self.floor = size, floor_us(size, case.operations, RATES[x.code] if x.quantized else "f16")
+        self.captured = Captured(self.call, calls_for(1.3 * self.floor, len(weights.copies), 900.0))
+
+    def product(self, i: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Launch the product, its quantization ahead."""
+        weight = self.weights.copies[i % len(self.weights.copies)]
+        codes = self.codes
         if codes is not None:
-            pack.launch(pack.problem_of(x, job.scheme.activations, Target.bytes), quantizer, codes, x)
-        if job.family is packed_large:
-            packed_large.multiply(codes if codes is not None else x, weight, None, y, job.config)
+            pack.launch(self.problem, self.quantizer, codes, x)
+        if self.module is packed_large:
+            packed_large.multiply(codes if codes is not None else x, weight, None, y, self.job.config)
         elif codes is not None:
-            job.family.launch(weight, codes.codes[:, :k], y, codes.scale, config=job.config)
+            self.module.launch(weight, codes.codes[:, : self.job.case.k], y, codes.scale, config=self.job.config)
         else:
-            job.family.launch(weight, x, y, config=job.config)
+            self.module.launch(weight, x, y, config=self.job.config)
 
-    def call(i: int) -> None:  # every chain begins with the same activations
-        x = x0 if i == 0 else buffers[i % 2][: m * k].view(m, k)
-        product(i, x, buffers[(i + 1) % 2][: m * n].view(m, n))
+    def call(self, i: int) -> None:
+        """Call i of a chain."""
+        m, n, k = self.job.case.m, self.job.case.n, self.job.case.k
+        x = self.x0 if i % CHAIN == 0 else self.buffers[i % 2][: m * k].view(m, k)
+        self.product(i, x, self.buffers[(i + 1) % 2][: m * n].view(m, n))
 
-    error = 0.0
-
-    def check() -> None:
-        nonlocal error
-        y = torch.full((m, n), torch.nan, device="cuda", dtype=torch.float16)
-        product(0, x0, y)
-        inputs = x0.double()
-        if codes is not None:
-            inputs = codes.codes[:, :k].double() * codes.scale.double()[:, None]
-        expected = inputs @ weights.sample.T
-        error = float((y[:, weights.rows].double() - expected).abs().mean() / expected.abs().mean())
+    def check(self) -> float:
+        """Run once and compare; raises AssertionError."""
+        y = torch.full((self.job.case.m, self.job.case.n), torch.nan, device="cuda", dtype=torch.float16)
+        self.product(0, self.x0, y)
+        x = self.x0
+        if self.codes is not None:
+            x = self.codes.codes[:, : self.job.case.k].float() * self.codes.scale[:, None]
+        error = error_of(y, x, self.weights)
         if not error < 1e-3:
-            raise AssertionError(f"{job.case} {job.scheme}: mean relative error {error:.2e}")
+            raise AssertionError(f"{self.job.case} {self.job.scheme}: mean relative error {error:.2e}")
+        return error
 
-    others = {name: graph for name in beside if (graph := vendor(name, m, n, k)) is not None}
-    timing, theirs = measure_beside(call, check, others, copies_at_hand=len(weights.copies))
+    def row(self, us: float, theirs: dict[str, float]) -> dict[str, Any]:
+        """The row that is written."""
+        case = self.job.case
+        return {
+            "case": case.name,
+            "scheme": self.job.scheme,
+            "m": case.m,
+            "n": case.n,
+            "k": case.k,
+            "us": round(us, 3),
+            "kernel": self.job.family,
+            "error": float(f"{self.error:.1e}"),
+            "prepare_gb_s": round(self.weights.prepare_gb_s, 1),
+            "bytes": self.bytes,
+            "floor_us": round(self.floor, 3),
+            "baselines": theirs,
+            "checked": True,
+        }
+
+
+def time_layer(
+    jobs: Sequence[Job], weights: dict[str, Weights], peers: dict[str, Any], vendors: VendorWeights | None
+) -> list[dict[str, Any]]:
+    """All jobs of one layer and M in turns with the baselines: their rows."""
+    case = jobs[0].case
+    m, n, k = case.m, case.n, case.k
+    buffers = [torch.randn(m * max(n, k), device="cuda").half() for _ in range(2)]
+    x0 = buffers[0][: m * k].view(m, k).clone()
+    runs, graphs = [], {}
+    for job in jobs:
+        try:
+            runs.append(Run(job, weights[job.scheme], buffers, x0))
+        except (AssertionError, KernelError) as error:  # one row must not cost the others
+            print(f"REFUSED {job.case} {job.scheme} {job.config}: {error}", flush=True)
+            continue
+        graphs[job.scheme] = runs[-1].captured
+    for name in VENDORS if vendors is not None else ():
+        graph = vendors.captured(name, m)
+        if graph is not None:
+            graphs[name] = graph
+    for scheme, peer in peers.items():
+        try:
+            graphs[f"humming {scheme}"] = peer.captured(x0, weights[scheme], error_of)
+        except (AssertionError, RuntimeError) as error:
+            print(f"humming {case} {scheme}: {str(error)[:300]}", flush=True)
+    timings = dict(zip(graphs, time_back_to_back(list(graphs.values())), strict=True))
     if not all(buffer.isfinite().all() for buffer in buffers):
-        raise AssertionError(f"{job.case} {job.scheme}: a chain of products left the range of fp16")
-    size = weights.copies[0].tiles.numel() + m * k * (1 if quantized else 2) + 2 * m * n
-    return {
-        "case": job.case.name,
-        "scheme": str(job.scheme),
-        "m": m,
-        "n": n,
-        "k": k,
-        "us": round(timing.us, 3),
-        "kernel": job.family.__name__.rpartition(".")[2],
-        "error": float(f"{error:.2e}"),
-        "prepare_gb_s": round(weights.prepare_gb_s, 1),
-        "bytes": size,
-        "floor_us": round(floor_us(size, job.case.operations, KIND[quantized]), 3),
-        "baselines": {name: round(timed.us, 3) for name, timed in theirs.items()},
-        "checked": True,
-    }
-
-
-class Ahead:
-    """Jobs in order, whose kernels other processes compile before they are needed.
-
-    The processes begin before CUDA is touched; what they compile is found in the cache on disk.
-    """
-
-    def __init__(self, jobs: Iterator[Job], window: int = 96) -> None:
-        self._jobs, self._window = jobs, window
-        self._pool = multiprocessing.get_context("fork").Pool(os.cpu_count())
-        self._known: dict[Any, Any] = {}
-        self._waiting: collections.deque[Job] = collections.deque()
-
-    def __iter__(self) -> Iterator[Job]:
-        while True:
-            while len(self._waiting) < self._window and (job := next(self._jobs, None)) is not None:
-                kernel = job.family.kernel(job.config)
-                if kernel not in self._known:
-                    self._known[kernel] = self._pool.apply_async(jit.cached, (kernel, "sm_90a"))
-                self._waiting.append(job)
-            if not self._waiting:
-                return
-            job = self._waiting.popleft()
-            self._known[job.family.kernel(job.config)].wait()
-            yield job
+        raise AssertionError(f"{case}: a chain of products left the range of fp16")
+    us = {name: round(timing.us, 3) for name, timing in timings.items()}
+    vendor = {name: us[name] for name in VENDORS if name in us}
+    rows = []
+    for run in runs:
+        scheme = run.job.scheme
+        theirs = vendor | ({"humming": us[f"humming {scheme}"]} if f"humming {scheme}" in us else {})
+        rows.append(run.row(us[scheme], theirs))
+    return rows
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="*", choices=MODELS)
     parser.add_argument("--only", nargs="*", choices=LAYERS, default=list(LAYERS), help="layers")
-    parser.add_argument("--tokens", type=int, nargs="*", help="default: all for 4 bits, a few for other widths")
+    parser.add_argument("--tokens", type=int, nargs="*", help="default: " + " ".join(map(str, TOKENS)))
     parser.add_argument("--schemes", nargs="*", help="default: " + " ".join(SCHEMES))
     parser.add_argument("--family", choices=("default", "digits", "small", "mid", "large"), default="default")
-    parser.add_argument("--sweep", action="store_true", help="w4a16g128 at powers of two and their neighbours")
+    parser.add_argument("--sweep", action="store_true", help="powers of two and their neighbours: " + " ".join(SWEPT))
     parser.add_argument("--no-baselines", action="store_true", help="do not time cuBLAS fp16 and fp8 beside")
+    parser.add_argument("--humming", nargs="*", default=["w4a16g128", "w4a8"], help="schemes that it is timed in")
     parser.add_argument("--again", action="store_true", help="repeat rows that this commit has written")
-    parser.add_argument("--compile", action="store_true", help="compile and end")
-    parser.add_argument("--most", type=int, help="take only the first so many rows")
-    parser.add_argument("--seconds", type=float, default=55.0, help="begin nothing after this many seconds")
+    parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
+    parser.add_argument("--seconds", type=float, default=200.0, help="begin nothing after this many seconds")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.sweep:
-        options.schemes, options.no_baselines = options.schemes or ["w4a16g128"], True
-        options.tokens, options.models = options.tokens or SWEEP, ["llama-3-8b"]
+        options.no_baselines, options.humming = True, []
+        options.models = options.models or ["llama-3-8b"]
+    options.models = options.models or list(MODELS)
+    options.schemes = options.schemes or list(SWEPT if options.sweep else SCHEMES)
+    options.tokens = options.tokens or list(SWEEP if options.sweep else TOKENS)
     name = "gemm_packed_sweep.json" if options.sweep else "gemm_packed.json"
     options.out = options.out or Path(RESULTS) / "h200" / name
     return options
 
 
+def jobs_of(options: argparse.Namespace, pool: Pool) -> Iterator[Job]:
+    """Every job in order, layer by layer and M by M; other processes choose and compile what comes later."""
+    asked = [
+        (Case(f"{model} {layer}", m, *MODELS[model][layer]), scheme, options.family)
+        for model in options.models
+        for layer in options.only
+        for m in options.tokens
+        for scheme in options.schemes
+    ]
+    yield from (job for job in pool.imap(job_of, asked, chunksize=4) if job is not None)
+
+
 def main() -> None:
     options = parse()
-    begin, device = time.monotonic(), Device.named("sm_90a")
-    cases = [
-        (Case(f"{model} {layer}", m, *MODELS[model][layer]), Scheme.parse(scheme))
-        for model, layer, scheme, m in dict.fromkeys(wanted(options))
-    ][: options.most]
-    found = (job_of(case, scheme, options.family, device) for case, scheme in cases)
-    jobs = Ahead(job for job in found if job is not None)
+    begin = time.monotonic()
+    # These processes begin before CUDA is touched; what they compile is found in the cache on disk.
+    pool = multiprocessing.get_context("fork").Pool(options.processes)
+    jobs = jobs_of(options, pool)
     if options.compile:
         print(f"{sum(1 for _ in jobs)} jobs compiled after {time.monotonic() - begin:.1f} s", flush=True)
         return
-    marks, kept = stamp(), None
-    old = json.loads(options.out.read_text()) if options.out.exists() and not options.again else []
-    same = [row for row in old if all(row.get(name) == marks[name] for name in ("commit", "gpu"))]
-    done = {(row["case"], row["scheme"], row["m"]) for row in same}
-    beside = () if options.no_baselines else ("cublas fp16", "fp8")
-    for job in jobs:
-        if (job.case.name, str(job.scheme), job.case.m) in done:
-            continue
-        if time.monotonic() - begin > options.seconds:
-            print("out of time")
-            break
-        key = (job.case.n, job.case.k, str(job.scheme))
-        if kept is None or kept[0] != key:
-            kept = None
-            kept = (key, Weights(job.case, job.scheme))
-        row = run(job, kept[1], beside) | marks
-        print(
-            f"{job.case.name:22s} {row['scheme']:10s} M={job.case.m:<5d} {row['us']:9.2f} us, floor "
-            f"{row['floor_us']:9.2f}  {row['kernel']:13s} {row['error']:.1e}  {row['baselines']}",
-            flush=True,
-        )
-        merge_rows(options.out, [row])
+    try:
+        measure(options, jobs, begin)
+    finally:
+        pool.terminate()
     if options.sweep:
         cliffs(json.loads(options.out.read_text()))
 
 
+def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> None:
+    """Time what was asked for, and write rows after each M."""
+    marks = stamp()
+    old = json.loads(options.out.read_text()) if options.out.exists() and not options.again else []
+    same = [row for row in old if all(row.get(name) == marks[name] for name in ("commit", "gpu"))]
+    done = {(row["case"], row["scheme"], row["m"]) for row in same}
+    for _, layer in itertools.groupby(jobs, key=lambda job: job.case.name):
+        weights: dict[str, Weights] = {}
+        peers: dict[str, Any] = {}
+        vendors = None
+        for m, group in itertools.groupby(layer, key=lambda job: job.case.m):
+            mine = [job for job in group if (job.case.name, job.scheme, m) not in done]
+            if not mine:
+                continue
+            if time.monotonic() - begin > options.seconds:
+                print("out of time")
+                return
+            case = mine[0].case
+            for job in mine:
+                if job.scheme not in weights:
+                    weights[job.scheme] = Weights(case, Scheme.parse(job.scheme))
+                    if job.scheme in options.humming and humming_layer.installed():
+                        peers[job.scheme] = humming_layer.Peer(weights[job.scheme].layer, Scheme.parse(job.scheme))
+            if vendors is None and not options.no_baselines:
+                vendors = VendorWeights(case.n, case.k)
+            rows = [row | marks for row in time_layer(mine, weights, peers, vendors)]
+            for row in rows:
+                print(
+                    f"{case.name:20s} {row['scheme']:9s} M={m:<4d} {row['us']:8.2f} us, floor {row['floor_us']:8.2f} "
+                    f"{row['kernel'].removeprefix('packed_'):6s} {row['error']:.1e} {row['baselines'] or ''}"
+                )
+            print(f"{time.monotonic() - begin:.1f} s", flush=True)
+            merge_rows(options.out, rows)
+
+
 def cliffs(rows: list[dict[str, Any]], allowed: float = 1.1) -> None:
-    """Print, of every layer, where more tokens take less time by more than the allowed factor."""
+    """Print, of every layer, each M that takes more than the allowed factor of a larger M's time."""
     for case, scheme in dict.fromkeys((row["case"], row["scheme"]) for row in rows):
-        mine = sorted((row["m"], row["us"]) for row in rows if (row["case"], row["scheme"]) == (case, scheme))
-        worst = max(
-            ((us / later, m, larger) for m, us in mine for larger, later in mine if larger > m), default=(0, 0, 0)
+        mine = sorted(
+            (row["m"], row["us"], row["kernel"]) for row in rows if (row["case"], row["scheme"]) == (case, scheme)
         )
-        verdict = "no cliff" if worst[0] <= allowed else "a CLIFF"
-        print(f"{case} {scheme}: {verdict}; time({worst[1]}) is {worst[0]:.3f} x time({worst[2]})")
+        worst = 0.0
+        for m, us, kernel in mine:
+            later, larger = min(((t, other) for other, t, _ in mine if other > m), default=(us, m))
+            worst = max(worst, us / later)
+            if us > allowed * later:
+                print(
+                    f"  CLIFF {case} {scheme}: {us:.2f} us at {m} ({kernel}), {later:.2f} at {larger}: {us / later:.3f}"
+                )
+        print(f"{case} {scheme}: {len(mine)} token counts, at worst {worst:.3f} of the time of more tokens")
 
 
 if __name__ == "__main__":

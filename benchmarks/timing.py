@@ -90,6 +90,32 @@ def time_in_turns(graphs: Sequence[Captured], replays: int = 11) -> list[Timing]
     return [Timing(statistics.median(mine[1:]), min(mine[1:]), max(mine[1:])) for mine in times]
 
 
+def time_back_to_back(graphs: Sequence[Captured], replays: int = 5) -> list[Timing]:
+    """In turns, without waiting for the host: the GPU is never idle, and what a graph's launch costs is not timed.
+
+    The order is turned round every other time.
+    """
+    stream = torch.cuda.Stream()
+    order = list(range(len(graphs)))
+    marks: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+    with torch.cuda.stream(stream):
+        for turn in range(replays + 1):
+            for i in order:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                graphs[i].graph.replay()
+                end.record()
+                if turn:
+                    marks.append((i, begin, end))
+            order.reverse()
+        stream.synchronize()
+    found = []
+    for i, graph in enumerate(graphs):
+        times = [begin.elapsed_time(end) * 1e3 / graph.calls for j, begin, end in marks if j == i]
+        found.append(Timing(statistics.median(times), min(times), max(times)))
+    return found
+
+
 def calls_for(expected_us: float, copies_at_hand: int = 1, graph_us: float = 1200.0, most: int = 256) -> int:
     """Calls in one graph: about ``graph_us`` of work, and every copy of the operands at least once if that is short."""
     wanted = min(most, max(8, int(graph_us / max(expected_us, 0.5))))
@@ -164,33 +190,53 @@ def baselines(m: int, n: int, k: int, names: Sequence[str] = ("cublas fp16", "in
 
 def vendor(name: str, m: int, n: int, k: int) -> Captured | None:
     """The vendor's product of this shape with rotating weights, captured; None where it refuses the shape."""
-    try:
-        call, count = _vendor_call(name, m, n, k)
-        guess = time_graph(call, 4, replays=1)
-        return Captured(call, calls_for(guess.us, min(count, 32)))
-    except RuntimeError:  # e.g. torch._int_mm wants M > 16
-        torch.cuda.synchronize()
-        return None
+    return VendorWeights(n, k).captured(name, m)
 
 
-def _vendor_call(name: str, m: int, n: int, k: int) -> tuple[Callable[[int], object], int]:
-    count = rotations(n * k * (2 if name == "cublas fp16" else 1), 64)
-    cuda = torch.device("cuda")
-    if name == "cublas fp16":
-        x = torch.randn(m, k, device=cuda, dtype=torch.float16)
-        weights = [torch.randn(n, k, device=cuda, dtype=torch.float16) * 0.02 for _ in range(count)]
-        y = torch.empty(m, n, device=cuda, dtype=torch.float16)
-        return lambda i: torch.mm(x, weights[i % count].t(), out=y), count
-    if name == "int8":
-        x = torch.randint(-127, 128, (m, k), device=cuda, dtype=torch.int8)
-        weights = [torch.randint(-127, 128, (n, k), device=cuda, dtype=torch.int8) for _ in range(count)]
-        return lambda i: torch._int_mm(x, weights[i % count].t()), count
-    if name == "fp8":
-        x = torch.randn(m, k, device=cuda).to(torch.float8_e4m3fn)
-        weights = [torch.randn(n, k, device=cuda).to(torch.float8_e4m3fn) for _ in range(count)]
-        one = torch.ones((), device=cuda)
+class VendorWeights:
+    """Rotating weights [n, k] of the vendor's products, made when asked for and kept from one M to the next."""
+
+    def __init__(self, n: int, k: int) -> None:
+        self.n, self.k = n, k
+        self._weights: dict[str, list[torch.Tensor]] = {}
+
+    def captured(self, name: str, m: int) -> Captured | None:
+        """The product of m rows, captured; None where the vendor refuses the shape."""
+        try:
+            call, count = self._call(name, m)
+            guess = time_graph(call, 4, replays=1)
+            return Captured(call, calls_for(guess.us, min(count, 32)))
+        except RuntimeError:  # e.g. torch._int_mm wants M > 16
+            torch.cuda.synchronize()
+            return None
+
+    def weights(self, name: str) -> list[torch.Tensor]:
+        """Copies that together exceed L2."""
+        if name not in self._weights:
+            self._weights[name] = [
+                self._random(name, self.n) for _ in range(rotations(self.n * self.k * (2 if "16" in name else 1), 64))
+            ]
+        return self._weights[name]
+
+    def _random(self, name: str, rows: int) -> torch.Tensor:
+        if name == "int8":
+            return torch.randint(-127, 128, (rows, self.k), device="cuda", dtype=torch.int8)
+        values = torch.randn(rows, self.k, device="cuda", dtype=torch.float16)
+        return values.to(torch.float8_e4m3fn) if name == "fp8" else values * 0.02
+
+    def _call(self, name: str, m: int) -> tuple[Callable[[int], object], int]:
+        if name not in ("cublas fp16", "int8", "fp8"):
+            raise ValueError(f"baseline {name!r} is not one of 'cublas fp16', 'int8', 'fp8'")
+        weights = self.weights(name)
+        count, x = len(weights), self._random(name, m)
+        if name == "cublas fp16":
+            x = x / 0.02
+            y = torch.empty(m, self.n, device="cuda", dtype=torch.float16)
+            return lambda i: torch.mm(x, weights[i % count].t(), out=y), count
+        if name == "int8":
+            return lambda i: torch._int_mm(x, weights[i % count].t()), count
+        one = torch.ones((), device="cuda")
         return lambda i: torch._scaled_mm(x, weights[i % count].t(), one, one, out_dtype=torch.float16), count
-    raise ValueError(f"baseline {name!r} is not one of 'cublas fp16', 'int8', 'fp8'")
 
 
 # -------- rows

@@ -131,10 +131,16 @@ def multiply(
         steps, row_scale, _ = _steps(rows.float(), activations)
         steps = steps.to(work)
         if activations.integer and scale.shape[1] == 1:
-            y = _exact_product(steps, operand, scale[:, 0], weights, activations)
+            # Rounded where the kernels round, so that their results are these bit for bit: the exact sum, times the
+            # token's scale, and once after the weight's scale and the bias.
+            y = _exact_product(steps, operand, weights, activations) * row_scale.to(work)[:, None]
+            weight_scale = scale[:, 0].to(work)
+            if bias is None:
+                y = y * weight_scale
+            else:
+                y, bias = (y.double() * weight_scale.double() + bias.double()).to(work), None
         else:
-            y = steps @ operand.T
-        y = y * row_scale.to(work)[:, None]
+            y = (steps @ operand.T) * row_scale.to(work)[:, None]
     if bias is not None:
         y = y + bias.to(work)
     return y.to(x.dtype).reshape(*x.shape[:-1], decoded.shape[0])
@@ -149,17 +155,17 @@ def _whole_rows(weight: QuantizedWeight, activations: ActivationFormat) -> bool:
     return activations.quantized and activations.integer and weight.scale.shape[1] == 1
 
 
-def _exact_product(x: Tensor, w: Tensor, scale: Tensor, weights: WeightFormat, activations: ActivationFormat) -> Tensor:
-    """Centered integers X [M, K] times W [N, K]^T, exact, then the row scales: K in chunks whose sums float32 holds."""
+def _exact_product(x: Tensor, w: Tensor, weights: WeightFormat, activations: ActivationFormat) -> Tensor:
+    """Centered integers X [M, K] times W [N, K]^T, rounded once, to x's dtype: K in chunks whose sums float32 holds."""
     largest = _most_units(weights.code, weights.bits) * _most_units(activations.code, activations.bits)
     chunk = max(_FLOAT32_EXACT // largest, 1) if x.dtype == torch.float32 else x.shape[1]
     if chunk >= x.shape[1]:
-        return (x @ w.T) * scale.to(x.dtype)
+        return x @ w.T
     if chunk < 64:
         total = x.double() @ w.double().T
     else:
         total = sum((x[:, i : i + chunk] @ w[:, i : i + chunk].T).double() for i in range(0, x.shape[1], chunk))  # type: ignore[assignment]
-    return (total * scale.double()).to(x.dtype)
+    return total.to(x.dtype)
 
 
 def _most_units(code: str, bits: int) -> int:

@@ -571,9 +571,9 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
             const int n = block_first * 16 + row;
             constexpr float unit = (C::activation == Activation::f16 ? 0x1p24f : 1.0f) * (T::integer && C::bipolar ? 0.5f : 1.0f);
             const uint2 factor = ptx::ld_shared_v2(factors + row * 8);
-            float v = static_cast<float>(sum) * unit * __uint_as_float(factor.x);
+            float v = static_cast<float>(sum) * unit;
             if constexpr (C::activation == Activation::s8) v *= ptx::ld_shared_f32(token_scales + token * 4);
-            v += __uint_as_float(factor.y);
+            v = fmaf(v, __uint_as_float(factor.x), __uint_as_float(factor.y));  // rounded as the reference rounds
             if (n < p.n)
                 p.y[static_cast<size_t>(token) * p.n + n] = C::output == Output::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
         }

@@ -1,0 +1,55 @@
+"""humming-kernels (PyPI) with the same weights: a baseline of gemm_packed.py, where it is installed.
+
+Its checkpoint layout is dense words with the lowest bits first and scales [N, groups], so it is given the very codes
+and scales that are timed beside it, and its result is checked in the same way. Its own choice of kernel runs.
+"""
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anybit.packing import QuantizedWeight
+from anybit.scheme import Scheme
+from timing import Captured, calls_for, floor_us, rotations
+
+
+def installed() -> bool:
+    """Whether the package can be imported."""
+    return importlib.util.find_spec("humming") is not None
+
+
+class Peer:
+    """A layer in humming's tiles, in as many copies as make the caches useless."""
+
+    def __init__(self, layer: QuantizedWeight, scheme: Scheme) -> None:
+        from humming.layer import HummingLayer
+
+        self.shape, self.scheme = layer.shape, scheme
+        n, k = layer.shape
+        weight = {"dtype": f"int{layer.format.bits}", "group_size": layer.format.group or 0}
+        kind = {"float": "float8e4m3", "sym": "int8"}
+        x = {"dtype": kind[scheme.activations.code]} if scheme.activations.quantized else None
+        made = HummingLayer(n, k, weight, x, torch_dtype=torch.float16).cuda()
+        made.load_from_tensors({"weight": layer.words, "weight_scale": layer.scale.half()})
+        made.transform()
+        self.bytes = layer.words.numel() * 4 + layer.scale.numel() * 2
+        self.copies = [made] + [copy.deepcopy(made) for _ in range(rotations(self.bytes, 64) - 1)]
+
+    def captured(
+        self, x: torch.Tensor, weights: Any, error_of: Callable[[torch.Tensor, torch.Tensor, Any], float]
+    ) -> Captured:
+        """Calls one after another in a graph. Raises AssertionError for a wrong result."""
+        m, (n, k) = x.shape[0], self.shape
+        y = torch.empty(m, n, dtype=torch.float16, device=x.device)
+        self.copies[0](x, outputs=y)
+        # Rounding to 8 bits is its own, so only a product of 16-bit activations is as near as ours must be.
+        error, limit = error_of(y, x, weights), 2e-2 if self.scheme.activations.integer else 1e-3
+        if self.scheme.activations.quantized and not self.scheme.activations.integer:
+            limit = 6e-2
+        if not error < limit:
+            raise AssertionError(f"humming: mean relative error {error:.2e}")
+        expected = 2 * floor_us(self.bytes + 2 * m * (n + k), 2 * m * n * k, "f16")
+        return Captured(lambda i: self.copies[i % len(self.copies)](x, outputs=y), calls_for(expected, 32, 900.0))
