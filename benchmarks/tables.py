@@ -1,30 +1,76 @@
-"""Write the tables of docs/results.md from the rows in results/: `python benchmarks/tables.py`.
+"""Write the tables of README.md and docs/ from the rows in results/: `python benchmarks/tables.py [--check]`.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->` in the page, and everything between them is replaced.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`, and everything between them is replaced by what the
+function NAME below makes of the rows. A page whose tables are not those of its rows fails tests/test_tables.py.
 """
 
+import argparse
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from cases import BITWISE_SCHEMES, TOKENS
-from timing import RESULTS
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import BITWISE_SCHEMES, MODELS, TOKENS
 
-PAGE = Path(__file__).parent.parent / "docs" / "results.md"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 
 
-def rows(name: str) -> list[Row]:
+def rows(name: str, machine: str = "h200") -> list[Row]:
     """The rows of one results file; none where it does not exist."""
-    path = RESULTS / "h200" / f"{name}.json"
+    path = RESULTS / machine / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else []
 
 
+def find(found: Iterable[Row], **wanted: object) -> Row | None:
+    """The row with these fields, None where it was not measured; two are a fault of the file."""
+    matching = [row for row in found if all(row.get(name) == value for name, value in wanted.items())]
+    if len(matching) > 1:
+        raise ValueError(f"{len(matching)} rows have {wanted}; a row is measured once")
+    return matching[0] if matching else None
+
+
 def table(header: list[str], body: list[list[str]]) -> str:
+    """A table whose first column is words and whose others are numbers."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+# -------- README
+
+
+def headline() -> str:
+    """What an H200 does, a row a claim."""
+    steps, attention, products = rows("generate"), rows("decode_attention"), rows("gemm_bitwise")
+    body = []
+    for words, scheme, context in (
+        ("Llama-3-8B shape, batch 1, a token", "w4a16g128", 512),
+        ("the same after 131,072 tokens", "w4a16g128-kv4g128", 131072),
+    ):
+        shape = {"case": "Llama-3-8B shape", "batch": 1, "context": context}
+        plain, ours = find(steps, scheme="fp16", **shape), find(steps, scheme=scheme, **shape)
+        if plain and ours:
+            speed = f"`{scheme}`, {ours['tokens_per_second']:.0f} tokens/s"
+            body.append([words, f"{plain['ms']:.2f} ms", f"{ours['ms']:.2f} ms ({speed})"])
+    shape = {"case": "main", "batch": 8, "context": 32768, "heads_q": 32, "heads_kv": 8}
+    four, two = (find(attention, kv=kv, **shape) for kv in ("kv4g128", "kv2g128"))
+    if four and two:
+        caches = f"{four['us']:.0f} us (4-bit cache), {two['us']:.0f} us (2-bit)"
+        words = "decode attention, 8 x 32,768 tokens, 32/8 heads"
+        body.append([words, f"{four['baselines']['cudnn']:.0f} us (cuDNN)", caches])
+    shape = {"case": "llama-3-8b gate_up", "m": 4096, "kernel": "wgmma"}
+    found = [row for scheme in ("w4a4", "w2a2", "w1a1") if (row := find(products, scheme=scheme, **shape))]
+    if found:
+        ours = ", ".join(f"{row['us']:.0f} us (`{row['scheme']}`)" for row in found)
+        body.append(["4096 x 28672 x 4096 product", f"{found[0]['baselines']['cublas fp16']:.0f} us (cuBLAS)", ours])
+    return table(["", "fp16, at its best", "anybit"], body)
+
+
+# -------- linear layers
 
 
 def cell(row: Row | None) -> str:
@@ -54,6 +100,27 @@ def gemm_bitwise() -> str:
     return "\n\n".join(parts)
 
 
+def gemm_packed() -> str:
+    """One table a model and scheme: tokens down, layers across; microseconds, and how many times cuBLAS fp16."""
+    found = rows("gemm_packed")
+    parts = []
+    for model, layers in MODELS.items():
+        names = [f"{model} {layer}" for layer in layers]
+        for scheme in dict.fromkeys(row["scheme"] for row in found if row["case"] in names):
+            mine = [row for row in found if row["scheme"] == scheme and row["case"] in names]
+            body = []
+            for m in sorted({row["m"] for row in mine}):
+                cells = []
+                for name in names:
+                    row = find(mine, case=name, m=m)
+                    fp16 = row["baselines"].get("cublas fp16") if row else None
+                    cells.append(f"{row['us']:.1f}" + (f" ({fp16 / row['us']:.2f}x)" if fp16 else "") if row else "")
+                body.append([f"{m}", *cells])
+            shapes = [f"{layer} {n} x {k}" for layer, (n, k) in layers.items()]
+            parts.append(f"**{model}, {scheme}**\n\n{table(['M', *shapes], body)}")
+    return "\n\n".join(parts)
+
+
 def pack() -> str:
     """Quantize-and-pack: formats down, tokens across, microseconds and the time of reading and writing once."""
     found = rows("pack")
@@ -65,16 +132,181 @@ def pack() -> str:
     return table(["", *(f"M = {m}" for m in TOKENS)], body) if body else ""
 
 
-TABLES: dict[str, Callable[[], str]] = {"gemm_bitwise": gemm_bitwise, "pack": pack}
+# -------- whole models
+
+
+def generate() -> str:
+    """Milliseconds of a decode step and how many times fp16: batch and context down, schemes across."""
+    found = [row for row in rows("generate") if row["case"] == "Llama-3-8B shape"]
+    schemes = list(dict.fromkeys(row["scheme"] for row in found if row["scheme"] != "fp16"))
+    body = []
+    for batch, context in sorted({(row["batch"], row["context"]) for row in found}, key=lambda s: (s[1], s[0])):
+        same = {row["scheme"]: row for row in found if (row["batch"], row["context"]) == (batch, context)}
+        plain = same.get("fp16")
+        cells = []
+        for scheme in schemes:
+            ms = same[scheme]["ms"] if scheme in same else None
+            speed = f" ({plain['ms'] / ms:.2f}x)" if ms and plain else ""
+            cells.append(f"{ms:.2f}{speed}" if ms else "")
+        body.append([f"{batch}, {context:,}", f"{plain['ms']:.2f}" if plain else "", *cells])
+    return table(["batch, context", "fp16", *schemes], body)
+
+
+def generate_models() -> str:
+    """Tokens a second of real models in ``generate``: schemes down, ways across."""
+    found = [row for row in rows("generate") if " generate, " in row["case"]]
+    parts = []
+    for model in dict.fromkeys(row["case"].partition(" generate, ")[0] for row in found):
+        ways = [case for case in dict.fromkeys(row["case"] for row in found) if case.startswith(f"{model} generate, ")]
+        schemes = dict.fromkeys(row["scheme"] for row in found if row["case"] in ways)
+        body = []
+        for scheme in schemes:
+            each = (find(found, case=way, scheme=scheme) for way in ways)
+            body.append([scheme, *(f"{row['tokens_per_second']:.0f}" if row else "" for row in each)])
+        parts.append(table([f"{model}, tokens a second", *(way.partition(", ")[2] for way in ways)], body))
+    return "\n\n".join(parts)
+
+
+def ablation() -> str:
+    """The time of each variant over the dispatcher's, least to most over all points: variants down, phases across."""
+    found = rows("dispatch")
+    groups: dict[str, list[Row]] = {}
+    for scheme in dict.fromkeys(row["scheme"] for row in found):
+        for phase in ("prefill", "decode"):
+            mine = [row for row in found if row["scheme"] == scheme and row["case"].endswith(phase)]
+            groups |= {f"{scheme} {phase}": mine} if mine else {}
+    body = []
+    for variant in dict.fromkeys(name for row in found for name in row["variants"] if name != "dispatch"):
+        cells = []
+        for mine in groups.values():
+            ratios = [r["variants"][variant] / r["variants"]["dispatch"] for r in mine if variant in r["variants"]]
+            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "")
+        body.append([variant, *cells])
+    return table(["variant", *groups], body) if body else ""
+
+
+# -------- the KV cache
+
+
+def decode_attention() -> str:
+    """Attention over 4 and 2 bits: microseconds, how many times cuDNN's fp16, floors and baselines."""
+    found = [row for row in rows("decode_attention") if row["case"] in ("main", "heads")]
+    body = []
+    for shape in dict.fromkeys((r["batch"], r["context"], r["heads_q"], r["heads_kv"]) for r in found):
+        keys = dict(zip(("batch", "context", "heads_q", "heads_kv"), shape, strict=True))
+        pair = [row for kv in ("kv4g128", "kv2g128") if (row := find(found, kv=kv, **keys)) is not None]
+        if len(pair) < 2:
+            continue
+        others = pair[0]["baselines"]
+        speeds = [f"{row['us']:.1f} ({row['baselines']['cudnn'] / row['us']:.2f}x)" for row in pair]
+        floors = " / ".join(f"{row['floor_us']:.1f}" for row in pair)
+        vendors = [f"{others[name]:.0f}" for name in ("cudnn", "flash attention 2")]
+        body.append([f"{shape[0]} x {shape[1]}, {shape[2]}/{shape[3]}", *speeds, floors, *vendors])
+    header = ["batch x context, heads", "4 bits", "2 bits", "floor 4 / 2 bits", "fp16: cuDNN", "FlashAttention-2"]
+    return table(header, body)
+
+
+def kv_perplexity() -> str:
+    """Perplexity with a quantized cache: bits down, how keys are grouped across."""
+    found = [row for row in rows("kv_accuracy") if row["case"] == "perplexity"]
+    body = []
+    for name in ("kv8", "kv4", "kv2"):
+        ways = [find(found, kv=name + suffix) for suffix in ("", "t", "rot", "trot")]
+        if ways[0] is not None:
+            cells = [f"{row['perplexity']:.2f}" if row else "" for row in ways]
+            body.append([name, f"{ways[0]['bits']:.2f}", *cells])
+    kinds = ["keys by channel", "keys by token", "by channel, rotated", "by token, rotated"]
+    return table(["", "bits an element", *kinds], body)
+
+
+def kv_widths() -> str:
+    """Perplexity with keys and values of their own widths, in groups of 64: keys down, values across."""
+    found = [row for row in rows("kv_accuracy") if row["case"] == "perplexity"]
+    widths = (16, 8, 4, 2)
+    body = []
+    for key in widths:
+        names = [f"kv{key}" if key == value else f"k{key}v{value}" for value in widths]
+        each = (find(found, kv=name) for name in names)
+        body.append([f"{key}", *(f"{row['perplexity']:.2f}" if row else "" for row in each)])
+    return table(["keys, values", *(f"{value}" for value in widths)], body)
+
+
+def kv_needle() -> str:
+    """Facts found out of the trials: formats down, contexts across."""
+    found = [row for row in rows("kv_accuracy") if row["case"] == "needle"]
+    contexts = sorted({row["context"] for row in found})
+    body = []
+    for kv, bits in sorted({(row["kv"], row["bits"]) for row in found}, key=lambda pair: (-pair[1], pair[0])):
+        cells = []
+        for context in contexts:
+            row = find(found, kv=kv, context=context)
+            extra = row["found"] - row["found_of_exact"] if row else 0
+            cells.append(f"{row['found_of_exact']}{f' and {extra} more' if extra else ''}" if row else "")
+        body.append([kv, f"{bits:g}" if bits == 16 else f"{bits:.2f}", *cells])
+    return table(["", "bits an element", *(f"{round(context / 1024)}k" for context in contexts)], body)
+
+
+# -------- quantizers
+
+
+def quantizers() -> str:
+    """Perplexity of every scheme and method from folder to folder, over the machines: schemes down, methods across."""
+    both = {"CPU": rows("quantizers", "cpu"), "H200": rows("quantizers")}
+    mine = [row | {"on": on} for on, found in both.items() for row in found if row["case"].endswith("first half")]
+    mine = [row for row in mine if not row["options"] and "perplexity" in row]
+    plain = next((row["perplexity"] for row in mine if row["scheme"] == "float32"), None)
+    methods = list(dict.fromkeys(row["method"] for row in mine if row["scheme"] != "float32"))
+    body = []
+    for scheme in dict.fromkeys(row["scheme"] for row in mine if row["scheme"] != "float32"):
+        cells = []
+        for method in methods:
+            each = [row for row in mine if (row["scheme"], row["method"]) == (scheme, method)]
+            cells.append("; ".join(f"{row['perplexity']:.2f} ({row['on']})" for row in each))
+        body.append([f"`{scheme}`", *cells])
+    return table([f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in methods)], body) if plain else ""
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    make.__name__: make
+    for make in (
+        headline, gemm_bitwise, gemm_packed, pack, generate, generate_models, ablation, decode_attention,
+        kv_perplexity, kv_widths, kv_needle, quantizers,
+    )
+}  # fmt: skip
+_MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """The pages that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def written(text: str) -> str:
+    """A page with its tables made anew. Raises KeyError for a table that nothing here makes."""
+
+    def made(match: re.Match[str]) -> str:
+        content = TABLES[match[2]]()
+        return f"{match[1]}\n{content}\n\n{match[3]}" if content else match[1] + match[3]
+
+    return _MARK.sub(made, text)
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    for name, make in TABLES.items():
-        pattern = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        content = make()
-        text = pattern.sub(lambda match, c=content: f"{match[1]}\n{c}\n\n{match[2]}", text)
-    PAGE.write_text(text)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page is out of date")
+    check, stale, homeless = parser.parse_args().check, [], set(TABLES)
+    for page in pages():
+        text = page.read_text()
+        homeless -= {match[2] for match in _MARK.finditer(text)}
+        new = written(text)
+        if new != text:
+            stale.append(page.name)
+            if not check:
+                page.write_text(new)
+    print(f"{'out of date' if check else 'written anew'}: {', '.join(stale) or 'nothing'}")
+    if homeless:
+        print(f"on no page: {', '.join(sorted(homeless))}")
+    sys.exit(check and bool(stale or homeless))
 
 
 if __name__ == "__main__":
