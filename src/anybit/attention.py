@@ -85,7 +85,8 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens, already written to the cache, over everything before and among them.
 
-    q: [len(sequences), tokens, heads, head_dim] in the cache's dtype.
+    q: [len(sequences), tokens, heads, head_dim] in the cache's dtype. On a GPU 1 to 16 tokens: longer ones are prompts
+    (``prefill``), and KernelError says so; elsewhere the exact reference takes any number.
     split: 0 shares the work evenly among the multiprocessors, so that results depend on the whole batch in their last
     bits; a multiple of the layout's block (say 1024) cuts every sequence into pieces of so many tokens, and results
     are the same bit for bit whatever else is in the batch.
@@ -94,7 +95,7 @@ def decode(
     Returns the output in q's shape and dtype, and the log-sum-exp float32 [len(sequences), tokens, heads].
     """
     check(q, cache, sequences)
-    if not q.is_cuda or q.shape[1] > kernels.MOST_QUERIES:
+    if not q.is_cuda:
         return decode_reference(q, cache, layer, sequences, masks)
     debug = kvpage.debugging() if debug is None else debug
     run = decode_checked if debug else decode_kernel

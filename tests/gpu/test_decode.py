@@ -98,6 +98,13 @@ def test_a_fixed_split_makes_results_independent_of_the_batch(format: str):
         assert torch.equal(some, out[rows]) and torch.equal(some_lse, lse[rows])
 
 
+def test_more_tokens_than_a_step_has_are_refused():
+    case = Case("kv4g128", queries=17, lengths=(300, 40))
+    cache, sequences, q = case.build("cuda")
+    with pytest.raises(KernelError, match="a decode step brings 1 to 16 tokens, not 17"):
+        attention.decode(q, cache, 1, sequences)
+
+
 def test_the_debug_mode_reports_what_is_out_of_range(monkeypatch: pytest.MonkeyPatch):
     case = CASES[0]
     cache, sequences, q = case.build("cuda")

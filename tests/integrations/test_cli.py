@@ -129,6 +129,8 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
     code, out, _ = run("info", "w2a16g64asym", "--json")
     assert code == 0
     assert json.loads(out)["bits_per_weight"] == 2 + 18 / 64
+    assert json.loads(out)["kv_cache"] is None
+    assert "kv4g128: 4.28 bits an element" in run("info", "w4a16-kv4g128")[1]
     code, out, _ = run("info", model, "--json")
     assert code == 0
     result = json.loads(out)
@@ -177,7 +179,9 @@ def test_usage(run: Any) -> None:
         code, out, _ = run(command, "--help")
         assert code == 0
         assert "\\b" not in out
-        assert f"anybit {command} " in out
+        usage, _, examples = out.partition("Examples")
+        assert f"anybit {command} " in usage
+        assert f"anybit {command} " in examples, f"{command} --help shows no example"
 
 
 def test_perplexity_is_what_it_says(model: Path) -> None:

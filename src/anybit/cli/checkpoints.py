@@ -8,7 +8,7 @@ import typer
 
 from anybit.cli.common import JsonOption, megabytes, output, print_json, status
 from anybit.errors import SchemeError
-from anybit.scheme import Scheme
+from anybit.scheme import KVFormat, Scheme
 
 
 def convert(
@@ -76,10 +76,17 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
         "scales": group,
         "sparsity": "2:4" if w.sparse else None,
         "activations": f"{x.bits} bits, {x.code}, per token" if x.quantized else "16-bit floats, as they are",
-        "kv_cache": str(scheme.kv) if scheme.kv else None,
+        "kv_cache": _cache_words(scheme.kv) if scheme.kv else None,
         "bits_per_weight": kept if w.group is None else kept + stored / w.group,
         "compressed_tensors": f"cannot express {reason}" if (reason := why_not(scheme)) else "can hold it",
     }
+
+
+def _cache_words(kv: KVFormat) -> str:
+    """A KV format, and what an element of it costs in heads of 128 channels."""
+    from anybit.kernels.kvpage import PageLayout
+
+    return f"{kv}: {PageLayout(kv, 128).bits_per_element:.2f} bits an element (heads of 128 channels, scales included)"
 
 
 def _model(what: str) -> dict[str, Any]:
