@@ -22,7 +22,7 @@ FLOORS = [
     {"kvops"},
     {"quantize", "checkpoints"},
     {"integrations", "evaluate"},
-    {"cli", "__main__", "__init__"},
+    {"registration", "cli", "__main__", "__init__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

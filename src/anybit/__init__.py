@@ -13,7 +13,7 @@ soon as transformers is loaded, so that a saved model loads by its name alone.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from anybit.integrations.registration import register_in_time
+from anybit.registration import register_in_time
 
 if TYPE_CHECKING:
     from anybit.errors import AnyBitError

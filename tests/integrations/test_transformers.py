@@ -154,15 +154,23 @@ def test_missing_tensors_are_not_made_up(sources: dict[str, Path], tmp_path: Pat
         load_model(tmp_path, device="cpu")
 
 
-def test_importing_is_enough() -> None:
-    """In a process of its own: whatever is loaded first, and nothing is loaded for anybit's sake."""
-    script = """
+FIRST_USES = {
+    "transformers": "from transformers import LlamaForCausalLM",
+    "a cache": "from anybit import AnyBitCache",
+    "a file of layers": "import anybit.quantize.modules",
+}
+
+
+@pytest.mark.parametrize("first", FIRST_USES.values(), ids=FIRST_USES)
+def test_importing_is_enough(first: str) -> None:
+    """In a process of its own, whatever is loaded first; and nothing is loaded for anybit's sake."""
+    script = f"""
 import sys
 import anybit
 assert anybit.Scheme.parse("w4a16").weights.bits == 4
 assert sorted(anybit.__all__) == sorted(anybit._HOMES)
-assert not {"torch", "transformers"} & set(sys.modules)
-from transformers import LlamaForCausalLM
+assert not set(sys.modules) & set(["torch", "transformers"])
+{first}
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 assert AUTO_QUANTIZER_MAPPING["anybit"] is not None
 assert AUTO_QUANTIZATION_CONFIG_MAPPING["anybit"] is anybit.AnyBitConfig
