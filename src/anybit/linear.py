@@ -179,10 +179,13 @@ class QuantLinear(nn.Module):
         return ops.linear(ops.hadamard(x) if self.hadamard else x, self._prepared, self.bias)
 
     def after_norm(self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """(y of the RMSNorm of x + residual, x + residual); coded as it is normed where activations are."""
+        """(y of the RMSNorm of x + residual, x + residual); coded as it is normed where activations are.
+
+        With 16-bit activations of a token or two the product norms them itself, where its kernel can.
+        """
         if self._prepared is None:
             self.prepare()
-        if not self._codes_first(x):
+        if not (self._codes_first(x) or (residual is not None and self._norms_first(x))):
             if residual is None:
                 return self(rms_norm(x, gamma, epsilon)), x
             normed, total = add_rms_norm(x, residual, gamma, epsilon)
@@ -208,6 +211,13 @@ class QuantLinear(nn.Module):
         plain = self.input_scale is None and not self.hadamard and self.weight_g_idx is None
         coded = self.scheme.activations.quantized and self._prepared.spec.backend in ops.CODING_BACKENDS
         return plain and coded and x.is_cuda
+
+    def _norms_first(self, x: Tensor) -> bool:
+        """Whether the kernel that multiplies this layer's input may norm it too."""
+        assert self._prepared is not None
+        plain = self.input_scale is None and not self.hadamard and self.weight_g_idx is None
+        wide = not self.scheme.activations.quantized and self._prepared.spec.backend in ops.NORMING_BACKENDS
+        return plain and wide and x.is_cuda and x.numel() <= ops.NORM_TOKENS * self.in_features
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # Moving or casting the module: the saved layout moves, and is prepared anew for the new device.

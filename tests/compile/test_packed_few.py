@@ -26,6 +26,13 @@ def test_digits(bits: int, m: int, dtype: torch.dtype) -> None:
         check(packed_digits.kernel(packed_digits.default(it)), "sm_90a", has="IMMA", lacks="HMMA")
 
 
+@pytest.mark.parametrize(("bits", "m"), [(4, 1), (4, 2), (2, 1), (3, 2)])
+def test_digits_of_a_norm(bits: int, m: int) -> None:
+    for n, k in ((6144, 4096), (28672, 4096), (7168, 5120)):
+        it = problem(bits, m, n, k)
+        check(packed_digits.norm_kernel(packed_digits.norm_default(it)), "sm_90a", has="IMMA", lacks="HMMA")
+
+
 def test_codes_stay_where_they_lie() -> None:
     """Four bits: a mask for each four codes and no shift, in the loop that matters."""
     compiled = check(packed_digits.kernel(packed_digits.default(problem(4, 1, 28672, 4096))), "sm_90a")

@@ -11,6 +11,7 @@ import torch
 import emulate
 from anybit.device import Device
 from anybit.kernels import packed_digits, packed_layout, packed_mid, packed_small
+from anybit.ops.elementwise import _rms_norm_cpu
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import TOLERANCE, product
@@ -100,6 +101,38 @@ def test_numbers_that_are_not_finite() -> None:
     config = packed_digits.default(problem)
     emulate.run(packed_digits.kernel(config), params, packed_digits.grid(problem, config), dependent=("x", "y"))
     assert not y[:2].isfinite().any() and not y[2].any()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("residual", [True, False])
+def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
+    """The product of an RMSNorm of x + residual, for one and two tokens, with warps that have no columns."""
+    for m, n, k, warps, bits in ((1, 192, 1024, 3, 4), (2, 64, 256, 4, 3), (2, 130, 768, 2, 8)):
+        case = product(WeightFormat(bits, "sym", 128), m, n, k, dtype, bias=True, seed=k)
+        other, gamma = torch.randn(m, k).to(dtype) if residual else None, (torch.rand(k) + 0.5).to(dtype)
+        problem = packed_small.problem_of(case.packed, m, dtype, dtype, HOPPER)
+        config = packed_digits.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
+        assert packed_digits.norm_why_not(problem, config) is None
+        y, total = case.empty(), torch.zeros(m, k, dtype=dtype) if residual else None
+        params = packed_digits.norm_arguments(case.packed, case.x, y, case.bias, gamma, 1e-5, other, total)
+        dependent = ("x", "y", "residual", "residual_sum") if residual else ("x", "y")
+        emulate.run(packed_digits.norm_kernel(config), params, packed_digits.grid(problem, config), dependent=dependent)
+        x = case.x if other is None else case.x + other
+        assert total is None or torch.equal(total, x)
+        assert case.bias is not None
+        expected = _rms_norm_cpu(x, gamma, 1e-5).double() @ packed_layout.unpack(case.packed).T + case.bias.double()
+        error = replace(case, expected=expected).error(y)
+        assert error < TOLERANCE[dtype], f"m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+
+
+def test_norm_refusals() -> None:
+    packed = packed_layout.prepare(random_weight(64, 256, WeightFormat(4, "sym", 128)))
+    problem = packed_small.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
+    assert packed_digits.norm_why_not(problem, packed_digits.norm_default(problem)) is None
+    assert "tokens" in str(packed_digits.norm_why_not(replace(problem, m=3)))
+    assert "gathered" in str(packed_digits.norm_why_not(replace(problem, act_order=True)))
+    one = packed_digits.fitted(problem, 1, 2, 20, 1)
+    assert "whole rows" in str(packed_digits.norm_why_not(problem, one))
 
 
 @BOTH

@@ -14,6 +14,16 @@
 
 #include "packed_layout.cuh"
 #include "packed_params.cuh"
+#include "values.cuh"
+
+// A product of the RMSNorm of x + residual: every block norms what it reads anyway, the first one writes the sum down.
+struct NormParams : Params {
+    const uint16_t* residual;    // [m, k], rows residual_stride apart, or null
+    uint16_t* residual_sum;      // [m, k]: x + residual, where there is one
+    const uint16_t* gamma;       // [k]
+    int32_t residual_stride;
+    float epsilon, part;         // part: 1 / k
+};
 
 enum class Source { f16, bf16 };
 enum class Code { sym, asym, bipolar };
@@ -272,9 +282,67 @@ template <class C> struct DigitProduct {
     }
 };
 
-}  // namespace packed
+// Activations in registers -> the norm of their sum with the residual, rounded where a model rounds. `slots` of all warps
+// are free before and after.
+template <class C>
+__device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages], const uint2 (&gamma)[C::x_stages],
+                                          int rounds, int warp, uint32_t slots, uint32_t lane) {
+    using S = DigitShape<C>;
+    static_assert(C::x_resident && !C::gather && !C::ragged, "a norm needs whole rows at hand");
+    constexpr bool bf16 = C::source == Source::bf16;
+    const auto column = [&](int i) { return (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4; };
+    if (p.residual != nullptr) {
+        uint2 other[C::x_stages][C::tokens];
+#pragma unroll
+        for (int i = 0; i < C::x_stages; i++)
+#pragma unroll
+            for (int token = 0; token < C::tokens; token++)
+                other[i][token] = i < rounds && token < p.m
+                    ? ptx::ld_global_cg_v2(p.residual + static_cast<size_t>(token) * p.residual_stride + column(i)) : make_uint2(0, 0);
+#pragma unroll
+        for (int i = 0; i < C::x_stages; i++)
+#pragma unroll
+            for (int token = 0; token < C::tokens; token++) {
+                if (i >= rounds || token >= p.m) continue;
+                uint32_t (&pair)[2] = incoming[i].pairs[token];
+                pair[0] = values::add_pair<bf16>(pair[0], other[i][token].x), pair[1] = values::add_pair<bf16>(pair[1], other[i][token].y);
+                if (blockIdx.x == 0)
+                    *reinterpret_cast<uint2*>(p.residual_sum + static_cast<size_t>(token) * p.k + column(i)) = make_uint2(pair[0], pair[1]);
+            }
+    }
+#pragma unroll
+    for (int token = 0; token < C::tokens; token++) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < C::x_stages; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (i >= rounds) continue;
+                const float low = values::low_float<bf16>(incoming[i].pairs[token][h]), high = values::high_float<bf16>(incoming[i].pairs[token][h]);
+                squares = fmaf(low, low, fmaf(high, high, squares));
+            }
+        squares = values::Sum::over_warp(squares);
+        if (lane == 0) ptx::st_shared_f32(slots + warp * (C::x_stages * S::slot_bytes) + token * 4, squares);
+    }
+    __syncthreads();
+    float factor[C::tokens];
+#pragma unroll
+    for (int token = 0; token < C::tokens; token++) {
+        const float mine = lane < C::warps ? ptx::ld_shared_f32(slots + lane * (C::x_stages * S::slot_bytes) + token * 4) : 0.0f;
+        factor[token] = rsqrtf(fmaf(values::Sum::over_warp(mine), p.part, p.epsilon));
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < C::x_stages; i++)
+#pragma unroll
+        for (int token = 0; token < C::tokens; token++) {
+            uint32_t (&pair)[2] = incoming[i].pairs[token];
+            pair[0] = values::normalize_pair<bf16>(pair[0], gamma[i].x, factor[token]);
+            pair[1] = values::normalize_pair<bf16>(pair[1], gamma[i].y, factor[token]);
+        }
+}
 
-template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits(const __grid_constant__ Params p) {
+template <class C, bool norm, class P> __device__ __forceinline__ void multiply_digits(const P& p) {
     using S = packed::DigitShape<C>;
     static_assert(C::threads == C::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
 
@@ -333,6 +401,12 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         }
         ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(scale), __float_as_uint(bias)});
     }
+    uint2 gamma[C::x_stages];
+    if constexpr (norm) {
+#pragma unroll
+        for (int i = 0; i < C::x_stages; i++)
+            gamma[i] = i < rounds ? ptx::ld_global_cg_v2(p.gamma + (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4) : make_uint2(0, 0);
+    }
     ptx::griddepcontrol_wait();
 
     {
@@ -340,6 +414,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
 #pragma unroll
         for (int i = 0; i < C::x_stages; i++)
             if (i < rounds) incoming[i].load(p, warp + i * C::warps, lane);
+        if constexpr (norm) normalize<C>(p, incoming, gamma, rounds, warp, shared + S::slots, lane);
 #pragma unroll
         for (int i = 0; i < C::x_stages; i++)
             if (i < rounds) incoming[i].store(slots + i * S::slot_bytes, lane);
@@ -418,6 +493,15 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
                 p.y[static_cast<size_t>(token) * p.n + n] = C::source == Source::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
         }
     }
+}
+
+}  // namespace packed
+
+template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits(const __grid_constant__ Params p) {
+    packed::multiply_digits<C, false>(p);
+}
+template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits_norm(const __grid_constant__ NormParams p) {
+    packed::multiply_digits<C, true>(p);
 }
 
 #endif  // ANYBIT_PACKED_DIGITS_CUH

@@ -1,4 +1,8 @@
-"""y = x W^T in integers for up to 4 tokens of 16-bit activations and packed weights. Host side of packed_digits.cuh."""
+"""y = x W^T in integers for up to 4 tokens of 16-bit activations and packed weights. Host side of packed_digits.cuh.
+
+``launch_norm`` multiplies the RMSNorm of x + residual instead of x: one launch for what would be two, of rows that a
+block has at hand anyway.
+"""
 
 import enum
 import functools
@@ -9,6 +13,8 @@ import torch
 from torch import Tensor
 
 from anybit import jit
+from anybit.errors import KernelError
+from anybit.jit import Float32, Int32, Pointer
 from anybit.kernels import packed_layout
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.kernels.packed_small import (
@@ -67,6 +73,18 @@ class Config:
     trigger: int = 0
     blocks_a_sm: int = 1
     least_shared: int = 0
+
+
+@dataclass(frozen=True)
+class NormParams(Params):
+    """Arguments of one launch with a norm; see packed_digits.cuh."""
+
+    residual: Pointer
+    residual_sum: Pointer
+    gamma: Pointer
+    residual_stride: Int32
+    epsilon: Float32
+    part: Float32
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -235,3 +253,66 @@ def launch(
     problem = checked_problem(weight, x, y, x_scale, bias)
     config = packed_layout.checked_config(problem, config, default, why_not)
     jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl)
+
+
+NORM_TOKENS = 2
+"""The most tokens of a product that norms its activations itself."""
+
+
+def norm_why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why a product cannot norm its own activations, in a sentence; None if it can."""
+    reason = why_not(problem, config)
+    if reason is not None:
+        return reason
+    if problem.m > NORM_TOKENS:
+        return f"rows are normed by the product for up to {NORM_TOKENS} tokens, and there are {problem.m}"
+    if problem.act_order or not problem.aligned or problem.k % 128:
+        return "rows that are gathered, or no whole blocks of 128, are normed by a kernel of their own"
+    if config is not None and not config.x_resident:
+        return "the config does not hold whole rows of activations"
+    return None
+
+
+@functools.cache
+def norm_default(problem: Problem) -> Config:
+    """The config of a product with a norm. Raises KernelError where there is none."""
+    config = default(problem)
+    resident = -(-problem.columns // 128 // config.warps)
+    config = replace(config, x_stages=max(resident, config.x_stages), x_resident=True)
+    reason = norm_why_not(problem, config)
+    if reason is not None:
+        raise KernelError(reason)
+    return config
+
+
+@functools.cache
+def norm_kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config that norms first."""
+    threads = config.warps * 32
+    return jit.Kernel("packed_digits.cuh", "packed_digits_norm", config, NormParams, threads, shared_bytes(config))
+
+
+def norm_arguments(
+    weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, gamma: Tensor, epsilon: float,
+    residual: Tensor | None, residual_sum: Tensor | None,
+) -> NormParams:  # fmt: skip
+    """The NormParams of a launch, unchecked."""
+    p, stride = arguments(weight, x, y, None, bias), 0 if residual is None else residual.stride(0)
+    return NormParams(
+        p.tiles, p.row_scale, p.row_zero, p.permutation, p.x, p.x_scale, p.bias, p.y, p.m, p.n, p.k, p.x_stride,
+        p.column_blocks, p.row_tiles, residual, residual_sum, gamma, stride, epsilon, 1 / p.k,
+    )  # fmt: skip
+
+
+def launch_norm(
+    weight: PackedWeight, x: Tensor, y: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
+    residual_sum: Tensor | None, bias: Tensor | None, config: Config, pdl: bool = True,
+) -> None:  # fmt: skip
+    """y[:] = norm(x + residual) W^T + bias, residual_sum[:] = x + residual; a legal config, operands checked by ops.
+
+    x, residual, residual_sum [m, k] and gamma [k] in one 16-bit type, rows on 16 bytes; residual and its sum together
+    or not at all.
+    """
+    problem = checked_problem(weight, x, y, None, bias)
+    params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum)
+    jit.launch(norm_kernel(config), params, grid(problem, config), pdl=pdl)

@@ -16,13 +16,15 @@ from anybit.ops.bitwise import Bitwise
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.ops.several import Several
-from anybit.ops.sources import CODING_BACKENDS, norm_linear, silu_linear
+from anybit.ops.sources import CODING_BACKENDS, NORM_TOKENS, NORMING_BACKENDS, norm_linear, silu_linear
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 from anybit.tune.families import Layout
 
 __all__ = [
     "CODING_BACKENDS",
+    "NORMING_BACKENDS",
+    "NORM_TOKENS",
     "Backend",
     "LinearSpec",
     "Prepared",

@@ -4,7 +4,7 @@ The padding and dequantizing strategies of ADAngel (section 4.3) without their w
 weights' bits, and only a register ever holds a widened weight.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from anybit.device import Device
-from anybit.kernels import pack, packed_few, packed_large, packed_layout
+from anybit.errors import KernelError
+from anybit.kernels import pack, packed_digits, packed_few, packed_large, packed_layout, packed_small
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.ops.backend import LinearSpec
@@ -100,6 +101,48 @@ class PackedTiles:
         else:
             plan.kernel.launch(weight, rows, y, bias=bias, config=plan.config)
         return y.view(*x.shape[:-1], spec.n)
+
+    def norm_linear(
+        self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, tensors: list[Tensor],
+        bias: Tensor | None, spec: LinearSpec,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """(linear of the norm of x + residual, x + residual) in one launch; None where that is for two of them."""
+        check_input(x, tensors[0], spec)
+        rows = x.reshape(-1, spec.k).contiguous()
+        weight = _weight(tensors, spec)
+        config = _norm_config(spec, rows, weight)
+        other = None if residual is None else residual.reshape(rows.shape).contiguous()
+        aligned = gamma.data_ptr() % 16 == 0 and (other is None or other.data_ptr() % 16 == 0)
+        if config is None or not aligned or gamma.dtype != x.dtype:
+            return None
+        y = torch.empty(len(rows), spec.n, dtype=x.dtype, device=x.device)
+        total = None if other is None else torch.empty_like(other)
+        packed_digits.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config)
+        summed = x.clone() if total is None else total.view(x.shape)
+        return y.view(*x.shape[:-1], spec.n), summed
+
+
+_norm_configs: dict[tuple[int, int, torch.dtype, bool, int], packed_digits.Config | None] = {}
+
+
+def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> packed_digits.Config | None:
+    """The config of a product that norms its own activations, decided once; None where there is none."""
+    m = rows.shape[0]
+    if not 0 < m <= packed_digits.NORM_TOKENS or spec.activations.quantized or weight.permutation is not None:
+        return None
+    aligned = not (rows.data_ptr() % 16 or rows.stride(0) % 8)
+    key = (id(spec), m, rows.dtype, aligned, rows.get_device())
+    if key not in _norm_configs:
+        device = Device.of(rows)
+        problem = packed_small.problem_of(weight, m, rows.dtype, rows.dtype, device)
+        problem = problem if aligned else replace(problem, aligned=False)
+        reason = packed_digits.norm_why_not(problem)
+        try:
+            found = None if reason else packed_few.apart(packed_digits.norm_default(problem), device)
+        except KernelError:
+            found = None
+        _norm_configs[key] = found
+    return _norm_configs[key]
 
 
 def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y: Tensor, plan: _Plan) -> None:

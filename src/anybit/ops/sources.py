@@ -1,19 +1,23 @@
 """Products whose activations are coded by the kernel that makes them: an RMSNorm, or SiLU(gate) * up.
 
 With integer activations a layer is quantize-and-pack and a product; the norm or the activation function before it is no
-launch of its own then. Elsewhere (16-bit activations, other backends, a CPU) it is, with the same result.
+launch of its own then. Nor is the norm with 16-bit activations of a token or two (``packed_digits.launch_norm``).
+Elsewhere (more tokens, other backends, a CPU) it is, with the same result.
 """
 
 import torch
 from torch import Tensor
 
 from anybit.kernels.pack import Source
+from anybit.kernels.packed_digits import NORM_TOKENS as NORM_TOKENS
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.before import Before
 from anybit.ops.elementwise import add_rms_norm, rms_norm, silu_mul
 
 CODING_BACKENDS = ("bitwise", "packed", "bitwise+packed")
 """The backends whose ``linear`` takes ``before``."""
+NORMING_BACKENDS = ("packed",)
+"""The backends whose products of up to NORM_TOKENS tokens norm 16-bit activations themselves."""
 
 
 def norm_linear(
@@ -38,6 +42,11 @@ def _norm_linear(
     parsed = LinearSpec.parse(spec)
     backend = backends[parsed.backend]
     if not (parsed.activations.quantized and parsed.backend in CODING_BACKENDS and x.is_cuda and x.numel()):
+        if parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
+            found = backend.norm_linear(x, residual, gamma, epsilon, weight, bias, parsed)  # type: ignore[attr-defined]
+            if found is not None:
+                y, total = found
+                return y, total
         normed, total = (rms_norm(x, gamma, epsilon), x.clone()) if residual is None else (
             add_rms_norm(x, residual, gamma, epsilon)
         )  # fmt: skip
