@@ -120,12 +120,16 @@ def agreement(model: Any, baseline: Any, windows: Tensor, progress: Progress | N
 
 
 def bits_per_weight(model: nn.Module) -> float:
-    """Stored bits a weight of the quantized layers, scales and zeros included; of a plain model, of its Linears."""
+    """Bits a weight of the quantized layers in a 16-bit checkpoint, scales and zeros included; else of all Linears.
+
+    Scales count 16 bits though they be wider here: a model that runs in float32 was stored in 16 bits as a rule.
+    """
     bits, weights = 0.0, 0
     for module in model.modules():
         if isinstance(module, QuantLinear):
             count = module.in_features * module.out_features
-            bits += module.quantized_weight().bits_per_weight * count
+            weight = module.quantized_weight()
+            bits += weight.bits_per_weight * count - weight.scale.numel() * (8 * weight.scale.element_size() - 16)
             weights += count
     if weights:
         return bits / weights

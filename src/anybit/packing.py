@@ -178,9 +178,11 @@ class QuantizedWeight:
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits, scales and zeros included, over the number of weights."""
-        parts = (self.words, self.scale, self.zero, self.group_index, self.indices)
-        return 8 * sum(t.numel() * t.element_size() for t in parts if t is not None) / (self.shape[0] * self.shape[1])
+        """Bits that a checkpoint stores, scales and zeros included (zeros take ``bits`` there), over the weights."""
+        parts = (self.words, self.scale, self.group_index, self.indices)
+        size = 8 * sum(t.numel() * t.element_size() for t in parts if t is not None)
+        zeros = 0 if self.zero is None else self.zero.numel() * self.format.bits
+        return (size + zeros) / (self.shape[0] * self.shape[1])
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
         """The same layer on another device."""

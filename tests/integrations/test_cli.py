@@ -90,7 +90,7 @@ def test_quantize_generate_eval_convert(run: Any, model: Path, text: Path, tmp_p
     assert result["bos"] is False
     assert 1 < result["perplexity"] < 1000
     assert 0 <= result["same_token"] <= 1
-    assert result["bits_per_weight"] == pytest.approx(4 + 32 / 32, abs=0.1)
+    assert result["bits_per_weight"] == pytest.approx(4 + 16 / 32, abs=0.1)
 
     code, out, _ = run("convert", tmp_path / "w4", "--to", "compressed-tensors")
     assert code == 0

@@ -104,7 +104,7 @@ def test_act_order_groups() -> None:
 
 def test_bits_per_weight_counts_everything() -> None:
     weight = random_weight(64, 256, WeightFormat(4, "asym", 128))
-    assert weight.bits_per_weight == 4 + (32 + 8) / 128
+    assert weight.bits_per_weight == 4 + (32 + 4) / 128
 
 
 @pytest.mark.parametrize(
