@@ -4,6 +4,7 @@ import io
 import json
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,15 @@ def test_errors_are_one_sentence(
     assert "Traceback" not in err
     assert out == ""
     assert not (tmp_path / "out").exists()
+
+
+def test_warnings_are_notes_of_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def app(**_: Any) -> None:
+        warnings.warn("keys [4 bits] are rounded", stacklevel=2)
+        sys.exit(0)
+
+    monkeypatch.setattr(cli, "app", app)
+    assert run("anything") == (0, "", "note: keys [4 bits] are rounded")
 
 
 def test_usage(run: Any) -> None:

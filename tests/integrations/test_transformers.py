@@ -157,7 +157,6 @@ def test_missing_tensors_are_not_made_up(sources: dict[str, Path], tmp_path: Pat
 FIRST_USES = {
     "transformers": "from transformers import LlamaForCausalLM",
     "a cache": "from anybit import AnyBitCache",
-    "layers of a file": "import anybit.quantize.modules, transformers.modeling_utils",
 }
 
 

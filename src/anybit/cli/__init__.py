@@ -5,7 +5,9 @@ Exit codes: 0 done; 1 an error, told in one line; 2 wrong usage; 130 interrupted
 
 import signal
 import sys
+import warnings
 from types import FrameType
+from typing import Any
 
 import typer
 
@@ -39,7 +41,9 @@ def main() -> None:
     """Run the command line."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app(standalone_mode=True)
+        with warnings.catch_warnings():
+            warnings.showwarning = _note
+            app(standalone_mode=True)
     except AnyBitError as error:
         errors.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
@@ -55,6 +59,11 @@ def main() -> None:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise _Terminated
+
+
+def _note(message: Warning | str, *where: Any, **more: Any) -> None:
+    """A warning as a user reads it: one line, without the line of code that gave it."""
+    errors.print(f"[bold yellow]note:[/] {_plain(str(message))}", highlight=False, soft_wrap=True)
 
 
 def _plain(text: str) -> str:

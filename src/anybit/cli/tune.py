@@ -140,7 +140,8 @@ def explain(
         return
     output.print("\n\n".join(one.text() for one in found), markup=False)
     for hint in by.hints:
-        errors.print(_origin(hint), markup=False)
+        if hint.origin.gpu != device.name:  # of one of this GPU's own a note has been given
+            errors.print(_origin(hint), markup=False, soft_wrap=True)
 
 
 def _origin(hint: "Policy") -> str:
