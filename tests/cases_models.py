@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 _SIZES = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -63,3 +64,18 @@ def tokens_of(model: Any, count: int = 12, **options: Any) -> list[int]:
             prompt.to(model.device), max_new_tokens=count, min_new_tokens=count, do_sample=False, **options
         )
     return result[0, prompt.shape[1] :].tolist()
+
+
+def save_byte_tokenizer(folder: Path) -> int:
+    """Save a tokenizer of single bytes, with a chat template, beside a model; returns the size of its vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+    fast.save_pretrained(folder)
+    return len(vocabulary)

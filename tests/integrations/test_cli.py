@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from anybit import cli, evaluate
 from anybit.errors import TextError
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
+from cases_models import save_byte_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 20
 
@@ -26,19 +26,10 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind a
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
-    )
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
-    fast.save_pretrained(folder)
+    size = save_byte_tokenizer(folder)
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=size, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

@@ -1,0 +1,38 @@
+"""The examples of docs/python.md run as they stand there, one after the other."""
+
+import re
+from pathlib import Path
+
+import torch
+import transformers
+
+from anybit.ops.reference import ReferenceDecoded
+from anybit.tune import dispatcher
+from cases_models import save_byte_tokenizer
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "python.md"
+
+
+def test_examples_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=save_byte_tokenizer(tmp_path), hidden_size=128, intermediate_size=192, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, pad_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    names: dict[str, object] = {"folder": tmp_path}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 6
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    assert names["y"].shape == (5, 256)  # type: ignore[attr-defined]
+    assert not names["error"].any()  # type: ignore[attr-defined]
+    assert names["out"].shape == (2, 1, 8, 64)  # type: ignore[attr-defined]
+
+
+def test_what_the_page_names_is_there() -> None:
+    import anybit
+
+    assert callable(dispatcher.use) and callable(dispatcher.allow) and callable(anybit.ops.allow_fallback)
+    assert issubclass(anybit.errors.KernelError, RuntimeError) and issubclass(anybit.errors.LayerError, ValueError)
+    assert ReferenceDecoded.name == "reference-decoded"
