@@ -1,7 +1,11 @@
-"""docs/map.md is true: every room it names exists, and every room that exists is named."""
+"""docs/map.md is true: every room it names exists, and every room that exists is named; and so are the other pages."""
 
 import re
 from pathlib import Path
+
+from typer.main import get_command
+
+from anybit.cli import app
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,3 +23,26 @@ def test_every_link_of_the_documentation_leads_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_every_file_that_the_documentation_names_is_there() -> None:
+    examples = {"NAME.py", "NAME.cuh", "config.json", "map.json"}
+    tops = (ROOT / top for top in ("src", "benchmarks", "tests", "scripts"))
+    there = [str(path.relative_to(ROOT)) for top in tops for path in top.rglob("*")]
+    for page in pages():
+        for name in set(re.findall(r"`([\w/.-]+\.(?:py|cuh|json|h|cpp))`", page.read_text())) - examples:
+            assert any(f"/{file}".endswith(f"/{name}") for file in there), f"{page.name}: {name} is not there"
+
+
+def test_every_option_that_is_shown_exists() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    known = {name: {o for p in one.params for o in (*p.opts, *p.secondary_opts)} for name, one in commands.items()}
+    shown = re.compile(rf"\banybit ({'|'.join(commands)})\b([^`\n#;]*)")
+    for page in [*pages(), *(ROOT / "src" / "anybit" / "cli").glob("*.py")]:
+        for command, words in shown.findall(page.read_text()):
+            for option in re.findall(r"(?<!\w)--?[a-z][a-z-]*", words):
+                assert option in known[command] | {"--help"}, f"{page.name}: anybit {command} has no {option}"
