@@ -248,8 +248,8 @@ def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "measured on NVIDIA H100" in str(foreign.origin.foreign("NVIDIA H200"))
     assert Dispatcher("NVIDIA H200", [foreign]).choose(one).origin == "built in"
     own = policy((one, point(one, {"packed_large": 1.0})))
-    stale = replace(own, origin=replace(own.origin, kernels="0" * 16), path=Path("stale.json"))
-    assert "other kernels" in str(stale.origin.foreign("NVIDIA H200"))
+    stale = replace(own, origin=replace(own.origin, kernels={"packed_large": "0" * 16}), path=Path("stale.json"))
+    assert "other kernels" in str(stale.why_hint("NVIDIA H200"))
     older = replace(own, origin=replace(own.origin, library="0.0.1"))
     assert "anybit 0.0.1" in str(older.origin.foreign("NVIDIA H200"))
     monkeypatch.setattr(dispatching, "_given", [stale])
@@ -263,6 +263,25 @@ def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path:
     save(stale, tmp_path / "map.json")
     save(policy((product(m=2), Point(1.0, 1.0, {}))), tmp_path / "map.json")
     assert read(tmp_path / "map.json").points == 1
+
+
+def test_points_hold_while_the_kernels_that_they_name_do(tmp_path: Path) -> None:
+    few, many = product("w2a4", 1), product("w2a4", 1024)
+    found = policy((few, point(few, {"bitwise": 3.0})), (many, point(many, {"packed_large": 40.0})))
+    found.excluded = {f"w2a4 {name}(tokens=8)": "it crashed" for name in ("bitwise", "packed_large")}
+    assert found.current() is found
+    assert found.why_hint("NVIDIA H200") is None
+    found.origin.kernels["bitwise"] = "0" * 16
+    assert found.current().points == 1
+    assert list(found.current().excluded) == ["w2a4 packed_large(tokens=8)"]
+    assert "1 of its 2 points" in str(found.why_hint("NVIDIA H200"))
+    by = Dispatcher("NVIDIA H200", [found])
+    assert (by.choose(few).origin, by.choose(many).origin) == ("built in", "map")
+    save(found, tmp_path / "map.json")
+    save(policy((product(m=2), Point(1.0, 1.0, {}))), tmp_path / "map.json")
+    assert read(tmp_path / "map.json").points == 2  # the stale one is dropped, the other is kept
+    found.origin.kernels["pack"] = "0" * 16  # the quantizer's time is part of each
+    assert found.current().points == 0
 
 
 def test_eight_bit_activations_run_only_where_allowed() -> None:

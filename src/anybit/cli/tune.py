@@ -145,7 +145,7 @@ def explain(
 
 
 def _origin(hint: "Policy") -> str:
-    return f"{hint.path} is only a hint: {hint.origin.foreign(_gpu_of(hint))}"
+    return f"{hint.path} is only a hint: {hint.why_hint(_gpu_of(hint))}"
 
 
 def _gpu_of(hint: "Policy") -> str:

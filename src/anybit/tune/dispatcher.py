@@ -45,8 +45,9 @@ class Dispatcher:
 
     def __init__(self, gpu: str, policies: Collection[Policy]) -> None:
         self.gpu = gpu
-        self.policies = [policy for policy in policies if policy.origin.foreign(gpu) is None]
-        self.hints = [policy for policy in policies if policy.origin.foreign(gpu) is not None]
+        mine = [policy.current() for policy in policies if policy.origin.foreign(gpu) is None]
+        self.policies = [policy for policy in mine if policy.points]
+        self.hints = [policy for policy in policies if policy.why_hint(gpu) is not None]
 
     def point(self, product: Product) -> tuple[Point, Policy] | None:
         """What was measured for this product, at the token count of the grid that stands for its own."""
@@ -195,9 +196,11 @@ def dispatcher(gpu: str) -> Dispatcher:
         found = _dispatchers[gpu] = Dispatcher(gpu, [*_given, *_files(gpu)])
         for policy in found.hints:
             if policy.origin.gpu == gpu:
+                whole = policy.origin.foreign(gpu) is not None or not policy.current().points
+                part = "is" if whole else "is in part"
                 tell(
-                    f"{policy.path} is only a hint for searches: {policy.origin.foreign(gpu)}; "
-                    "built-in choices run until `anybit tune` has measured"
+                    f"{policy.path} {part} only a hint for searches: {policy.why_hint(gpu)}; "
+                    "built-in choices run there until `anybit tune` has measured"
                 )
     return found
 

@@ -5,8 +5,8 @@ each scheme, dtype and shape, the measured token counts, and for each of these m
 the best config of every strategy, and of reading the operands once (``floor_us``).
 
 A map is obeyed only where it was measured: on the GPU that it names, with the kernels that it names (a fingerprint of
-their sources). Any other map is a hint: a search starts from it, nothing runs by it. A file that cannot be read as a
-map is named in a warning and ignored.
+each family's sources; a point holds while those of all kernels that it names are unchanged). The rest is a hint: a
+search starts from it, nothing runs by it. A file that cannot be read as a map is named in a warning and ignored.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ from anybit.tune.space import STRATEGIES, Candidate, strategy_of
 FORMAT = "anybit policy map 1"
 SHIPPED = Path(__file__).parent / "policies"
 _VENDOR = "cuBLAS"
+_QUANTIZER = "pack"
 
 Key = tuple[str, str, int, int]
 """Scheme, dtype, N, K."""
@@ -93,6 +94,11 @@ class Point:
         """Strategies, the fastest first."""
         return sorted(self.strategies.items(), key=lambda item: item[1].us)
 
+    def kernels(self) -> set[str]:
+        """The kernels that it holds times of."""
+        found = {measured.kernel for measured in self.strategies.values()}
+        return found if self.default is None else found | {self.default.kernel}
+
 
 @dataclass
 class Origin:
@@ -103,14 +109,15 @@ class Origin:
     driver: str = ""
     torch: str = ""
     library: str = ""
-    kernels: str = ""
+    kernels: dict[str, str] = field(default_factory=dict)
+    """The fingerprint of each family of kernels."""
     date: str = ""
 
     @staticmethod
     def here(gpu: str, arch: str, driver: str = "", torch_version: str = "") -> "Origin":
         """What is measured on a GPU with this library, today."""
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-        return Origin(gpu, arch, driver, torch_version, library(), fingerprint(), today)
+        return Origin(gpu, arch, driver, torch_version, library(), dict(fingerprints()), today)
 
     def foreign(self, gpu: str) -> str | None:
         """Why a map from here is but a hint on ``gpu``, in a sentence; None if it holds there."""
@@ -118,9 +125,12 @@ class Origin:
             return f"it was measured on {self.gpu}, and this is {gpu}"
         if self.library != library():
             return f"it was measured with anybit {self.library}, and this is {library()}"
-        if self.kernels != fingerprint():
-            return "it was measured with other kernels than these"
         return None
+
+    @property
+    def changed(self) -> set[str]:
+        """The families whose kernels are other ones now."""
+        return {name for name, here in fingerprints().items() if self.kernels.get(name) != here}
 
 
 @dataclass
@@ -162,10 +172,42 @@ class Policy:
             self.layers.setdefault(key, {}).update(points)
         self.excluded |= other.excluded
 
+    def current(self) -> "Policy":
+        """What of it still holds: points and exclusions whose kernels are the same now."""
+        changed = self.origin.changed
+        if not changed:
+            return self
+        found = replace(self, layers={}, excluded={})
+        for key, points in self.layers.items():
+            if _QUANTIZER in changed and Scheme.parse(key[0]).activations.quantized:
+                continue
+            kept = {m: point for m, point in points.items() if not changed & _kernels(point)}
+            if kept:
+                found.layers[key] = kept
+        for name, reason in self.excluded.items():
+            if not any(f" {kernel}" in name for kernel in changed):
+                found.excluded[name] = reason
+        return found
+
+    def why_hint(self, gpu: str) -> str | None:
+        """Why it, or a part of it, is but a hint on ``gpu``, in a sentence; None if all of it holds there."""
+        foreign = self.origin.foreign(gpu)
+        stale = self.points - self.current().points
+        if foreign is not None or not stale:
+            return foreign
+        changed = ", ".join(sorted(self.origin.changed))
+        return f"{stale} of its {self.points} points were measured with other kernels than these ({changed})"
+
     @property
     def points(self) -> int:
         """How many products were measured."""
         return sum(len(points) for points in self.layers.values())
+
+
+def _kernels(point: Point) -> set[str]:
+    """The kernels whose change makes a point a hint."""
+    found = point.kernels()
+    return found | {_QUANTIZER} if any(measured.activations for measured in point.strategies.values()) else found
 
 
 def key_of(product: Product) -> Key:
@@ -185,20 +227,25 @@ def library() -> str:
 
 
 @functools.cache
-def fingerprint() -> str:
-    """A short hash of the device code that times depend on: of the linear kernels, comments and spaces left out."""
-    digest = hashlib.sha256()
-    todo, seen = sorted(f"{name}.cuh" for name in (*FAMILIES, "pack")), set[str]()
+def fingerprints() -> dict[str, str]:
+    """A short hash of each linear family's device code, and of the quantizer's; comments and spaces left out."""
+    return {name: _fingerprint(f"{name}.cuh") for name in (*FAMILIES, _QUANTIZER)}
+
+
+def _fingerprint(header: str) -> str:
+    sources: dict[str, list[str]] = {}
+    todo = [header]
     while todo:
-        path = KERNELS / todo.pop()
-        if path.name in seen or not path.is_file():
+        name = todo.pop()
+        path = KERNELS / name
+        if name in sources or not path.is_file():
             continue
-        seen.add(path.name)
         text = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
         todo += re.findall(r'#include "([^"]+)"', text)
-    for name in sorted(seen):
-        text = re.sub(r"//[^\n]*", "", (KERNELS / name).read_text(encoding="utf-8"))
-        digest.update("\0".join([name, *text.split()]).encode())
+        sources[name] = text.split()
+    digest = hashlib.sha256()
+    for name, words in sorted(sources.items()):
+        digest.update("\0".join([name, *words]).encode())
     return digest.hexdigest()[:16]
 
 
@@ -221,8 +268,10 @@ def read(path: Path) -> Policy:
 def _parse(content: Any, path: Path) -> Policy:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
-    names = ("gpu", "arch", "driver", "torch", "library", "kernels", "date")
-    origin = Origin(**{name: str(content["measured"][name]) for name in names})
+    names = ("gpu", "arch", "driver", "torch", "library", "date")
+    said = content["measured"]
+    families = said["kernels"] if isinstance(said["kernels"], dict) else {}
+    origin = Origin(**{name: str(said[name]) for name in names}, kernels={str(k): str(v) for k, v in families.items()})
     configs: dict[str, tuple[str, tuple[tuple[str, FieldValue], ...]]] = {}
     for name, fields in content["configs"].items():
         kernel = name.partition("/")[0]
@@ -319,7 +368,7 @@ def text(policy: Policy) -> str:
 def save(policy: Policy, path: Path) -> None:
     """Merge a map into the file at ``path``, so that what another process has written there is kept.
 
-    The file is replaced as a whole, under a lock. What was there from another origin is dropped: it no longer holds.
+    The file is replaced as a whole, under a lock. What was there of another GPU or other kernels is dropped.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path):
@@ -327,6 +376,7 @@ def save(policy: Policy, path: Path) -> None:
         if path.exists():
             before = usable(path)
             if before is not None and before.origin.foreign(policy.origin.gpu) is None:
+                before = before.current()
                 before.merge(policy)
                 before.origin = policy.origin
                 whole = before

@@ -237,6 +237,7 @@ def _search(
     known = usable(path) if path is not None and path.exists() else None
     maps = [*([known] if known else []), *hints]
     if known is not None and known.origin.foreign(device.name) is None:
+        known = known.current()
         policy.excluded |= known.excluded
     else:
         known = None
