@@ -28,9 +28,10 @@ from anybit.scheme import Scheme
 from anybit.tune.dispatcher import Dispatcher, dispatcher
 from anybit.tune.families import FAMILIES, GRID, Layout, Product, bucket, tiles_of
 from anybit.tune.floor import floor_us
+from anybit.tune.plans import Options, Planner, compile_all, compile_candidates
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
 from anybit.tune.runner import Effort
-from anybit.tune.search import Child, Options, Planner, Progress, compile_all, compile_candidates, measure, race, search
+from anybit.tune.search import Child, Progress, measure, race, search
 from anybit.tune.space import Candidate, builtin
 from cases import LLAMA3_8B
 from timing import RESULTS, merge_rows, stamp
@@ -389,7 +390,7 @@ def verify(options: argparse.Namespace, child: Child | None = None, by_policy: P
             if time.perf_counter() - began > options.verify_seconds:
                 break
             near = replace(product, m=bucket(product.m))
-            point = measure(child, near, mine[near].candidates, usual, policy)
+            point = measure(child, near, mine[near], usual, policy)
             if point is None:
                 continue
             chosen = {"map": by.choose(product).candidate, "built in": builtin(product)}

@@ -14,9 +14,10 @@ from anybit.linear import QuantLinear, use_backend
 from anybit.scheme import Scheme
 from anybit.tune import dispatcher as dispatching
 from anybit.tune.families import Layout, Product
+from anybit.tune.plans import Options
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
 from anybit.tune.runner import Effort
-from anybit.tune.search import Options, search
+from anybit.tune.search import search
 from anybit.tune.space import builtin, space
 from cases import random_weight
 

@@ -12,12 +12,13 @@ import pytest
 
 from anybit.device import Device
 from anybit.scheme import Scheme
+from anybit.tune import plans as planning
 from anybit.tune import policy as policies
-from anybit.tune import search as searching
 from anybit.tune.families import Product
+from anybit.tune.plans import Options, candidates_of
 from anybit.tune.policy import Policy, read
 from anybit.tune.runner import Effort, Time, WrongResultError, finalists
-from anybit.tune.search import Options, candidates_of, excluded_name, search
+from anybit.tune.search import excluded_name, search
 from anybit.tune.space import Candidate, builtin
 
 H200 = Device.named("sm_90a")
@@ -71,7 +72,7 @@ class FakeRunner:
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "compile_one", _compiled)
+    monkeypatch.setattr(planning, "compile_one", _compiled)
     monkeypatch.setattr(FakeRunner, "troubles", {})
 
 
@@ -135,7 +136,7 @@ def test_a_kernel_that_does_not_compile_is_excluded(tmp_path: Path, monkeypatch:
     one = product()
     refused = candidates_of(one, (), Options(each=3))[1]
     kernels = {kernel.config for kernel in refused.kernels(one)}
-    monkeypatch.setattr(searching, "compile_one", _Refusing({next(reversed(list(kernels)))}))
+    monkeypatch.setattr(planning, "compile_one", _Refusing({next(reversed(list(kernels)))}))
     found = run([one], None)
     assert any("does not compile" in reason for reason in found.excluded.values())
     assert found.points == 1

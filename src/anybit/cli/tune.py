@@ -57,7 +57,8 @@ def tune(
     from anybit.device import Device
     from anybit.tune import policy as policies
     from anybit.tune.families import GRID, Product
-    from anybit.tune.search import Options, exclusions, search
+    from anybit.tune.plans import Options
+    from anybit.tune.search import exclusions, search
 
     if not torch.cuda.is_available():
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")

@@ -7,6 +7,7 @@ so launches can be captured in a CUDA graph, the first one of a kernel included.
 
 import ctypes
 import threading
+from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -42,6 +43,39 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
             _launchers.clear()
         launcher = _launchers.setdefault((kernel, device, grid, pdl), Launcher(kernel, device, grid, pdl))
     launcher(params)
+    if _tape is not None:
+        _tape.append(Recorded(launcher, launcher.last()))
+
+
+_tape: "list[Recorded] | None" = None
+
+
+class Recorded:
+    """A launch that was made, to be made again without what Python needs to find its parameters."""
+
+    __slots__ = ("_launcher", "_values")
+
+    def __init__(self, launcher: "Launcher", values: bytes) -> None:
+        self._launcher, self._values = launcher, values
+
+    def __call__(self) -> None:
+        """Launch again on the current stream; the tensors must be where they were."""
+        self._launcher.again(self._values)
+
+    def moved(self, old: int, new: int) -> "Recorded":
+        """The same launch with one address in place of another."""
+        return Recorded(self._launcher, self._values.replace(old.to_bytes(8, "little"), new.to_bytes(8, "little")))
+
+
+def record(call: Callable[[], object]) -> list[Recorded]:
+    """Run `call`, and return the launches that it made, in their order. For one thread, of measurements."""
+    global _tape
+    before, _tape = _tape, []
+    try:
+        call()
+        return _tape
+    finally:
+        _tape = before
 
 
 class Launcher:
@@ -79,6 +113,23 @@ class Launcher:
         if config is None:
             config = self._configs[stream] = self._config(stream)
         self._layout.packer.pack_into(scratch.buffer, 0, *values)
+        self._start(config)
+
+    def last(self) -> bytes:
+        """The parameters of this thread's last launch."""
+        return bytes(self._scratch.buffer.raw)
+
+    def again(self, values: bytes) -> None:
+        """Launch with parameters as `last` gave them."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        config = self._configs.get(stream)
+        if config is None:
+            config = self._configs[stream] = self._config(stream)
+        self._scratch.buffer.raw = values
+        self._start(config)
+
+    def _start(self, config: Any) -> None:
+        device, scratch = self.device, self._scratch
         if torch._C._cuda_getDevice() == device:
             (status,) = self._launch(config, self._function, scratch.address, 0)
         else:

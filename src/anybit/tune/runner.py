@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit import reference
+from anybit import jit, reference
 from anybit.device import Device
+from anybit.errors import KernelError
 from anybit.kernels import pack, packed_large, packed_layout, planes
 from anybit.kernels.pack import Packed, Target
 from anybit.packing import QuantizedWeight, words_per_row
@@ -41,6 +42,22 @@ class Time:
 
     us: float
     final: bool
+
+
+@dataclass(frozen=True)
+class Sieve:
+    """How a whole space is gone through: everything once, what is within ``first`` of the best with more replays, what
+    is within ``last`` of it, at most ``finalists``, carefully. A strategy whose ``promising`` first candidates are all
+    ``hopeless`` times slower than the best is left at that.
+    """
+
+    first: float = 1.25
+    last: float = 1.08
+    most: int = 48
+    finalists: int = 10
+    promising: int = 24
+    hopeless: float = 2.5
+    effort: Effort = field(default_factory=lambda: Effort(80.0, 3, 9))
 
 
 class WrongResultError(Exception):
@@ -108,6 +125,7 @@ class Runner:
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(self.device)
         self._layer: Layer | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -125,7 +143,7 @@ class Runner:
             self._layer = layer = None
             torch.cuda.empty_cache()
             self._layer = layer = Layer.random(product.n, product.k, product.weights, self.device)
-        return Bench(product, layer)
+        return Bench(product, layer, self.stream)
 
 
 def _driver_version() -> str:
@@ -141,8 +159,8 @@ def _driver_version() -> str:
 class Bench:
     """One product on the GPU."""
 
-    def __init__(self, product: Product, layer: Layer) -> None:
-        self.product, self.layer = product, layer
+    def __init__(self, product: Product, layer: Layer, stream: torch.cuda.Stream) -> None:
+        self.product, self.layer, self.stream = product, layer, stream
         device = layer.rows.device
         m, n, k = product.m, product.n, product.k
         generator = torch.Generator(device).manual_seed(m)
@@ -153,6 +171,7 @@ class Bench:
             self.tokens = torch.cat((self.tokens[: _SAMPLE // 2], self.tokens[-_SAMPLE // 2 :]))
         self._expected: dict[ActivationFormat, Tensor] = {}
         self._codes: dict[tuple[ActivationFormat, Target], Packed] = {}
+        self._recorded: dict[Candidate, dict[int, list[jit.Recorded]]] = {}
 
     def expected(self, activations: ActivationFormat) -> Tensor:
         """What the reference gives for the sampled tokens and rows, float64."""
@@ -188,6 +207,33 @@ class Bench:
 
         return call
 
+    def again(self, candidate: Candidate) -> Callable[[int], object]:
+        """``call`` for many calls: its launches are recorded at the first and repeated with the weights' copies."""
+        if candidate.layout is Layout.dense:
+            return self.call(candidate)
+        copies = self.layer.laid_out(candidate.layout, self.product.dtype)
+        tapes = self._record(candidate)
+        count, home = len(copies), _address(copies[0])
+
+        def call(i: int) -> None:
+            place = i % count
+            tape = tapes.get(place)
+            if tape is None:
+                address = _address(copies[place])
+                tape = tapes[place] = [launch.moved(home, address) for launch in tapes[0]]
+            for launch in tape:
+                launch()
+
+        return call
+
+    def _record(self, candidate: Candidate) -> dict[int, list[jit.Recorded]]:
+        """The launches of a call, which is made if it never was."""
+        found = self._recorded.get(candidate)
+        if found is None:
+            call = self.call(candidate)
+            found = self._recorded[candidate] = {0: jit.record(lambda: call(0))}
+        return found
+
     def _packed(self, activations: ActivationFormat, target: Target) -> Packed:
         key = activations, target
         if key not in self._codes:
@@ -208,7 +254,7 @@ class Bench:
     def check(self, candidate: Candidate) -> None:
         """Run a candidate once and compare it with the reference. Raises WrongResultError."""
         self.y.fill_(torch.nan)
-        self.call(candidate)(0)
+        self.again(candidate)(0)
         found = self.y[self.tokens][:, self.layer.rows].double()
         expected = self.expected(candidate.activations)
         error = float((found - expected).abs().mean() / expected.abs().mean())
@@ -228,15 +274,94 @@ class Bench:
         those within ``margin`` of its best, and ``keep`` (built-in choices), are timed again more carefully, unless
         the strategy is far behind.
         """
-        calls = [self.call(candidate) for candidate in candidates]
-        first = _race(calls, [_count(effort.microseconds, guess_us)] * len(calls), effort.replays)
+        calls = [self.again(candidate) for candidate in candidates]
+        first = _race(self.stream, calls, [_count(effort.microseconds, guess_us)] * len(calls), effort.replays)
         last = finalists([candidate.strategy for candidate in candidates], first, keep, effort)
         if not effort.final_replays or len(calls) == 1:
             return [Time(us, True) for us in first]
-        counts = [_count(2 * effort.microseconds, first[i]) for i in last]
-        replays = max(2, min(effort.final_replays, round(4000 / min(first))))  # long calls vary less
-        final = dict(zip(last, _race([calls[i] for i in last], counts, replays), strict=True))
+        final = dict(
+            zip(last, self._carefully([calls[i] for i in last], [first[i] for i in last], effort), strict=True)
+        )
         return [Time(final.get(i, us), i in final) for i, us in enumerate(first)]
+
+    def _carefully(self, calls: Sequence[Callable[[int], object]], us: Sequence[float], effort: Effort) -> list[float]:
+        replays = max(2, min(effort.final_replays, round(4000 / min(us))))  # long calls vary less
+        return _race(self.stream, calls, [_count(2 * effort.microseconds, guess) for guess in us], replays)
+
+    def sift(
+        self,
+        candidates: Sequence[Candidate],
+        keep: Collection[int],
+        sieve: Sieve,
+        guess_us: float,
+        alive: Callable[[], object] = lambda: None,
+    ) -> tuple[dict[int, Time], dict[int, str], int]:
+        """Times of a whole space, reasons of finalists that were wrong, and how many hopeless ones were left out.
+
+        Only finalists, ``keep`` among them, are checked: what is wrong can but look fast. alive: called now and then.
+        """
+        found: dict[int, float] = {}
+        left_out = 0
+        by_strategy: dict[str, list[int]] = {}
+        for i, candidate in enumerate(candidates):
+            by_strategy.setdefault(candidate.strategy, []).append(i)
+        chunks = [(name, mine[: sieve.promising]) for name, mine in by_strategy.items()]
+        for name, mine in by_strategy.items():
+            rest = mine[sieve.promising :]
+            chunks += [(name, rest[i : i + _CHUNK]) for i in range(0, len(rest), _CHUNK)]
+        for name, chunk in chunks:
+            alive()
+            before = [found[i] for i in by_strategy[name] if i in found]
+            if before and min(before) > sieve.hopeless * min(found.values()):
+                left_out += len(chunk)
+                continue
+            guess = min(found.values(), default=guess_us)
+            calls = [self.again(candidates[i]) for i in chunk]
+            found |= dict(zip(chunk, _race(self.stream, calls, [_few(guess)] * len(chunk), 0), strict=True))
+        times = {i: Time(us, False) for i, us in found.items()}
+        order = sorted(found, key=found.__getitem__)
+        best = found[order[0]]
+        second = [i for i in order if found[i] <= sieve.first * best][: sieve.most]
+        second += [i for i in keep if i not in second]
+        alive()
+        us = _race(
+            self.stream,
+            [self.again(candidates[i]) for i in second],
+            [_count(sieve.effort.microseconds, found[i]) for i in second],
+            sieve.effort.replays,
+        )
+        again = dict(zip(second, us, strict=True))
+        times |= {i: Time(us, False) for i, us in again.items()}
+        wrong: dict[int, str] = {}
+        last: list[int] = []
+        best = 0.0
+        for i in [*keep, *sorted(again, key=again.__getitem__)]:
+            if i in last or i in wrong or (i not in keep and best and again[i] > sieve.last * best):
+                continue
+            if len(last) >= sieve.finalists + len(keep):
+                break
+            alive()
+            try:
+                self.check(candidates[i])
+                last.append(i)
+                best = min(best or again[i], again[i])
+            except (WrongResultError, KernelError, ValueError) as error:
+                wrong[i] = f"{error}".splitlines()[0]
+        alive()
+        calls = [self.again(candidates[i]) for i in last]
+        careful = self._carefully(calls, [again[i] for i in last], sieve.effort)
+        times |= {i: Time(us, True) for i, us in zip(last, careful, strict=True)}
+        return {i: time for i, time in times.items() if i not in wrong}, wrong, left_out
+
+
+def _address(weight: Any) -> int:
+    """Where the packed codes of a copy lie."""
+    codes: Tensor = weight.tiles if hasattr(weight, "tiles") else weight.planes
+    return codes.data_ptr()
+
+
+_CHUNK = 48
+"""Candidates in one graph, where a whole space is gone through."""
 
 
 def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[int], effort: Effort) -> list[int]:
@@ -252,17 +377,28 @@ def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[i
     return sorted(chosen)
 
 
+_LONG = 300.0
+"""Microseconds of a call whose start and end matter little: one is enough, and none before it."""
+
+
 def _count(microseconds: float, guess_us: float) -> int:
-    """Calls in a graph: one of a long call, whose start and end matter little."""
-    return max(1 if guess_us > 300 else 2, min(24, round(microseconds / max(guess_us, 0.5))))
+    """Calls in a graph."""
+    return max(1 if guess_us > _LONG else 2, min(16, round(microseconds / max(guess_us, 0.5))))
 
 
-def _race(calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int) -> list[float]:
+def _few(guess_us: float) -> int:
+    """Calls for a first look."""
+    return 1 if guess_us > 100 else 2
+
+
+def _race(
+    stream: torch.cuda.Stream, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int
+) -> list[float]:
     """Microseconds of each call, from one graph that holds ``counts`` of each between events; medians of replays.
 
-    The first call of each is not timed: it overlaps with another candidate's end.
+    A call before those that are timed, where they are short, takes the overlap with another candidate's end, and one
+    replay before those that count takes what is slow at first; with ``replays`` 0 there is one in all.
     """
-    stream = torch.cuda.Stream()
     marks = [[torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)] for _ in calls]
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -271,7 +407,8 @@ def _race(calls: Sequence[Callable[[int], object]], counts: Sequence[int], repla
         graph.capture_begin(capture_error_mode="relaxed")
         try:
             for call, count, (begin, end) in zip(calls, counts, marks, strict=True):
-                call(turn)
+                if count > 1:
+                    call(turn)
                 begin.record(stream)
                 for i in range(count):
                     call(turn + 1 + i)
@@ -284,4 +421,5 @@ def _race(calls: Sequence[Callable[[int], object]], counts: Sequence[int], repla
             graph.replay()
             stream.synchronize()
             found.append([begin.elapsed_time(end) for begin, end in marks])
-    return [statistics.median(row[i] for row in found[1:]) * 1e3 / count for i, count in enumerate(counts)]
+    rows = found[1:] or found
+    return [statistics.median(row[i] for row in rows) * 1e3 / count for i, count in enumerate(counts)]

@@ -7,53 +7,37 @@ what the file already has.
 
 import contextlib
 import ctypes
+import heapq
+import math
 import multiprocessing
 import os
-import pickle
-import signal
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.tune.families import Product
 from anybit.tune.floor import floor_us
+from anybit.tune.plans import Options, Plan, Planner, die_with_parent
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
-from anybit.tune.runner import Effort, Runner, Time, WrongResultError
-from anybit.tune.space import Candidate, builtin, promising, space
+from anybit.tune.runner import Effort, Runner, Sieve, Time, WrongResultError
+from anybit.tune.space import Candidate
 
 _SAVE_SECONDS = 2.0
+_SAVE_SHARE = 30
+"""How many times longer than a large map takes to write it is measured before it is written again."""
+_NEIGHBOURS = 6
+_MOST_HINTS = 6
+"""What won at so many of the nearest products of the same search is tried too, at most so many configs."""
+_WORTH_TRYING = 1.5
+"""A strategy that was so many times slower than another nearby is left to the plan."""
 _TIE = 1.01
 """A built-in choice that is no more than this behind the best is kept: it is measured noise, and one kernel fewer."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a search goes.
-
-    each: candidates of each family, beside the built-in choices and hints.  allow: see ``space.ALLOWANCES``.
-    seconds: no new product is begun after this long.  limit: seconds that one candidate may take, compiled.
-    again: measure anew what the file has.  jobs: processes that compile.
-    plans: a file of what ``compile_all`` planned, for the same products and maps.
-    """
-
-    each: int = 6
-    allow: tuple[str, ...] = ()
-    effort: Effort = field(default_factory=Effort)
-    seconds: float = float("inf")
-    limit: float = 20.0
-    again: bool = False
-    jobs: int = 0
-    plans: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +67,7 @@ class Child:
         self.facts: dict[str, Any] = {}
         self.spent: dict[str, float] = {}
         """Seconds of the child's work, by what it was."""
+        self.left_out = 0
 
     def start(self, limit: float = 120.0) -> None:
         """Begin, and wait until the GPU has answered. Raises KernelError if it does not."""
@@ -157,7 +142,7 @@ def _serve_one(
     product: Product,
     candidates: list[Candidate],
     keep: list[int],
-    effort: Effort,
+    effort: Effort | Sieve,
     guess_us: float,
     together: bool,
 ) -> None:
@@ -172,6 +157,13 @@ def _serve_one(
 
     bench = runner.prepare(product)
     passed("prepare")
+    if isinstance(effort, Sieve):
+        sifted, wrong, left_out = bench.sift(candidates, keep, effort, guess_us, lambda: connection.send(("begin", -1)))
+        for i, reason in wrong.items():
+            connection.send(("failed", i, reason))
+        passed("sift")
+        connection.send(("times", sifted, times_of, left_out))
+        return
     good = []
     for i, candidate in enumerate(candidates):
         connection.send(("begin", i))
@@ -193,7 +185,7 @@ def _serve_one(
         times = bench.times([candidates[i] for i in group], kept, effort, guess_us) if group else []
         found |= dict(zip(group, times, strict=True))
     passed("time")
-    connection.send(("times", found, times_of))
+    connection.send(("times", found, times_of, 0))
 
 
 def search(
@@ -245,6 +237,7 @@ def _search(
     if known is not None and not options.again:
         todo = [product for product in todo if known.exact(product) is None]
     began = saved = time.perf_counter()
+    pause, won = _SAVE_SECONDS, Winners()
     with Planner(maps, options) as planner:
         for done, (product, plan) in enumerate(planner.plans(todo)):
             now = time.perf_counter()
@@ -255,12 +248,15 @@ def _search(
                 report(Progress(product, done, len(todo), left, len(policy.excluded)))
             for i, reason in plan.refused.items():
                 policy.excluded[excluded_name(product, plan.candidates[i])] = reason
-            point = measure(child, product, plan.candidates, options, policy)
+            point = measure(child, product, plan, options, policy, won.near(product, plan))
             if point is not None:
                 policy.put(product, point)
-            if path is not None and time.perf_counter() - saved > _SAVE_SECONDS:
+                won.add(product, point)
+            now = time.perf_counter()
+            if path is not None and now - saved > pause:
                 save(policy, path)
                 saved = time.perf_counter()
+                pause = max(_SAVE_SECONDS, _SAVE_SHARE * (saved - now))
     if path is not None and (policy.points or policy.excluded):
         save(policy, path)
     if known is not None:
@@ -277,19 +273,31 @@ def together(products: Sequence[Product]) -> list[Product]:
     return [product for group in layers.values() for product in group]
 
 
-def candidates_of(product: Product, maps: Sequence[Policy], options: Options) -> list[Candidate]:
-    """What is tried for a product: built-in choices first, then what won nearby, then the most promising."""
-    if product.k % 16:
-        return []  # rows are padded on the way, by the built-in choice
-    hints: list[Candidate] = []
-    for policy in maps:
-        for count, (_, _, _, point) in enumerate(policy.near(product, 2.0)):
-            if count >= 2:
-                break
-            for measured in point.strategies.values():
-                with contextlib.suppress(KernelError):
-                    hints.append(measured.candidate(product))
-    return promising(space(product, options.allow), options.each, hints)
+class Winners:
+    """What won so far in a search: tried at products nearby, since their kernels are compiled."""
+
+    def __init__(self) -> None:
+        self._points: dict[Any, list[tuple[float, float, float, Point]]] = {}
+
+    def add(self, product: Product, point: Point) -> None:
+        """Remember a point."""
+        place = math.log2(product.n), math.log2(product.k), 2 * math.log2(product.m)
+        self._points.setdefault((product.weights, product.activations, product.dtype), []).append((*place, point))
+
+    def near(self, product: Product, plan: Plan) -> list[Candidate]:
+        """The best configs of every strategy at the nearest products, where they are legal and not planned already."""
+        n, k, m = math.log2(product.n), math.log2(product.k), 2 * math.log2(product.m)
+        points = self._points.get((product.weights, product.activations, product.dtype), [])
+        nearest = heapq.nsmallest(_NEIGHBOURS, points, lambda p: abs(p[0] - n) + abs(p[1] - k) + abs(p[2] - m))
+        found: dict[Candidate, None] = {}
+        for *_, point in nearest:
+            for _, measured in point.ordered():
+                if len(found) < _MOST_HINTS and measured.us < _WORTH_TRYING * point.ordered()[0][1].us:
+                    with contextlib.suppress(KernelError):
+                        candidate = measured.candidate(product)
+                        if candidate not in plan.candidates:
+                            found[candidate] = None
+        return list(found)
 
 
 def excluded_name(product: Product, candidate: Candidate) -> str:
@@ -297,184 +305,15 @@ def excluded_name(product: Product, candidate: Candidate) -> str:
     return f"{product.scheme} {candidate.name}"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is tried for a product, and which of it does not compile, and why."""
-
-    candidates: list[Candidate]
-    refused: dict[int, str]
-
-
-_inherited: tuple[Sequence[Policy], Options] = ((), Options())
-
-
-def _inherit(maps: Sequence[Policy], options: Options) -> None:
-    global _inherited
-    die_with_parent()
-    _inherited = maps, options
-
-
-def plan(product: Product) -> list[Candidate]:
-    """Choose candidates; runs in a process of its own, since there are many configs to look at."""
-    return candidates_of(product, *_inherited)
-
-
-class Planner:
-    """Processes that plan and compile some products ahead of the measurement; they touch no GPU.
-
-    ``Options.plans``: a file of plans that were made before, with the same maps and options.
-    """
-
-    def __init__(self, maps: Sequence[Policy], options: Options) -> None:
-        self._maps, self._options = maps, options
-        self._jobs = options.jobs or os.cpu_count() or 1
-        self._pool = ProcessPoolExecutor(
-            self._jobs, mp_context=_cheap_processes(), initializer=_inherit, initargs=(maps, options)
-        )
-        self._kernels: dict[tuple[jit.Kernel, str], Future[str | None]] = {}
-        self._known: dict[tuple[object, ...], Plan] = {}
-        if options.plans is not None and options.plans.exists():
-            self._known = pickle.loads(options.plans.read_bytes())
-
-    def __enter__(self) -> "Planner":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def plans(self, products: Sequence[Product]) -> Iterator[tuple[Product, Plan]]:
-        """Each product with its plan, in order; products with nothing to try are left out."""
-        planning: deque[tuple[Product, Future[list[Candidate]] | Plan]] = deque()
-        compiling: deque[tuple[Product, list[Candidate], list[list[Future[str | None]]]]] = deque()
-        rest = iter(products)
-        while True:
-            while len(planning) < 8 * self._jobs and (product := next(rest, None)) is not None:
-                planning.append((product, self._begin(product)))
-            while planning and len(compiling) < 4 * self._jobs:
-                product, future = planning[0]
-                if compiling and isinstance(future, Future) and not future.done():
-                    break
-                planning.popleft()
-                if isinstance(future, Plan):
-                    compiling.append((product, future.candidates, []))
-                else:
-                    candidates = self._planned(product, future)
-                    compiling.append((product, candidates, [self._compile(product, c) for c in candidates]))
-            if not compiling:
-                return
-            product, candidates, futures = compiling.popleft()
-            refused = self._known[_plan_key(product)].refused if not futures and candidates else {}
-            for i, waiting in enumerate(futures):
-                reasons = [reason for reason in map(_reason, waiting) if reason is not None]
-                if reasons:
-                    refused[i] = reasons[0]
-            if candidates:
-                yield product, Plan(candidates, refused)
-
-    def _begin(self, product: Product) -> "Future[list[Candidate]] | Plan":
-        known = self._known.get(_plan_key(product))
-        if known is not None:
-            return known
-        try:
-            return self._pool.submit(plan, product)
-        except (BrokenProcessPool, RuntimeError):
-            future: Future[list[Candidate]] = Future()
-            future.set_result(candidates_of(product, self._maps, self._options))
-            return future
-
-    def _planned(self, product: Product, future: "Future[list[Candidate]]") -> list[Candidate]:
-        try:
-            return future.result()
-        except BrokenProcessPool:  # the compiler took its process with it: the child compiles, one by one
-            return candidates_of(product, self._maps, self._options)
-
-    def _compile(self, product: Product, candidate: Candidate) -> "list[Future[str | None]]":
-        found = []
-        for kernel in candidate.kernels(product):
-            key = kernel, product.device.arch
-            if key not in self._kernels:
-                try:
-                    self._kernels[key] = self._pool.submit(compile_one, *key)
-                except (BrokenProcessPool, RuntimeError):
-                    continue
-            found.append(self._kernels[key])
-        return found
-
-
-def _reason(future: "Future[str | None]") -> str | None:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        return None
-
-
-def _cheap_processes() -> Any:
-    """How processes that only compile are begun: forked, which they may be even where CUDA is in use."""
-    methods = multiprocessing.get_all_start_methods()
-    return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
-
-
-def _plan_key(product: Product) -> tuple[object, ...]:
-    """What a plan depends on: of the device, what kernels are planned with."""
-    device = product.device
-    return replace(product, device=Device.named(device.arch)), device.sms, device.shared_bytes
-
-
-def compile_candidates(pairs: Sequence[tuple[Product, Candidate]], jobs: int = 0) -> list[str]:
-    """Compile these candidates in parallel; why some do not compile."""
-    found = {(kernel, product.device.arch) for product, candidate in pairs for kernel in candidate.kernels(product)}
-    with ProcessPoolExecutor(jobs or os.cpu_count() or 1, mp_context=_cheap_processes()) as pool:
-        return [reason for reason in pool.map(compile_one, *zip(*found, strict=True)) if reason is not None]
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, however that happens (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        set_death_signal = 1
-        ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGKILL))
-
-
-def compile_one(kernel: jit.Kernel, arch: str) -> str | None:
-    """Bring a kernel into the cache on disk; why it does not compile, or None."""
-    try:
-        jit.cached(kernel, arch)
-    except KernelError as error:
-        said = str(error).partition("the compiler said")[2].split("\n") + str(error).split("\n")
-        return f"it does not compile: {next(line for line in said if line.strip()).strip()}"
-    return None
-
-
-def compile_all(products: Sequence[Product], options: Options, hints: Sequence[Policy] = ()) -> int:
-    """Plan and compile everything that a search over ``products`` would, and measure nothing; how many candidates.
-
-    The plans join those in the file ``options.plans``, for a search later.
-    """
-    path, count, saved = options.plans, 0, time.perf_counter()
-    plans: dict[tuple[object, ...], Plan] = pickle.loads(path.read_bytes()) if path and path.exists() else {}
-
-    def keep() -> None:
-        if path is not None:
-            new = path.with_suffix(".new")
-            new.write_bytes(pickle.dumps(plans))
-            new.replace(path)
-
-    with Planner(hints, replace(options, plans=None)) as planner:
-        for product, found in planner.plans(products):
-            plans[_plan_key(product)] = found
-            count += len(found.candidates)
-            if time.perf_counter() - saved > _SAVE_SECONDS:
-                keep()
-                saved = time.perf_counter()
-    keep()
-    return count
-
-
 def measure(
-    child: Child, product: Product, candidates: Sequence[Candidate], options: Options, policy: Policy
+    child: Child, product: Product, plan: Plan, options: Options, policy: Policy, more: Sequence[Candidate] = ()
 ) -> Point | None:
-    """Check and time candidates in the child, and what a map says of it; exclusions go into ``policy``."""
-    times = race(child, product, candidates, options, policy)
-    return _point(product, times, floor_us(product))
+    """Check and time what is planned, and ``more``, in the child, and what a map says of it; exclusions go into
+    ``policy``.
+    """
+    own = [plan.candidates[i] for i in plan.own]
+    times = race(child, product, [*plan.candidates, *more], options, policy, own)
+    return _point(product, times, own, plan.default)
 
 
 def race(
@@ -494,7 +333,7 @@ def race(
     for _ in range(len(candidates) + 2):
         if not todo:
             break
-        kept = [*_builtin_places(product, todo), *(i for i, c in enumerate(todo) if c in keep)]
+        kept = [i for i, candidate in enumerate(todo) if candidate in keep]
         child.connection.send((product, todo, kept, options.effort, 1.5 * floor_us(product), not one_by_one))
         times, gone, fault = _listen(child, todo, options.limit)
         for i, reason in gone.items():
@@ -510,6 +349,33 @@ def race(
             one_by_one = True
         todo = [c for c in todo if excluded_name(product, c) not in policy.excluded]
     return []
+
+
+def sift(
+    child: Child,
+    product: Product,
+    candidates: Sequence[Candidate],
+    options: Options,
+    policy: Policy,
+    keep: Collection[Candidate],
+    sieve: Sieve,
+) -> tuple[list[tuple[Candidate, Time]], int]:
+    """Times of a whole space, and how many of its candidates were left out as hopeless (``runner.Sieve``).
+
+    Where one of them takes the child down, nothing is known of the product: its times are empty.
+    """
+    todo = [c for c in candidates if excluded_name(product, c) not in policy.excluded]
+    kept = [i for i, candidate in enumerate(todo) if candidate in keep]
+    child.connection.send((product, todo, kept, sieve, 1.5 * floor_us(product), True))
+    times, gone, fault = _listen(child, todo, options.limit)
+    for i, reason in gone.items():
+        policy.excluded[excluded_name(product, todo[i])] = reason
+    if times is not None:
+        return [(todo[i], time) for i, time in times.items()], child.left_out
+    child.stop()
+    child.start()
+    policy.excluded[f"{product}"] = fault
+    return [], 0
 
 
 def _listen(
@@ -534,6 +400,7 @@ def _listen(
             case "times":
                 for what, seconds in message[2].items():
                     child.spent[what] = child.spent.get(what, 0.0) + seconds
+                child.left_out = message[3]
                 return message[1], gone, ""
             case _:
                 if current >= 0 and current not in gone:
@@ -541,24 +408,13 @@ def _listen(
                 return None, gone, str(message[-1]).strip().splitlines()[-1]
 
 
-def _builtin_places(product: Product, candidates: Sequence[Candidate]) -> list[int]:
-    """Which candidates are built-in choices, of any layout."""
-    found = []
-    for i, candidate in enumerate(candidates):
-        try:
-            own = builtin(replace(product, activations=candidate.activations), candidate.layout)
-        except KernelError:
-            continue
-        if own == candidate:
-            found.append(i)
-    return found
-
-
-def _point(product: Product, times: Sequence[tuple[Candidate, Time]], floor: float) -> Point | None:
+def _point(
+    product: Product, times: Sequence[tuple[Candidate, Time]], own: Collection[Candidate], default: Candidate | None
+) -> Point | None:
     """The best of each strategy; built-in choices are preferred within the noise."""
     if not times:
         return None
-    own = {c for c, _ in (times[i] for i in _builtin_places(product, [c for c, _ in times]))}
+    floor = round(floor_us(product), 3)
     strategies = {}
     for strategy in dict.fromkeys(candidate.strategy for candidate, _ in times):
         mine = [(c, t) for c, t in times if c.strategy == strategy]
@@ -568,14 +424,11 @@ def _point(product: Product, times: Sequence[tuple[Candidate, Time]], floor: flo
             if candidate in own and found.us <= _TIE * best_time.us:
                 best, best_time = candidate, found
         strategies[strategy] = Measured.of(best, product, best_time.us)
-    with contextlib.suppress(KernelError):
-        default = builtin(product)
-        for candidate, found in times:
-            if candidate == default:
-                us = round(found.us, 3)
-                return Point(us, round(floor, 3), strategies, Measured.of(default, product, us))
-    worst = max(measured.us for measured in strategies.values())
-    return Point(worst, round(floor, 3), strategies)
+    for candidate, found in times:
+        if candidate == default:
+            us = round(found.us, 3)
+            return Point(us, floor, strategies, Measured.of(candidate, product, us))
+    return Point(max(measured.us for measured in strategies.values()), floor, strategies)
 
 
 def exclusions(policy: Policy) -> Collection[str]:
