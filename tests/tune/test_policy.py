@@ -64,7 +64,7 @@ def test_a_space_is_what_why_not_leaves(scheme: str, m: int) -> None:
         assert candidate.why_not(one) is None
         rebuilt = Measured.of(candidate, one, 1.0).candidate(one)
         assert rebuilt == candidate
-    assert builtin(one) in promising(whole, 2)
+    assert builtin(one) in promising(one, 2)
     assert "legal candidates" in whole.text()
     split = next(e for e in whole.excluded if e.strategy == "split")
     assert "emulated" in split.reason or "16-bit floats" in split.reason or "8-bit floats" in split.reason

@@ -24,7 +24,7 @@ from anybit.errors import KernelError
 from anybit.tune.families import Product
 from anybit.tune.policy import Policy
 from anybit.tune.runner import Effort
-from anybit.tune.space import Candidate, builtin, promising, space
+from anybit.tune.space import Candidate, builtin, promising
 
 _SAVE_SECONDS = 2.0
 
@@ -61,7 +61,7 @@ def candidates_of(product: Product, maps: Sequence[Policy], options: Options) ->
             for measured in point.strategies.values():
                 with contextlib.suppress(KernelError):
                     hints.append(measured.candidate(product))
-    return promising(space(product, options.allow), options.each, hints)
+    return promising(product, options.each, hints, options.allow)
 
 
 @dataclass(frozen=True)

@@ -142,10 +142,7 @@ def space(product: Product, allow: Collection[str] = ()) -> Space:
     refuse_unknown(allow)
     found: list[Candidate] = []
     excluded: list[Excluded] = []
-    targets = [product.activations]
-    if not product.activations.quantized and "a8" in allow:
-        targets += [_INT8, _FP8]
-    for activations in targets:
+    for activations in targets_of(product, allow):
         effective = replace(product, activations=activations)
         for family in FAMILIES.values():
             configs = family.ranked(effective)
@@ -271,25 +268,42 @@ def _hopeless(product: Product, candidate: Candidate) -> bool:
     return candidate.strategy == "bitwise" and product.m > 32 and product.weights.bits * product.activations.bits > 16
 
 
-def promising(whole: Space, each: int, hints: Collection[Candidate] = ()) -> list[Candidate]:
-    """The built-in choices, then hints that are legal here, then the ``each`` most promising of every family.
+def targets_of(product: Product, allow: Collection[str] = ()) -> list[ActivationFormat]:
+    """The product's own activations, and what they may be quantized to."""
+    own = product.activations
+    return [own, _INT8, _FP8] if not own.quantized and "a8" in allow else [own]
+
+
+def builtins_of(product: Product, allow: Collection[str] = ()) -> list[Candidate]:
+    """The built-in choices of every layout that a product may have; the one that would run comes first."""
+    chosen = builtins(product)
+    for activations in targets_of(product, allow):
+        effective = replace(product, activations=activations)
+        layouts = [family.layout(activations) for family in FAMILIES.values() if family.why_not(effective) is None]
+        for layout in dict.fromkeys(layouts):
+            try:
+                chosen.append(builtin(effective, layout))
+            except KernelError:
+                continue
+    if "copy" in allow and _why_not_vendor(product) is None:
+        chosen.append(Candidate(_VENDOR, _VENDOR, None, product.activations))
+    return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]
+
+
+def promising(
+    product: Product, each: int, hints: Collection[Candidate] = (), allow: Collection[str] = ()
+) -> list[Candidate]:
+    """The built-in choices, then hints that are allowed, then the ``each`` most promising of every family.
 
     Built-in choices come first and are always there, so that a search never ends with something worse.
     """
-    chosen = builtins(whole.product)
-    for layout in dict.fromkeys([candidate.layout for candidate in whole.candidates]):
-        formats = {c.activations for c in whole.candidates if c.layout is layout}
-        for activations in formats:
-            try:
-                chosen.append(builtin(replace(whole.product, activations=activations), layout))
-            except KernelError:
-                continue
-    allowed = {(c.strategy, c.activations) for c in whole.candidates}
-    chosen += [hint for hint in hints if (hint.strategy, hint.activations) in allowed]
+    targets = targets_of(product, allow)
+    chosen = builtins_of(product, allow)
+    chosen += [hint for hint in hints if hint.activations in targets and (hint.kernel != _VENDOR or "copy" in allow)]
     counts: dict[tuple[str, str], int] = {}
-    for candidate in whole.candidates:
+    for candidate in space(product, allow).candidates if each else ():
         key = candidate.strategy, candidate.kernel
-        if counts.get(key, 0) < (0 if each < _EVERYTHING and _hopeless(whole.product, candidate) else each):
+        if counts.get(key, 0) < (0 if each < _EVERYTHING and _hopeless(product, candidate) else each):
             counts[key] = counts.get(key, 0) + 1
             chosen.append(candidate)
-    return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(whole.product) is None]
+    return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]
