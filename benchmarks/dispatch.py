@@ -13,76 +13,26 @@ The map that is shipped (src/anybit/tune/policies) is made by ``map`` over all l
 
 import argparse
 import json
-import math
-import random
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from anybit.scheme import Scheme
 from anybit.tune.dispatcher import Dispatcher, dispatcher
-from anybit.tune.families import FAMILIES, GRID, Layout, Product, bucket, tiles_of
+from anybit.tune.families import GRID, Layout, Product, tiles_of
 from anybit.tune.floor import floor_us
-from anybit.tune.plans import Options, Planner, compile_all, compile_candidates
+from anybit.tune.plans import Options, compile_all, compile_candidates
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
 from anybit.tune.runner import Effort
-from anybit.tune.search import Child, Progress, measure, race, search
+from anybit.tune.search import Child, race, search
 from anybit.tune.space import Candidate, builtin
 from cases import LLAMA3_8B
+from dispatch_check import compile_spaces, start_compiling, verify
+from dispatch_layers import MODELS, PICTURED, SCHEMES, parts
+from dispatch_model import BATCHES, PROMPTS, one_config, whole_models
 from timing import RESULTS, merge_rows, stamp
-
-# Linear layers as they are served, projections that share an input fused: (N, K). The most used ones first.
-MODELS: dict[str, tuple[tuple[int, int], ...]] = {
-    "Llama-3-8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
-    "Qwen3-8B": ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),
-    "Llama-2-7B": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
-    "Qwen2.5-7B": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
-    "Qwen3-14B": ((7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408)),
-    "Qwen3-32B": ((10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)),
-    "Llama-3-70B": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
-    "OPT-6.7B": ((4096, 4096), (16384, 4096), (4096, 16384)),
-    "BLOOM-7B": ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384)),
-    "SmolLM2-135M": ((960, 576), (576, 576), (3072, 576), (576, 1536)),
-    "SmolLM2-1.7B": ((6144, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
-}
-WHOLE = ("Llama-3-8B", "Qwen3-8B", "Llama-2-7B")
-MOST_OF_OTHERS = 4096
-"""Other models are measured at powers of two up to this; beyond, built-in choices run."""
-SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w8a8", "w2a2", "w2a16g128", "w3a16g128", "w8a16g128", "w1a2")
-
-
-def products(models: list[str], schemes: list[str], tokens: list[int]) -> list[Product]:
-    """The products of models, each shape once: model by model, scheme by scheme."""
-    parsed = [Scheme.parse(scheme) for scheme in schemes]
-    asked = [
-        Product(m, n, k, s.weights, s.activations)
-        for model in models
-        for s in parsed
-        for n, k in MODELS[model]
-        for m in tokens
-        if model in WHOLE or (m <= MOST_OF_OTHERS and m.bit_count() == 1)
-    ]
-    return list(dict.fromkeys(asked))
-
-
-def parts(wanted: list[Product], each: int) -> list[tuple[list[Product], int]]:
-    """What is measured first, where time may run out, and how many candidates of each family.
-
-    Powers of two first, since they stand for what is half way to them; the first model carefully, others by the best
-    of each family's default and what won nearby.
-    """
-    first = set(MODELS["Llama-3-8B"])
-    powers = [product for product in wanted if product.m.bit_count() == 1]
-    return [
-        ([product for product in powers if (product.n, product.k) in first], each),
-        ([product for product in powers if (product.n, product.k) not in first], min(each, 1)),
-        ([product for product in wanted if product.m.bit_count() != 1], min(each, 1)),
-    ]
 
 
 def show(policy: Policy) -> None:
@@ -101,65 +51,66 @@ def show(policy: Policy) -> None:
 
 
 def measure_map(options: argparse.Namespace) -> None:
-    """Measure (or only compile) what was asked for."""
+    """Measure (or only compile) what was asked for; ``record``: the ablation and the check after it."""
     models = [name for name in MODELS if options.models is None or name in options.models]
-    wanted = products(models, options.schemes, options.tokens)
+    schemes = [*options.schemes, *(PICTURED if options.pictured else ())]
+    wanted = parts(models, schemes, tuple(options.tokens), options.each)
     hints = [read(path) for path in options.hints]
-    effort = Effort(options.microseconds, options.replays, options.final_replays)
     how = Options(
         options.each,
         tuple(options.allow),
-        effort,
-        options.seconds,
+        Effort(options.microseconds, options.replays, options.final_replays),
         again=options.again,
         plans=options.plans,
         limit=options.limit,
+        jobs=options.jobs,
     )
     began = time.perf_counter()
     if options.compile:
-        for part, each in parts(wanted, options.each):
+        for part, each in wanted:
             count = compile_all(part, replace(how, each=each), hints)
-            print(f"{count} candidates compiled, {time.perf_counter() - began:.1f} s", flush=True)
-        return
-
-    excluded = 0
-
-    def report(progress: Progress) -> None:
-        nonlocal excluded
-        if progress.done % 100 == 0 or progress.excluded > excluded:
-            excluded = progress.excluded
             passed = time.perf_counter() - began
-            print(
-                f"{progress.done} of {progress.total} after {passed:.1f} s: {progress.product}, {excluded} excluded",
-                flush=True,
-            )
-
+            print(f"{part[0].scheme}: {len(part)} products, {count} candidates compiled, {passed:.1f} s", flush=True)
+        return
+    compiling = start_compiling(options) if options.command == "record" else None
     child = Child()
     child.start()
     print(f"the GPU answers after {time.perf_counter() - began:.1f} s", flush=True)
     policy: Policy | None = None
-    for part, each in parts(wanted, options.each):
+    for part, each in wanted:
         left = options.seconds - (time.perf_counter() - began)
-        if left > 0 and part:
-            how = replace(how, each=each, seconds=left)
-            policy = search(part, options.out, how, hints=hints, report=report, child=child)
+        if left > 0:
+            policy = search(part, options.out, replace(how, each=each, seconds=left), hints=hints, child=child)
+            spent = {what: round(seconds, 1) for what, seconds in child.spent.items()}
+            passed = time.perf_counter() - began
+            print(f"{part[0].scheme}: {policy.points} points after {passed:.1f} s; the child's: {spent}", flush=True)
     assert policy is not None
-    spent = {what: round(seconds, 2) for what, seconds in child.spent.items()}
-    print(f"{policy.points} points, {time.perf_counter() - began:.1f} s; of the child's: {spent}", flush=True)
-    if options.command == "record":
+    for name, reason in policy.excluded.items():
+        print("excluded:", name, "--", reason)
+    if compiling is not None:
+        by = Dispatcher(child.facts["device"].name, [policy])
         ablate(options, child, policy)
-        verify(options, child, policy)
+        compiling.terminate()
+        compiling.wait()
+        verify(options, child, by, policy)
     child.stop()
-    if options.command == "map":
-        show(policy)
+
+
+def check(options: argparse.Namespace) -> None:
+    """The check alone, of a map that is there; its spaces were compiled before."""
+    if options.compile:
+        compile_spaces(options)
+        return
+    child = _started()
+    found = read(options.map or SHIPPED / file_name(child.facts["device"].name))
+    verify(options, child, Dispatcher(child.facts["device"].name, [found]), found)
+    child.stop()
 
 
 # -------- what choosing is worth: the ablations of ADAngel (section 6.4) and APT-LLM (figures 15 and 16)
 
 ABLATED = ("w4a8", "w2a4")
 ROW_KEY = ("case", "scheme", "batch", "prompt")
-PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
-BATCHES = (1, 2, 4, 8)
 LAYERS = 32
 VARIANTS = ("dispatch", "static bitwise", "static padding", "rule by M", "without split", "built in", "one config")
 """rule by M: bitwise to 8 tokens, split to 64, padding above; where there is no split, padding takes its place.
@@ -178,16 +129,12 @@ def ablated(schemes: Sequence[str]) -> Iterator[tuple[str, list[Product]]]:
 def contestants(product: Product, by: Dispatcher) -> dict[str, Candidate]:
     """What each variant that is measured runs for a product."""
     tiles = tiles_of(product.activations)
-    usual = replace(product, m=64, n=4096, k=4096)
-    family = FAMILIES["packed_large"]
-    fields = family.fields(family.default(usual))
-    one = family.rebuild(product, fields | ({"stripes": 0} if "stripes" in fields else {}))
     return {
         "dispatch": by.choose(product).candidate,
         "static bitwise": by.choose(product, [Layout.planes]).candidate,
         "static padding": by.choose(product, [tiles]).candidate,
         "built in": builtin(product),
-        "one config": Candidate("padding to int8", "packed_large", one, product.activations),
+        "one config": one_config(product),
     }
 
 
@@ -271,149 +218,6 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
         name: round(value, 3) if isinstance(value, float) else _rounded(value) if isinstance(value, dict) else value
         for name, value in row.items()
     }
-
-
-# -------- whole models, at some points
-
-
-@torch.inference_mode()
-def whole_models(options: argparse.Namespace) -> None:
-    """The variants in a whole model: a prompt's first token, and a token after an empty history; CUDA graphs.
-
-    Embedding, norms, attention over the prompt, and the head of the last token are part of it.
-    """
-    import anybit
-    from generate import random_model
-
-    rows: list[dict[str, Any]] = []
-    marks = stamp()
-    for scheme in options.schemes:
-        model = random_model(scheme, options.layers)
-        anybit.fuse(model)
-        us: dict[tuple[int, int], dict[str, float]] = {}
-        logits: dict[tuple[int, int], torch.Tensor] = {}
-        errors: dict[tuple[int, int], float] = {}
-        for name, backend in (("dispatch", None), ("static bitwise", "bitwise"), ("static padding", "packed")):
-            anybit.use_backend(model, backend)
-            kept = next(module for module in model.modules() if isinstance(module, anybit.QuantLinear))._prepared
-            assert kept is not None
-            print(f"{scheme} {name}: {kept.spec.backend}, {torch.cuda.memory_allocated() >> 20} MiB", flush=True)
-            for batch, prompt in [(batch, 1) for batch in BATCHES] + [(1, p) for p in (16, 128, 1024)] + [(4, 64)]:
-                ids = torch.arange(batch * prompt, device="cuda").view(batch, prompt)
-                found, out = _time_graph(model, ids)
-                us.setdefault((batch, prompt), {})[name] = found
-                first = logits.setdefault((batch, prompt), out.float().clone())
-                error = float((out.float() - first).norm() / first.norm())
-                errors[batch, prompt] = max(errors.get((batch, prompt), 0.0), error)
-        for (batch, prompt), variants in us.items():
-            assert errors[batch, prompt] < 2e-2, f"variants differ by {errors[batch, prompt]:.1e}"
-            case = "llama-3-8b whole, decode" if prompt == 1 else "llama-3-8b whole, prefill"
-            row = {"case": case, "scheme": scheme, "batch": batch, "prompt": prompt, "layers": options.layers}
-            row |= {"us": variants["dispatch"], "variants": variants, "how": "a CUDA graph of the whole model"}
-            rows.append(row | {"checked": f"variants' logits within {errors[batch, prompt]:.1e}"})
-            print(case, scheme, batch, prompt, {name: round(value, 1) for name, value in variants.items()}, flush=True)
-        merge_rows(options.rows, [_rounded(row) | marks for row in rows], ROW_KEY)
-        del model
-        torch.cuda.empty_cache()
-
-
-def _time_graph(model: Callable[..., Any], ids: torch.Tensor, replays: int = 7) -> tuple[float, torch.Tensor]:
-    """Median microseconds of a graph that holds one pass of a model, and its last logits."""
-
-    def call() -> torch.Tensor:
-        logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=1).logits
-        return logits
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(replays + 1):
-        begin.record()
-        for _ in range(3):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / 3)
-    return statistics.median(times[1:]), out
-
-
-# -------- how near the chosen configs are to the best there is
-
-
-def drawn(problems: int, seed: int) -> list[Product]:
-    """Products at random: a layer, a scheme, and any number of tokens from 1 to 8192, small ones as often as large."""
-    generator = random.Random(seed)
-    shapes = list(dict.fromkeys(shape for model in MODELS.values() for shape in model))
-    found = []
-    for _ in range(problems):
-        (n, k), scheme = generator.choice(shapes), Scheme.parse(generator.choice(SCHEMES))
-        m = min(8192, round(2 ** generator.uniform(0, 13)))
-        found.append(Product(m, n, k, scheme.weights, scheme.activations))
-    return found
-
-
-def verify(options: argparse.Namespace, child: Child | None = None, by_policy: Policy | None = None) -> None:
-    """Compare what is chosen for random products with the best of every legal config, side by side.
-
-    tuned: what a search as `anybit tune` does it finds for the token count that stands for the product's. map: what
-    the shipped map says, or the map given.
-    """
-    began = time.perf_counter()
-    products = drawn(options.problems, options.seed)
-    rounded = [replace(product, m=bucket(product.m)) for product in products]
-    every = Options(options.wide, effort=Effort(40, 1, 5, 6, 1.1), limit=options.limit, plans=options.plans)
-    usual = Options(options.each, limit=options.limit, plans=options.plans and options.plans.with_suffix(".tuned"))
-    if options.compile:
-        print(f"{compile_all(rounded, usual)} candidates of the search compiled", flush=True)
-        for part in range(0, len(products), 4):  # so that what is done by the end of the time is whole
-            count = compile_all(products[part : part + 4], every)
-            passed = time.perf_counter() - began
-            print(f"{count} of problems {part} to {part + 3} compiled, {passed:.1f} s", flush=True)
-        return
-    mine_alone = child is None
-    child = child or _started()
-    device = child.facts["device"]
-    by = _dispatcher(options, by_policy, device.name)
-    policy = Policy(Origin.here(device.name, device.arch))
-    ratios: dict[str, list[float]] = {"tuned": [], "map": [], "built in": []}
-    here = [replace(product, device=device) for product in products]
-    with Planner((), usual) as search_planner, Planner((), every) as planner:
-        mine = dict(search_planner.plans([replace(product, m=bucket(product.m)) for product in here]))
-        for product, plan in planner.plans(here):
-            if time.perf_counter() - began > options.verify_seconds:
-                break
-            near = replace(product, m=bucket(product.m))
-            point = measure(child, near, mine[near], usual, policy)
-            if point is None:
-                continue
-            chosen = {"map": by.choose(product).candidate, "built in": builtin(product)}
-            chosen["tuned"] = point.ordered()[0][1].candidate(product)
-            candidates = list(dict.fromkeys([*chosen.values(), *plan.candidates]))
-            times = dict(race(child, product, candidates, every, policy, list(chosen.values())))
-            best, fastest = min(times.items(), key=lambda item: item[1].us if item[1].final else math.inf)
-            line = []
-            for name, candidate in chosen.items():
-                ratio = times[candidate].us / fastest.us
-                ratios[name].append(ratio)
-                line.append(f"{name} {ratio:.3f}")
-            print(
-                f"{product}: {len(times)} configs, best {fastest.us:.2f} us {best.name}; {', '.join(line)}", flush=True
-            )
-    if mine_alone:
-        child.stop()
-    for name, values in ratios.items():
-        if values:
-            print(f"{name}: median {statistics.median(values):.3f}, worst {max(values):.3f} of {len(values)} problems")
-    print(f"{len(policy.excluded)} excluded; {time.perf_counter() - began:.1f} s")
-    for name, reason in policy.excluded.items():
-        print("excluded:", name, "--", reason)
 
 
 # -------- figures
@@ -510,6 +314,7 @@ def main() -> None:
     for command in (mapping, recording):
         command.add_argument("--models", nargs="*", choices=MODELS)
         command.add_argument("--tokens", type=int, nargs="*", default=list(GRID))
+        command.add_argument("--pictured", action="store_true", help="also the schemes of the crossover map")
         command.add_argument("--allow", nargs="*", default=[])
         command.add_argument("--hints", type=Path, nargs="*", default=[])
         command.add_argument("--seconds", type=float, default=float("inf"), help="begin no more products after this")
@@ -525,19 +330,26 @@ def main() -> None:
         command.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
     for command in (verifying, recording):
         command.add_argument("--problems", type=int, default=200)
-        command.add_argument("--seed", type=int, default=1)
-        command.add_argument("--wide", type=int, default=10**6, help="no more configs of each family than this")
+        command.add_argument("--seed", type=int, default=20261121)
+        command.add_argument("--tune-each", type=int, default=6, help="candidates of each family in the search")
         command.add_argument("--verify-seconds", type=float, default=60.0)
+        command.add_argument("--check-rows", type=Path, default=RESULTS / "h200" / "dispatch_check.json")
+        command.add_argument("--nice", type=int, default=0, help="of the processes that compile")
     for command in (mapping, recording, verifying):
         command.add_argument("--each", type=int, default=4, help="candidates of each family beside defaults and hints")
         command.add_argument("--plans", type=Path, help="a file between --compile and the measurement")
+        command.add_argument("--jobs", type=int, default=0, help="processes that compile")
     for command in (mapping, recording, ablating, verifying):
         command.add_argument("--compile", action="store_true", help="only compile")
         command.add_argument("--limit", type=float, default=20.0, help="seconds that one candidate may take")
         command.add_argument("--map", type=Path, help="the map to choose by; by default the shipped one")
-    whole = kinds.add_parser("model", help="the variants in whole models, at some points")
+    whole = kinds.add_parser("model", help="the variants in whole models")
     whole.add_argument("--schemes", nargs="*", default=list(ABLATED))
-    whole.add_argument("--layers", type=int, default=8)
+    whole.add_argument("--layers", type=int, default=32)
+    whole.add_argument("--seconds", type=float, default=60.0, help="begin no more points after this")
+    whole.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS))
+    whole.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
+    whole.add_argument("--map", type=Path, help="the map to choose by; by default the shipped one")
     whole.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
     drawing = kinds.add_parser("draw", help="draw docs/dispatch.svg and docs/crossover.svg (needs matplotlib)")
     drawing.add_argument("--map", type=Path, help="by default the shipped one")
@@ -548,7 +360,7 @@ def main() -> None:
     if options.command == "show":
         show(read(options.path))
         return
-    commands = {"map": measure_map, "record": measure_map, "ablate": ablate, "verify": verify}
+    commands = {"map": measure_map, "record": measure_map, "ablate": ablate, "verify": check}
     commands |= {"model": whole_models, "draw": draw}
     commands[options.command](options)
 

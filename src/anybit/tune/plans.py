@@ -26,7 +26,8 @@ from anybit.tune.policy import Policy
 from anybit.tune.runner import Effort
 from anybit.tune.space import Candidate, builtin, promising
 
-_SAVE_SECONDS = 2.0
+_SAVE_SECONDS, _SAVE_SHARE = 2.0, 30
+"""How often what is done is saved; at least so many times what saving it takes."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Planner:
                 yield product, made
 
     def _begin(self, product: Product) -> "Future[Plan] | Plan":
-        known = self._known.get(_plan_key(product))
+        known = self._known.get(plan_key(product))
         if known is not None:
             return known
         try:
@@ -197,7 +198,7 @@ def _cheap_processes() -> Any:
     return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
 
 
-def _plan_key(product: Product) -> tuple[object, ...]:
+def plan_key(product: Product) -> tuple[object, ...]:
     """What a plan depends on: of the device, what kernels are planned with."""
     device = product.device
     return replace(product, device=Device.named(device.arch)), device.sms, device.shared_bytes
@@ -232,7 +233,7 @@ def compile_all(products: Sequence[Product], options: Options, hints: Sequence[P
 
     The plans join those in the file ``options.plans``, for a search later.
     """
-    path, count, saved = options.plans, 0, time.perf_counter()
+    path, count, saved, pause = options.plans, 0, time.perf_counter(), _SAVE_SECONDS
     plans: dict[tuple[object, ...], Plan] = pickle.loads(path.read_bytes()) if path and path.exists() else {}
 
     def keep() -> None:
@@ -243,11 +244,13 @@ def compile_all(products: Sequence[Product], options: Options, hints: Sequence[P
 
     with Planner(hints, replace(options, plans=None)) as planner:
         for product, found in planner.plans(products):
-            plans[_plan_key(product)] = found
+            plans[plan_key(product)] = found
             count += len(found.candidates)
-            if time.perf_counter() - saved > _SAVE_SECONDS:
+            now = time.perf_counter()
+            if now - saved > pause:
                 keep()
                 saved = time.perf_counter()
+                pause = max(_SAVE_SECONDS, _SAVE_SHARE * (saved - now))
     keep()
     return count
 

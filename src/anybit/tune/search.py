@@ -19,8 +19,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.scheme import Scheme
 from anybit.tune.families import Product
 from anybit.tune.floor import floor_us
 from anybit.tune.plans import Options, Plan, Planner, die_with_parent
@@ -28,9 +31,8 @@ from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
 from anybit.tune.runner import Effort, Runner, Sieve, Time, WrongResultError
 from anybit.tune.space import Candidate
 
-_SAVE_SECONDS = 2.0
-_SAVE_SHARE = 30
-"""How many times longer than a large map takes to write it is measured before it is written again."""
+_SAVE_SECONDS, _SAVE_SHARE = 2.0, 30
+"""How often what was found is saved; at least so many times what saving it takes."""
 _NEIGHBOURS = 6
 _MOST_HINTS = 6
 """What won at so many of the nearest products of the same search is tried too, at most so many configs."""
@@ -227,17 +229,18 @@ def _search(
     device: Device = child.facts["device"]
     policy = Policy(Origin.here(device.name, device.arch, child.facts["driver"], child.facts["torch"]))
     known = usable(path) if path is not None and path.exists() else None
-    maps = [*([known] if known else []), *hints]
+    maps, won = [*([known] if known else []), *hints], Winners()
     if known is not None and known.origin.foreign(device.name) is None:
         known = known.current()
         policy.excluded |= known.excluded
+        won.learn(known)
     else:
         known = None
     todo = [replace(product, device=device) for product in together(products)]
     if known is not None and not options.again:
         todo = [product for product in todo if known.exact(product) is None]
     began = saved = time.perf_counter()
-    pause, won = _SAVE_SECONDS, Winners()
+    pause = _SAVE_SECONDS
     with Planner(maps, options) as planner:
         for done, (product, plan) in enumerate(planner.plans(todo)):
             now = time.perf_counter()
@@ -283,6 +286,13 @@ class Winners:
         """Remember a point."""
         place = math.log2(product.n), math.log2(product.k), 2 * math.log2(product.m)
         self._points.setdefault((product.weights, product.activations, product.dtype), []).append((*place, point))
+
+    def learn(self, policy: Policy) -> None:
+        """Remember all points of a map."""
+        for (scheme, dtype, n, k), points in policy.layers.items():
+            parsed = Scheme.parse(scheme)
+            for m, point in points.items():
+                self.add(Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype)), point)
 
     def near(self, product: Product, plan: Plan) -> list[Candidate]:
         """The best configs of every strategy at the nearest products, where they are legal and not planned already."""

@@ -1,0 +1,70 @@
+"""What maps are made of: the layers of ten models, schemes and token counts; and problems drawn at random."""
+
+import random
+
+from anybit.scheme import Scheme
+from anybit.tune.families import GRID, Product
+
+# Linear layers as they are served, projections that share an input fused: (N, K). The most used ones first.
+MODELS: dict[str, tuple[tuple[int, int], ...]] = {
+    "Llama-3-8B": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    "Qwen3-8B": ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),
+    "Llama-2-7B": ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008)),
+    "Qwen2.5-7B": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
+    "Qwen3-14B": ((7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408)),
+    "Qwen3-32B": ((10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600)),
+    "Llama-3-70B": ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)),
+    "OPT-6.7B": ((4096, 4096), (16384, 4096), (4096, 16384)),
+    "BLOOM-7B": ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384)),
+    "SmolLM2-135M": ((960, 576), (576, 576), (3072, 576), (576, 1536)),
+    "SmolLM2-1.7B": ((6144, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
+}
+SHAPES = tuple(dict.fromkeys(shape for layers in MODELS.values() for shape in layers))
+
+SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2", "w8a8", "w2a16g128", "w3a16g128")
+"""What a map holds for every layer; the first ones are the first measured."""
+CHECKED = SCHEMES[:5]
+"""Schemes of the problems at random."""
+
+PICTURED = ("w1a1", "w1a2", "w1a4", "w2a3", "w3a3", "w3a4")
+PICTURED_SHAPES = ((4096, 4096), (28672, 4096))
+"""More schemes at two layers, powers of two of tokens alone: for the crossover map."""
+
+
+def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> list[Product]:
+    """The products of layers in a scheme, layer by layer."""
+    s = Scheme.parse(scheme)
+    return [Product(m, n, k, s.weights, s.activations) for n, k in shapes for m in tokens]
+
+
+def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: int) -> list[tuple[list[Product], int]]:
+    """What is measured, in this order, where time may run out, and how many candidates of each family.
+
+    The layers of the first model carefully; then those of the others, whose candidates are the built-in choices and
+    what won nearby; then the schemes that are only pictured.
+    """
+    powers = tuple(m for m in tokens if m.bit_count() == 1)
+    halves = tuple(m for m in tokens if m.bit_count() != 1)
+    shapes = tuple(dict.fromkeys(shape for model in models for shape in MODELS[model]))
+    first = tuple(shape for shape in shapes if shape in MODELS["Llama-3-8B"])
+    rest = tuple(shape for shape in shapes if shape not in first)
+    found = []
+    for scheme in schemes:
+        if scheme in PICTURED:
+            found.append((of(scheme, tuple(s for s in PICTURED_SHAPES if s in shapes), powers), 1))
+            continue
+        found.append((of(scheme, first, powers), each))
+        found.append((of(scheme, first, halves), 0))
+        found.append((of(scheme, rest, tokens), 0))
+    return [(products, count) for products, count in found if products]
+
+
+def drawn(problems: int, seed: int) -> list[Product]:
+    """Products at random: a layer, a scheme, and any number of tokens from 1 to 8192, small ones as often as large."""
+    generator = random.Random(seed)
+    found = []
+    for _ in range(problems):
+        (n, k), scheme = generator.choice(SHAPES), Scheme.parse(generator.choice(CHECKED))
+        m = min(max(GRID), round(2 ** generator.uniform(0, 13)))
+        found.append(Product(m, n, k, scheme.weights, scheme.activations))
+    return found

@@ -1,0 +1,189 @@
+"""The variants of a dispatcher in whole models: time to first token and tokens a second.
+
+A Llama-3-8B-shaped model with random codes holds its layers in both layouts (``bitwise+packed``); a variant is a
+dispatcher that answers in another way, so that all of them run the same tensors in the same process. A point is one
+CUDA graph of the whole model: embedding, norms, attention, every linear layer and the head of the last token. Prefill:
+a batch of prompts; decode: a token for each sequence of a batch, without a history, which is the same for all variants.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from anybit.scheme import Scheme
+from anybit.tune import dispatcher as dispatching
+from anybit.tune.dispatcher import Choice, Dispatcher
+from anybit.tune.families import FAMILIES, Layout, Product, tiles_of
+from anybit.tune.policy import Policy, read
+from anybit.tune.space import Candidate, builtin
+from cases import LLAMA3_8B
+from timing import merge_rows, stamp
+
+PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
+BATCHES = (1, 2, 4, 8)
+VARIANTS = ("dispatch", "static bitwise", "static padding", "built in", "one config")
+"""What is measured. The rule by M runs at any point what one of the two static strategies runs, and without split is
+the dispatcher, where no int4 tensor cores are."""
+MOST_PADDED = 2048
+"""One config is slow; beyond this many tokens it is not measured."""
+
+
+def one_config(product: Product) -> Candidate:
+    """Scheduling without mapping: the built-in config of padding for 64 tokens of a 4096 x 4096 layer, for all."""
+    family = FAMILIES["packed_large"]
+    fields = family.fields(family.default(replace(product, m=64, n=4096, k=4096)))
+    config = family.rebuild(product, fields | ({"stripes": 0} if "stripes" in fields else {}))
+    return Candidate("padding to int8", "packed_large", config, product.activations)
+
+
+class Variant(Dispatcher):
+    """A dispatcher that answers as a variant does."""
+
+    def __init__(self, gpu: str, policies: Collection[Policy], name: str) -> None:
+        super().__init__(gpu, policies)
+        self.name = name
+
+    def choose(
+        self, product: Product, layouts: Collection[Layout] | None = None, allow: Collection[str] = ()
+    ) -> Choice:
+        """The choice of the variant; of a backend that has but one layout, what it would be there."""
+        tiles = tiles_of(product.activations)
+        if self.name == "one config":
+            return Choice(one_config(product), "built in")
+        only = {"static bitwise": Layout.planes, "static padding": tiles}.get(self.name)
+        if only is not None and layouts is not None and only in layouts:
+            layouts = (only,)
+        if self.name == "built in":
+            own = builtin(product)
+            if layouts is not None and own.layout not in layouts:
+                own = builtin(product, next(iter(layouts)))
+            return Choice(own, "built in")
+        return super().choose(product, layouts, allow)
+
+
+@torch.inference_mode()
+def whole_models(options: argparse.Namespace) -> None:
+    """Measure the variants at all points, in turns at each; rows are written scheme by scheme."""
+    import anybit
+    from generate import random_model
+
+    began = time.perf_counter()
+    gpu = torch.cuda.get_device_name()
+    policies = [read(options.map)] if options.map else dispatching.dispatcher(gpu).policies
+    marks = stamp()
+    for share, scheme in enumerate(options.schemes, 1):
+        model = random_model(scheme, options.layers, prepare=False)
+        anybit.fuse(model)
+        anybit.use_backend(model, "bitwise+packed")
+        torch.cuda.synchronize()
+        passed = time.perf_counter() - began
+        print(f"{scheme} is there: {torch.cuda.memory_allocated() >> 20} MiB, {passed:.1f} s", flush=True)
+        variants = {name: Variant(gpu, policies, name) for name in VARIANTS}
+        points = [(batch, 1) for batch in options.batches]
+        points += [(batch, prompt) for prompt in options.prompts for batch in options.batches]
+        rows: list[dict[str, Any]] = []
+        for batch, prompt in points:
+            if time.perf_counter() - began > options.seconds * share / len(options.schemes):
+                print(f"{scheme}: no time for batch {batch}, prompt {prompt} and what follows", flush=True)
+                break
+            row = _point(model, scheme, batch, prompt, variants, gpu)
+            print(row["case"], scheme, batch, prompt, row["us"], row["variants"], row["check"], flush=True)
+            rows.append(row | {"layers": options.layers} | marks)
+        dispatching.use()
+        merge_rows(options.rows, rows, ("case", "scheme", "batch", "prompt"))
+        del model
+        torch.cuda.empty_cache()
+
+
+def _point(
+    model: Callable[..., Any], scheme: str, batch: int, prompt: int, variants: dict[str, Variant], gpu: str
+) -> dict[str, Any]:
+    ids = torch.arange(batch * prompt, device="cuda").view(batch, prompt)
+    graphs: dict[tuple[str, ...], _Graph] = {}
+    runs: dict[str, tuple[str, ...]] = {}
+    first: torch.Tensor | None = None
+    error = 0.0
+    for name, variant in variants.items():
+        if name == "one config" and batch * prompt > MOST_PADDED:
+            continue
+        key = runs[name] = _what_runs(variant, scheme, batch * prompt)
+        if key not in graphs:
+            _decide_by(variant, gpu)
+            graphs[key] = _Graph(model, ids)
+            out = graphs[key].out.float()
+            first = out.clone() if first is None else first
+            error = max(error, float((out - first).norm() / first.norm()))
+    assert error < 2e-2, f"variants differ by {error:.1e}"
+    times: dict[tuple[str, ...], list[float]] = {key: [] for key in graphs}
+    longest = max(graph.replay() for graph in graphs.values())
+    for _ in range(7 if longest < 20e3 else 3):
+        for key, graph in graphs.items():
+            times[key].append(graph.replay())
+    us = {name: round(statistics.median(times[key]), 1) for name, key in runs.items()}
+    us["rule by M"] = us["static bitwise" if batch * prompt <= 8 else "static padding"]
+    us["without split"] = us["dispatch"]
+    row: dict[str, Any] = {"case": f"llama-3-8b whole, {'decode' if prompt == 1 else 'prefill'}", "scheme": scheme}
+    row |= {"batch": batch, "prompt": None if prompt == 1 else prompt, "m": batch * prompt, "us": us["dispatch"]}
+    row |= {"variants": us, "how": "a CUDA graph of the whole model; variants that run the same kernels share a time"}
+    if prompt == 1:
+        row["tokens_per_second"] = round(batch * 1e6 / us["dispatch"], 1)
+    else:
+        row["ttft_ms"] = round(us["dispatch"] / 1e3, 3)
+    return row | {"checked": True, "check": f"logits of all variants within {error:.1e}"}
+
+
+def _what_runs(variant: Variant, scheme: str, m: int) -> tuple[str, ...]:
+    """The configs of the four layers: variants that agree in all of them are the same."""
+    s = Scheme.parse(scheme)
+    products = [Product(m, n, k, s.weights, s.activations) for n, k in LLAMA3_8B.values()]
+    both = (Layout.planes, tiles_of(s.activations))
+    return tuple(variant.choose(product, both).candidate.name for product in products)
+
+
+def _decide_by(variant: Variant, gpu: str) -> None:
+    """Have all layers ask this dispatcher anew."""
+    from anybit.ops import bitwise, packed, several
+
+    dispatching.use()
+    dispatching._dispatchers[gpu] = variant
+    for plans in (bitwise._plans, packed._plans, several._decided):
+        plans.clear()
+
+
+class _Graph:
+    """One pass of a model in a CUDA graph."""
+
+    def __init__(self, model: Callable[..., Any], ids: torch.Tensor) -> None:
+        def call() -> torch.Tensor:
+            logits: torch.Tensor = model(ids, use_cache=False, logits_to_keep=1).logits
+            return logits
+
+        self._stream = torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            call()
+        self._stream.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            self._graph.capture_begin()
+            try:
+                self.out = call()
+            finally:
+                self._graph.capture_end()
+        self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self.replay()
+
+    def replay(self) -> float:
+        """Microseconds of a pass."""
+        begin, end = self._marks
+        with torch.cuda.stream(self._stream):
+            begin.record()
+            self._graph.replay()
+            end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
