@@ -5,7 +5,6 @@ A result is checked before it is timed, so a row without a check cannot be writt
 
 import datetime
 import functools
-import itertools
 import json
 import os
 import statistics
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from anybit.tune.floor import RATES, read_us
 
 ROTATE_BYTES = 256 << 20
 """Operands rotate through at least this much: four times the L2 of an H200, so that none is found there again."""
@@ -154,19 +155,7 @@ def measure_beside(
 
 # -------- floors: what the box can do at best, measured (docs/limits)
 
-# Bytes read once -> microseconds a kernel in a chain with programmatic dependent launch (plain loads).
-_READ_US = ((0, 0.30), (4.2e6, 1.02), (8.6e6, 1.87), (13.0e6, 2.79), (30.3e6, 6.50), (60.6e6, 12.98), (121e6, 25.83))
-
-RATES = {"b1": 15360.0, "s8": 1918.0, "e4m3": 1920.0, "f16": 931.0}
-"""Measured issue rates of wgmma on an H200 in TOPS."""
-
-
-def read_floor_us(size: float) -> float:
-    """Microseconds to read ``size`` bytes once on an H200, between measured points."""
-    for (s0, t0), (s1, t1) in itertools.pairwise(_READ_US):
-        if size <= s1:
-            return t0 + (t1 - t0) * (size - s0) / (s1 - s0)
-    return size / 4.68e6
+read_floor_us = read_us
 
 
 def floor_us(size: float, operations: float, kind: str) -> float:

@@ -1,5 +1,6 @@
 """The search with a runner that needs no GPU: its times are made up, and some of its candidates misbehave."""
 
+import multiprocessing
 import os
 import time
 import warnings
@@ -166,3 +167,22 @@ def test_successive_halving_keeps_built_in_choices_and_drops_hopeless_strategies
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert finalists(["a"], [1.0], [], Effort()) == [0]
+    many = [10 + 0.01 * i for i in range(20)]
+    assert finalists(["a"] * 20, many, [19], Effort()) == [*range(10), 19]
+
+
+def _search_into(path: Path, tokens: Sequence[int]) -> None:
+    run([product(m=m) for m in tokens], path)
+
+
+def test_two_searches_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "map.json"
+    context = multiprocessing.get_context("fork")
+    both = [context.Process(target=_search_into, args=(path, tokens)) for tokens in ((1, 4, 16, 64), (2, 8, 32))]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+        assert process.exitcode == 0
+    found = read(path)
+    assert sorted(found.layers["w4a8", "float16", 4096, 4096]) == [1, 2, 4, 8, 16, 32, 64]

@@ -1,10 +1,27 @@
-"""What a product cannot be faster than: its operands read once, its products issued at the rate of the tensor cores."""
+"""What a product cannot be faster than: its operands read once, its products issued at the rate of the tensor cores.
+
+Both were measured on an H200, between other kernels of a chain (docs/limits of the kernels' pages); for another GPU
+reading is scaled by its bandwidth.
+"""
+
+import itertools
 
 from anybit.tune.families import Product
 
-# TOPS of wgmma, measured on an H200 (SM count and clock of others are near enough for a floor).
-_RATES = {"b1": 15360.0, "s8": 1918.0, "e4m3": 1920.0, "f16": 931.0}
-_LAUNCH_US = 0.3
+RATES = {"b1": 15360.0, "s8": 1918.0, "e4m3": 1920.0, "f16": 931.0}
+"""Issue rates of wgmma in TOPS."""
+
+# Bytes read once -> microseconds of a kernel in a chain with programmatic dependent launch (plain loads).
+_READ_US = ((0, 0.30), (4.2e6, 1.02), (8.6e6, 1.87), (13.0e6, 2.79), (30.3e6, 6.50), (60.6e6, 12.98), (121e6, 25.83))
+_BANDWIDTH = 4.67e12
+
+
+def read_us(size: float) -> float:
+    """Microseconds to read ``size`` bytes once on an H200, between measured points."""
+    for (s0, t0), (s1, t1) in itertools.pairwise(_READ_US):
+        if size <= s1:
+            return t0 + (t1 - t0) * (size - s0) / (s1 - s0)
+    return size / 4.68e6
 
 
 def floor_us(product: Product) -> float:
@@ -13,12 +30,12 @@ def floor_us(product: Product) -> float:
     m, n, k = product.m, product.n, product.k
     scales = n * w.groups(k) * 2
     size = n * k * w.bits / 8 + scales + m * k * (2 if not x.quantized else x.bits / 8) + 2 * m * n
-    reading = size / product.device.bandwidth * 1e6
+    reading = read_us(size * _BANDWIDTH / product.device.bandwidth)
     operations = 2 * m * n * k * 1e-6
     if not x.quantized:
-        multiplying = operations / _RATES["f16"]
+        multiplying = operations / RATES["f16"]
     elif not x.integer:
-        multiplying = operations / _RATES["e4m3"]
+        multiplying = operations / RATES["e4m3"]
     else:
-        multiplying = min(operations / _RATES["s8"], operations * w.bits * x.bits / _RATES["b1"])
-    return _LAUNCH_US + max(reading, multiplying)
+        multiplying = min(operations / RATES["s8"], operations * w.bits * x.bits / RATES["b1"])
+    return max(reading, multiplying)

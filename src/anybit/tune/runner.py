@@ -1,6 +1,7 @@
 """What a search does on the GPU: layers of random weights, one check a candidate, and times of many in one graph."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -270,23 +271,27 @@ class Bench:
     ) -> list[Time]:
         """The time of a call of each candidate.
 
-        Candidates are captured into one graph, one after another, so that all see the same clocks. Of each strategy
-        those within ``margin`` of its best, and ``keep`` (built-in choices), are timed again more carefully, unless
-        the strategy is far behind.
+        Candidates are captured into one graph, one after another, so that all see the same clocks. The better half of
+        each strategy goes on, with twice the calls, until no more than ``finalists`` are left, which are timed with
+        most replays; what is beyond ``margin`` of its strategy's best, or of a strategy far behind, goes at once, and
+        ``keep`` (built-in choices) never.
         """
         calls = [self.again(candidate) for candidate in candidates]
-        first = _race(self.stream, calls, [_count(effort.microseconds, guess_us)] * len(calls), effort.replays)
-        last = finalists([candidate.strategy for candidate in candidates], first, keep, effort)
-        if not effort.final_replays or len(calls) == 1:
-            return [Time(us, True) for us in first]
-        final = dict(
-            zip(last, self._carefully([calls[i] for i in last], [first[i] for i in last], effort), strict=True)
-        )
-        return [Time(final.get(i, us), i in final) for i, us in enumerate(first)]
-
-    def _carefully(self, calls: Sequence[Callable[[int], object]], us: Sequence[float], effort: Effort) -> list[float]:
-        replays = max(2, min(effort.final_replays, round(4000 / min(us))))  # long calls vary less
-        return _race(self.stream, calls, [_count(2 * effort.microseconds, guess) for guess in us], replays)
+        us = _race(self.stream, calls, [_count(effort.microseconds, guess_us)] * len(calls), effort.replays)
+        alive, microseconds, last = list(range(len(calls))), effort.microseconds, len(calls) == 1
+        while effort.final_replays and not last:
+            names = [candidates[i].strategy for i in alive]
+            better = finalists(names, [us[i] for i in alive], [p for p, i in enumerate(alive) if i in keep], effort)
+            alive = [alive[place] for place in better]
+            last = max(Counter(candidates[i].strategy for i in alive if i not in keep).values(), default=0) <= (
+                effort.finalists
+            )
+            microseconds *= 2
+            replays = max(2, min(effort.final_replays, round(4000 / min(us)))) if last else effort.replays
+            counts = [_count(microseconds, us[i]) for i in alive]
+            for i, found in zip(alive, _race(self.stream, [calls[i] for i in alive], counts, replays), strict=True):
+                us[i] = found
+        return [Time(found, i in alive) for i, found in enumerate(us)]
 
     def sift(
         self,
@@ -349,7 +354,9 @@ class Bench:
                 wrong[i] = f"{error}".splitlines()[0]
         alive()
         calls = [self.again(candidates[i]) for i in last]
-        careful = self._carefully(calls, [again[i] for i in last], sieve.effort)
+        counts = [_count(2 * sieve.effort.microseconds, again[i]) for i in last]
+        replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less
+        careful = _race(self.stream, calls, counts, replays)
         times |= {i: Time(us, True) for i, us in zip(last, careful, strict=True)}
         return {i: time for i, time in times.items() if i not in wrong}, wrong, left_out
 
@@ -365,14 +372,15 @@ _CHUNK = 48
 
 
 def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[int], effort: Effort) -> list[int]:
-    """Who is timed again: successive halving, strategy by strategy."""
+    """Who is timed again: the better half of each strategy, and all of them where they are few."""
     best = min(us)
     chosen: set[int] = set()
     for strategy in dict.fromkeys(strategies):
         mine = sorted((i for i, name in enumerate(strategies) if name == strategy), key=us.__getitem__)
         if us[mine[0]] > 2 * best:
             continue
-        chosen.update([i for i in mine if us[i] <= effort.margin * us[mine[0]]][: effort.finalists])
+        most = max(effort.finalists, len(mine) // 2)
+        chosen.update([i for i in mine if us[i] <= effort.margin * us[mine[0]]][:most])
         chosen.update(i for i in mine if i in keep)
     return sorted(chosen)
 
