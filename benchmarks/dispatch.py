@@ -5,8 +5,11 @@
     python benchmarks/dispatch.py ablate                   # variants over whole models -> results/h200/dispatch.json
     python benchmarks/dispatch.py model                    # whole models at some of the same points
     python benchmarks/dispatch.py draw                     # docs/dispatch.svg, docs/crossover.svg
-    python benchmarks/dispatch.py verify --problems 20     # against an exhaustive search, problems at random
-    python benchmarks/dispatch.py record --seconds 60 --verify-seconds 20            # map, ablate and verify
+    python benchmarks/dispatch.py verify --problems 20     # against whole spaces, problems at random
+    python benchmarks/dispatch.py look-up                  # host time of a look-up
+    python benchmarks/dispatch.py record --plans plans --seconds 250 --verify-seconds 120    # map, ablate and verify
+
+``map --compile --plans plans`` plans and compiles what ``record --plans plans`` measures, without a GPU.
 
 The map that is shipped (src/anybit/tune/policies) is made by ``map`` over all layers and schemes below.
 """
@@ -14,6 +17,7 @@ The map that is shipped (src/anybit/tune/policies) is made by ``map`` over all l
 import argparse
 import json
 import time
+import timeit
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +109,43 @@ def check(options: argparse.Namespace) -> None:
     found = read(options.map or SHIPPED / file_name(child.facts["device"].name))
     verify(options, child, Dispatcher(child.facts["device"].name, [found]), found)
     child.stop()
+
+
+def look_up(options: argparse.Namespace) -> None:
+    """Host time from a layer's input to the plan of its launch, in eager mode; a CUDA graph has none of it."""
+    import torch
+
+    from anybit import QuantLinear
+    from anybit.ops import bitwise, packed
+    from anybit.packing import QuantizedWeight, words_per_row
+
+    rows: list[dict[str, Any]] = []
+    for scheme, backend in (("w4a16g128", "packed"), ("w4a8", "packed"), ("w2a4", "bitwise")):
+        n, k, form = 4096, 4096, Scheme.parse(scheme).weights
+        words = torch.zeros(n, words_per_row(k, form.bits), dtype=torch.int32, device="cuda")
+        weight = QuantizedWeight(words, torch.ones(n, form.groups(k), device="cuda"), None, (n, k), form)
+        layer = QuantLinear.from_weight(weight, scheme, backend=backend)
+        x = torch.randn(37, k, device="cuda").half()
+        layer(x)
+        kept = layer._prepared
+        assert kept is not None
+        spec, tiles = kept.spec, packed._weight(kept.tensors, kept.spec) if backend == "packed" else None
+
+        def plan(spec: Any = spec, x: Any = x, tiles: Any = tiles) -> object:
+            return bitwise._plan(spec, x) if tiles is None else packed._plan(spec, x, tiles)
+
+        us = min(timeit.repeat(plan, number=5000, repeat=15)) / 5000 * 1e6
+        row = {
+            "case": "look-up",
+            "scheme": scheme,
+            "batch": None,
+            "prompt": None,
+            "backend": backend,
+            "us": round(us, 3),
+        }
+        rows.append(row | {"how": "host time, the least of 15 repeats of 5000", "checked": True} | stamp())
+        print(row)
+    merge_rows(options.rows, rows, ROW_KEY)
 
 
 # -------- what choosing is worth: the ablations of ADAngel (section 6.4) and APT-LLM (figures 15 and 16)
@@ -352,6 +393,8 @@ def main() -> None:
     whole.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
     whole.add_argument("--map", type=Path, help="the map to choose by; by default the shipped one")
     whole.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
+    looking = kinds.add_parser("look-up", help="host time of a look-up")
+    looking.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
     drawing = kinds.add_parser("draw", help="draw docs/dispatch.svg and docs/crossover.svg (needs matplotlib)")
     drawing.add_argument("--map", type=Path, help="by default the shipped one")
     drawing.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
@@ -362,7 +405,7 @@ def main() -> None:
         show(read(options.path))
         return
     commands = {"map": measure_map, "record": measure_map, "ablate": ablate, "verify": check}
-    commands |= {"model": whole_models, "draw": draw}
+    commands |= {"model": whole_models, "draw": draw, "look-up": look_up}
     commands[options.command](options)
 
 

@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,21 +168,57 @@ def generate_models() -> str:
 
 
 def ablation() -> str:
-    """The time of each variant over the dispatcher's, least to most over all points: variants down, phases across."""
+    """Sums of linear layers: the time of each variant over the dispatcher's, least to most over all points."""
+    return _variants(["llama-3-8b prefill", "llama-3-8b decode"])
+
+
+def ablation_model() -> str:
+    """The same of whole models."""
+    return _variants(["llama-3-8b whole, prefill", "llama-3-8b whole, decode"])
+
+
+def _variants(cases: Sequence[str]) -> str:
+    """Variants down, schemes and phases across."""
     found = rows("dispatch")
     groups: dict[str, list[Row]] = {}
     for scheme in dict.fromkeys(row["scheme"] for row in found):
-        for phase in ("prefill", "decode"):
-            mine = [row for row in found if row["scheme"] == scheme and row["case"].endswith(phase)]
-            groups |= {f"{scheme} {phase}": mine} if mine else {}
+        for case in cases:
+            mine = [row for row in found if row["scheme"] == scheme and row["case"] == case]
+            groups |= {f"{scheme} {case.rpartition(' ')[2]}": mine} if mine else {}
+    names = dict.fromkeys(name for mine in groups.values() for row in mine for name in row["variants"])
     body = []
-    for variant in dict.fromkeys(name for row in found for name in row["variants"] if name != "dispatch"):
+    for variant in (name for name in names if name != "dispatch"):
         cells = []
         for mine in groups.values():
             ratios = [r["variants"][variant] / r["variants"]["dispatch"] for r in mine if variant in r["variants"]]
             cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "")
         body.append([variant, *cells])
     return table(["variant", *groups], body) if body else ""
+
+
+def dispatch_model() -> str:
+    """Whole models by the dispatcher: time to first token, and tokens a second."""
+    found = [row for row in rows("dispatch") if row["case"].startswith("llama-3-8b whole") and row["batch"] in (1, 8)]
+    prompts = sorted({row["prompt"] for row in found if row["prompt"]})
+    body = []
+    for scheme, batch in dict.fromkeys((row["scheme"], row["batch"]) for row in found):
+        mine = {row["prompt"]: row for row in found if (row["scheme"], row["batch"]) == (scheme, batch)}
+        times = [f"{mine[p]['ttft_ms']:.1f}" if p in mine else "" for p in prompts]
+        body.append([scheme, str(batch), *times, f"{mine[None]['tokens_per_second']:.0f}" if None in mine else ""])
+    head = [*(f"{prompt}, ms" for prompt in prompts), "tokens a second"]
+    return table(["scheme", "batch", *head], body) if body else ""
+
+
+def dispatch_check() -> str:
+    """How far choices are from the best of whole spaces."""
+    found = rows("dispatch_check")
+    body = []
+    for name in ("tuned", "map", "built in"):
+        ratios = sorted(row["ratios"][name] for row in found)
+        if ratios:
+            cells = [ratios[len(ratios) // 2], ratios[int(0.9 * (len(ratios) - 1))], ratios[-1]]
+            body.append([name, str(len(ratios)), *(f"{value:.3f}" for value in cells)])
+    return table(["choice", "problems", "median", "nine in ten", "worst"], body) if body else ""
 
 
 # -------- the KV cache
@@ -269,7 +305,9 @@ def quantizers() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        headline, gemm_bitwise, gemm_packed, pack, generate, generate_models, ablation, decode_attention,
+        headline, gemm_bitwise, gemm_packed, pack, generate, generate_models, ablation, ablation_model, dispatch_model,
+        dispatch_check,
+        decode_attention,
         kv_perplexity, kv_widths, kv_needle, quantizers,
     )
 }  # fmt: skip
