@@ -5,39 +5,19 @@ function NAME below makes of the rows. A page whose tables are not those of its 
 """
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import aims
 from cases import BITWISE_SCHEMES, MODELS, TOKENS
+from rows import Row, find, rows, table
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-Row = dict[str, Any]
-
-
-def rows(name: str, machine: str = "h200") -> list[Row]:
-    """The rows of one results file; none where it does not exist."""
-    path = RESULTS / machine / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-def find(found: Iterable[Row], **wanted: object) -> Row | None:
-    """The row with these fields, None where it was not measured; two are a fault of the file."""
-    matching = [row for row in found if all(row.get(name) == value for name, value in wanted.items())]
-    if len(matching) > 1:
-        raise ValueError(f"{len(matching)} rows have {wanted}; a row is measured once")
-    return matching[0] if matching else None
-
-
-def table(header: list[str], body: list[list[str]]) -> str:
-    """A table whose first column is words and whose others are numbers."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+PACKED_SCHEMES = ("w4a16g128", "w2a16g128", "w3a16g128", "w8a16g128", "w4a8", "w2a8", "w4a8fp")
+"""Those of gemm_packed.json that are shown; the others are in the rows."""
 
 
 # -------- README
@@ -106,8 +86,10 @@ def gemm_packed() -> str:
     parts = []
     for model, layers in MODELS.items():
         names = [f"{model} {layer}" for layer in layers]
-        for scheme in dict.fromkeys(row["scheme"] for row in found if row["case"] in names):
+        for scheme in PACKED_SCHEMES:
             mine = [row for row in found if row["scheme"] == scheme and row["case"] in names]
+            if not mine:
+                continue
             body = []
             for m in sorted({row["m"] for row in mine}):
                 cells = []
@@ -308,7 +290,7 @@ TABLES: dict[str, Callable[[], str]] = {
         headline, gemm_bitwise, gemm_packed, pack, generate, generate_models, ablation, ablation_model, dispatch_model,
         dispatch_check,
         decode_attention,
-        kv_perplexity, kv_widths, kv_needle, quantizers,
+        kv_perplexity, kv_widths, kv_needle, quantizers, *aims.MAKERS,
     )
 }  # fmt: skip
 _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

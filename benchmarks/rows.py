@@ -1,0 +1,29 @@
+"""The rows in results/, and tables of them."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+
+
+def rows(name: str, machine: str = "h200") -> list[Row]:
+    """The rows of one results file; none where it does not exist."""
+    path = RESULTS / machine / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def find(found: Iterable[Row], **wanted: object) -> Row | None:
+    """The row with these fields, None where it was not measured; two are a fault of the file."""
+    matching = [row for row in found if all(row.get(name) == value for name, value in wanted.items())]
+    if len(matching) > 1:
+        raise ValueError(f"{len(matching)} rows have {wanted}; a row is measured once")
+    return matching[0] if matching else None
+
+
+def table(header: list[str], body: list[list[str]]) -> str:
+    """A table whose first column is words and whose others are numbers."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
