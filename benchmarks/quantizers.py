@@ -8,7 +8,9 @@ benchmarks/results/h200 or cpu one by one; those of the same case, scheme, metho
 
 `--op` also evaluates in 16 bits, once through plain dequantized arithmetic and once through anybit's kernels: APT-LLM's
 Table V. A scheme with a KV cache is evaluated through the cache. `--jobs N` measures N cases at once, which does not
-change them, only their seconds. `--figure` only draws docs/quantizers.svg from the rows (needs matplotlib).
+change them, only their seconds. `--blocks DIR` lets methods that start from the same calibrated blocks share them (their
+seconds are added up), `--missing` leaves out what has a row already: both are for runs that may be cut off.
+`--figure` only draws docs/quantizers.svg from the rows (needs matplotlib).
 """
 
 import argparse
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 
 from anybit import evaluate
-from anybit.errors import KernelError
+from anybit.errors import AnyBitError, KernelError
 from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
@@ -44,22 +46,39 @@ CASES += ["float32:rtn", "w6a6g64asym-xasym:smooth", "w4a4g64asym-xasym:rotate"]
 # What the papers compare with and without their kernels, in schemes that a kernel of ours runs.
 THROUGH_KERNELS = ["w6a6:smooth", "w4a4:rotate", "w4a4g128:rotate", "w4a8:smooth", "w2a4:learned", "w4a16g128:gptq"]
 KV = ["w4a16g64asym-kv4:gptq", "w4a16g64asym-kv2g32:gptq"]
+# They calibrate the same blocks first.
+PLAIN = ("gptq", "learned")
 FLOAT32, HALF = torch.float32, torch.float16
 
 
-def measure(model: Path, text: Path, scheme: str, method: str, options: dict[str, Any], op: bool) -> dict[str, Any]:
-    """Quantize, reload, evaluate through the layers that a user gets."""
+def measure(
+    model: Path, text: Path, scheme: str, method: str, options: dict[str, Any], op: bool, blocks: Path | None = None
+) -> dict[str, Any]:
+    """Quantize, reload, evaluate through the layers that a user gets.
+
+    blocks: a folder for calibrated blocks, which methods that begin alike take from each other.
+    """
     content = evaluate.read_text(text)
     cut = len(content) // 2
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "second.txt").write_text(content[cut:], encoding="utf-8")
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         folder, bits = model, 16.0
+        shared = None if blocks is None else blocks / scheme / ("plain" if method in PLAIN else method)
         if scheme != "float32":
-            given = {"text": Path(scratch) / "second.txt", **options} if METHODS[method].calibrated else {}
+            given = {"text": Path(scratch) / "second.txt", **options} if METHODS[method].calibrated else options
+            if shared is not None and METHODS[method].calibrated:
+                given["resume"] = shared
             folder = Path(scratch) / "model"
             bits = quantize_folder(model, folder, scheme, method, options=given).bits_per_weight
         seconds = time.perf_counter() - started
+        print(f"# {scheme} {method}: quantized in {seconds:.1f} s", file=sys.stderr, flush=True)
+        if shared is not None and shared.is_dir():
+            note = shared / "seconds.txt"
+            seconds += float(note.read_text()) if note.exists() else 0.0
+            note.write_text(str(seconds))
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         found = perplexities(folder, content[:cut], scheme, op)
     return {
@@ -115,10 +134,18 @@ def add(row: dict[str, Any], file: Path) -> None:
     file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
+def known(file: Path, scheme: str, method: str, options: dict[str, Any]) -> bool:
+    """Whether a file has a row of a case."""
+    rows = json.loads(file.read_text()) if file.exists() else []
+    wanted = {"scheme": scheme, "method": method, "options": options}
+    return any(all(row.get(k) == v for k, v in wanted.items()) for row in rows)
+
+
 def alone(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Measure a case in a process of its own; None if it failed."""
     command = [sys.executable, __file__, case, "--model", arguments.model, "--text", arguments.text, "--print"]
     command += ["--options", json.dumps(arguments.options)] + (["--op"] if arguments.op else [])
+    command += ["--blocks", arguments.blocks] if arguments.blocks else []
     threads = str(max((os.cpu_count() or 1) // arguments.jobs, 1))
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([*map(str, command)], check=False, capture_output=True, text=True, env=environment)
@@ -163,6 +190,8 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="options of the method, as JSON")
     parser.add_argument("--op", action="store_true", help="evaluate through the kernels too")
     parser.add_argument("--jobs", type=int, default=1, help="cases at once")
+    parser.add_argument("--blocks", type=Path, default=None, help="a folder for blocks that methods share")
+    parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
     parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")
     parser.add_argument("--print", action="store_true", help="only print the rows")
     parser.add_argument("--figure", action="store_true", help="only draw the picture")
@@ -172,8 +201,14 @@ def main() -> None:
 
     def one(case: str) -> None:
         scheme, method = case.split(":")
-        given = (arguments.model, arguments.text, scheme, method, arguments.options, arguments.op)
-        row = measure(*given) if arguments.print or arguments.jobs == 1 else alone(case, arguments)
+        given = (arguments.model, arguments.text, scheme, method, arguments.options, arguments.op, arguments.blocks)
+        if arguments.missing and known(place / "quantizers.json", scheme, method, arguments.options):
+            return
+        try:
+            row = measure(*given) if arguments.print or arguments.jobs == 1 else alone(case, arguments)
+        except AnyBitError as error:  # the other cases are still worth having
+            print(f"{case} failed: {error}", flush=True)
+            return
         with lock:
             if row is not None:
                 print(json.dumps(row), flush=True)

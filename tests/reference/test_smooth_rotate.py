@@ -8,6 +8,7 @@ from anybit.errors import CalibrationError, LayerError
 from anybit.quantize.calibrate import batched
 from anybit.quantize.rotate import rotate
 from anybit.quantize.smooth import channel_peaks, smooth
+from anybit.quantize.spread import spread
 from cases_calibration import sequences, tiny
 
 
@@ -34,7 +35,7 @@ def models():
 
 
 @pytest.mark.parametrize("kind", range(3))
-@pytest.mark.parametrize("change", ["rotate", "rotate offline", "rotate heads", "smooth"])
+@pytest.mark.parametrize("change", ["rotate", "rotate offline", "rotate heads", "smooth", "spread"])
 @torch.no_grad()
 def test_a_changed_model_computes_the_same(kind, change):
     model = list(models())[kind]
@@ -42,11 +43,17 @@ def test_a_changed_model_computes_the_same(kind, change):
     before = model(tokens).logits
     if change == "smooth":
         smooth(model, batched(sequences(), 256))
+    elif change == "spread":
+        assert len(spread(model, batched(sequences(), 256))) == 14
     else:
         names = rotate(model, online=change != "rotate offline", mix_heads=change == "rotate heads")
         assert len(names) == {"rotate": 2, "rotate offline": 0, "rotate heads": 4}[change]
     after = model(tokens).logits
     torch.testing.assert_close(after, before, rtol=2e-3, atol=2e-4 * float(before.abs().max()) + 1e-4)
+
+
+def scattered(model):
+    spread(model, batched(sequences(), 256))
 
 
 def peakiness(model) -> float:
@@ -55,7 +62,7 @@ def peakiness(model) -> float:
     return max(float(p.max() / p.mean()) for p in peaks.values())
 
 
-@pytest.mark.parametrize("change", [rotate, lambda m: smooth(m, batched(sequences(), 256), 0.8)])
+@pytest.mark.parametrize("change", [rotate, lambda m: smooth(m, batched(sequences(), 256), 0.8), scattered])
 def test_outliers_are_gone(change):
     model = loud(tiny(layers=2))
     before = peakiness(model)
@@ -73,7 +80,7 @@ def test_a_tied_head_is_untied():
 def test_other_architectures_are_refused_untouched():
     model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300))
     before = {n: p.clone() for n, p in model.named_parameters()}
-    for change in (rotate, lambda m: smooth(m, batched(sequences(), 256))):
+    for change in (rotate, lambda m: smooth(m, batched(sequences(), 256)), scattered):
         with pytest.raises(LayerError, match=r"transformer\.h\.0"):
             change(model)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
@@ -84,5 +91,24 @@ def test_smoothing_refuses_nan_and_odd_strengths():
     with pytest.raises(ValueError, match="strength"):
         smooth(model, batched(sequences(), 256), 1.5)
     model.model.embed_tokens.weight.data[:] = torch.nan
-    with pytest.raises(CalibrationError, match="q_proj"):
-        smooth(model, batched(sequences(), 256))
+    for change in (smooth, spread):
+        with pytest.raises(CalibrationError, match="q_proj"):
+            change(model, batched(sequences(), 256))
+
+
+def test_four_bit_inputs_lose_less_than_by_rotation_alone():
+    """Channels that matter little to the weights are quiet after smoothing: what rounding adds is quieter too."""
+    from anybit.quantize.calibrate import _round_inputs
+    from anybit.scheme import Scheme
+
+    tokens = torch.stack(sequences(9)[::3])
+    lost = {}
+    for change in (rotate, scattered):
+        model = loud(tiny(layers=2))
+        before = model(tokens).logits.log_softmax(-1)
+        change(model)
+        linears = {n: m for n, m in model.named_modules() if n.endswith("_proj")}
+        _round_inputs(linears, Scheme.parse("w4a4").activations)
+        after = model(tokens).logits.log_softmax(-1)
+        lost[change] = float((before.exp() * (before - after)).sum(-1).mean())
+    assert lost[scattered] < lost[rotate]

@@ -5,8 +5,9 @@
     learned  gptq, then rounding and scales learned end to end           (.distill)
     smooth   activations' outliers migrate into the weights, then gptq   (.smooth)
     rotate   a Hadamard rotation spreads outliers, then gptq             (.rotate)
+    spread   smoothing and a rotation of every layer's input, then gptq  (.spread)
 
-Any of them also learns if it is given ``block_passes`` or ``learn_tokens``; smooth and rotate do on a GPU.
+Any of them also learns if it is given ``block_passes`` or ``learn_tokens``; the last three do on a GPU.
 """
 
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from anybit.quantize.modules import LinearLayer
 from anybit.quantize.rotate import rotate
 from anybit.quantize.rtn import quantize_weight
 from anybit.quantize.smooth import smooth
+from anybit.quantize.spread import spread
 from anybit.quantize.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import Scheme
 
@@ -42,7 +44,8 @@ class Options:
     order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  block_passes: over the text, to learn each block against
     its original output (``anybit.quantize.learned``).  learn_tokens, learn_passes, step_tokens, place_rate,
     scale_rate, gain_rate: see ``anybit.quantize.distill``; what is None is chosen by ``learning``.
-    strength: how much of the outliers smoothing moves; None finds it for each place.  seed: of the rotation.
+    strength: how much of the outliers smoothing moves; None finds it for each place (0.5 where a rotation follows).
+    seed: of the rotation.
     mix_heads: rotate what attention hands on across its heads, on line.
     device: where to work; None takes a GPU if there is one.
     resume: a folder for finished blocks.  spill: a folder for activations that memory cannot hold.
@@ -116,7 +119,7 @@ class Options:
         the norms' gains with them. A GPU goes over all of a text, some times; a CPU over a part of it, once.
         """
         gpu, coded = self.on_gpu, scheme.activations.quantized
-        learns = method == "learned" or (gpu and coded and method in ("smooth", "rotate"))
+        learns = method == "learned" or (gpu and coded and method in ("smooth", "rotate", "spread"))
         narrow = min(scheme.weights.bits, scheme.activations.bits) < 4 or scheme.activations.bits == 4
         passes = (6.0 if coded and narrow else 3.0 if coded or narrow else 2.0) if gpu else 1.0
         step = self.step_tokens if self.step_tokens is not None else (8192 if gpu else 1024)
@@ -163,6 +166,11 @@ def run_rotate(job: Job) -> Saved:
     return _run(job, "rotate")
 
 
+def run_spread(job: Job) -> Saved:
+    """Smoothing and rotation of every layer's input, then GPTQ."""
+    return _run(job, "spread")
+
+
 def _run(job: Job, method: str) -> Saved:
     options = Options.of(job.options)
     if job.output.is_dir() and any(job.output.iterdir()) and not job.overwrite:
@@ -193,7 +201,8 @@ def _run(job: Job, method: str) -> Saved:
         device=options.where,
         resume=options.resume,
         spill=options.spill,
-        options={"method": method, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
+        # Not the method: those that begin alike take finished blocks from each other.
+        options={"gptq": str(settings), "drift": options.drift, "refine": str(refine)},
     )
     weights = calibrate(model, used, job.scheme, names, quantizer, calibration, refine, tell)
     if learn:
@@ -226,14 +235,17 @@ def _learn(
 
 
 def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options: Options) -> Changes:
-    """Smooth or rotate the model; what that changes about the checkpoint."""
-    if method not in ("smooth", "rotate"):
+    """Smooth, rotate or spread the model; what that changes about the checkpoint."""
+    if method not in ("smooth", "rotate", "spread"):
         return Changes()
     home = model.device
     model.to(_roomy(options.where, model))
     if method == "smooth":
         smooth(model, batched(sequences, 4096), options.strength, job.scheme)
         hadamard, config = [], {}
+    elif method == "spread":
+        strength = 0.5 if options.strength is None else options.strength
+        hadamard, config = spread(model, batched(sequences, 4096), strength, options.seed), {}
     else:
         hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)
         config = {"tie_word_embeddings": False}
@@ -245,7 +257,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     prefix, _ = find_blocks(model)
     outside = {name for name in quantized if not name.startswith(f"{prefix}.")}
     kept = {name: tensor for name, tensor in state.items() if name not in quantized or name in outside}
-    tied = {name for name in kept if name not in job.names and method == "smooth"}
+    tied = {name for name in kept if name not in job.names and method != "rotate"}
     return Changes({name: tensor for name, tensor in kept.items() if name not in tied}, config, hadamard)
 
 

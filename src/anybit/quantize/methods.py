@@ -40,6 +40,7 @@ METHODS: dict[str, Method] = {
     "learned": Method("gptq, then codes and scales learn from the original model", "calibrated.run_learned", True),
     "smooth": Method("outliers of activations move into the weights, then gptq", "calibrated.run_smooth", True),
     "rotate": Method("a Hadamard rotation spreads outliers, then gptq", "calibrated.run_rotate", True),
+    "spread": Method("smoothing and a rotation of every layer's input, then gptq", "calibrated.run_spread", True),
 }
 
 
