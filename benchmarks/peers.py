@@ -1,11 +1,11 @@
 """Other quantizers on the same model and text as benchmarks/quantizers.py.
 
-    python benchmarks/peers.py --peer auto-round --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt [SCHEME ...]
+    python benchmarks/peers.py --peer auto-round --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt
 
-In an environment of its own: anybit's requirements and the peer (pip install auto-round, or gptqmodel). Its weights are
-evaluated as they leave it, dequantized, in float32. auto-round tunes on all of the second half of the text, as
-`--method learned` does; GPTQModel calibrates on 32 thousand tokens of it, as `--method gptq` does. Rows go to peers.json
-in benchmarks/results/h200 or cpu. `--keep DIR` lets an interrupted auto-round go on after its last finished block.
+In an environment of its own: anybit's requirements and the peer (pip install auto-round, or gptqmodel). Its weights
+are evaluated as they leave it, dequantized, in float32. auto-round tunes on all of the second half of the text, as
+`--method learned` does; GPTQModel calibrates on 32 thousand tokens of it, as `--method gptq` does. Rows go to
+peers.json in benchmarks/results/h200 or cpu. `--keep DIR` lets an interrupted auto-round go on after its last block.
 """
 
 import argparse
@@ -64,9 +64,7 @@ def _remember_blocks(folder: Path) -> None:
     from auto_round.algorithms.quantization.sign_round import quantizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    kind = next(
-        kind for kind in vars(quantizer).values() if isinstance(kind, type) and "quantize_block" in vars(kind)
-    )
+    kind = next(kind for kind in vars(quantizer).values() if isinstance(kind, type) and "quantize_block" in vars(kind))
     tune: Callable[..., Any] = kind.quantize_block
 
     def remembered(self: Any, block: Any, *args: Any, **kwargs: Any) -> Any:

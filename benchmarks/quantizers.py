@@ -8,8 +8,8 @@ benchmarks/results/h200 or cpu one by one; those of the same case, scheme, metho
 
 `--op` also evaluates in 16 bits, once through plain dequantized arithmetic and once through anybit's kernels: APT-LLM's
 Table V. A scheme with a KV cache is evaluated through the cache. `--jobs N` measures N cases at once, which does not
-change them, only their seconds. `--blocks DIR` lets methods that start from the same calibrated blocks share them (their
-seconds are added up), `--missing` leaves out what has a row already: both are for runs that may be cut off.
+change them, only their seconds. `--blocks DIR` lets methods that start from the same calibrated blocks share them
+(their seconds are added up), `--missing` leaves out what has a row: both are for runs that may be cut off.
 `--figure` only draws docs/quantizers.svg from the rows (needs matplotlib).
 """
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.cases_calibration import sequences
 from tests.cases_models import save_tiny
 from transformers import AutoModelForCausalLM
@@ -53,6 +54,16 @@ def test_calibrated_methods_lose_less(method: str, scheme: str, llama: Path, tmp
     quantize_folder(llama, tmp_path / "out", scheme, method, options=options, progress=lambda *s: seen.append(s))
     assert seen[-1][1] == seen[-1][2]
     assert divergence(llama, tmp_path / "out") < divergence(llama, tmp_path / "rtn")
+
+
+def test_token_ids_from_a_file_are_those_of_a_list(llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps([list(map(int, sequence)) for sequence in TOKENS]))
+    given = {name: value for name, value in FAST.items() if name != "sequences"} | {"text": file}
+    for name, options in (("list", FAST), ("file", given)):
+        quantize_folder(llama, tmp_path / name, "w4a16g32", "gptq", options=options)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("list", "file"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def test_rotated_models_save_reload_and_dequantize(llama: Path, tmp_path: Path) -> None:

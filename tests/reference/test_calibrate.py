@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from anybit.errors import CalibrationError, TextError
 from anybit.quantize import gptq
 from anybit.quantize.blocks import Store
-from anybit.quantize.calibrate import Calibration, batched, calibrate, read_text
+from anybit.quantize.calibrate import Calibration, batched, calibrate, read_sequences, read_text
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
 from cases_calibration import divergence, names_of, sequences, tiny
@@ -189,3 +189,27 @@ def test_store_spills_and_cleans_up(tmp_path):
     assert [store[i][0].item() for i in range(4)] == [0, 1, 7, 3]
     store.clear()
     assert not list(tmp_path.iterdir())
+
+
+def test_token_ids_come_from_a_json_file(tmp_path):
+    file = tmp_path / "ids.json"
+    file.write_text("[[1, 2, 3], [4], []]")
+    assert [sequence.tolist() for sequence in read_sequences(file, 10)] == [[1, 2, 3], [4], []]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("[[1, 2], [3, 10]]", "sequence 1 .* 0 to 9, without 10"),
+        ("[[1, true]]", "sequence 0 .*true"),
+        ("[[1], 5]", "sequence 1 .*5"),
+        ("[[1], [null]]", "sequence 1"),
+        ("{}", "list of lists"),
+        ("[1", "not JSON"),
+    ],
+)
+def test_other_json_is_refused(tmp_path, text, match):
+    file = tmp_path / "ids.json"
+    file.write_text(text)
+    with pytest.raises(TextError, match=match):
+        read_sequences(file, 10)

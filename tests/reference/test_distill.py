@@ -7,8 +7,11 @@ from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
 from anybit.quantize import gptq
 from anybit.quantize.calibrate import Calibration, calibrate
-from anybit.quantize.distill import Distillation, _rounded_through, distill
+from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.distill import _gains as distill_gains
 from anybit.quantize.learned import BlockLearning
+from anybit.quantize.norms import fuse_norms
+from anybit.quantize.rounding import rounded_through
 from anybit.quantize.rtn import quantize_weight
 from anybit.quantize.soft import SoftLinear, SoftWeight, banks
 from anybit.reference import quantize_activations
@@ -84,7 +87,7 @@ def test_gains_of_norms_learn_too_if_asked():
 def test_gradients_follow_a_tokens_range(code):
     format = ActivationFormat(3, code)
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    (coded,) = _rounded_through(format)(None, (x,))
+    (coded,) = rounded_through(format)(None, (x,))
     torch.testing.assert_close(coded.detach(), quantize_activations(x.detach(), format).dequantize())
     weight = torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
     (coded * weight).sum().backward()
@@ -153,3 +156,28 @@ def test_learning_a_block_never_makes_it_worse(text):
         assert divergence(model, learned, check) < divergence(model, plain, check)
     hopeless = run(BlockLearning(passes=1, place_rate=5.0))
     assert all(torch.equal(plain[name].words, hopeless[name].words) for name in plain)
+
+
+def test_fused_norms_compute_the_same():
+    model = tiny(layers=2)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(1)) + 0.5
+    tokens = torch.stack(sequences(9)[::3])
+    before = model(tokens).logits
+    assert fuse_norms(model) == 5
+    torch.testing.assert_close(model(tokens).logits, before, rtol=1e-3, atol=1e-4)
+    assert len(distill_gains(model)) == 5
+
+
+def test_other_norms_are_left():
+    class Centered(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.variance_epsilon = torch.nn.Parameter(torch.zeros(8)), 1e-6
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+
+    model = torch.nn.Sequential(Centered())
+    assert fuse_norms(model) == 0 and isinstance(model[0], Centered)

@@ -26,7 +26,7 @@ def quantize(
         typer.Option(help="A layer, or a pattern of layers, to leave as it is; may be repeated. Default: lm_head."),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option("--text", "-t", help="A text file, UTF-8, for the methods that look at one.")
+        Path | None, typer.Option("--text", "-t", help="A text, UTF-8, or .json token ids, to look at.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="How many tokens of the text are used.")] = None,
     settings: Annotated[

@@ -1,12 +1,14 @@
 """The gradient of a student's divergence from its teacher, gathered over the batches of a step.
 
 A step of a small model is thousands of short kernels: on a GPU, batches of a shape that comes again are recorded as a
-CUDA graph once and replayed from then on.
+CUDA graph once and replayed from then on. What the teacher makes of a sequence is kept for later passes, as the hidden
+states that its head reads: logits are hundreds of times as large.
 """
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,61 @@ from torch import Tensor, nn
 _ROWS_AT_ONCE = 2048
 # Batches of a shape that run as they are before one is recorded: allocations and choices of algorithms settle.
 _WARM = 2
+# Bytes of hidden states that are kept at most.
+_KEPT = 8 << 30
+
+
+class Teacher:
+    """What a model predicts, as what its head reads: of each sequence computed once, where that is all of it."""
+
+    def __init__(self, model: Any, half: bool, device: torch.device) -> None:
+        self.model, self.half, self.device = model, half, device
+        self._kept: dict[bytes, Tensor] = {}
+        self._bytes = 0
+        self._splits: bool | None = None
+
+    def states(self, tokens: Tensor) -> Tensor | None:
+        """Final hidden states [B, L, D] of token ids int64 [B, L], or None if the head does more than read them."""
+        keys = [row.numpy().tobytes() for row in tokens.cpu()]
+        if self._splits is None:
+            self._splits = self._can_split(tokens[:1, :16].to(self.device))
+        if not self._splits:
+            return None
+        if any(key not in self._kept for key in keys):
+            with self._context():
+                found: Tensor = self.model.base_model(
+                    input_ids=tokens.to(self.device), use_cache=False
+                ).last_hidden_state
+            if self._bytes + found.nbytes > _KEPT:
+                return found
+            self._bytes += found.nbytes
+            self._kept.update(zip(keys, found.to(torch.bfloat16 if self.half else found.dtype), strict=True))
+        return torch.stack([self._kept[key] for key in keys])
+
+    def logits(self, tokens: Tensor, states: Tensor | None) -> Tensor:
+        """What the model predicts, [B, L, V]; states: what ``states`` returned, on the same device as tokens."""
+        with self._context():
+            if states is None:
+                found: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+            else:
+                found = self.model.get_output_embeddings()(states)
+        return found
+
+    def _can_split(self, tokens: Tensor) -> bool:
+        head = self.model.get_output_embeddings()
+        if head is None or getattr(self.model, "base_model", self.model) is self.model:
+            return False
+        with torch.no_grad():
+            whole = self.model(input_ids=tokens, use_cache=False).logits
+            parts = head(self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+        return whole.shape == parts.shape and bool(torch.allclose(whole, parts, rtol=1e-3, atol=1e-3))
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        # A graph must not remember weights that autocast has cast.
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False)
+        with torch.no_grad(), autocast:
+            yield
 
 
 class Accumulation:
@@ -25,9 +82,9 @@ class Accumulation:
     """
 
     def __init__(self, teacher: Any, student: Any, half: bool, device: torch.device) -> None:
-        self.teacher, self.student, self.half, self.device = teacher, student, half, device
+        self.teacher, self.student, self.half, self.device = Teacher(teacher, half, device), student, half, device
         self._seen: Counter[tuple[int, ...]] = Counter()
-        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor, Tensor | None]] = {}
         self._records = True
         self._loss = torch.zeros((), device=device)
         self._share = torch.ones((), device=device)
@@ -40,16 +97,14 @@ class Accumulation:
         for tokens in batches:
             self._share.fill_(tokens.numel() / total)
             if self._stream is None:
-                self._add(tokens)
+                self._add(tokens, self.teacher.states(tokens))
             else:
                 self._on_gpu(tokens)
         return float(self._loss)
 
-    def _add(self, tokens: Tensor) -> None:
-        # A graph must not remember weights that autocast has cast.
+    def _add(self, tokens: Tensor, states: Tensor | None) -> None:
+        wanted = self.teacher.logits(tokens, states)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
-            with torch.no_grad():
-                wanted = self.teacher(input_ids=tokens, use_cache=False).logits
             found = self.student(input_ids=tokens, use_cache=False).logits
         whole: Tensor = Divergence.apply(found.flatten(0, 1), wanted.flatten(0, 1))  # type: ignore[no-untyped-call]
         divergence = whole * self._share
@@ -60,9 +115,12 @@ class Accumulation:
         assert self._stream is not None
         shape = tuple(tokens.shape)
         self._seen[shape] += 1
+        states = self.teacher.states(tokens)
         if shape in self._graphs:
-            graph, static = self._graphs[shape]
+            graph, static, given = self._graphs[shape]
             static.copy_(tokens)
+            if given is not None and states is not None:
+                given.copy_(states)
             graph.replay()
             return
         static = tokens.to(self.device)
@@ -71,23 +129,23 @@ class Accumulation:
         with torch.cuda.stream(self._stream):
             # One shape only: each recording keeps memory of its own.
             if self._records and not self._graphs and self._seen[shape] > _WARM:
-                self._record(shape, static)
+                self._record(shape, static, states)
             else:
-                self._add(static)
+                self._add(static, states)
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def _record(self, shape: tuple[int, ...], static: Tensor) -> None:
+    def _record(self, shape: tuple[int, ...], static: Tensor, states: Tensor | None) -> None:
         """Record a batch and run it."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=self._stream):
-                self._add(static)
+                self._add(static, states)
         except RuntimeError as error:  # a model that looks at values on its way cannot be recorded
             warnings.warn(f"learning goes on without CUDA graphs, which is slower: {error}", stacklevel=2)
             self._records = False
-            self._add(static)
+            self._add(static, states)
             return
-        self._graphs[shape] = graph, static
+        self._graphs[shape] = graph, static, states
         graph.replay()
 
 

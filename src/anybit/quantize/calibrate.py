@@ -128,6 +128,26 @@ def read_text(path: Path) -> str:
     return text
 
 
+def read_sequences(path: Path, vocabulary: int) -> list[Tensor]:
+    """Token ids from a JSON file, a list of lists of any lengths. Raises TextError, saying where, for anything else."""
+    text = read_text(path)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise TextError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, list) or not found:
+        raise TextError(f"{path} must hold a list of lists of token ids")
+    for i, sequence in enumerate(found):
+        ids = sequence if isinstance(sequence, list) else [sequence]
+        wrong = [item for item in ids if type(item) is not int or not 0 <= item < vocabulary]
+        if wrong or not isinstance(sequence, list):
+            raise TextError(
+                f"{path}: sequence {i} must be a list of token ids from 0 to {vocabulary - 1}, without "
+                f"{json.dumps((wrong or ids)[0])}"
+            )
+    return [torch.tensor(sequence, dtype=torch.int64) for sequence in found]
+
+
 def batched(sequences: Iterable[Tensor | Sequence[int]], batch_tokens: int) -> list[Tensor]:
     """Sequences of any lengths as batches of equal length without padding, int64 [B, L], of about batch_tokens each.
 

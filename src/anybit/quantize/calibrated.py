@@ -22,7 +22,7 @@ from anybit.errors import CheckpointError, OptionError, TextError
 from anybit.packing import QuantizedWeight
 from anybit.quantize import gptq
 from anybit.quantize.blocks import find_blocks
-from anybit.quantize.calibrate import Calibration, Statistics, batched, calibrate, read_text, tokenized
+from anybit.quantize.calibrate import Calibration, Statistics, batched, calibrate, read_sequences, read_text, tokenized
 from anybit.quantize.distill import Distillation, distill
 from anybit.quantize.learned import BlockLearning
 from anybit.quantize.modules import LinearLayer
@@ -38,8 +38,8 @@ from anybit.scheme import Scheme
 class Options:
     """What the calibrated methods can be told.
 
-    text: a file to calibrate on.  sequences: token ids instead, of any lengths.  tokens: how many are used, in
-    sequences of ``length`` (by default 16384, and 32768 on a GPU).
+    text: a file to calibrate on, or with the ending .json the token ids of sequences.  sequences: the same, as lists.
+    tokens: how many are used, in sequences of ``length`` (by default 16384, and 32768 on a GPU).
     drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
     order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  block_passes: over the text, to learn each block against
     its original output (``anybit.quantize.learned``).  learn_tokens, learn_passes, step_tokens, place_rate,
@@ -201,6 +201,8 @@ def _run(job: Job, method: str) -> Saved:
         device=options.where,
         resume=options.resume,
         spill=options.spill,
+        # A GPU is done with 4 thousand tokens before the next operation is launched.
+        batch_tokens=16384 if options.on_gpu else 4096,
         # Not the method: those that begin alike take finished blocks from each other.
         options={"gptq": str(settings), "drift": options.drift, "refine": str(refine)},
     )
@@ -240,12 +242,13 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
         return Changes()
     home = model.device
     model.to(_roomy(options.where, model))
+    hadamard: list[str] = []
+    config: dict[str, Any] = {}
     if method == "smooth":
         smooth(model, batched(sequences, 4096), options.strength, job.scheme)
-        hadamard, config = [], {}
     elif method == "spread":
         strength = 0.5 if options.strength is None else options.strength
-        hadamard, config = spread(model, batched(sequences, 4096), strength, options.seed), {}
+        hadamard = spread(model, batched(sequences, 4096), strength, options.seed)
     else:
         hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)
         config = {"tie_word_embeddings": False}
@@ -275,6 +278,8 @@ def _sequences(job: Job, options: Options, tokens: int) -> list[Tensor]:
         return [torch.as_tensor(sequence, dtype=torch.int64) for sequence in options.sequences]
     if options.text is None:
         raise TextError(f"method {job.method} calibrates on a text: name one with --text, or use method rtn")
+    if options.text.suffix == ".json":
+        return read_sequences(options.text, int(job.model.config.vocab_size))
     text = read_text(options.text)
     from transformers import AutoTokenizer
 

@@ -17,8 +17,9 @@ from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
 from anybit.quantize.accumulate import Accumulation
 from anybit.quantize.blocks import weight_of
+from anybit.quantize.norms import fuse_norms
+from anybit.quantize.rounding import Shared, rounded_through
 from anybit.quantize.soft import GivenLinear, banks, parameter_groups
-from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat
 
 Progress = Callable[[int, int, float], None]
@@ -71,6 +72,8 @@ def distill(
     originals = {name: weight_of(teacher.get_submodule(name)) for name in weights}
     learned = banks({name: weight.to(device) for name, weight in weights.items()}, originals, kind)
     _give(teacher, student, {name: leaf for bank in learned for name, leaf in bank.leaves.items()}, activations)
+    if device.type == "cuda":
+        fuse_norms(student)
     groups = parameter_groups(learned, settings.place_rate, settings.scale_rate)
     gains = _gains(student) if tuned is not None and settings.gain_rate > 0 else {}
     if gains:
@@ -108,15 +111,17 @@ def distill(
 
 def _give(teacher: Any, student: Any, leaves: dict[str, Tensor], activations: ActivationFormat | None) -> None:
     """Let the student's layers, by name, compute with other weights."""
+    rounding = [rounded_through(activations)] if activations is not None and activations.quantized else []
+    shared: dict[object, Shared] = {}
     for name, leaf in leaves.items():
         module = teacher.get_submodule(name)
         bias = getattr(module, "bias", None)
         layer = GivenLinear(leaf, None if bias is None else bias.detach())
-        # What the layer's input goes through, such as an online rotation.
-        for hook in list(module._forward_pre_hooks.values()):
-            layer.register_forward_pre_hook(hook)
-        if activations is not None and activations.quantized:
-            layer.register_forward_pre_hook(_rounded_through(activations))
+        # What the layer's input goes through, such as an online rotation; neighbours may read the same.
+        hooks = [*module._forward_pre_hooks.values(), *rounding]
+        if hooks:
+            key = (name.rpartition(".")[0], *map(id, hooks))
+            layer.register_forward_pre_hook(shared.setdefault(key, Shared(hooks)))
         student.set_submodule(name, layer, strict=False)
 
 
@@ -130,30 +135,6 @@ def _gains(student: nn.Module) -> dict[str, nn.Parameter]:
             gain.requires_grad_()
             found[f"{name}.weight"] = gain
     return found
-
-
-def _rounded_through(format: ActivationFormat) -> Callable[..., tuple[Tensor, ...]]:
-    """A hook that quantizes a layer's input and lets gradients through.
-
-    What is lost is some part of a step, and the step follows the token's range: the gradient says so, and ranges that
-    cost more than they are worth shrink.
-    """
-
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x = args[0]
-        rounded = quantize_activations(x.detach(), format).dequantize().reshape(x.shape)
-        reach = _range(x.float(), format)
-        lost = (rounded - x.detach()) / reach.detach().clamp(min=torch.finfo(torch.float32).tiny)
-        return (x + (lost * reach).to(x.dtype), *args[1:])
-
-    return hook
-
-
-def _range(x: Tensor, format: ActivationFormat) -> Tensor:
-    """What the step of each row [..., K] is a fixed part of, [..., 1]."""
-    if format.code == "asym":
-        return x.amax(-1, keepdim=True).clamp(min=0) - x.amin(-1, keepdim=True).clamp(max=0)
-    return x.abs().amax(-1, keepdim=True)
 
 
 def _shuffled(sequences: Sequence[Tensor], seed: int) -> list[Tensor]:

@@ -20,10 +20,13 @@ from anybit.errors import CalibrationError, OptionError
 from anybit.ops.sweep import sweep
 from anybit.packing import QuantizedWeight
 from anybit.quantize.grid import Grid, best_candidates
+from anybit.quantize.recorded import Recorder
 from anybit.scheme import WeightFormat
 
 # The smallest clipping threshold tried: few levels serve the many small weights better than the few large ones.
 _HARDEST_CLIP = {1: 0.06, 2: 0.2, 3: 0.3}
+
+_RECORDER = Recorder()
 
 Order = Literal["natural", "grouped", "sorted"]
 
@@ -81,9 +84,26 @@ def quantize(
     # Ragged last groups may come anywhere in "grouped" order, so groups are ranges of permuted positions.
     members = (permutation // group) if order == "grouped" else torch.arange(k, device=weight.device) // group
     ranges = _ranges(members)
-    codes, scale, zero, mask = _feedback(target, upper, ranges, grid, options, format.sparse)
+    mask: Tensor | None = None
+    if format.sparse:
+        codes, scale, zero, mask = _feedback(target, upper, ranges, grid, options, sparse=True)
+    else:
+        codes, scale, zero = _RECORDER(
+            ("feedback", tuple(ranges), grid, options),
+            lambda target, upper: _feedback(target, upper, ranges, grid, options, sparse=False)[:3],
+            target,
+            upper,
+        )
     for _ in range(options.passes):
-        if not _refine(target, damped, ranges, grid, codes, scale, zero, mask):
+        if mask is not None:
+            codes, scale, changed = _refine(target, damped, codes, scale, zero, ranges, grid, mask)
+        else:
+            codes, scale, changed = _RECORDER(
+                ("refine", tuple(ranges), grid),
+                lambda t, h, c, s, z: _refine(t, h, c, s, z, ranges, grid),
+                *(target, damped, codes, scale, zero),
+            )
+        if not bool(changed):
             break
     index = None
     if order == "sorted" and format.group is not None:
@@ -222,16 +242,17 @@ def keep_two(weight: Tensor, diagonal: Tensor) -> Tensor:
 def _refine(
     target: Tensor,
     hessian: Tensor,
-    ranges: list[tuple[int, int]],
-    grid: Grid,
     codes: Tensor,
     scale: Tensor,
     zero: Tensor,
-    mask: Tensor | None,
-) -> bool:
+    ranges: list[tuple[int, int]],
+    grid: Grid,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One round of coordinate descent on the layer's error over codes and group scales, in place.
 
-    Returns whether a code changed. The gradient [K, N] of half the error is kept exact from group to group.
+    Returns codes, scale, and whether a code changed, bool []. The gradient [K, N] of half the error is kept exact from
+    group to group.
     """
     value = torch.cat([(codes[a:b] - zero[i]) * scale[i] for i, (a, b) in enumerate(ranges)])
     gradient = hessian @ (target - value)
@@ -249,9 +270,9 @@ def _refine(
         centered = codes[start:end] - zero[i]
         slope, curvature = (centered * local).sum(0), (centered * (block @ centered)).sum(0)
         move = grid.store(scale[i] + slope / curvature.clamp(min=torch.finfo(torch.float32).tiny)) - scale[i]
-        move = torch.where((curvature > 0) & (2 * slope * move > curvature * move * move), move, 0.0)
-        scale[i] += move
+        # A product, because a scalar to choose instead would be copied to the GPU each time.
+        scale[i] += move * ((curvature > 0) & (2 * slope * move > curvature * move * move))
         now = centered * scale[i]
         gradient.addmm_(hessian[:, start:end], now - before, alpha=-1)
         value[start:end] = now
-    return not torch.equal(codes, before_all)
+    return codes, scale, (codes != before_all).any()

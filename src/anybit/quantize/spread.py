@@ -1,7 +1,7 @@
 """Smoothing, then a Hadamard rotation of every linear layer's input, on line: for activations of four bits.
 
 A rotated input is spread evenly, so rounding adds noise of one size to all of its channels, in proportion to the
-length of the input. In front of the rotation, channel j may still be divided by ``s_j`` and the weights multiplied by it:
+length of the input. In front of the rotation, channel j may still be divided by ``s_j``, the weights multiplied by it:
 the noise that reaches the output is ``mean |x/s|^2 * |W s|^2``, least for ``s_j = sqrt(rms(x_j) / |w_j|)`` (Cauchy and
 Schwarz). A rotation that is merged into the residual stream cannot have that: norms' gains do not commute with it. So
 the stream stays as it is, gains keep their channels (and learn with the codes), and rotations run on line.
@@ -71,9 +71,7 @@ def _power(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor]) -> d
     return {module: total / count for module, total in power.items()}
 
 
-def _spread_block(
-    part: Anatomy, power: dict[nn.Module, Tensor], strength: float, generator: torch.Generator
-) -> None:
+def _spread_block(part: Anatomy, power: dict[nn.Module, Tensor], strength: float, generator: torch.Generator) -> None:
     def scale_of(seen: Tensor, readers: list[nn.Linear], shared: int = 1, size: int = 1) -> Tensor:
         """Scales with signs; ``shared`` heads of ``size`` channels each have one and the same."""
         weight = torch.stack([reader.weight.data.double().square().sum(0) for reader in readers]).sum(0)
