@@ -54,7 +54,8 @@ def transform(x: Tensor) -> Tensor:
     kind = x.device.type
     if kind == "cuda" and size <= _WHOLE and torch.is_autocast_enabled(kind):
         whole = _whole(size, x.device, torch.get_autocast_dtype(kind))
-        return (torch.matmul(x, whole) * size**-0.5).to(x.dtype)
+        product: Tensor = (torch.matmul(x, whole) * size**-0.5).to(x.dtype)
+        return product
     order, power = factor(size)
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(work).reshape(-1, order, power)
@@ -86,7 +87,8 @@ def inverse(x: Tensor) -> Tensor:
 def _whole(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The transpose of the matrix of signs, [size, size]."""
     with torch.autocast(device.type, enabled=False):
-        return (transform(torch.eye(size)) * size**0.5).round().to(device, dtype)
+        signs: Tensor = (transform(torch.eye(size)) * size**0.5).round()
+    return signs.to(device, dtype)
 
 
 @cache
