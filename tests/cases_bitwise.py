@@ -97,7 +97,7 @@ def small(problem: Problem, tokens: int, walk: Walk = Walk.weights, **change: ob
         stages=2 - one_span,
         span=1,
     )
-    return replace(config, stacked=stacked, **change)
+    return replace(config, **({"stacked": stacked} | change))
 
 
 __all__ = ["H200", "Operands", "Output", "Problem", "Turns", "Walk", "code_pairs", "large", "operands", "small"]

@@ -60,6 +60,40 @@ def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: b
         ("w1a1", 23, 40, 5000, {"tokens": 32, "walk": Walk.tokens, "slots": 4}),  # slots for more chunks than stages
         ("w1a2bipolar-xasym", 12, 33, 2100, {"tokens": 32, "walk": Walk.tokens, "cluster": 2}),
         ("w1a1", 9, 70, 4100, {"tokens": 8, "groups": 2, "span": 5, "stages": 5, "slots": 4}),
+        ("w2a2", 40, 100, 2100, {"tokens": 16, "multicast": True, "cluster": 2, "span": 3, "stages": 3, "slots": 4}),
+        (
+            "w2a3",
+            50,
+            125,
+            1100,
+            {"tokens": 32, "walk": Walk.tokens, "multicast": True, "cluster": 4, "groups": 2}
+            | {"span": 2, "stages": 2, "slots": 6},
+        ),
+        (
+            "w2a3",
+            70,
+            60,
+            2100,
+            {"tokens": 16, "walk": Walk.tokens, "multicast": True, "cluster": 4, "groups": 2}
+            | {"span": 3, "stages": 3, "slots": 4},
+        ),
+        ("w2a1", 70, 60, 2100, {"tokens": 32, "walk": Walk.tokens, "by_columns": True, "groups": 2, "stacked": 32}),
+        (
+            "w1a3asym-xasym",
+            70,
+            70,
+            3100,
+            {"tokens": 32, "walk": Walk.tokens, "by_columns": True, "groups": 4, "stacked": 8, "span": 2, "stages": 4}
+            | {"slots": 4},
+        ),
+        (
+            "w2a2",
+            30,
+            60,
+            2100,
+            {"tokens": 32, "walk": Walk.tokens, "by_columns": True, "groups": 2, "stacked": 32, "cluster": 2}
+            | {"multicast": True, "span": 3, "stages": 3, "slots": 4},
+        ),
         ("w3a4", 70, 50, 5100, {"tokens": 32, "walk": Walk.tokens, "span": 2, "stages": 4, "slots": 4, "groups": 2}),
         ("w2a1", 20, 40, 2500, {"tokens": 32, "walk": Walk.tokens, "groups": 4, "slots": 6, "stages": 3, "span": 3}),
     ],
@@ -77,7 +111,14 @@ def test_few_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, objec
         ("w2a3asym-xasym", 50, 140, 3000, {"tokens": 64, "turns": Turns.diagonals}),
         ("w3a1bipolar-xasym", 130, 100, 1000, {"tokens": 128}),
         ("w1a2", 100, 300, 2000, {"tokens": 64, "resident": True, "activation_groups": 2, "turns": Turns.tiles}),
+        ("w2a1", 100, 300, 3000, {"tokens": 64, "turns": Turns.staggered, "weight_groups": 2, "activation_groups": 2}),
+        ("w1a2", 100, 300, 1000, {"tokens": 64, "turns": Turns.staggered, "weight_groups": 3, "activation_groups": 2}),
         ("w2a2", 100, 300, 1100, {"tokens": 64, "resident": True, "activation_groups": 2, "weight_groups": 1}),
+        ("w2a1", 300, 300, 1100, {"tokens": 128, "tail": 64}),  # the tile that is left has one piece with tokens
+        ("w1a1", 120, 300, 1100, {"tokens": 128, "tail": 64, "turns": Turns.tiles}),
+        ("w2a1", 150, 140, 2100, {"tokens": 64, "cluster": 2, "multicast": True}),
+        ("w1a2", 300, 300, 1100, {"tokens": 128, "tail": 64, "cluster": 2, "multicast": True}),
+        ("w1a2", 200, 100, 1100, {"tokens": 256, "tail": 64}),  # less than a round: all of it is cut
     ],
 )
 def test_many_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
@@ -92,7 +133,8 @@ def test_results_are_rounded_once(output: Output) -> None:
         asked = problem("w2a3-xasym", 66, n, 1024, output)
         run(asked, large(asked, tokens=64), padding=padding, bias=True)
         if output is not Output.f32 and n % 8 == 0:
-            run(asked, large(asked, tokens=64, tensor=True, buffers=2 + padding // 8), padding=padding, bias=True)
+            ways = {"buffers": 2 + padding // 8, "streamed": padding > 0}
+            run(asked, large(asked, tokens=64, tensor=True, **ways), padding=padding, bias=True)
         run(asked, small(asked, tokens=16), padding=padding, bias=True)
 
 

@@ -4,14 +4,15 @@
 
 Both run on the same GPU in float16, so that everything but the linear layers is the same arithmetic. Sums are exact on
 both; scaled results are rounded to float16 once, from floats that may differ in their last bit. Prints a line a
-scheme and exits with 1 if a code or a sum differs.
+scheme, writes rows to benchmarks/results/h200/logits.json (``--out``) and exits with 1 if a code or a sum differs.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent.parent.parent / "src")]
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -21,6 +22,7 @@ from anybit.kernels import bitwise, pack, planes  # noqa: E402
 from anybit.kernels.bitwise import Output  # noqa: E402
 from anybit.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
+from timing import merge_rows, stamp  # noqa: E402
 
 PROMPT = (
     "Otters are carnivorous mammals in the subfamily Lutrinae. The 13 extant otter species are all semiaquatic, "
@@ -40,8 +42,9 @@ def wrong_sums(layer: QuantLinear, x: torch.Tensor) -> tuple[int, int]:
     return int((codes != expected.codes).sum()), int((sums.double() != exact).sum())
 
 
-def compare(folder: str, scheme: str, backends: list[str], new_tokens: int = 32) -> bool:
-    """One scheme; prints what differs and returns whether codes and sums are all equal."""
+def compare(folder: str, scheme: str, backends: list[str], new_tokens: int = 32) -> list[dict[str, object]]:
+    """One scheme: prints what differs, and returns a row a backend; ``checked`` if codes and sums are all equal."""
+    rows: list[dict[str, object]] = []
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=AnyBitConfig(scheme), dtype=torch.float16, device_map="cuda"
     )
@@ -88,7 +91,27 @@ def compare(folder: str, scheme: str, backends: list[str], new_tokens: int = 32)
                 "generated tokens agree before one does not",
             ]
             print("\n  ".join(lines), flush=True)
-    return wrong_codes == wrong_integers == 0
+            rows.append(
+                {
+                    "case": f"{Path(folder).name}, {backend or 'as anybit chooses'}",
+                    "scheme": scheme,
+                    "kernels": sorted(names),
+                    "layers": len(outputs),
+                    "codes_differ": wrong_codes,
+                    "sums_differ": wrong_integers,
+                    "results": results,
+                    "results_differ": unequal,
+                    "worst_float16_steps": round(worst, 3),
+                    "logits_worst": round(float(difference.max()), 5),
+                    "logits_mean": round(float(difference.mean()), 6),
+                    "logits_deviation": round(float(reference.std()), 4),
+                    "largest_logit_agrees": round(top, 4),
+                    "tokens_agree": agree,
+                    "tokens": new_tokens,
+                    "checked": wrong_codes == wrong_integers == 0,
+                }
+            )
+    return rows
 
 
 def main() -> None:
@@ -96,11 +119,18 @@ def main() -> None:
     parser.add_argument("model", help="a folder with a Llama-like model")
     parser.add_argument("--schemes", nargs="*", default=["w4a4", "w2a4", "w8a8"])
     parser.add_argument("--backend", nargs="*", default=["", "bitwise"], help="'' lets anybit choose")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "h200" / "logits.json")
     options = parser.parse_args()
     for scheme in options.schemes:
         Scheme.parse(scheme)
-    results = [compare(options.model, scheme, options.backend) for scheme in options.schemes]
-    sys.exit(not all(results))
+    passed, marks = True, stamp()
+    for scheme in options.schemes:
+        rows = compare(options.model, scheme, options.backend)
+        good = [row | marks for row in rows if row["checked"]]
+        passed = passed and len(good) == len(rows)
+        if good:
+            merge_rows(options.out, good, ("case", "scheme"))
+    sys.exit(not passed)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ compared with the reference, so that a tool that changes the timing changes noth
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
@@ -15,20 +16,44 @@ import torch  # noqa: E402
 
 from anybit.jit import Kernel  # noqa: E402
 from anybit.kernels import bitwise, bitwise_sync, pack, planes  # noqa: E402
-from anybit.kernels.bitwise import Output  # noqa: E402
+from anybit.kernels.bitwise import Output, Walk  # noqa: E402
 from anybit.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
-from cases_bitwise import H200  # noqa: E402
+from cases_bitwise import H200, large, operands, small  # noqa: E402
 
 CASES = [
     *((5, 24, 300, "w2a2"), (70, 136, 1100, "w3a4asym-xasym"), (17, 40, 2048, "w1a1"), (1, 72, 77, "w4a8")),
     (150, 264, 1100, "w2a2"),  # float16 results leave by tensor map
 ]
+# Ways that small products do not take by themselves, with 16-bit results: tiles that are cut, tokens that blocks load
+# for each other, warpgroups that share k or columns, clusters that share k.
+WAYS: list[tuple[int, int, int, str, dict[str, Any]]] = [
+    (150, 264, 1100, "w1a1", {"tokens": 128, "tensor": True, "tail": 64, "buffers": 4}),
+    (150, 264, 1100, "w1a2", {"tokens": 64, "tensor": True, "cluster": 2, "multicast": True}),
+    (70, 72, 2100, "w2a2", {"tokens": 32, "walk": Walk.tokens, "groups": 4, "slots": 6, "stages": 3, "span": 3}),
+    (70, 72, 2100, "w2a2", {"tokens": 32, "walk": Walk.tokens, "groups": 2, "by_columns": True, "stacked": 32}),
+    (9, 72, 2100, "w1a2", {"tokens": 16, "cluster": 2}),
+    (64, 64, 999, "w2a2", {"tokens": 32, "walk": Walk.tokens, "cluster": 2, "multicast": True, "slots": 3}),
+]
 
 
 def problems() -> list[tuple[int, int, int, Scheme]]:
     return [(m, n, k, Scheme.parse(text)) for m, n, k, text in CASES]
+
+
+def ways() -> list[tuple[bitwise.Problem, bitwise.Config]]:
+    """The problems and configs of WAYS."""
+    found = []
+    for m, n, k, text, change in WAYS:
+        scheme = Scheme.parse(text)
+        problem = bitwise.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
+        of_few = "walk" in change or change["tokens"] < 32
+        config = small(problem, **change) if of_few else large(problem, **change)
+        reason = bitwise.why_not(problem, config)
+        assert reason is None, reason
+        found.append((problem, config))
+    return found
 
 
 def kernels_used() -> list[Kernel]:
@@ -40,7 +65,7 @@ def kernels_used() -> list[Kernel]:
             found.add(bitwise.kernel(bitwise.default(bitwise.Problem(*formats))))
             found.add(bitwise_sync.kernel(bitwise_sync.default(bitwise_sync.Problem(*formats, n % 8 == 0))))
         found.add(pack.kernel(pack.default(pack.Problem(m, k, scheme.activations, aligned=k % 8 == 0))))
-    return list(found)
+    return [*found, *(bitwise.kernel(config) for _, config in ways())]
 
 
 def main() -> None:
@@ -59,7 +84,11 @@ def main() -> None:
             y = family.multiply(packed, prepared, Output.f16)
             torch.cuda.synchronize()
             torch.testing.assert_close(y.cpu().double(), scaled, rtol=1e-3, atol=1e-5)
-    print(f"{len(CASES)} cases, both families: right")
+    for problem, config in ways():
+        given = operands(problem.m, problem.n, problem.k, problem.weights, problem.activations, "cuda")
+        y = bitwise.multiply(given.x, given.weight, Output.f16, config=config)
+        torch.testing.assert_close(y.double(), given.exact * given.unit, rtol=1e-3, atol=1e-5)
+    print(f"{len(CASES)} cases, both families, and {len(WAYS)} ways: right")
 
 
 if __name__ == "__main__":

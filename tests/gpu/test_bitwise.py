@@ -33,6 +33,7 @@ OUTPUTS = [Output.f16, Output.bf16, Output.f32]
 VARIANTS = [
     *({"tokens": t, "slab": s, "turns": o} for t, s, o in [(64, 32, Turns.none), (128, 64, Turns.diagonals)]),
     {"tokens": 256, "slab": 64, "turns": Turns.diagonals},
+    {"tokens": 128, "slab": 128, "buffers": 2, "turns": Turns.staggered, "weight_groups": 2, "activation_groups": 2},
     {"tokens": 64, "resident": True, "activation_groups": 3, "weight_groups": 3, "turns": Turns.tiles},
     {"tokens": 64, "resident": True, "activation_groups": 3, "weight_groups": 2},
     *({"tokens": t, "walk": Walk.weights, "cluster": c} for t, c in [(8, 1), (8, 4), (16, 2), (32, 1)]),
@@ -42,6 +43,30 @@ VARIANTS = [
     {"tokens": 16, "walk": Walk.weights, "groups": 2, "slots": 6, "stages": 3, "span": 3},
     {"tokens": 32, "walk": Walk.tokens, "groups": 4, "slots": 8, "stages": 3, "span": 3},
     {"tokens": 32, "walk": Walk.tokens, "groups": 2, "slots": 6, "stages": 4, "span": 2, "blocks": 2},
+    {"tokens": 16, "walk": Walk.weights, "multicast": True, "cluster": 2, "span": 3, "stages": 3, "slots": 4},
+    {
+        "tokens": 32,
+        "walk": Walk.weights,
+        "multicast": True,
+        "cluster": 2,
+        "span": 3,
+        "stages": 3,
+        "groups": 4,
+        "slots": 4,
+    },
+    {"tokens": 64, "walk": Walk.tokens, "multicast": True, "cluster": 2, "span": 3, "stages": 3, "slots": 9},
+    {"tokens": 64, "walk": Walk.tokens, "multicast": True, "cluster": 2, "span": 3, "stages": 3, "slots": 4},
+    {"tokens": 32, "walk": Walk.tokens, "by_columns": True, "groups": 2, "stacked": 32, "span": 3, "stages": 3},
+    {"tokens": 32, "walk": Walk.tokens, "by_columns": True, "groups": 4, "stacked": 16, "slots": 6},
+    {"tokens": 32, "walk": Walk.weights, "by_columns": True, "groups": 2, "stacked": 48, "slots": 6},
+    {"tokens": 128, "tail": 64},
+    {"tokens": 256, "cluster": 2, "multicast": True, "turns": Turns.none},
+]
+CUTS = [
+    {"tokens": 128, "tail": 64, "streamed": True},
+    {"tokens": 256, "tail": 128, "turns": Turns.staggered},
+    {"tokens": 256, "tail": 64, "cluster": 2, "multicast": True, "turns": Turns.none},
+    {"tokens": 128, "tail": 64, "turns": Turns.tiles, "weight_groups": 3, "activation_groups": 3},
 ]
 
 
@@ -68,6 +93,7 @@ def kernels_used() -> list[Kernel]:
     problems += [asked(33, 320, 1300, "w4a4", Output.f16)]
     configs = {bitwise.default(problem) for problem in problems}
     configs |= {variant(asked(300, 328, 2100, "w2a3asym"), change) for change in VARIANTS}
+    configs |= {variant(asked(1000, 6000, 2100, "w1a1", Output.f16), change | {"tensor": True}) for change in CUTS}
     for slab, buffers, tensor in itertools.product((32, 64), (2, 3), (True, False)):
         problem = asked(300, 328, 2100, "w2a3asym", Output.f16)
         configs.add(large(problem, tokens=128, tensor=tensor, slab=slab, buffers=buffers))
@@ -118,6 +144,12 @@ def test_results_are_rounded_once(m: int, output: Output) -> None:
     check(problem, bias=True)
     check(problem, padding=1)  # rows that do not start on 16 bytes
     check(asked(m, 263, 1500, "w2a3-xasym", output))
+
+
+@pytest.mark.parametrize("change", CUTS, ids=str)
+def test_tiles_after_whole_rounds_are_cut(change: dict[str, object]) -> None:
+    problem = asked(1000, 6000, 2100, "w1a1", Output.f16)
+    check(problem, variant(problem, change | {"tensor": True}))
 
 
 @pytest.mark.parametrize("change", VARIANTS, ids=str)

@@ -47,11 +47,12 @@ class Path(Enum):
 
 
 class Turns(Enum):
-    """How the two warpgroups of a large tile take turns: not at all, diagonal by diagonal, or tile by tile."""
+    """How the two warpgroups of a large tile take turns; staggered: not at all, but the second starts later."""
 
     none = "none"
     diagonals = "diagonals"
     tiles = "tiles"
+    staggered = "staggered"
 
 
 class Walk(Enum):
@@ -82,11 +83,14 @@ class Config:
     large: chunks of weights and of activations that shared memory holds (``weight_groups``, ``activation_groups``),
     tokens that are staged at once on their way out (``slab``) and how many such ``buffers`` there are, whether they
     leave by tensor map (``tensor``: rows of Y start on 16 bytes and end so), how the two warpgroups take turns,
-    and whether a block keeps its activations while it goes through weights (``resident``).
+    whether a block keeps its activations while it goes through weights (``resident``), the tokens of the tiles into
+    which those are cut that whole rounds leave (``tail``, 0: none is cut), whether results leave L2 first
+    (``streamed``), and the blocks (``cluster``, with ``multicast``) that load their tokens for each other.
     small: the operand that is walked (``walk``), its planes in flight (``slots``), the chunks of the other in shared
-    memory (``stages``) and in a walk (``span``), the columns of the product (``stacked``, planes side by side), and the
-    warpgroups of a block (``groups``) or the blocks (``cluster``) that share k. ``tokens`` are the columns of the tile,
-    which for Walk.tokens are weights.
+    memory (``stages``) and in a walk (``span``), the columns of the product (``stacked``, planes side by side), the
+    warpgroups of a block (``groups``) that share k, or the columns of the tile (``by_columns``), or the blocks
+    (``cluster``) that share k or (``multicast``) load their tokens for each other. ``tokens`` are the columns of the
+    tile, which for Walk.tokens are weights.
     """
 
     path: Path
@@ -105,12 +109,16 @@ class Config:
     tensor: bool = False
     turns: Turns = Turns.diagonals
     resident: bool = False
+    tail: int = 0
+    streamed: bool = False
     walk: Walk = Walk.weights
     slots: int = 0
     stages: int = 0
     span: int = 0
     groups: int = 1
+    by_columns: bool = False
     cluster: int = 1
+    multicast: bool = False
     stacked: int = 0
 
     @property
@@ -188,10 +196,18 @@ def _why_not_large(problem: Problem, config: Config) -> str | None:
     p, q, chunks = config.weight_bits, config.activation_bits, planes.chunks(problem.k)
     if config.tokens not in (64, 128, 256):
         return f"large tiles have 64, 128 or 256 tokens, not {config.tokens}"
-    if config.slab not in (32, 64) or config.slab > config.tokens:
-        return f"32 or 64 of a tile's {config.tokens} tokens are staged at once, not {config.slab}"
+    if config.slab not in (32, 64, 128) or config.slab > config.tokens:
+        return f"32, 64 or 128 of a tile's {config.tokens} tokens are staged at once, not {config.slab}"
     if not 2 <= config.buffers <= 8:
         return f"results are staged in 2 to 8 buffers, not {config.buffers}"
+    if config.cluster not in (1, 2, 4) or config.multicast != (config.cluster > 1):
+        return f"1, 2 or 4 blocks load tokens for each other, not {config.cluster}"
+    if config.resident and config.multicast:
+        return "blocks that keep their tokens do not load them for each other"
+    if config.streamed and not config.tensor:
+        return "results that leave L2 first leave by tensor map"
+    if config.tail and (config.resident or config.tail not in (64, 128) or config.tail >= config.tokens):
+        return f"streaming blocks cut their last tiles of {config.tokens} tokens into 64 or 128, not {config.tail}"
     if config.tensor and not _narrow(config):
         return f"tensor maps store 16-bit results, not {config.output.value}"
     if config.tensor and problem.n % 8:
@@ -208,26 +224,50 @@ def _why_not_large(problem: Problem, config: Config) -> str | None:
 
 def _why_not_small(problem: Problem, config: Config) -> str | None:
     beside = _beside(config)
-    needed = beside * config.tokens
-    if config.stacked not in _PLANE_N or config.stacked < needed:
+    parts = config.groups if config.by_columns else 1
+    needed = beside * config.tokens // parts
+    if config.tokens % (8 * parts) or config.stacked not in _PLANE_N or config.stacked < needed:
         return f"{beside} planes of {config.tokens} rows are {needed} columns, and the most is {_PLANE_N[-1]}"
-    if config.slots < 2:
-        return f"loading ahead needs slots for two planes, not {config.slots}"
-    rounds = -(-planes.chunks(problem.k) // config.cluster)
+    if not 2 <= config.slots <= 32:
+        return f"loading ahead needs slots for two planes, and a lane of the loading warp for each, not {config.slots}"
+    split = _split(config)
+    rounds = -(-planes.chunks(problem.k) // split)
     if not 1 <= config.span <= config.stages or (config.span < rounds and config.stages < 2 * config.span):
         return f"walks of {config.span} chunks of {rounds} need as many slots, or twice as many, not {config.stages}"
-    if config.groups not in (1, 2, 4) or config.groups > 1 < config.cluster:
-        return f"k is shared by 1, 2 or 4 warpgroups or by blocks, not by {config.groups} of each of {config.cluster}"
-    if config.groups * config.tokens * 256 > (config.slots * _SMALL_ROWS + config.stages * config.stacked) * _SLOT_ROW:
+    if config.groups not in (1, 2, 4) or config.groups > 1 < split:
+        return f"k is shared by 1, 2 or 4 warpgroups or by blocks, not by {config.groups} of each of {split}"
+    if config.multicast:
+        reason = _why_not_multicast(problem, config, rounds)
+        if reason is not None:
+            return reason
+    room = (config.slots * _SMALL_ROWS + config.stages * config.stacked) * _SLOT_ROW
+    if not config.by_columns and config.groups * config.tokens * 256 > room:
         return f"the sums of {config.groups} warpgroups do not fit over {config.slots} slots and {config.stages} chunks"
     if config.tokens // 2 % config.groups:
         return f"the {config.tokens // 2} sums of a thread are not shared out by {config.groups} warpgroups"
     registers = 65536 // (128 * -(-config.blocks * config.threads // 128)) // 8 * 8  # warps lie in four partitions
     if config.stacked * 9 // 16 + 36 > registers:
         return f"{config.stacked // 2} sums are too many for the {registers} registers of each of so many threads"
-    if config.cluster not in (1, 2, 4, 8) or config.tokens // 2 % config.cluster:
+    if config.cluster not in (1, 2, 4, 8) or config.tokens // 2 % split:
         return f"the {config.tokens // 2} sums of a thread are not shared out by {config.cluster} blocks"
     return None
+
+
+def _why_not_multicast(problem: Problem, config: Config, rounds: int) -> str | None:
+    weights = _SMALL_ROWS if config.walk is Walk.weights else config.tokens
+    tokens = config.tokens if config.walk is Walk.weights else _SMALL_ROWS
+    if config.cluster == 1 or -(-problem.n // weights) % config.cluster:
+        return f"{-(-problem.n // weights)} tiles of weights are not made of clusters of {config.cluster}"
+    if tokens % (8 * config.cluster):
+        return f"{config.cluster} blocks do not load {tokens} tokens in eights"
+    if config.span < rounds:
+        return f"the slots of chunks are used once, and {config.span} of {rounds} chunks have one"
+    return None
+
+
+def _split(config: Config) -> int:
+    """Blocks that share k."""
+    return 1 if config.multicast else config.cluster
 
 
 def _narrow(config: Config) -> bool:
@@ -249,18 +289,20 @@ def shared_bytes(config: Config) -> int:
         slots = (weight_slots * _ROWS + activation_slots * config.tokens) * _SLOT_ROW
         barriers = 16 * (weight_slots + activation_slots + 2 * config.buffers)
         return slots + 2 * (-(-writer // 1024) * 1024) + barriers
-    received = config.tokens // 2 * 4 * 128 if config.cluster > 1 else 0
-    slots = (config.slots * _SMALL_ROWS + config.stages * config.stacked) * _SLOT_ROW
+    received = config.tokens // 2 * 4 * 128 if _split(config) > 1 else 0
+    stacked = config.stacked * (config.groups if config.by_columns else 1)
+    slots = (config.slots * _SMALL_ROWS + config.stages * stacked) * _SLOT_ROW
     return slots + received + 16 * (config.slots + config.stages) + 16
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """large: as many blocks as run at once, each taking tile after tile; small: a cluster a tile."""
     if config.path is Path.large:
-        tiles = -(-problem.m // config.tokens) * -(-problem.n // _ROWS)
-        return (min(tiles, problem.device.sms), 1, 1)
+        tiles = -(-problem.m // config.tokens) * -(-problem.n // (_ROWS * config.cluster))
+        pieces = tiles * (config.tokens // config.tail if config.tail else 1)
+        return (min(pieces, problem.device.sms // config.cluster) * config.cluster, 1, 1)
     weights, tokens = (_SMALL_ROWS, config.tokens) if config.walk is Walk.weights else (config.tokens, _SMALL_ROWS)
-    return (-(-problem.n // weights) * config.cluster, -(-problem.m // tokens), 1)
+    return (-(-problem.n // weights) * _split(config), -(-problem.m // tokens), 1)
 
 
 def stacked_columns(needed: int) -> int:
@@ -271,28 +313,34 @@ def stacked_columns(needed: int) -> int:
 def _candidates(problem: Problem) -> Iterator[Config]:
     p, q = problem.weights.bits, problem.activations.bits
     codes = Code(problem.weights.code), Code(problem.activations.code)
-    for tokens in (256, 128, 64):
-        for weight_groups in (1, 2, 3, 4):
-            for activation_groups in (1, 2, 3, 4):
-                for slab, buffers in ((32, 3), (32, 4), (64, 2), (64, 3)):
-                    for turns in Turns:
-                        config = Config(
-                            Path.large,
-                            p,
-                            q,
-                            *codes,
-                            problem.output,
-                            tokens,
-                            _short_sums(problem),
-                            weight_groups=weight_groups,
-                            activation_groups=activation_groups,
-                            slab=slab,
-                            buffers=buffers,
-                            tensor=problem.output in (Output.f16, Output.bf16) and problem.n % 8 == 0,
-                            turns=turns,
-                        )
-                        yield config
-                        yield replace(config, resident=True)
+    tensor = problem.output in (Output.f16, Output.bf16) and problem.n % 8 == 0
+    groups, buffers = (1, 2, 3, 4), ((32, 3), (32, 4), (64, 2), (64, 3))
+    for tokens, weights, activations, (slab, count), turns in itertools.product(
+        (256, 128, 64), groups, groups, buffers, Turns
+    ):
+        config = Config(
+            Path.large,
+            p,
+            q,
+            *codes,
+            problem.output,
+            tokens,
+            _short_sums(problem),
+            weight_groups=weights,
+            activation_groups=activations,
+            slab=slab,
+            buffers=count,
+            tensor=tensor,
+            turns=turns,
+        )
+        yield config
+        yield replace(config, resident=True)
+        if tokens == 256:
+            rounds = -(-problem.m // tokens) * -(-problem.n // _ROWS) / problem.device.sms
+            yield replace(config, cluster=2, multicast=True)
+            if rounds > 1:
+                yield replace(config, tail=64)
+                yield replace(config, tail=64, cluster=2, multicast=True)
     yield from _small_candidates(problem)
 
 
@@ -308,9 +356,9 @@ def _small_candidates(problem: Problem) -> Iterator[Config]:
         (Walk.tokens, 32),
         (Walk.tokens, 64),
     ]
-    sharing = [(1, 1), (1, 2), (1, 4), (2, 1), (4, 1)]
-    for (walk, tokens), (groups, cluster) in itertools.product(tiles, sharing):
-        beside = q if walk is Walk.weights else p
+    sharing = [(1, 1, False), (1, 2, False), (1, 4, False), (2, 1, False), (4, 1, False), (2, 1, True), (4, 1, True)]
+    for (walk, tokens), (groups, cluster, by_columns) in itertools.product(tiles, sharing):
+        beside = (q if walk is Walk.weights else p) * tokens // (groups if by_columns else 1)
         rounds = -(-chunks // cluster)
         for span in sorted({min(n, rounds) for n in (1, 2, 4, 8, 16)}):
             # Slots beyond the planes hold nothing, and yet M = 1 was 24 to 49 % slower without them (4096 x 4096);
@@ -329,13 +377,13 @@ def _small_candidates(problem: Problem) -> Iterator[Config]:
                     stages=span if span == rounds else 2 * span,
                     span=span,
                     groups=groups,
+                    by_columns=by_columns,
                     cluster=cluster,
-                    stacked=stacked_columns(beside * tokens),
+                    stacked=stacked_columns(beside),
                 )
                 yield config
-                if (
-                    groups > 1 and shared_bytes(config) <= half
-                ):  # so that the next kernel's block fits beside this one's
+                # So that the next kernel's block fits beside this one's.
+                if shared_bytes(config) <= half and (groups > 1 or (walk, tokens) == (Walk.tokens, 32)):
                     yield replace(config, blocks=2)
 
 
@@ -374,13 +422,24 @@ def _default_large(problem: Problem, found: list[Config]) -> Config:
     turns = Turns.tiles if problem.weights.bits == problem.activations.bits == 1 else Turns.none
 
     def cost(config: Config) -> tuple[float, ...]:
-        tiles = -(-problem.m // config.tokens) * -(-problem.n // _ROWS)
-        waves = -(-tiles // problem.device.sms)
+        tiles, sms = -(-problem.m // config.tokens) * -(-problem.n // _ROWS), problem.device.sms
         # Products of small tiles wait for shared memory; a tile's results and start cost about 24 tokens' products.
-        work = waves * (config.tokens + 24) * (1.0 if config.tokens == 256 else 1.1)
+        rounds = tiles // sms if config.tail else -(-tiles // sms)
+        work = rounds * (config.tokens + 24) * (1.0 if config.tokens == 256 else 1.1)
+        if config.tail:
+            work += -(-(tiles % sms) * (config.tokens // config.tail) // sms) * (config.tail + 24) * 1.1
         depth = min(config.weight_groups, 3) + 2 * min(config.activation_groups, 3)
         waiting = config.turns is not turns
-        return (work, config.resident, waiting, -depth, config.turns is Turns.tiles, config.slab, -config.buffers)
+        return (
+            work,
+            config.resident,
+            config.cluster,
+            waiting,
+            -depth,
+            config.turns is Turns.tiles,
+            config.slab,
+            -config.buffers,
+        )
 
     return min(found, key=cost)
 
@@ -397,7 +456,7 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
 
     def cost(config: Config) -> tuple[float, ...]:
         columns, rows, _ = grid(problem, config)
-        alone = columns // config.cluster * rows < 0.9 * problem.device.sms
+        alone = columns // _split(config) * rows < 0.9 * problem.device.sms
         slots = (12 if tokens == 8 else 8) if alone else 4
         if m > 16:
             slots = min(8, planes.chunks(problem.k) * (p if walk is Walk.weights else q))
@@ -405,6 +464,7 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
             config.walk is not walk,
             abs(config.tokens - tokens),
             config.groups,
+            config.blocks,
             config.cluster != 1 + alone,
             shared_bytes(config) > half,
             -config.span,
@@ -428,7 +488,7 @@ def _one_wave(problem: Problem, found: list[Config]) -> Config | None:
         config
         for config in found
         if (config.walk, config.tokens, config.groups) == (Walk.tokens, 32, groups)
-        and (config.cluster, config.span, config.slots) == (1, rounds, q * rounds)
+        and (config.cluster, config.span, config.slots, config.by_columns) == (1, rounds, q * rounds, False)
     ]
     return max(fitting, key=lambda config: config.blocks, default=None)
 
@@ -497,7 +557,7 @@ def multiply(
 @functools.cache
 def _by_threads(config: Config) -> Config:
     """The same tile where a tensor map cannot store Y: its rows do not start on 16 bytes."""
-    return replace(config, tensor=False)
+    return replace(config, tensor=False, streamed=False)
 
 
 def _text(problem: Problem) -> str:

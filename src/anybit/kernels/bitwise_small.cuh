@@ -6,7 +6,9 @@
 // of k, while planes of the A side stream past it: a plane of all chunks, a rotation of the sums, the next plane (and
 // up again for the next `span` chunks, see bitwise.cuh). One warp loads: the weights as far as they fit before the
 // kernel ahead has ended, so two blocks should fit a multiprocessor. `groups` warpgroups of a block share the chunks of
-// a tile, or `cluster` blocks of one warpgroup; each finishes its share of the results.
+// a tile (or its columns), or `cluster` blocks of one warpgroup; each finishes its share of the results. Or (`multicast`) the blocks of a
+// cluster have the same tokens and other weights: each loads its share of every plane of activations for all of them,
+// since the tokens that every block wants at once are more than L2 gives.
 #ifndef ANYBIT_BITWISE_SMALL_CUH
 #define ANYBIT_BITWISE_SMALL_CUH
 
@@ -18,17 +20,27 @@ template <class Config> struct SmallShared {
     static constexpr int P = walk_weights ? Config::weight_bits : Config::activation_bits;  // planes that are walked
     static constexpr int Q = walk_weights ? Config::activation_bits : Config::weight_bits;  // planes side by side
     static constexpr int rows = 64, columns = Config::tokens;
-    static constexpr int a_bytes = rows * planes::row_bytes, b_bytes = Config::stacked * planes::row_bytes;
+    // Warpgroups share the chunks of k, or the columns: then each has a part of B with all planes of its own columns.
+    static constexpr int groups = Config::groups, k_groups = Config::by_columns ? 1 : groups, b_parts = Config::by_columns ? groups : 1;
+    static constexpr int part_columns = columns / b_parts, part_bytes = Config::stacked * planes::row_bytes;
+    static constexpr int a_bytes = rows * planes::row_bytes, b_bytes = b_parts * part_bytes;
     static constexpr int b = Config::slots * a_bytes;
     static constexpr int inbox = b + Config::stages * b_bytes;
-    static constexpr int groups = Config::groups, parts = Config::cluster * groups;
-    static constexpr int values = columns / 2, share = values / parts;  // a thread's results
+    static constexpr int split = Config::multicast ? 1 : Config::cluster;  // blocks that share k
+    static constexpr int parts = split * groups;
+    static constexpr int senders = Config::multicast ? Config::cluster : 1;  // blocks that load one tile of activations
+    static constexpr bool cast_a = Config::multicast && !walk_weights, cast_b = Config::multicast && walk_weights;
+    static constexpr int values = part_columns / 2, share = columns / 2 / parts;  // a thread's sums, and its results
+    // why_not() asks for twice as many slots where there is more than one span. Where nothing is loaded twice into a slot
+    // nobody has to say that it is free.
+    static constexpr bool single = Config::stages < 2 * Config::span, once = single && Config::slots >= P * Config::span;
     static constexpr int partial_bytes = share * 4 * 128;
-    static constexpr int barriers = inbox + (Config::cluster > 1 ? Config::cluster * partial_bytes : 0);
+    static constexpr int barriers = inbox + (split > 1 ? split * partial_bytes : 0);
     static constexpr int bytes = barriers + 16 * (Config::slots + Config::stages) + 16;
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of bitwise.py disagrees");
-    static_assert(Config::stacked >= Q * columns && values % parts == 0, "refused by why_not()");
-    static_assert(groups == 1 || (Config::cluster == 1 && groups * groups * partial_bytes <= inbox), "refused by why_not()");
+    static_assert(Config::stacked >= Q * part_columns && columns / 2 % parts == 0, "refused by why_not()");
+    static_assert(groups == 1 || split == 1, "refused by why_not()");
+    static_assert(k_groups == 1 || groups * groups * partial_bytes <= inbox, "refused by why_not()");
 
     uint32_t shared;
     PTX uint32_t a_slot(int slot) const { return shared + slot * a_bytes; }
@@ -49,13 +61,14 @@ template <class Config> struct Small {
 
     const Params& p;
     S shared;
-    int rank;
+    int place;  // in the cluster
+    int rank;   // among the blocks that share k
     int a_row, b_row;
-    int count;  // chunks of this block: rank, rank + cluster, ...
+    int count;  // chunks of this block: rank, rank + split, ...
 
-    PTX Small(const Params& p, uint32_t base, int rank)
-        : p(p), shared{base}, rank(rank), count(rank < p.chunks ? (p.chunks - rank + Config::cluster - 1) / Config::cluster : 0) {
-        const int weight_tile = static_cast<int>(blockIdx.x) / Config::cluster, token_tile = static_cast<int>(blockIdx.y);
+    PTX Small(const Params& p, uint32_t base, int place)
+        : p(p), shared{base}, place(place), rank(S::split > 1 ? place : 0), count(rank < p.chunks ? (p.chunks - rank + S::split - 1) / S::split : 0) {
+        const int weight_tile = static_cast<int>(blockIdx.x) / S::split, token_tile = static_cast<int>(blockIdx.y);
         a_row = (S::walk_weights ? weight_tile : token_tile) * S::rows;
         b_row = (S::walk_weights ? token_tile : weight_tile) * S::columns;
     }
@@ -73,23 +86,38 @@ template <class Config> struct Small {
     };
     PTX Step begin() const { return {0, min(Config::span, count), 0, 0}; }
 
-    PTX void load_a(const Step& step, int slot) const {
-        const uint8_t* from = S::walk_weights ? p.weights : p.activations;
-        const int stored = S::walk_weights ? p.rows_n : p.rows_m;
-        const int chunk = rank + (step.first + step.chunk) * Config::cluster, bit = step.down(count) ? P - 1 - step.order : step.order;
-        const uint32_t bytes = min(S::rows, stored - a_row) * planes::row_bytes;
-        ptx::mbarrier_arrive_expect_tx(shared.a_full(slot), bytes);
-        ptx::cp_async_bulk_load(shared.a_slot(slot), from + (static_cast<int64_t>(chunk * P + bit) * stored + a_row) * planes::row_bytes,
-                                bytes, shared.a_full(slot));
+    // `rows` rows of a plane into a tile, or this block's share of them into the same tile of every block of the cluster.
+    template <bool cast, int tile_rows> PTX void load_rows(uint32_t to, const uint8_t* from, int rows, uint32_t barrier) const {
+        if constexpr (cast) {
+            constexpr int share = tile_rows / S::senders;
+            const int first = place * share, mine = min(share, rows - first);
+            if (mine > 0)
+                ptx::cp_async_bulk_load_multicast(to + first * planes::row_bytes, from + first * planes::row_bytes, mine * planes::row_bytes,
+                                                  barrier, static_cast<uint16_t>((1 << S::senders) - 1));
+        } else {
+            ptx::cp_async_bulk_load(to, from, rows * planes::row_bytes, barrier);
+        }
     }
-    PTX uint32_t b_rows() const { return min(S::columns, (S::walk_weights ? p.rows_m : p.rows_n) - b_row) * planes::row_bytes; }
-    PTX void load_b(int i, int bit) const {
+    PTX int a_stored() const { return S::walk_weights ? p.rows_n : p.rows_m; }
+    PTX int a_rows() const { return min(S::rows, a_stored() - a_row); }
+    PTX void expect_a(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.a_full(slot), a_rows() * planes::row_bytes); }
+    PTX const uint8_t* a_plane(const Step& step) const {
+        const uint8_t* from = S::walk_weights ? p.weights : p.activations;
+        const int chunk = rank + (step.first + step.chunk) * S::split, bit = step.down(count) ? P - 1 - step.order : step.order;
+        return from + (static_cast<int64_t>(chunk * P + bit) * a_stored() + a_row) * planes::row_bytes;
+    }
+    PTX void load_a(const uint8_t* plane, int slot) const { load_rows<S::cast_a, S::rows>(shared.a_slot(slot), plane, a_rows(), shared.a_full(slot)); }
+    PTX int b_rows() const { return min(S::columns, (S::walk_weights ? p.rows_m : p.rows_n) - b_row); }
+    PTX void expect_b(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.b_full(slot), Q * b_rows() * planes::row_bytes); }
+    // The rows of a plane of B that are part `part` of its columns.
+    PTX void load_b(int i, int bit, int part) const {
         const uint8_t* from = S::walk_weights ? p.activations : p.weights;
-        const int stored = S::walk_weights ? p.rows_m : p.rows_n;
-        const int slot = i % Config::stages, chunk = rank + i * Config::cluster;
-        ptx::cp_async_bulk_load(shared.b_slot(slot) + bit * S::columns * planes::row_bytes,
-                                from + (static_cast<int64_t>(chunk * Q + bit) * stored + b_row) * planes::row_bytes, b_rows(),
-                                shared.b_full(slot));
+        const int stored = S::walk_weights ? p.rows_m : p.rows_n, first = b_row + part * S::part_columns;
+        const int slot = i % Config::stages, chunk = rank + i * S::split, rows = min(S::part_columns, stored - first);
+        if (S::b_parts > 1 && rows <= 0) return;
+        load_rows<S::cast_b, S::part_columns>(shared.b_slot(slot) + part * S::part_bytes + bit * S::part_columns * planes::row_bytes,
+                                              from + (static_cast<int64_t>(chunk * Q + bit) * stored + first) * planes::row_bytes, rows,
+                                              shared.b_full(slot));
     }
 
     PTX void produce() const {
@@ -99,37 +127,78 @@ template <class Config> struct Small {
         int n = 0, mine_at = -1;
         for (; n < min(Config::slots, steps) && a.first + a.chunk < Config::stages; n++, a.next(count))
             if (n == lane) mine = a, mine_at = n;
-        auto fill_a = [&] { if (mine_at >= 0) load_a(mine, mine_at); };
+        // All that does not touch the activations comes before the wait: what follows it is waited for.
+        const uint8_t* const plane = a_plane(mine);
+        if (mine_at >= 0) expect_a(mine_at);
+        if (lane < first_b) expect_b(lane);
+        __syncwarp();
+        auto fill_a = [&] { if (mine_at >= 0) load_a(plane, mine_at); };
         auto fill_b = [&] {
-            if (lane < first_b) ptx::mbarrier_arrive_expect_tx(shared.b_full(lane), Q * b_rows());
-            __syncwarp();
-            for (int i = lane; i < first_b * Q; i += 32) load_b(i / Q, i % Q);
+            constexpr int pieces = Q * S::b_parts;
+            for (int i = lane; i < first_b * pieces; i += 32) load_b(i / pieces, i % Q, i / Q % S::b_parts);
         };
         if (S::walk_weights) fill_a();
         else fill_b();
+        if constexpr (Config::multicast) ptx::barrier_cluster_wait();  // the other blocks' barriers stand
         ptx::griddepcontrol_wait();
         if (S::walk_weights) fill_b();
         else fill_a();
-        if (lane != 0) return;
+        if (S::once || lane != 0) return;
         for (; n < steps; n++, a.next(count)) {
             const int i = a.first + a.chunk, slot = n % Config::slots;
             if (a.order == 0 && i >= Config::stages) {
                 ptx::mbarrier_wait_parity(shared.b_empty(i % Config::stages), (i / Config::stages & 1) ^ 1);
-                ptx::mbarrier_arrive_expect_tx(shared.b_full(i % Config::stages), Q * b_rows());
-                for (int bit = 0; bit < Q; bit++) load_b(i, bit);
+                expect_b(i % Config::stages);
+                for (int piece = 0; piece < Q * S::b_parts; piece++) load_b(i, piece % Q, piece / Q);
             }
             ptx::mbarrier_wait_parity(shared.a_empty(slot), (n / Config::slots & 1) ^ 1);
-            load_a(a, slot);
+            expect_a(slot);
+            load_a(a_plane(a), slot);
         }
     }
 
-    // The sums of this warpgroup's chunks, planes of B added up: register 4 * eight + 2 * h + e as wgmma numbers them.
-    PTX void multiply(int32_t (&sums)[S::values], int group) const {
-        const bool leader = ptx::lane_id() == 0;
-        int32_t acc[Config::stacked / 2];
+    // Step n has been read from its slot by this warp. Where other blocks fill the slot they all are told, unless nobody
+    // will: then this block could have left.
+    PTX void release_a(int slot, int n) const {
+        const int lane = ptx::lane_id();
+        if constexpr (S::cast_a) {
+            if (lane < S::senders && n + Config::slots < count * P) ptx::mbarrier_arrive_cluster(ptx::mapa(shared.a_empty(slot), lane));
+        } else {
+            if (lane == 0) ptx::mbarrier_arrive(shared.a_empty(slot));
+        }
+    }
+
+    // A chunk of a plane: what the barriers say is there times the chunk of B in `stage`.
+    PTX void multiply_chunk(int32_t (&acc)[Config::stacked / 2], int slot, int stage, int group) const {
+        const uint64_t a = planes::descriptor(shared.a_slot(slot));
+        const uint64_t b = planes::descriptor(shared.b_slot(stage) + (S::b_parts > 1 ? group * S::part_bytes : 0));
+        ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < Config::stacked / 2; i++) acc[i] = 0;
-        int slot = 0, parity = 0;
+        for (int step = 0; step < planes::steps; step++)
+            ptx::wgmma_b1<Config::stacked>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), true);
+        ptx::wgmma_commit_group();
+    }
+
+    // One span, walked down, and a slot for every plane.
+    PTX void walk_once(int32_t (&acc)[Config::stacked / 2], int group) const {
+#pragma unroll
+        for (int order = 0; order < P; order++) {
+#pragma unroll 1
+            for (int chunk = S::k_groups > 1 ? group : 0; chunk < count; chunk += S::k_groups) {
+                const int slot = order * count + chunk;
+                if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(chunk), 0);
+                ptx::mbarrier_wait_parity(shared.a_full(slot), 0);
+                multiply_chunk(acc, slot, chunk, group);
+            }
+            ptx::wgmma_wait_group<0>();
+            ptx::wgmma_touch(acc);
+            if (order < P - 1) rotate(acc, 1);
+        }
+    }
+
+    PTX void walk(int32_t (&acc)[Config::stacked / 2], int group) const {
+        const bool leader = ptx::lane_id() == 0;
+        int slot = 0, parity = 0, n = 0, n_previous = 0;
 #pragma unroll 1
         for (int first = 0; first < count; first += Config::span) {
             const int chunks = min(Config::span, count - first);
@@ -140,33 +209,37 @@ template <class Config> struct Small {
 #pragma unroll 1
                 for (int chunk = 0; chunk < chunks; chunk++) {
                     const int i = first + chunk;
-                    if (S::groups == 1 || i % S::groups == group) {
+                    if (S::k_groups == 1 || i % S::k_groups == group) {
                         if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(i % Config::stages), i / Config::stages & 1);
                         ptx::mbarrier_wait_parity(shared.a_full(slot), parity);
-                        const uint64_t a = planes::descriptor(shared.a_slot(slot)), b = planes::descriptor(shared.b_slot(i % Config::stages));
-                        ptx::wgmma_fence();
-#pragma unroll
-                        for (int step = 0; step < planes::steps; step++)
-                            ptx::wgmma_b1<Config::stacked>(acc, ptx::wgmma_advance(a, step * planes::step_bytes),
-                                                           ptx::wgmma_advance(b, step * planes::step_bytes), true);
-                        ptx::wgmma_commit_group();
+                        multiply_chunk(acc, slot, i % Config::stages, group);
                         if (previous >= 0) {  // its products have ended
                             ptx::wgmma_wait_group<1>();
-                            if (leader) ptx::mbarrier_arrive(shared.a_empty(previous));
+                            release_a(previous, n_previous);
                         }
-                        previous = slot;
+                        previous = slot, n_previous = n;
                     }
+                    n++;
                     if (++slot == Config::slots) slot = 0, parity ^= 1;
                 }
                 ptx::wgmma_wait_group<0>();
                 ptx::wgmma_touch(acc);
-                if (leader && previous >= 0) ptx::mbarrier_arrive(shared.a_empty(previous));
+                if (previous >= 0) release_a(previous, n_previous);
                 if (order < P - 1) rotate(acc, left);
             }
-            if (leader)
+            if (!S::single && leader)
                 for (int chunk = 0; chunk < chunks; chunk++)
-                    if (S::groups == 1 || (first + chunk) % S::groups == group) ptx::mbarrier_arrive(shared.b_empty((first + chunk) % Config::stages));
+                    if (S::k_groups == 1 || (first + chunk) % S::k_groups == group) ptx::mbarrier_arrive(shared.b_empty((first + chunk) % Config::stages));
         }
+    }
+
+    // The sums of this warpgroup's chunks, planes of B added up: register 4 * eight + 2 * h + e as wgmma numbers them.
+    PTX void multiply(int32_t (&sums)[S::values], int group) const {
+        int32_t acc[Config::stacked / 2];
+#pragma unroll
+        for (int i = 0; i < Config::stacked / 2; i++) acc[i] = 0;
+        if constexpr (S::once) walk_once(acc, group);
+        else walk(acc, group);
 #pragma unroll
         for (int v = 0; v < S::values; v++) {
             uint32_t sum = 0;
@@ -180,7 +253,7 @@ template <class Config> struct Small {
     PTX void gather(const int32_t (&sums)[S::values], int32_t (&own)[S::share]) const {
         const int thread = threadIdx.x;
 #pragma unroll
-        for (int to = 0; to < Config::cluster; to++) {
+        for (int to = 0; to < S::split; to++) {
             if (to == rank) {
 #pragma unroll
                 for (int v = 0; v < S::share; v++) own[v] = sums[to * S::share + v];
@@ -193,7 +266,7 @@ template <class Config> struct Small {
         }
         ptx::mbarrier_wait_parity_acquire_cluster(shared.gathered(), 0);
 #pragma unroll
-        for (int from = 0; from < Config::cluster; from++) {
+        for (int from = 0; from < S::split; from++) {
             if (from == rank) continue;
 #pragma unroll
             for (int v = 0; v < S::share; v++) own[v] += ptx::ld_shared_u32(shared.partial(from) + (v * 128 + thread) * 4);
@@ -250,6 +323,7 @@ template <class Config> struct Small {
 #pragma unroll
         for (int i = 0; i < row_count; i++)
             row_loads[i] = T::load_row(p, S::walk_weights ? row + 8 * i : pair + 8 * (first + i / 2) + i % 2);
+        if constexpr (Config::multicast) ptx::barrier_cluster_wait();
         ptx::griddepcontrol_wait();
 #pragma unroll
         for (int i = 0; i < column_count; i++)
@@ -263,9 +337,9 @@ template <class Config> struct Small {
         for (int i = 0; i < row_count; i++) weights[i] = T::row(row_loads[i]);
 #pragma unroll
         for (int i = 0; i < column_count; i++) tokens[i] = T::column(column_loads[i]);
-        if constexpr (S::groups > 1) {
+        if constexpr (S::k_groups > 1) {
             exchange(sums, own, group);
-        } else if constexpr (Config::cluster > 1) {
+        } else if constexpr (S::split > 1) {
             ptx::barrier_cluster_wait();  // the other blocks' barriers stand
             gather(sums, own);
         } else {
@@ -306,16 +380,17 @@ template <class Config> PTX void bitwise_small(const Params& p) {
     using S = SmallShared<Config>;
     constexpr int loader = 128 * Config::groups;
     static_assert(Config::threads == loader + 32, "warpgroups that multiply, and a warp that loads");
-    const int rank = Config::cluster > 1 ? ptx::cluster_ctarank() : 0;
-    const Small<Config> small(p, ptx::shared_address(ptx::dynamic_shared()), rank);
+    const int place = Config::cluster > 1 ? ptx::cluster_ctarank() : 0;
+    const Small<Config> small(p, ptx::shared_address(ptx::dynamic_shared()), place);
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == loader) {
         for (int slot = 0; slot < Config::slots + Config::stages; slot++) {
             ptx::mbarrier_init(small.shared.a_full(slot), 1);
-            ptx::mbarrier_init(small.shared.a_empty(slot), 4);  // every warp that multiplies
+            // Every warp that multiplies with it, of every block that the slot's loader serves.
+            ptx::mbarrier_init(small.shared.a_empty(slot), 4 * S::b_parts * (S::cast_a && slot < Config::slots ? S::senders : 1));
         }
         ptx::mbarrier_init(small.shared.gathered(), 1);
-        if (Config::cluster > 1) ptx::mbarrier_arrive_expect_tx(small.shared.gathered(), (Config::cluster - 1) * S::partial_bytes);
+        if (S::split > 1) ptx::mbarrier_arrive_expect_tx(small.shared.gathered(), (S::split - 1) * S::partial_bytes);
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
@@ -324,7 +399,7 @@ template <class Config> PTX void bitwise_small(const Params& p) {
         small.consume();
     } else {
         small.produce();
-        if constexpr (Config::cluster > 1) {
+        if constexpr (S::split > 1) {
             __syncwarp();
             ptx::barrier_cluster_wait();
         }

@@ -7,7 +7,7 @@
 #include "ptx_wgmma.cuh"
 
 enum class Path { large, small };
-enum class Turns { none, diagonals, tiles };
+enum class Turns { none, diagonals, tiles, staggered };
 enum class Walk { weights, tokens };
 enum class Output { s32, f16, bf16, f32 };
 

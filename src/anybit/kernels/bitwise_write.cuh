@@ -77,15 +77,16 @@ template <class Config> struct Writer {
         ptx::bar_sync(barrier, 128);
     }
 
-    PTX void write(const Params& p, const int32_t (&acc)[tokens / 2], int n, int m) {
+    // The first `width` tokens of a tile.
+    template <int width> PTX void write(const Params& p, const int32_t (&acc)[width / 2], int n, int m) {
         const typename T::Row row[2] = {T::row(row_load[0]), T::row(row_load[1])};
         if constexpr (T::narrow)
-            write_narrow(p, acc, row, n, m);
+            write_narrow<width>(p, acc, row, n, m);
         else
-            write_wide(p, acc, row, n, m);
+            write_wide<width>(p, acc, row, n, m);
     }
 
-    PTX void write_narrow(const Params& p, const int32_t (&acc)[tokens / 2], const typename T::Row (&row)[2], int n, int m) {
+    template <int width> PTX void write_narrow(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
         const int lane = thread % 32, warp = thread / 32;
         // stmatrix: lanes 8i to 8i + 7 address the rows (tokens) of matrix i; matrices are (rows, rows + 8) of two eights.
         const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
@@ -94,7 +95,7 @@ template <class Config> struct Writer {
 #pragma unroll
         for (int i = 0; i < eights; i++) c[i] = pair(i);
 #pragma unroll
-        for (int first = 0; first < tokens; first += slab) {
+        for (int first = 0; first < width; first += slab) {
             uint32_t packed[eights / 2][4];
 #pragma unroll
             for (int i = 0; i < eights; i++) {
@@ -112,7 +113,7 @@ template <class Config> struct Writer {
                 if (lane == 0) ptx::mbarrier_arrive(shared.filled(buffer));
                 if (++buffer == S::buffers) buffer = 0, parity ^= 1;
             }
-            if (first + slab < tokens) {
+            if (first + slab < width) {
 #pragma unroll
                 for (int i = 0; i < eights; i++) c[i] = pair((first + slab) / 8 + i);  // after the fence, which would wait for them
             }
@@ -144,10 +145,10 @@ template <class Config> struct Writer {
         }
     }
 
-    PTX void write_wide(const Params& p, const int32_t (&acc)[tokens / 2], const typename T::Row (&row)[2], int n, int m) {
+    template <int width> PTX void write_wide(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
         const int at = n + 16 * (thread / 32) + (thread % 32) / 4;
 #pragma unroll
-        for (int i = 0; i < tokens / 8; i++) {
+        for (int i = 0; i < width / 8; i++) {
             const Pair c = pair(i);
             const int token = m + 8 * i + 2 * (thread % 4);
 #pragma unroll

@@ -5,6 +5,7 @@
 #define ANYBIT_PTX_MATH_CUH
 #define ANYBIT_PTX_WGMMA_CUH
 #define ANYBIT_PTX_TENSOR_CUH
+#define ANYBIT_PTX_HINT_CUH
 
 #include "device_calls.h"
 
@@ -336,6 +337,9 @@ PTX void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const TensorMap* map
     emulate::cp_async_bulk_tensor_2d_multicast(shared, map, x, y, barrier, blocks);
 }
 PTX void cp_async_bulk_tensor_store_2d(const TensorMap* map, int x, int y, uint32_t shared) {
+    emulate::cp_async_bulk_tensor_store_2d(map, x, y, shared);
+}
+PTX void cp_async_bulk_tensor_store_2d_hint(const TensorMap* map, int x, int y, uint32_t shared, uint64_t) {
     emulate::cp_async_bulk_tensor_store_2d(map, x, y, shared);
 }
 PTX void barrier_cluster_arrive() { emulate::barrier_cluster_arrive(true); }

@@ -1,0 +1,92 @@
+"""What a kernel costs before it runs: its first use, its next from the disk, and the host's time for one launch.
+
+python benchmarks/launch.py    # into results/h200/launch.json
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybit import jit
+from anybit.device import Device
+from anybit.jit import cache
+from anybit.kernels import bitwise, pack, planes
+from anybit.kernels.bitwise import Output
+from anybit.scheme import Scheme
+from timing import RESULTS, merge_rows, stamp
+
+LAUNCHES, ROUNDS = 200, 20
+
+
+def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
+    """One product: compiled into an empty cache, read from it again, launched again and again."""
+    packed = pack.quantize(torch.randn(m, k, device="cuda").half(), scheme.activations)
+    codes = torch.randint(0, 2**scheme.weights.bits, (n, k), dtype=torch.uint8, device="cuda")
+    scale, correction = torch.ones(n, device="cuda"), torch.zeros(n, dtype=torch.int32, device="cuda")
+    stored = planes.pack(codes, scheme.weights.bits)
+    weight = planes.PlaneWeight(stored, scale, correction, None, (n, k), scheme.weights)
+    y = torch.empty(m, n, dtype=torch.float16, device="cuda")
+    problem = bitwise.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, Device.of(y))
+    config = bitwise.default(problem)
+    kernel = bitwise.kernel(config)
+    seconds = {}
+    kept = os.environ.get("ANYBIT_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["ANYBIT_CACHE_DIR"] = folder
+        for name in ("first use", "disk"):
+            cache.clear_memory()
+            start = time.perf_counter()
+            compiled = jit.cached(kernel, Device.of(y).arch)
+            seconds[name] = time.perf_counter() - start
+    if kept is None:
+        del os.environ["ANYBIT_CACHE_DIR"]
+    else:
+        os.environ["ANYBIT_CACHE_DIR"] = kept
+    params, grid = bitwise.arguments(packed, weight, y), bitwise.grid(problem, config)
+    costs = {"launch": lambda: jit.launch(kernel, params, grid, pdl=True)}
+    costs["multiply"] = lambda: bitwise.multiply(packed, weight, Output.f16, y=y, config=config)
+    host = {}
+    for name, call in costs.items():
+        found = []
+        for _ in range(ROUNDS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(LAUNCHES):
+                call()
+            found.append((time.perf_counter() - start) / LAUNCHES)
+        host[name] = statistics.median(found) * 1e6
+    return {
+        "case": f"bitwise {config.path.value}",
+        "scheme": str(scheme),
+        "m": m,
+        "n": n,
+        "k": k,
+        "first_use_s": round(seconds["first use"], 3),
+        "from_disk_ms": round(seconds["disk"] * 1e3, 2),
+        "launch_host_us": round(host["launch"], 2),
+        "multiply_host_us": round(host["multiply"], 2),
+        "registers": compiled.registers,
+        "checked": True,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "launch.json")
+    options = parser.parse_args()
+    marks = stamp()
+    shown = ("case", "scheme", "first_use_s", "from_disk_ms", "launch_host_us", "multiply_host_us")
+    rows = [run(m, 1024, 1024, Scheme.parse(text)) | marks for m, text in ((64, "w2a2"), (512, "w4a4"))]
+    for row in rows:
+        print(*(row[key] for key in shown))
+    merge_rows(options.out, rows)
+
+
+if __name__ == "__main__":
+    main()
