@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+import anybit
 from anybit import cli, evaluate
 from anybit.errors import TextError
 from anybit.integrations.loading import load_model
@@ -176,6 +177,7 @@ def test_warnings_are_notes_of_one_line(run: Any, monkeypatch: pytest.MonkeyPatc
 def test_usage(run: Any) -> None:
     assert run("quantize")[0] == 2
     assert run("nonsense")[0] == 2
+    assert run("--version") == (0, f"anybit {anybit.__version__}\n", "")
     for command in ("quantize", "generate", "chat", "eval", "tune", "explain", "convert", "info"):
         code, out, _ = run(command, "--help")
         assert code == 0

@@ -7,12 +7,13 @@ import signal
 import sys
 import warnings
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from anybit import __version__
 from anybit.cli import checkpoints, evaluate, generate, quantize, tune
-from anybit.cli.common import errors
+from anybit.cli.common import errors, output
 from anybit.errors import AnyBitError
 
 app = typer.Typer(
@@ -23,6 +24,23 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        output.print(f"anybit {__version__}", markup=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _anybit(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Large language models at any bit-width."""
+
+
 app.command()(quantize.quantize)
 app.command()(generate.generate)
 app.command()(generate.chat)
