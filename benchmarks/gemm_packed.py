@@ -6,7 +6,9 @@ python benchmarks/gemm_packed.py --only gate_up --schemes w4a16g128 --tokens 1 1
 python benchmarks/gemm_packed.py --sweep              # M = 1 to 4096 and neighbours, to gemm_packed_sweep.json: cliffs
 
 Chains run in one CUDA graph under programmatic dependent launch, over copies of the weights that together exceed L2:
-the output of a product is (the beginning of) the activations of the next. 8-bit activations include their quantization.
+the output of a product is (the beginning of) the activations of the next. `us` includes the quantization of 8-bit
+activations, `us_product` does not. `us_close`: the same kernel without what keeps blocks of a model's small layers
+apart (packed_few.apart), which a chain of one layer alone does not need.
 All schemes of a layer at one M, cuBLAS fp16, fp8 `_scaled_mm` and humming-kernels (where it is installed) are timed in
 turns. Rows that this commit has written before are skipped (`--again` repeats them), so that a run cut short goes on.
 """
@@ -18,7 +20,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ from timing import (
     merge_rows,
     rotations,
     stamp,
-    time_back_to_back,
+    time_exactly,
 )
 
 LAYERS = tuple(LLAMA3_8B)
@@ -95,6 +97,8 @@ def job_of(asked: tuple[Case, str, str]) -> Job | None:
         chosen = dispatcher(device.name).choose(product, (tiles_of(x),)).candidate
         name, config = chosen.kernel, packed_few.apart(chosen.config, device)
     kernels = [FAMILIES[name].module.kernel(config)]
+    if getattr(config, "least_shared", 0):
+        kernels.append(FAMILIES[name].module.kernel(replace(config, least_shared=0)))
     kernels.append(packed_repack.kernel(packed_repack.Config(scheme.weights.bits, x.quantized)))
     if x.quantized:
         problem = pack.Problem(case.m, case.k, x, target=Target.bytes)
@@ -156,26 +160,39 @@ class Run:
         self.error = self.check()
         size = weights.copies[0].tiles.numel() + case.m * case.k * (1 if x.quantized else 2) + 2 * case.m * case.n
         self.bytes, self.floor = size, floor_us(size, case.operations, RATES[x.code] if x.quantized else "f16")
-        self.captured = Captured(self.call, calls_for(1.3 * self.floor, len(weights.copies), 900.0))
+        calls = calls_for(1.3 * self.floor, len(weights.copies), 900.0)
+        self.graphs = {"us": Captured(self.call, calls)}
+        if x.quantized:
+            self.graphs["us_product"] = Captured(self.call_product, calls)
+        if getattr(job.config, "least_shared", 0):
+            self.graphs["us_close"] = Captured(self.call_close, calls)
 
-    def product(self, i: int, x: torch.Tensor, y: torch.Tensor) -> None:
+    def product(self, i: int, x: torch.Tensor, y: torch.Tensor, codes: bool = True, config: Any = None) -> None:
         """Launch the product, its quantization ahead."""
         weight = self.weights.copies[i % len(self.weights.copies)]
-        codes = self.codes
-        if codes is not None:
-            pack.launch(self.problem, self.quantizer, codes, x)
+        config, coded = config or self.job.config, self.codes
+        if coded is not None and codes:
+            pack.launch(self.problem, self.quantizer, coded, x)
         if self.module is packed_large:
-            packed_large.multiply(codes if codes is not None else x, weight, None, y, self.job.config)
-        elif codes is not None:
-            self.module.launch(weight, codes.codes[:, : self.job.case.k], y, codes.scale, config=self.job.config)
+            packed_large.multiply(coded if coded is not None else x, weight, None, y, config)
+        elif coded is not None:
+            self.module.launch(weight, coded.codes[:, : self.job.case.k], y, coded.scale, config=config)
         else:
-            self.module.launch(weight, x, y, config=self.job.config)
+            self.module.launch(weight, x, y, config=config)
 
-    def call(self, i: int) -> None:
+    def call(self, i: int, codes: bool = True, config: Any = None) -> None:
         """Call i of a chain."""
         m, n, k = self.job.case.m, self.job.case.n, self.job.case.k
         x = self.x0 if i % CHAIN == 0 else self.buffers[i % 2][: m * k].view(m, k)
-        self.product(i, x, self.buffers[(i + 1) % 2][: m * n].view(m, n))
+        self.product(i, x, self.buffers[(i + 1) % 2][: m * n].view(m, n), codes, config)
+
+    def call_product(self, i: int) -> None:
+        """The same without quantization: products of what was quantized last."""
+        self.call(i, codes=False)
+
+    def call_close(self, i: int) -> None:
+        """The same with blocks that may share a multiprocessor with the next kernel's (packed_few.apart)."""
+        self.call(i, config=replace(self.job.config, least_shared=0))
 
     def check(self) -> float:
         """Run once and compare; raises AssertionError."""
@@ -189,8 +206,8 @@ class Run:
             raise AssertionError(f"{self.job.case} {self.job.scheme}: mean relative error {error:.2e}")
         return error
 
-    def row(self, us: float, theirs: dict[str, float]) -> dict[str, Any]:
-        """The row that is written."""
+    def row(self, us: dict[str, float], theirs: dict[str, float]) -> dict[str, Any]:
+        """The row that is written. us: of each graph, by its name."""
         case = self.job.case
         return {
             "case": case.name,
@@ -198,7 +215,8 @@ class Run:
             "m": case.m,
             "n": case.n,
             "k": case.k,
-            "us": round(us, 3),
+            **us,
+            "tops": round(case.operations / us["us"] * 1e-6, 1),
             "kernel": self.job.family,
             "error": float(f"{self.error:.1e}"),
             "prepare_gb_s": round(self.weights.prepare_gb_s, 1),
@@ -217,33 +235,35 @@ def time_layer(
     m, n, k = case.m, case.n, case.k
     buffers = [torch.randn(m * max(n, k), device="cuda").half() for _ in range(2)]
     x0 = buffers[0][: m * k].view(m, k).clone()
-    runs, graphs = [], {}
+    runs: list[Run] = []
+    graphs: dict[tuple[str, str], Captured] = {}
     for job in jobs:
         try:
             runs.append(Run(job, weights[job.scheme], buffers, x0))
         except (AssertionError, KernelError) as error:  # one row must not cost the others
             print(f"REFUSED {job.case} {job.scheme} {job.config}: {error}", flush=True)
             continue
-        graphs[job.scheme] = runs[-1].captured
+        graphs |= {(job.scheme, name): graph for name, graph in runs[-1].graphs.items()}
     for name in VENDORS if vendors is not None else ():
         graph = vendors.captured(name, m)
         if graph is not None:
-            graphs[name] = graph
+            graphs["", name] = graph
     for scheme, peer in peers.items():
         try:
-            graphs[f"humming {scheme}"] = peer.captured(x0, weights[scheme], error_of)
+            graphs[scheme, "humming"] = peer.captured(x0, weights[scheme], error_of)
         except (AssertionError, RuntimeError) as error:
             print(f"humming {case} {scheme}: {str(error)[:300]}", flush=True)
-    timings = dict(zip(graphs, time_back_to_back(list(graphs.values())), strict=True))
+    timings = dict(zip(graphs, time_exactly(list(graphs.values())), strict=True))
     if not all(buffer.isfinite().all() for buffer in buffers):
-        raise AssertionError(f"{case}: a chain of products left the range of fp16")
+        print(f"REFUSED {case}: a chain of products left the range of fp16", flush=True)
+        return []
     us = {name: round(timing.us, 3) for name, timing in timings.items()}
-    vendor = {name: us[name] for name in VENDORS if name in us}
+    vendor = {name: us["", name] for name in VENDORS if ("", name) in us}
     rows = []
     for run in runs:
         scheme = run.job.scheme
-        theirs = vendor | ({"humming": us[f"humming {scheme}"]} if f"humming {scheme}" in us else {})
-        rows.append(run.row(us[scheme], theirs))
+        theirs = vendor | ({"humming": us[scheme, "humming"]} if (scheme, "humming") in us else {})
+        rows.append(run.row({name: us[scheme, name] for name in run.graphs}, theirs))
     return rows
 
 
@@ -330,9 +350,11 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
                 vendors = VendorWeights(case.n, case.k)
             rows = [row | marks for row in time_layer(mine, weights, peers, vendors)]
             for row in rows:
+                other = row.get("us_close", row.get("us_product", row["us"]))
                 print(
-                    f"{case.name:20s} {row['scheme']:9s} M={m:<4d} {row['us']:8.2f} us, floor {row['floor_us']:8.2f} "
-                    f"{row['kernel'].removeprefix('packed_'):6s} {row['error']:.1e} {row['baselines'] or ''}"
+                    f"{case.name:20s} {row['scheme']:9s} M={m:<4d} {row['us']:8.2f} us ({other:.2f}), floor "
+                    f"{row['floor_us']:8.2f} {row['kernel'].removeprefix('packed_'):6s} {row['error']:.1e} "
+                    f"{row['baselines'] or ''}"
                 )
             print(f"{time.monotonic() - begin:.1f} s", flush=True)
             merge_rows(options.out, rows)
