@@ -126,10 +126,13 @@ class Weights:
         order = "a8" if scheme.activations.quantized else "a16"
         packed_layout.prepare(layer, order)
         torch.cuda.synchronize()
-        begin = time.perf_counter()
+        torch.cuda.reset_peak_memory_stats()
+        before, begin = torch.cuda.memory_allocated(), time.perf_counter()
         packed = packed_layout.prepare(layer, order)
         torch.cuda.synchronize()
         self.prepare_gb_s = layer.words.numel() * 4e-9 / (time.perf_counter() - begin)
+        # Memory that repacking takes beside the layer it reads, in layers.
+        self.prepare_layers = (torch.cuda.max_memory_allocated() - before) / packed.tiles.numel()
         self.rows = torch.randint(0, case.n, (256,), device="cuda")
         some = QuantizedWeight(layer.words[self.rows], layer.scale[self.rows], None, (256, case.k), layer.format)
         self.sample = some.dequantize(torch.float32).double()
@@ -220,6 +223,7 @@ class Run:
             "kernel": self.job.family,
             "error": float(f"{self.error:.1e}"),
             "prepare_gb_s": round(self.weights.prepare_gb_s, 1),
+            "prepare_layers": round(self.weights.prepare_layers, 2),
             "bytes": self.bytes,
             "floor_us": round(self.floor, 3),
             "baselines": theirs,
