@@ -103,6 +103,76 @@ def gemm_packed() -> str:
     return "\n\n".join(parts)
 
 
+def packed_layers() -> str:
+    """Llama-3-8B in w4a16g128, a line a layer and way: tokens across, microseconds."""
+    found = [row for row in rows("gemm_packed") if row["scheme"] == "w4a16g128"]
+    tokens, body = sorted({row["m"] for row in found}), []
+    for layer in MODELS["llama-3-8b"]:
+        mine = {row["m"]: row for row in found if row["case"] == f"llama-3-8b {layer}"}
+        ways: dict[str, Callable[[Row], float | None]] = {
+            f"**{layer}**": lambda row: row["us"],
+            "blocks not kept apart": lambda row: row.get("us_close"),
+            "cuBLAS fp16": lambda row: row["baselines"].get("cublas fp16"),
+            "humming-kernels": lambda row: row["baselines"].get("humming"),
+            "floor": lambda row: row["floor_us"],
+        }
+        for words, of in ways.items():
+            values = [of(mine[m]) if m in mine else None for m in tokens]
+            if any(values):
+                body.append([words, *("" if us is None else f"{us:.2f}" if us < 10 else f"{us:.1f}" for us in values)])
+    return table(["us", *(f"M = {m}" for m in tokens)], body) if body else ""
+
+
+def packed_widths() -> str:
+    """gate_up of Llama-3-8B: widths and activations down, tokens across; microseconds, and times cuBLAS fp16."""
+    found = [row for row in rows("gemm_packed") if row["case"] == "llama-3-8b gate_up"]
+    tokens, body = sorted({row["m"] for row in found}), []
+    four = find(found, scheme="w4a16g128", m=1)
+    for scheme in sorted({row["scheme"] for row in found}, key=lambda name: (name.partition("a")[2], name)):
+        mine = {row["m"]: row for row in found if row["scheme"] == scheme}
+        cells = []
+        for m in tokens:
+            row, fp16 = mine.get(m), mine[m]["baselines"].get("cublas fp16") if m in mine else None
+            cells.append(f"{row['us']:.1f}" + (f" ({fp16 / row['us']:.2f}x)" if fp16 else "") if row else "")
+        share = f"{mine[1]['us'] / four['us']:.2f}" if four and 1 in mine else ""
+        body.append([scheme, share, *cells])
+    return table(["gate_up, us", "M = 1, of w4a16's", *(f"M = {m}" for m in tokens)], body) if body else ""
+
+
+def packed_sweep() -> str:
+    """The worst of each layer: schemes down, layers across; how many times the time of more tokens."""
+    found, body = rows("gemm_packed_sweep"), []
+    layers = MODELS["llama-3-8b"]
+    for scheme in dict.fromkeys(row["scheme"] for row in found):
+        cells = []
+        for layer in layers:
+            mine = sorted(
+                (row["m"], row["us"])
+                for row in found
+                if (row["case"], row["scheme"]) == (f"llama-3-8b {layer}", scheme)
+            )
+            worst = max(((us / later, m, more) for m, us in mine for more, later in mine if more > m), default=None)
+            cells.append(f"{worst[0]:.3f} ({worst[1]}, {worst[2]})" if worst else "")
+        body.append([scheme, *cells])
+    return table(["time(M) / time(M'), worst", *layers], body) if body else ""
+
+
+def logits() -> str:
+    """A real model's logits on the kernels beside the reference's: schemes and backends down."""
+    body = [
+        [
+            f"{row['case']}, {row['scheme']} on {row['backend']}",
+            f"{row['codes_differ']} and {row['sums_differ']}",
+            f"{row['results_differ']} of {row['results']:,}",
+            f"{row['largest_logit_difference']:.4f}",
+            f"{row['tokens_agree']} of {row['tokens']}",
+        ]
+        for row in rows("logits")
+    ]
+    header = ["", "codes and sums", "results of layers", "logits, at most", "greedy tokens that agree"]
+    return table(header, body) if body else ""
+
+
 def pack() -> str:
     """Quantize-and-pack: formats down, tokens across, microseconds and the time of reading and writing once."""
     found = rows("pack")
@@ -287,9 +357,8 @@ def quantizers() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        headline, gemm_bitwise, gemm_packed, pack, generate, generate_models, ablation, ablation_model, dispatch_model,
-        dispatch_check,
-        decode_attention,
+        headline, gemm_bitwise, gemm_packed, packed_layers, packed_widths, packed_sweep, logits, pack, generate,
+        generate_models, ablation, ablation_model, dispatch_model, dispatch_check, decode_attention,
         kv_perplexity, kv_widths, kv_needle, quantizers, *aims.MAKERS,
     )
 }  # fmt: skip
