@@ -64,7 +64,15 @@ def speedup(rows: list[Row], case: str = "llama-3-8b gate_up") -> None:
     if fp8:
         points = sorted(fp8.items())
         axes.plot(*zip(*points, strict=True), color="gray", linewidth=1, linestyle=":", label="fp8 _scaled_mm")
+    theirs = sorted(
+        (row["m"], row["baselines"][FP16] / row["baselines"]["humming"])
+        for row in mine
+        if row["scheme"] == "w4a16g128" and "humming" in row["baselines"]
+    )
+    if theirs:
+        axes.plot(*zip(*theirs, strict=True), color="brown", linewidth=1, linestyle="-.", label="humming, w4a16g128")
     axes.axhline(1, color="gray", linewidth=0.8)
+    axes.set_ylim(0, None)
     axes.set(xscale="log", xlabel="tokens", ylabel="times as fast as cuBLAS fp16", title=f"{case} (28672 x 4096), H200")
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
