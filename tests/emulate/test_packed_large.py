@@ -37,13 +37,15 @@ def test_product(case: Case) -> None:
         if workspace is not None:
             workspace.random_(generator=torch.Generator().manual_seed(seed))  # stripes ask for no clean memory
         box = emulate.Box(operand, 128 // operand.element_size(), config.tokens // config.row_blocks)
-        params = replace(packed_large.params(p, config, None, packed, y, bias, x_scale, x_sum, workspace), x=box)
+        tail = emulate.Box(operand, 128 // operand.element_size(), config.tail_rows or 8)
+        params = packed_large.params(p, config, None, packed, y, bias, x_scale, x_sum, workspace)
+        params = replace(params, x=box, x_tail=tail)
         emulate.run(
             packed_large.kernel(config),
             params,
             packed_large.grid(p, config),
             seed=seed,
-            dependent=("x", "x_scale", "y"),
+            dependent=("x", "x_tail", "x_scale", "y"),
         )
         error = (y.double() - exact).abs().mean() / exact.abs().mean()
         assert error < (1e-3 if p.dtype == torch.float16 else 8e-3)

@@ -62,6 +62,21 @@ struct Producer {
     PTX void load_x(const TilePlace& place, int unit, int stage) const {
         constexpr int share = Config::tokens / Config::row_blocks;
         const uint32_t barrier = barriers.full_x + 8 * stage;
+        if constexpr (Shape::tail_rows > 0) {
+            // Tokens are columns of the product: what stays in place of those that there are not is never stored.
+            const int first = place.token_tile * Config::tokens;
+            const int rows = (p.tokens - first + Shape::tail_rows - 1) / Shape::tail_rows * Shape::tail_rows;
+            if (rows <= Config::tokens - Shape::tail_rows) {
+                ptx::mbarrier_arrive_expect_tx(barrier, rows * 128 * Shape::element_bytes);
+                for (int box = 0; box < Shape::element_bytes; box++) {
+                    const uint32_t target = ring + stage * Shape::stage_bytes + box * Shape::box_bytes;
+                    for (int row = 0; row < rows; row += Shape::tail_rows)
+                        ptx::cp_async_bulk_tensor_2d(target + row * 128, &p.x_tail, unit * 128 + box * (128 / Shape::element_bytes),
+                                                     first + row, barrier);
+                }
+                return;
+            }
+        }
         ptx::mbarrier_arrive_expect_tx(barrier, Shape::x_bytes);
         for (int box = 0; box < Shape::element_bytes; box++) {
             const uint32_t target = ring + stage * Shape::stage_bytes + box * Shape::box_bytes + row_rank * share * 128;
@@ -218,6 +233,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
             ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::k_blocks - 1) * Shape::share_bytes);
         early = producer.begin();
         ptx::prefetch_tensormap(&p.x);
+        if (Shape::tail_rows > 0) ptx::prefetch_tensormap(&p.x_tail);
     }
     __syncthreads();
     if (cluster_size > 1) {  // waited for before others' barriers are used: at once for loads, late for partial sums

@@ -135,6 +135,11 @@ class Config:
         return 128 * self.warpgroups + (128 if self.reallocates else 32)
 
     @property
+    def tail_rows(self) -> int:
+        """Rows of the boxes that a tile is loaded in if it lacks many of its tokens; 0: such tiles are loaded whole."""
+        return 0 if self.row_blocks > 1 or self.tokens < 32 else 16 if self.tokens < 64 else 32
+
+    @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
         return self.k_blocks * self.row_blocks
@@ -150,6 +155,7 @@ class Params:
     """The arguments of one launch; see the struct of the same name."""
 
     x: TensorMap
+    x_tail: TensorMap
     tiles: Pointer
     row_scale: Pointer
     row_zero: Pointer
@@ -478,6 +484,7 @@ def params(
     waves = tiles // config.stripes if config.stripes else 0
     return Params(
         x=b"" if x is None else encode(x, 128 // x.element_size(), config.tokens // config.row_blocks),
+        x_tail=b"" if x is None else encode(x, 128 // x.element_size(), config.tail_rows or 8),
         tiles=weight.tiles,
         row_scale=weight.row_scale,
         row_zero=weight.row_zero,

@@ -8,6 +8,7 @@
 
 struct Params {
     ptx::TensorMap x;         // [tokens, inputs], box: 128 bytes of a row x tokens / row_blocks
+    ptx::TensorMap x_tail;    // the same in boxes of Shape::tail_rows, for a tile that lacks many of its tokens
     const uint8_t* tiles;     // [units][weight_tiles][tile_bytes]
     const float* row_scale;   // [rows padded to 64]
     const uint8_t* row_zero;  // whole rows with zero points: [rows padded to 64], else null
@@ -36,6 +37,8 @@ struct PackedLargeShape {
     static constexpr int steps = 2 * element_bytes;  // products of 32 bytes of inputs in half a unit
     static constexpr int box_bytes = Config::tokens * 128;
     static constexpr int x_bytes = box_bytes * element_bytes;  // 128 inputs are one box of bytes, two of 16 bits
+    // Rows beyond the matrix take a tensor-map copy twice as long as others: a tile that lacks many is loaded in these.
+    static constexpr int tail_rows = Config::row_blocks > 1 || Config::tokens < 32 ? 0 : Config::tokens < 64 ? 16 : 32;
     static constexpr int w_bytes = Config::row_warpgroups * Config::tile_bytes;
     static constexpr int stage_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
     static constexpr int ring_bytes = Config::stages * stage_bytes;
