@@ -161,10 +161,10 @@ def logits() -> str:
     """A real model's logits on the kernels beside the reference's: schemes and backends down."""
     body = [
         [
-            f"{row['case']}, {row['scheme']} on {row['backend']}",
+            f"{row['scheme']} ({row['case']}: {', '.join(row['kernels'])})",
             f"{row['codes_differ']} and {row['sums_differ']}",
             f"{row['results_differ']} of {row['results']:,}",
-            f"{row['largest_logit_difference']:.4f}",
+            f"{row['logits_worst']:.4f}",
             f"{row['tokens_agree']} of {row['tokens']}",
         ]
         for row in rows("logits")
