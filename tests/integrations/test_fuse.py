@@ -65,6 +65,22 @@ def test_layers_with_inputs_of_their_own_are_not_joined(tmp_path):
         anybit.fuse(model)
     anybit.accelerate(model)  # what can be had without joining
     assert torch.equal(model(ids).logits, logits)
+    k_proj.input_scale, k_proj.hadamard = None, True
+    with pytest.raises(LayerError, match=r"of self_attn.q_proj and self_attn.k_proj one has its inputs rotated"):
+        anybit.fuse(model)
+
+
+def test_layers_whose_inputs_are_rotated_alike_are_joined(tmp_path):
+    model = quantized(LlamaConfig(**{**SIZES, "intermediate_size": 128}, head_dim=64), "w4a8", tmp_path)
+    for layer in model.modules():
+        if isinstance(layer, anybit.QuantLinear):
+            layer.hadamard = True
+    ids = torch.randint(0, 128, (2, 9))
+    logits = model(ids).logits
+    assert torch.allclose(anybit.fuse(model)(ids).logits, logits, atol=1e-6)
+    anybit.unfuse(model)
+    assert all(layer.hadamard for layer in model.modules() if isinstance(layer, anybit.QuantLinear))
+    assert torch.equal(model(ids).logits, logits)
 
 
 def test_unfusing_leaves_the_hooks_of_others(tmp_path):

@@ -231,10 +231,12 @@ def _why_not(layer: nn.Module) -> str | None:
     for name, module in names.items():
         if not isinstance(module, QuantLinear):
             return f"{name} is a {type(module).__name__}, not a QuantLinear: quantize every linear layer of a layer"
-    for name, module in names.items():
-        if name not in ("self_attn.o_proj", "mlp.down_proj") and (module.input_scale is not None or module.hadamard):
-            own = "rotates" if module.hadamard else "scales"
-            return f"{name} {own} its inputs in its own way, so it cannot share a product with its neighbours"
+    for shared in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        for name in shared:
+            if names[name].input_scale is not None:
+                return f"{name} scales its inputs in its own way, so it cannot share a product with its neighbours"
+            if names[name].hadamard != names[shared[0]].hadamard:
+                return f"of {shared[0]} and {name} one has its inputs rotated on line, so they cannot share a product"
     if attention.config.hidden_act not in ("silu", "swish"):
         return f"its activation is {attention.config.hidden_act}, and fuse knows silu"
     return None
@@ -247,7 +249,9 @@ def _joined(layers: list[QuantLinear]) -> QuantLinear:
     bias = torch.cat([b for b in biases if b is not None]) if all(b is not None for b in biases) else None
     if bias is None and any(b is not None for b in biases):
         raise LayerError("some of the layers that share an input have a bias, and some have none")
-    return QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend).prepare()
+    joined = QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend).prepare()
+    joined.hadamard = layers[0].hadamard
+    return joined
 
 
 def _split(fused: QuantLinear, parent: nn.Module, shares: dict[str, int]) -> None:
@@ -255,7 +259,9 @@ def _split(fused: QuantLinear, parent: nn.Module, shares: dict[str, int]) -> Non
     outputs = [share * unit for share in shares.values()]
     biases = [None] * len(outputs) if fused.bias is None else list(fused.bias.split(outputs))
     for name, weight, bias in zip(shares, unstack(fused.quantized_weight(), outputs), biases, strict=True):
-        setattr(parent, name, QuantLinear.from_weight(weight, fused.scheme, bias, fused.backend).prepare())
+        layer = QuantLinear.from_weight(weight, fused.scheme, bias, fused.backend).prepare()
+        layer.hadamard = fused.hadamard
+        setattr(parent, name, layer)
 
 
 def _norm(hidden: Hidden, norm: Any) -> tuple[Tensor, Tensor]:
