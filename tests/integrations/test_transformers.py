@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from anybit import AnyBitConfig, QuantLinear
-from anybit.errors import CheckpointError, LayerError
+from anybit.errors import CheckpointError, KernelError, LayerError, OptionError
 from anybit.integrations.loading import load_model
 
 
@@ -152,6 +152,13 @@ def test_missing_tensors_are_not_made_up(sources: dict[str, Path], tmp_path: Pat
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight_scale"):
         load_model(tmp_path, device="cpu")
+
+
+def test_a_wrong_configuration_says_what_is_allowed() -> None:
+    with pytest.raises(KernelError, match="backend 'fast' is unknown; there are bitwise, packed"):
+        AnyBitConfig("w4a16", backend="fast")
+    with pytest.raises(OptionError, match="AnyBitConfig takes no bits; it takes scheme, modules_to_not_convert"):
+        AnyBitConfig("w4a16", bits=4)
 
 
 FIRST_USES = {

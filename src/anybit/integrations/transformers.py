@@ -15,7 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit.errors import LayerError
+from anybit.errors import KernelError, LayerError, OptionError
 from anybit.hadamard import inverse
 from anybit.integrations import graph
 from anybit.linear import QuantLinear
@@ -39,6 +39,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
     input_scale: the checkpoint stores a scale of every input channel for every layer (OneBit's form).
     hadamard: names of the layers whose inputs are rotated on line (``anybit.quantize.rotate``).
+    Raises SchemeError, KernelError for an unknown backend, OptionError for an argument that it does not have.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.hadamard = list(hadamard or ())
         self.input_scale = input_scale
         if backend is not None and backend not in backends:
-            raise ValueError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
+            raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
         # A saved configuration also says who wrote it, which changes nothing here.
         unexpected = set(unknown) - {"quant_method", "version"}
         if unexpected:
-            raise TypeError(f"AnyBitConfig takes no {', '.join(sorted(unexpected))}")
+            known = "scheme, modules_to_not_convert, backend, group_index, hadamard and input_scale"
+            raise OptionError(f"AnyBitConfig takes no {', '.join(sorted(unexpected))}; it takes {known}")
 
     def to_dict(self) -> dict[str, Any]:
         """What ``config.json`` says: the format of the checkpoint, not the choice of a backend."""
