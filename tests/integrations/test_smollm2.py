@@ -1,0 +1,36 @@
+"""A real model, as a user meets it: quantized into a folder, asked, run over a quantized cache, and evaluated."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anybit import AnyBitCache, evaluate
+from anybit.integrations.loading import Loaded, load_model
+from anybit.quantize.methods import quantize_folder
+
+pytestmark = pytest.mark.model
+
+
+def said(loaded: Loaded, prompt: str, **options: Any) -> str:
+    inputs = loaded.tokenizer(prompt, return_tensors="pt")
+    with torch.inference_mode():
+        tokens = loaded.model.generate(**inputs, max_new_tokens=3, do_sample=False, **options)
+    return loaded.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :])
+
+
+def test_four_bits_still_speak(smollm2: Path, wikipedia: Path, tmp_path: Path) -> None:
+    saved = quantize_folder(smollm2, tmp_path / "w4", "w4a16g128")
+    assert saved.layers == 210
+    assert saved.bits_per_weight == pytest.approx(4.1357, abs=1e-3)
+    plain, ours = (load_model(folder, device="cpu") for folder in (smollm2, tmp_path / "w4"))
+    question = "The capital of France is"
+    assert "Paris" in said(plain, question)
+    assert "Paris" in said(ours, question)
+    ids = ours.tokenizer(evaluate.read_text(wikipedia)[:8000], add_special_tokens=False)["input_ids"]
+    windows = evaluate.windows_of(ids, 256, 2)
+    before, after = (evaluate.perplexity(loaded.model, windows).perplexity for loaded in (plain, ours))
+    assert before < after < 1.6 * before
+    ours.model.set_attn_implementation("anybit")
+    assert "Paris" in said(ours, question, past_key_values=AnyBitCache("kv4", config=ours.model.config))
