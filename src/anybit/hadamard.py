@@ -78,7 +78,7 @@ def inverse(x: Tensor) -> Tensor:
     if order == 1:
         return transform(x)  # Sylvester's matrices are symmetric
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = torch.matmul(_signs(order).T.to(x.device, work), x.to(work).reshape(-1, order, power))
+    y = torch.matmul(signs(order).T.to(x.device, work), x.to(work).reshape(-1, order, power))
     result: Tensor = (transform(y) * order**-0.5).reshape(x.shape).to(x.dtype)
     return result
 
@@ -87,21 +87,22 @@ def inverse(x: Tensor) -> Tensor:
 def _whole(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The transpose of the matrix of signs, [size, size]."""
     with torch.autocast(device.type, enabled=False):
-        signs: Tensor = (transform(torch.eye(size)) * size**0.5).round()
-    return signs.to(device, dtype)
+        whole: Tensor = (transform(torch.eye(size)) * size**0.5).round()
+    return whole.to(device, dtype)
 
 
 @cache
 def _signs_on(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Kept where it is used: a copy in every call would stall a GPU, and cannot be captured in a graph."""
-    return _signs(order).to(device, dtype)
+    return signs(order).to(device, dtype)
 
 
 @cache
-def _signs(order: int) -> Tensor:
-    signs = _paley(order)
-    assert signs is not None
-    return signs
+def signs(order: int) -> Tensor:
+    """The matrix of an order by Paley's constructions, entries 1 and -1, float32 [order, order]."""
+    found = _paley(order)
+    assert found is not None
+    return found
 
 
 @cache

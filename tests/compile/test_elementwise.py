@@ -6,7 +6,7 @@ from machine_code import ARCHITECTURES
 
 from anybit import jit
 from anybit.errors import KernelError
-from anybit.kernels import elementwise, rope
+from anybit.kernels import elementwise, hadamard, rope
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -17,6 +17,8 @@ def test_no_spills(arch):
         elementwise.kernel("add_rms_norm", elementwise.norm_config(row)),
         elementwise.kernel("silu_mul", elementwise.silu_config(row)),
         rope.kernel(rope.default(head)),
+        hadamard.kernel(hadamard.default(hadamard.Problem(1, 14336))),
+        hadamard.kernel(hadamard.default(hadamard.Problem(1, 576, torch.bfloat16))),
     ):
         compiled = jit.cached(kernel, arch)
         assert compiled.spill_bytes == compiled.stack_bytes == 0

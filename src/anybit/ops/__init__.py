@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anybit.hadamard import transform
+from anybit.kernels import hadamard as hadamard_kernel
 from anybit.ops import bitwise, packed
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
@@ -95,6 +96,12 @@ def hadamard(x: Tensor) -> Tensor:
     return y
 
 
+def _hadamard_cuda(x: Tensor) -> Tensor:
+    # Without a kernel for the size or the type: the same in torch's operations.
+    problem = hadamard_kernel.Problem(1, x.shape[-1], x.dtype)
+    return transform(x) if hadamard_kernel.why_not(problem) else hadamard_kernel.transform(x)
+
+
 # A Library rather than custom_op: its calls cost a few microseconds less, and decoding makes hundreds of them a token.
 _library = torch.library.Library("anybit", "DEF")
 _library.define(
@@ -103,6 +110,7 @@ _library.define(
 _library.define("hadamard(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 for _device in ("CPU", "CUDA"):
     _library.impl("linear", _linear, _device)
-    _library.impl("hadamard", transform, _device)
+_library.impl("hadamard", transform, "CPU")
+_library.impl("hadamard", _hadamard_cuda, "CUDA")
 torch.library.register_fake("anybit::hadamard", torch.empty_like)
 torch.library.register_fake("anybit::linear", _linear_fake)
