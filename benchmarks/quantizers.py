@@ -1,36 +1,37 @@
 """Methods against schemes: perplexity of SmolLM2-135M on Wikipedia prose, and a picture of perplexity against size.
 
-    python benchmarks/quantizers.py --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt [SCHEME:METHOD ...]
+    python benchmarks/quantizers.py --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt [CASE ...]
 
-From folder to folder with the methods' own defaults, on a GPU if there is one. Calibration reads the second half of the
-text, evaluation the first 16 windows of 512 tokens of the first. Rows are added to quantizers.json in
-benchmarks/results/h200 or cpu one by one; those of the same case, scheme, method and options are replaced.
+A case is SCHEME:METHOD, from folder to folder with the method's own defaults, on a GPU if there is one; in
+SCHEME:METHOD+METHOD the second takes the calibrated blocks of the first (its seconds are those of both). Calibration
+reads the second half of the text, evaluation the first 16 windows of 512 tokens of the first. A scheme with a KV cache
+is evaluated through the cache. SCHEME:METHOD:op is also evaluated in 16 bits, once through plain dequantized arithmetic
+and once through anybit's kernels: APT-LLM's Table V; its codes do not learn, which would change both alike.
 
-`--op` also evaluates in 16 bits, once through plain dequantized arithmetic and once through anybit's kernels: APT-LLM's
-Table V. A scheme with a KV cache is evaluated through the cache. `--jobs N` measures N cases at once, which does not
-change them, only their seconds. `--blocks DIR` lets methods that start from the same calibrated blocks share them
-(their seconds are added up), `--missing` leaves out what has a row: both are for runs that may be cut off.
-`--figure` only draws docs/quantizers.svg from the rows (needs matplotlib).
+Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one; those of the same case, scheme, method
+and options are replaced. `--missing` leaves out what has a row, `--seconds S` begins no case after S seconds,
+`--jobs N` lets N processes share the cases, which does not change them, only their seconds. `--figure` only draws
+docs/quantizers.svg from the rows (needs matplotlib).
 """
 
 import argparse
 import datetime
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+import traceback
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 
 from anybit import evaluate
-from anybit.errors import AnyBitError, KernelError
+from anybit.errors import KernelError
 from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
@@ -40,14 +41,19 @@ from perplexity import commit
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FIGURE = ROOT / "docs" / "quantizers.svg"
-SCHEMES = ("w4a16g64asym", "w3a16g128asym", "w3a16g64asym", "w2a16g64asym", "w2a16g32asym")
-CASES = [f"{scheme}:{method}" for scheme in SCHEMES for method in ("rtn", "gptq", "learned")]
-CASES += ["float32:rtn", "w6a6g64asym-xasym:smooth", "w4a4g64asym-xasym:rotate"]
-# What the papers compare with and without their kernels, in schemes that a kernel of ours runs.
-THROUGH_KERNELS = ["w6a6:smooth", "w4a4:rotate", "w4a4g128:rotate", "w4a8:smooth", "w2a4:learned", "w4a16g128:gptq"]
-KV = ["w4a16g64asym-kv4:gptq", "w4a16g64asym-kv2g32:gptq"]
-# They calibrate the same blocks first.
-PLAIN = ("gptq", "learned")
+SCHEMES = ("w3a16g128asym", "w2a16g64asym", "w2a16g32asym", "w3a16g64asym", "w4a16g64asym")
+CASES = [
+    *(f"{scheme}:gptq+learned" for scheme in SCHEMES[:2]),
+    "w4a4g64asym-xasym:spread",
+    *(f"{scheme}:gptq+learned" for scheme in SCHEMES[2:]),
+    "w6a6g64asym-xasym:smooth",
+    "float32:rtn",
+    *(f"{scheme}:rtn" for scheme in SCHEMES),
+    # What the papers compare with and without their kernels, in schemes that a kernel of ours runs.
+    *("w4a16g128:gptq:op", "w4a8:smooth:op", "w6a6:smooth:op", "w4a4g64asym-xasym:spread:op", "w2a4:spread:op"),
+    *("w4a16g64asym-kv4:gptq", "w4a16g64asym-kv2g32:gptq", "w4a4g64asym-xasym:rotate"),
+]
+CASE = "smollm2-135m wikipedia, first half"
 FLOAT32, HALF = torch.float32, torch.float16
 
 
@@ -66,7 +72,7 @@ def measure(
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         folder, bits = model, 16.0
-        shared = None if blocks is None else blocks / scheme / ("plain" if method in PLAIN else method)
+        shared = None if blocks is None else blocks / scheme
         if scheme != "float32":
             given = {"text": Path(scratch) / "second.txt", **options} if METHODS[method].calibrated else options
             if shared is not None and METHODS[method].calibrated:
@@ -82,7 +88,7 @@ def measure(
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         found = perplexities(folder, content[:cut], scheme, op)
     return {
-        "case": "smollm2-135m wikipedia, first half",
+        "case": CASE,
         "scheme": scheme,
         "method": method,
         "options": options,
@@ -126,35 +132,55 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, An
 
 
 def add(row: dict[str, Any], file: Path) -> None:
-    """Put a row into a file in place of an older one of its kind."""
-    rows = json.loads(file.read_text()) if file.exists() else []
-    key = ("case", "scheme", "method", "options")
-    rows = [old for old in rows if any(old.get(k) != row.get(k) for k in key)] + [row]
+    """Put a row into a file in place of an older one of its kind; several processes may."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    with (Path(tempfile.gettempdir()) / "anybit-quantizers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = json.loads(file.read_text()) if file.exists() else []
+        key = ("case", "scheme", "method", "options")
+        rows = [old for old in rows if any(old.get(k) != row.get(k) for k in key)] + [row]
+        whole = file.with_suffix(".part")
+        whole.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        whole.replace(file)
 
 
-def known(file: Path, scheme: str, method: str, options: dict[str, Any]) -> bool:
+def known(file: Path, scheme: str, method: str, options: dict[str, Any], op: bool) -> bool:
     """Whether a file has a row of a case."""
     rows = json.loads(file.read_text()) if file.exists() else []
-    wanted = {"scheme": scheme, "method": method, "options": options}
-    return any(all(row.get(k) == v for k, v in wanted.items()) for row in rows)
+    wanted = {"case": CASE, "scheme": scheme, "method": method, "options": options}
+    rows = [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
+    return any(not op or "perplexity_kernels" in row or "refused_kernels" in row for row in rows)
 
 
-def alone(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Measure a case in a process of its own; None if it failed."""
-    command = [sys.executable, __file__, case, "--model", arguments.model, "--text", arguments.text, "--print"]
-    command += ["--options", json.dumps(arguments.options)] + (["--op"] if arguments.op else [])
-    command += ["--blocks", arguments.blocks] if arguments.blocks else []
-    threads = str(max((os.cpu_count() or 1) // arguments.jobs, 1))
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([*map(str, command)], check=False, capture_output=True, text=True, env=environment)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        print(f"{case} failed: {done.stderr[-2000:]}", flush=True)
-        return None
-    row: dict[str, Any] = json.loads(lines[-1])
-    return row
+def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
+    """Measure a case, one method after the other."""
+    scheme, methods, *rest = text.split(":")
+    op = rest == ["op"]
+    with tempfile.TemporaryDirectory() as scratch:
+        for method in methods.split("+"):
+            options = {"learn_tokens": 0} if op and METHODS[method].calibrated else {}
+            options |= arguments.options
+            if arguments.missing and known(file, scheme, method, options, op):
+                continue
+            blocks = Path(scratch) if "+" in methods else None
+            try:
+                row = measure(arguments.model, arguments.text, scheme, method, options, op, blocks)
+            except Exception:  # the other cases are still worth having
+                print(f"{scheme}:{method} failed: {traceback.format_exc()}", flush=True)
+                continue
+            print(json.dumps(row), flush=True)
+            add(row, file)
+
+
+def share(arguments: argparse.Namespace) -> None:
+    """Several processes, each of which takes the next case that none has taken."""
+    with tempfile.TemporaryDirectory() as claims:
+        command = [sys.executable, *sys.argv, "--jobs", "1", "--claims", claims]
+        threads = str(max((os.cpu_count() or 1) // arguments.jobs, 1))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        workers = [subprocess.Popen(command, env=environment) for _ in range(arguments.jobs)]
+        for worker in workers:
+            worker.wait()
 
 
 def figure(rows: list[dict[str, Any]]) -> None:
@@ -184,42 +210,34 @@ def figure(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=CASES, help="SCHEME:METHOD")
+    parser.add_argument("cases", nargs="*", default=CASES, help="SCHEME:METHOD[+METHOD][:op]")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--options", type=json.loads, default={}, help="options of the method, as JSON")
-    parser.add_argument("--op", action="store_true", help="evaluate through the kernels too")
-    parser.add_argument("--jobs", type=int, default=1, help="cases at once")
-    parser.add_argument("--blocks", type=Path, default=None, help="a folder for blocks that methods share")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases")
+    parser.add_argument("--claims", type=Path, default=None, help="where they say which they took")
     parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")
-    parser.add_argument("--print", action="store_true", help="only print the rows")
     parser.add_argument("--figure", action="store_true", help="only draw the picture")
     arguments = parser.parse_args()
-    place = arguments.output or RESULTS / ("h200" if torch.cuda.is_available() else "cpu")
-    lock = Lock()
-
-    def one(case: str) -> None:
-        scheme, method = case.split(":")
-        given = (arguments.model, arguments.text, scheme, method, arguments.options, arguments.op, arguments.blocks)
-        if arguments.missing and known(place / "quantizers.json", scheme, method, arguments.options):
-            return
-        try:
-            row = measure(*given) if arguments.print or arguments.jobs == 1 else alone(case, arguments)
-        except AnyBitError as error:  # the other cases are still worth having
-            print(f"{case} failed: {error}", flush=True)
-            return
-        with lock:
-            if row is not None:
-                print(json.dumps(row), flush=True)
-                if not arguments.print:
-                    add(row, place / "quantizers.json")
-
-    if not arguments.figure:
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            list(pool.map(one, arguments.cases))
     if arguments.figure:
         figure([row for file in RESULTS.glob("*/quantizers.json") for row in json.loads(file.read_text())])
+        return
+    if arguments.jobs > 1:
+        share(arguments)
+        return
+    place = arguments.output or RESULTS / ("h200" if torch.cuda.is_available() else "cpu")
+    started = time.monotonic()
+    for case in arguments.cases:
+        if time.monotonic() - started > arguments.seconds:
+            break
+        try:
+            if arguments.claims is not None:
+                (arguments.claims / case).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        unit(case, arguments, place / "quantizers.json")
 
 
 if __name__ == "__main__":
