@@ -43,8 +43,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIGURE = ROOT / "docs" / "quantizers.svg"
 SCHEMES = ("w3a16g128asym", "w2a16g64asym", "w2a16g32asym", "w3a16g64asym", "w4a16g64asym")
 CASES = [
-    *(f"{scheme}:gptq+learned" for scheme in SCHEMES[:2]),
     "w4a4g64asym-xasym:spread",
+    *(f"{scheme}:gptq+learned" for scheme in SCHEMES[:2]),
     *(f"{scheme}:gptq+learned" for scheme in SCHEMES[2:]),
     "w6a6g64asym-xasym:smooth",
     "float32:rtn",

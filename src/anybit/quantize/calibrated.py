@@ -44,7 +44,7 @@ class Options:
     order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  block_passes: over the text, to learn each block against
     its original output (``anybit.quantize.learned``).  learn_tokens, learn_passes, step_tokens, place_rate,
     scale_rate, gain_rate: see ``anybit.quantize.distill``; what is None is chosen by ``learning``.
-    strength: how much of the outliers smoothing moves; None finds it for each place (0.5 where a rotation follows).
+    strength: how much of the outliers smoothing moves; None finds it for each place (0.4 where a rotation follows).
     seed: of the rotation.
     mix_heads: rotate what attention hands on across its heads, on line.
     device: where to work; None takes a GPU if there is one.
@@ -121,7 +121,7 @@ class Options:
         gpu, coded = self.on_gpu, scheme.activations.quantized
         learns = method == "learned" or (gpu and coded and method in ("smooth", "rotate", "spread"))
         narrow = min(scheme.weights.bits, scheme.activations.bits) < 4 or scheme.activations.bits == 4
-        passes = (6.0 if coded and narrow else 3.0 if coded or narrow else 2.0) if gpu else 1.0
+        passes = (8.0 if coded and narrow else 3.0 if coded or narrow else 2.0) if gpu else 1.0
         step = self.step_tokens if self.step_tokens is not None else (8192 if gpu else 1024)
         settings = Distillation(
             passes=passes if self.learn_passes is None else self.learn_passes,
@@ -247,7 +247,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     if method == "smooth":
         smooth(model, batched(sequences, 4096), options.strength, job.scheme)
     elif method == "spread":
-        strength = 0.5 if options.strength is None else options.strength
+        strength = 0.4 if options.strength is None else options.strength
         hadamard = spread(model, batched(sequences, 4096), strength, options.seed)
     else:
         hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)

@@ -19,7 +19,7 @@ from anybit.quantize.anatomy import Anatomy, anatomies, gain_of
 
 
 @torch.no_grad()
-def spread(model: Any, batches: Sequence[Tensor], strength: float = 0.5, seed: int = 0) -> list[str]:
+def spread(model: Any, batches: Sequence[Tensor], strength: float = 0.4, seed: int = 0) -> list[str]:
     """Smooth and rotate a Llama-like model in place; what it computes stays the same, up to rounding.
 
     batches: token ids, int64 [B, L] each.  strength: ``s_j = rms(x_j)^a / |w_j|^(1 - a)``.  seed: of the signs that
