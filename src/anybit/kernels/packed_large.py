@@ -418,8 +418,8 @@ def estimate(problem: Problem, config: Config) -> float:
     waste = 1.0 if token_tiles == 1 or tokens in (16, 32, 64, 128, 256) else 1.05
     if token_tiles > 2 and tokens < 128:
         waste *= 1.06  # weights are read once for each of them
-    if config.warpgroups == 1:
-        waste *= 1.04  # nothing covers what its only warpgroup waits for
+    if config.warpgroups == 1:  # nothing covers what its only warpgroup waits for, or does between products
+        waste *= 1.6 if config.promotes else 1.04
     if tiles > 2 * problem.device.sms and config.warpgroups < 3 and tokens < 256:
         waste *= 1.03  # two warpgroups cover each other's ends less well than four
     if config.stripes:
