@@ -281,6 +281,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="powers of two and their neighbours: " + " ".join(SWEPT))
     parser.add_argument("--no-baselines", action="store_true", help="do not time cuBLAS fp16 and fp8 beside")
     parser.add_argument("--humming", nargs="*", default=["w4a16g128", "w4a8"], help="schemes that it is timed in")
+    parser.add_argument("--humming-models", nargs="*", choices=MODELS, default=["llama-3-8b"], help="and models")
     parser.add_argument("--again", action="store_true", help="repeat rows that this commit has written")
     parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
@@ -348,7 +349,8 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
             for job in mine:
                 if job.scheme not in weights:
                     weights[job.scheme] = Weights(case, Scheme.parse(job.scheme))
-                    if job.scheme in options.humming and humming_layer.installed():
+                    theirs = case.name.split()[0] in options.humming_models and job.scheme in options.humming
+                    if theirs and humming_layer.installed():
                         peers[job.scheme] = humming_layer.Peer(weights[job.scheme].layer, Scheme.parse(job.scheme))
             if vendors is None and not options.no_baselines:
                 vendors = VendorWeights(case.n, case.k)
