@@ -78,6 +78,15 @@ class Job:
     config: Any
 
 
+def job_or_none(asked: tuple[Case, str, str]) -> Job | None:
+    """``job_of``; None, with a line, where nothing runs a case."""
+    try:
+        return job_of(asked)
+    except KernelError as error:
+        print(f"{asked}: {error}", flush=True)
+        return None
+
+
 def job_of(asked: tuple[Case, str, str]) -> Job | None:
     """The job as the op would run it, or by the kernel that is asked for; None where that kernel takes no such case.
 
@@ -308,7 +317,7 @@ def jobs_of(options: argparse.Namespace, pool: Pool) -> Iterator[Job]:
         for m in options.tokens
         for scheme in options.schemes
     ]
-    yield from (job for job in pool.imap(job_of, asked, chunksize=4) if job is not None)
+    yield from (job for job in pool.imap(job_or_none, asked, chunksize=4) if job is not None)
 
 
 def main() -> None:
@@ -351,7 +360,10 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
                     weights[job.scheme] = Weights(case, Scheme.parse(job.scheme))
                     theirs = case.name.split()[0] in options.humming_models and job.scheme in options.humming
                     if theirs and humming_layer.installed():
-                        peers[job.scheme] = humming_layer.Peer(weights[job.scheme].layer, Scheme.parse(job.scheme))
+                        try:
+                            peers[job.scheme] = humming_layer.Peer(weights[job.scheme].layer, Scheme.parse(job.scheme))
+                        except (AssertionError, RuntimeError) as error:  # it compiles, and may not find what it needs
+                            print(f"humming {case.name} {job.scheme}: {str(error)[:300]}", flush=True)
             if vendors is None and not options.no_baselines:
                 vendors = VendorWeights(case.n, case.k)
             rows = [row | marks for row in time_layer(mine, weights, peers, vendors)]
