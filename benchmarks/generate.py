@@ -403,13 +403,12 @@ def behind(model: Any, answer: torch.Tensor, prompt: int) -> float:
     return float((logits.amax(-1) - chosen).max())
 
 
-def real_rows(folder: str, schemes: list[str]) -> list[dict[str, object]]:
+def real_rows(folder: str, schemes: list[str]) -> Iterator[dict[str, object]]:
     """Greedy generate of a real model: tokens a second after the first, eager and with a static cache and graph.
 
     Every token must be one that a forward pass over the whole answer finds most likely, or nearly: sums of fp16 in
     another order turn what is equally likely, and answers part there.
     """
-    rows = []
     text = "The history of the steam engine begins in the first century, when"
     for scheme in ["fp16", *schemes]:
         loaded = load_model(folder, None if scheme == "fp16" else scheme, device="cuda", dtype=torch.float16)
@@ -440,8 +439,7 @@ def real_rows(folder: str, schemes: list[str]) -> list[dict[str, object]]:
             first = int(equal) - ids.shape[1]
             checked = f"every token within {gap:.3f} of the largest logit, the first {first} as eager's"
             name = f"{Path(folder).name} generate, {case}"
-            rows.append(row(name, scheme, 1, ids.shape[1] + tokens, ms, checked))
-    return rows
+            yield row(name, scheme, 1, ids.shape[1] + tokens, ms, checked)
 
 
 RECORD = (
@@ -469,8 +467,8 @@ def main() -> None:
     start, key = time.perf_counter(), ("case", "scheme", "batch", "context")
     schemes = [scheme for scheme in arguments.schemes.split(",") if scheme]
     if arguments.model:
-        rows = real_rows(arguments.model, schemes)
-        merge_rows(RESULTS / "h200" / "generate.json", rows, key)
+        for found in real_rows(arguments.model, schemes):
+            merge_rows(RESULTS / "h200" / "generate.json", [found], key)
         return
     wanted = schemes + ["fp16"] * arguments.baseline
     cases = [(s, b, c) for c in arguments.context for b in arguments.batch for s in wanted]
