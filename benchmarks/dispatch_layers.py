@@ -22,9 +22,9 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
 SHAPES = tuple(dict.fromkeys(shape for layers in MODELS.values() for shape in layers))
 
 SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2", "w8a8", "w2a16g128", "w3a16g128")
-"""What a map holds for every layer; the first ones are the first measured."""
+"""What a map holds for every layer, in the order of measurement."""
 CHECKED = SCHEMES[:5]
-"""Schemes of the problems at random."""
+"""Measured at every token count of the grid, the others at powers of two; and the schemes of the problems at random."""
 
 PICTURED = ("w1a1", "w1a2", "w1a4", "w2a3", "w3a3", "w3a4")
 PICTURED_SHAPES = ((4096, 4096), (28672, 4096))
@@ -44,7 +44,7 @@ def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: 
     what won nearby; then the schemes that are only pictured.
     """
     powers = tuple(m for m in tokens if m.bit_count() == 1)
-    halves = tuple(m for m in tokens if m.bit_count() != 1)
+    others = tuple(m for m in tokens if m.bit_count() != 1)
     shapes = tuple(dict.fromkeys(shape for model in models for shape in MODELS[model]))
     first = tuple(shape for shape in shapes if shape in MODELS["Llama-3-8B"])
     rest = tuple(shape for shape in shapes if shape not in first)
@@ -53,8 +53,11 @@ def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: 
         if scheme in PICTURED:
             found.append((of(scheme, tuple(s for s in PICTURED_SHAPES if s in shapes), powers), 1))
             continue
+        if scheme not in CHECKED:
+            found.append((of(scheme, first + rest, powers), 0))
+            continue
         found.append((of(scheme, first, powers), each))
-        found.append((of(scheme, first, halves), 0))
+        found.append((of(scheme, first, others), each - 1))
         found.append((of(scheme, rest, tokens), 0))
     return [(products, count) for products, count in found if products]
 

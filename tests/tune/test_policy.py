@@ -87,9 +87,10 @@ def test_activations_are_re_chosen_only_where_that_is_allowed() -> None:
 
 def test_buckets() -> None:
     assert [bucket(m) for m in (1, 3, 5, 7, 9, 13, 17, 4097, 8192, 8193, 20000)] == [
-        1, 3, 6, 8, 12, 16, 24, 6144, 8192, 16384, 32768,
+        1, 3, 6, 8, 12, 16, 24, 5120, 8192, 16384, 32768,
     ]  # fmt: skip
-    assert len(GRID) == 26
+    assert len(GRID) == 26 + 14
+    assert [bucket(m) for m in (64, 65, 81, 97, 113, 1100, 7169)] == [64, 80, 96, 112, 128, 1280, 8192]
 
 
 # -------- files

@@ -29,7 +29,7 @@ def check_input(x: Tensor, weight: Tensor, spec: LinearSpec) -> None:
 
 
 def token_bucket(tokens: int) -> int:
-    """The token count that kernels are chosen for: the next power of two, or half way to it."""
+    """The token count that kernels are chosen for: the next one of the policy maps' grid."""
     return bucket(tokens)
 
 

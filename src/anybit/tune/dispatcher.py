@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from anybit.errors import KernelError
-from anybit.tune.families import MOST_TOKENS, Layout, Product, bucket, power_of_two
+from anybit.tune.families import GRID, MOST_TOKENS, Layout, Product, bucket, power_of_two
 from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
 from anybit.tune.space import Candidate, builtin, builtin_layout, refuse_unknown
 
@@ -51,10 +51,10 @@ class Dispatcher:
 
     def point(self, product: Product) -> tuple[Point, Policy] | None:
         """What was measured for this product, at the token count of the grid that stands for its own."""
-        # Built-in choices are made for powers of two, so that half way to one the same configs compete as there.
-        counts = dict.fromkeys(min(m, MOST_TOKENS) for m in (bucket(product.m), power_of_two(product.m)))
+        # Built-in choices are made for powers of two, so that on the way to one the same configs compete as there.
+        least, most = min(bucket(product.m), MOST_TOKENS), min(power_of_two(product.m), MOST_TOKENS)
         for policy in self.policies:
-            for m in counts:
+            for m in (m for m in GRID if least <= m <= most):
                 for dtype in _alike(product):
                     found = policy.exact(replace(product, m=m, dtype=dtype))
                     if found is not None:

@@ -301,8 +301,16 @@ def quantizer(product: Product, target: Target) -> pack.Config:
 # -------- how many tokens count as the same
 
 MOST_TOKENS = 8192
-GRID: tuple[int, ...] = tuple(sorted({1 << i for i in range(14)} | {3 << i for i in range(12)}))
-"""The token counts of a map: every power of two, and what lies half way between two of them."""
+_QUARTERS_FROM = 64
+GRID: tuple[int, ...] = tuple(
+    sorted(
+        {1 << i for i in range(14)}
+        | {3 << i for i in range(12)}
+        | {steps << i for steps in (5, 7) for i in range(11) if _QUARTERS_FROM < steps << i <= MOST_TOKENS}
+    )
+)
+"""The token counts of a map: every power of two and what lies half way between two of them; above 64, where tiles of
+tokens fill waves of multiprocessors or do not, the quarters, too."""
 
 
 @functools.cache

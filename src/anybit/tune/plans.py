@@ -11,7 +11,7 @@ import pickle
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -87,18 +87,20 @@ def plan_of(product: Product, candidates: list[Candidate]) -> Plan:
     return Plan(candidates, tuple(_builtin_places(product, candidates)), default)
 
 
-_inherited: tuple[Sequence[Policy], Options] = ((), Options())
+Choose = Callable[[Product, Sequence[Policy], Options], list[Candidate]]
+_inherited: tuple[Choose, Sequence[Policy], Options] = (candidates_of, (), Options())
 
 
-def _inherit(maps: Sequence[Policy], options: Options) -> None:
+def _inherit(choose: Choose, maps: Sequence[Policy], options: Options) -> None:
     global _inherited
     die_with_parent()
-    _inherited = maps, options
+    _inherited = choose, maps, options
 
 
 def plan(product: Product) -> Plan:
     """Choose candidates; runs in a process of its own, since there are many configs to look at."""
-    return plan_of(product, candidates_of(product, *_inherited))
+    choose, maps, options = _inherited
+    return plan_of(product, choose(product, maps, options))
 
 
 class Planner:
@@ -107,11 +109,11 @@ class Planner:
     ``Options.plans``: a file of plans that were made before, with the same maps and options.
     """
 
-    def __init__(self, maps: Sequence[Policy], options: Options) -> None:
-        self._maps, self._options = maps, options
+    def __init__(self, maps: Sequence[Policy], options: Options, choose: Choose = candidates_of) -> None:
+        self._maps, self._options, self._choose = maps, options, choose
         self._jobs = options.jobs or os.cpu_count() or 1
         self._pool = ProcessPoolExecutor(
-            self._jobs, mp_context=_cheap_processes(), initializer=_inherit, initargs=(maps, options)
+            self._jobs, mp_context=_cheap_processes(), initializer=_inherit, initargs=(choose, maps, options)
         )
         self._kernels: dict[tuple[jit.Kernel, str], Future[str | None]] = {}
         self._known: dict[tuple[object, ...], Plan] = {}
@@ -170,7 +172,7 @@ class Planner:
             return self._by_hand(product)
 
     def _by_hand(self, product: Product) -> Plan:
-        return plan_of(product, candidates_of(product, self._maps, self._options))
+        return plan_of(product, self._choose(product, self._maps, self._options))
 
     def _compile(self, product: Product, candidate: Candidate) -> "list[Future[str | None]]":
         found = []
@@ -228,7 +230,9 @@ def compile_one(kernel: jit.Kernel, arch: str) -> str | None:
     return None
 
 
-def compile_all(products: Sequence[Product], options: Options, hints: Sequence[Policy] = ()) -> int:
+def compile_all(
+    products: Sequence[Product], options: Options, hints: Sequence[Policy] = (), choose: Choose = candidates_of
+) -> int:
     """Plan and compile everything that a search over ``products`` would, and measure nothing; how many candidates.
 
     The plans join those in the file ``options.plans``, for a search later.
@@ -242,7 +246,7 @@ def compile_all(products: Sequence[Product], options: Options, hints: Sequence[P
             new.write_bytes(pickle.dumps(plans))
             new.replace(path)
 
-    with Planner(hints, replace(options, plans=None)) as planner:
+    with Planner(hints, replace(options, plans=None), choose) as planner:
         for product, found in planner.plans(products):
             plans[plan_key(product)] = found
             count += len(found.candidates)

@@ -261,6 +261,24 @@ _EVERYTHING = 1000
 """A search for so many candidates of each family leaves nothing out."""
 
 
+_FEW = 16
+
+
+def _at_once(product: Product, targets: Collection[ActivationFormat]) -> Iterator[Candidate]:
+    """What each family would take for exactly this number of tokens."""
+    for effective in (replace(product, activations=activations) for activations in targets):
+        for family in FAMILIES.values():
+            if family.why_not(effective) is None:
+                try:
+                    config = family.default(effective)
+                except KernelError:
+                    continue
+                strategy = strategy_of(effective.activations, family.name, config)
+                found = Candidate(strategy, family.name, config, effective.activations)
+                if not _hopeless(product, found):
+                    yield found
+
+
 def _hopeless(product: Product, candidate: Candidate) -> bool:
     """Whether only the built-in choice is worth timing: mma.sync where wgmma is, or many planes of many tokens."""
     if product.device.capability >= 90 and candidate.kernel in ("bitwise_sync", "marlin"):
@@ -299,6 +317,8 @@ def promising(
     """
     targets = targets_of(product, allow)
     chosen = builtins_of(product, allow)
+    if product.m > _FEW and power_of_two(product.m) != product.m:  # built-in choices are made for powers of two
+        chosen += _at_once(product, targets)
     chosen += [hint for hint in hints if hint.activations in targets and (hint.kernel != _VENDOR or "copy" in allow)]
     counts: dict[tuple[str, str], int] = {}
     for candidate in space(product, allow).candidates if each else ():
