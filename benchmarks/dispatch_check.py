@@ -1,11 +1,11 @@
 """How near chosen configs are to the best there is: problems at random against a search of whole spaces.
 
 A problem is a layer of one of ten models, one of five schemes and a number of tokens between 1 and 8192 that need not
-be one of a map's. Its space is every legal config of packed_large and packed_digits, and of the other families the 16
-that they find most promising and 16 spread evenly over the rest: more are not compiled in the time there is. Bit planes
-are left out where they are more than the work of int8 and tokens are many (``skipped``). All of the space is timed
-(``runner.Sieve``: once, those within 25 % of the best again, those within 8 % carefully and checked against the
-reference), side by side with three choices:
+be one of a map's. Its space is every legal config of every family whose kernel is compiled: for all problems in turn
+the family's most promising one, one from the middle of the rest, the next most promising one and so on, as far as the
+time for compiling goes (a row says how many of how many legal ones that are). Left out is only what is hopeless
+(``skipped``). The space is timed (``runner.Sieve``: all of it once, what is within 25 % of the best again, what is
+within 8 % carefully, and checked against the reference), side by side with three choices:
 
     map       what the map that is given says, nothing of the problem measured
     tuned     what a search as ``anybit tune`` does it finds at the token count that stands for the problem's
@@ -13,22 +13,26 @@ reference), side by side with three choices:
 """
 
 import argparse
+import itertools
+import multiprocessing
 import os
 import pickle
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from anybit.device import Device
+from anybit.jit import Kernel
+from anybit.jit.cache import folder, key
 from anybit.tune.dispatcher import Dispatcher
 from anybit.tune.families import Product, bucket
-from anybit.tune.plans import Options, Plan, compile_all, plan_key
-from anybit.tune.policy import Origin, Policy, read
+from anybit.tune.plans import Options, Plan, compile_all, compile_one, die_with_parent, plan_key, plan_of
+from anybit.tune.policy import Origin, Policy
 from anybit.tune.runner import Effort, Sieve
 from anybit.tune.search import Child, Winners, measure, sift
 from anybit.tune.space import Candidate, builtin, promising
@@ -38,44 +42,57 @@ from timing import merge_rows, stamp
 KEY = ("case", "scheme", "m", "n", "k")
 
 
-MOST = {"bitwise": 32, "packed_small": 32, "packed_mid": 32}
-"""Configs of a family in a space; of those not named here, all."""
-
-
-def space_of(product: Product, maps: Sequence[Policy], options: Options) -> list[Candidate]:
-    """The space of a problem, thinned as ``MOST`` says."""
-    by_family: dict[str, list[Candidate]] = {}
-    for candidate in promising(product, 10**6):
-        if not skipped(product, candidate):
-            by_family.setdefault(candidate.kernel, []).append(candidate)
-    found: list[Candidate] = []
-    for name, mine in by_family.items():
-        most = MOST.get(name, len(mine))
-        rest = mine[most // 2 :]
-        spread = [rest[i * len(rest) // (most - most // 2)] for i in range(most - most // 2)]
-        found += mine if len(mine) <= most else [*mine[: most // 2], *spread]
-    return found
-
-
 def skipped(product: Product, candidate: Candidate) -> bool:
     """Whether a candidate is hopeless: mma.sync beside wgmma, more work in planes than in int8 for many tokens."""
     work = product.weights.bits * product.activations.bits
     return candidate.kernel == "bitwise_sync" or (candidate.strategy == "bitwise" and work > 8 and product.m > 64)
 
 
+Space = tuple[Plan, list[tuple[str, ...]]]
+"""A whole space, and the names of the kernels of each of its candidates."""
+
+
+def whole_space(product: Product) -> tuple[Space, list[list[Kernel]]]:
+    """The space of a problem, and its kernels in the order in which they are worth compiling, a candidate an entry."""
+    families: dict[str, list[Candidate]] = {}
+    for candidate in promising(product, 10**6):
+        if not skipped(product, candidate):
+            families.setdefault(candidate.kernel, []).append(candidate)
+    ordered = [_spread(mine) for mine in families.values()]
+    turns = [one for turn in itertools.zip_longest(*ordered) for one in turn if one is not None]
+    kernels = {candidate: list(candidate.kernels(product)) for candidate in turns}
+    names = {kernel: key(kernel, product.device.arch) for kernel in {k for mine in kernels.values() for k in mine}}
+    plan = plan_of(product, turns)
+    return (plan, [tuple(names[k] for k in kernels[one]) for one in turns]), [kernels[one] for one in turns]
+
+
+def _spread(ranked: list[Candidate]) -> list[Candidate]:
+    """By turns the most promising one that is left, and one from further and further apart places of the ranking."""
+    places = sorted(range(len(ranked)), key=lambda i: int(f"{i:012b}"[::-1], 2))  # bits turned round: evenly spread
+    return list(dict.fromkeys(one for i, place in enumerate(places) for one in (ranked[i], ranked[place])))
+
+
 def compile_spaces(options: argparse.Namespace) -> None:
-    """Plan and compile the whole spaces, problem by problem; what is done by the end of the time is whole."""
+    """Plan all spaces, then compile them in turns until this process is ended."""
     began = time.perf_counter()
     os.nice(options.nice)
-    usual = Options(options.tune_each, jobs=options.jobs, plans=_tuned(options.plans))
-    every = Options(10**6, jobs=options.jobs, plans=_spaces(options.plans))
-    hints = [read(options.map)] if options.map else []
     problems = drawn(options.problems, options.seed)
-    for part in range(0, len(problems), 20):
-        some = problems[part : part + 20]
-        count = compile_all([replace(one, m=bucket(one.m)) for one in some], usual, hints)
-        count += compile_all(some, every, (), space_of)
-        print(f"{count} of problems to {part + 19} compiled, {time.perf_counter() - began:.1f} s", flush=True)
+    usual = Options(options.tune_each, jobs=options.jobs, plans=_tuned(options.plans))
+    near = [replace(one, m=bucket(one.m)) for one in problems]
+    print(f"{compile_all(near, usual)} candidates of searches, {time.perf_counter() - began:.1f} s", flush=True)
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(options.jobs or os.cpu_count(), context, die_with_parent) as pool:
+        found = list(pool.map(whole_space, problems))
+        spaces = {plan_key(product): space for product, (space, _) in zip(problems, found, strict=True)}
+        new = _spaces(options.plans).with_suffix(".new")
+        new.write_bytes(pickle.dumps(spaces))
+        new.replace(_spaces(options.plans))
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*(kernels for _, kernels in found)))
+        todo = list(dict.fromkeys(kernel for kernels in turns if kernels for kernel in kernels))
+        print(f"{len(todo)} kernels to compile, {time.perf_counter() - began:.1f} s", flush=True)
+        for count, _ in enumerate(pool.map(compile_one, todo, ["sm_90a"] * len(todo), chunksize=4), 1):
+            if count % 250 == 0:
+                print(f"{count} kernels are there, {time.perf_counter() - began:.1f} s", flush=True)
 
 
 def start_compiling(options: argparse.Namespace) -> "subprocess.Popen[bytes]":
@@ -91,6 +108,7 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
     began = time.perf_counter()
     device: Device = child.facts["device"]
     spaces, tuned = _read(_spaces(options.plans)), _read(_tuned(options.plans))
+    present = {path.stem for path in folder().glob("*.kernel")}
     usual = Options(options.tune_each, effort=Effort(60, 2, 5), limit=options.limit)
     policy, winners = Policy(Origin.here(device.name, device.arch)), Winners()
     if found is not None:
@@ -103,14 +121,16 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         near = replace(product, m=bucket(product.m))
         space, plan = spaces.get(plan_key(product)), tuned.get(plan_key(near))
         if space is None or plan is None:
-            print(f"{product}: its space was not compiled in time", flush=True)
+            print(f"{product}: its space was not planned in time", flush=True)
             continue
         point = measure(child, near, plan, usual, policy, winners.near(near, plan))
         if point is None:
             continue
         chosen = {"map": by.choose(product).candidate, "built in": builtin(product)}
         chosen["tuned"] = _tuned_choice(product, point, child)
-        candidates = list(dict.fromkeys([*chosen.values(), *_without(space)]))
+        whole, names = space
+        compiled = [one for one, needs in zip(whole.candidates, names, strict=True) if present.issuperset(needs)]
+        candidates = list(dict.fromkeys([*chosen.values(), *compiled]))
         times, left_out = sift(child, product, candidates, usual, policy, list(chosen.values()), Sieve())
         final = {candidate: time.us for candidate, time in times if time.final}
         if not all(candidate in final for candidate in chosen.values()):
@@ -120,7 +140,8 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         ratios = {name: round(final[candidate] / final[best], 4) for name, candidate in chosen.items()}
         rows.append(
             {"case": "random problem", "scheme": str(product.scheme), "m": product.m, "n": product.n, "k": product.k}
-            | {"us": round(final[best], 3), "best": best.name, "candidates": len(candidates), "left_out": left_out}
+            | {"us": round(final[best], 3), "best": best.name, "candidates": len(candidates)}
+            | {"legal": len(whole.candidates), "left_out": left_out}
             | {"timed_carefully": len(final), "ratios": ratios, "chosen": {n: c.name for n, c in chosen.items()}}
             | {"seed": options.seed, "checked": True} | marks
         )  # fmt: skip
@@ -146,10 +167,6 @@ def _tuned_choice(product: Product, point: Any, child: Child) -> Candidate:
     return Dispatcher(device.name, [mine]).choose(product).candidate
 
 
-def _without(space: Plan) -> list[Candidate]:
-    return [candidate for i, candidate in enumerate(space.candidates) if i not in space.refused]
-
-
 def _spaces(plans: Path) -> Path:
     return plans.with_suffix(".spaces")
 
@@ -158,6 +175,6 @@ def _tuned(plans: Path) -> Path:
     return plans.with_suffix(".tuned")
 
 
-def _read(path: Path) -> dict[tuple[object, ...], Plan]:
-    found: dict[tuple[object, ...], Plan] = pickle.loads(path.read_bytes()) if path.exists() else {}
+def _read(path: Path) -> dict[tuple[object, ...], Any]:
+    found: dict[tuple[object, ...], Any] = pickle.loads(path.read_bytes()) if path.exists() else {}
     return found
