@@ -51,7 +51,7 @@ class Dispatcher:
 
     def point(self, product: Product) -> tuple[Point, Policy] | None:
         """What was measured for this product, at the token count of the grid that stands for its own."""
-        # Built-in choices are made for powers of two, so that on the way to one the same configs compete as there.
+        # A point on the way to the next power of two holds where its built-in choice is the product's own.
         least, most = min(bucket(product.m), MOST_TOKENS), min(power_of_two(product.m), MOST_TOKENS)
         for policy in self.policies:
             for m in (m for m in GRID if least <= m <= most):

@@ -19,10 +19,12 @@ from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat
 from anybit.tune.families import (
     FAMILIES,
+    MOST_TOKENS,
     Family,
     FieldValue,
     Layout,
     Product,
+    bucket,
     few_tokens,
     power_of_two,
     quantizer,
@@ -196,6 +198,9 @@ def refuse_unknown(allow: Collection[str]) -> None:
 # -------- built-in choices: what runs where nothing was measured
 
 
+_FEW = 16
+
+
 def builtin_layout(product: Product) -> Layout:
     """The layout that weights get where nothing was measured."""
     x = product.activations
@@ -207,13 +212,15 @@ def builtin_layout(product: Product) -> Layout:
 def builtin(product: Product, layout: Layout | None = None) -> Candidate:
     """The built-in choice for a product with its weights in ``layout`` (by default: in the built-in one).
 
-    Made for the next power of two of tokens. Raises KernelError, in a sentence, where nothing can run it.
+    Made for the token count that stands for the product's: with few tokens the next power of two, which needs fewer
+    kernels; with many the next of the grid, since tiles of tokens that do not fit cost up to a quarter of the time.
+    Raises KernelError, in a sentence, where nothing can run it.
     """
     layout = layout or builtin_layout(product)
     x = product.activations
     if layout is Layout.dense:
         return Candidate(_VENDOR, _VENDOR, None, x)
-    rounded = replace(product, m=power_of_two(product.m))
+    rounded = replace(product, m=(power_of_two if product.m <= _FEW else bucket)(product.m))
     if layout is Layout.planes:
         family = _planes_family(rounded)
         if family is None:
@@ -261,24 +268,6 @@ _EVERYTHING = 1000
 """A search for so many candidates of each family leaves nothing out."""
 
 
-_FEW = 16
-
-
-def _at_once(product: Product, targets: Collection[ActivationFormat]) -> Iterator[Candidate]:
-    """What each family would take for exactly this number of tokens."""
-    for effective in (replace(product, activations=activations) for activations in targets):
-        for family in FAMILIES.values():
-            if family.why_not(effective) is None:
-                try:
-                    config = family.default(effective)
-                except KernelError:
-                    continue
-                strategy = strategy_of(effective.activations, family.name, config)
-                found = Candidate(strategy, family.name, config, effective.activations)
-                if not _hopeless(product, found):
-                    yield found
-
-
 def _hopeless(product: Product, candidate: Candidate) -> bool:
     """Whether only the built-in choice is worth timing: mma.sync where wgmma is, or many planes of many tokens."""
     if product.device.capability >= 90 and candidate.kernel in ("bitwise_sync", "marlin"):
@@ -317,8 +306,8 @@ def promising(
     """
     targets = targets_of(product, allow)
     chosen = builtins_of(product, allow)
-    if product.m > _FEW and power_of_two(product.m) != product.m:  # built-in choices are made for powers of two
-        chosen += _at_once(product, targets)
+    if power_of_two(product.m) <= MOST_TOKENS:  # whose kernels are compiled anyway
+        chosen += builtins_of(replace(product, m=power_of_two(product.m)), allow)
     chosen += [hint for hint in hints if hint.activations in targets and (hint.kernel != _VENDOR or "copy" in allow)]
     counts: dict[tuple[str, str], int] = {}
     for candidate in space(product, allow).candidates if each else ():
