@@ -1,6 +1,7 @@
 """Quantize-and-pack alone: activations [M, K] in fp16 -> planes or bytes, beside the time of reading them once."""
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -57,27 +58,33 @@ def run(m: int, k: int, format: ActivationFormat, target: Target, every: bool) -
     return rows
 
 
+FORMATS = (
+    (ActivationFormat(1, "bipolar"), Target.planes),
+    (ActivationFormat(2, "sym"), Target.planes),
+    (ActivationFormat(4, "sym"), Target.planes),
+    (ActivationFormat(8, "sym"), Target.bytes),
+)
+
+
 def main() -> None:
+    began = time.perf_counter()
     parser = argparse.ArgumentParser()
     parser.add_argument("--every", action="store_true", help="every config, not the default alone; nothing is written")
     parser.add_argument("--tokens", type=int, nargs="*")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this time")
     options = parser.parse_args()
     marks = stamp()
-    rows = []
     for m, k in SHAPES:
         if options.tokens and m not in options.tokens:
             continue
-        for format, target in (
-            (ActivationFormat(1, "bipolar"), Target.planes),
-            (ActivationFormat(2, "sym"), Target.planes),
-            (ActivationFormat(4, "sym"), Target.planes),
-            (ActivationFormat(8, "sym"), Target.bytes),
-        ):
-            for row in run(m, k, format, target, options.every):
-                rows.append({**row, **marks})
-                print(*(row[name] for name in ("scheme", "m", "k", "us", "us_warm", "floor_us", "config")), flush=True)
-    if not options.every:
-        merge_rows(Path(RESULTS) / "h200" / "pack.json", rows)
+        if time.perf_counter() - began > options.seconds:
+            print(f"out of time before {m} x {k}")
+            break
+        rows = [row | marks for format, target in FORMATS for row in run(m, k, format, target, options.every)]
+        for row in rows:
+            print(*(row[name] for name in ("scheme", "m", "k", "us", "us_warm", "floor_us", "config")), flush=True)
+        if not options.every:
+            merge_rows(Path(RESULTS) / "h200" / "pack.json", rows)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,50 @@ def gemm_bitwise() -> str:
     return "\n\n".join(parts)
 
 
+def bitwise_shapes() -> str:
+    """What docs/bitwise.md speaks of: shapes down, schemes across, with the rate where there are many tokens."""
+    found = [row for row in rows("gemm_bitwise") if row.get("kernel", "wgmma") == "wgmma"]
+    body = []
+    for m, n, k in ((4096, 28672, 4096), (1024, 4096, 4096), (64, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)):
+        cells = []
+        for scheme in ("w1a1", "w1a2", "w2a2", "w3a4", "w4a4"):
+            row = next((r for r in found if (r["m"], r["n"], r["k"], r["scheme"]) == (m, n, k, scheme)), None)
+            rate = f", {row['tops']:,.0f} TOPS" if row and m == 4096 else ""
+            floor = f", {row['floor_us'] / row['us']:.0%} of the floor" if row and m == 1 else ""
+            cells.append(f"{row['us']:.2f} / {row['us_with_pack']:.2f} us{rate}{floor}" if row else "")
+        body.append([f"{m} x {n} x {k}", *cells])
+    header = ["alone / with quantize-and-pack", "w1a1", "w1a2", "w2a2", "w3a4", "w4a4"]
+    return table(header, body) if any(cell for line in body for cell in line[1:]) else ""
+
+
+def bitwise_sync() -> str:
+    """The products by mma.sync, which sm_80 to sm_89 run, beside wgmma's on the same GPU."""
+    found = rows("gemm_bitwise")
+    body = []
+    for row in (row for row in found if row.get("kernel") == "mma.sync"):
+        keys = {key: row[key] for key in ("case", "scheme", "m", "n", "k")}
+        other = find(found, kernel="wgmma", **keys)
+        shape = f"{row['case']}, {row['m']} x {row['n']} x {row['k']}, {row['scheme']}"
+        body.append([shape, f"{row['us']:.2f}", f"{other['us']:.2f}" if other else ""])
+    return table(["us", "mma.sync", "wgmma"], body) if body else ""
+
+
+def launch() -> str:
+    """What a kernel costs before it runs."""
+    body = [
+        [
+            f"{row['case']}, {row['scheme']}",
+            f"{row['first_use_s']:.2f} s",
+            f"{row['from_disk_ms']:.1f} ms",
+            f"{row['launch_host_us']:.1f} us",
+            f"{row['multiply_host_us']:.1f} us",
+        ]
+        for row in rows("launch")
+    ]
+    header = ["kernel", "first use", "from disk", "host time of a launch", "of `multiply`, with its checks"]
+    return table(header, body) if body else ""
+
+
 def gemm_packed() -> str:
     """One table a model and scheme: tokens down, layers across; microseconds, and how many times cuBLAS fp16."""
     found = rows("gemm_packed")
@@ -357,7 +401,8 @@ def quantizers() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        headline, gemm_bitwise, gemm_packed, packed_layers, packed_widths, packed_sweep, logits, pack, generate,
+        headline, gemm_bitwise, bitwise_shapes, bitwise_sync, launch,
+        gemm_packed, packed_layers, packed_widths, packed_sweep, logits, pack, generate,
         generate_models, ablation, ablation_model, dispatch_model, dispatch_check, decode_attention,
         kv_perplexity, kv_widths, kv_needle, quantizers, *aims.MAKERS,
     )

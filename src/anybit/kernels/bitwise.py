@@ -453,11 +453,14 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
     walk = Walk.tokens if m > 32 and p == q == 2 else Walk.weights
     tokens = 16 if m > 32 and p * q <= 2 else min(32, max(8, 1 << (m - 1).bit_length()))
     half = problem.device.shared_bytes // 2 - 1024  # so that the next kernel's block fits beside this one's
+    # Long rows of 2-bit weights: four blocks with a slot for every plane were faster than two (4096 x 14336 at M = 1).
+    chunks = planes.chunks(problem.k)
+    four = tokens == 8 and walk is Walk.weights and p == q == 2 and 12 <= chunks <= 16
 
     def cost(config: Config) -> tuple[float, ...]:
         columns, rows, _ = grid(problem, config)
         alone = columns // _split(config) * rows < 0.9 * problem.device.sms
-        slots = (12 if tokens == 8 else 8) if alone else 4
+        slots = (8 if four else 12 if tokens == 8 else 8) if alone else 4
         if m > 16:
             slots = min(8, planes.chunks(problem.k) * (p if walk is Walk.weights else q))
         return (
@@ -465,7 +468,7 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
             abs(config.tokens - tokens),
             config.groups,
             config.blocks,
-            config.cluster != 1 + alone,
+            config.cluster != (4 if four and alone else 1 + alone),
             shared_bytes(config) > half,
             -config.span,
             abs(config.slots - slots),
@@ -478,12 +481,14 @@ def _one_wave(problem: Problem, found: list[Config]) -> Config | None:
     """33 to 64 tokens, and about a tile of 32 weights a multiprocessor: a slot for every plane, warpgroups sharing k.
 
     Not for one bit by two, which was measured to be faster in tiles of 16 tokens once its activations are quantized.
+    Two bits by two have one warpgroup: 0.1 us slower alone than four, 0.4 us faster with quantization, since two blocks
+    fit a multiprocessor.
     """
     p, q = problem.weights.bits, problem.activations.bits
     tiles = -(-problem.n // 32)
     if not (32 < problem.m <= 64 and 0.75 * problem.device.sms <= tiles <= problem.device.sms) or p * q == 2:
         return None
-    rounds, groups = planes.chunks(problem.k), 4 if p * q <= 4 else 2
+    rounds, groups = planes.chunks(problem.k), 4 if p * q < 4 else 1 if (p, q) == (2, 2) else 2
     fitting = [
         config
         for config in found
