@@ -17,7 +17,7 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 @dataclass(frozen=True)
 class Product:
-    """y = x W^T + bias, all on one device; `expected` is float64, of the scales as the tiles hold them (fp16)."""
+    """y = x W^T + bias, all on one device; `expected` is float64, of the weight as it was before it went into tiles."""
 
     packed: PackedWeight
     x: Tensor
@@ -78,7 +78,7 @@ def product(
     else:
         x = torch.randn(m, k, generator=generator).to(dtype)
         exact = x.double()
-    expected = exact.to(device) @ packed_layout.unpack(packed).T
+    expected = exact.to(device) @ weight.dequantize(torch.float64).to(device).T
     b = torch.randn(n, generator=generator).to(dtype if dtype.is_floating_point else torch.float16) if bias else None
     if b is not None:
         b = b.to(device)

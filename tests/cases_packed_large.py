@@ -101,6 +101,7 @@ def tiny_cases() -> list[Case]:
         (9, 64, 256, WeightFormat(3, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1)),
         (16, 64, 384, WeightFormat(8, "sym", None), A16, torch.bfloat16, (16, 1, 1, 2, 1)),
         (16, 128, 256, WeightFormat(1, "bipolar", None), A16, torch.float16, (16, 1, 1, 1, 2)),
+        (12, 64, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (16, 1, 4, 1, 1)),
         (20, 70, 512, WeightFormat(2, "sym", 128), A16, torch.float16, (32, 1, 1, 1, 1, 3)),
         (20, 70, 640, WeightFormat(4, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1, 5)),
         (40, 130, 384, WeightFormat(4, "sym", None), INT8, torch.float16, (16, 1, 1, 1, 1, 2)),  # whole tiles too

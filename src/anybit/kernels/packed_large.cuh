@@ -1,7 +1,7 @@
 // Y = X W^T with packed weights on wgmma, for more than a handful of tokens: the transposed product Y^T = W X^T, so that
 // 64 rows of weights fill M and tokens are N. Weights become 16-bit or 8-bit values in registers, the A operand.
 //
-// A block has Config::row_warpgroups x Config::k_warpgroups consumer warpgroups and one producer warp. A stage of the ring
+// A block has Config::row_warpgroups x Config::k_warpgroups consumer warpgroups and a producer warp, or four. A stage of the ring
 // holds 128 inputs (a unit): Config::tokens rows of X, swizzled by tensor-map copies, and the packed tiles of the block's
 // rows, one bulk copy. Blocks of a cluster share K (k_blocks, sums sent through distributed shared memory) and, as
 // neighbours along the rows (row_blocks), each other's loads of X (multicast). Or blocks take equal stripes of all units
@@ -28,36 +28,46 @@ PTX void multiply(typename Sums<Config>::Product (&sum)[Config::tokens / 2], con
         ptx::wgmma_e4m3<Config::tokens>(sum, a, b, accumulate);
 }
 
-// The thread that fills the ring. Weights do not depend on the kernel before this one, so the ring is filled with them
-// first, before the block has even met.
+// A thread of a producer warp. They fill the ring's stages by turns. Weights do not depend on the kernel before this one, so
+// the ring is filled with them first, before the block has even met.
 template <class Config>
 struct Producer {
     using Shape = PackedLargeShape<Config>;
     const Params& p;
     const uint32_t ring;
     const RingBarriers barriers;
-    const int k_rank, row_rank;
+    const int k_rank, row_rank, turn;
     uint16_t sharers = 0;
     uint64_t policy;
 
-    PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank)
-        : p(p), ring(ring), barriers(barriers), k_rank(k_rank), row_rank(row_rank) {
+    PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int turn)
+        : p(p), ring(ring), barriers(barriers), k_rank(k_rank), row_rank(row_rank), turn(turn) {
         for (int i = 0; i < Config::row_blocks; i++) sharers |= 1u << (i * Config::k_blocks + k_rank);
         policy = ptx::createpolicy_evict_first();
     }
 
-    PTX void load_w(const TilePlace& place, int unit, int stage) const {
+    // The weights of a tile's rows, of its first unit.
+    struct Weights {
+        const uint8_t* first;
+        size_t stride;
+        uint32_t bytes;
+    };
+    PTX Weights weights_of(const TilePlace& place) const {
         const int first = (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups;
         const int count = max(min(Config::row_warpgroups, p.weight_tiles - first), 0);
-        const uint32_t bytes = count * Config::tile_bytes, barrier = barriers.full_w + 8 * stage;
-        ptx::mbarrier_arrive_expect_tx(barrier, bytes);
-        if (count == 0) return;
-        const uint8_t* source = p.tiles + (static_cast<size_t>(unit) * p.weight_tiles + first) * Config::tile_bytes;
+        return {p.tiles + static_cast<size_t>(first) * Config::tile_bytes, static_cast<size_t>(p.weight_tiles) * Config::tile_bytes,
+                static_cast<uint32_t>(count * Config::tile_bytes)};
+    }
+    PTX void load_w(const Weights& weights, int unit, int stage) const {
+        const uint32_t barrier = barriers.full_w + 8 * stage;
+        ptx::mbarrier_arrive_expect_tx(barrier, weights.bytes);
+        if (weights.bytes == 0) return;
+        const uint8_t* source = weights.first + unit * weights.stride;
         const uint32_t target = ring + stage * Shape::stage_bytes + Shape::x_bytes;
         if (p.token_tiles == 1)
-            ptx::cp_async_bulk_load_hint(target, source, bytes, barrier, policy);
+            ptx::cp_async_bulk_load_hint(target, source, weights.bytes, barrier, policy);
         else
-            ptx::cp_async_bulk_load(target, source, bytes, barrier);
+            ptx::cp_async_bulk_load(target, source, weights.bytes, barrier);
     }
     PTX void load_x(const TilePlace& place, int unit, int stage) const {
         constexpr int share = Config::tokens / Config::row_blocks;
@@ -78,6 +88,7 @@ struct Producer {
             }
         }
         ptx::mbarrier_arrive_expect_tx(barrier, Shape::x_bytes);
+#pragma unroll
         for (int box = 0; box < Shape::element_bytes; box++) {
             const uint32_t target = ring + stage * Shape::stage_bytes + box * Shape::box_bytes + row_rank * share * 128;
             const int x = unit * 128 + box * (128 / Shape::element_bytes);
@@ -88,31 +99,30 @@ struct Producer {
                 ptx::cp_async_bulk_tensor_2d(target, &p.x, x, y, barrier);
         }
     }
-    // The weights of the first units, of the first part of the walk. Returns of how many.
-    PTX int begin() const {
+    // The weights of the first units, of the first part of the walk.
+    PTX void begin() const {
         Part part;
-        if (!Walk<Config>().at(p, k_rank, part)) return 0;
-        const TilePlace place = tile_place(p, part.tile);
-        const int early = min(Config::early, part.count);
-        for (int i = 0; i < early; i++) load_w(place, part.first + i, i);
-        return early;
+        if (!Walk<Config>().at(p, k_rank, part)) return;
+        const Weights weights = weights_of(tile_place(p, part.tile));
+        for (int i = turn; i < min(Config::early, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
     }
-    PTX void run(int early) const {
+    PTX void run() const {
         ptx::griddepcontrol_wait();
         RingCursor<Config::stages> cursor;
         Walk<Config> walk;
-        for (Part part; walk.at(p, k_rank, part); walk.advance(part)) {
+        int early = Config::early;
+        for (Part part; walk.at(p, k_rank, part); walk.advance(part), early = 0) {
             const TilePlace place = tile_place(p, part.tile);
-            for (int unit = part.first; unit < part.first + part.count; unit++) {
-                if (early > 0) {
-                    early--;
-                } else {
+            const Weights weights = weights_of(place);
+            for (int unit = 0; unit < part.count; unit++, cursor.advance(1)) {
+                // A stage is always filled by the same thread, which so has seen all of its uses end.
+                if (cursor.stage % Shape::producers != turn) continue;
+                if (unit >= early) {
                     // A stage's first use waits for nothing: a fresh barrier counts as having completed parity 1.
                     ptx::mbarrier_wait_parity(barriers.empty + 8 * cursor.stage, cursor.parity ^ 1);
-                    load_w(place, unit, cursor.stage);
+                    load_w(weights, part.first + unit, cursor.stage);
                 }
-                load_x(place, unit, cursor.stage);
-                cursor.advance(1);
+                load_x(place, part.first + unit, cursor.stage);
             }
         }
     }
@@ -205,7 +215,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_constant__ Params p) {
     using Shape = PackedLargeShape<Config>;
     static_assert(Config::shared_bytes == Shape::bytes, "packed_large.py and packed_large.cuh disagree on shared memory");
-    static_assert(Config::threads == Shape::warpgroups * 128 + (Config::reallocates ? 128 : 32), "and a producer");
+    static_assert(Config::threads == Shape::warpgroups * 128 + Shape::producer_threads, "and the producers");
     static_assert(Config::early <= Config::stages, "a stage is filled once before it is read");
     static_assert(Config::stages > Config::k_warpgroups, "a warpgroup gives a stage back once it is at work on its next");
     constexpr int cluster_size = Config::k_blocks * Config::row_blocks;
@@ -219,21 +229,24 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
                                    ring + Shape::barrier_offset + 24 * Config::stages};
 
     ptx::griddepcontrol_launch_dependents();
-    const Producer<Config> producer(p, ring, barriers, k_rank, row_rank);
-    int early = 0;
-    if (threadIdx.x == Shape::warpgroups * 128) {
-        for (int i = 0; i < Config::stages; i++) {
-            ptx::mbarrier_init(barriers.full_w + 8 * i, 1);
-            ptx::mbarrier_init(barriers.full_x + 8 * i, 1);
-            ptx::mbarrier_init(barriers.empty + 8 * i, Config::row_warpgroups * 4 * Config::row_blocks);
+    const Producer<Config> producer(p, ring, barriers, k_rank, row_rank, warp - Shape::warpgroups * 4);
+    const bool produces = lane == 0 && warp >= Shape::warpgroups * 4 && warp < Shape::warpgroups * 4 + Shape::producers;
+    if (warp >= Shape::warpgroups * 4) {
+        if (threadIdx.x == Shape::warpgroups * 128) {
+            for (int i = 0; i < Config::stages; i++) {
+                ptx::mbarrier_init(barriers.full_w + 8 * i, 1);
+                ptx::mbarrier_init(barriers.full_x + 8 * i, 1);
+                ptx::mbarrier_init(barriers.empty + 8 * i, Config::row_warpgroups * 4 * Config::row_blocks);
+            }
+            ptx::mbarrier_init(barriers.received, 1);
+            ptx::fence_mbarrier_init();
+            if (Config::k_blocks > 1)
+                ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::k_blocks - 1) * Shape::share_bytes);
+            ptx::prefetch_tensormap(&p.x);
+            if (Shape::tail_rows > 0) ptx::prefetch_tensormap(&p.x_tail);
         }
-        ptx::mbarrier_init(barriers.received, 1);
-        ptx::fence_mbarrier_init();
-        if (Config::k_blocks > 1)
-            ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::k_blocks - 1) * Shape::share_bytes);
-        early = producer.begin();
-        ptx::prefetch_tensormap(&p.x);
-        if (Shape::tail_rows > 0) ptx::prefetch_tensormap(&p.x_tail);
+        if constexpr (Shape::producers > 1) ptx::bar_sync(10, 128);
+        if (produces) producer.begin();
     }
     __syncthreads();
     if (cluster_size > 1) {  // waited for before others' barriers are used: at once for loads, late for partial sums
@@ -245,7 +258,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
     if (warp >= Shape::warpgroups * 4) {
         // Registers move between whole warpgroups only, so the producer is four warps where the others need its share.
         if constexpr (Config::reallocates) ptx::setmaxnreg_dec<32>();
-        if (warp == Shape::warpgroups * 4 && lane == 0) producer.run(early);
+        if (produces) producer.run();
         __syncwarp();
         if (Config::k_blocks > 1) {
             if (Config::row_blocks == 1) ptx::barrier_cluster_wait();
@@ -260,6 +273,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
         if (Config::k_warpgroups > 1) cursor.advance(k_part);
         const uint32_t my_unit = Shape::x_bytes + (row_part * 4 + warp % 4) * (Config::tile_bytes / 4);
         auto release = [&](int stage) {
+            __syncwarp();
             if (lane == 0) {
                 ptx::mbarrier_arrive(barriers.empty + 8 * stage);
                 if (Config::row_blocks > 1)

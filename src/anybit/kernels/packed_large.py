@@ -131,8 +131,8 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Threads of a block, its producer warp among them."""
-        return 128 * self.warpgroups + (128 if self.reallocates else 32)
+        """Threads of a block, its producer warp among them, or four of these."""
+        return 128 * self.warpgroups + (128 if self.reallocates or self.row_warpgroups * self.tokens < 256 else 32)
 
     @property
     def tail_rows(self) -> int:

@@ -1,0 +1,85 @@
+"""Small launches of the packed kernels for compute-sanitizer, memcheck or racecheck:
+
+    compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize_packed.py [digits] [mid] [large]
+
+Every way in which they share work (rings, clusters, stripes), each compared with float64,
+so that a tool that changes the timing changes nothing else.
+"""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import torch  # noqa: E402
+
+from anybit.device import Device  # noqa: E402
+from anybit.jit import Kernel  # noqa: E402
+from anybit.kernels import packed_digits, packed_large, packed_mid, packed_small  # noqa: E402
+from anybit.scheme import WeightFormat  # noqa: E402
+from cases_packed import TOLERANCE, product  # noqa: E402
+
+W4 = WeightFormat(4, "sym", 128)
+HALF, BFLOAT = torch.float16, torch.bfloat16
+FEW: dict[str, list[tuple[ModuleType, int, int, int, WeightFormat, torch.dtype, bool]]] = {
+    "digits": [
+        (packed_digits, 1, 200, 1024, W4, HALF, False),
+        (packed_digits, 3, 77, 300, WeightFormat(3, "asym", 64), BFLOAT, False),
+        (packed_digits, 2, 256, 512, WeightFormat(2, "bipolar", None), HALF, True),
+        (packed_digits, 1, 9000, 256, W4, HALF, False),
+    ],
+    "mid": [
+        (packed_mid, 5, 77, 300, WeightFormat(4, "sym", 64), HALF, False),
+        (packed_mid, 16, 256, 1024, WeightFormat(3, "asym", 32), BFLOAT, True),
+        (packed_mid, 12, 9000, 512, W4, HALF, False),
+    ],
+}
+LARGE: list[tuple[int, int, int, tuple[int | None, ...]]] = [
+    (70, 320, 1024, (64, 2, 1, 1, 1)),
+    (16, 192, 1024, (16, 1, 4, 1, 1)),
+    (37, 128, 1024, (64, 1, 2, 2, 1)),
+    (20, 256, 512, (32, 2, 2, 2, 2)),
+    (70, 300, 640, (32, 1, 2, 1, 1, 7)),
+    (16, 192, 3072, (16, 1, 2, 2, 1, 0, 5)),
+]
+
+
+def problem_of(m: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, ordered: bool) -> packed_small.Problem:
+    columns = -(-k // 128) * 128
+    device = Device.named("sm_90a")
+    return packed_small.Problem(m, n, k, format, dtype, dtype, device, columns, ordered, k % 8 == 0)
+
+
+def kernels_used() -> list[Kernel]:
+    """What is launched below, for precompile.py."""
+    found = {
+        module.kernel(module.default(problem_of(m, n, k, format, dtype, ordered and format.group is not None)))
+        for cases in FEW.values()
+        for module, m, n, k, format, dtype, ordered in cases
+    }
+    for m, n, k, cut in LARGE:
+        found.add(packed_large.kernel(packed_large.config_for(packed_large.Problem(m, n, k, W4), *cut)))
+    return list(found)
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or [*FEW, "large"]
+    for name in chosen:
+        for module, m, n, k, format, dtype, ordered in FEW.get(name, []):
+            it = product(format, m, n, k, dtype, ordered=ordered, bias=True, device="cuda")
+            y = it.empty()
+            module.launch(it.packed, it.x, y, bias=it.bias)
+            assert it.error(y) < TOLERANCE[dtype], (name, m, n, k, format)
+            print(f"{name} {m} x {n} x {k} {format}: {it.error(y):.1e}", flush=True)
+        for m, n, k, cut in LARGE if name == "large" else []:
+            it = product(W4, m, n, k, bias=True, device="cuda")
+            y = it.empty()
+            config = packed_large.config_for(packed_large.Problem(m, n, k, W4), *cut)
+            packed_large.multiply(it.x, it.packed, it.bias, y, config)
+            assert it.error(y) < TOLERANCE[HALF], (m, n, k, cut)
+            print(f"large {m} x {n} x {k} {cut}: {it.error(y):.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
