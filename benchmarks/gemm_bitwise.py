@@ -132,7 +132,7 @@ def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str
 
 def rest(case: Case) -> None:
     """Let the power cap of the products before be over: it lasts some tenths of a second, and slows by up to 7 %."""
-    if case.operations > 1e11:
+    if case.operations > 5e11:
         torch.cuda.synchronize()
         time.sleep(0.25)
 

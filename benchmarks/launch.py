@@ -15,7 +15,7 @@ import torch
 
 from anybit import jit
 from anybit.device import Device
-from anybit.jit import cache
+from anybit.jit import cache, tensor_map
 from anybit.kernels import bitwise, pack, planes
 from anybit.kernels.bitwise import Output
 from anybit.scheme import Scheme
@@ -48,7 +48,9 @@ def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
         del os.environ["ANYBIT_CACHE_DIR"]
     else:
         os.environ["ANYBIT_CACHE_DIR"] = kept
-    params, grid = bitwise.arguments(packed, weight, y), bitwise.grid(problem, config)
+    cache.clear_memory()
+    y_map = tensor_map.encode(y, 64, config.slab) if config.tensor else bytes(128)
+    params, grid = bitwise.arguments(packed, weight, y, y_map=y_map), bitwise.grid(problem, config)
     costs = {"launch": lambda: jit.launch(kernel, params, grid, pdl=True)}
     costs["multiply"] = lambda: bitwise.multiply(packed, weight, Output.f16, y=y, config=config)
     host = {}
