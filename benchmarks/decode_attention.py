@@ -1,6 +1,7 @@
 """Decode attention over the quantized KV cache: BitDecoding's single, batches and page settings (Fig. 9 to 16).
 
-    python benchmarks/decode_attention.py            into results/h200/decode_attention.json, in 90 seconds
+    python benchmarks/decode_attention.py            into results/h200/decode_attention.json, in a minute
+    python benchmarks/decode_attention.py --compile  only compiles what will be launched, which needs no GPU
     python benchmarks/decode_attention.py --seconds 30       the most telling rows first, as many as fit
     python benchmarks/decode_attention.py --only 8x32768 --dry
     python benchmarks/decode_attention.py --figure   only draws docs/kvcache.svg from the rows (needs matplotlib)
@@ -37,6 +38,7 @@ from timing import RESULTS, merge_rows, read_floor_us, stamp, time_graph
 
 SHAPES = ((1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 8192), (64, 4096), (128, 2048))
 FORMATS = ("kv4g128", "kv2g128", "kv4g128t", "kv2g128t", "kv8g128t")
+HEADS = ((32, 8), (64, 8), (32, 32))
 KEY = ("case", "kv", "batch", "context", "heads_q", "heads_kv", "page", "residual", "how")
 FIGURE = Path(__file__).parent.parent / "docs" / "kvcache.svg"
 DIM = 128
@@ -100,10 +102,14 @@ def rows() -> list[Row]:
     shapes = ((8, 32768), (1, 131072), (32, 8192), (64, 4096), (1, 32768), (128, 2048), (1, 4096))
     assert sorted(shapes) == sorted(SHAPES)
     first = [Row("main", kv, batch, context) for batch, context in shapes[:4] for kv in FORMATS[:2]]
-    heads = [Row("heads", kv, 8, 32768, *heads) for heads in ((32, 32), (64, 8)) for kv in FORMATS[:2]]
     plain = [Row("contiguous", kv, 8, 32768, shuffled=False) for kv in FORMATS[:2]]
     none = [Row("least residual", kv, 8, 32768, residual=1) for kv in FORMATS[:2]]
-    rest = [Row("main", kv, batch, context) for batch, context in shapes for kv in FORMATS]
+    rest = [
+        Row("main" if heads == HEADS[0] else "heads", kv, batch, context, *heads)
+        for heads in HEADS
+        for batch, context in shapes
+        for kv in FORMATS
+    ]
     how = [Row("breakdown", kv, 8, 32768, how=how) for kv in FORMATS[:2] for how in HOW]
     residual = [
         Row("residual", "kv4g128", 8, context, residual=residual)
@@ -112,8 +118,10 @@ def rows() -> list[Row]:
     ]
     split = [Row("fixed split", kv, 8, 32768, how="split 1024") for kv in FORMATS[:2]]
     pages = [Row("page", kv, 8, 32768, page=page) for page in (64, 256) for kv in ("kv4", "kv2")]
-    groups = [Row("groups", kv, 8, 32768) for kv in ("kv4", "kv2", "kv4g32", "kv2g32", "k4v2g128", "k8v4g128")]
-    found = [*first, *heads[:2], *plain, *none, *rest, *how, *residual, *heads[2:], *split, *pages, *groups]
+    groups = [
+        Row("groups", kv, 8, 32768) for kv in ("kv4", "kv2", "kv4g32", "kv2g32", "k4v2g128", "k8v4g128", "kv8g128")
+    ]
+    found = [*first, *plain, *none, *rest[: len(rest) // 3], *how, *residual, *split, *pages, *groups, *rest]
     return list(dict.fromkeys(found))
 
 
@@ -249,17 +257,28 @@ def pack_prompt(kv: str) -> Iterator[Callable[[], dict[str, object]]]:
     yield make
 
 
-def pack_steps(kv: str) -> Iterator[Callable[[], dict[str, object]]]:
-    """A step of 32 sequences that completes every one's window, and a step that completes none."""
-    cache = KVCache(kv, layers=1, kv_heads=8, head_dim=DIM, sequences=32, capacity=512, device="cuda")
-    k, v = (torch.randn(32, 1, 8, DIM, device="cuda").half() for _ in range(2))
-    every = [cache.add() for _ in range(32)]
+def pack_steps(kv: str, batch: int = 32) -> Iterator[Callable[[], dict[str, object]]]:
+    """A step of ``batch`` sequences that completes every one's window, and a step that completes none."""
+    cache = KVCache(kv, layers=1, kv_heads=8, head_dim=DIM, sequences=batch, capacity=512, device="cuda")
+    cache.residual.normal_()
+    k, v = (torch.randn(batch, 1, 8, DIM, device="cuda").half() for _ in range(2))
+    every = [cache.add() for _ in range(batch)]
     for length, case in ((256, "append, windows full"), (300, "append")):
 
         def make(length: int = length, case: str = case) -> dict[str, object]:
             cache.extend(every, length - cache.length(0))
+            cache.write(0, every, k, v)
+            newest = [cache.read_ring(0, every[-1], part, length - 1, length)[:, 0] for part in (0, 1)]
+            if not all(torch.equal(x, y[-1, 0]) for x, y in zip(newest, (k, v), strict=True)):
+                raise AssertionError(f"{kv}, {case}: the newest token is not in the residual")
+            if length % 128 == 0:
+                window = [cache.read_ring(0, every[-1], part, length - 128, length) for part in (0, 1)]
+                page = cache.ledger.entry(every[-1]).pages[length // 128 - 1]
+                if not torch.equal(cache.pages[0, page], kvpage.encode(cache.layout, *window)[:, 0]):
+                    raise AssertionError(f"{kv}, {case}: the page is not what the reference packs")
             us = time_graph(lambda i: cache.write(0, every, k, v), calls=64, replays=5).us
-            return _pack_row(case, kv, 32, length, us, 0.0)
+            read = batch * 8 * 2 * DIM * 2 * (128 if length % 128 == 0 else 1)
+            return _pack_row(case, kv, batch, length, us, read_floor_us(read))
 
         yield make
 
@@ -278,6 +297,12 @@ def kernels_of(wanted: list[Row], packs: Sequence[str]) -> list[tuple[jit.Kernel
     kernels = [decode.kernel(config_of(row, device), row.layout) for row in wanted]
     kernels += [kvpack.kernel(kvpack.default(kvpack.Problem(layout, 1, 8, 1))) for layout in stored]
     return [(kernel, device.arch) for kernel in dict.fromkeys(kernels)]
+
+
+@functools.cache
+def stamped() -> dict[str, str]:
+    """What every row of this run says of where it comes from."""
+    return stamp()
 
 
 def show(found: dict[str, object]) -> None:
@@ -330,6 +355,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="rows whose batch x context is this (8x32768), or pack")
     parser.add_argument("--seconds", type=float, default=90.0, help="begin no row after this many seconds")
+    parser.add_argument("--compile", action="store_true", help="compile the kernels of all rows, measure nothing")
     parser.add_argument("--dry", action="store_true", help="print only")
     parser.add_argument("--figure", action="store_true", help="draw the figure from the rows, measure nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "decode_attention.json")
@@ -345,7 +371,7 @@ def main() -> None:
         if time.monotonic() - begun > options.seconds:
             return
         try:
-            found = {"checked": True} | make() | more | stamp()
+            found = {"checked": True} | make() | more | stamped()
         except AssertionError as wrong:  # a row that is wrong is not written, and the others still are
             print("WRONG", wrong, flush=True)
             return
@@ -367,6 +393,10 @@ def main() -> None:
             add(lambda row=row: measure(row), baselines=base[shape])
 
     packs = FORMATS[:4] if options.only in ("", "pack") else ()
+    if options.compile:
+        for kernel, arch in kernels_of(wanted, packs):
+            jit.cached(kernel, arch)
+        return
     first, rest = wanted[:12], wanted[12:]
     # The compilers are forked before this process has a CUDA context. What comes later is compiled meanwhile.
     with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 16)) as pool:
@@ -376,7 +406,7 @@ def main() -> None:
         attention(first)
         _fill.cache_clear()
         for kv in packs:
-            for pack in (pack_prompt, pack_steps):
+            for pack in (pack_prompt, pack_steps, *(functools.partial(pack_steps, batch=n) for n in (1, 8))):
                 for make in pack(kv):
                     add(make)
         others.wait()

@@ -338,11 +338,72 @@ def decode_attention() -> str:
     return table(header, body)
 
 
+def decode_formats() -> str:
+    """Attention of every setting in every format: microseconds, settings down, formats across."""
+    found = [row for row in rows("decode_attention") if row["case"] in ("main", "heads")]
+    formats = {"kv4g128": "KC-4", "kv4g128t": "KT-4", "kv2g128": "KC-2", "kv2g128t": "KT-2", "kv8g128t": "KT-8"}
+    body = []
+    for shape in dict.fromkeys((r["heads_q"], r["heads_kv"], r["batch"], r["context"]) for r in found):
+        keys = dict(zip(("heads_q", "heads_kv", "batch", "context"), shape, strict=True))
+        each = [find(found, kv=kv, **keys) for kv in formats]
+        others = next(row["baselines"] for row in each if row)
+        plain = [others.get(name) for name in ("cudnn", "flash attention 2", "non-fused 4-bit")]
+        cells = [f"{row['us']:.1f}" if row else "" for row in each] + [f"{us:.0f}" if us else "" for us in plain]
+        body.append([f"{shape[0]}/{shape[1]}, {shape[2]} x {shape[3]}", *cells])
+    return table(["heads, batch x context", *formats.values(), "cuDNN", "FlashAttention-2", "not fused"], body)
+
+
+def decode_variants() -> str:
+    """What a change of the cache costs at 8 x 32768, 32/8 heads: microseconds of 4 and 2 bits."""
+    found = [row for row in rows("decode_attention") if row.get("batch") == 8 and row["context"] == 32768]
+    found = [row for row in found if (row["heads_q"], row["heads_kv"]) == (32, 8)]
+    lines = (
+        ("groups of 128, pages of 128 in any order, 64 tokens of residual", "main", "g128", {}),
+        ("pages in order", "contiguous", "g128", {}),
+        ("one token of residual", "least residual", "g128", {}),
+        ("a fixed split of 1024 tokens", "fixed split", "g128", {}),
+        ("no early start", "breakdown", "g128", {"how": "no early start"}),
+        ("keys by token", "main", "g128t", {}),
+        ("groups of 64", "groups", "", {}),
+        ("groups of 64, pages of 64", "page", "", {"page": 64}),
+        ("groups of 64, pages of 256", "page", "", {"page": 256}),
+        ("groups of 32", "groups", "g32", {}),
+    )
+    body = []
+    for words, case, group, more in lines:
+        each = [find(found, case=case, kv=f"kv{bits}{group}", **more) for bits in (4, 2)]
+        if any(each):
+            body.append([words, *(f"{row['us']:.1f}" if row else "" for row in each)])
+    for words, kv in (
+        ("8-bit keys, 4-bit values", "k8v4g128"),
+        ("4-bit keys, 2-bit values", "k4v2g128"),
+        ("8 bits", "kv8g128"),
+    ):
+        row = find(found, case="groups", kv=kv)
+        if row is not None:
+            body.append([words, f"{row['us']:.1f}", ""])
+    return table(["us", "4 bits", "2 bits"], body)
+
+
+def kv_store() -> str:
+    """Storing tokens: microseconds a launch, what is stored down, formats across."""
+    found = [row for row in rows("decode_attention") if row["case"].startswith(("append", "pack"))]
+    formats = {"kv4g128": "KC-4", "kv2g128": "KC-2", "kv4g128t": "KT-4", "kv2g128t": "KT-2"}
+    words = {"append": "a token each", "append, windows full": "... that fills every window", "pack prompt": "a prompt"}
+    body = []
+    for case, batch, context in dict.fromkeys((r["case"], r["batch"], r["context"]) for r in found):
+        each = [find(found, case=case, batch=batch, context=context, kv=kv) for kv in formats]
+        floor = max(row["floor_us"] for row in each if row)
+        count = f"{context} tokens" if case == "pack prompt" else f"{batch} sequence{'s' * (batch > 1)}"
+        body.append([f"{words[case]}, {count}", *(f"{row['us']:.1f}" if row else "" for row in each), f"{floor:.1f}"])
+    return table(["us", *formats.values(), "reading"], body)
+
+
 def kv_perplexity() -> str:
     """Perplexity with a quantized cache: bits down, how keys are grouped across."""
     found = [row for row in rows("kv_accuracy") if row["case"] == "perplexity"]
     body = []
-    for name in ("kv8", "kv4", "kv2"):
+    for name in ("kv8", "kv4", "kv4g32", "kv2", "kv2g32"):
         ways = [find(found, kv=name + suffix) for suffix in ("", "t", "rot", "trot")]
         if ways[0] is not None:
             cells = [f"{row['perplexity']:.2f}" if row else "" for row in ways]
@@ -404,7 +465,7 @@ TABLES: dict[str, Callable[[], str]] = {
         headline, gemm_bitwise, bitwise_shapes, bitwise_sync, launch,
         gemm_packed, packed_layers, packed_widths, packed_sweep, logits, pack, generate,
         generate_models, ablation, ablation_model, dispatch_model, dispatch_check, decode_attention,
-        kv_perplexity, kv_widths, kv_needle, quantizers, *aims.MAKERS,
+        decode_formats, decode_variants, kv_store, kv_perplexity, kv_widths, kv_needle, quantizers, *aims.MAKERS,
     )
 }  # fmt: skip
 _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

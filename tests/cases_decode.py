@@ -78,6 +78,8 @@ class Case:
         q = torch.randn(len(sequences), self.queries, self.heads, self.head_dim, generator=generator)
         if self.data == "spiky":  # logits that grow along the sequence, in jumps
             q = q * 4
+        if self.data == "sink":
+            q = q + 1
         return cache, sequences, q.to(self.dtype).to(device)
 
     def tokens(self, n, generator):
@@ -89,6 +91,8 @@ class Case:
             k = k * (1 + torch.arange(shape[1])[None, :, None, None] / 60)
         if self.data == "huge values":
             v = v * 3000
+        if self.data == "sink" and n > 100:  # most attention goes to a token that says nothing
+            k[:, 0], v[:, 0] = 1.0, v[:, 0] / 100
         if self.data == "edges" and n > 100:  # for packing only: no numbers, numbers too large, ranges too small
             k[:, 3, :, 5], k[:, 9, :, 6], v[:, 7, :, 8], v[:, 70, :, 9] = torch.nan, -torch.inf, torch.inf, torch.nan
             k[..., 16:20], v[:, 20:24] = k[..., 16:20] * 3e-7, v[:, 20:24] * 3e-7
@@ -142,6 +146,7 @@ CASES = [
         for format in ("kv4g128", "kv2g128", "kv4t", "kv8")
         for data in ("outliers", "spiky", "huge values")
     ),
+    *(Case(format, data="sink", lengths=(300, 640, 1025)) for format in ("kv8g128", "kv8t", "kv4g128")),
     Case("kv4g128", data="spiky", queries=4, bf16=True, lengths=(300, 40, 128, 1025)),
     Case("kv4g128", lengths=(5000, 17, 129, 2047, 2048, 2049, 1, 640) * 6),
 ]

@@ -65,6 +65,17 @@ def test_floats_of_4_bits_on_the_tensor_cores_of_sm_120(case: Case):
     run(case, arch="sm_120a", tolerance=1.5e-2)
 
 
+@pytest.mark.parametrize("format", ["kv8", "kv8g32t"])
+def test_small_probabilities_keep_their_bits(format: str):
+    """Times the small scales of 8-bit values they were subnormal float16 numbers: 2e-3 and more instead of 3e-4."""
+    run(small(format, data="sink", lengths=(260, 390)), tolerance=1e-3)
+
+
+@pytest.mark.parametrize("case", [small("kv8"), small("kv8g128", heads=12, queries=2, window=200)], ids=str)
+def test_keys_of_8_bits_by_channel_see_what_float16_queries_round_off(case: Case):
+    run(dataclasses.replace(case, data="outliers", lengths=(260, 390)), tolerance=7e-4)
+
+
 @pytest.mark.parametrize("case", MEMBERS[::3], ids=str)
 def test_with_copies_of_the_older_architecture(case: Case):
     run(case, arch="sm_80", seed=1)
@@ -95,6 +106,20 @@ def test_a_fixed_split_makes_results_independent_of_the_batch():
     for rows, blocks in (([3], 2), ([2, 0], 1)):
         some, some_lse = together(rows, blocks)
         assert torch.equal(some, out[rows]) and torch.equal(some_lse, lse[rows])
+
+
+def test_lengths_from_zero_as_only_the_device_sees_them():
+    """Rows whose sequence is empty give 0 and a log-sum-exp of -inf, as in a graph before their first token."""
+    case = MEMBERS[0]
+    cache, sequences, q = case.build("cpu")
+    want, want_lse = decode_reference(q, cache, 1, sequences, precision=torch.float64)
+    for row in (0, 2):
+        cache.lengths[sequences[row]] = 0
+    launch = prepare(q, cache, 1, sequences, case.masks(), dataclasses.replace(Device.named("sm_90a"), sms=3))
+    emulate.run(launch.kernel, launch.params, launch.grid, resident=3)
+    assert not launch.out[[0, 2]].any() and (launch.lse[[0, 2]] == -torch.inf).all()
+    assert relative_error(launch.out[[1, 3]], want[[1, 3]]) < 2e-3
+    torch.testing.assert_close(launch.lse[[1, 3]], want_lse[[1, 3]], rtol=1e-3, atol=4e-3)
 
 
 @pytest.mark.parametrize("error", sorted(kvpage.WRONG))

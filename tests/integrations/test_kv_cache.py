@@ -28,6 +28,11 @@ def model_of(name: str):
     return MODELS[name]().eval()
 
 
+def bloom():
+    torch.manual_seed(0)
+    return hf.BloomForCausalLM(hf.BloomConfig(vocab_size=97, hidden_size=128, n_layer=2, n_head=2)).eval()
+
+
 def logits_of(model, ids, cache, mask=None, steps=3):
     """Logits of the last position after the prompt, and after each of a few more given tokens."""
     found = []
@@ -64,8 +69,7 @@ def test_packed_attention_and_dequantized_keys_agree(name, format):
 
 
 def test_a_model_without_the_attention_interface_gets_dequantized_keys():
-    torch.manual_seed(0)
-    model = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=97, hidden_size=128, n_layer=2, n_head=2)).eval()
+    model = bloom()
     ids = torch.randint(0, 97, (2, 150))
     want = logits_of(model, ids, hf.DynamicCache(config=model.config))
     torch.testing.assert_close(logits_of(model, ids, AnyBitCache("kv16")), want, rtol=2e-2, atol=2e-2)
@@ -84,18 +88,27 @@ def test_padding_does_not_reach_the_cache():
 
 
 @pytest.mark.parametrize(
-    "options", [{"do_sample": False}, {"num_beams": 3}, {"do_sample": True}], ids=["greedy", "beams", "sampling"]
+    "options",
+    [{"do_sample": False}, {"num_beams": 3}, {"do_sample": True}, {"do_sample": False, "padded": True}],
+    ids=["greedy", "beams", "sampling", "padding"],
 )
-def test_generate(options):
-    model = model_of("qwen3")
+@pytest.mark.parametrize("name", [*MODELS, "bloom"])
+def test_generate(name, options):
+    model = bloom() if name == "bloom" else model_of(name)
     ids = torch.randint(1, 97, (2, 140))
-    beams = options.get("num_beams", 1)
+    options, beams = dict(options), options.get("num_beams", 1)
+    padding = torch.ones_like(ids)
+    if options.pop("padded", False):
+        padding[1, :20] = 0
+    call = {"max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0, "attention_mask": padding, **options}
     torch.manual_seed(1)
-    plain = model.generate(ids, max_new_tokens=12, min_new_tokens=12, pad_token_id=0, **options)
-    model.set_attn_implementation("anybit")
+    plain = model.generate(ids, **call)
+    if name != "bloom":  # it does not go through transformers' attention interface: dequantized keys and values
+        model.set_attn_implementation("anybit")
     torch.manual_seed(1)
     cache = AnyBitCache("kv16", config=model.config)
-    ours = model.generate(ids, max_new_tokens=12, min_new_tokens=12, pad_token_id=0, past_key_values=cache, **options)
+    ours = model.generate(ids, past_key_values=cache, **call)
+    assert cache.packed_attention == (name != "bloom")
     assert ours.shape == plain.shape and len(cache.rows) == 2 * beams
     assert (ours == plain).float().mean() > 0.95  # float16 keys may turn a near tie
 
@@ -129,7 +142,7 @@ def test_what_cannot_be_is_refused_by_name():
         model(input_ids=ids, attention_mask=hole, past_key_values=AnyBitCache("kv4", config=model.config))
     with pytest.raises(LayerError, match="says nothing about the KV cache"):
         AnyBitCache("w4a16")
-    bloom = hf.BloomForCausalLM(hf.BloomConfig(vocab_size=97, hidden_size=128, n_layer=2, n_head=2)).eval()
-    bloom.config._attn_implementation = "anybit"
+    other = bloom()
+    other.config._attn_implementation = "anybit"
     with pytest.raises(LayerError, match="leave out AnyBitCache's config"):
-        bloom(input_ids=ids, past_key_values=AnyBitCache("kv4", config=bloom.config))
+        other(input_ids=ids, past_key_values=AnyBitCache("kv4", config=other.config))

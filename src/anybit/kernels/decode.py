@@ -243,13 +243,16 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
     layout = problem.layout
     bits = layout.format.key_bits + layout.format.value_bits
     wide = problem.rows > 8 or layout.head_dim > 128 or layout.chunk < 64
-    many = problem.batch * problem.kv_heads > device.sms  # pairs, so that a block has several, and merges several
+    pairs = problem.batch * problem.kv_heads
+    many = pairs > device.sms  # so that a block has several pairs, and merges several
     paired = make(problem, device, 2, 2).paired and not wide
     first: tuple[tuple[int, int, int], ...] = ()
     if paired and bits == 4:
         first = ((12, 2, 1),) if many or not layout.by_channel else ((8, 2, 2), (12, 2, 1))
     elif paired and bits <= 8:
-        first = ((10, 2, 1), (8, 2, 1)) if many else ((8, 2, 1),)
+        first = ((8, 2, 1),)
+        if many:
+            first = ((8, 3, 1) if pairs <= 2 * device.sms else (10, 2, 1), *first)
     elif bits <= 4 and layout.by_channel and not wide:
         first = ((12, 2, 1),)
     rest = ((8, 3, 1), (8, 2, 1), (6, 2, 1), (4, 3, 1), (4, 2, 1), (3, 2, 1), (2, 2, 1))

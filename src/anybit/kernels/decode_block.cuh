@@ -28,6 +28,8 @@ template <class Config, class Part> struct Block {
     static constexpr bool value_bf16 = Config::bf16 && Part::value_bits == 16;
     static constexpr int width = S::width;
     static constexpr bool integer = Config::paired && Part::key_bits <= 4;
+    // Eight bits tell what a float16 product of query and scale rounds off: a second product adds it.
+    static constexpr bool split = Part::key_bits == 8 && Part::by_channel;
     // Channel-wise keys without masks keep raw scores: their scale is one number a row of a chunk, and so are their zeros.
     static constexpr bool folded = Part::key_bits != 16 && Part::by_channel && !Part::general;
 
@@ -76,7 +78,7 @@ template <class Config, class Part> struct Block {
         for (int c = 0; c < chunks; ++c)
 #pragma unroll
             for (int j = 0; j < depth; ++j) {
-                uint32_t b[columns][2];
+                uint32_t b[columns][2], rest[split ? columns : 1][2];
                 if constexpr (Part::key_bits != 16 && Part::by_channel) {
                     const uint4 p = ptx::ld_shared_v4(keys + S::key_codes + ((c * depth + j) * 4 + t) * 16);
                     const uint32_t z[4] = {p.x, p.y, p.z, p.w};  // rows g: zeros; rows g + 8: scales, not needed
@@ -84,6 +86,10 @@ template <class Config, class Part> struct Block {
                     for (int n = 0; n < columns; ++n) {
                         b[n][0] = ptx::mul_f16x2(q[n][j][0], p.y);
                         b[n][1] = ptx::mul_f16x2(q[n][j][1], p.w);
+                        if constexpr (split) {
+                            rest[n][0] = ptx::fma_f16x2(q[n][j][0], p.y, b[n][0] ^ 0x80008000u);
+                            rest[n][1] = ptx::fma_f16x2(q[n][j][1], p.w, b[n][1] ^ 0x80008000u);
+                        }
                         mma<false>(zeros[n][c], z, q[n][j]);
                     }
                 } else {
@@ -107,6 +113,9 @@ template <class Config, class Part> struct Block {
                         for (int n = 0; n < columns; ++n)
                             if constexpr (key_groups > 1) mma<key_bf16>(partial[n][i], a, b[n]);
                             else mma<key_bf16>(score[n][i], a, b[n]);
+                        if constexpr (split)
+#pragma unroll
+                            for (int n = 0; n < columns; ++n) mma<false>(score[n][i], a, rest[n]);
                     }
                 }
                 if constexpr (key_groups > 1)
@@ -330,15 +339,25 @@ template <class Config, class Part> struct Block {
     PTX void probabilities(uint32_t values, State<Config>& state) {
         float limit = 1024.0f;
         if constexpr (Part::value_bits != 16) limit = ptx::ld_shared_f32(values + S::value_codes + S::value_parameters);
+        // Half of the room is left above the maximum, in powers of two: a small probability times the scale of 8-bit values
+        // would be a subnormal float16 otherwise (2.1e-3 instead of 1e-3 on a real model's layers).
+        const float room = 0.5f * ptx::lg2_approx(fmaxf(limit, 1.0f));
+        if (state.fresh) {  // nothing to rescale yet
+#pragma unroll
+            for (int n = 0; n < columns; ++n)
+#pragma unroll
+                for (int x = 0; x < width; ++x) state.reference[n][x] = highest(n, x) - room;
+        }
         exponentials(values, state);
         bool high = false;
 #pragma unroll
         for (int n = 0; n < columns; ++n) high = high || !(lane_sum[n][0] < limit) || !(lane_sum[n][width - 1] < limit);
+        state.fresh = false;
         if (__any_sync(0xffffffffu, high)) {
 #pragma unroll
             for (int n = 0; n < columns; ++n)
 #pragma unroll
-                for (int x = 0; x < width; ++x) raise(n, x, state);
+                for (int x = 0; x < width; ++x) raise(n, x, state, room);
             exponentials(values, state);
         }
 #pragma unroll
@@ -351,7 +370,7 @@ template <class Config, class Part> struct Block {
                     for (int v = 0; v < value_groups; ++v) state.zero[n][v][x] += lane_zero[n][v][x];
             }
     }
-    PTX void raise(int n, int x, State<Config>& state) {
+    PTX float highest(int n, int x) const {
         float most = softmax::lowest;
 #pragma unroll
         for (int i = 0; i < tiles; ++i)
@@ -362,7 +381,10 @@ template <class Config, class Part> struct Block {
                 most = fmaxf(most, s);
             }
         State<Config>::most_of_rows(most);
-        most = fmaxf(most, state.reference[n][x]);
+        return most;
+    }
+    PTX void raise(int n, int x, State<Config>& state, float room) {
+        const float most = fmaxf(highest(n, x) - room, state.reference[n][x]);
         const float weight = softmax::State::weight(state.reference[n][x], most);
         state.reference[n][x] = most;
         state.sum[n][x] *= weight;

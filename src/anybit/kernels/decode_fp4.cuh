@@ -114,7 +114,7 @@ template <class Config> struct Fp4Block : Block<Config, Packed<Config>> {
     PTX void probabilities(uint32_t, State<Config>& state) {
         exponentials(state);
         if (__any_sync(0xffffffffu, !(this->lane_sum[0][0] < 8.0f))) {
-            this->raise(0, 0, state);
+            this->raise(0, 0, state, 0.0f);
             exponentials(state);
         }
         state.sum[0][0] += this->lane_sum[0][0];

@@ -142,12 +142,6 @@ template <class Config> struct RowSum {
 #pragma unroll
         for (int k = 0; k < width; ++k) v[k] = fmaf(weight, row[32 * k + threadIdx.x % 32], v[k]);
     }
-    // Sees what other blocks wrote.
-    PTX void add_remote(float weight, const float* row) {
-#pragma unroll
-        for (int k = 0; k < width; ++k)
-            v[k] = fmaf(weight, __uint_as_float(ptx::ld_global_cg_u32(row + 32 * k + threadIdx.x % 32)), v[k]);
-    }
     PTX void write(const Params& p, int pair, int row, const softmax::State& state) const {
         const Row<Config> place(p, pair, row, state, threadIdx.x % 32 == 0);
         if (place.there)
@@ -174,16 +168,26 @@ PTX void plan_merge(const Params& p, const Layout<Config>& shared, int warp, Lin
 // All parts of one row of a pair, once they are there; the whole warp calls this. They lie at `begin`, `begin + step` ...,
 // the first one `offset` further.
 template <class Config> PTX void merge_parts(const Params& p, int pair, int row, int begin, int count, int step, int offset) {
+    constexpr int width = RowSum<Config>::width, batch = width > 4 ? 8 : 16;  // parts that are on their way together
     const int lane = threadIdx.x % 32;
     softmax::State total;
     RowSum<Config> sum;
-    for (int base = 0; base < count; base += 32) {
+    for (int base = 0; base < count; base += batch) {
+        float rows[batch][width];
+#pragma unroll
+        for (int i = 0; i < batch; ++i) {
+            const int64_t from = static_cast<int64_t>(begin + step * (base + i) + (base + i == 0 ? offset : 0)) * Config::rows + row;
+#pragma unroll
+            for (int k = 0; k < width; ++k)
+                rows[i][k] = base + i < count ? __uint_as_float(ptx::ld_global_cg_u32(p.partial + from * Config::head_dim + 32 * k + lane)) : 0.0f;
+        }
         const int part = base + lane;
         softmax::State state;
-        if (part < count) {
+        if (lane < batch && part < count) {
             const int64_t place = static_cast<int64_t>(begin + step * part + (part == 0 ? offset : 0)) * Config::rows + row;
-            state.reference = __uint_as_float(ptx::ld_global_cg_u32(p.partial_state + 2 * place));
-            state.sum = __uint_as_float(ptx::ld_global_cg_u32(p.partial_state + 2 * place + 1));
+            const uint2 found = ptx::ld_global_cg_v2(p.partial_state + 2 * place);
+            state.reference = __uint_as_float(found.x);
+            state.sum = __uint_as_float(found.y);
         }
         // What was summed so far takes part in the merge as one more.
         float most = fmaxf(total.reference, state.reference);
@@ -192,14 +196,14 @@ template <class Config> PTX void merge_parts(const Params& p, int pair, int row,
         const float old = softmax::State::weight(total.reference, most);
         const float weight = softmax::merge_lanes(state) * softmax::State::weight(state.reference, most);
 #pragma unroll
-        for (int k = 0; k < RowSum<Config>::width; ++k) sum.v[k] *= old;
+        for (int k = 0; k < width; ++k) sum.v[k] *= old;
         total.sum = total.sum * old + state.sum * softmax::State::weight(state.reference, most);
         total.reference = most;
-        const int here = min(32, count - base);
-#pragma unroll 8
-        for (int i = 0; i < here; ++i) {
-            const int64_t from = static_cast<int64_t>(begin + step * (base + i) + (base + i == 0 ? offset : 0)) * Config::rows + row;
-            sum.add_remote(__shfl_sync(0xffffffffu, weight, i), p.partial + from * Config::head_dim);
+#pragma unroll
+        for (int i = 0; i < batch; ++i) {
+            const float w = __shfl_sync(0xffffffffu, weight, i);
+#pragma unroll
+            for (int k = 0; k < width; ++k) sum.v[k] = fmaf(w, rows[i][k], sum.v[k]);
         }
     }
     sum.write(p, pair, row, total);

@@ -54,6 +54,7 @@ template <class Config> struct State {
     float reference[columns][width], sum[columns][width];      // sums of this lane's rows only
     float zero[columns][Shape<Config>::value_groups][width];  // what the values' zeros add to every channel of a group
     bool settled;
+    bool fresh;  // no block yet: there is no reference to take exponentials against
 
     PTX void clear() {
 #pragma unroll
@@ -70,6 +71,7 @@ template <class Config> struct State {
             }
         }
         settled = false;
+        fresh = true;
     }
     // The output of row half h of channel tile c, for the lane's query x.
     PTX float output(int n, int c, int h, int x) const {

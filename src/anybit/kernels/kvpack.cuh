@@ -464,10 +464,25 @@ template <class Config> PTX void found(const Params& p, uint32_t what) {
     if (threadIdx.x == 0) atomicMax(p.errors, what);
 }
 
+// What the ring holds of a window that is full now comes into L2 while the previous kernel is still at work: lengths were
+// written before that one began, as decode.cuh takes them to be, and where bytes are kept is not when they are read.
+template <class Config> PTX void prefetch(const Params& p) {
+    constexpr int token = Config::head_dim * 2, line = 128;  // bytes
+    const int sequence = p.sequences ? p.sequences[blockIdx.z] : static_cast<int>(blockIdx.z);
+    if (!p.packs || sequence < 0 || sequence >= p.sequences_count) return;
+    const int length = p.lengths[sequence], old = length - p.tokens;
+    const int begin = (old & ~(p.window - 1)) + blockIdx.y * Config::block, end = length & ~(p.window - 1);
+    if (old < 0 || begin >= end || begin >= p.table_width * Config::page) return;
+    const int held = min((p.stored ? length : old) - begin, Config::block) * token, size = p.ring * token;
+    const uint8_t* ring = reinterpret_cast<const uint8_t*>(p.residual) + ((static_cast<int64_t>(sequence) * p.kv_heads + blockIdx.x / 2) * 2 + blockIdx.x % 2) * size;
+    for (int at = line * threadIdx.x; at < held; at += line * Config::threads) ptx::prefetch_L2(ring + (begin % p.ring * token + at) % size);
+}
+
 // grid: (kv_heads * 2, blocks of tokens, batch): the heads of a token are read at the same time
 template <class Config> __global__ void __launch_bounds__(Config::threads, Packer<Config>::together / Config::threads) kernel(const __grid_constant__ Params p) {
     using S = kvpage::Format<Config>;
     using P = Packer<Config>;
+    prefetch<Config>(p);
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();  // only now: what follows may read pages that earlier kernels wrote
     const int sequence = p.sequences ? p.sequences[blockIdx.z] : static_cast<int>(blockIdx.z);
