@@ -119,6 +119,15 @@ class Family:
         except KernelError:
             return []
 
+    def runs(self, product: Product) -> bool:
+        """Whether there is a legal config."""
+        if self.why_not(product) is not None:
+            return False
+        try:
+            return any(not _waits(config) for config in self.module.configs(self.problem(product)))
+        except KernelError:
+            return False
+
     def default(self, product: Product) -> Any:
         """The built-in choice among the family's configs. Raises KernelError where there is none."""
         reason = self.why_not(product)

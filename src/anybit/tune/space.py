@@ -253,7 +253,7 @@ def _planes_family(product: Product) -> Family | None:
     """Wgmma where it is, else mma.sync."""
     for name in ("bitwise", "bitwise_sync"):
         family = FAMILIES[name]
-        if family.why_not(product) is None and family.configs(product):
+        if family.runs(product):
             return family
     return None
 
