@@ -6,7 +6,7 @@ A case is SCHEME:METHOD, from folder to folder with the method's own defaults, o
 SCHEME:METHOD+METHOD the second takes the calibrated blocks of the first (its seconds are those of both). Calibration
 reads the second half of the text, evaluation the first 16 windows of 512 tokens of the first. A scheme with a KV cache
 is evaluated through the cache. SCHEME:METHOD:op is also evaluated in 16 bits, once through plain dequantized arithmetic
-and once through anybit's kernels: APT-LLM's Table V; its codes do not learn, which would change both alike.
+and once through anybit's kernels: APT-LLM's Table V.
 
 Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one; those of the same case, scheme, method
 and options are replaced. `--missing` leaves out what has a row, `--seconds S` begins no case after S seconds,
@@ -50,8 +50,8 @@ CASES = [
     "float32:rtn",
     *(f"{scheme}:rtn" for scheme in SCHEMES),
     # What the papers compare with and without their kernels, in schemes that a kernel of ours runs.
-    *("w4a16g128:gptq:op", "w4a8:smooth:op", "w6a6:smooth:op", "w4a4g64asym-xasym:spread:op", "w2a4:spread:op"),
-    *("w4a16g64asym-kv4:gptq", "w4a16g64asym-kv2g32:gptq", "w4a4g64asym-xasym:rotate"),
+    *("w2a4:rtn:op", "w4a4:rtn:op", "w4a4g64asym-xasym:rtn:op", "w4a8:rtn:op", "w6a6:rtn:op", "w4a16g128:rtn:op"),
+    *("w4a16g64asym-kv4:rtn", "w4a16g64asym-kv2g32:rtn", "w4a16g64asym-kv4:gptq", "w4a4g64asym-xasym:rotate"),
 ]
 CASE = "smollm2-135m wikipedia, first half"
 FLOAT32, HALF = torch.float32, torch.float16
@@ -106,9 +106,12 @@ def measure(
 
 def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, Any]:
     """Perplexity in float32, and if asked in 16 bits: dequantized, and through the kernels."""
+    through_cache = "-kv" in scheme
     ways: dict[str, tuple[str | None, torch.dtype]] = {
         "perplexity": (None if scheme == "float32" else "reference-decoded", FLOAT32)
     }
+    if through_cache and torch.cuda.is_available():
+        ways["perplexity"] = (None, HALF)  # its kernels are for 16 bits
     if op:
         ways |= {"perplexity_dequantized": ("reference-decoded", HALF), "perplexity_kernels": (None, HALF)}
     found: dict[str, Any] = {}
@@ -125,7 +128,7 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, An
         cache = None
         if loaded.scheme is not None and loaded.scheme.kv is not None:
             cache = partial(AnyBitCache, loaded.scheme, config=loaded.model.config, capacity=512)
-        result = evaluate.perplexity(loaded.model, windows, cache=cache)
+        result = evaluate.perplexity(loaded.model, windows, cache=cache, step=16)
         found |= {name: round(result.perplexity, 4), "scored": result.scored}
         del loaded
     return found
@@ -158,8 +161,7 @@ def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
     op = rest == ["op"]
     with tempfile.TemporaryDirectory() as scratch:
         for method in methods.split("+"):
-            options = {"learn_tokens": 0} if op and METHODS[method].calibrated else {}
-            options |= arguments.options
+            options = dict(arguments.options)
             if arguments.missing and known(file, scheme, method, options, op):
                 continue
             blocks = Path(scratch) if "+" in methods else None

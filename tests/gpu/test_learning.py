@@ -5,8 +5,11 @@ import copy
 import pytest
 import torch
 
+from anybit.quantize import gptq
 from anybit.quantize.accumulate import Accumulation
+from anybit.quantize.calibrate import Calibration, calibrate
 from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.recorded import Recorder
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
 from cases_calibration import names_of, tiny
@@ -56,3 +59,30 @@ def test_learning_on_a_gpu_improves(text):
     distill(model, weights, rows, settings, scheme.activations, lambda done, total, loss: losses.append(loss), tuned)
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
     assert tuned
+
+
+def test_resumed_on_a_gpu_equals_uninterrupted(tmp_path):
+    """Layers that are recorded and replayed, and those of a run that begins in the middle, are the same bit for bit."""
+    model, scheme = tiny(layers=4), Scheme.parse("w3a16g32asym")
+    tokens = [row for batch in batches(8) for row in batch]
+
+    def quantizer(weight, statistics, name):
+        return gptq.quantize(statistics.corrected(weight, 0.5), statistics.hessian, scheme.weights, None, name)
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(done, total, left):
+        if done == 2:
+            raise Interrupted
+
+    settings = Calibration(device="cuda", resume=tmp_path)
+    with pytest.raises(Interrupted):
+        calibrate(model, tokens, scheme, names_of(model), quantizer, settings, progress=interrupt)
+    gptq._RECORDER = Recorder()  # as in a new process
+    resumed = calibrate(model, tokens, scheme, names_of(model), quantizer, settings)
+    gptq._RECORDER = Recorder()
+    whole = calibrate(model, tokens, scheme, names_of(model), quantizer, Calibration(device="cuda"))
+    for name, weight in whole.items():
+        for part in ("words", "scale", "zero"):
+            assert torch.equal(getattr(weight, part), getattr(resumed[name], part)), name

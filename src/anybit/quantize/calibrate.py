@@ -221,6 +221,8 @@ class _Run:
         home = next(model.parameters()).device
         hidden, self.calls = walk.first_inputs(model, self.blocks, [tokens.to(home) for tokens in batches])
         self.count = len(batches)
+        if _fits(hidden, self.device, settings):
+            hidden = [x.to(self.device) for x in hidden]
         self.quantized = walk.Store(settings.spill, settings.budget)
         # Learned rounding wants the original's outputs as well.
         self.follow = settings.drift or refine is not None
@@ -371,6 +373,14 @@ class _Run:
                 self.device,
             )
         )
+
+
+def _fits(hidden: list[Tensor], device: torch.device, settings: Calibration) -> bool:
+    """Whether a GPU holds both streams, and what they make on their way, so that they need not come and go."""
+    if device.type != "cuda" or settings.spill is not None:
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    return 2 * sum(x.nbytes for x in hidden) < min(free // 8, settings.budget)
 
 
 def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> None:
