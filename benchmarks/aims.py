@@ -197,7 +197,7 @@ def aims_decode() -> str:
             row = find(found, case="pack prompt", kv=kv)
             packing = _over(_of(row), _of(row, "floor_us"))
             yield Figure(f"{kv}, packing a prompt of 131072 over reading it", 2.0, packing)
-            full = _of(find(found, case="append, windows full", kv=kv))
+            full = _of(find(found, case="append, windows full", batch=32, kv=kv))
             yield Figure(f"{kv}, 32 windows that become full at once", 5.0, full, " us")
 
     return _lines(figures())

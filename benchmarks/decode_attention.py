@@ -394,8 +394,9 @@ def main() -> None:
 
     packs = FORMATS[:4] if options.only in ("", "pack") else ()
     if options.compile:
-        for kernel, arch in kernels_of(wanted, packs):
-            jit.cached(kernel, arch)
+        with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 16)) as pool:
+            pool.starmap(jit.cached, kernels_of(wanted, packs), chunksize=1)
+        print(f"compiled after {time.monotonic() - begun:.0f} s", flush=True)
         return
     first, rest = wanted[:12], wanted[12:]
     # The compilers are forked before this process has a CUDA context. What comes later is compiled meanwhile.
