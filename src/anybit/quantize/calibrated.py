@@ -121,7 +121,7 @@ class Options:
         gpu, coded = self.on_gpu, scheme.activations.quantized
         learns = method == "learned" or (gpu and coded and method in ("smooth", "rotate", "spread"))
         narrow = min(scheme.weights.bits, scheme.activations.bits) < 4 or scheme.activations.bits == 4
-        passes = (6.0 if coded and narrow else 3.0 if coded or narrow else 2.0) if gpu else 1.0
+        passes = (5.0 if coded and narrow else 3.0 if coded or narrow else 2.0) if gpu else 1.0
         # What is far from the start wants many steps rather than smooth ones.
         usual = (4096 if coded and narrow else 8192) if gpu else 1024
         step = self.step_tokens if self.step_tokens is not None else usual
