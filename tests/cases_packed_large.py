@@ -109,7 +109,7 @@ def tiny_cases() -> list[Case]:
         (12, 64, 256, WeightFormat(5, "sym", 64), INT8, torch.float16, (16, 1, 1, 1, 1)),
         (12, 64, 128, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),
         # The last tile lacks so many tokens that it is loaded in smaller boxes.
-        (37, 64, 264, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 1, 1, 1, 1)),
+        (65, 64, 264, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 1, 1, 1)),
         (3, 64, 256, WeightFormat(4, "sym", None), INT8, torch.float16, (64, 1, 2, 1, 1)),
         (70, 64, 256, WeightFormat(2, "sym", 128), A16, torch.bfloat16, (64, 1, 1, 2, 1)),
     ]

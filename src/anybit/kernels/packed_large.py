@@ -137,7 +137,7 @@ class Config:
     @property
     def tail_rows(self) -> int:
         """Rows of the boxes that a tile is loaded in if it lacks many of its tokens; 0: such tiles are loaded whole."""
-        return 0 if self.row_blocks > 1 or self.tokens < 32 else 16 if self.tokens < 64 else 32
+        return 0 if self.row_blocks > 1 or self.tokens < 48 else 16 if self.tokens <= 64 else 32
 
     @property
     def cluster(self) -> int:

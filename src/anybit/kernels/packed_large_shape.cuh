@@ -42,7 +42,7 @@ struct PackedLargeShape {
     static constexpr int box_bytes = Config::tokens * 128;
     static constexpr int x_bytes = box_bytes * element_bytes;  // 128 inputs are one box of bytes, two of 16 bits
     // Rows beyond the matrix take a tensor-map copy twice as long as others: a tile that lacks many is loaded in these.
-    static constexpr int tail_rows = Config::row_blocks > 1 || Config::tokens < 32 ? 0 : Config::tokens < 64 ? 16 : 32;
+    static constexpr int tail_rows = Config::row_blocks > 1 || Config::tokens < 48 ? 0 : Config::tokens <= 64 ? 16 : 32;
     static constexpr int w_bytes = Config::row_warpgroups * Config::tile_bytes;
     static constexpr int stage_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
     static constexpr int ring_bytes = Config::stages * stage_bytes;
