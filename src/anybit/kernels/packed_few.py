@@ -19,16 +19,16 @@ def kernel(problem: Problem) -> ModuleType | None:
     """What was fastest on an H200 (docs/packed.md); None where none of them runs, or packed_large is faster."""
     p = problem
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
-    # gate_up at 16 tokens: packed_large takes 18.2 us, packed_mid 19.6 to 21.3.
-    # Of int8 from 5 tokens on: 25 to 27 us in packed_small, 17.3 in packed_large.
-    if p.m > MOST_TOKENS or (p.m > 8 and (p.activations == torch.int8 or units > 4)):
+    # From 9 tokens on packed_large takes 18.2 us for gate_up, 11.5 for down and 5.3 for o, where packed_mid takes 20 to
+    # 21, 14 and 5.6; only qkv is left to it (6.5 to 7.3, and 7.2), whose blocks' share of the activations is small.
+    mid = p.m <= 8 or (units in (3, 4) and p.columns <= 6144)
+    if p.m > MOST_TOKENS or not mid or (p.m > 8 and p.activations == torch.int8):
         return None
+    # Of int8 from 5 tokens on: 25 to 27 us in packed_small, 17.3 in packed_large.
     if p.m > 4 and p.activations == torch.int8 and units > 4:
         return None
     if p.m > (4 if p.weights.bits <= 3 and units > 3 else 2):
         order = [packed_mid, packed_small]
-    elif p.m == 1 and units == 3 and p.weights.bits >= 4:
-        order = [packed_small, packed_digits]
     else:
         order = [packed_digits, packed_small]
     return next((module for module in order if module.why_not(problem) is None), None)

@@ -392,10 +392,12 @@ def configs(problem: Problem) -> Iterator[Config]:
 def estimate(problem: Problem, config: Config) -> float:
     """About how many microseconds a config takes on an H200, between others in a chain; fitted, see docs/packed.md.
 
-    The constants fit 61 measured configs of w4a16g128 (M = 16 to 256) within 4% on average.
+    The constants were fitted to 61 measured configs of w4a16g128 (M = 16 to 256), within 4% on average; those of small
+    tiles to 30 more once four warps filled the ring.
     """
     row_tiles, token_tiles = _place(problem, config)
     tokens, rows, tiles = config.tokens, config.row_warpgroups, row_tiles * token_tiles
+    few = problem.m <= 64
     # Cycles of 64 rows and 128 inputs: of the tensor cores, and of what it takes to widen and to issue.
     widen = 195 + 2.2 * tokens
     if config.bits in (3, 5, 6, 7) or config.operand == Operand.bf16:
@@ -410,7 +412,9 @@ def estimate(problem: Problem, config: Config) -> float:
     stage = max(
         product * rows,
         widen * rows,
-        493 / config.k_warpgroups,  # the chain of waiting, widening and multiplying in one warpgroup
+        # The chain of waiting, widening and multiplying in one warpgroup.
+        (450 + 1.25 * product if few else 493) / config.k_warpgroups,
+        270 + tokens * config.x_bytes if few else 0,  # what it takes to bring a stage, however little it holds
         (tokens * 128 * config.x_bytes + rows * config.tile_bytes) / 47.5,  # what a multiprocessor takes in
     )
     partial = rows * config.k_warpgroups * tokens / 64
@@ -430,7 +434,7 @@ def estimate(problem: Problem, config: Config) -> float:
     waves = float(-(-tiles // {1: 132, 2: 66, 4: 30}.get(config.cluster, 15)))
     summing = 0.1 * partial if config.warpgroups > rows else 0.0
     if config.k_blocks > 1:
-        summing += 0.4 + 0.36 * partial + 0.54 * (config.k_blocks > 2)
+        summing += (1.0 if few else 0.4) + 0.36 * partial + 0.54 * (config.k_blocks > 2)
     if waves > 1 and config.k_warpgroups * config.k_blocks > 1:
         waves *= 1.08  # blocks that add up sums do not walk on to a next tile: every wave starts anew
     units = -(-problem.units // config.k_blocks)
