@@ -424,6 +424,16 @@ def kv_widths() -> str:
     return table(["keys, values", *(f"{value}" for value in widths)], body)
 
 
+def kv_kernel() -> str:
+    """The attention kernel's own error on a real model's keys and values: formats down, types across."""
+    found = [row for row in rows("kv_accuracy") if row["case"] == "kernel"]
+    body = []
+    for kv in dict.fromkeys(row["kv"] for row in found):
+        each = (find(found, kv=kv, dtype=dtype) for dtype in ("float16", "bfloat16"))
+        body.append([kv, *(f"{row['error']:.1e} ({row['mean_error']:.1e})" if row else "" for row in each)])
+    return table(["worst layer (mean of layers)", "float16", "bfloat16"], body)
+
+
 def kv_needle() -> str:
     """Facts found out of the trials: formats down, contexts across."""
     found = [row for row in rows("kv_accuracy") if row["case"] == "needle"]
@@ -465,7 +475,8 @@ TABLES: dict[str, Callable[[], str]] = {
         headline, gemm_bitwise, bitwise_shapes, bitwise_sync, launch,
         gemm_packed, packed_layers, packed_widths, packed_sweep, logits, pack, generate,
         generate_models, ablation, ablation_model, dispatch_model, dispatch_check, decode_attention,
-        decode_formats, decode_variants, kv_store, kv_perplexity, kv_widths, kv_needle, quantizers, *aims.MAKERS,
+        decode_formats, decode_variants, kv_store, kv_perplexity, kv_widths, kv_kernel, kv_needle,
+        quantizers, *aims.MAKERS,
     )
 }  # fmt: skip
 _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
