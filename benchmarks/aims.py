@@ -232,9 +232,12 @@ def aims_quantizers() -> str:
             words = f"{scheme}" + (f", `{best['method']}`" if best else "")
             yield Figure(words, aim, _of(best, "perplexity"))
         plain = _of(next((row for row in mine if row["scheme"] == "float32"), None), "perplexity")
-        for scheme, method, aim in (("w4a4g64asym-xasym", "rotate", 1.25), ("w6a6g64asym-xasym", "smooth", 1.03)):
-            row = next((row for row in mine if (row["scheme"], row["method"]) == (scheme, method)), None)
-            yield Figure(f"{scheme}, `{method}`, over float32", aim, _over(_of(row, "perplexity"), plain))
+        for scheme, aim in (("w4a4g64asym-xasym", 1.25), ("w6a6g64asym-xasym", 1.03)):
+            best = min(
+                (row for row in mine if row["scheme"] == scheme), key=lambda row: row["perplexity"], default=None
+            )
+            method = f", `{best['method']}`" if best else ""
+            yield Figure(f"{scheme}{method}, over float32", aim, _over(_of(best, "perplexity"), plain))
 
     return _lines(figures())
 

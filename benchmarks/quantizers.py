@@ -53,6 +53,8 @@ CASES = [
     *("w2a4:rtn:op", "w4a4:rtn:op", "w4a4g64asym-xasym:rtn:op", "w4a8:rtn:op", "w6a6:rtn:op", "w4a16g128:rtn:op"),
     *("w4a16g64asym-kv4:rtn", "w4a16g64asym-kv2g32:rtn", "w4a16g64asym-kv4:gptq", "w4a4g64asym-xasym:rotate"),
 ]
+# Of peers, whose rows do not say: codes, and a scale and a zero of each group.
+BITS = {"w4a16g64asym": 4.31, "w3a16g128asym": 3.16, "w3a16g64asym": 3.3, "w2a16g64asym": 2.28, "w2a16g32asym": 2.56}
 CASE = "smollm2-135m wikipedia, first half"
 FLOAT32, HALF = torch.float32, torch.float16
 
@@ -195,14 +197,21 @@ def figure(rows: list[dict[str, Any]]) -> None:
     plt.rcParams["svg.hashsalt"] = "anybit"  # the same rows give the same file
     picture, axes = plt.subplots(figsize=(7, 4.5))
     base = {row["case"]: row["perplexity"] for row in rows if row["scheme"] == "float32"}
-    for method in METHODS:
+    rows = [row for row in rows if row["case"] in base and row["scheme"] != "float32" and "perplexity" in row]
+    for method in dict.fromkeys([*METHODS, *(row["method"] for row in rows)]):
+        mine = [row for row in rows if row["method"] == method]
         points: dict[float, float] = {}
-        for row in rows:
-            if row["method"] == method and row["case"] in base and "a16" in row["scheme"]:
-                ratio = row["perplexity"] / base[row["case"]]
-                points[row["bits_per_weight"]] = min(ratio, points.get(row["bits_per_weight"], ratio))
+        for row in mine:
+            ratio = row["perplexity"] / base[row["case"]]
+            bits = row.get("bits_per_weight") or BITS[row["scheme"]]
+            if "a16" in row["scheme"] and "-kv" not in row["scheme"]:
+                points[bits] = min(ratio, points.get(bits, ratio))
+            else:
+                axes.plot(bits, ratio, "x", color="grey")
+                axes.annotate(f" {row['scheme']} {method}", (bits, ratio), fontsize=5, color="grey")
         if points:
-            axes.plot(*zip(*sorted(points.items()), strict=True), "o-", label=method)
+            line = "o-" if method in METHODS else "^:"
+            axes.plot(*zip(*sorted(points.items()), strict=True), line, label=method)
     axes.set(xlabel="bits per weight, scales included", ylabel="perplexity over float32", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
@@ -224,7 +233,8 @@ def main() -> None:
     parser.add_argument("--figure", action="store_true", help="only draw the picture")
     arguments = parser.parse_args()
     if arguments.figure:
-        figure([row for file in RESULTS.glob("*/quantizers.json") for row in json.loads(file.read_text())])
+        files = sorted([*RESULTS.glob("*/quantizers.json"), *RESULTS.glob("*/peers.json")])
+        figure([row for file in files for row in json.loads(file.read_text())])
         return
     if arguments.jobs > 1:
         share(arguments)

@@ -452,21 +452,73 @@ def kv_needle() -> str:
 # -------- quantizers
 
 
-def quantizers() -> str:
-    """Perplexity of every scheme and method from folder to folder, over the machines: schemes down, methods across."""
+_METHODS = ("rtn", "gptq", "block", "learned", "smooth", "rotate", "spread", "onebit")
+# A plain GPTQ (clip search, act-order, 24 thousand tokens) on this model and cut.
+_PLAIN_GPTQ = {
+    "w4a16g64asym": 28.11,
+    "w3a16g128asym": 45.77,
+    "w3a16g64asym": 46.32,
+    "w2a16g64asym": 239,
+    "w2a16g32asym": 155.6,
+}
+
+
+def _quantized() -> list[Row]:
+    """Rows of whole quantizers with their defaults, machines named in ``on``."""
     both = {"CPU": rows("quantizers", "cpu"), "H200": rows("quantizers")}
     mine = [row | {"on": on} for on, found in both.items() for row in found if row["case"].endswith("first half")]
-    mine = [row for row in mine if not row["options"] and "perplexity" in row]
+    return [row for row in mine if not row["options"] and "perplexity" in row]
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:.2f}" if value < 1e4 else f"{value:.1e}"
+
+
+def quantizers() -> str:
+    """Perplexity of every scheme and method from folder to folder, over the machines: schemes down, methods across."""
+    mine = _quantized()
     plain = next((row["perplexity"] for row in mine if row["scheme"] == "float32"), None)
-    methods = list(dict.fromkeys(row["method"] for row in mine if row["scheme"] != "float32"))
+    methods = [m for m in _METHODS if any(row["method"] == m for row in mine)]
     body = []
-    for scheme in dict.fromkeys(row["scheme"] for row in mine if row["scheme"] != "float32"):
+    order = [*_PLAIN_GPTQ, *(row["scheme"] for row in mine if "perplexity_kernels" not in row)]
+    for scheme in dict.fromkeys(scheme for scheme in order if scheme != "float32"):
         cells = []
         for method in methods:
             each = [row for row in mine if (row["scheme"], row["method"]) == (scheme, method)]
-            cells.append("; ".join(f"{row['perplexity']:.2f} ({row['on']})" for row in each))
-        body.append([f"`{scheme}`", *cells])
-    return table([f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in methods)], body) if plain else ""
+            cells.append("; ".join(f"{_perplexity(row['perplexity'])} ({row['on']})" for row in each))
+        if any(cells):
+            body.append([f"`{scheme}`", *cells, f"{_PLAIN_GPTQ.get(scheme, '')}"])
+    if plain is None:
+        return ""
+    return table([f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in methods), "plain GPTQ"], body)
+
+
+def quantizers_kernels() -> str:
+    """The same layers in 16 bits through plain dequantized arithmetic and through the kernels (APT-LLM, Table V)."""
+    body = []
+    for row in (row for row in _quantized() if "perplexity_dequantized" in row):
+        dequantized, kernels = row["perplexity_dequantized"], row.get("perplexity_kernels")
+        cells = [_perplexity(kernels), f"{abs(kernels - dequantized):.4f}"] if kernels else ["refused", ""]
+        body.append([f"`{row['scheme']}`", f"`{row['method']}`", _perplexity(dequantized), *cells])
+    head = ["scheme", "method", "dequantized, float16", "through the kernels", "apart"]
+    return table(head, body) if body else ""
+
+
+def peers() -> str:
+    """Other quantizers on the same model, text and scheme, beside the best of ours."""
+    mine = _quantized()
+    body = []
+    for machine in ("cpu", "h200"):
+        for row in rows("peers", machine):
+            ours = [own for own in mine if own["scheme"] == row["scheme"] and own["method"] in ("gptq", "learned")]
+            cells = []
+            for method in ("gptq", "learned"):
+                found = [own["perplexity"] for own in ours if own["method"] == method]
+                cells.append(_perplexity(min(found)) if found else "")
+            settings = ", ".join(f"{key} {value}" for key, value in row["options"].items())
+            name = f"{row['method']} {row['version']} ({settings}; {machine})"
+            body.append([f"`{row['scheme']}`", name, _perplexity(row["perplexity"]), *cells])
+    return table(["scheme", "peer", "its perplexity", "`gptq`", "`learned`"], body) if body else ""
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -476,7 +528,7 @@ TABLES: dict[str, Callable[[], str]] = {
         gemm_packed, packed_layers, packed_widths, packed_sweep, logits, pack, generate,
         generate_models, ablation, ablation_model, dispatch_model, dispatch_check, decode_attention,
         decode_formats, decode_variants, kv_store, kv_perplexity, kv_widths, kv_kernel, kv_needle,
-        quantizers, *aims.MAKERS,
+        quantizers, quantizers_kernels, peers, *aims.MAKERS,
     )
 }  # fmt: skip
 _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
