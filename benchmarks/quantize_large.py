@@ -22,6 +22,7 @@ from anybit.quantize.calibrate import Calibration, calibrate
 from anybit.quantize.distill import Distillation, distill
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
+from perplexity import commit
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -113,7 +114,7 @@ def gptq_seconds(
 
     print("model ready", flush=True)
     started = time.perf_counter()
-    settings = Calibration(device=device, batch_tokens=8192 if device == "cuda" else 4096)
+    settings = Calibration(device=device, batch_tokens=16384 if device == "cuda" else 4096)
     calibrate(model, sequences, scheme, linears(model), quantizer, settings, progress=note)
     return [b - a for a, b in zip([started, *ends], ends, strict=False)]
 
@@ -129,14 +130,12 @@ def learned_135m(scheme: Scheme, count: int) -> dict[str, object]:
     model = random_model(**SMOLLM2).float()
     weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in linears(model)}
     torch.cuda.reset_peak_memory_stats()
-    losses = []
     started = time.perf_counter()
     distill(
         model,
         weights,
         tokens(count, 512, 49152),
         Distillation(step_tokens=4096, run_tokens=4096, device="cuda"),
-        progress=lambda step, steps, loss: losses.append(loss),
     )
     torch.cuda.synchronize()
     return {
@@ -144,7 +143,6 @@ def learned_135m(scheme: Scheme, count: int) -> dict[str, object]:
         "scheme": str(scheme),
         "tokens": count,
         "seconds": time.perf_counter() - started,
-        "loss_first_last": [losses[0], losses[-1]],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "device": torch.cuda.get_device_name(),
     }
@@ -165,7 +163,7 @@ def main() -> None:
     rows = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
     for name, job in jobs.items():
         if arguments.only in (None, name):
-            row = job() | {"torch": torch.__version__, "date": time.strftime("%F")}
+            row = job() | {"torch": torch.__version__, "commit": commit(), "date": time.strftime("%F")}
             print(json.dumps(row), flush=True)
             rows = [old for old in rows if old["case"] != row["case"]] + [row]
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
