@@ -373,6 +373,7 @@ def main() -> None:
     for command in (verifying, recording):
         command.add_argument("--problems", type=int, default=200)
         command.add_argument("--seed", type=int, default=20261121)
+        command.add_argument("--most", type=int, default=160, help="candidates of a space that are timed")
         command.add_argument("--tune-each", type=int, default=6, help="candidates of each family in the search")
         command.add_argument("--verify-seconds", type=float, default=60.0)
         command.add_argument("--check-rows", type=Path, default=RESULTS / "h200" / "dispatch_check.json")

@@ -3,7 +3,7 @@
 A problem is a layer of one of ten models, one of five schemes and a number of tokens between 1 and 8192 that need not
 be one of a map's. Its space is every legal config of every family whose kernel is compiled: for all problems in turn
 the family's most promising one, one from the middle of the rest, the next most promising one and so on, as far as the
-time for compiling goes (a row says how many of how many legal ones that are). Left out is only what is hopeless
+time for compiling goes, at most ``--most`` (a row says how many of how many legal ones that are). Left out is only what is hopeless
 (``skipped``). The space is timed (``runner.Sieve``: all of it once, what is within 25 % of the best again, what is
 within 8 % carefully, and checked against the reference), side by side with three choices:
 
@@ -130,7 +130,7 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         chosen["tuned"] = _tuned_choice(product, point, child)
         whole, names = space
         compiled = [one for one, needs in zip(whole.candidates, names, strict=True) if present.issuperset(needs)]
-        candidates = list(dict.fromkeys([*chosen.values(), *compiled]))
+        candidates = list(dict.fromkeys([*chosen.values(), *compiled[: options.most]]))
         times, left_out = sift(child, product, candidates, usual, policy, list(chosen.values()), Sieve())
         final = {candidate: time.us for candidate, time in times if time.final}
         if not all(candidate in final for candidate in chosen.values()):
