@@ -3,9 +3,9 @@
 A problem is a layer of one of ten models, one of five schemes and a number of tokens between 1 and 8192 that need not
 be one of a map's. Its space is every legal config of every family whose kernel is compiled: for all problems in turn
 the family's most promising one, one from the middle of the rest, the next most promising one and so on, as far as the
-time for compiling goes, at most ``--most`` (a row says how many of how many legal ones that are). Left out is only what is hopeless
-(``skipped``). The space is timed (``runner.Sieve``: all of it once, what is within 25 % of the best again, what is
-within 8 % carefully, and checked against the reference), side by side with three choices:
+time for compiling goes, at most ``--most`` (a row says how many of how many legal ones that are). Left out is only
+what is hopeless (``skipped``). The space is timed (``runner.Sieve``: all of it once, what is within 25 % of the best
+again, what is within 8 % carefully, and checked against the reference), side by side with three choices:
 
     map       what the map that is given says, nothing of the problem measured
     tuned     what a search as ``anybit tune`` does it finds at the token count that stands for the problem's
