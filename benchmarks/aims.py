@@ -242,4 +242,29 @@ def aims_quantizers() -> str:
     return _lines(figures())
 
 
-MAKERS = (aims_bitwise, aims_packed, aims_widths, aims_decode, aims_models, aims_quantizers)
+def aims_dispatch() -> str:
+    """Choices beside the best there is, variants in whole models, and a look-up."""
+    found = rows("dispatch_check")
+    figures = []
+    for name, words, middle, worst in (
+        ("tuned", "after a search", 1.03, 1.10),
+        ("map", "by the shipped map alone", 1.10, 1.25),
+    ):
+        ratios = sorted(row["ratios"][name] for row in found)
+        count = f"of {len(ratios)} random problems"
+        figures.append(Figure(f"{words}, over the best: the median {count}", middle, _at(ratios, 0.5), "x"))
+        figures.append(Figure(f"{words}, over the best: the worst {count}", worst, _at(ratios, 1.0), "x"))
+    models = [row["variants"] for row in rows("dispatch") if row["case"].startswith("llama-3-8b whole")]
+    static = [row["dispatch"] / min(us for name, us in row.items() if name.startswith("static")) for row in models]
+    what = f"whole models, over the faster static strategy: the worst of {len(static)} points"
+    figures.append(Figure(what, 1.02, max(static, default=None), "x"))
+    looked = [row["us"] for row in rows("dispatch") if row["case"] == "look-up"]
+    figures.append(Figure("a look-up's host time", 1.0, max(looked, default=None), " us"))
+    return _lines(figures)
+
+
+def _at(ordered: list[float], part: float) -> float | None:
+    return ordered[round(part * (len(ordered) - 1))] if ordered else None
+
+
+MAKERS = (aims_bitwise, aims_packed, aims_widths, aims_decode, aims_models, aims_dispatch, aims_quantizers)

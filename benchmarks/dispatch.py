@@ -277,21 +277,23 @@ def draw(options: argparse.Namespace) -> None:
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "anybit", "font.size": 9})
     rows = json.loads(options.rows.read_text()) if options.rows.exists() else []
-    if rows:
-        _draw_variants(rows)
+    for name, start in (("dispatch", "llama-3-8b "), ("dispatch_model", "llama-3-8b whole, ")):
+        mine = [row for row in rows if row["case"] in (f"{start}prefill", f"{start}decode")]
+        if mine:
+            _draw_variants(mine, name)
     policy = read(options.map or SHIPPED / file_name("NVIDIA H200"))
     _draw_crossover(policy)
 
 
-def _draw_variants(rows: list[dict[str, Any]]) -> None:
+def _draw_variants(rows: list[dict[str, Any]], to: str) -> None:
     from matplotlib import pyplot as plt
 
     schemes = [scheme for scheme in ABLATED if any(row["scheme"] == scheme for row in rows)]
     figure, axes = plt.subplots(len(schemes), 2, figsize=(9, 3 * len(schemes)), squeeze=False)
     for line, scheme in zip(axes, schemes, strict=True):
         mine = [row for row in rows if row["scheme"] == scheme]
-        prefill = [row for row in mine if row["case"] == "llama-3-8b prefill" and row["batch"] == 2]
-        decode = [row for row in mine if row["case"] == "llama-3-8b decode"]
+        prefill = [row for row in mine if row["case"].endswith("prefill") and row["batch"] == 2]
+        decode = [row for row in mine if row["case"].endswith("decode")]
         for axis, mine, x, what in (
             (line[0], prefill, "prompt", "time to first token, batch 2"),
             (line[1], decode, "batch", "time of a token"),
@@ -299,8 +301,9 @@ def _draw_variants(rows: list[dict[str, Any]]) -> None:
             mine = sorted(mine, key=lambda row: row[x])
             for name in VARIANTS:
                 if name not in ("dispatch", "without split"):
-                    slower = [row["variants"][name] / row["variants"]["dispatch"] for row in mine]
-                    axis.plot([row[x] for row in mine], slower, marker="o", markersize=3, label=name)
+                    there = [row for row in mine if name in row["variants"]]
+                    slower = [row["variants"][name] / row["variants"]["dispatch"] for row in there]
+                    axis.plot([row[x] for row in there], slower, marker="o", markersize=3, label=name)
             axis.axhline(1, color="black", linewidth=0.8)
             axis.set_xscale("log", base=2)
             axis.set_xticks([row[x] for row in mine], [str(row[x]) for row in mine])
@@ -310,7 +313,7 @@ def _draw_variants(rows: list[dict[str, Any]]) -> None:
             axis.set_ylim(0.9, min(3.0, axis.get_ylim()[1]))
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(DOCS / "dispatch.svg", metadata={"Date": None})
+    figure.savefig(DOCS / f"{to}.svg", metadata={"Date": None})
 
 
 def _draw_crossover(policy: Policy) -> None:
@@ -396,7 +399,7 @@ def main() -> None:
     whole.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
     looking = kinds.add_parser("look-up", help="host time of a look-up")
     looking.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
-    drawing = kinds.add_parser("draw", help="draw docs/dispatch.svg and docs/crossover.svg (needs matplotlib)")
+    drawing = kinds.add_parser("draw", help="draw docs/dispatch*.svg and docs/crossover.svg (needs matplotlib)")
     drawing.add_argument("--map", type=Path, help="by default the shipped one")
     drawing.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
     showing = kinds.add_parser("show", help="print a map")

@@ -5,6 +5,8 @@ function NAME below makes of the rows. A page whose tables are not those of its 
 """
 
 import argparse
+import json
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -292,6 +294,29 @@ def _variants(cases: Sequence[str]) -> str:
     return table(["variant", *groups], body) if body else ""
 
 
+def shipped_map() -> str:
+    """What the map that is shipped for the H200 holds: a scheme a row."""
+    found = json.loads((ROOT / "src/anybit/tune/policies/nvidia-h200.json").read_text())
+    body = []
+    for scheme in dict.fromkeys(layer["scheme"] for layer in found["layers"]):
+        layers = [layer for layer in found["layers"] if layer["scheme"] == scheme]
+        gains: list[tuple[float, str]] = []
+        won: dict[str, int] = {}
+        for layer in layers:
+            for m, point in layer["tokens"].items():
+                times = {name: value["us"] for name, value in point.items() if isinstance(value, dict)}
+                best = min(times, key=times.__getitem__)
+                won[best] = won.get(best, 0) + 1
+                gains.append((point["default_us"] / times[best], f"{layer['n']} x {layer['k']}, M = {m}"))
+        mean = math.exp(sum(math.log(gain) for gain, _ in gains) / len(gains))
+        winners = ", ".join(f"{name} {count}" for name, count in sorted(won.items(), key=lambda item: -item[1]))
+        most = max(gains)
+        body.append(
+            [f"`{scheme}`", str(len(layers)), str(len(gains)), f"{mean:.3f}", f"{most[0]:.2f} ({most[1]})", winners]
+        )
+    return table(["scheme", "layers", "products", "map over built in, mean", "most", "won by"], body)
+
+
 def dispatch_model() -> str:
     """Whole models by the dispatcher: time to first token, and tokens a second."""
     found = [row for row in rows("dispatch") if row["case"].startswith("llama-3-8b whole") and row["batch"] in (1, 8)]
@@ -526,7 +551,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for make in (
         headline, gemm_bitwise, bitwise_shapes, bitwise_sync, launch,
         gemm_packed, packed_layers, packed_widths, packed_sweep, logits, pack, generate,
-        generate_models, ablation, ablation_model, dispatch_model, dispatch_check, decode_attention,
+        generate_models, shipped_map, ablation, ablation_model, dispatch_model, dispatch_check, decode_attention,
         decode_formats, decode_variants, kv_store, kv_perplexity, kv_widths, kv_kernel, kv_needle,
         quantizers, quantizers_kernels, peers, *aims.MAKERS,
     )
