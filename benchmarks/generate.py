@@ -410,13 +410,13 @@ def real_rows(folder: str, schemes: list[str]) -> Iterator[dict[str, object]]:
     another order turn what is equally likely, and answers part there.
     """
     text = "The history of the steam engine begins in the first century, when"
-    for scheme in ["fp16", *schemes]:
+    for scheme in [*schemes, "fp16"]:
         loaded = load_model(folder, None if scheme == "fp16" else scheme, device="cuda", dtype=torch.float16)
         model = loaded.model
         ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"].cuda()
         model.generation_config.eos_token_id = None  # every answer has all its tokens
         results = {}
-        for case, tokens in (("eager", 64), ("static graph", 256)):
+        for case, tokens in (("eager", 32), ("static graph", 256)):
             options = {"do_sample": False, "max_new_tokens": tokens, "pad_token_id": 0}
             if case == "static graph":
                 anybit.accelerate(model)
