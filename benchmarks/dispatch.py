@@ -204,7 +204,7 @@ def ablate(options: argparse.Namespace, child: Child | None = None, policy: Poli
     how = Options(effort=Effort(120.0, 1, 7), limit=options.limit)
     excluded = Policy(Origin.here(device.name, device.arch))
     rows: list[dict[str, Any]] = []
-    marks = stamp()
+    marks = stamp(device.name)
     for scheme, products in ablated([scheme for scheme in ABLATED if scheme in options.schemes]):
         sums: dict[int, dict[str, float]] = {product.m: dict.fromkeys(VARIANTS, 0.0) for product in products}
         floors = dict.fromkeys(sums, 0.0)

@@ -114,7 +114,7 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
     if found is not None:
         winners.learn(found)
     rows: list[dict[str, Any]] = []
-    marks = stamp()
+    marks = stamp(device.name)
     for product in (replace(one, device=device) for one in drawn(options.problems, options.seed)):
         if time.perf_counter() - began > options.verify_seconds:
             break

@@ -227,14 +227,17 @@ class VendorWeights:
 # -------- rows
 
 
-def stamp() -> dict[str, str]:
-    """What a row says of where it comes from: GPU, torch, commit (``ANYBIT_COMMIT`` where there is no git), date."""
+def stamp(gpu: str = "") -> dict[str, str]:
+    """What a row says of where it comes from: GPU, torch, commit (``ANYBIT_COMMIT`` where there is no git), date.
+
+    gpu: its name, where another process uses it and this one is not to.
+    """
     commit = os.environ.get("ANYBIT_COMMIT", "")
     if not commit:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         commit = done.stdout.strip()
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": gpu or torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "commit": commit,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),

@@ -227,6 +227,12 @@ class Bench:
 
         return call
 
+    def _first(self, candidate: Candidate) -> None:
+        """Run a candidate for the first time, to its end, so that a fault is its own."""
+        if candidate.layout is not Layout.dense:
+            self._record(candidate)
+        torch.cuda.synchronize()
+
     def _record(self, candidate: Candidate) -> dict[int, list[jit.Recorded]]:
         """The launches of a call, which is made if it never was."""
         found = self._recorded.get(candidate)
@@ -299,13 +305,15 @@ class Bench:
         keep: Collection[int],
         sieve: Sieve,
         guess_us: float,
-        alive: Callable[[], object] = lambda: None,
+        alive: Callable[[int], object] = lambda i: None,
     ) -> tuple[dict[int, Time], dict[int, str], int]:
         """Times of a whole space, reasons of finalists that were wrong, and how many hopeless ones were left out.
 
-        Only finalists, ``keep`` among them, are checked: what is wrong can but look fast. alive: called now and then.
+        Only finalists, ``keep`` among them, are checked: what is wrong can but look fast. alive: told which candidate
+        is run for the first time (-1: many are timed).
         """
         found: dict[int, float] = {}
+        wrong: dict[int, str] = {}
         left_out = 0
         by_strategy: dict[str, list[int]] = {}
         for i, candidate in enumerate(candidates):
@@ -315,20 +323,28 @@ class Bench:
             rest = mine[sieve.promising :]
             chunks += [(name, rest[i : i + _CHUNK]) for i in range(0, len(rest), _CHUNK)]
         for name, chunk in chunks:
-            alive()
             before = [found[i] for i in by_strategy[name] if i in found]
             if before and min(before) > sieve.hopeless * min(found.values()):
                 left_out += len(chunk)
                 continue
+            good = []
+            for i in chunk:
+                alive(i)
+                try:
+                    self._first(candidates[i])
+                    good.append(i)
+                except (KernelError, ValueError) as error:
+                    wrong[i] = f"{error}".splitlines()[0]
+            alive(-1)
             guess = min(found.values(), default=guess_us)
-            calls = [self.again(candidates[i]) for i in chunk]
-            found |= dict(zip(chunk, _race(self.stream, calls, [_few(guess)] * len(chunk), 0), strict=True))
+            calls = [self.again(candidates[i]) for i in good]
+            found |= dict(zip(good, _race(self.stream, calls, [_few(guess)] * len(good), 0), strict=True))
         times = {i: Time(us, False) for i, us in found.items()}
         order = sorted(found, key=found.__getitem__)
         best = found[order[0]]
         second = [i for i in order if found[i] <= sieve.first * best][: sieve.most]
-        second += [i for i in keep if i not in second]
-        alive()
+        second += [i for i in keep if i not in second and i in found]
+        alive(-1)
         us = _race(
             self.stream,
             [self.again(candidates[i]) for i in second],
@@ -337,22 +353,21 @@ class Bench:
         )
         again = dict(zip(second, us, strict=True))
         times |= {i: Time(us, False) for i, us in again.items()}
-        wrong: dict[int, str] = {}
         last: list[int] = []
         best = 0.0
-        for i in [*keep, *sorted(again, key=again.__getitem__)]:
+        for i in [*(i for i in keep if i in again), *sorted(again, key=again.__getitem__)]:
             if i in last or i in wrong or (i not in keep and best and again[i] > sieve.last * best):
                 continue
             if len(last) >= sieve.finalists + len(keep):
                 break
-            alive()
+            alive(i)
             try:
                 self.check(candidates[i])
                 last.append(i)
                 best = min(best or again[i], again[i])
             except (WrongResultError, KernelError, ValueError) as error:
                 wrong[i] = f"{error}".splitlines()[0]
-        alive()
+        alive(-1)
         calls = [self.again(candidates[i]) for i in last]
         counts = [_count(2 * sieve.effort.microseconds, again[i]) for i in last]
         replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less

@@ -38,6 +38,8 @@ _MOST_HINTS = 6
 """What won at so many of the nearest products of the same search is tried too, at most so many configs."""
 _WORTH_TRYING = 1.5
 """A strategy that was so many times slower than another nearby is left to the plan."""
+_FALLS = 6
+"""How often a whole space may take the child down."""
 _TIE = 1.01
 """A built-in choice that is no more than this behind the best is kept: it is measured noise, and one kernel fewer."""
 
@@ -60,9 +62,6 @@ class Child:
     """The process that touches the GPU, begun anew when it has died."""
 
     def __init__(self, factory: Callable[[], Any] = Runner) -> None:
-        # Forking takes no time, but the child of a process that has begun to use CUDA cannot use it.
-        forks = "fork" in multiprocessing.get_all_start_methods() and not _cuda_has_begun()
-        self._context: Any = multiprocessing.get_context("fork" if forks else "spawn")
         self._factory = factory
         self._process: Any = None
         self.connection: Connection[Any, Any] = None  # type: ignore[assignment]
@@ -74,8 +73,11 @@ class Child:
     def start(self, limit: float = 120.0) -> None:
         """Begin, and wait until the GPU has answered. Raises KernelError if it does not."""
         self.stop()
-        self.connection, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=serve, args=(theirs, self._factory), daemon=True)
+        # Forking takes no time, but the child of a process that has begun to use CUDA cannot use it.
+        forks = "fork" in multiprocessing.get_all_start_methods() and not _cuda_has_begun()
+        context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, self._factory), daemon=True)
         self._process.start()
         theirs.close()
         message = self.receive(limit)
@@ -160,7 +162,9 @@ def _serve_one(
     bench = runner.prepare(product)
     passed("prepare")
     if isinstance(effort, Sieve):
-        sifted, wrong, left_out = bench.sift(candidates, keep, effort, guess_us, lambda: connection.send(("begin", -1)))
+        sifted, wrong, left_out = bench.sift(
+            candidates, keep, effort, guess_us, lambda i: connection.send(("begin", i))
+        )
         for i, reason in wrong.items():
             connection.send(("failed", i, reason))
         passed("sift")
@@ -372,18 +376,22 @@ def sift(
 ) -> tuple[list[tuple[Candidate, Time]], int]:
     """Times of a whole space, and how many of its candidates were left out as hopeless (``runner.Sieve``).
 
-    Where one of them takes the child down, nothing is known of the product: its times are empty.
+    What takes the child down is excluded, and the rest is gone through anew; the times are empty where nobody knows
+    what it was.
     """
-    todo = [c for c in candidates if excluded_name(product, c) not in policy.excluded]
-    kept = [i for i, candidate in enumerate(todo) if candidate in keep]
-    child.connection.send((product, todo, kept, sieve, 1.5 * floor_us(product), True))
-    times, gone, fault = _listen(child, todo, options.limit)
-    for i, reason in gone.items():
-        policy.excluded[excluded_name(product, todo[i])] = reason
-    if times is not None:
-        return [(todo[i], time) for i, time in times.items()], child.left_out
-    child.stop()
-    child.start()
+    for _ in range(_FALLS):
+        todo = [c for c in candidates if excluded_name(product, c) not in policy.excluded]
+        kept = [i for i, candidate in enumerate(todo) if candidate in keep]
+        child.connection.send((product, todo, kept, sieve, 1.5 * floor_us(product), True))
+        times, gone, fault = _listen(child, todo, options.limit)
+        for i, reason in gone.items():
+            policy.excluded[excluded_name(product, todo[i])] = reason
+        if times is not None:
+            return [(todo[i], time) for i, time in times.items()], child.left_out
+        child.stop()
+        child.start()
+        if not gone:
+            break
     policy.excluded[f"{product}"] = fault
     return [], 0
 
