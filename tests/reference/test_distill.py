@@ -181,3 +181,18 @@ def test_other_norms_are_left():
 
     model = torch.nn.Sequential(Centered())
     assert fuse_norms(model) == 0 and isinstance(model[0], Centered)
+
+
+@pytest.mark.parametrize(("format", "k"), [(WeightFormat(2, "asym", 32), 64), (WeightFormat(3, "asym", 32), 80)])
+def test_a_step_forgets_the_gradients_of_the_last(format, k):
+    """Of whole groups and of a ragged last one."""
+    original = torch.randn(6, k, generator=torch.Generator().manual_seed(0))
+    (bank,) = banks({"layer": quantize_weight(original, format)}, {"layer": original})
+    seen = []
+    for _ in range(2):
+        bank.refresh()
+        bank.leaves["layer"].grad.fill_(0.5)
+        bank.receive()
+        seen.append([bank.soft.place.grad.clone(), bank.soft.stretch.grad.clone()])
+    for first, second in zip(*seen, strict=True):
+        assert torch.equal(first, second)

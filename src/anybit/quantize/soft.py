@@ -76,6 +76,8 @@ class SoftWeight(nn.Module):
     def receive(self, gradient: Tensor, weight: Tensor) -> None:
         """Set the parameters' gradients from that of the weight, which ``computed`` gave."""
         if not self._plain:
+            # Set, not added to what the last step left.
+            self.place.grad = self.stretch.grad = None
             self().backward(gradient.float())
             return
         n, g = self.base.shape
