@@ -81,6 +81,9 @@ def gpu_cases(every: int = 1) -> list[Case]:
         problem = Problem(m, 512, 1024, w4)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
     cases.append(Case(Problem(1024, 512, 1024, w4), (64, 2, 1, 1, 1, 20)))  # many tiles whole, the last ones in stripes
+    for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
+        problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
+        cases.append(Case(problem, cut_of(packed_large.default(problem))))
     for m, n, k in ((1, 128, 128), (13, 8192, 4096), (26, 4096, 8192), (64, 4096, 4096), (257, 128, 4096),
                     (257, 4224, 4160), (1024, 8192, 4096)):  # fmt: skip
         for activations in (A16, INT8):
