@@ -61,11 +61,10 @@ def auto_round(
 
 def _remember_blocks(folder: Path) -> None:
     """Write each tuned block, and take from the folder what an earlier run wrote."""
-    from auto_round.algorithms.quantization.sign_round import quantizer
+    from auto_round.algorithms.quantization.sign_round.quantizer import SignRoundQuantizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    kind = next(kind for kind in vars(quantizer).values() if isinstance(kind, type) and "quantize_block" in vars(kind))
-    tune: Callable[..., Any] = kind.quantize_block
+    tune: Callable[..., Any] = SignRoundQuantizer.quantize_block
 
     def remembered(self: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
         index = next(a.block_index for a in (*args, *kwargs.values()) if hasattr(a, "block_index"))
@@ -81,7 +80,7 @@ def _remember_blocks(folder: Path) -> None:
         print(f"# block {index}", flush=True)
         return found
 
-    kind.quantize_block = remembered
+    SignRoundQuantizer.quantize_block = remembered
 
 
 def gptqmodel(
