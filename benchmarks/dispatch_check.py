@@ -10,6 +10,9 @@ again, what is within 8 % carefully, and checked against the reference), side by
     map       what the map that is given says, nothing of the problem measured
     tuned     what a search as ``anybit tune`` does it finds at the token count that stands for the problem's
     built in  what runs without any map
+
+With few tokens the dispatcher runs the built-in config of the kernel that won, since it leaves room to its neighbours
+in a model; ``alone``: the config that won by itself.
 """
 
 import argparse
@@ -126,8 +129,12 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         point = measure(child, near, plan, usual, policy, winners.near(near, plan))
         if point is None:
             continue
-        chosen = {"map": by.choose(product).candidate, "built in": builtin(product)}
-        chosen["tuned"] = _tuned_choice(product, point, child)
+        chosen = {"built in": builtin(product)}
+        for name, of in (("map", by), ("tuned", _by_point(product, point, child))):
+            for alone in (False, True):
+                of.alone = alone
+                chosen[f"{name}, alone" if alone else name] = of.choose(product).candidate
+            of.alone = False
         whole, names = space
         compiled = [one for one, needs in zip(whole.candidates, names, strict=True) if present.issuperset(needs)]
         candidates = list(dict.fromkeys([*chosen.values(), *compiled[: options.most]]))
@@ -150,7 +157,7 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
             merge_rows(options.check_rows, rows, KEY)
     if rows:
         merge_rows(options.check_rows, rows, KEY)
-    for name in ("map", "tuned", "built in"):
+    for name in ("map", "map, alone", "tuned", "tuned, alone", "built in"):
         values = [row["ratios"][name] for row in rows]
         if values:
             print(f"{name}: median {statistics.median(values):.3f}, worst {max(values):.3f} of {len(values)} problems")
@@ -159,12 +166,12 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         print("excluded:", name, "--", reason)
 
 
-def _tuned_choice(product: Product, point: Any, child: Child) -> Candidate:
-    """What runs the problem by a map that holds the point just measured."""
+def _by_point(product: Product, point: Any, child: Child) -> Dispatcher:
+    """What chooses by a map that holds the point just measured."""
     device = child.facts["device"]
     mine = Policy(Origin.here(device.name, device.arch))
     mine.put(replace(product, m=bucket(product.m)), point)
-    return Dispatcher(device.name, [mine]).choose(product).candidate
+    return Dispatcher(device.name, [mine])
 
 
 def _spaces(plans: Path) -> Path:

@@ -334,7 +334,7 @@ def dispatch_check() -> str:
     """How far choices are from the best of whole spaces."""
     found = rows("dispatch_check")
     body = []
-    for name in ("tuned", "map", "built in"):
+    for name in ("tuned", "tuned, alone", "map", "map, alone", "built in"):
         ratios = sorted(row["ratios"][name] for row in found)
         if ratios:
             cells = [ratios[len(ratios) // 2], ratios[int(0.9 * (len(ratios) - 1))], ratios[-1]]

@@ -243,6 +243,20 @@ def test_unknown_fields_fall_back() -> None:
         FAMILIES["packed_large"].rebuild(one, {"tokens": "many"})
 
 
+def test_few_tokens_run_the_built_in_config_of_the_kernel_that_wins() -> None:
+    one = product("w4a8", 4)
+    other = other_than_default(one, builtin(one).kernel)
+    large = next(c for c in space(one).candidates if c.kernel == "packed_large")
+    for won, runs in ((other, builtin(one)), (large, large)):
+        found = Point(20.0, 1.0, {won.strategy: Measured.of(won, one, 5.0)}, Measured.of(builtin(one), one, 20.0))
+        by = Dispatcher("NVIDIA H200", [policy((one, found))])
+        choice = by.choose(one)
+        assert (choice.candidate, choice.origin) == (runs, "map")
+        assert choice.us == (5.0 if runs is large else 20.0)
+        by.alone = True
+        assert by.choose(one).candidate == won
+
+
 def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = product()
     foreign = policy((one, point(one, {"packed_large": 1.0})), gpu="NVIDIA H100 80GB HBM3")
