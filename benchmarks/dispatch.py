@@ -323,12 +323,15 @@ def _draw_crossover(policy: Policy) -> None:
     shapes = [(4096, 4096), (28672, 4096)]
     known = {(key[0], *key[2:]): points for key, points in policy.layers.items()}
     schemes = [scheme for scheme in CROSSOVER if any((scheme, n, k) in known for n, k in shapes)]
-    columns = sorted({m for scheme in schemes for shape in shapes for m in known.get((scheme, *shape), {})})
+    measured = {m for scheme in schemes for shape in shapes for m in known.get((scheme, *shape), {})}
+    columns = sorted(m for m in measured if m % 3 == 0 or m.bit_count() == 1)  # quarter steps would not be legible
     figure, axes = plt.subplots(len(shapes), 1, figsize=(9, 1.2 + 0.7 * len(schemes) * len(shapes)), squeeze=False)
     used: set[str] = set()
     for (axis,), (n, k) in zip(axes, shapes, strict=True):
         for y, scheme in enumerate(schemes):
             for m, point in known.get((scheme, n, k), {}).items():
+                if m not in columns:
+                    continue
                 ordered = point.ordered()
                 name, best = ordered[0]
                 used.add(name)
