@@ -196,19 +196,21 @@ def figure(rows: list[dict[str, Any]]) -> None:
 
     plt.rcParams["svg.hashsalt"] = "anybit"  # the same rows give the same file
     picture, axes = plt.subplots(figsize=(7, 4.5))
-    base = {row["case"]: row["perplexity"] for row in rows if row["scheme"] == "float32"}
-    rows = [row for row in rows if row["case"] in base and row["scheme"] != "float32" and "perplexity" in row]
+    rows = [row for row in rows if row["case"] == CASE and "perplexity" in row]
+    base = next(row["perplexity"] for row in rows if row["scheme"] == "float32")
+    # Defaults only: those of a peer are what its settings say.
+    rows = [r for r in rows if r["scheme"] != "float32" and (not r["options"] or r["method"] not in METHODS)]
     for method in dict.fromkeys([*METHODS, *(row["method"] for row in rows)]):
         mine = [row for row in rows if row["method"] == method]
         points: dict[float, float] = {}
         for row in mine:
-            ratio = row["perplexity"] / base[row["case"]]
-            bits = row.get("bits_per_weight") or BITS[row["scheme"]]
+            ratio = row["perplexity"] / base
+            bits = round(row.get("bits_per_weight") or BITS[row["scheme"]], 2)
             if "a16" in row["scheme"] and "-kv" not in row["scheme"]:
                 points[bits] = min(ratio, points.get(bits, ratio))
             else:
                 axes.plot(bits, ratio, "x", color="grey")
-                axes.annotate(f" {row['scheme']} {method}", (bits, ratio), fontsize=5, color="grey")
+                axes.annotate(f" {row['scheme']} {method}", (bits, ratio), fontsize=6, color="grey")
         if points:
             line = "o-" if method in METHODS else "^:"
             axes.plot(*zip(*sorted(points.items()), strict=True), line, label=method)
