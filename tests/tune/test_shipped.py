@@ -27,7 +27,6 @@ def test_every_config_is_legal_where_it_was_measured(path: Path) -> None:
             product = Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype), device)
             assert min(measured.us for measured in point.strategies.values()) <= point.default_us * 1.001
             seen += 1
-            if seen % 23 == 0:  # each takes a look at all configs
-                for measured in point.strategies.values():
-                    assert measured.candidate(product).why_not(product) is None
+            for measured in point.strategies.values():
+                measured.candidate(product)  # raises where it is not legal
     assert seen == policy.points > 0
