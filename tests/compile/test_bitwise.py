@@ -59,6 +59,15 @@ def test_every_listed_config_is_legal_and_fits() -> None:
                 assert min(bitwise.grid(asked, config)) >= 1
 
 
+def test_warpgroups_that_share_k_need_slots_for_all_planes() -> None:
+    """Where slots are used again a warpgroup cannot tell one use from the next but one: such configs hung on a GPU."""
+    asked = problem("w2a4", 16, k=4096)
+    shared = [config for config in bitwise.configs(asked) if config.groups > 1 and not config.by_columns]
+    assert shared and all(config.span == 4 and config.slots >= 8 for config in shared)
+    few = dataclasses.replace(shared[0], slots=2)
+    assert "need a slot for each" in (bitwise.why_not(asked, few) or "")
+
+
 def test_config_of_another_problem_is_refused() -> None:
     config = bitwise.default(problem("w2a2", 64))
     assert "other widths" in (bitwise.why_not(problem("w4a4", 64), config) or "")

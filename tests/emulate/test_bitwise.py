@@ -59,7 +59,7 @@ def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: b
         ("w3a4", 70, 50, 2100, {"tokens": 32, "walk": Walk.tokens, "span": 3, "stages": 3, "slots": 4}),
         ("w1a1", 23, 40, 5000, {"tokens": 32, "walk": Walk.tokens, "slots": 4}),  # slots for more chunks than stages
         ("w1a2bipolar-xasym", 12, 33, 2100, {"tokens": 32, "walk": Walk.tokens, "cluster": 2}),
-        ("w1a1", 9, 70, 4100, {"tokens": 8, "groups": 2, "span": 5, "stages": 5, "slots": 4}),
+        ("w1a1", 9, 70, 4100, {"tokens": 8, "groups": 2, "span": 5, "stages": 5, "slots": 5}),
         ("w2a2", 40, 100, 2100, {"tokens": 16, "multicast": True, "cluster": 2, "span": 3, "stages": 3, "slots": 4}),
         (
             "w2a3",
@@ -75,7 +75,7 @@ def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: b
             60,
             2100,
             {"tokens": 16, "walk": Walk.tokens, "multicast": True, "cluster": 4, "groups": 2}
-            | {"span": 3, "stages": 3, "slots": 4},
+            | {"span": 3, "stages": 3, "slots": 9},
         ),
         ("w2a1", 70, 60, 2100, {"tokens": 32, "walk": Walk.tokens, "by_columns": True, "groups": 2, "stacked": 32}),
         (
@@ -94,7 +94,7 @@ def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: b
             {"tokens": 32, "walk": Walk.tokens, "by_columns": True, "groups": 2, "stacked": 32, "cluster": 2}
             | {"multicast": True, "span": 3, "stages": 3, "slots": 4},
         ),
-        ("w3a4", 70, 50, 5100, {"tokens": 32, "walk": Walk.tokens, "span": 2, "stages": 4, "slots": 4, "groups": 2}),
+        ("w3a4", 70, 50, 2100, {"tokens": 32, "walk": Walk.tokens, "span": 3, "stages": 3, "slots": 12, "groups": 2}),
         ("w2a1", 20, 40, 2500, {"tokens": 32, "walk": Walk.tokens, "groups": 4, "slots": 6, "stages": 3, "span": 3}),
     ],
 )

@@ -236,6 +236,11 @@ def _why_not_small(problem: Problem, config: Config) -> str | None:
         return f"walks of {config.span} chunks of {rounds} need as many slots, or twice as many, not {config.stages}"
     if config.groups not in (1, 2, 4) or config.groups > 1 < split:
         return f"k is shared by 1, 2 or 4 warpgroups or by blocks, not by {config.groups} of each of {split}"
+    walked = config.weight_bits if config.walk is Walk.weights else config.activation_bits
+    once = config.span >= rounds and config.slots >= walked * rounds
+    if config.groups > 1 and not config.by_columns and not once:
+        # A warpgroup that skips the others' chunks tells one use of a slot from the next but one by nothing: it hung.
+        return f"warpgroups that share k need a slot for each of {walked} planes of {rounds} chunks, not {config.slots}"
     if config.multicast:
         reason = _why_not_multicast(problem, config, rounds)
         if reason is not None:
