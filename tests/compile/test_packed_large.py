@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from anybit import jit
 from anybit.kernels import packed_large
 from anybit.kernels.packed_large import Problem
-from anybit.scheme import WeightFormat
+from anybit.scheme import ActivationFormat, WeightFormat
 from cases_packed_large import A16, FP8, INT8
 
 INSTRUCTION = {"f16": "HGMMA.64x{}x16.F32 ", "bf16": "HGMMA.64x{}x16.F32.BF16 ", "s8": "IGMMA.64x{}x32.{}8.S8 ",
@@ -55,6 +56,17 @@ def disassembly(cubin: bytes, folder: Path) -> str:
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("m", [16, 64, 128, 256, 4096])
+def test_bytes_that_are_not_widened_have_one_register_set(m: int, tmp_path: Path) -> None:
+    """Loaded straight into the operands: with two sets the next load overwrites what products under way still read."""
+    problem = Problem(m, 4096, 4096, WeightFormat(8), ActivationFormat(8, "sym"), torch.float16)
+    config = packed_large.default(problem)
+    assert config.register_sets == 1
+    assert "1 register set" in (packed_large.why_not(problem, replace(config, register_sets=2)) or "")
+    code = disassembly(jit.compile(packed_large.kernel(config), "sm_90a").cubin, tmp_path)
+    assert "WARPGROUP.DEPBAR.LE gsb0, 0x1" not in code
 
 
 def test_refusals_are_sentences() -> None:
