@@ -262,3 +262,32 @@ def _move(value: Any, device: torch.device) -> Any:
     if isinstance(value, dict):
         return {key: _move(item, device) for key, item in value.items()}
     return value
+
+
+def reduce_inputs(
+    model: Any,
+    modules: Sequence[nn.Module],
+    batches: Sequence[Tensor],
+    merge: Callable[[nn.Module, Tensor, Tensor | None], Tensor],
+) -> dict[nn.Module, Tensor]:
+    """What some layers of a whole model see of a text, one tensor each.
+
+    batches: token ids, int64 [B, L] each.  merge: from a layer, a batch of its inputs [tokens, K], and what was found
+    so far (None at first), to what is found now.  Raises CalibrationError, naming the layer, if that is not finite.
+    """
+    found: dict[nn.Module, Tensor] = {}
+
+    def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found[module] = merge(module, args[0].detach().flatten(0, -2), found.get(module))
+
+    handles = [module.register_forward_pre_hook(look) for module in modules]
+    try:
+        for tokens in batches:
+            model.base_model(input_ids=tokens.to(model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, module in model.named_modules():
+        if module in found and not bool(found[module].isfinite().all()):
+            raise CalibrationError(f"the inputs of {name} hold NaN or infinity during calibration")
+    return found

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.errors import CalibrationError, OptionError
+from anybit.errors import OptionError
 from anybit.quantize.anatomy import Anatomy, anatomies, gain_of
+from anybit.quantize.blocks import reduce_inputs
 from anybit.quantize.rtn import quantize_weight
 from anybit.reference import quantize_activations
 from anybit.scheme import Scheme
@@ -76,28 +77,16 @@ def channel_peaks(
 
     samples: filled with some of the inputs, float32 [tokens, K] each, spread over all of the text.
     """
-    peaks: dict[nn.Module, Tensor] = {}
     share = -(-_SAMPLE // max(len(batches), 1))
 
-    def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        rows = args[0].detach().flatten(0, -2)
-        peak = rows.abs().amax(0).float()
-        peaks[module] = torch.maximum(peaks[module], peak) if module in peaks else peak
+    def peak(module: nn.Module, rows: Tensor, before: Tensor | None) -> Tensor:
         if samples is not None:
             some = rows[:: max(len(rows) // share, 1)].float()
             samples[module] = torch.cat([samples[module], some]) if module in samples else some
+        largest = rows.abs().amax(0).float()
+        return largest if before is None else torch.maximum(before, largest)
 
-    handles = [module.register_forward_pre_hook(record) for module in modules]
-    try:
-        for tokens in batches:
-            model.base_model(input_ids=tokens.to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for name, module in model.named_modules():
-        if module in peaks and not bool(peaks[module].isfinite().all()):
-            raise CalibrationError(f"the inputs of {name} hold NaN or infinity during calibration")
-    return peaks
+    return reduce_inputs(model, modules, batches, peak)
 
 
 def _smooth_block(part: Anatomy, peaks: dict[nn.Module, Tensor], choose: Choice) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from anybit import hadamard
-from anybit.errors import CalibrationError
 from anybit.quantize.anatomy import Anatomy, anatomies, gain_of
+from anybit.quantize.blocks import reduce_inputs
 
 
 @torch.no_grad()
@@ -51,24 +51,13 @@ def online(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _power(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
     """The mean square of every input channel of some layers over a text, float64 [K] each."""
-    power: dict[nn.Module, Tensor] = {}
 
-    def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        rows = args[0].detach().flatten(0, -2).double().square()
-        power[module] = power.get(module, 0) + rows.sum(0)
+    def add(module: nn.Module, rows: Tensor, before: Tensor | None) -> Tensor:
+        total = rows.double().square().sum(0)
+        return total if before is None else before + total
 
-    handles = [module.register_forward_pre_hook(record) for module in modules]
-    try:
-        for tokens in batches:
-            model.base_model(input_ids=tokens.to(model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    for name, module in model.named_modules():
-        if module in power and not bool(power[module].isfinite().all()):
-            raise CalibrationError(f"the inputs of {name} hold NaN or infinity during calibration")
     count = sum(tokens.numel() for tokens in batches)
-    return {module: total / count for module, total in power.items()}
+    return {module: total / count for module, total in reduce_inputs(model, modules, batches, add).items()}
 
 
 def _spread_block(part: Anatomy, power: dict[nn.Module, Tensor], strength: float, generator: torch.Generator) -> None:
