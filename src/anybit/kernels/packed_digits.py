@@ -303,7 +303,7 @@ def norm_arguments(
     return NormParams(
         p.tiles, p.row_scale, p.row_zero, p.permutation, p.x, p.x_scale, p.bias, p.y, p.m, p.n, p.k, p.x_stride,
         p.column_blocks, p.row_tiles, p.next, p.next_piece, p.next_count, p.next_parts, p.next_stride, p.next_moment,
-        p.next_spare, residual, residual_sum, gamma, stride, epsilon, 1 / p.k,
+        p.next_pace, residual, residual_sum, gamma, stride, epsilon, 1 / p.k,
     )  # fmt: skip
 
 

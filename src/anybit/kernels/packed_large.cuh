@@ -125,7 +125,7 @@ struct Producer {
                     load_w(weights, part.first + unit, cursor.stage);
                 }
                 load_x(place, part.first + unit, cursor.stage);
-                if (p.next_moment == 1) upcoming.ask(p.next_spare);
+                if (p.next_moment == 1) upcoming.ask(p.next_pace);
             }
         }
         upcoming.ask();

@@ -24,7 +24,6 @@ from anybit.kernels.upcoming import Upcoming
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _ROW_STRIDE = 68
-_NEXT = ("next", "next_piece", "next_count", "next_parts", "next_stride", "next_moment", "next_spare")
 _EARLY_BYTES = 32 << 10
 _MOST_STAGES = 24
 _LEAST_SHARED = 117 << 10
@@ -182,7 +181,7 @@ class Params:
     next_parts: Int32
     next_stride: Int32
     next_moment: Int32
-    next_spare: Int32
+    next_pace: Int32
 
 
 def shared_bytes(config: Config) -> int:
@@ -509,8 +508,9 @@ def params(
     tiles, flags = row_tiles * token_tiles, config.stripes * config.row_warpgroups * config.tokens * 256
     # Stripes share the tiles of the last wave and of the one before it.
     waves = tiles // config.stripes if config.stripes else 0
-    following = dict(zip(_NEXT, upcoming.arguments(next), strict=True))
-    following["next_spare"] = -(-following["next_count"] // (tiles * problem.units * config.row_blocks))
+    following = upcoming.arguments(next)
+    # Of what comes next as much a step as all of it takes, where it is asked for step by step.
+    pace = -(-following[2] // (tiles * problem.units * config.row_blocks))
     return Params(
         x=b"" if x is None else encode(x, 128 // x.element_size(), config.tokens // config.row_blocks),
         x_tail=b"" if x is None else encode(x, 128 // x.element_size(), config.tail_rows or 8),
@@ -531,7 +531,13 @@ def params(
         token_tiles=token_tiles,
         raster=max(1, 4096 // config.rows),
         whole_tiles=max(waves - 1, 0) * config.stripes,
-        **following,
+        next=following[0],
+        next_piece=following[1],
+        next_count=following[2],
+        next_parts=following[3],
+        next_stride=following[4],
+        next_moment=following[5],
+        next_pace=pace,
     )
 
 

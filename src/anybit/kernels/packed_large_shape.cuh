@@ -27,7 +27,7 @@ struct Params {
     int raster;               // row tiles that neighbouring clusters walk together
     int whole_tiles;          // so many tiles are never shared by stripes
     const uint8_t* next;      // weights that a kernel after this one reads, see upcoming.cuh; or null
-    int32_t next_piece, next_count, next_parts, next_stride, next_moment, next_spare;
+    int32_t next_piece, next_count, next_parts, next_stride, next_moment, next_pace;
 };
 
 namespace packed {

@@ -15,7 +15,7 @@ struct Params {
     uint16_t* y;                 // [m, n]
     int32_t m, n, k, x_stride, column_blocks, row_tiles;
     const uint8_t* next;         // weights that a kernel after this one reads, see upcoming.cuh; or null
-    int32_t next_piece, next_count, next_parts, next_stride, next_moment, next_spare;
+    int32_t next_piece, next_count, next_parts, next_stride, next_moment, next_pace;
 };
 
 #endif  // ANYBIT_PACKED_PARAMS_CUH

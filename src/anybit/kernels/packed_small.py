@@ -127,7 +127,7 @@ class Params:
     next_parts: Int32
     next_stride: Int32
     next_moment: Int32
-    next_spare: Int32
+    next_pace: Int32
 
 
 def problem_why_not(problem: Problem, most_tokens: int, otherwise: str) -> str | None:

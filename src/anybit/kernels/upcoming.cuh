@@ -3,7 +3,7 @@
 //
 // A launch names a range of global memory; its blocks deal its pieces among themselves and ask L2 for them. Nothing is
 // waited for, and nothing that the kernel computes depends on it. Params of a kernel that does this end with
-//     const uint8_t* next;  int32_t next_piece, next_count, next_parts, next_stride, next_moment, next_spare;
+//     const uint8_t* next;  int32_t next_piece, next_count, next_parts, next_stride, next_moment, next_pace;
 #ifndef ANYBIT_UPCOMING_CUH
 #define ANYBIT_UPCOMING_CUH
 

@@ -28,7 +28,7 @@ class Upcoming:
 
 
 def arguments(upcoming: Upcoming | None) -> tuple[Tensor | None, int, int, int, int, int, int]:
-    """The last fields of Params: next, next_piece, next_count, next_parts, next_stride, next_moment, next_spare."""
+    """The last fields of Params: next, next_piece, next_count, next_parts, next_stride, next_moment, next_pace."""
     if upcoming is None:
         return None, 0, 0, 0, 0, 0, 0
     whole = upcoming.tensor.numel() * upcoming.tensor.element_size()
