@@ -79,6 +79,32 @@ def test_kept_modules_are_kept(llama: Path, tmp_path: Path) -> None:
     assert isinstance(model.model.layers[0].mlp.down_proj, torch.nn.Linear)
 
 
+def test_a_tied_head_is_kept_whatever_is_named(tmp_path: Path) -> None:
+    source = save_tiny("llama-tied", tmp_path / "source")
+    saved = quantize_folder(source, tmp_path / "out", "w4a16g32", modules_to_not_convert=["down_proj"])
+    assert saved.layers == 2 * 6
+    loaded = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=anybit.AnyBitConfig("w4a16g32", modules_to_not_convert=["down_proj"])
+    )
+    assert tokens_of(loaded.eval()) == tokens_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("dwon_proj", "'dwon_proj' matches no layer of LlamaForCausalLM .* end in q_proj, k_proj"),
+        ("*.mlp", r"'\*\.mlp' is no layer to leave as it is, nor a pattern of some: nothing to repeat"),
+    ],
+)
+def test_a_name_to_keep_that_no_layer_has(llama: Path, tmp_path: Path, pattern: str, message: str) -> None:
+    with pytest.raises(LayerError, match=message):
+        quantize_folder(llama, tmp_path / "out", "w4a16g32", modules_to_not_convert=[pattern])
+    assert not list(tmp_path.iterdir())
+    config = anybit.AnyBitConfig("w4a16g32", modules_to_not_convert=[pattern])
+    with pytest.raises(LayerError, match=message):
+        AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
+
+
 def test_shards_and_companions(llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(llama, source)
@@ -108,6 +134,7 @@ def test_a_base_model_without_its_prefix(llama: Path, tmp_path: Path) -> None:
     [
         ({"model.layers.0.mlp.up_proj.weight": None}, r"has no tensor model\.layers\.0\.mlp\.up_proj\.weight"),
         ({"model.norm.weight": None}, r"has no tensor model\.norm\.weight"),
+        ({"lm_head.weight": None}, r"has no tensor lm_head\.weight"),
         (
             {"model.layers.1.mlp.up_proj.weight": torch.ones(3, 64)},
             r"up_proj\.weight has shape \(3, 64\), .*\(96, 64\)",

@@ -20,6 +20,7 @@ from anybit.hadamard import inverse
 from anybit.integrations import graph
 from anybit.linear import QuantLinear
 from anybit.ops import backends
+from anybit.quantize.modules import check_kept, kept_modules
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
 
@@ -31,7 +32,8 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How a transformers model is quantized.
 
     scheme: for example "w4a16g128" (see ``anybit.scheme``).
-    modules_to_not_convert: names or patterns of linear layers that stay as they are; by default the output head.
+    modules_to_not_convert: names or patterns of linear layers that stay as they are; by default the output head. A head
+        that is tied to the embedding always stays.
     backend: what runs the layers, by name; by default the first that can on the device of each layer. On a CPU
         "reference-decoded" (the default) is fast and keeps float32 weights, "reference-packed" keeps them packed.
         It is not saved, and transformers drops it for a checkpoint that is quantized already: there,
@@ -91,8 +93,10 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         config = self.quantization_config
-        keep = self.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
-        config.modules_to_not_convert = sorted(keep)
+        if not self.pre_quantized:
+            check_kept(model, config.modules_to_not_convert)
+        keep = kept_modules(model, config.modules_to_not_convert)
+        config.modules_to_not_convert = keep
         replace_linears(
             model,
             Scheme.parse(config.scheme),

@@ -54,10 +54,12 @@ def quantize_folder(
 ) -> "Saved":
     """Quantize a model folder into another folder.
 
-    modules_to_not_convert: layers that stay as they are; by default the output head. rest: ``overwrite``,
+    modules_to_not_convert: layers that stay as they are; by default the output head, which always does if it is tied
+    to the embedding. rest: ``overwrite``,
     ``progress``, ``shard_bytes`` and the ``options`` of the method (``anybit.quantize.stream.Job``).
     Raises CheckpointError for what is wrong with the source or the place to write to, LayerError for a layer that the
-    scheme does not fit, SchemeError for an unknown scheme or method; nothing is left behind then.
+    scheme does not fit or a name that no layer has, SchemeError for an unknown scheme or method; nothing is left behind
+    then.
     """
     if method not in METHODS:
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")

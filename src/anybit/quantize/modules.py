@@ -1,5 +1,6 @@
 """Which layers of a transformers model are quantized: found on the meta device, without reading a weight."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,36 @@ def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
 
 
 def kept_modules(model: Any, modules_to_not_convert: list[str] | None) -> list[str]:
-    """What stays as it is: the modules named, or by default the output head and what is tied to it."""
+    """What stays as it is: the modules named, or by default the output head; and always a head that is tied."""
     keep = HfQuantizer.get_modules_to_not_convert(model, modules_to_not_convert, model._keep_in_fp32_modules)
-    return sorted(set(keep))
+    # A head that shares its weight with the embedding has none of its own that could be stored as codes.
+    tied = {name.removesuffix(".weight") for name in tied_names(model)} & set(_linear_names(model))
+    return sorted({*keep, *tied})
+
+
+def check_kept(model: nn.Module, modules_to_not_convert: list[str] | None) -> None:
+    """Raise LayerError for a name or pattern that matches no module: what was to be kept would be quantized."""
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in modules_to_not_convert or ():
+        try:
+            matched = any(not should_convert_module(name, [pattern]) for name in names)
+        except re.error as error:
+            raise LayerError(f"{pattern!r} is no layer to leave as it is, nor a pattern of some: {error}") from None
+        if not matched:
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _linear_names(model)))
+            raise LayerError(
+                f"{pattern!r} matches no layer of {type(model).__name__} to leave as it is; its linear layers' names "
+                f"end in {known}"
+            )
 
 
 def tied_names(model: Any) -> set[str]:
     """The parameters that a checkpoint may leave out because they are tied to another."""
-    return set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ())
+    return set(model.all_tied_weights_keys)
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
 
 
 def _architecture(file: Path) -> str:

@@ -20,7 +20,7 @@ from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, new_folder
 from anybit.errors import CheckpointError, LayerError, SchemeError
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight
-from anybit.quantize.modules import LinearLayer, kept_modules, linear_layers, skeleton, tied_names
+from anybit.quantize.modules import LinearLayer, check_kept, kept_modules, linear_layers, skeleton, tied_names
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
 
@@ -97,6 +97,7 @@ class Job:
         folder = Folder(source)
         refuse_quantized(folder.config, str(folder.path))
         model = skeleton(folder.path)
+        check_kept(model, modules_to_not_convert)
         kept = kept_modules(model, modules_to_not_convert)
         layers = linear_layers(model, kept)
         for layer in layers:
