@@ -93,24 +93,32 @@ def perplexity(
     start = time.perf_counter()
     total, scored = 0.0, 0
     for i, window in enumerate(windows):
-        logits = _logits(model, window) if cache is None else _cached_logits(model, window, cache(), step)
+        logits = _logits(model, window, cache, step)
         loss = nn.functional.cross_entropy(logits[:-1], window[1:].to(logits.device), reduction="sum")
         total += float(loss)
         scored += len(window) - 1
         if progress is not None:
             progress(i + 1, len(windows))
     mean = total / scored
-    value = math.exp(mean) if mean < 700 else math.inf
+    value = math.inf if mean >= 700 else math.exp(mean)  # the exp of NaN is NaN
     return Perplexity(value, len(windows), windows.shape[1], bos, scored, time.perf_counter() - start)
 
 
 @torch.inference_mode()
-def agreement(model: Any, baseline: Any, windows: Tensor, progress: Progress | None = None) -> Agreement:
-    """Compare a model with a baseline on windows int64 [W, T], position by position."""
+def agreement(
+    model: Any,
+    baseline: Any,
+    windows: Tensor,
+    progress: Progress | None = None,
+    cache: Callable[[], Any] | None = None,
+    baseline_cache: Callable[[], Any] | None = None,
+    step: int = 32,
+) -> Agreement:
+    """Compare a model with a baseline on windows int64 [W, T], position by position; caches as in ``perplexity``."""
     same, divergence, positions = 0, 0.0, 0
     for i, window in enumerate(windows):
-        ours, theirs = _logits(model, window).log_softmax(-1), _logits(baseline, window).log_softmax(-1)
-        theirs = theirs.to(ours.device)
+        ours = _logits(model, window, cache, step).log_softmax(-1)
+        theirs = _logits(baseline, window, baseline_cache, step).log_softmax(-1).to(ours.device)
         same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         divergence += float(nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True))
         positions += len(window)
@@ -138,12 +146,12 @@ def bits_per_weight(model: nn.Module) -> float:
     return sum(8 * weight.nbytes for weight in linears) / count if count else math.nan
 
 
-def _logits(model: Any, window: Tensor) -> Tensor:
-    logits: Tensor = model(window[None].to(model.device), use_cache=False).logits[0]
-    return logits.float()
-
-
-def _cached_logits(model: Any, window: Tensor, cache: Any, step: int) -> Tensor:
-    parts = window[None].to(model.device).split(step, dim=1)
-    found = [model(part, past_key_values=cache, use_cache=True).logits[0].float() for part in parts]
-    return torch.cat(found)
+def _logits(model: Any, window: Tensor, cache: Callable[[], Any] | None, step: int) -> Tensor:
+    """float32 [T, vocabulary] of a window int64 [T]: seen at once, or ``step`` tokens at a time over a cache."""
+    ids = window[None].to(model.device)
+    if cache is None:
+        logits: Tensor = model(ids, use_cache=False).logits[0]
+        return logits.float()
+    kept = cache()
+    parts = [model(part, past_key_values=kept, use_cache=True).logits[0].float() for part in ids.split(step, dim=1)]
+    return torch.cat(parts)

@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,7 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
     result = json.loads(out)
     assert result["linear_layers"] == 14
     assert result["scheme"] is None
+    assert "NaN" not in out
     run("quantize", model, "-s", "w4a16g32", "-o", tmp_path / "w4")
     assert json.loads(run("info", tmp_path / "w4", "--json")[1])["scheme"] == "w4a16g32"
 
@@ -149,6 +151,8 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
         (["eval", "MODEL", "-t", "TEXT", "--context", "4096"], "tokens, and one window of 4096 need 4096"),
         (["convert", "MODEL", "--to", "compressed-tensors"], "is not a model that anybit quantized"),
         (["info", "w2"], "error: scheme 'w2' is not understood"),
+        (["explain", "4096,0", "-s", "w4a8"], "4096,0 is no shape of a layer: write N,K"),
+        (["quantize", "MODEL", "-o", "OUT", "--keep", "dwon"], "error: 'dwon' matches no layer of LlamaForCausalLM"),
     ],
 )
 def test_errors_are_one_sentence(
@@ -200,6 +204,9 @@ def test_perplexity_is_what_it_says(model: Path) -> None:
     with_bos = evaluate.windows_of(ids, 32, 3, bos=1)
     assert with_bos[:, 0].tolist() == [1, 1, 1]
     assert with_bos[:, 1:].flatten().tolist() == ids[:93]
+    broken = lambda ids, **_: SimpleNamespace(logits=torch.full((*ids.shape, 300), math.nan))  # noqa: E731
+    broken.device = torch.device("cpu")  # type: ignore[attr-defined]
+    assert math.isnan(evaluate.perplexity(broken, rows).perplexity)
     same = evaluate.agreement(loaded.model, loaded.model, rows)
     assert (same.same, same.positions) == (1.0, 96)
     assert abs(same.divergence) < 1e-6
@@ -220,6 +227,12 @@ def test_weights_and_kv_cache_are_evaluated_together(run: Any, model: Path, text
     plain, eight, two = (math.log(value) for value in found.values())
     assert eight == pytest.approx(plain, rel=0.01)
     assert abs(two - plain) > 2 * abs(eight - plain) > 0
+    # The comparison with another model runs through that cache, too: only codes of 2 bits part the two here.
+    words = ("-t", text, "--context", 320, "--device", "cpu", "--json", "--baseline")
+    compared = run("eval", tmp_path / "w8a16g32-kv2g32", *words, tmp_path / "w8a16g32")
+    assert json.loads(compared[1])["divergence"] > 1e-3
+    same = run("eval", tmp_path / "w8a16g32-kv2g32", *words, tmp_path / "w8a16g32-kv2g32")
+    assert json.loads(same[1])["divergence"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(

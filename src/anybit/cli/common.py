@@ -5,6 +5,7 @@ and mistyped schemes are answered at once.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -61,8 +62,8 @@ AllowOption = Annotated[
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print an object on stdout; infinities as null, since JSON has none."""
-    finite = {k: None if isinstance(v, float) and v in (float("inf"), float("-inf")) else v for k, v in value.items()}
+    """Print an object on stdout; infinities and NaN as null, since JSON has none."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in value.items()}
     output.print(json.dumps(finite, indent=2), markup=False)
 
 
@@ -77,7 +78,7 @@ def progress_bar(what: str, counted: bool = False) -> Iterator[Callable[[str, in
     columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
     if counted:
         columns.insert(2, MofNCompleteColumn())
-    with Progress(*columns, console=errors, transient=True) as bars:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         task = bars.add_task(what, total=None)
 
         def update(text: str, done: int, total: int) -> None:
@@ -93,5 +94,8 @@ def status(what: str) -> Iterator[None]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if not errors.is_terminal:  # there it would be an empty line
+        yield
+        return
     with errors.status(what):
         yield

@@ -1,9 +1,10 @@
 """anybit eval."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +22,10 @@ from anybit.cli.common import (
 )
 from anybit.errors import TextError
 from anybit.scheme import Scheme
+
+if TYPE_CHECKING:
+    from anybit.integrations.cache import AnyBitCache
+    from anybit.integrations.loading import Loaded
 
 
 def evaluate(
@@ -48,7 +53,6 @@ def evaluate(
     """
     parsed = None if scheme is None else Scheme.parse(scheme)
     from anybit import evaluate as measure
-    from anybit.integrations.cache import AnyBitCache
     from anybit.integrations.loading import load_model
 
     content = measure.read_text(text)
@@ -57,9 +61,7 @@ def evaluate(
     ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
     first = _bos(loaded.tokenizer, bos)
     rows = measure.windows_of(ids, context, windows, first)
-    cache = None
-    if loaded.scheme is not None and loaded.scheme.kv is not None:
-        cache = partial(AnyBitCache, loaded.scheme, config=loaded.model.config, capacity=context)
+    cache = _cache(loaded, context)
     with progress_bar("Windows", counted=True) as update:
         result = measure.perplexity(loaded.model, rows, first is not None, lambda d, t: update("Windows", d, t), cache)
     figures: dict[str, Any] = {
@@ -73,7 +75,14 @@ def evaluate(
         with status(f"Loading {baseline}"):
             other = load_model(baseline, backend=backend, device=device)
         with progress_bar("Comparing", counted=True) as update:
-            compared = measure.agreement(loaded.model, other.model, rows, lambda d, t: update("Comparing", d, t))
+            compared = measure.agreement(
+                loaded.model,
+                other.model,
+                rows,
+                lambda d, t: update("Comparing", d, t),
+                cache,
+                _cache(other, context),
+            )
         figures |= {"baseline": baseline, "same_token": compared.same, "divergence": compared.divergence}
     if as_json:
         print_json(figures)
@@ -90,6 +99,15 @@ def evaluate(
             f"KL divergence {figures['divergence']:.4f} nats",
             markup=False,
         )
+
+
+def _cache(loaded: "Loaded", context: int) -> "Callable[[], AnyBitCache] | None":
+    """What makes the KV cache of a window, where the model's scheme has one."""
+    from anybit.integrations.cache import AnyBitCache
+
+    if loaded.scheme is None or loaded.scheme.kv is None:
+        return None
+    return partial(AnyBitCache, loaded.scheme, config=loaded.model.config, capacity=context)
 
 
 def _bos(tokenizer: Any, wanted: bool | None) -> int | None:

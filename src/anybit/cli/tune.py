@@ -1,6 +1,7 @@
 """anybit tune, anybit explain."""
 
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -100,7 +101,9 @@ def explain(
     scheme: SchemeOption = None,
     tokens: Annotated[list[int] | None, typer.Option("--m", "-m", min=1, help="Tokens; may be given again.")] = None,
     allow: Allow = None,
-    policy: Annotated[Path | None, typer.Option(help="Another map than this GPU's.")] = None,
+    policy: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Another map than this GPU's.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Which strategy and config a linear layer would run, and why; needs no GPU (an H200 is explained then).
@@ -162,11 +165,14 @@ def _minutes(seconds: float) -> str:
 
 
 def _shape(text: str) -> tuple[int, int] | None:
-    """N,K (or NxK); None for anything else."""
+    """N,K (or NxK); None for what is no numbers. Raises SchemeError for numbers that are no shape."""
     parts = text.replace("x", ",").split(",")
-    if len(parts) != 2 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if Path(text).expanduser().exists() or not all(re.fullmatch(r"\s*-?\d+\s*", part) for part in parts):
         return None
-    return int(parts[0]), int(parts[1])
+    sizes = [int(part) for part in parts]
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise SchemeError(f"{text} is no shape of a layer: write N,K, its outputs and inputs, for example 4096,14336")
+    return sizes[0], sizes[1]
 
 
 def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]]]:
