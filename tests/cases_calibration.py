@@ -1,7 +1,7 @@
 """What tests of calibrated methods share: a tiny random model, token sequences of several lengths, a distance."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from anybit.quantize.blocks import find_blocks
 
@@ -49,3 +49,25 @@ def sweep_case(channels: int, columns: int, seed: int = 0) -> tuple[torch.Tensor
     coupling = torch.randn(channels, channels, generator=g) * 0.1
     scale = torch.rand(columns, generator=g) * 0.3 + 0.2
     return values, coupling, scale, torch.randint(0, 8, (columns,), generator=g).float(), reference
+
+
+def loud(model):
+    """Give a model what trained ones have: gains that differ, and a few loud channels."""
+    g = torch.Generator().manual_seed(4)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = torch.rand(parameter.shape, generator=g) + 0.5
+            parameter.data[5] = 8
+        if "bias" in name:
+            parameter.data = torch.randn(parameter.shape, generator=g) * 0.1
+    return model
+
+
+def models():
+    torch.manual_seed(0)
+    odd = {"hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
+    yield loud(tiny(layers=2))
+    llama = LlamaConfig(**odd, num_attention_heads=9, num_key_value_heads=3, head_dim=8, tie_word_embeddings=False)
+    yield loud(AutoModelForCausalLM.from_config(llama).eval())
+    qwen = Qwen2Config(**odd, num_attention_heads=9, num_key_value_heads=3)
+    yield loud(AutoModelForCausalLM.from_config(qwen).eval())

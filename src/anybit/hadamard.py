@@ -74,11 +74,16 @@ def transform(x: Tensor) -> Tensor:
 def inverse(x: Tensor) -> Tensor:
     """X [..., n] -> H^T x: undoes ``transform``."""
     size = x.shape[-1]
+    kind = x.device.type
+    if kind == "cuda" and size <= _WHOLE and torch.is_autocast_enabled(kind):
+        whole = _whole(size, x.device, torch.get_autocast_dtype(kind))
+        product: Tensor = (torch.matmul(x, whole.T) * size**-0.5).to(x.dtype)
+        return product
     order, power = factor(size)
     if order == 1:
         return transform(x)  # Sylvester's matrices are symmetric
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = torch.matmul(signs(order).T.to(x.device, work), x.to(work).reshape(-1, order, power))
+    y = torch.matmul(_signs_on(order, x.device, work).T, x.to(work).reshape(-1, order, power))
     result: Tensor = (transform(y) * order**-0.5).reshape(x.shape).to(x.dtype)
     return result
 

@@ -2,36 +2,14 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from anybit.errors import CalibrationError, LayerError
 from anybit.quantize.calibrate import batched
 from anybit.quantize.rotate import rotate
 from anybit.quantize.smooth import channel_peaks, smooth
 from anybit.quantize.spread import spread
-from cases_calibration import sequences, tiny
-
-
-def loud(model):
-    """Give a model what trained ones have: gains that differ, and a few loud channels."""
-    g = torch.Generator().manual_seed(4)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data = torch.rand(parameter.shape, generator=g) + 0.5
-            parameter.data[5] = 8
-        if "bias" in name:
-            parameter.data = torch.randn(parameter.shape, generator=g) * 0.1
-    return model
-
-
-def models():
-    torch.manual_seed(0)
-    odd = {"hidden_size": 72, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
-    yield loud(tiny(layers=2))
-    llama = LlamaConfig(**odd, num_attention_heads=9, num_key_value_heads=3, head_dim=8, tie_word_embeddings=False)
-    yield loud(AutoModelForCausalLM.from_config(llama).eval())
-    qwen = Qwen2Config(**odd, num_attention_heads=9, num_key_value_heads=3)
-    yield loud(AutoModelForCausalLM.from_config(qwen).eval())
+from cases_calibration import loud, models, sequences, tiny
 
 
 @pytest.mark.parametrize("kind", range(3))

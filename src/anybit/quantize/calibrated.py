@@ -21,6 +21,7 @@ from torch import Tensor
 from anybit.errors import CheckpointError, OptionError, TextError
 from anybit.packing import QuantizedWeight
 from anybit.quantize import gptq
+from anybit.quantize.balance import Balance, learn_scales
 from anybit.quantize.blocks import find_blocks
 from anybit.quantize.calibrate import Calibration, Statistics, batched, calibrate, read_sequences, read_text, tokenized
 from anybit.quantize.distill import Distillation, distill
@@ -44,7 +45,8 @@ class Options:
     order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  block_passes: over the text, to learn each block against
     its original output (``anybit.quantize.learned``).  learn_tokens, learn_passes, step_tokens, place_rate,
     scale_rate, gain_rate: see ``anybit.quantize.distill``; what is None is chosen by ``learning``.
-    strength: how much of the outliers smoothing moves; None finds it for each place (0.4 where a rotation follows).
+    strength: how much of the outliers smoothing moves; None finds it for each place (0.5 where a rotation follows).
+    scale_steps: in which these scales then learn (``anybit.quantize.balance``); None is 64 on a GPU, else 0.
     seed: of the rotation.
     mix_heads: rotate what attention hands on across its heads, on line.
     device: where to work; None takes a GPU if there is one.
@@ -67,6 +69,8 @@ class Options:
     scale_rate: float = 0.003
     gain_rate: float | None = None
     strength: float | None = None
+    scale_steps: int | None = None
+    scale_rate_between: float = 0.02
     seed: int = 0
     mix_heads: bool = False
     device: str | None = None
@@ -138,6 +142,12 @@ class Options:
             return self.learn_tokens, settings
         return (1 << 19 if gpu else 49152) if learns else 0, settings
 
+    def balance(self, scheme: Scheme) -> Balance:
+        """How scales learn; in no steps where they do not."""
+        usual = 64 if self.on_gpu else 0
+        steps = (usual if self.scale_steps is None else self.scale_steps) if scheme.activations.quantized else 0
+        return Balance(steps, 8192 if self.on_gpu else 1024, self.scale_rate_between, device=self.where)
+
 
 def _truth(value: object) -> bool:
     return {"true": True, "false": False}[str(value).lower()]
@@ -186,7 +196,7 @@ def _run(job: Job, method: str) -> Saved:
     used = _first(sequences, options.calibration_tokens)
     model = _load(job)
     names = {layer.name for layer in job.layers}
-    changes = _prepare(job, model, method, used, options)
+    changes = _prepare(job, model, method, sequences, options)
     kind = _scale_dtype(job)
     settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
     format = job.scheme.weights
@@ -246,11 +256,22 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     model.to(_roomy(options.where, model))
     hadamard: list[str] = []
     config: dict[str, Any] = {}
+    batches = batched(_first(sequences, options.calibration_tokens), 4096)
+
+    def improve() -> None:
+        settings = options.balance(job.scheme)
+        if settings.steps:
+            learn_scales(model, sequences, job.scheme.activations, method == "spread", settings, tell)
+
+    def tell(done: int, total: int, loss: float) -> None:
+        if job.progress is not None:
+            job.progress(f"learning scales, {loss:.3f} nats apart", done, total)
+
     if method == "smooth":
-        smooth(model, batched(sequences, 4096), options.strength, job.scheme)
+        smooth(model, batches, options.strength, job.scheme)
+        improve()
     elif method == "spread":
-        strength = 0.4 if options.strength is None else options.strength
-        hadamard = spread(model, batched(sequences, 4096), strength, options.seed)
+        hadamard = spread(model, batches, 0.5 if options.strength is None else options.strength, options.seed, improve)
     else:
         hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)
         config = {"tie_word_embeddings": False}

@@ -79,7 +79,7 @@ def distill(
     if gains:
         groups.append({"params": list(gains.values()), "lr": settings.gain_rate})
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=device.type == "cuda")
-    ahead = _batches(sequences, settings.step_tokens)
+    ahead = batches_of(sequences, settings.step_tokens)
     steps = max(math.ceil(len(ahead) * settings.passes), 1)
     warm = max(steps // 20, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -87,7 +87,7 @@ def distill(
     )
     run = Accumulation(teacher, student, settings.half, device)
     for step in range(steps):
-        ahead = ahead or _batches(_shuffled(sequences, step), settings.step_tokens)
+        ahead = ahead or batches_of(shuffled(sequences, step), settings.step_tokens)
         for bank in learned:
             bank.refresh()
         for gain in gains.values():
@@ -137,13 +137,13 @@ def _gains(student: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def _shuffled(sequences: Sequence[Tensor], seed: int) -> list[Tensor]:
+def shuffled(sequences: Sequence[Tensor], seed: int) -> list[Tensor]:
     """The sequences in another order, so that passes do not repeat the same steps."""
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))
     return [sequences[i] for i in order.tolist()]
 
 
-def _batches(sequences: Sequence[Tensor], step_tokens: int) -> list[list[Tensor]]:
+def batches_of(sequences: Sequence[Tensor], step_tokens: int) -> list[list[Tensor]]:
     """The tokens of each step, [B, L] for each length in it, in the order of the text."""
     steps: list[dict[int, list[Tensor]]] = [{}]
     held = 0

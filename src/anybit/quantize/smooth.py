@@ -5,15 +5,16 @@ division costs nothing where something linear comes before: a norm's gain, the r
 How far to go, a, is one number for a whole model, or is found for each place by what quantizing loses there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anybit.errors import OptionError
-from anybit.quantize.anatomy import Anatomy, anatomies, gain_of
+from anybit.quantize.anatomy import anatomies
 from anybit.quantize.blocks import reduce_inputs
+from anybit.quantize.places import Place, places
 from anybit.quantize.rtn import quantize_weight
 from anybit.reference import quantize_activations
 from anybit.scheme import Scheme
@@ -22,9 +23,6 @@ from anybit.scheme import Scheme
 _STRENGTHS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Tokens that these trials look at.
 _SAMPLE = 512
-
-Choice = Callable[[list[nn.Linear], Callable[[float], Tensor]], Tensor]
-"""From the layers that read one input, and the scales that each strength gives, to the scales to use."""
 
 
 @torch.no_grad()
@@ -38,22 +36,21 @@ def smooth(model: Any, batches: Sequence[Tensor], strength: float | None = 0.5, 
     if strength is not None and not 0 <= strength <= 1:
         raise OptionError(f"strength must be from 0 to 1, not {strength}")
     search = strength is None and scheme is not None and scheme.activations.quantized
-    parts = list(anatomies(model))
-    for part in parts:
-        gain_of(part.attention_norm), gain_of(part.feed_forward_norm)
+    found = [place for part in anatomies(model) for place in places(part)]
     samples: dict[nn.Module, Tensor] | None = {} if search else None
-    peaks = channel_peaks(model, [m for p in parts for m in (p.query, p.output, p.gate, p.down)], batches, samples)
+    peaks = channel_peaks(model, [place.reader for place in found], batches, samples)
 
-    def choose(readers: list[nn.Linear], scales: Callable[[float], Tensor]) -> Tensor:
+    def choose(place: Place) -> Tensor:
+        peak, weight = _by_channel(place, peaks[place.reader]), _by_channel(place, _weight_peaks(place))
         if samples is None or scheme is None:
-            return scales(0.5 if strength is None else strength)
-        x, weight = samples[readers[0]], torch.cat([reader.weight.data.float() for reader in readers])
-        found = [scales(a) for a in _STRENGTHS]
-        losses = [_loss(x, weight, scale, scheme) for scale in found]
-        return found[losses.index(min(losses))]
+            return _ratio(peak, weight, 0.5 if strength is None else strength)
+        x, whole = samples[place.reader], torch.cat([reader.weight.data.float() for reader in place.readers.values()])
+        tried = [_ratio(peak, weight, a) for a in _STRENGTHS]
+        losses = [_loss(x, whole, place.read(scale), scheme) for scale in tried]
+        return tried[losses.index(min(losses))]
 
-    for part in parts:
-        _smooth_block(part, peaks, choose)
+    for place in found:
+        place.apply(choose(place))
 
 
 def _loss(x: Tensor, weight: Tensor, scale: Tensor, scheme: Scheme) -> float:
@@ -89,33 +86,13 @@ def channel_peaks(
     return reduce_inputs(model, modules, batches, peak)
 
 
-def _smooth_block(part: Anatomy, peaks: dict[nn.Module, Tensor], choose: Choice) -> None:
-    for norm, readers in (
-        (part.attention_norm, [part.query, part.key, part.value]),
-        (part.feed_forward_norm, [part.gate, part.up]),
-    ):
-        scale = choose(readers, _scales(peaks[readers[0]], readers))
-        norm.weight.data = (norm.weight.data / scale).to(norm.weight.dtype)
-        _stretch(readers, scale)
-    scale = choose([part.down], _scales(peaks[part.down], [part.down]))
-    _shrink(part.up, scale)
-    _stretch([part.down], scale)
-    # Several query heads may read one head of V: they share its scales.
-    heads, size = part.output.in_features // part.value.out_features, part.head_dim
-    by_head = peaks[part.output].view(-1, heads, size).amax(1).flatten()
-    weight = part.output.weight.data.float().abs().amax(0).view(-1, heads, size).amax(1).flatten()
-
-    def spread(strength: float) -> Tensor:
-        return _ratio(by_head, weight, strength).view(-1, 1, size).expand(-1, heads, -1).flatten()
-
-    scale = choose([part.output], spread)
-    _shrink(part.value, scale.view(-1, heads, size)[:, 0].flatten())
-    _stretch([part.output], scale)
+def _by_channel(place: Place, peak: Tensor) -> Tensor:
+    """The largest of the channels read that come from one that is written."""
+    return peak.view(-1, place.shared, place.size).amax(1).flatten()
 
 
-def _scales(peak: Tensor, readers: list[nn.Linear]) -> Callable[[float], Tensor]:
-    weight = torch.stack([reader.weight.data.float().abs().amax(0) for reader in readers]).amax(0)
-    return lambda strength: _ratio(peak, weight, strength)
+def _weight_peaks(place: Place) -> Tensor:
+    return torch.stack([reader.weight.data.float().abs().amax(0) for reader in place.readers.values()]).amax(0)
 
 
 def _ratio(peak: Tensor, weight: Tensor, strength: float) -> Tensor:
@@ -126,14 +103,3 @@ def _ratio(peak: Tensor, weight: Tensor, strength: float) -> Tensor:
         return ratio
     middle = ratio[live].log().mean().exp()
     return torch.where(live, (ratio / middle).clamp(1e-3, 1e3), 1.0)
-
-
-def _stretch(readers: list[nn.Linear], scale: Tensor) -> None:
-    for reader in readers:
-        reader.weight.data = (reader.weight.data.float() * scale).to(reader.weight.dtype)
-
-
-def _shrink(writer: nn.Linear, scale: Tensor) -> None:
-    writer.weight.data = (writer.weight.data.float() / scale[:, None]).to(writer.weight.dtype)
-    if writer.bias is not None:
-        writer.bias.data = (writer.bias.data.float() / scale).to(writer.bias.dtype)

@@ -7,41 +7,50 @@ Schwarz). A rotation that is merged into the residual stream cannot have that: n
 the stream stays as it is, gains keep their channels (and learn with the codes), and rotations run on line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anybit import hadamard
-from anybit.quantize.anatomy import Anatomy, anatomies, gain_of
+from anybit.quantize.anatomy import anatomies
 from anybit.quantize.blocks import reduce_inputs
+from anybit.quantize.places import Place, places
 
 
 @torch.no_grad()
-def spread(model: Any, batches: Sequence[Tensor], strength: float = 0.4, seed: int = 0) -> list[str]:
+def spread(
+    model: Any,
+    batches: Sequence[Tensor],
+    strength: float = 0.5,
+    seed: int = 0,
+    improve: Callable[[], None] | None = None,
+) -> list[str]:
     """Smooth and rotate a Llama-like model in place; what it computes stays the same, up to rounding.
 
     batches: token ids, int64 [B, L] each.  strength: ``s_j = rms(x_j)^a / |w_j|^(1 - a)``.  seed: of the signs that
-    channels get before they are rotated.  Returns the names of the layers whose inputs are transformed on line, which
-    is all of them; forward hooks do it until the layers are replaced.
+    channels get before they are rotated.  improve: called between scaling and rotation.
+    Returns the names of the layers whose inputs are transformed on line, which is all of them; forward hooks do that
+    until the layers are replaced.
     Raises CalibrationError for activations that are not finite, LayerError for another architecture or size.
     """
     parts = list(anatomies(model))
-    for part in parts:
-        gain_of(part.attention_norm), gain_of(part.feed_forward_norm)
-        for module in (part.query, part.output, part.down):
-            hadamard.factor(module.in_features)
-    power = _power(model, [m for p in parts for m in (p.query, p.output, p.gate, p.down)], batches)
+    found = [place for part in parts for place in places(part)]
+    for place in found:
+        hadamard.factor(place.reader.in_features)
+    power = _power(model, [place.reader for place in found], batches)
     generator = torch.Generator().manual_seed(seed)
-    names: list[str] = []
-    for part in parts:
-        _spread_block(part, power, strength, generator)
-        for name, layer in part.names.items():
-            layer.weight.data = hadamard.transform(layer.weight.data.double()).to(layer.weight.dtype)
-            layer.register_forward_pre_hook(online)
-            names.append(name)
-    return names
+    for place in found:
+        scale = _scale(place, power[place.reader], strength)
+        place.apply(scale * (torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1).to(scale))
+    if improve is not None:
+        improve()
+    layers = {name: layer for part in parts for name, layer in part.names.items()}
+    for layer in layers.values():
+        layer.weight.data = hadamard.transform(layer.weight.data.double()).to(layer.weight.dtype)
+        layer.register_forward_pre_hook(online)
+    return list(layers)
 
 
 def online(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -60,38 +69,10 @@ def _power(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor]) -> d
     return {module: total / count for module, total in reduce_inputs(model, modules, batches, add).items()}
 
 
-def _spread_block(part: Anatomy, power: dict[nn.Module, Tensor], strength: float, generator: torch.Generator) -> None:
-    def scale_of(seen: Tensor, readers: list[nn.Linear], shared: int = 1, size: int = 1) -> Tensor:
-        """Scales with signs; ``shared`` heads of ``size`` channels each have one and the same."""
-        weight = torch.stack([reader.weight.data.double().square().sum(0) for reader in readers]).sum(0)
-        both = torch.stack([seen, weight]).view(2, -1, shared, size).mean(2).clamp(min=1e-12).sqrt().flatten(1)
-        scale = both[0] ** strength / both[1] ** (1 - strength)
-        scale = (scale / scale.log().mean().exp()).clamp(1e-3, 1e3)
-        return scale * (torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1).to(scale)
-
-    for norm, readers in (
-        (part.attention_norm, [part.query, part.key, part.value]),
-        (part.feed_forward_norm, [part.gate, part.up]),
-    ):
-        scale = scale_of(power[readers[0]], readers)
-        norm.weight.data = (norm.weight.data.double() / scale).to(norm.weight.dtype)
-        _stretch(readers, scale)
-    scale = scale_of(power[part.down], [part.down])
-    _shrink(part.up, scale)
-    _stretch([part.down], scale)
-    # Several query heads may read one head of V: they share its scales.
-    heads = part.output.in_features // part.value.out_features
-    scale = scale_of(power[part.output], [part.output], heads, part.head_dim)
-    _shrink(part.value, scale)
-    _stretch([part.output], scale.view(-1, 1, part.head_dim).expand(-1, heads, -1).flatten())
-
-
-def _stretch(readers: list[nn.Linear], scale: Tensor) -> None:
-    for reader in readers:
-        reader.weight.data = (reader.weight.data.double() * scale).to(reader.weight.dtype)
-
-
-def _shrink(writer: nn.Linear, scale: Tensor) -> None:
-    writer.weight.data = (writer.weight.data.double() / scale[:, None]).to(writer.weight.dtype)
-    if writer.bias is not None:
-        writer.bias.data = (writer.bias.data.double() / scale).to(writer.bias.dtype)
+def _scale(place: Place, seen: Tensor, strength: float) -> Tensor:
+    """The scales of a place from the mean squares of what its readers see."""
+    weight = torch.stack([reader.weight.data.double().square().sum(0) for reader in place.readers.values()]).sum(0)
+    both = torch.stack([seen, weight]).view(2, -1, place.shared, place.size)
+    both = both.mean(2).clamp(min=1e-12).sqrt().flatten(1)
+    scale = both[0] ** strength / both[1] ** (1 - strength)
+    return (scale / scale.log().mean().exp()).clamp(1e-3, 1e3)

@@ -1,0 +1,117 @@
+"""Scales between layers, learned end to end from what quantized activations cost (OmniQuant's learnable equivalent
+transformation, against the model's predictions instead of a block's output).
+
+In front of every layer stands ``x -> s * R^T Q(R (x / s))`` with the rounding Q, a rotation R or none, and the scales s
+that learn: without Q it would do nothing. Gradients pass straight through Q and know what its range costs. Afterwards
+the scales go where ``anybit.quantize.places`` says, and the model computes what it did.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit import hadamard
+from anybit.errors import CalibrationError
+from anybit.quantize.accumulate import Accumulation
+from anybit.quantize.anatomy import anatomies
+from anybit.quantize.distill import batches_of, shuffled
+from anybit.quantize.norms import fuse_norms
+from anybit.quantize.places import Place, places
+from anybit.quantize.rounding import RoundedThrough, Shared
+from anybit.quantize.soft import GivenLinear
+from anybit.scheme import ActivationFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How scales learn: steps of so many tokens, and how far a scale's logarithm may move in one."""
+
+    steps: int = 64
+    step_tokens: int = 8192
+    rate: float = 0.02
+    half: bool = True
+    device: torch.device | str = "cpu"
+
+
+class _Between:
+    """The forward pre-hook of a place's readers, with scales that learn."""
+
+    def __init__(self, place: Place, stretch: nn.Parameter, format: ActivationFormat, rotated: bool) -> None:
+        self.place, self.stretch, self.format, self.rotated = place, stretch, format, rotated
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = args[0]
+        scale = self.place.read(self.stretch.exp()).to(x.dtype)
+        y = x / scale
+        if self.rotated:
+            y = hadamard.transform(y)
+        y: Tensor = RoundedThrough.apply(y, self.format)  # type: ignore[no-untyped-call,no-redef]
+        if self.rotated:
+            y = hadamard.inverse(y)
+        return (y * scale, *args[1:])
+
+
+def learn_scales(
+    model: Any,
+    sequences: Sequence[Tensor],
+    activations: ActivationFormat,
+    rotated: bool = False,
+    settings: Balance | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> None:
+    """Learn the scales of every place of a Llama-like model, and put them in place; what it computes stays the same.
+
+    sequences: token ids, any lengths.  rotated: whether layers will rotate what they read before they round it.
+    Raises CalibrationError when the loss is not finite, LayerError for another architecture.
+    """
+    settings = settings or Balance()
+    device = torch.device(settings.device)
+    home = model.device
+    teacher = model.to(device)
+    student = copy.deepcopy(teacher).requires_grad_(False)
+    kind = torch.bfloat16 if settings.half else torch.float32
+    stretches: list[nn.Parameter] = []
+    for part in list(anatomies(student)):
+        for place in places(part):
+            stretch = nn.Parameter(torch.zeros(place.channels, device=device))
+            stretch.grad = torch.zeros_like(stretch)
+            stretches.append(stretch)
+            hook = Shared([_Between(place, stretch, activations, rotated)])
+            for name, reader in place.readers.items():
+                layer = GivenLinear(reader.weight.data.to(kind), reader.bias)
+                layer.register_forward_pre_hook(hook)
+                student.set_submodule(name, layer, strict=False)
+    if device.type == "cuda":
+        fuse_norms(student)
+    optimizer = torch.optim.Adam(stretches, lr=settings.rate, betas=(0.9, 0.99))
+    warm = max(settings.steps // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / settings.steps)))
+    )
+    run = Accumulation(teacher, student, settings.half, device)
+    ahead: list[list[Tensor]] = []
+    for step in range(settings.steps):
+        # From all over the text, however few the steps are.
+        ahead = ahead or batches_of(shuffled(sequences, step), settings.step_tokens)
+        for stretch in stretches:
+            assert stretch.grad is not None
+            stretch.grad.zero_()
+        loss = run(ahead.pop(0))
+        if not math.isfinite(loss):
+            raise CalibrationError(f"the loss of step {step} of the scales is not finite; lower their rate")
+        optimizer.step()
+        schedule.step()
+        if progress is not None:
+            progress(step + 1, settings.steps, loss)
+    del run, student
+    found = iter(stretches)
+    for part in anatomies(teacher):
+        for place in places(part):
+            learned = next(found).detach()
+            place.apply((learned - learned.mean()).exp())
+    model.to(home)
