@@ -112,21 +112,39 @@ def test_sparse_schemes_lose_less_than_magnitude(llama: Path, tmp_path: Path) ->
     assert divergence(llama, tmp_path / "out") < divergence(llama, tmp_path / "rtn")
 
 
-def test_resumed_folder_is_the_same(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "method", "more", "dtype"),
+    [
+        ("w4a16g32", "gptq", {}, torch.float16),
+        ("w4a16g32asym", "gptq", {}, torch.bfloat16),
+        ("w4a4g32", "spread", {"scale_steps": 2}, torch.float32),
+        ("w6a6g32", "smooth", {"scale_steps": 2}, torch.bfloat16),
+    ],
+)
+def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tmp_path: Path) -> None:
     class Interrupted(Exception):
         pass
 
     def interrupt(what: str, done: int, total: int) -> None:
-        raise Interrupted
+        if what.startswith("block"):
+            raise Interrupted
 
-    options = FAST | {"resume": tmp_path / "resume"}
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_pretrained(llama, dtype=dtype).save_pretrained(source)
+    options = FAST | more | {"resume": tmp_path / "resume"}
     with pytest.raises(Interrupted):
-        quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=options, progress=interrupt)
+        quantize_folder(source, tmp_path / "out", scheme, method, options=options, progress=interrupt)
     assert not (tmp_path / "out").exists()
-    quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=options)
-    quantize_folder(llama, tmp_path / "whole", "w4a16g32", "gptq", options=FAST)
+    said: list[str] = []
+    quantize_folder(
+        source, tmp_path / "out", scheme, method, options=options, progress=lambda what, *_: said.append(what)
+    )
+    assert not any("scales" in what for what in said)  # they come from the folder
+    quantize_folder(source, tmp_path / "whole", scheme, method, options=FAST | more)
     a, b = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "whole"))
     assert a == b
+    with pytest.raises(CalibrationError, match="another calibration"):
+        quantize_folder(source, tmp_path / "other", scheme, method, options=options | {"drift": 0.25, "tokens": 300})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from anybit import hadamard
 from anybit.errors import CalibrationError
 from anybit.quantize.anatomy import anatomies
-from anybit.quantize.balance import Balance, learn_scales
+from anybit.quantize.balance import Balance, learn_scales, put_scales
 from anybit.quantize.calibrate import _round_inputs
 from anybit.quantize.places import places
 from anybit.quantize.spread import online
@@ -41,7 +41,8 @@ def test_learned_scales_lower_what_activations_cost(rotated):
         changed = copy.deepcopy(model)
         if steps:
             settings = Balance(steps, step_tokens=256, rate=0.05, half=False)
-            learn_scales(changed, sequences(), FORMAT, rotated, settings)
+            with torch.no_grad():  # as those who change models are
+                put_scales(changed, learn_scales(changed, sequences(), FORMAT, rotated, settings))
             found = changed(tokens).logits.log_softmax(-1)
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
         linears = {n: m for n, m in changed.named_modules() if n.endswith("_proj")}

@@ -56,6 +56,7 @@ class _Between:
         return (y * scale, *args[1:])
 
 
+@torch.enable_grad()
 def learn_scales(
     model: Any,
     sequences: Sequence[Tensor],
@@ -63,11 +64,12 @@ def learn_scales(
     rotated: bool = False,
     settings: Balance | None = None,
     progress: Callable[[int, int, float], None] | None = None,
-) -> None:
-    """Learn the scales of every place of a Llama-like model, and put them in place; what it computes stays the same.
+) -> list[Tensor]:
+    """Learn scales for every place of a Llama-like model, float32 [channels] each: ``put_scales`` puts them there.
 
     sequences: token ids, any lengths.  rotated: whether layers will rotate what they read before they round it.
-    Raises CalibrationError when the loss is not finite, LayerError for another architecture.
+    The model is left as it is. Raises CalibrationError when the loss is not finite, LayerError for an architecture that
+    is not Llama's.
     """
     settings = settings or Balance()
     device = torch.device(settings.device)
@@ -108,10 +110,15 @@ def learn_scales(
         schedule.step()
         if progress is not None:
             progress(step + 1, settings.steps, loss)
-    del run, student
-    found = iter(stretches)
-    for part in anatomies(teacher):
-        for place in places(part):
-            learned = next(found).detach()
-            place.apply((learned - learned.mean()).exp())
     model.to(home)
+    # Only what tokens' scales cannot say as well: that channels differ.
+    found = [stretch.detach().cpu() for stretch in stretches]
+    return [(stretch - stretch.mean()).exp() for stretch in found]
+
+
+@torch.no_grad()
+def put_scales(model: Any, scales: Sequence[Tensor]) -> None:
+    """Put scales in place, in the order of ``learn_scales``; what the model computes stays the same, up to rounding."""
+    found = [place for part in anatomies(model) for place in places(part)]
+    for place, scale in zip(found, scales, strict=True):
+        place.apply(scale.to(place.writer.weight.device))

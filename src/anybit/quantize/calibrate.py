@@ -234,7 +234,7 @@ class _Run:
         self.done: dict[str, QuantizedWeight] = {}
         self.resume = None
         if settings.resume is not None:
-            key = _fingerprint(model, batches, scheme, names, settings)
+            key = fingerprint(model, batches, scheme, names, settings)
             self.resume = resuming.Folder(settings.resume, key)
 
     def finish(self) -> None:
@@ -397,10 +397,8 @@ def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> No
         module.register_forward_pre_hook(rounded)
 
 
-def _fingerprint(
-    model: nn.Module, batches: list[Tensor], scheme: Scheme, names: set[str], settings: Calibration
-) -> str:
-    """What a resumed run must share with the interrupted one: weights, text, scheme and options."""
+def fingerprint(model: nn.Module, batches: list[Tensor], scheme: Scheme, names: set[str], settings: Calibration) -> str:
+    """What a resumed run must share with the interrupted one: weights, text, scheme and options, as a word."""
     digest = hashlib.sha256()
     head = [str(scheme), sorted(names), settings.drift, settings.batch_tokens, settings.options]
     digest.update(json.dumps(head, default=str, sort_keys=True).encode())

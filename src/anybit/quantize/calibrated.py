@@ -21,12 +21,22 @@ from torch import Tensor
 from anybit.errors import CheckpointError, OptionError, TextError
 from anybit.packing import QuantizedWeight
 from anybit.quantize import gptq
-from anybit.quantize.balance import Balance, learn_scales
+from anybit.quantize.balance import Balance, learn_scales, put_scales
 from anybit.quantize.blocks import find_blocks
-from anybit.quantize.calibrate import Calibration, Statistics, batched, calibrate, read_sequences, read_text, tokenized
+from anybit.quantize.calibrate import (
+    Calibration,
+    Statistics,
+    batched,
+    calibrate,
+    fingerprint,
+    read_sequences,
+    read_text,
+    tokenized,
+)
 from anybit.quantize.distill import Distillation, distill
 from anybit.quantize.learned import BlockLearning
 from anybit.quantize.modules import LinearLayer
+from anybit.quantize.resume import remembered
 from anybit.quantize.rotate import rotate
 from anybit.quantize.rtn import quantize_weight
 from anybit.quantize.smooth import smooth
@@ -46,7 +56,8 @@ class Options:
     its original output (``anybit.quantize.learned``).  learn_tokens, learn_passes, step_tokens, place_rate,
     scale_rate, gain_rate: see ``anybit.quantize.distill``; what is None is chosen by ``learning``.
     strength: how much of the outliers smoothing moves; None finds it for each place (0.5 where a rotation follows).
-    scale_steps: in which these scales then learn (``anybit.quantize.balance``); None is 64 on a GPU, else 0.
+    scale_steps, between_rate: in how many steps these scales then learn, and how fast (``anybit.quantize.balance``);
+    None is 64 on a GPU, else 0.
     seed: of the rotation.
     mix_heads: rotate what attention hands on across its heads, on line.
     device: where to work; None takes a GPU if there is one.
@@ -70,7 +81,7 @@ class Options:
     gain_rate: float | None = None
     strength: float | None = None
     scale_steps: int | None = None
-    scale_rate_between: float = 0.02
+    between_rate: float = 0.02
     seed: int = 0
     mix_heads: bool = False
     device: str | None = None
@@ -146,7 +157,7 @@ class Options:
         """How scales learn; in no steps where they do not."""
         usual = 64 if self.on_gpu else 0
         steps = (usual if self.scale_steps is None else self.scale_steps) if scheme.activations.quantized else 0
-        return Balance(steps, 8192 if self.on_gpu else 1024, self.scale_rate_between, device=self.where)
+        return Balance(steps, 8192 if self.on_gpu else 1024, self.between_rate, device=self.where)
 
 
 def _truth(value: object) -> bool:
@@ -260,8 +271,17 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
 
     def improve() -> None:
         settings = options.balance(job.scheme)
-        if settings.steps:
-            learn_scales(model, sequences, job.scheme.activations, method == "spread", settings, tell)
+        if not settings.steps:
+            return
+        told = {"scales": str(settings), "tokens": sum(map(len, sequences))}
+        key = fingerprint(model, batches, job.scheme, set(), Calibration(options=told))
+        rotated = method == "spread"
+
+        def learn() -> list[Tensor]:
+            return learn_scales(model, sequences, job.scheme.activations, rotated, settings, tell)
+
+        # On a GPU sums come in no fixed order: what was learned once is what a resumed run goes on with.
+        put_scales(model, remembered(options.resume, key, learn))
 
     def tell(done: int, total: int, loss: float) -> None:
         if job.progress is not None:

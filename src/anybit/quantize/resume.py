@@ -1,6 +1,7 @@
 """A folder that remembers finished blocks, so that an interrupted calibration goes on where it stopped."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,6 +13,10 @@ from anybit.errors import CalibrationError
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 
+_OTHERS = (
+    "{} holds blocks of another calibration (another model, text, scheme or options): "
+    "name another folder, or remove this one"
+)
 _PARTS = ("words", "scale", "zero", "group_index", "indices")
 
 
@@ -28,10 +33,7 @@ class Folder:
             except (ValueError, AttributeError):
                 found = None
             if found != key:
-                raise CalibrationError(
-                    f"{path} holds blocks of another calibration (another model, text, scheme or options): "
-                    "name another folder, or remove this one"
-                )
+                raise CalibrationError(_OTHERS.format(path))
         else:
             _publish(note, lambda file: file.write_text(json.dumps({"key": key})))
 
@@ -66,6 +68,29 @@ class Folder:
 
     def _file(self, index: int) -> Path:
         return self.path / f"block-{index:04d}.safetensors"
+
+
+def remembered(path: Path | None, key: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Tensors that are found once, before any block, and from then on come from a folder, if there is one.
+
+    key: what they depend on. Raises CalibrationError if the folder's depend on something else.
+    """
+    if path is None:
+        return make()
+    file = path / "before.safetensors"
+    if file.exists():
+        try:
+            with safe_open(file, "pt") as stored:
+                if stored.metadata().get("key") != key:
+                    raise CalibrationError(_OTHERS.format(path))
+                return [stored.get_tensor(f"{i:05d}") for i in range(len(stored.keys()))]
+        except (SafetensorError, AttributeError):
+            pass  # damaged: found again
+    found = make()
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{i:05d}": tensor.contiguous() for i, tensor in enumerate(found)}
+    _publish(file, lambda file: save_file(tensors, file, metadata={"key": key}))
+    return found
 
 
 def _publish(file: Path, write) -> None:  # type: ignore[no-untyped-def]
