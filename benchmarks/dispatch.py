@@ -7,7 +7,7 @@
     python benchmarks/dispatch.py draw                     # docs/dispatch.svg, docs/crossover.svg
     python benchmarks/dispatch.py verify --problems 20     # against whole spaces, problems at random
     python benchmarks/dispatch.py look-up                  # host time of a look-up
-    python benchmarks/dispatch.py record --plans plans --seconds 250 --verify-seconds 120    # map, ablate and verify
+    python benchmarks/dispatch.py record --plans plans --seconds 250               # map and ablate in one process
 
 ``map --compile --plans plans`` plans and compiles what ``record --plans plans`` measures, without a GPU.
 
@@ -33,7 +33,7 @@ from anybit.tune.runner import Effort
 from anybit.tune.search import Child, race, search
 from anybit.tune.space import Candidate, builtin
 from cases import LLAMA3_8B
-from dispatch_check import compile_spaces, start_compiling, verify
+from dispatch_check import compile_spaces, verify
 from dispatch_layers import MODELS, PICTURED, SCHEMES, parts
 from dispatch_model import BATCHES, PROMPTS, one_config, whole_models
 from timing import RESULTS, merge_rows, stamp
@@ -55,7 +55,7 @@ def show(policy: Policy) -> None:
 
 
 def measure_map(options: argparse.Namespace) -> None:
-    """Measure (or only compile) what was asked for; ``record``: the ablation and the check after it."""
+    """Measure (or only compile) what was asked for; ``record``: the ablation after it."""
     models = [name for name in MODELS if options.models is None or name in options.models]
     schemes = [*options.schemes, *(PICTURED if options.pictured else ())]
     wanted = parts(models, schemes, tuple(options.tokens), options.each)
@@ -76,7 +76,6 @@ def measure_map(options: argparse.Namespace) -> None:
             passed = time.perf_counter() - began
             print(f"{part[0].scheme}: {len(part)} products, {count} candidates compiled, {passed:.1f} s", flush=True)
         return
-    compiling = start_compiling(options) if options.command == "record" else None
     child = Child()
     child.start()
     print(f"the GPU answers after {time.perf_counter() - began:.1f} s", flush=True)
@@ -91,12 +90,8 @@ def measure_map(options: argparse.Namespace) -> None:
     assert policy is not None
     for name, reason in policy.excluded.items():
         print("excluded:", name, "--", reason)
-    if compiling is not None:
-        by = Dispatcher(child.facts["device"].name, [policy])
+    if options.command == "record":
         ablate(options, child, policy)
-        compiling.terminate()
-        compiling.wait()
-        verify(options, child, by, policy)
     child.stop()
 
 
@@ -358,7 +353,7 @@ def main() -> None:
     mapping = kinds.add_parser("map", help="measure a policy map")
     ablating = kinds.add_parser("ablate", help="what choosing is worth, over whole models")
     verifying = kinds.add_parser("verify", help="how near the chosen configs are to the best there is")
-    recording = kinds.add_parser("record", help="map, ablate and verify in one process")
+    recording = kinds.add_parser("record", help="map and ablate in one process")
     for command in (mapping, recording):
         command.add_argument("--models", nargs="*", choices=MODELS)
         command.add_argument("--tokens", type=int, nargs="*", default=list(GRID))
@@ -376,14 +371,15 @@ def main() -> None:
         command.add_argument("--schemes", nargs="*", default=list(schemes))
     for command in (ablating, recording):
         command.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
-    for command in (verifying, recording):
-        command.add_argument("--problems", type=int, default=200)
-        command.add_argument("--seed", type=int, default=20261121)
-        command.add_argument("--most", type=int, default=160, help="candidates of a space that are timed")
-        command.add_argument("--tune-each", type=int, default=6, help="candidates of each family in the search")
-        command.add_argument("--verify-seconds", type=float, default=60.0)
-        command.add_argument("--check-rows", type=Path, default=RESULTS / "h200" / "dispatch_check.json")
-        command.add_argument("--nice", type=int, default=0, help="of the processes that compile")
+    verifying.add_argument("--problems", type=int, default=200)
+    verifying.add_argument("--seed", type=int, default=20261121)
+    verifying.add_argument("--most", type=int, default=10**6, help="candidates of a space that are timed")
+    verifying.add_argument("--tune-each", type=int, default=6, help="candidates of each family in the search")
+    verifying.add_argument("--verify-seconds", type=float, default=300.0)
+    verifying.add_argument("--check-rows", type=Path, default=RESULTS / "h200" / "dispatch_check.json")
+    verifying.add_argument("--nice", type=int, default=0, help="of the processes that compile")
+    verifying.add_argument("--beside", action="store_true", help="compile in processes beside the comparison")
+    verifying.add_argument("--compile-jobs", type=int, default=0, help="how many; by default all cores but three")
     for command in (mapping, recording, verifying):
         command.add_argument("--each", type=int, default=4, help="candidates of each family beside defaults and hints")
         command.add_argument("--plans", type=Path, help="a file between --compile and the measurement")

@@ -1,18 +1,20 @@
 """How near chosen configs are to the best there is: problems at random against a search of whole spaces.
 
 A problem is a layer of one of ten models, one of five schemes and a number of tokens between 1 and 8192 that need not
-be one of a map's. Its space is every legal config of every family whose kernel is compiled: for all problems in turn
-the family's most promising one, one from the middle of the rest, the next most promising one and so on, as far as the
-time for compiling goes, at most ``--most`` (a row says how many of how many legal ones that are). Left out is only
-what is hopeless (``skipped``). The space is timed (``runner.Sieve``: all of it once, what is within 25 % of the best
-again, what is within 8 % carefully, and checked against the reference), side by side with three choices:
+be one of a map's. Its space is every legal config of every family. Left out are only configs that provably lose
+(``bounds.lower_bound_us`` of them is more than the best time measured), and, where the compiler did not come so far,
+those whose kernels are not there; a row says how many of each. Everything else is timed (``runner.Sieve``: all of it
+once, what is within 25 % of the best again, what is within 8 % carefully, and checked against the reference), side by
+side with three choices:
 
     map       what the map that is given says, nothing of the problem measured
     tuned     what a search as ``anybit tune`` does it finds at the token count that stands for the problem's
     built in  what runs without any map
 
-With few tokens the dispatcher runs the built-in config of the kernel that won, since it leaves room to its neighbours
-in a model; ``alone``: the config that won by itself.
+With few tokens all are timed in company of the other layers of the problem's model, as a search times them.
+
+``verify --compile`` compiles spaces problem by problem in processes of its own until it is ended; problems that are
+complete are compared first, the others when time runs out.
 """
 
 import argparse
@@ -24,144 +26,210 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.jit.cache import folder, key
+from anybit.tune.bounds import lower_bound_us
 from anybit.tune.dispatcher import Dispatcher
 from anybit.tune.families import Product, bucket
-from anybit.tune.plans import Options, Plan, compile_all, compile_one, die_with_parent, plan_key, plan_of
-from anybit.tune.policy import Origin, Policy
+from anybit.tune.plans import Options, Plan, compile_all, compile_one, die_with_parent, plan_key
+from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
 from anybit.tune.runner import Effort, Sieve
 from anybit.tune.search import Child, Winners, measure, sift
 from anybit.tune.space import Candidate, builtin, promising
-from dispatch_layers import drawn
+from dispatch_layers import MODELS, drawn
 from timing import merge_rows, stamp
 
 KEY = ("case", "scheme", "m", "n", "k")
+CHOICES = ("map", "tuned", "built in")
+_SURELY_SECONDS = 2.0
+"""What a problem takes, at most, where its kernels are compiled: kept back for each that is not begun."""
 
 
-def skipped(product: Product, candidate: Candidate) -> bool:
-    """Whether a candidate is hopeless: mma.sync beside wgmma, more work in planes than in int8 for many tokens."""
-    work = product.weights.bits * product.activations.bits
-    return candidate.kernel == "bitwise_sync" or (candidate.strategy == "bitwise" and work > 8 and product.m > 64)
+@dataclass(frozen=True)
+class Space:
+    """The space of a problem: its candidates, what each needs compiled (by name), and what it cannot be faster than."""
+
+    candidates: tuple[Candidate, ...]
+    names: tuple[tuple[str, ...], ...]
+    bounds: tuple[float, ...]
+    expected_us: float
+    """What the best surely takes no more than, by a map of before: what cannot be faster is not compiled."""
+
+    def wanted(self) -> Iterator[int]:
+        """Places of what is to be compiled."""
+        return (i for i, bound in enumerate(self.bounds) if bound <= self.expected_us)
+
+    def missing(self, present: set[str]) -> int:
+        """How many of these are not compiled."""
+        return sum(not present.issuperset(self.names[i]) for i in self.wanted())
 
 
-Space = tuple[Plan, list[tuple[str, ...]]]
-"""A whole space, and the names of the kernels of each of its candidates."""
+_older: list[Policy] = []
 
 
-def whole_space(product: Product) -> tuple[Space, list[list[Kernel]]]:
-    """The space of a problem, and its kernels in the order in which they are worth compiling, a candidate an entry."""
-    families: dict[str, list[Candidate]] = {}
-    for candidate in promising(product, 10**6):
-        if not skipped(product, candidate):
-            families.setdefault(candidate.kernel, []).append(candidate)
-    ordered = [_spread(mine) for mine in families.values()]
-    turns = [one for turn in itertools.zip_longest(*ordered) for one in turn if one is not None]
-    kernels = {candidate: list(candidate.kernels(product)) for candidate in turns}
-    names = {kernel: key(kernel, product.device.arch) for kernel in {k for mine in kernels.values() for k in mine}}
-    plan = plan_of(product, turns)
-    return (plan, [tuple(names[k] for k in kernels[one]) for one in turns]), [kernels[one] for one in turns]
+def whole_space(product: Product) -> tuple[Space, list[Kernel]]:
+    """The space of a problem, and the kernels of what is to be compiled."""
+    candidates = tuple(promising(product, 10**6))
+    kernels = [list(candidate.kernels(product)) for candidate in candidates]
+    names = {kernel: key(kernel, product.device.arch) for kernel in {k for mine in kernels for k in mine}}
+    bounds = tuple(lower_bound_us(product, candidate) for candidate in candidates)
+    space = Space(candidates, tuple(tuple(names[k] for k in mine) for mine in kernels), bounds, _expected_us(product))
+    return space, list(dict.fromkeys(kernel for i in space.wanted() for kernel in kernels[i]))
 
 
-def _spread(ranked: list[Candidate]) -> list[Candidate]:
-    """By turns the most promising one that is left, and one from further and further apart places of the ranking."""
-    places = sorted(range(len(ranked)), key=lambda i: int(f"{i:012b}"[::-1], 2))  # bits turned round: evenly spread
-    return list(dict.fromkeys(one for i, place in enumerate(places) for one in (ranked[i], ranked[place])))
+def _expected_us(product: Product) -> float:
+    """The best time of a product by a map of before, of this scheme or of one with more bits."""
+    w, x = product.weights, product.activations
+    found = float("inf")
+    for policy in _older:
+        by = Dispatcher(policy.origin.gpu, [])
+        by.policies = [policy]
+        for bits in itertools.product(range(w.bits, 9), range(x.bits, 9) if x.integer else (x.bits,)):
+            wider = replace(product, weights=replace(w, bits=bits[0]), activations=replace(x, bits=bits[1]))
+            point = by.point(wider)
+            if point is not None:
+                found = min(found, point[0].ordered()[0][1].us)
+    return found
 
 
 def compile_spaces(options: argparse.Namespace) -> None:
-    """Plan all spaces, then compile them in turns until this process is ended."""
+    """Plan all spaces, unless that was done, then compile them problem by problem, until this process is ended."""
     began = time.perf_counter()
     os.nice(options.nice)
     problems = drawn(options.problems, options.seed)
-    usual = Options(options.tune_each, jobs=options.jobs, plans=_tuned(options.plans))
+    jobs = options.jobs or os.cpu_count() or 1
+    usual = Options(options.tune_each, jobs=jobs, plans=_tuned(options.plans))
     near = [replace(one, m=bucket(one.m)) for one in problems]
     print(f"{compile_all(near, usual)} candidates of searches, {time.perf_counter() - began:.1f} s", flush=True)
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(options.jobs or os.cpu_count(), context, die_with_parent) as pool:
+    _older[:] = [read(options.map or SHIPPED / file_name("NVIDIA H200"))]
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), die_with_parent) as pool:
         found = list(pool.map(whole_space, problems))
         spaces = {plan_key(product): space for product, (space, _) in zip(problems, found, strict=True)}
         new = _spaces(options.plans).with_suffix(".new")
         new.write_bytes(pickle.dumps(spaces))
         new.replace(_spaces(options.plans))
-        turns = itertools.chain.from_iterable(itertools.zip_longest(*(kernels for _, kernels in found)))
-        todo = list(dict.fromkeys(kernel for kernels in turns if kernels for kernel in kernels))
-        print(f"{len(todo)} kernels to compile, {time.perf_counter() - began:.1f} s", flush=True)
+        todo = list(dict.fromkeys(kernel for _, kernels in found for kernel in kernels))
+        legal = sum(len(space.candidates) for space in spaces.values())
+        wanted = sum(sum(1 for _ in space.wanted()) for space in spaces.values())
+        print(f"{legal} legal candidates, {wanted} may win, {len(todo)} kernels, {_passed(began)}", flush=True)
         for count, _ in enumerate(pool.map(compile_one, todo, ["sm_90a"] * len(todo), chunksize=4), 1):
-            if count % 250 == 0:
-                print(f"{count} kernels are there, {time.perf_counter() - began:.1f} s", flush=True)
+            if count % 500 == 0 or count == len(todo):
+                print(f"{count} kernels are there, {_passed(began)}", flush=True)
+
+
+def _passed(began: float) -> str:
+    return f"{time.perf_counter() - began:.1f} s"
 
 
 def start_compiling(options: argparse.Namespace) -> "subprocess.Popen[bytes]":
-    """Compile the spaces in processes beside the measurement of a map, which waits for no compiler."""
+    """Compile the spaces in processes beside measurements, which wait for no compiler."""
     command = [sys.executable, str(Path(__file__).parent / "dispatch.py"), "verify", "--compile"]
     command += ["--problems", str(options.problems), "--seed", str(options.seed), "--plans", str(options.plans)]
-    command += ["--jobs", str(max(1, (os.cpu_count() or 4) - 3)), "--nice", "10"]
-    return subprocess.Popen(command, stdout=options.rows.with_suffix(".compiling").open("wb"))
+    command += ["--tune-each", str(options.tune_each)]
+    command += ["--jobs", str(options.compile_jobs or max(1, (os.cpu_count() or 4) - 3)), "--nice", "19"]
+    return subprocess.Popen(command, stdout=options.check_rows.with_suffix(".compiling").open("wb"))
+
+
+class Compiled:
+    """Which kernels are there, looked up anew every other second."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._read = 0.0
+
+    def names(self) -> set[str]:
+        """The names of all entries."""
+        if time.perf_counter() - self._read > 2:
+            self._names = {path.stem for path in folder().glob("*.kernel")}
+            self._read = time.perf_counter()
+        return self._names
+
+
+def _in_turn(problems: list[Product], spaces: dict[Any, Space], compiled: Compiled, end: float) -> Iterator[Product]:
+    """Problems whose spaces are complete, as they become so; what is left when time becomes short, as it is."""
+    left = [problem for problem in problems if plan_key(problem) in spaces]
+    while left:
+        names = compiled.names()
+        ready = next((one for one in left if not spaces[plan_key(one)].missing(names)), None)
+        if ready is None and time.perf_counter() + _SURELY_SECONDS * len(left) < end:
+            time.sleep(0.2)
+            continue
+        chosen = ready or min(left, key=lambda one: spaces[plan_key(one)].missing(names))
+        left.remove(chosen)
+        yield chosen
 
 
 def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Policy | None = None) -> None:
     """Compare; rows go to ``options.check_rows``. found: the map just measured, whose winners a search tries, too."""
     began = time.perf_counter()
     device: Device = child.facts["device"]
-    spaces, tuned = _read(_spaces(options.plans)), _read(_tuned(options.plans))
-    present = {path.stem for path in folder().glob("*.kernel")}
-    usual = Options(options.tune_each, effort=Effort(60, 2, 5), limit=options.limit)
-    policy, winners = Policy(Origin.here(device.name, device.arch)), Winners()
+    compiling = start_compiling(options) if options.beside else None
+    while compiling is not None and not (_spaces(options.plans).exists() and _tuned(options.plans).exists()):
+        time.sleep(0.2)
+    spaces: dict[Any, Space] = _read(_spaces(options.plans))
+    tuned: dict[Any, Plan] = _read(_tuned(options.plans))
+    usual = Options(options.tune_each, effort=Effort(60, 2, 5), limit=options.limit, models=tuple(MODELS.values()))
+    policy, winners, compiled = Policy(Origin.here(device.name, device.arch)), Winners(), Compiled()
     if found is not None:
         winners.learn(found)
     rows: list[dict[str, Any]] = []
     marks = stamp(device.name)
-    for product in (replace(one, device=device) for one in drawn(options.problems, options.seed)):
-        if time.perf_counter() - began > options.verify_seconds:
+    problems = [replace(one, device=device) for one in drawn(options.problems, options.seed)]
+    for product in _in_turn(problems, spaces, compiled, began + options.verify_seconds):
+        start = time.perf_counter()
+        if start - began > options.verify_seconds:
             break
-        near = replace(product, m=bucket(product.m))
-        space, plan = spaces.get(plan_key(product)), tuned.get(plan_key(near))
-        if space is None or plan is None:
-            print(f"{product}: its space was not planned in time", flush=True)
-            continue
-        point = measure(child, near, plan, usual, policy, winners.near(near, plan))
+        near, space = replace(product, m=bucket(product.m)), spaces[plan_key(product)]
+        plan = tuned.get(plan_key(near))
+        point = None if plan is None else measure(child, near, plan, usual, policy, winners.near(near, plan))
         if point is None:
+            print(f"{product}: a search found nothing", flush=True)
             continue
-        chosen = {"built in": builtin(product)}
-        for name, of in (("map", by), ("tuned", _by_point(product, point, child))):
-            for alone in (False, True):
-                of.alone = alone
-                chosen[f"{name}, alone" if alone else name] = of.choose(product).candidate
-            of.alone = False
-        whole, names = space
-        compiled = [one for one, needs in zip(whole.candidates, names, strict=True) if present.issuperset(needs)]
-        candidates = list(dict.fromkeys([*chosen.values(), *compiled[: options.most]]))
-        times, left_out = sift(child, product, candidates, usual, policy, list(chosen.values()), Sieve())
+        searched = time.perf_counter() - start
+        chosen = {"built in": builtin(product), "map": by.choose(product).candidate}
+        chosen["tuned"] = _by_point(product, point, child).choose(product).candidate
+        there = [one for one, needs in zip(space.candidates, space.names, strict=True) if compiled.names() >= {*needs}]
+        candidates = list(dict.fromkeys([*chosen.values(), *there[: options.most]]))
+        sieve = Sieve(bounds=tuple(lower_bound_us(product, candidate) for candidate in candidates))
+        times, _ = sift(child, product, candidates, usual, policy, list(chosen.values()), sieve)
         final = {candidate: time.us for candidate, time in times if time.final}
         if not all(candidate in final for candidate in chosen.values()):
             print(f"{product}: {policy.excluded.get(str(product), 'a choice was wrong')}", flush=True)
             continue
         best = min(final, key=final.__getitem__)
+        lose = {one for one, bound in zip(space.candidates, space.bounds, strict=True) if bound > final[best]}
+        untried = {*space.candidates} - {*candidates} - lose
         ratios = {name: round(final[candidate] / final[best], 4) for name, candidate in chosen.items()}
         rows.append(
             {"case": "random problem", "scheme": str(product.scheme), "m": product.m, "n": product.n, "k": product.k}
-            | {"us": round(final[best], 3), "best": best.name, "candidates": len(candidates)}
-            | {"legal": len(whole.candidates), "left_out": left_out}
-            | {"timed_carefully": len(final), "ratios": ratios, "chosen": {n: c.name for n, c in chosen.items()}}
-            | {"seed": options.seed, "checked": True} | marks
+            | {"us": round(final[best], 3), "best": best.name, "legal": len(space.candidates), "timed": len(times)}
+            | {"lose": len(lose), "untried": len(untried), "timed_carefully": len(final), "ratios": ratios}
+            | {"chosen": {n: c.name for n, c in chosen.items()}, "seed": options.seed, "checked": True} | marks
         )  # fmt: skip
-        print(f"{product}: {len(times)} timed, best {final[best]:.2f} us {best.name}; {ratios}", flush=True)
+        counts = f"{len(times)} timed, {len(lose)} lose, {len(untried)} untried of {len(space.candidates)}"
+        took = f"{searched:.2f} + {time.perf_counter() - start - searched:.2f} s"
+        print(f"{product}: {counts}, {took}; {ratios}; {final[best]:.2f} us {best.name}", flush=True)
         if len(rows) % 10 == 0:
             merge_rows(options.check_rows, rows, KEY)
     if rows:
         merge_rows(options.check_rows, rows, KEY)
-    for name in ("map", "map, alone", "tuned", "tuned, alone", "built in"):
-        values = [row["ratios"][name] for row in rows]
-        if values:
-            print(f"{name}: median {statistics.median(values):.3f}, worst {max(values):.3f} of {len(values)} problems")
-    print(f"{len(policy.excluded)} excluded; {time.perf_counter() - began:.1f} s; {child.spent}")
+    if compiling is not None:
+        compiling.terminate()
+        compiling.wait()
+    for label, some in (("all", rows), ("whole spaces", [row for row in rows if not row["untried"]])):
+        for name in CHOICES if some else ():
+            values = sorted(row["ratios"][name] for row in some)
+            tenth = values[int(0.9 * (len(values) - 1))]
+            print(f"{label}, {name}: median {statistics.median(values):.3f}, ", end="")
+            print(f"nine in ten {tenth:.3f}, worst {values[-1]:.3f} of {len(values)} problems")
+    print(f"{len(policy.excluded)} excluded; {_passed(began)}; {child.spent}")
     for name, reason in policy.excluded.items():
         print("excluded:", name, "--", reason)
 
@@ -182,6 +250,6 @@ def _tuned(plans: Path) -> Path:
     return plans.with_suffix(".tuned")
 
 
-def _read(path: Path) -> dict[tuple[object, ...], Any]:
-    found: dict[tuple[object, ...], Any] = pickle.loads(path.read_bytes()) if path.exists() else {}
+def _read(path: Path) -> dict[Any, Any]:
+    found: dict[Any, Any] = pickle.loads(path.read_bytes()) if path.exists() else {}
     return found

@@ -67,7 +67,7 @@ class FakeRunner:
     def describe(self) -> dict[str, Any]:
         return {"device": H200, "driver": "1.2", "torch": "0"}
 
-    def prepare(self, product: Product) -> FakeBench:
+    def prepare(self, product: Product, company: object = ()) -> FakeBench:
         return FakeBench(self, product)
 
 

@@ -48,17 +48,22 @@ class Time:
 @dataclass(frozen=True)
 class Sieve:
     """How a whole space is gone through: everything once, what is within ``first`` of the best with more replays, what
-    is within ``last`` of it, at most ``finalists``, carefully. A strategy whose ``promising`` first candidates are all
-    ``hopeless`` times slower than the best is left at that.
+    is within ``last`` of it, at most ``finalists``, carefully.
+
+    bounds: microseconds that each candidate needs at least (``bounds.lower_bound_us``); those above the best time found
+    so far are left out.
     """
 
     first: float = 1.25
     last: float = 1.08
     most: int = 48
     finalists: int = 10
-    promising: int = 24
-    hopeless: float = 2.5
+    bounds: tuple[float, ...] = ()
     effort: Effort = field(default_factory=lambda: Effort(80.0, 3, 9))
+
+
+Company = tuple[tuple[Product, Candidate], ...]
+"""The other layers of a model at one token count, in their order after the one that is timed, and what runs them."""
 
 
 class WrongResultError(Exception):
@@ -121,13 +126,17 @@ def _rotations(size: int) -> int:
     return max(2, min(256, -(-_ROTATE_BYTES // max(size, 1))))
 
 
+_MOST_LAYERS = 8
+"""Layers whose weights are kept at a time: one, and those that it is timed in company of."""
+
+
 class Runner:
-    """Checks and times candidates on the current CUDA device; one layer's weights are kept at a time."""
+    """Checks and times candidates on the current CUDA device; weights of the last few layers are kept."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
-        self._layer: Layer | None = None
+        self._layers: dict[tuple[int, int, WeightFormat], Layer] = {}
 
     def describe(self) -> dict[str, Any]:
         """The device as kernels see it, and what a map says of where it comes from."""
@@ -137,14 +146,24 @@ class Runner:
         found = Device.of(torch.empty(0, device=self.device))
         return {"device": found, "driver": _driver_version() or f"CUDA {version}", "torch": torch.__version__}
 
-    def prepare(self, product: Product) -> "Bench":
-        """Inputs, outputs and expected values of a product."""
-        layer = self._layer
-        if layer is None or (layer.n, layer.k, layer.format) != (product.n, product.k, product.weights):
-            self._layer = layer = None
-            torch.cuda.empty_cache()
-            self._layer = layer = Layer.random(product.n, product.k, product.weights, self.device)
-        return Bench(product, layer, self.stream)
+    def prepare(self, product: Product, company: Company = ()) -> "Bench":
+        """Inputs, outputs and expected values of a product; ``company``: what is run after each of its calls."""
+        beside = [(Bench(other, self._layer(other, len(company)), self.stream), with_) for other, with_ in company]
+        return Bench(product, self._layer(product, len(company)), self.stream, beside)
+
+    def _layer(self, product: Product, others: int) -> Layer:
+        """The layer of a product; those not used for longest are given up, all but one where there is no company."""
+        key = product.n, product.k, product.weights
+        layer = self._layers.pop(key, None)
+        if layer is None:
+            given_up = list(self._layers)[: len(self._layers) + 1 - (_MOST_LAYERS if others else 1)]
+            for old in given_up:
+                del self._layers[old]
+            if given_up:
+                torch.cuda.empty_cache()
+            layer = Layer.random(*key, self.device)
+        self._layers[key] = layer
+        return layer
 
 
 def _driver_version() -> str:
@@ -160,8 +179,14 @@ def _driver_version() -> str:
 class Bench:
     """One product on the GPU."""
 
-    def __init__(self, product: Product, layer: Layer, stream: torch.cuda.Stream) -> None:
-        self.product, self.layer, self.stream = product, layer, stream
+    def __init__(
+        self,
+        product: Product,
+        layer: Layer,
+        stream: torch.cuda.Stream,
+        company: "Sequence[tuple[Bench, Candidate]]" = (),
+    ) -> None:
+        self.product, self.layer, self.stream, self.company = product, layer, stream, company
         device = layer.rows.device
         m, n, k = product.m, product.n, product.k
         generator = torch.Generator(device).manual_seed(m)
@@ -283,7 +308,7 @@ class Bench:
         ``keep`` (built-in choices) never.
         """
         calls = [self.again(candidate) for candidate in candidates]
-        us = _race(self.stream, calls, [_count(effort.microseconds, guess_us)] * len(calls), effort.replays)
+        us = self._race(calls, [self._count(effort.microseconds, guess_us)] * len(calls), effort.replays)
         alive, microseconds, last = list(range(len(calls))), effort.microseconds, len(calls) == 1
         while effort.final_replays and not last:
             names = [candidates[i].strategy for i in alive]
@@ -294,8 +319,8 @@ class Bench:
             )
             microseconds *= 2
             replays = max(2, min(effort.final_replays, round(4000 / min(us)))) if last else effort.replays
-            counts = [_count(microseconds, us[i]) for i in alive]
-            for i, found in zip(alive, _race(self.stream, [calls[i] for i in alive], counts, replays), strict=True):
+            counts = [self._count(microseconds, us[i]) for i in alive]
+            for i, found in zip(alive, self._race([calls[i] for i in alive], counts, replays), strict=True):
                 us[i] = found
         return [Time(found, i in alive) for i, found in enumerate(us)]
 
@@ -307,7 +332,7 @@ class Bench:
         guess_us: float,
         alive: Callable[[int], object] = lambda i: None,
     ) -> tuple[dict[int, Time], dict[int, str], int]:
-        """Times of a whole space, reasons of finalists that were wrong, and how many hopeless ones were left out.
+        """Times of a whole space, reasons of what failed, and how many were left out by their bounds.
 
         Only finalists, ``keep`` among them, are checked: what is wrong can but look fast. alive: told which candidate
         is run for the first time (-1: many are timed).
@@ -315,20 +340,15 @@ class Bench:
         found: dict[int, float] = {}
         wrong: dict[int, str] = {}
         left_out = 0
-        by_strategy: dict[str, list[int]] = {}
-        for i, candidate in enumerate(candidates):
-            by_strategy.setdefault(candidate.strategy, []).append(i)
-        chunks = [(name, mine[: sieve.promising]) for name, mine in by_strategy.items()]
-        for name, mine in by_strategy.items():
-            rest = mine[sieve.promising :]
-            chunks += [(name, rest[i : i + _CHUNK]) for i in range(0, len(rest), _CHUNK)]
-        for name, chunk in chunks:
-            before = [found[i] for i in by_strategy[name] if i in found]
-            if before and min(before) > sieve.hopeless * min(found.values()):
-                left_out += len(chunk)
-                continue
+        bounds = sieve.bounds or (0.0,) * len(candidates)
+        first = list(dict.fromkeys([*keep, *sorted(range(len(candidates)), key=bounds.__getitem__)]))
+        for chunk in (first[at : at + _CHUNK] for at in range(0, len(first), _CHUNK)):
+            best = min(found.values(), default=float("inf"))
             good = []
             for i in chunk:
+                if bounds[i] > best and i not in keep:
+                    left_out += 1
+                    continue
                 alive(i)
                 try:
                     self._first(candidates[i])
@@ -336,19 +356,19 @@ class Bench:
                 except (KernelError, ValueError) as error:
                     wrong[i] = f"{error}".splitlines()[0]
             alive(-1)
-            guess = min(found.values(), default=guess_us)
+            guess = min(best, guess_us)
             calls = [self.again(candidates[i]) for i in good]
-            found |= dict(zip(good, _race(self.stream, calls, [_few(guess)] * len(good), 0), strict=True))
+            looks = self._race(calls, [_few(guess)] * len(good), 1 if self.company else 0)
+            found |= dict(zip(good, looks, strict=True))
         times = {i: Time(us, False) for i, us in found.items()}
         order = sorted(found, key=found.__getitem__)
         best = found[order[0]]
         second = [i for i in order if found[i] <= sieve.first * best][: sieve.most]
         second += [i for i in keep if i not in second and i in found]
         alive(-1)
-        us = _race(
-            self.stream,
+        us = self._race(
             [self.again(candidates[i]) for i in second],
-            [_count(sieve.effort.microseconds, found[i]) for i in second],
+            [self._count(sieve.effort.microseconds, found[i]) for i in second],
             sieve.effort.replays,
         )
         again = dict(zip(second, us, strict=True))
@@ -369,11 +389,40 @@ class Bench:
                 wrong[i] = f"{error}".splitlines()[0]
         alive(-1)
         calls = [self.again(candidates[i]) for i in last]
-        counts = [_count(2 * sieve.effort.microseconds, again[i]) for i in last]
+        counts = [self._count(2 * sieve.effort.microseconds, again[i]) for i in last]
         replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less
-        careful = _race(self.stream, calls, counts, replays)
+        careful = self._race(calls, counts, replays)
         times |= {i: Time(us, True) for i, us in zip(last, careful, strict=True)}
         return {i: time for i, time in times.items() if i not in wrong}, wrong, left_out
+
+    def _race(self, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int) -> list[float]:
+        """Microseconds of each call; in company: what the chain of all takes more than the company alone."""
+        if not self.company or not calls:
+            return _race(self.stream, calls, counts, replays)
+        others = [bench.again(candidate) for bench, candidate in self.company]
+
+        def rest(i: int) -> None:
+            for other in others:
+                other(i)
+
+        def with_rest(call: Callable[[int], object]) -> Callable[[int], object]:
+            def both(i: int) -> None:
+                call(i)
+                rest(i)
+
+            return both
+
+        alone, *us = _race(self.stream, [rest, *map(with_rest, calls)], [max(counts), *counts], replays)
+        return [max(time - alone, _LEAST_US) for time in us]
+
+    def _count(self, microseconds: float, guess_us: float) -> int:
+        """Calls in a graph; fewer in company, which takes several times as long."""
+        count = _count(microseconds, guess_us)
+        return min(count, _IN_COMPANY) if self.company else count
+
+
+_IN_COMPANY = 6
+_LEAST_US = 0.05
 
 
 def _address(weight: Any) -> int:
