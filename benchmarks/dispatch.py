@@ -68,6 +68,7 @@ def measure_map(options: argparse.Namespace) -> None:
         plans=options.plans,
         limit=options.limit,
         jobs=options.jobs,
+        models=tuple(MODELS.values()),
     )
     began = time.perf_counter()
     if options.compile:

@@ -334,12 +334,13 @@ def dispatch_check() -> str:
     """How far choices are from the best of whole spaces."""
     found = rows("dispatch_check")
     body = []
-    for name in ("tuned", "tuned, alone", "map", "map, alone", "built in"):
-        ratios = sorted(row["ratios"][name] for row in found)
-        if ratios:
-            cells = [ratios[len(ratios) // 2], ratios[int(0.9 * (len(ratios) - 1))], ratios[-1]]
-            body.append([name, str(len(ratios)), *(f"{value:.3f}" for value in cells)])
-    return table(["choice", "problems", "median", "nine in ten", "worst"], body) if body else ""
+    for what, some in (("all", found), ("whole spaces", [row for row in found if not row.get("untried", 1)])):
+        for name in ("tuned", "map", "built in"):
+            ratios = sorted(row["ratios"][name] for row in some)
+            if ratios:
+                cells = [ratios[len(ratios) // 2], ratios[int(0.9 * (len(ratios) - 1))], ratios[-1]]
+                body.append([name, what, str(len(ratios)), *(f"{value:.3f}" for value in cells)])
+    return table(["choice", "problems", "how many", "median", "nine in ten", "worst"], body) if body else ""
 
 
 # -------- the KV cache

@@ -19,7 +19,7 @@ from anybit.tune.families import Product
 from anybit.tune.plans import Options, candidates_of
 from anybit.tune.policy import Policy, read
 from anybit.tune.runner import Effort, Time, WrongResultError, finalists
-from anybit.tune.search import excluded_name, search
+from anybit.tune.search import company_of, excluded_name, search
 from anybit.tune.space import Candidate, builtin
 
 H200 = Device.named("sm_90a")
@@ -99,6 +99,15 @@ def test_the_best_of_every_strategy_is_found(tmp_path: Path) -> None:
         assert point.default_us == pytest.approx(made_up_us(builtin(one)), abs=1e-3)
         assert min(m.us for m in point.strategies.values()) <= point.default_us
     assert policies.text(read(tmp_path / "map.json")) == policies.text(found)
+
+
+def test_few_tokens_are_timed_in_company_of_the_layers_that_follow() -> None:
+    small, block = ((576, 576), (960, 576)), ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    follow = company_of(product(n=28672, m=4), (small, block))
+    assert [(other.n, other.k, other.m) for other, _ in follow] == [(4096, 14336, 4), (6144, 4096, 4), (4096, 4096, 4)]
+    assert all(candidate == builtin(other) for other, candidate in follow)
+    assert company_of(product(n=28672, m=64), (small, block)) == ()
+    assert company_of(product(n=1024), (small, block)) == ()
 
 
 @pytest.mark.parametrize("trouble", ["crash", "hang", "wrong", "fault", "crash while timed"])

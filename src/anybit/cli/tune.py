@@ -64,14 +64,14 @@ def tune(
     if not torch.cuda.is_available():
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")
     with status(f"Reading {model}"):
-        parsed, shapes = _layers(model, scheme)
+        parsed, shapes, fused = _layers(model, scheme)
     products = [
         Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype))
         for n, k in shapes
         for m in GRID
         if m <= most
     ]
-    options = Options(10**6 if everything else each, allowed, seconds=seconds, again=again)
+    options = Options(10**6 if everything else each, allowed, seconds=seconds, again=again, models=(fused,))
     hints = [found for found in (policies.usable(file) for file in sorted(policies.SHIPPED.glob("*.json"))) if found]
     began = time.perf_counter()
     with progress_bar(f"Tuning {parsed}", counted=True) as update:
@@ -129,7 +129,7 @@ def explain(
         if shape is not None and wanted is not None:
             parsed, shapes = wanted, [shape]
         else:
-            parsed, shapes = _layers(what, scheme)
+            parsed, shapes, _ = _layers(what, scheme)
         device = Device.of(torch.empty(0, device="cuda")) if torch.cuda.is_available() else Device.named("sm_90a")
         if policy is not None:
             dispatching.use(policy)
@@ -175,8 +175,11 @@ def _shape(text: str) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]]]:
-    """The scheme and the shapes of a model's linear layers: as they are, and as ``fuse`` joins them."""
+def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]], tuple[tuple[int, int], ...]]:
+    """The scheme, the shapes of a model's linear layers, as they are and as ``fuse`` joins them, and the latter alone.
+
+    Those come first, in the model's order.
+    """
     from anybit.checkpoints import Folder, local_folder
     from anybit.checkpoints.configuration import scheme_of
     from anybit.quantize.modules import kept_modules, linear_layers, skeleton
@@ -190,18 +193,20 @@ def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int
         quantization = folder.config.get("quantization_config") or {}
         kept = quantization.get("modules_to_not_convert") if stored else None
         layers = linear_layers(empty, kept if kept is not None else kept_modules(empty, None))
-    shapes = dict.fromkeys([*_joined({layer.name: (layer.n, layer.k) for layer in layers})])
-    shapes |= dict.fromkeys((layer.n, layer.k) for layer in layers)
+    fused = tuple(dict.fromkeys(_as_fused({layer.name: (layer.n, layer.k) for layer in layers})))
+    shapes = dict.fromkeys([*fused, *((layer.n, layer.k) for layer in layers)])
     parsed = Scheme.parse(scheme) if scheme is not None else stored
     assert parsed is not None
-    return Scheme(parsed.weights, parsed.activations), list(shapes)
+    return Scheme(parsed.weights, parsed.activations), list(shapes), fused
 
 
-def _joined(layers: dict[str, tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The shapes of projections that share an input, as ``fuse`` stacks them."""
+def _as_fused(layers: dict[str, tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The shapes of layers in the model's order, projections that share an input as ``fuse`` stacks them."""
     for name, (n, k) in layers.items():
         parent, _, own = name.rpartition(".")
-        if own == "q_proj":
+        if own == "q_proj" and f"{parent}.k_proj" in layers:
             yield n + sum(layers[f"{parent}.{other}"][0] for other in ("k_proj", "v_proj")), k
-        elif own == "gate_proj":
+        elif own == "gate_proj" and f"{parent}.up_proj" in layers:
             yield n + layers[f"{parent}.up_proj"][0], k
+        elif own not in ("k_proj", "v_proj", "up_proj"):
+            yield n, k

@@ -308,7 +308,9 @@ class Bench:
         ``keep`` (built-in choices) never.
         """
         calls = [self.again(candidate) for candidate in candidates]
-        us = self._race(calls, [self._count(effort.microseconds, guess_us)] * len(calls), effort.replays)
+        once = guess_us > _ROUGH
+        counts = [1 if once else self._count(effort.microseconds, guess_us)] * len(calls)
+        us = self._race(calls, counts, min(1, effort.replays) if once else effort.replays)
         alive, microseconds, last = list(range(len(calls))), effort.microseconds, len(calls) == 1
         while effort.final_replays and not last:
             names = [candidates[i].strategy for i in alive]
@@ -449,6 +451,8 @@ def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[i
     return sorted(chosen)
 
 
+_ROUGH = 60.0
+"""Microseconds of a call that is looked at once in the first round: what is far behind is so by more than the noise."""
 _LONG = 300.0
 """Microseconds of a call whose start and end matter little: one is enough, and none before it."""
 
