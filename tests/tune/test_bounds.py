@@ -1,4 +1,4 @@
-"""Lower bounds: below every time that was measured, and above what leaves multiprocessors idle or multiplies padding."""
+"""Lower bounds: below every measured time, and above what leaves multiprocessors idle or multiplies padding."""
 
 from dataclasses import replace
 from typing import Any
