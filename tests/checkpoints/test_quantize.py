@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import anybit
 from anybit.checkpoints import Folder
-from anybit.errors import CheckpointError, LayerError, SchemeError
+from anybit.errors import CheckpointError, LayerError, OptionError, SchemeError
+from anybit.integrations.loading import load_model
 from anybit.quantize.methods import quantize_folder
 
 
@@ -178,13 +179,28 @@ def test_refusals(llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, tmp_path / "out", "w2a16g32", overwrite=True)
     with pytest.raises(SchemeError, match="method 'magic' is unknown; there are rtn"):
         quantize_folder(llama, tmp_path / "x", "w2a16g32", "magic")
-    with pytest.raises(SchemeError, match="method rtn does not take speed=3; it takes search=true or false"):
+    with pytest.raises(OptionError, match="method rtn does not take speed=3; it takes search=true or false"):
         quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"speed": 3})
+    with pytest.raises(OptionError, match="method rtn looks at no text: leave out text, or take one of gptq"):
+        quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"text": tmp_path / "text.txt"})
+    with pytest.raises(OptionError, match="method onebit has no options, so it does not take speed=3"):
+        quantize_folder(llama, tmp_path / "x", "w1a16", "onebit", options={"speed": 3})
     with pytest.raises(SchemeError, match="a scheme is wBaB"):
         quantize_folder(llama, tmp_path / "x", "w2")
     with pytest.raises(LayerError, match="no linear layer to quantize"):
         quantize_folder(llama, tmp_path / "x", "w2a16g32", modules_to_not_convert=["model", "lm_head"])
     assert sorted(f.name for f in tmp_path.iterdir()) == ["out"]
+
+
+def test_a_configuration_that_contradicts_itself_is_one_sentence(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "source")
+    config = json.loads((llama / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "num_attention_heads": 7}))
+    message = "cannot build LlamaForCausalLM .*: The hidden size .* is not a multiple of the number of attention heads"
+    with pytest.raises(CheckpointError, match=message):
+        quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16g32")
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "source")
 
 
 def test_a_scheme_that_does_not_fit_a_layer(tmp_path: Path) -> None:

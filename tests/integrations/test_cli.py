@@ -178,6 +178,15 @@ def test_warnings_are_notes_of_one_line(run: Any, monkeypatch: pytest.MonkeyPatc
     assert run("anything") == (0, "", "note: keys [4 bits] are rounded")
 
 
+def test_a_gpu_that_is_full_is_one_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def app(**_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(cli, "app", app)
+    code, _, err = run("anything")
+    assert (code, err.partition(";")[0]) == (1, "error: CUDA out of memory")
+
+
 def test_usage(run: Any) -> None:
     assert run("quantize")[0] == 2
     assert run("nonsense")[0] == 2

@@ -7,7 +7,7 @@ import signal
 import sys
 import warnings
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -63,8 +63,7 @@ def main() -> None:
             warnings.showwarning = _note
             app(standalone_mode=True)
     except AnyBitError as error:
-        errors.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _fail(str(error))
     except KeyboardInterrupt:
         errors.print("interrupted")
         sys.exit(130)
@@ -73,6 +72,15 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not be loaded to look for it
+            raise
+        _fail(f"{str(error).partition('. ')[0]}; a shorter text, fewer bits or another --device may fit")
+
+
+def _fail(message: str) -> NoReturn:
+    errors.print(f"[bold red]error:[/] {_plain(message)}", highlight=False, soft_wrap=True)
+    sys.exit(1)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -49,6 +49,7 @@ def load_model(
         raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
     with local_folder(source) as path:
         folder = Folder(path)
+        skeleton(path)  # a configuration that transformers cannot build gets its own error
         stored = scheme_of(folder.config)
         arguments: dict[str, Any] = {}
         if scheme is not None:
@@ -60,7 +61,6 @@ def load_model(
             config.quantization_config["backend"] = backend
         if device != "cpu":
             arguments["device_map"] = device
-        skeleton(path)  # an unknown architecture gets its own error
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
                 path, dtype=wanted, output_loading_info=True, **arguments
@@ -76,7 +76,8 @@ def load_model(
         try:
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} has no tokenizer that can be read: {error}") from error
+            why = " ".join(str(error).split())
+            raise CheckpointError(f"{path} has no tokenizer that can be read: {why}") from error
     parsed = stored if scheme is None else Scheme.parse(scheme)
     return Loaded(model.eval(), tokenizer, parsed, str(source))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybit.errors import SchemeError
+from anybit.errors import OptionError, SchemeError
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -55,14 +55,19 @@ def quantize_folder(
     """Quantize a model folder into another folder.
 
     modules_to_not_convert: layers that stay as they are; by default the output head, which always does if it is tied
-    to the embedding. rest: ``overwrite``,
-    ``progress``, ``shard_bytes`` and the ``options`` of the method (``anybit.quantize.stream.Job``).
+    to the embedding. rest: ``overwrite``, ``progress``, ``shard_bytes`` and the ``options`` of the method
+    (``anybit.quantize.stream.Job``).
     Raises CheckpointError for what is wrong with the source or the place to write to, LayerError for a layer that the
-    scheme does not fit or a name that no layer has, SchemeError for an unknown scheme or method; nothing is left behind
-    then.
+    scheme does not fit or a name that no layer has, SchemeError for an unknown scheme or method, OptionError for an
+    option that the method does not have; nothing is left behind then.
     """
     if method not in METHODS:
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
+    if not METHODS[method].calibrated:
+        for name in ("text", "tokens"):
+            if name in (rest.get("options") or {}):
+                looking = ", ".join(other for other in METHODS if METHODS[other].calibrated)
+                raise OptionError(f"method {method} looks at no text: leave out {name}, or take one of {looking}")
     from anybit.quantize.stream import Job
 
     return METHODS[method].run(Job.of(source, output, scheme, method, modules_to_not_convert, **rest))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -32,7 +33,7 @@ def skeleton(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError, StrictDataclassError) as error:
         raise CheckpointError(
             f"{file}: transformers cannot build {_architecture(file)} as a causal language model: {_first_line(error)}"
         ) from error
@@ -99,4 +100,6 @@ def _architecture(file: Path) -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
+        error = error.__cause__  # its own first line names a validator, not what is wrong
     return (str(error).strip() or type(error).__name__).splitlines()[0]

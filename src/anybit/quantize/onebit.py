@@ -9,7 +9,7 @@ either). b scales the inputs of the layer, a is the scale of the row.
 import torch
 from torch import Tensor
 
-from anybit.errors import SchemeError
+from anybit.errors import OptionError, SchemeError
 from anybit.packing import QuantizedWeight
 from anybit.quantize.modules import LinearLayer
 from anybit.quantize.rtn import quantize_weight
@@ -51,6 +51,8 @@ def run_onebit(job: Job) -> Saved:
     format = job.scheme.weights
     if format.bits != 1 or format.code != "bipolar" or format.group is not None:
         raise SchemeError(f"method onebit makes one bit with a scale a row (w1a16, w1a1, ...), not {job.scheme}")
+    for name, value in job.options.items():
+        raise OptionError(f"method onebit has no options, so it does not take {name}={value!r}")
     weights: dict[str, QuantizedWeight] = {}
     vectors: dict[str, Tensor] = {}
     for layer in job.layers:

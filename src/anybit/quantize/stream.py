@@ -17,7 +17,7 @@ from anybit.checkpoints.configuration import configuration, refuse_quantized
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, new_folder
-from anybit.errors import CheckpointError, LayerError, SchemeError
+from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight
 from anybit.quantize.modules import LinearLayer, check_kept, kept_modules, linear_layers, skeleton, tied_names
@@ -156,11 +156,11 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
 
 def run_rtn(job: Job) -> Saved:
     """Method ``rtn``: every layer by itself, to nearest. Its one setting, search=false, covers the range of a group."""
-    settings = {name: value for name, value in job.options.items() if name not in ("text", "tokens")}
+    settings = dict(job.options)
     search = settings.pop("search", True)
     if settings or not isinstance(search, bool):
         wrong = next(iter(settings), "search")
-        raise SchemeError(f"method rtn does not take {wrong}={job.options[wrong]!r}; it takes search=true or false")
+        raise OptionError(f"method rtn does not take {wrong}={job.options[wrong]!r}; it takes search=true or false")
     return write_quantized(job, lambda layer, weight: quantize_weight(weight, job.scheme.weights, search))
 
 
