@@ -245,11 +245,16 @@ def stamp(gpu: str = "") -> dict[str, str]:
 
 
 def merge_rows(path: Path, rows: Sequence[dict[str, object]], key: Sequence[str] = ("case", "scheme", "m", "n", "k")):
-    """Write ``rows`` into the JSON list at ``path``: a row replaces an older one with the same ``key``."""
+    """Write ``rows`` into the JSON list at ``path``: a row replaces an older one with the same ``key``.
+
+    Raises ValueError for a row whose ``checked`` is not True: nobody has seen its result to be right. A kernel that
+    leaves out a part on purpose, to time the rest, says so in ``ablation`` and has ``checked`` False.
+    """
+    for row in rows:
+        if row.get("checked") is not True and not (row.get("checked") is False and row.get("ablation")):
+            named = ", ".join(str(row.get(name)) for name in key)
+            raise ValueError(f"{named}: checked is {row.get('checked')!r}, and only a checked result is written down")
     old = json.loads(path.read_text()) if path.exists() else []
     merged = {tuple(row.get(name) for name in key): row for row in [*old, *rows]}
-    for row in rows:
-        if not row.get("checked"):
-            raise ValueError(f"{row.get('case')}, {row.get('scheme')}: only a checked result is written down")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged.values()) + "\n]\n")
