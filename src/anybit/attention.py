@@ -94,7 +94,7 @@ def decode(
     environment has ANYBIT_DEBUG=1); raises KernelError with what is wrong.
     Returns the output in q's shape and dtype, and the log-sum-exp float32 [len(sequences), tokens, heads].
     """
-    check(q, cache, sequences)
+    check(q, cache, layer, sequences, masks)
     if not q.is_cuda:
         return decode_reference(q, cache, layer, sequences, masks)
     debug = kvpage.debugging() if debug is None else debug
@@ -132,8 +132,9 @@ def prefill(
     return torch.cat(parts).to(q.dtype)
 
 
-def check(q: Tensor, cache: KVCache, sequences: Sequence[int]) -> None:
-    """Refuse, in words, what the cache cannot answer."""
+def check(q: Tensor, cache: KVCache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS) -> None:
+    """Refuse, in words, what the cache cannot answer; nothing has been launched then."""
+    cache.check_layer(layer)
     if q.dim() != 4 or q.shape[0] != len(sequences) or q.shape[3] != cache.head_dim:
         raise LayerError(
             f"q is {tuple(q.shape)}, and must be [{len(sequences)} sequences, tokens, heads, {cache.head_dim}]"
@@ -142,6 +143,11 @@ def check(q: Tensor, cache: KVCache, sequences: Sequence[int]) -> None:
         raise LayerError(f"{q.shape[2]} query heads cannot share {cache.kv_heads} KV heads evenly")
     if q.dtype != cache.dtype:
         raise LayerError(f"q is {q.dtype}, and the KV cache holds {cache.dtype}: convert one of them")
+    if q.device != cache.pages.device:
+        raise LayerError(f"q is on {q.device}, and the KV cache on {cache.pages.device}: move one of them")
+    for name, values in (("sinks", masks.sinks), ("alibi", masks.alibi)):
+        if values is not None and tuple(values.shape) != (q.shape[2],):
+            raise LayerError(f"{name} is {tuple(values.shape)}, and must be a value for each of {q.shape[2]} heads")
     for sequence in sequences:
         if q.shape[1] > cache.length(sequence):
             raise LayerError(

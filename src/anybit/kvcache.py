@@ -203,7 +203,7 @@ class KVCache:
         k, v: [len(sequences), tokens, kv_heads, head_dim] in the cache's dtype. Windows that become full are quantized
         and packed; 16-bit values of the newest tokens stay in the residual.
         """
-        self._check(sequences, k, v)
+        self._check(layer, sequences, k, v)
         self.newest_are_few = k.shape[1] <= self.ledger.slack + 1
         if self.rotation is not None:
             k, v = k @ self.rotation, v @ self.rotation
@@ -214,7 +214,13 @@ class KVCache:
         for row, sequence in enumerate(sequences):
             self._write_one(layer, sequence, k[row].transpose(0, 1), v[row].transpose(0, 1))
 
-    def _check(self, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
+    def check_layer(self, layer: int) -> None:
+        """Raise LayerError for a layer that this cache does not have."""
+        if not 0 <= layer < self.layers:
+            raise LayerError(f"layer {layer} is not in this KV cache, which has layers 0 to {self.layers - 1}")
+
+    def _check(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
+        self.check_layer(layer)
         expected = (len(sequences), k.shape[1] if k.dim() == 4 else -1, self.kv_heads, self.head_dim)
         for name, tensor in (("k", k), ("v", v)):
             if tuple(tensor.shape) != expected:
@@ -225,6 +231,8 @@ class KVCache:
                 raise LayerError(
                     f"{name} is {tensor.dtype}, and the KV cache holds {self.dtype}: convert it, or the cache"
                 )
+            if tensor.device != self.pages.device:
+                raise LayerError(f"{name} is on {tensor.device}, and the KV cache on {self.pages.device}: move it")
         for sequence in sequences:
             if k.shape[1] > self.length(sequence):
                 raise CacheError(

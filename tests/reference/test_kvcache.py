@@ -151,6 +151,17 @@ def test_what_does_not_fit_is_refused_in_words():
         decode(torch.zeros(1, 1, 3, 64).half(), cache, 0, [s])
     with pytest.raises(LayerError, match="fewer than the 2 queries"):
         decode(torch.zeros(1, 2, 4, 64).half(), cache, 0, [s])
+    with pytest.raises(LayerError, match=r"alibi is \(3,\), and must be a value for each of 4 heads"):
+        decode(torch.zeros(1, 1, 4, 64).half(), cache, 0, [s], Masks(alibi=torch.zeros(3)))
+    for layer in (-1, 2):
+        with pytest.raises(LayerError, match=f"layer {layer} is not in this KV cache, which has layers 0 to 1"):
+            decode(torch.zeros(1, 1, 4, 64).half(), cache, layer, [s])
+        with pytest.raises(LayerError, match=f"layer {layer} is not in this KV cache"):
+            cache.write(layer, [s], k, k)
+    with pytest.raises(LayerError, match="k is on meta, and the KV cache on cpu"):
+        cache.write(0, [s], k.to("meta"), k)
+    with pytest.raises(LayerError, match="q is on meta, and the KV cache on cpu"):
+        decode(torch.zeros(1, 1, 4, 64, device="meta").half(), cache, 0, [s])
     with pytest.raises(CacheError, match="at most 64"):
         cache.extend([s], 64)
     with pytest.raises(LayerError, match="power of two"):
