@@ -150,12 +150,8 @@ def _what_runs(variant: Variant, scheme: str, m: int) -> tuple[str, ...]:
 
 def _decide_by(variant: Variant, gpu: str) -> None:
     """Have all layers ask this dispatcher anew."""
-    from anybit.ops import bitwise, packed, several
-
     dispatching.use()
     dispatching._dispatchers[gpu] = variant
-    for plans in (bitwise._plans, packed._plans, several._decided):
-        plans.clear()
 
 
 class _Graph:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anybit import ops
 from anybit.device import Device
-from anybit.ops import several
+from anybit.ops import bitwise, packed, several
 from anybit.ops.backend import LinearSpec
 from anybit.ops.reference import ReferencePacked
 from anybit.ops.several import Several
@@ -47,11 +47,18 @@ class Part(ReferencePacked):
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: H200))
-    monkeypatch.setattr(several, "_decided", {})
     monkeypatch.setattr(dispatching, "_told", set())
     yield
     dispatching.use()
     dispatching.allow()
+
+
+def test_other_maps_are_asked_anew() -> None:
+    memories = (bitwise._plans, packed._plans, several._decided)
+    for memory in memories:
+        memory[()] = None  # type: ignore[index,assignment]
+    dispatching.use()
+    assert not any(memories)
 
 
 def obey(monkeypatch: pytest.MonkeyPatch, scheme: str, times: dict[int, dict[str, float]]) -> None:

@@ -15,7 +15,7 @@ from anybit.ops.before import Before
 from anybit.ops.inputs import check_input, layouts_of, product_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
-from anybit.tune.dispatcher import dispatcher
+from anybit.tune.dispatcher import dispatcher, forget_with_maps
 from anybit.tune.families import FAMILIES, Layout, quantizer
 
 TENSORS = 6
@@ -34,6 +34,7 @@ class _Plan:
 
 
 _plans: dict[tuple[int, int, torch.dtype, bool, bool, int], _Plan] = {}
+forget_with_maps(_plans)
 
 
 class Bitwise:

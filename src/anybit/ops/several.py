@@ -16,7 +16,7 @@ from anybit.ops.before import Before
 from anybit.ops.inputs import layouts_of, product_of, token_bucket
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme
-from anybit.tune.dispatcher import allowed, dispatcher, tell
+from anybit.tune.dispatcher import allowed, dispatcher, forget_with_maps, tell
 from anybit.tune.families import Layout
 
 _UNWANTED = 9
@@ -28,6 +28,7 @@ _FREE = 0.3
 
 _Decided = tuple[int, LinearSpec]
 _decided: dict[tuple[int, int, torch.dtype, int], _Decided] = {}
+forget_with_maps(_decided)
 
 
 def _room(weight: QuantizedWeight) -> bool:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -206,6 +206,7 @@ _dispatchers: dict[str, Dispatcher] = {}
 _allowed: set[str] = set()
 _told: set[str] = set()
 _generation = 0
+_decisions: list[dict[Any, Any]] = []
 
 
 def dispatcher(gpu: str) -> Dispatcher:
@@ -235,16 +236,24 @@ def _files(gpu: str) -> Iterator[Policy]:
 def use(*paths: str | Path) -> None:
     """Obey these maps before all others; none: forget those given, and read files anew at the next call.
 
-    Layers that are prepared already keep what was decided for them. Files that are no maps are named and ignored.
+    Layers that are prepared already keep their layout, and CUDA graphs what they were captured with; every other choice
+    is made anew. Files that are no maps are named and ignored.
     """
     global _generation
     _generation += 1
+    for decided in _decisions:
+        decided.clear()
     _dispatchers.clear()
     _given.clear()
     for path in paths:
         policy = usable(Path(path))
         if policy is not None:
             _given.append(policy)
+
+
+def forget_with_maps(decided: dict[Any, Any]) -> None:
+    """Clear a memory of what dispatchers decided whenever other maps are to be obeyed (``use``)."""
+    _decisions.append(decided)
 
 
 def generation() -> int:
