@@ -21,7 +21,7 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
 }
 SHAPES = tuple(dict.fromkeys(shape for layers in MODELS.values() for shape in layers))
 
-SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2", "w8a8", "w2a16g128", "w3a16g128")
+SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2", "w8a8", "w2a8", "w2a16g128", "w3a16g128")
 """What a map holds for every layer, in the order of measurement."""
 CHECKED = SCHEMES[:5]
 """Measured at every token count of the grid, the others at powers of two; and the schemes of the problems at random."""
@@ -40,13 +40,13 @@ def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]
 def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: int) -> list[tuple[list[Product], int]]:
     """What is measured, in this order, where time may run out, and how many candidates of each family.
 
-    The layers of the first model carefully; then those of the others, whose candidates are the built-in choices and
-    what won nearby; then the schemes that are only pictured.
+    The layers of the first model first, and those of the smallest, which are like no others; then those of the others,
+    with fewer candidates beside what won nearby; then the schemes that are only pictured.
     """
     powers = tuple(m for m in tokens if m.bit_count() == 1)
     others = tuple(m for m in tokens if m.bit_count() != 1)
     shapes = tuple(dict.fromkeys(shape for model in models for shape in MODELS[model]))
-    first = tuple(shape for shape in shapes if shape in MODELS["Llama-3-8B"])
+    first = tuple(shape for shape in shapes if shape in (*MODELS["Llama-3-8B"], *MODELS["SmolLM2-135M"]))
     rest = tuple(shape for shape in shapes if shape not in first)
     found = []
     for scheme in schemes:
@@ -58,7 +58,7 @@ def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: 
             continue
         found.append((of(scheme, first, powers), each))
         found.append((of(scheme, first, others), each - 1))
-        found.append((of(scheme, rest, tokens), 0))
+        found.append((of(scheme, rest, tokens), max(each - 1, 0)))
     return [(products, count) for products, count in found if products]
 
 

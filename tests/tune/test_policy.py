@@ -209,7 +209,7 @@ def test_without_a_map_the_built_in_choice_runs() -> None:
 
 def test_a_nearby_config_runs_if_it_is_legal_and_won_clearly() -> None:
     one, near, far = product(m=16), product(m=16, n=4608), product(m=16, n=16384)
-    won = policy((one, point(one, {"packed_large": 8.0}, default_us=10.0)))
+    won = policy((one, point(one, {"packed_large": 5.0}, default_us=10.0)))
     choice = Dispatcher("NVIDIA H200", [won]).choose(near)
     assert choice.origin == "nearest"
     assert choice.candidate.why_not(near) is None

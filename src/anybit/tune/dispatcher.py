@@ -15,14 +15,15 @@ from typing import Any, Literal
 import torch
 
 from anybit.errors import KernelError
-from anybit.tune.families import GRID, MOST_TOKENS, Layout, Product, bucket, power_of_two
+from anybit.tune.families import FAMILIES, GRID, MOST_TOKENS, Layout, Product, bucket, power_of_two
 from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
 from anybit.tune.space import Candidate, builtin, builtin_layout, refuse_unknown
 
 _NEAR = 0.75
 """How far, in powers of two, a point may be to stand for a product that was not measured."""
-_CLEARLY = 0.97
-"""What a config must take of the built-in choice's time where it was measured, to be used elsewhere."""
+_CLEARLY, _FARTHER = 0.97, 0.1
+"""What a config must take of the built-in choice's time to be used where it was not measured: there, and, by what is
+expected of both, here, less so much for each power of two that the point is away."""
 _WORTH_TWO = 1.03
 """Two layouts are kept where one of them alone would cost more than this at some token count."""
 _CHAINED = 8
@@ -82,9 +83,10 @@ class Dispatcher:
                 return choice if self.alone else _beside_others(product, choice, found[0])
         own = _builtin(product, layouts)
         for policy in self.policies:
-            for _, key, m, point in policy.near(product, _NEAR):
-                choice = _nearest(product, own, point, layouts)
-                if choice is not None and _holds(replace(product, m=m, n=key[2], k=key[3], columns=0), point):
+            for distance, key, m, point in policy.near(product, _NEAR):
+                there = replace(product, m=m, n=key[2], k=key[3], columns=0)
+                choice = _nearest(product, own, there, point, layouts, _CLEARLY - _FARTHER * distance)
+                if choice is not None and _holds(there, point):
                     return replace(choice, source=f"{choice.source} ({m} x {key[2]} x {key[3]}, {policy.path})")
         return Choice(own, "built in")
 
@@ -186,17 +188,39 @@ def _beside_others(product: Product, choice: Choice, point: Point) -> Choice:
     return replace(choice, candidate=own, us=point.default_us if own == builtin(product) else 0.0)
 
 
-def _nearest(product: Product, own: Candidate, point: Point, layouts: Collection[Layout] | None) -> Choice | None:
-    """A config that won clearly at a point nearby, in the layout that the built-in choice reads."""
+def _nearest(
+    product: Product, own: Candidate, there: Product, point: Point, layouts: Collection[Layout] | None, most: float
+) -> Choice | None:
+    """A config of the built-in choice's kernel that won clearly at a point nearby, and is expected to win here.
+
+    most: of the built-in choice's time, by what was measured there and what is expected here and there.
+    """
     for _, measured in point.ordered():
-        if measured.us > _CLEARLY * point.default_us:
+        gain = measured.us / point.default_us
+        if gain > _CLEARLY:
             return None
         candidate = _legal(measured, product, ())
         if candidate is None or candidate.layout is not own.layout or candidate.kernel != own.kernel:
             continue
-        if layouts is None or candidate.layout in layouts:
+        if (layouts is None or candidate.layout in layouts) and gain * _moved(product, own, there, candidate) <= most:
             return Choice(candidate, "nearest", 0.0, "measured nearby")
     return None
+
+
+def _moved(product: Product, own: Candidate, there: Product, candidate: Candidate) -> float:
+    """How much less a config gains over the built-in choice here than there, by its family's estimate: 1, no less."""
+    family = FAMILIES[own.kernel]
+    try:
+        base = builtin(there, own.layout)
+        if base.kernel != own.kernel:
+            return 1.0
+        here = [family.estimate(product, one.config) for one in (candidate, own)]
+        other = [family.estimate(there, one.config) for one in (candidate, base)]
+    except KernelError:
+        return float("inf")
+    if any(us is None for us in (*here, *other)):
+        return 1.0
+    return (here[0] / here[1]) / (other[0] / other[1])  # type: ignore[operator]
 
 
 # -------- the process's dispatchers

@@ -176,6 +176,13 @@ class Family:
                 changes[name] = value
         return replace(base, **changes)
 
+    def estimate(self, product: Product, config: Any) -> float | None:
+        """About how many microseconds a config takes, by the family's own estimate; None where it has none."""
+        if not hasattr(self.module, "estimate"):
+            return None
+        us: float = self.module.estimate(self.problem(product), config)
+        return us
+
     def ranked(self, product: Product) -> list[Any]:
         """Every legal config, the most promising first: by the family's own estimate, else by likeness to defaults."""
         found = self.configs(product)

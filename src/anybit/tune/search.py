@@ -249,7 +249,15 @@ def _search(
     began = saved = time.perf_counter()
     pause = _SAVE_SECONDS
     with Planner(maps, options) as planner:
-        for done, (product, plan) in enumerate(planner.plans(todo)):
+        plans = planner.plans(todo)
+
+        def following() -> tuple[Product, Plan, list[Candidate]] | None:
+            one = next(plans, None)
+            return None if one is None else (*one, won.near(*one))
+
+        item, done = following(), 0
+        while item is not None:
+            product, plan, more = item
             now = time.perf_counter()
             if now - began > options.seconds:
                 break
@@ -258,7 +266,8 @@ def _search(
                 report(Progress(product, done, len(todo), left, len(policy.excluded)))
             for i, reason in plan.refused.items():
                 policy.excluded[excluded_name(product, plan.candidates[i])] = reason
-            point = measure(child, product, plan, options, policy, won.near(product, plan))
+            ahead: list[tuple[Product, Plan, list[Candidate]] | None] = []
+            point = measure(child, product, plan, options, policy, more, lambda: ahead.append(following()))  # noqa: B023
             if point is not None:
                 policy.put(product, point)
                 won.add(product, point)
@@ -267,6 +276,7 @@ def _search(
                 save(policy, path)
                 saved = time.perf_counter()
                 pause = max(_SAVE_SECONDS, _SAVE_SHARE * (saved - now))
+            item, done = ahead[0] if ahead else following(), done + 1
     if path is not None and (policy.points or policy.excluded):
         save(policy, path)
     if known is not None:
@@ -340,13 +350,19 @@ def excluded_name(product: Product, candidate: Candidate) -> str:
 
 
 def measure(
-    child: Child, product: Product, plan: Plan, options: Options, policy: Policy, more: Sequence[Candidate] = ()
+    child: Child,
+    product: Product,
+    plan: Plan,
+    options: Options,
+    policy: Policy,
+    more: Sequence[Candidate] = (),
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Point | None:
     """Check and time what is planned, and ``more``, in the child, and what a map says of it; exclusions go into
-    ``policy``.
+    ``policy``. meanwhile: called once, while the child is at work.
     """
     own = [plan.candidates[i] for i in plan.own]
-    times = race(child, product, [*plan.candidates, *more], options, policy, own)
+    times = race(child, product, [*plan.candidates, *more], options, policy, own, meanwhile)
     return _point(product, times, own, plan.default)
 
 
@@ -357,19 +373,22 @@ def race(
     options: Options,
     policy: Policy,
     keep: Collection[Candidate] = (),
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> list[tuple[Candidate, Time]]:
     """Check and time candidates in the child, as often as it takes; those excluded are left out.
 
-    keep: candidates that are timed carefully however they begin, as built-in choices are.
+    keep: candidates that are timed carefully however they begin, as built-in choices are. meanwhile: see ``measure``.
     """
     todo = [c for c in candidates if excluded_name(product, c) not in policy.excluded]
     one_by_one = False
-    for _ in range(len(candidates) + 2):
+    for turn in range(len(candidates) + 2):
         if not todo:
             break
         kept = [i for i, candidate in enumerate(todo) if candidate in keep]
         job = (product, todo, kept, options.effort, 1.5 * floor_us(product), not one_by_one)
         child.connection.send((*job, company_of(product, options.models)))
+        if not turn:
+            meanwhile()
         times, gone, fault = _listen(child, todo, options.limit)
         for i, reason in gone.items():
             policy.excluded[excluded_name(product, todo[i])] = reason
