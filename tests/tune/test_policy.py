@@ -20,7 +20,7 @@ from anybit.tune import policy as policies
 from anybit.tune.dispatcher import Dispatcher
 from anybit.tune.families import FAMILIES, GRID, Layout, Product, bucket
 from anybit.tune.policy import Measured, Origin, Point, Policy, PolicyError, read, save, usable
-from anybit.tune.space import Candidate, builtin, builtin_layout, promising, space
+from anybit.tune.space import Candidate, builtin, builtin_layout, leaves_room, promising, space
 
 H200 = Device.named("sm_90a")
 
@@ -243,18 +243,22 @@ def test_unknown_fields_fall_back() -> None:
         FAMILIES["packed_large"].rebuild(one, {"tokens": "many"})
 
 
-def test_few_tokens_run_the_built_in_config_of_the_kernel_that_wins() -> None:
-    one = product("w4a8", 4)
-    other = other_than_default(one, builtin(one).kernel)
+def test_few_tokens_run_no_config_that_leaves_others_less_room_than_the_built_in_one() -> None:
+    one = product("w4a8", 4, n=28672)
+    own = builtin(one)
+    assert own.kernel == "packed_small"
+    deeper = replace(own, config=replace(own.config, stages=own.config.stages + 2))
+    least = min(own.config.prefetch, own.config.stages - 2)
+    flatter = replace(own, config=replace(own.config, stages=own.config.stages - 2, prefetch=least))
     large = next(c for c in space(one).candidates if c.kernel == "packed_large")
-    for won, runs in ((other, builtin(one)), (large, large)):
-        found = Point(20.0, 1.0, {won.strategy: Measured.of(won, one, 5.0)}, Measured.of(builtin(one), one, 20.0))
-        by = Dispatcher("NVIDIA H200", [policy((one, found))])
-        choice = by.choose(one)
+    for won, runs in ((deeper, own), (flatter, flatter), (large, large)):
+        assert won.why_not(one) is None
+        assert leaves_room(one, won) is (won is not deeper)
+        found = Point(20.0, 1.0, {won.strategy: Measured.of(won, one, 5.0)}, Measured.of(own, one, 20.0))
+        choice = Dispatcher("NVIDIA H200", [policy((one, found))]).choose(one)
         assert (choice.candidate, choice.origin) == (runs, "map")
-        assert choice.us == (5.0 if runs is large else 20.0)
-        by.alone = True
-        assert by.choose(one).candidate == won
+        assert choice.us == (20.0 if runs is own else 5.0)
+    assert leaves_room(replace(one, m=64), deeper)
 
 
 def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

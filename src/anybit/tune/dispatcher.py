@@ -17,7 +17,7 @@ import torch
 from anybit.errors import KernelError
 from anybit.tune.families import FAMILIES, GRID, MOST_TOKENS, Layout, Product, bucket, power_of_two
 from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
-from anybit.tune.space import Candidate, builtin, builtin_layout, refuse_unknown
+from anybit.tune.space import Candidate, builtin, builtin_layout, leaves_room, refuse_unknown
 
 _NEAR = 0.75
 """How far, in powers of two, a point may be to stand for a product that was not measured."""
@@ -26,9 +26,6 @@ _CLEARLY, _FARTHER = 0.97, 0.1
 expected of both, here, less so much for each power of two that the point is away."""
 _WORTH_TWO = 1.03
 """Two layouts are kept where one of them alone would cost more than this at some token count."""
-_CHAINED = 8
-"""To so many tokens a map decides between kernels, and the built-in config of the one that wins runs: it leaves room
-for the kernels before and after it. Configs that were 4 to 31 % faster alone made whole models 2 to 7 % slower."""
 _SIXTEEN = (torch.float16, torch.bfloat16)
 _ORIGINS = Literal["map", "nearest", "built in"]
 _logger = logging.getLogger(__name__)
@@ -49,8 +46,6 @@ class Dispatcher:
 
     def __init__(self, gpu: str, policies: Collection[Policy]) -> None:
         self.gpu = gpu
-        self.alone = False
-        """Whether configs are chosen by their time alone, whatever room they leave to others (``_CHAINED``)."""
         mine = [policy.current() for policy in policies if policy.origin.foreign(gpu) is None]
         self.policies = [policy for policy in mine if policy.points]
         self.hints = [policy for policy in policies if policy.why_hint(gpu) is not None]
@@ -80,7 +75,7 @@ class Dispatcher:
         if found is not None and _holds(product, found[0]):
             choice = _best(product, *found, layouts, allow)
             if choice is not None:
-                return choice if self.alone else _beside_others(product, choice, found[0])
+                return _beside_others(product, choice, found[0])
         own = _builtin(product, layouts)
         for policy in self.policies:
             for distance, key, m, point in policy.near(product, _NEAR):
@@ -175,9 +170,9 @@ def _best(
 
 
 def _beside_others(product: Product, choice: Choice, point: Point) -> Choice:
-    """The built-in config of the kernel that was chosen, where tokens are few and there is one."""
+    """The built-in config of the kernel that was chosen, where that leaves more room to others (``leaves_room``)."""
     chosen = choice.candidate
-    if product.m > _CHAINED:
+    if leaves_room(product, chosen):
         return choice
     try:
         own = builtin(replace(product, activations=chosen.activations), chosen.layout)
@@ -201,6 +196,8 @@ def _nearest(
             return None
         candidate = _legal(measured, product, ())
         if candidate is None or candidate.layout is not own.layout or candidate.kernel != own.kernel:
+            continue
+        if not leaves_room(product, candidate):
             continue
         if (layouts is None or candidate.layout in layouts) and gain * _moved(product, own, there, candidate) <= most:
             return Choice(candidate, "nearest", 0.0, "measured nearby")

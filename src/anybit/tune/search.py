@@ -29,7 +29,7 @@ from anybit.tune.floor import floor_us
 from anybit.tune.plans import Options, Plan, Planner, die_with_parent
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
 from anybit.tune.runner import Company, Effort, Runner, Sieve, Time, WrongResultError
-from anybit.tune.space import Candidate, builtin
+from anybit.tune.space import FEW_TOKENS, Candidate, builtin, leaves_room
 
 _SAVE_SECONDS, _SAVE_SHARE = 2.0, 30
 """How often what was found is saved; at least so many times what saving it takes."""
@@ -40,8 +40,6 @@ _WORTH_TRYING = 1.5
 """A strategy that was so many times slower than another nearby is left to the plan."""
 _FALLS = 6
 """How often a whole space may take the child down."""
-FEW_TOKENS = 8
-"""To so many tokens candidates are timed in company of a model's other layers, where the model is known."""
 _TIE = 1.01
 """A built-in choice that is no more than this behind the best is kept: it is measured noise, and one kernel fewer."""
 
@@ -359,10 +357,11 @@ def measure(
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Point | None:
     """Check and time what is planned, and ``more``, in the child, and what a map says of it; exclusions go into
-    ``policy``. meanwhile: called once, while the child is at work.
+    ``policy``. Of few tokens only what leaves room to others. meanwhile: called once, while the child is at work.
     """
     own = [plan.candidates[i] for i in plan.own]
-    times = race(child, product, [*plan.candidates, *more], options, policy, own, meanwhile)
+    candidates = [one for one in (*plan.candidates, *more) if one in own or leaves_room(product, one)]
+    times = race(child, product, candidates, options, policy, own, meanwhile)
     return _point(product, times, own, plan.default)
 
 
