@@ -74,14 +74,22 @@ class Space:
 _older: list[Policy] = []
 
 
-def whole_space(product: Product) -> tuple[Space, list[Kernel]]:
-    """The space of a problem, and the kernels of what is to be compiled."""
+def whole_space(product: Product) -> Space:
+    """The space of a problem."""
     candidates = tuple(promising(product, 10**6))
     kernels = [list(candidate.kernels(product)) for candidate in candidates]
     names = {kernel: key(kernel, product.device.arch) for kernel in {k for mine in kernels for k in mine}}
     bounds = tuple(lower_bound_us(product, candidate) for candidate in candidates)
-    space = Space(candidates, tuple(tuple(names[k] for k in mine) for mine in kernels), bounds, _expected_us(product))
-    return space, list(dict.fromkeys(kernel for i in space.wanted() for kernel in kernels[i]))
+    return Space(candidates, tuple(tuple(names[k] for k in mine) for mine in kernels), bounds, _expected_us(product))
+
+
+def _wanted_kernels(product: Product, space: Space) -> dict[str, Kernel]:
+    """The kernels of what is to be compiled, by name."""
+    found: dict[str, Kernel] = {}
+    for i in space.wanted():
+        if not found.keys() >= {*space.names[i]}:
+            found |= dict(zip(space.names[i], space.candidates[i].kernels(product), strict=True))
+    return found
 
 
 def _expected_us(product: Product) -> float:
@@ -100,7 +108,10 @@ def _expected_us(product: Product) -> float:
 
 
 def compile_spaces(options: argparse.Namespace) -> None:
-    """Plan all spaces, unless that was done, then compile them problem by problem, until this process is ended."""
+    """Plan all spaces, unless that was done, then compile them problem by problem, until this process is ended.
+
+    Spaces in the file of plans are taken as they are: it must be of these kernels.
+    """
     began = time.perf_counter()
     os.nice(options.nice)
     problems = drawn(options.problems, options.seed)
@@ -110,15 +121,21 @@ def compile_spaces(options: argparse.Namespace) -> None:
     print(f"{compile_all(near, usual)} candidates of searches, {time.perf_counter() - began:.1f} s", flush=True)
     _older[:] = [read(options.map or SHIPPED / file_name("NVIDIA H200"))]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), die_with_parent) as pool:
-        found = list(pool.map(whole_space, problems))
-        spaces = {plan_key(product): space for product, (space, _) in zip(problems, found, strict=True)}
-        new = _spaces(options.plans).with_suffix(".new")
-        new.write_bytes(pickle.dumps(spaces))
-        new.replace(_spaces(options.plans))
-        todo = list(dict.fromkeys(kernel for _, kernels in found for kernel in kernels))
+        spaces: dict[Any, Space] = _read(_spaces(options.plans))
+        if not all(plan_key(product) in spaces for product in problems):
+            spaces = dict(zip(map(plan_key, problems), pool.map(whole_space, problems), strict=True))
+            new = _spaces(options.plans).with_suffix(".new")
+            new.write_bytes(pickle.dumps(spaces))
+            new.replace(_spaces(options.plans))
+        kernels: dict[str, Kernel] = {}
+        for product in problems:
+            kernels |= _wanted_kernels(product, spaces[plan_key(product)])
+        present = Compiled().names()
+        todo = [kernel for name, kernel in kernels.items() if name not in present]
         legal = sum(len(space.candidates) for space in spaces.values())
         wanted = sum(sum(1 for _ in space.wanted()) for space in spaces.values())
-        print(f"{legal} legal candidates, {wanted} may win, {len(todo)} kernels, {_passed(began)}", flush=True)
+        print(f"{legal} legal candidates, {wanted} may win, {len(kernels)} kernels, ", end="")
+        print(f"{len(todo)} to compile, {_passed(began)}", flush=True)
         for count, _ in enumerate(pool.map(compile_one, todo, ["sm_90a"] * len(todo), chunksize=4), 1):
             if count % 500 == 0 or count == len(todo):
                 print(f"{count} kernels are there, {_passed(began)}", flush=True)
