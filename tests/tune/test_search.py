@@ -112,10 +112,10 @@ def test_few_tokens_are_timed_in_company_of_the_layers_that_follow() -> None:
 
 @pytest.mark.parametrize("trouble", ["crash", "hang", "wrong", "fault", "crash while timed"])
 def test_a_candidate_that_misbehaves_is_excluded_by_name(trouble: str, tmp_path: Path) -> None:
-    one = product()
+    one = product(m=64)
     bad = excluded_name(one, candidates_of(one, (), Options(each=3))[2])
     FakeRunner.troubles = {bad: trouble}
-    found = run([one, product(m=2)], tmp_path / "map.json")
+    found = run([one, product(m=96)], tmp_path / "map.json")
     assert list(found.excluded) == [bad]
     said = {"hang": "hung", "wrong": "relative error", "fault": "illegal memory access"}.get(trouble, "crashed")
     assert said in found.excluded[bad]
