@@ -7,13 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anybit import ops
+from anybit import jit, ops
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.ops import backend
+from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.bitwise import Bitwise, why_not
 from anybit.scheme import CODES, Scheme, WeightFormat
+from anybit.tune.families import Product, tiles_of
+from anybit.tune.space import builtin
 from cases import BITS, random_weight, seeds
 
 
@@ -43,6 +45,46 @@ def test_where_planes_run(scheme: str, arch: str, words: str | None) -> None:
     parsed = Scheme.parse(scheme)
     reason = why_not(64, 512, random_weight(64, 512, parsed.weights), parsed.activations, Device.named(arch))
     assert reason is None if words is None else words in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "arch", "words"),
+    [
+        ("w4a16g128", "sm_90a", None),
+        ("w3a16g64asym", "sm_80", None),
+        ("w4a8", "sm_89", None),
+        ("w4a16g128", "sm_100a", None),
+        ("w8a8", "sm_120a", None),
+        ("w4a8fp", "sm_90a", None),
+        ("w4a8fp", "sm_89", "marlin multiplies integers, and the activations are 8-bit floats"),
+        ("w4a4-xasym", "sm_120a", "bytes hold symmetric activations of 2 bits or more"),
+    ],
+)
+def test_where_tiles_run(scheme: str, arch: str, words: str | None) -> None:
+    parsed, device = Scheme.parse(scheme), Device.named(arch)
+    weight = random_weight(64, 512, parsed.weights)
+    reason = packed.why_not(weight, parsed.activations, device)
+    assert reason is None if words is None else words in str(reason)
+    if reason is None:  # then whatever the number of tokens
+        for m in (1, 3, 9, 70, 5000):
+            product = Product(m, 64, 512, parsed.weights, parsed.activations, device=device)
+            assert builtin(product, tiles_of(parsed.activations)).why_not(product) is None
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8"])
+def test_what_a_layer_launches_without_wgmma(arch: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named(arch)))
+    monkeypatch.setattr(jit, "launch", lambda kernel, *_, **__: launched.append(kernel.entry))
+    parsed, tiles = Scheme.parse(scheme), packed.PackedTiles()
+    weight = random_weight(128, 512, parsed.weights)
+    tensors = tiles.prepare(weight, parsed.activations)
+    spec = LinearSpec.parse(str(LinearSpec("packed", 128, 512, weight.format, parsed.activations)))
+    packed._plans.clear()
+    tiles.linear(torch.zeros(70, 512, dtype=torch.float16), tensors, None, spec)
+    packed._plans.clear()
+    assert launched == (["quantize"] if parsed.activations.quantized else []) + ["marlin_gemm"]
 
 
 def test_costs_order_the_backends() -> None:

@@ -31,7 +31,8 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
     """Launch `kernel` with `params` on the current stream of the current device (or of `device`).
 
     grid: blocks along x, y, z. pdl: programmatic dependent launch; the kernel may start before the one ahead of it in
-    the stream has ended, and must call griddepcontrol_wait before it touches anything that one reads or writes.
+    the stream has ended, and must call griddepcontrol_wait before it touches anything that one reads or writes. Devices
+    before sm_90 have no such launches, and wait.
     The kernel is compiled (or read from the cache) at its first launch on a device. Raises KernelError where
     compilation or the launch is refused, ValueError where a tensor lives on another device.
     """
@@ -86,7 +87,8 @@ class Launcher:
             raise ValueError(
                 f"grid {grid} of {kernel.entry}: sides must be positive, x a multiple of cluster {kernel.cluster}"
             )
-        self.kernel, self.device, self.grid, self.pdl = kernel, device, grid, pdl
+        self.kernel, self.device, self.grid = kernel, device, grid
+        self.pdl = pdl and _device(device).capability >= 90
         self._layout = layout_of(kernel.params)
         names = [field.name for field in self._layout.fields]
         self._fields = attrgetter(*names) if len(names) > 1 else lambda params: (getattr(params, names[0]),)
@@ -206,7 +208,7 @@ def _checked(result: tuple[Any, ...], what: str) -> Any:
 
 def _function(kernel: Kernel, device: int) -> Any:
     """The driver's handle of a kernel, its attributes set for `device`."""
-    compiled = cached(kernel, _architecture(device))
+    compiled = cached(kernel, _device(device).arch)
     torch.cuda.set_device(torch.cuda.current_device())  # makes sure that this thread has a context
     driver = _driver()
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -245,5 +247,5 @@ def _load(compiled: Compiled) -> Any:
 
 
 @cache
-def _architecture(device: int) -> str:
-    return Device.of(torch.empty(0, device=f"cuda:{device}")).arch
+def _device(device: int) -> Device:
+    return Device.of(torch.empty(0, device=f"cuda:{device}"))

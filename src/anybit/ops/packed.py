@@ -22,7 +22,7 @@ from anybit.ops.inputs import check_input, product_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatcher import dispatcher, forget_with_maps
-from anybit.tune.families import FAMILIES, quantizer, tiles_of
+from anybit.tune.families import FAMILIES, Product, quantizer, tiles_of
 
 TENSORS = 7
 """How many tensors ``prepare`` gives."""
@@ -43,7 +43,10 @@ forget_with_maps(_plans)
 
 
 class PackedTiles:
-    """Weights of 1 to 8 bits in tiles, widened in registers: `packed_large`, or what `packed_few` says."""
+    """Weights of 1 to 8 bits in tiles, widened in registers: `packed_large`, or what `packed_few` says.
+
+    Without wgmma (all but sm_90a) `marlin` takes what `packed_large` does elsewhere.
+    """
 
     name = "packed"
     unasked: tuple[str, ...] = ("cuda",)
@@ -52,9 +55,7 @@ class PackedTiles:
         """Why no kernel runs this layer where it is, in a sentence."""
         if weight.device.type != "cuda":
             return f"its kernels need a CUDA device, and the weight is on {weight.device}"
-        n, k = weight.shape
-        device = Device.of(weight.words)
-        return packed_large.why_not(packed_large.Problem(1, n, k, weight.format, activations, device=device))
+        return why_not(weight, activations, Device.of(weight.words))
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
         """After bit planes where those are fewer products, before them elsewhere."""
@@ -121,6 +122,16 @@ class PackedTiles:
         packed_digits.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config)
         summed = x.clone() if total is None else total.view(x.shape)
         return y.view(*x.shape[:-1], spec.n), summed
+
+
+def why_not(weight: QuantizedWeight, activations: ActivationFormat, device: Device) -> str | None:
+    """Why no kernel over tiles multiplies with a weight on ``device`` at any token count; None if one does."""
+    n, k = weight.shape
+    reason = packed_large.why_not(packed_large.Problem(1, n, k, weight.format, activations, device=device))
+    if reason is None or device.arch == "sm_90a":
+        return reason
+    ordered = weight.group_index is not None
+    return FAMILIES["marlin"].why_not(Product(1, n, k, weight.format, activations, device=device, act_order=ordered))
 
 
 _norm_configs: dict[tuple[int, int, torch.dtype, bool, int], packed_digits.Config | None] = {}

@@ -278,7 +278,7 @@ def _beside(family: Family, product: Product) -> str | None:
             return f"bytes hold symmetric activations of 2 bits or more, not {x.bits}-bit {x.code} ones"
         if product.act_order and family.name == "marlin":
             return "activations in another order are gathered before they are quantized, which nothing here does"
-    if family.name == "marlin" and product.device.capability >= 90:
+    if family.name == "marlin" and product.device.arch == "sm_90a":
         return f"{product.device.arch} has wgmma, which is half as fast again as this family's mma.sync"
     return None
 

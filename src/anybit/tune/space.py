@@ -291,7 +291,7 @@ _EVERYTHING = 1000
 
 def _hopeless(product: Product, candidate: Candidate) -> bool:
     """Whether only the built-in choice is worth timing: mma.sync where wgmma is, or many planes of many tokens."""
-    if product.device.capability >= 90 and candidate.kernel in ("bitwise_sync", "marlin"):
+    if product.device.arch == "sm_90a" and candidate.kernel in ("bitwise_sync", "marlin"):
         return True
     return candidate.strategy == "bitwise" and product.m > 32 and product.weights.bits * product.activations.bits > 16
 
