@@ -101,6 +101,8 @@ def test_a_name_to_keep_that_no_layer_has(llama: Path, tmp_path: Path, pattern: 
     with pytest.raises(LayerError, match=message):
         quantize_folder(llama, tmp_path / "out", "w4a16g32", modules_to_not_convert=[pattern])
     assert not list(tmp_path.iterdir())
+    with pytest.raises(LayerError, match="is a list of names, not"):
+        quantize_folder(llama, tmp_path / "out", "w4a16g32", modules_to_not_convert=pattern)  # type: ignore[arg-type]
     config = anybit.AnyBitConfig("w4a16g32", modules_to_not_convert=[pattern])
     with pytest.raises(LayerError, match=message):
         AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)

@@ -61,6 +61,8 @@ def tune(
     from anybit.tune.plans import Options
     from anybit.tune.search import exclusions, search
 
+    if to is not None:
+        policies.check_target(to)
     if not torch.cuda.is_available():
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")
     with status(f"Reading {model}"):

@@ -64,8 +64,10 @@ def kept_modules(model: Any, modules_to_not_convert: list[str] | None) -> list[s
     return sorted({*keep, *tied})
 
 
-def check_kept(model: nn.Module, modules_to_not_convert: list[str] | None) -> None:
+def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None) -> None:
     """Raise LayerError for a name or pattern that matches no module: what was to be kept would be quantized."""
+    if isinstance(modules_to_not_convert, str):
+        raise LayerError(f"modules_to_not_convert is a list of names, not {modules_to_not_convert!r}")
     names = [name for name, _ in model.named_modules() if name]
     for pattern in modules_to_not_convert or ():
         try:

@@ -365,11 +365,34 @@ def text(policy: Policy) -> str:
     return "{" + ",\n".join(parts) + "}\n"
 
 
+def check_target(path: Path) -> None:
+    """Raise PolicyError where a map is not to be written: over a file that is none, or where nothing can be written."""
+    if path.exists():
+        try:
+            read(path)
+        except PolicyError as error:
+            raise PolicyError(f"{error}; it is not overwritten: remove it, or choose another file") from None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            pass
+    except OSError as error:
+        raise PolicyError(f"{path} cannot be written: {error.strerror}") from None
+
+
 def save(policy: Policy, path: Path) -> None:
     """Merge a map into the file at ``path``, so that what another process has written there is kept.
 
     The file is replaced as a whole, under a lock. What was there of another GPU or other kernels is dropped.
+    Raises PolicyError where it cannot be written.
     """
+    try:
+        _save(policy, path)
+    except OSError as error:
+        raise PolicyError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _save(policy: Policy, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path):
         whole = policy
