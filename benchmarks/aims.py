@@ -239,12 +239,17 @@ def aims_quantizers() -> str:
             words = f"{scheme}" + (f", `{best['method']}`" if best else "")
             yield Figure(words, aim, _of(best, "perplexity"))
         plain = _of(next((row for row in mine if row["scheme"] == "float32"), None), "perplexity")
-        for scheme, aim in (("w4a4g64asym-xasym", 1.25), ("w6a6g64asym-xasym", 1.03)):
-            best = min(
-                (row for row in mine if row["scheme"] == scheme), key=lambda row: row["perplexity"], default=None
-            )
-            method = f", `{best['method']}`" if best else ""
-            yield Figure(f"{scheme}{method}, over float32", aim, _over(_of(best, "perplexity"), plain))
+        for scheme, method, aim in (("w4a4g64asym-xasym", "spread", 1.25), ("w6a6g64asym-xasym", "smooth", 1.03)):
+            row = find((row for row in mine if "quantize_seconds" in row), scheme=scheme, method=method)
+            yield Figure(f"{scheme}, `{method}`, over float32", aim, _over(_of(row, "perplexity"), plain))
+        apart = [abs(r["perplexity_kernels"] - r["perplexity_dequantized"]) for r in mine if "perplexity_kernels" in r]
+        words = f"perplexity through the kernels and dequantized, {len(apart)} schemes, thousandths apart"
+        yield Figure(words, 10, 1000 * max(apart) if apart else None)
+        large = find(rows("quantize_large"), case="gptq llama-8b")
+        yield Figure("GPTQ of an 8B model, minutes", 15, _of(large, "minutes_whole_model"))
+        yield Figure("GPTQ of an 8B model, GiB of the GPU", 40, _of(large, "peak_gib"))
+        small = find(rows("quantize_large"), case="gptq smollm2-135m on two cores")
+        yield Figure("GPTQ of a model of SmolLM2's size on two cores, minutes", 6, _of(small, "minutes_whole_model"))
 
     return _lines(figures())
 

@@ -105,7 +105,7 @@ def gptqmodel(
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     for name, module in model.model.named_modules():
         if hasattr(module, "dequantize_weight"):
-            weight = module.dequantize_weight().T.float()
+            weight = module.dequantize_weight().T.float().cpu()
             linear = plain.get_submodule(name)
             assert isinstance(linear, torch.nn.Linear) and linear.weight.shape == weight.shape
             if not name.count("layers.") or ".0." in name:

@@ -7,12 +7,13 @@ import torch
 
 from anybit.quantize import gptq
 from anybit.quantize.accumulate import Accumulation
+from anybit.quantize.balance import Balance, learn_scales, put_scales
 from anybit.quantize.calibrate import Calibration, calibrate
 from anybit.quantize.distill import Distillation, distill
 from anybit.quantize.recorded import Recorder
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
-from cases_calibration import names_of, tiny
+from cases_calibration import loud, names_of, tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -86,3 +87,19 @@ def test_resumed_on_a_gpu_equals_uninterrupted(tmp_path):
     for name, weight in whole.items():
         for part in ("words", "scale", "zero"):
             assert torch.equal(getattr(weight, part), getattr(resumed[name], part)), name
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_scales_learn_on_a_gpu(rotated):
+    model, losses = loud(tiny(layers=2)).cuda(), []
+    settings = Balance(24, step_tokens=128, rate=0.05, device="cuda")
+    rows = [row for batch in batches(4) for row in batch]
+    with torch.no_grad():
+        tokens = torch.stack(rows).cuda()
+        before = model(tokens).logits
+        scales = learn_scales(
+            model, rows, Scheme.parse("w4a4").activations, rotated, settings, lambda *told: losses.append(told[2])
+        )
+        put_scales(model, scales)
+        torch.testing.assert_close(model(tokens).logits, before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
