@@ -19,6 +19,8 @@ from anybit.jit import cache, tensor_map
 from anybit.kernels import bitwise, pack, planes
 from anybit.kernels.bitwise import Output
 from anybit.scheme import Scheme
+from cases import Case
+from gemm_bitwise import random_weight
 from timing import RESULTS, merge_rows, stamp
 
 LAUNCHES, ROUNDS = 200, 20
@@ -27,10 +29,7 @@ LAUNCHES, ROUNDS = 200, 20
 def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
     """One product: compiled into an empty cache, read from it again, launched again and again."""
     packed = pack.quantize(torch.randn(m, k, device="cuda").half(), scheme.activations)
-    codes = torch.randint(0, 2**scheme.weights.bits, (n, k), dtype=torch.uint8, device="cuda")
-    scale, correction = torch.ones(n, device="cuda"), torch.zeros(n, dtype=torch.int32, device="cuda")
-    stored = planes.pack(codes, scheme.weights.bits)
-    weight = planes.PlaneWeight(stored, scale, correction, None, (n, k), scheme.weights)
+    weight, codes = random_weight(Case("launch", m, n, k), scheme)
     y = torch.empty(m, n, dtype=torch.float16, device="cuda")
     problem = bitwise.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, Device.of(y))
     config = bitwise.default(problem)
@@ -53,8 +52,14 @@ def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
     params, grid = bitwise.arguments(packed, weight, y, y_map=y_map), bitwise.grid(problem, config)
     costs = {"launch": lambda: jit.launch(kernel, params, grid, pdl=True)}
     costs["multiply"] = lambda: bitwise.multiply(packed, weight, Output.f16, y=y, config=config)
+    x = planes.unpack(packed.codes, m, k).double() - (scheme.activations.zero or 0)
+    w = codes.double() - (scheme.weights.zero or 0)
+    expected = (x @ w.T) * packed.scale.double()[:, None] * weight.scale.double()
     host = {}
     for name, call in costs.items():
+        y.fill_(torch.nan)
+        call()
+        torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
         found = []
         for _ in range(ROUNDS):
             torch.cuda.synchronize()
