@@ -233,11 +233,14 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
             errors.append(apart(y, expected(layer, x)))
             return y
 
-        def after_norm(x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float) -> Any:
-            y, total = norm(x, residual, gamma, epsilon)
+        def after_norm(
+            x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, silu: bool = False
+        ) -> Any:
+            y, total = norm(x, residual, gamma, epsilon, silu)
             added = x if residual is None else x + residual
             errors.append(apart(total, added.float()))
-            errors.append(apart(y, expected(layer, elementwise._rms_norm_cpu(added, gamma, epsilon))))
+            wanted = expected(layer, elementwise._rms_norm_cpu(added, gamma, epsilon))
+            errors.append(apart(y, elementwise._silu_mul_cpu(wanted.to(y.dtype), paired=True) if silu else wanted))
             return y, total
 
         def after_silu(gate_up: torch.Tensor) -> torch.Tensor:

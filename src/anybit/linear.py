@@ -178,21 +178,25 @@ class QuantLinear(nn.Module):
             x = x * self.input_scale
         return ops.linear(ops.hadamard(x) if self.hadamard else x, self._prepared, self.bias)
 
-    def after_norm(self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    def after_norm(
+        self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """(y of the RMSNorm of x + residual, x + residual); coded as it is normed where activations are.
 
         With 16-bit activations of a token or two the product norms them itself, where its kernel can.
+        silu: y is silu(gate) * up of outputs that are eight of gate and eight of up in turn, [..., out_features / 2].
         """
         if self._prepared is None:
             self.prepare()
         if not (self._codes_first(x) or (residual is not None and self._norms_first(x))):
-            if residual is None:
-                return self(rms_norm(x, gamma, epsilon)), x
-            normed, total = add_rms_norm(x, residual, gamma, epsilon)
-            return self(normed), total
+            normed, total = (rms_norm(x, gamma, epsilon), x) if residual is None else (
+                add_rms_norm(x, residual, gamma, epsilon)
+            )  # fmt: skip
+            y = self(normed)
+            return silu_mul(y, paired=True) if silu else y, total
         prepared = self._prepared
         assert prepared is not None
-        return ops.norm_linear(x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text)
+        return ops.norm_linear(x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text, silu)
 
     def after_silu(self, gate_up: Tensor) -> Tensor:
         """Y of silu(gate) * up, [..., 2 in_features] -> [..., out_features]."""

@@ -280,6 +280,14 @@ def unstack(weight: QuantizedWeight, outputs: list[int]) -> list[QuantizedWeight
     return found
 
 
+def reorder(weight: QuantizedWeight, rows: Tensor) -> QuantizedWeight:
+    """The layer whose output i is output ``rows[i]`` of this one; rows int64 [N], a permutation."""
+    rows = rows.to(weight.device)
+    zero, indices = (None if t is None else t[rows] for t in (weight.zero, weight.indices))
+    words, scale = weight.words[rows], weight.scale[rows]
+    return QuantizedWeight(words, scale, zero, weight.shape, weight.format, weight.group_index, indices)
+
+
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 

@@ -33,14 +33,19 @@ def test_add_rms_norm(dtype, k, residual):
         assert torch.equal(total, x + other)
 
 
-@pytest.mark.parametrize(("dtype", "k"), [(torch.float16, 1288), (torch.bfloat16, 77)])
-def test_silu_mul(dtype, k):
+@pytest.mark.parametrize(
+    ("dtype", "k", "paired"), [(torch.float16, 1288, False), (torch.bfloat16, 77, False), (torch.float16, 1048, True)]
+)
+def test_silu_mul(dtype, k, paired):
     x, y = torch.randn(2, 2 * k).to(dtype), torch.zeros(2, k, dtype=dtype)
-    config = elementwise.silu_config(elementwise.Problem(2, k, dtype, k % 8 == 0))
+    config = elementwise.silu_config(elementwise.Problem(2, k, dtype, k % 8 == 0), paired)
     params = elementwise.Params(x, None, None, None, y, 2 * k, 0, k, 0.0)
     grid = (2, -(-k // (8 * config.threads)), 1)
     emulate.run(elementwise.kernel("silu_mul", config), params, grid, seed=k, dependent=("x",))
-    close(y, ops._silu_mul_cpu(x), dtype)
+    close(y, ops._silu_mul_cpu(x, paired), dtype)
+    if paired:  # rows of a projection in that order say the same
+        inverse = torch.empty(2 * k, dtype=torch.long).scatter_(0, ops.paired_rows(k), torch.arange(2 * k))
+        assert torch.equal(ops._silu_mul_cpu(x, paired), ops._silu_mul_cpu(x[:, inverse]))
 
 
 @pytest.mark.parametrize(("dtype", "dim", "norms"), [(torch.float16, 64, False), (torch.bfloat16, 128, True)])

@@ -11,7 +11,7 @@ import torch
 import emulate
 from anybit.device import Device
 from anybit.kernels import packed_digits, packed_layout, packed_mid, packed_small
-from anybit.ops.elementwise import _rms_norm_cpu
+from anybit.ops.elementwise import _rms_norm_cpu, _silu_mul_cpu
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import TOLERANCE, product
@@ -123,6 +123,30 @@ def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
         expected = _rms_norm_cpu(x, gamma, 1e-5).double() @ packed_layout.unpack(case.packed).T + case.bias.double()
         error = replace(case, expected=expected).error(y)
         assert error < TOLERANCE[dtype], f"m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("norm", [True, False])
+def test_ends_with_silu(dtype: torch.dtype, norm: bool) -> None:
+    """silu(gate) * up of rows that are eight and eight in turn, also where the last tile is not full."""
+    for m, n, k, warps, bits in ((1, 208, 512, 3, 4), (2, 64, 256, 4, 3)):
+        case = product(WeightFormat(bits, "sym", 128), m, n, k, dtype, bias=True, seed=k)
+        gamma = (torch.rand(k) + 0.5).to(dtype)
+        problem = packed_small.problem_of(case.packed, m, dtype, dtype, HOPPER)
+        config = packed_digits.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
+        y = torch.full((m, n // 2), torch.nan, dtype=dtype)
+        if norm:
+            params = packed_digits.norm_arguments(case.packed, case.x, y, case.bias, gamma, 1e-5, None, None)
+            kernel = packed_digits.norm_kernel(config, silu=True)
+        else:
+            params = packed_small.arguments(case.packed, case.x, y, None, case.bias)
+            kernel = packed_digits.kernel(config, silu=True)
+        emulate.run(kernel, params, packed_digits.grid(problem, config), dependent=("x", "y"))
+        x = _rms_norm_cpu(case.x, gamma, 1e-5) if norm else case.x
+        assert case.bias is not None
+        whole = x.double() @ packed_layout.unpack(case.packed).T + case.bias.double()
+        expected = _silu_mul_cpu(whole.to(dtype), paired=True)
+        torch.testing.assert_close(y.float(), expected.float(), rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
 def test_norm_refusals() -> None:

@@ -107,3 +107,19 @@ def test_products_that_norm_their_activations(dtype, m, n, k):
             second, second_sum = add_rms_norm(y[:, :k].contiguous(), total, gamma, 1e-5)
             assert torch.equal(sum_again, second_sum)
             assert float((again.float() - layer(second).float()).abs().mean() / again.float().abs().mean()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 28672, 4096), (2, 3072, 576), (1, 1040, 512), (3, 512, 1024), (40, 512, 512)])
+def test_products_that_end_with_silu(dtype, m, n, k):
+    """Bit for bit what the product, and then SiLU of its rows in turns of eight, make."""
+    scheme = Scheme.parse("w4a16g128" if k % 128 == 0 else "w4a16")
+    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
+    layer = QuantLinear.from_weight(weight, scheme, torch.randn(n, device="cuda").to(dtype), "packed").prepare()
+    x, residual, gamma = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,)))
+    for _ in range(5):
+        plain, total = layer.after_norm(x + 0, residual, gamma, 1e-5)
+        y, same = layer.after_norm(x + 0, residual, gamma, 1e-5, silu=True)
+        assert torch.equal(total, same) and y.shape == (m, n // 2)
+        assert torch.equal(y, silu_mul(plain, paired=True))
+        assert close(y, elementwise._silu_mul_cpu(plain.float(), paired=True), dtype)

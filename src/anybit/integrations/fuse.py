@@ -16,8 +16,8 @@ from anybit.errors import LayerError
 from anybit.integrations import graph
 from anybit.integrations.cache import AnyBitCache, Norms
 from anybit.linear import QuantLinear
-from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate
-from anybit.packing import stack, unstack
+from anybit.ops.elementwise import add_rms_norm, paired_rows, rms_norm, rotate
+from anybit.packing import reorder, stack, unstack
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """The decoder layers of transformers that ``fuse`` knows."""
@@ -46,7 +46,12 @@ class FusedLayer(nn.Module):
         self.mlp_norm: Any = layer.post_attention_layernorm
         self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
         self.output: Any = attention.o_proj
-        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj])
+        # Rows of gate and up in turn, so that the product of a token or two ends with SiLU. Where activations are
+        # coded, the kernel that codes them takes gate and up side by side.
+        size = mlp.gate_proj.out_features
+        plain = size % 8 == 0 and not mlp.down_proj.scheme.activations.quantized
+        self.pairs = paired_rows(size) if plain else None
+        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj], self.pairs)
         self.down: Any = mlp.down_proj
         self.mlp = mlp
         for parent, names in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
@@ -70,8 +75,9 @@ class FusedLayer(nn.Module):
         qkv, residual = self.qkv.after_norm(x, residual, self.input_norm.weight, _epsilon(self.input_norm))
         attended = self._attend(qkv, attention_mask, past_key_values, position_embeddings, kwargs)
         norm = self.mlp_norm
-        gate_up, residual = self.gate_up.after_norm(attended, residual, norm.weight, _epsilon(norm))
-        return self.down.after_silu(gate_up), residual
+        silu = self.pairs is not None
+        gated, residual = self.gate_up.after_norm(attended, residual, norm.weight, _epsilon(norm), silu)
+        return self.down(gated) if silu else self.down.after_silu(gated), residual
 
     def _attend(
         self, qkv: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
@@ -201,7 +207,7 @@ def unfuse(model: nn.Module) -> nn.Module:
                 attention,
                 {"q_proj": layer.query_heads, "k_proj": layer.key_heads, "v_proj": layer.key_heads},
             )
-            _split(layer.gate_up, mlp, {"gate_proj": 1, "up_proj": 1})
+            _split(layer.gate_up, mlp, {"gate_proj": 1, "up_proj": 1}, layer.pairs)
             body.layers[index] = layer.original[0]
     if isinstance(body.norm, FusedNorm):
         body.norm = body.norm.norm
@@ -242,23 +248,29 @@ def _why_not(layer: nn.Module) -> str | None:
     return None
 
 
-def _joined(layers: list[QuantLinear]) -> QuantLinear:
-    """One QuantLinear whose outputs are those of several."""
+def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> QuantLinear:
+    """One QuantLinear whose outputs are those of several, in the order of ``rows``."""
     weight = stack([layer.quantized_weight() for layer in layers])
     biases = [layer.bias for layer in layers]
     bias = torch.cat([b for b in biases if b is not None]) if all(b is not None for b in biases) else None
     if bias is None and any(b is not None for b in biases):
         raise LayerError("some of the layers that share an input have a bias, and some have none")
+    if rows is not None:
+        weight, bias = reorder(weight, rows), None if bias is None else bias[rows.to(bias.device)]
     joined = QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend).prepare()
     joined.hadamard = layers[0].hadamard
     return joined
 
 
-def _split(fused: QuantLinear, parent: nn.Module, shares: dict[str, int]) -> None:
+def _split(fused: QuantLinear, parent: nn.Module, shares: dict[str, int], rows: Tensor | None = None) -> None:
     unit = fused.out_features // sum(shares.values())
     outputs = [share * unit for share in shares.values()]
-    biases = [None] * len(outputs) if fused.bias is None else list(fused.bias.split(outputs))
-    for name, weight, bias in zip(shares, unstack(fused.quantized_weight(), outputs), biases, strict=True):
+    whole, bias = fused.quantized_weight(), fused.bias
+    if rows is not None:
+        before = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows)))
+        whole, bias = reorder(whole, before), None if bias is None else bias[before.to(bias.device)]
+    biases = [None] * len(outputs) if bias is None else list(bias.split(outputs))
+    for name, weight, bias in zip(shares, unstack(whole, outputs), biases, strict=True):
         layer = QuantLinear.from_weight(weight, fused.scheme, bias, fused.backend).prepare()
         layer.hadamard = fused.hadamard
         setattr(parent, name, layer)

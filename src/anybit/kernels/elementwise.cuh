@@ -63,7 +63,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) add_r
     }
 }
 
-// A row over blockIdx.y, eight values a thread: a wide row is worth more than one multiprocessor.
+// Where Config::paired, x has eight of gate and eight of up in turn. A row over blockIdx.y, eight values a thread: a wide row is worth more than one multiprocessor.
 template <class Config> __global__ void __launch_bounds__(Config::threads) silu_mul(const __grid_constant__ Params p) {
     using namespace values;
     constexpr bool bf16 = Config::is_bf16, aligned = Config::aligned;
@@ -74,7 +74,8 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) silu_
     if (k >= p.k) return;
 
     const uint16_t* x = p.x + row * p.x_stride;
-    const uint4 gate = load8<aligned>(x, k, p.k), up = load8<aligned>(x + p.k, k, p.k);
+    const int at = Config::paired ? 2 * k : k;
+    const uint4 gate = load8<aligned>(x, at, at + p.k - k), up = load8<aligned>(x + (Config::paired ? 8 : p.k), at, at + p.k - k);
     const uint4 y = make_uint4(silu_mul_pair<bf16>(gate.x, up.x), silu_mul_pair<bf16>(gate.y, up.y),
                                silu_mul_pair<bf16>(gate.z, up.z), silu_mul_pair<bf16>(gate.w, up.w));
     store8<aligned>(p.y + static_cast<int64_t>(row) * p.k, k, p.k, y);

@@ -29,12 +29,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """``threads`` a block, each with ``vectors`` of 8 values."""
+    """``threads`` a block, each with ``vectors`` of 8 values. paired: gate and up in turns of 8 (see ``silu_mul``)."""
 
     threads: int
     vectors: int
     is_bf16: bool
     aligned: bool
+    paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,10 @@ def norm_config(problem: Problem) -> Config:
 
 
 @cache
-def silu_config(problem: Problem) -> Config:
+def silu_config(problem: Problem, paired: bool = False) -> Config:
     """Small blocks, so that one row is spread over many multiprocessors."""
     _refuse(problem)
-    return Config(4 * WARP, 1, problem.dtype == torch.bfloat16, problem.aligned)
+    return Config(4 * WARP, 1, problem.dtype == torch.bfloat16, problem.aligned, paired)
 
 
 def shared_bytes(config: Config) -> int:
@@ -124,10 +125,12 @@ def add_rms_norm(
     jit.launch(kernel("add_rms_norm", config), params, (problem.m, 1, 1), pdl=pdl, device=x.get_device())
 
 
-def silu_mul(x: Tensor, y: Tensor, pdl: bool = True) -> None:
-    """y[:] = silu(gate) * up, x [m, gate k | up k] -> y [m, k] dense."""
+def silu_mul(x: Tensor, y: Tensor, paired: bool = False, pdl: bool = True) -> None:
+    """y[:] = silu(gate) * up, x [m, gate k | up k] -> y [m, k] dense; paired: x has 8 of gate and 8 of up in turn."""
     problem = problem_of(x, y.shape[1], y)
-    config = silu_config(problem)
+    if paired and problem.k % VECTOR:
+        raise KernelError(f"gate and up of {problem.k} each do not lie in turns of {VECTOR}")
+    config = silu_config(problem, paired)
     params = Params(x, None, None, None, y, x.stride(0), 0, problem.k, 0.0)
     grid = (problem.m, -(-problem.k // (config.threads * VECTOR)), 1)
     jit.launch(kernel("silu_mul", config), params, grid, pdl=pdl, device=x.get_device())

@@ -342,7 +342,7 @@ __device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&inc
         }
 }
 
-template <class C, bool norm, class P> __device__ __forceinline__ void multiply_digits(const P& p) {
+template <class C, bool norm, bool silu, class P> __device__ __forceinline__ void multiply_digits(const P& p) {
     using S = packed::DigitShape<C>;
     static_assert(C::threads == C::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
 
@@ -483,18 +483,29 @@ template <class C, bool norm, class P> __device__ __forceinline__ void multiply_
                     ptx::st_shared_f32(ring + (token * S::rows + u * 16 + r * 8 + (lane >> 2)) * 4, v);
             }
     __syncthreads();
+    const auto result = [&](int token, int row) {
+        float sum = 0;
 #pragma unroll
-    for (int from = 0; from < S::rows * C::tokens; from += C::threads) {
-        const int i = from + static_cast<int>(threadIdx.x), token = i / S::rows, row = i % S::rows;
-        if (token < p.m && token < C::tokens && row < mine * 16) {
-            float sum = 0;
+        for (int w = 0; w < C::warps; w++) sum += ptx::ld_shared_f32(shared + w * S::ring_bytes + (token * S::rows + row) * 4);
+        const uint2 factor = ptx::ld_shared_v2(shared + S::factors + row * 8);
+        const float v = fmaf(sum, __uint_as_float(factor.x), __uint_as_float(factor.y));
+        return C::source == Source::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
+    };
+    if constexpr (silu) {  // of a unit's rows eight are gates, and eight what goes through them
+        constexpr int half = S::rows / 2;
 #pragma unroll
-            for (int w = 0; w < C::warps; w++) sum += ptx::ld_shared_f32(shared + w * S::ring_bytes + i * 4);
-            const uint2 factor = ptx::ld_shared_v2(shared + S::factors + row * 8);
-            const float v = fmaf(sum, __uint_as_float(factor.x), __uint_as_float(factor.y));
-            const int n = first * 16 + row;
-            if (n < p.n)
-                p.y[static_cast<size_t>(token) * p.n + n] = C::source == Source::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
+        for (int from = 0; from < half * C::tokens; from += C::threads) {
+            const int i = from + static_cast<int>(threadIdx.x), token = i / half, place = i % half, row = place / 8 * 16 + place % 8;
+            if (token < p.m && token < C::tokens && row < mine * 16 && first * 16 + row + 8 < p.n) {
+                const uint32_t y = values::silu_mul_pair<C::source == Source::bf16>(result(token, row), result(token, row + 8));
+                p.y[static_cast<size_t>(token) * (p.n / 2) + first * 8 + place] = static_cast<uint16_t>(y);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int from = 0; from < S::rows * C::tokens; from += C::threads) {
+            const int i = from + static_cast<int>(threadIdx.x), token = i / S::rows, row = i % S::rows, n = first * 16 + row;
+            if (token < p.m && token < C::tokens && row < mine * 16 && n < p.n) p.y[static_cast<size_t>(token) * p.n + n] = result(token, row);
         }
     }
 }
@@ -502,10 +513,17 @@ template <class C, bool norm, class P> __device__ __forceinline__ void multiply_
 }  // namespace packed
 
 template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits(const __grid_constant__ Params p) {
-    packed::multiply_digits<C, false>(p);
+    packed::multiply_digits<C, false, false>(p);
+}
+// silu(gate) * up of rows that hold eight gates and eight of what goes through them in turn: y has half of them.
+template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits_silu(const __grid_constant__ Params p) {
+    packed::multiply_digits<C, false, true>(p);
 }
 template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits_norm(const __grid_constant__ NormParams p) {
-    packed::multiply_digits<C, true>(p);
+    packed::multiply_digits<C, true, false>(p);
+}
+template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits_norm_silu(const __grid_constant__ NormParams p) {
+    packed::multiply_digits<C, true, true>(p);
 }
 
 #endif  // ANYBIT_PACKED_DIGITS_CUH

@@ -151,9 +151,10 @@ def shared_bytes(config: Config) -> int:
 
 
 @functools.cache
-def kernel(config: Config) -> jit.Kernel:
-    """The kernel of a config."""
-    return jit.Kernel("packed_digits.cuh", "packed_digits", config, Params, config.warps * 32, shared_bytes(config))
+def kernel(config: Config, silu: bool = False) -> jit.Kernel:
+    """The kernel of a config; silu: the one that ends with SiLU."""
+    entry = "packed_digits_silu" if silu else "packed_digits"
+    return jit.Kernel("packed_digits.cuh", entry, config, Params, config.warps * 32, shared_bytes(config))
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -257,6 +258,14 @@ def launch(
     jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias, next), grid(problem, config), pdl=pdl)
 
 
+def launch_silu(
+    weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, config: Config, pdl: bool = True
+) -> None:
+    """y[:] = silu(gate) * up of x W^T + bias, whose outputs are eight of gate and eight of up in turn; y [m, n / 2]."""
+    problem = checked_problem(weight, x, y, None, bias, halves=True)
+    jit.launch(kernel(config, True), arguments(weight, x, y, None, bias), grid(problem, config), pdl=pdl)
+
+
 NORM_TOKENS = 2
 """The most tokens of a product that norms its activations itself."""
 
@@ -288,10 +297,10 @@ def norm_default(problem: Problem) -> Config:
 
 
 @functools.cache
-def norm_kernel(config: Config) -> jit.Kernel:
+def norm_kernel(config: Config, silu: bool = False) -> jit.Kernel:
     """The kernel of a config that norms first."""
-    threads = config.warps * 32
-    return jit.Kernel("packed_digits.cuh", "packed_digits_norm", config, NormParams, threads, shared_bytes(config))
+    threads, entry = config.warps * 32, "packed_digits_norm_silu" if silu else "packed_digits_norm"
+    return jit.Kernel("packed_digits.cuh", entry, config, NormParams, threads, shared_bytes(config))
 
 
 def norm_arguments(
@@ -310,12 +319,13 @@ def norm_arguments(
 def launch_norm(
     weight: PackedWeight, x: Tensor, y: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
     residual_sum: Tensor | None, bias: Tensor | None, config: Config, pdl: bool = True, next: Upcoming | None = None,
+    silu: bool = False,
 ) -> None:  # fmt: skip
     """y[:] = norm(x + residual) W^T + bias, residual_sum[:] = x + residual; a legal config, operands checked by ops.
 
     x, residual, residual_sum [m, k] and gamma [k] in one 16-bit type, rows on 16 bytes; residual and its sum together
-    or not at all.
+    or not at all. silu: as ``launch_silu``.
     """
-    problem = checked_problem(weight, x, y, None, bias)
+    problem = checked_problem(weight, x, y, None, bias, silu)
     params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum, next)
-    jit.launch(norm_kernel(config), params, grid(problem, config), pdl=pdl)
+    jit.launch(norm_kernel(config, silu), params, grid(problem, config), pdl=pdl)

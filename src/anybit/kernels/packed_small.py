@@ -341,9 +341,11 @@ def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.d
     return Problem(m, n, k, weight.format, dtype, output, device, weight.padded[1], weight.permutation is not None)
 
 
-def checked_problem(weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> Problem:
+def checked_problem(
+    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, halves: bool = False
+) -> Problem:
     """The problem that these operands pose, after `packed_layout.check_operands`."""
-    packed_layout.check_operands(weight, x, y, x_scale, bias)
+    packed_layout.check_operands(weight, x, y, x_scale, bias, halves)
     problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     return problem if aligned else replace(problem, aligned=False)

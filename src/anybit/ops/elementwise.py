@@ -23,10 +23,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float) -> 
     return y, total
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of a fused projection: [..., 2 K] -> [..., K]."""
-    y: Tensor = torch.ops.anybit.silu_mul(gate_up)
+def silu_mul(gate_up: Tensor, paired: bool = False) -> Tensor:
+    """silu(gate) * up of a fused projection: [..., 2 K] -> [..., K]. paired: 8 of gate and 8 of up in turn."""
+    y: Tensor = torch.ops.anybit.silu_mul(gate_up, paired)
     return y
+
+
+def paired_rows(k: int) -> Tensor:
+    """Which of the rows gate K | up K is where, int64 [2 K], so that 8 of gate and 8 of up lie in turn."""
+    return torch.arange(2 * k).view(2, k // 8, 8).transpose(0, 1).flatten()
 
 
 def rotate(
@@ -84,8 +89,11 @@ def _add_rms_norm_cpu(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float
     return _rms_norm_cpu(total, gamma, epsilon), total
 
 
-def _silu_mul_cpu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
+def _silu_mul_cpu(gate_up: Tensor, paired: bool = False) -> Tensor:
+    if paired:
+        gate, up = (part.flatten(-2) for part in gate_up.unflatten(-1, (-1, 2, 8)).unbind(-2))
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
@@ -149,11 +157,11 @@ def _add_rms_norm_cuda(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: floa
     return y, total
 
 
-def _silu_mul_cuda(gate_up: Tensor) -> Tensor:
+def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
     if rows.shape[0]:
-        elementwise.silu_mul(_dense(rows), y)
+        elementwise.silu_mul(_dense(rows), y, paired)
     return y.view(*gate_up.shape[:-1], -1)
 
 
@@ -268,7 +276,7 @@ for _signature, _cpu, _cuda in (
         _add_rms_norm_cpu,
         _add_rms_norm_cuda,
     ),
-    ("silu_mul(Tensor gate_up) -> Tensor", _silu_mul_cpu, _silu_mul_cuda),
+    ("silu_mul(Tensor gate_up, bool paired=False) -> Tensor", _silu_mul_cpu, _silu_mul_cuda),
     (
         "rotate(Tensor qkv, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor? q_gamma, "
         "Tensor? k_gamma, float epsilon) -> (Tensor, Tensor)",
@@ -291,7 +299,7 @@ torch.library.register_fake(
     "anybit::add_rms_norm", lambda x, residual, gamma, epsilon: (torch.empty_like(x), torch.empty_like(x))
 )
 torch.library.register_fake(
-    "anybit::silu_mul", lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    "anybit::silu_mul", lambda gate_up, paired=False: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 )
 torch.library.register_fake("anybit::rotate", _rotate_fake)
 torch.library.register_fake(

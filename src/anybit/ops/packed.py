@@ -106,9 +106,12 @@ class PackedTiles:
 
     def norm_linear(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, tensors: list[Tensor],
-        bias: Tensor | None, spec: LinearSpec,
+        bias: Tensor | None, spec: LinearSpec, silu: bool = False,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
-        """(linear of the norm of x + residual, x + residual) in one launch; None where that is for two of them."""
+        """(linear of the norm of x + residual, x + residual) in one launch; None where that is for two of them.
+
+        silu: then silu(gate) * up of outputs that are eight of gate and eight of up in turn, in the same launch.
+        """
         check_input(x, tensors[0], spec)
         rows = x.reshape(-1, spec.k).contiguous()
         weight = _weight(tensors, spec)
@@ -117,11 +120,12 @@ class PackedTiles:
         aligned = gamma.data_ptr() % 16 == 0 and (other is None or other.data_ptr() % 16 == 0)
         if config is None or not aligned or gamma.dtype != x.dtype:
             return None
-        y = torch.empty(len(rows), spec.n, dtype=x.dtype, device=x.device)
+        n = spec.n // 2 if silu else spec.n
+        y = torch.empty(len(rows), n, dtype=x.dtype, device=x.device)
         total = None if other is None else torch.empty_like(other)
-        packed_digits.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config)
+        packed_digits.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config, silu=silu)
         summed = x.clone() if total is None else total.view(x.shape)
-        return y.view(*x.shape[:-1], spec.n), summed
+        return y.view(*x.shape[:-1], n), summed
 
 
 def why_not(weight: QuantizedWeight, activations: ActivationFormat, device: Device) -> str | None:

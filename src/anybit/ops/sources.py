@@ -22,10 +22,13 @@ NORMING_BACKENDS = ("packed",)
 
 def norm_linear(
     x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
-    weight: list[Tensor], bias: Tensor | None, spec: str,
+    weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(linear of the norm of x + residual, x + residual): x [..., K] -> [..., N] and [..., K]."""
-    y, total = torch.ops.anybit.norm_linear(x, residual, gamma, epsilon, weight, bias, spec)
+    """(linear of the norm of x + residual, x + residual): x [..., K] -> [..., N] and [..., K].
+
+    silu: the first is silu(gate) * up [..., N / 2] of outputs that are eight of gate and eight of up in turn.
+    """
+    y, total = torch.ops.anybit.norm_linear(x, residual, gamma, epsilon, weight, bias, spec, silu)
     return y, total
 
 
@@ -37,20 +40,21 @@ def silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec
 
 def _norm_linear(
     x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
-    weight: list[Tensor], bias: Tensor | None, spec: str,
+    weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parsed = LinearSpec.parse(spec)
     backend = backends[parsed.backend]
     if not (parsed.activations.quantized and parsed.backend in CODING_BACKENDS and x.is_cuda and x.numel()):
         if parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
-            found = backend.norm_linear(x, residual, gamma, epsilon, weight, bias, parsed)  # type: ignore[attr-defined]
+            found = backend.norm_linear(x, residual, gamma, epsilon, weight, bias, parsed, silu)  # type: ignore[attr-defined]
             if found is not None:
                 y, total = found
                 return y, total
         normed, total = (rms_norm(x, gamma, epsilon), x.clone()) if residual is None else (
             add_rms_norm(x, residual, gamma, epsilon)
         )  # fmt: skip
-        return backend.linear(normed, weight, bias, parsed), total
+        y = backend.linear(normed, weight, bias, parsed)
+        return silu_mul(y, paired=True) if silu else y, total
     rows = x.reshape(-1, parsed.k).contiguous()
     if residual is None:
         total, before = x.clone(), Before(Source.rms_norm, rows, gamma, epsilon)
@@ -59,7 +63,8 @@ def _norm_linear(
         total = torch.empty_like(other)
         before = Before(Source.rms_norm, rows, gamma, epsilon, other, total)
     y = backend.linear(rows, weight, bias, parsed, before)  # type: ignore[call-arg]
-    return y.view(*x.shape[:-1], parsed.n), total.view(x.shape)
+    y = y.view(*x.shape[:-1], parsed.n)
+    return silu_mul(y, paired=True) if silu else y, total.view(x.shape)
 
 
 def _silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
@@ -75,8 +80,8 @@ def _silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spe
 
 _library = torch.library.Library("anybit", "FRAGMENT")
 _library.define(
-    "norm_linear(Tensor x, Tensor? residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, str spec) "
-    "-> (Tensor, Tensor)"
+    "norm_linear(Tensor x, Tensor? residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, str spec, "
+    "bool silu=False) -> (Tensor, Tensor)"
 )
 _library.define("silu_linear(Tensor gate_up, Tensor[] weight, Tensor? bias, str spec) -> Tensor")
 for _device in ("CPU", "CUDA"):
@@ -84,8 +89,8 @@ for _device in ("CPU", "CUDA"):
     _library.impl("silu_linear", _silu_linear, _device)
 torch.library.register_fake(
     "anybit::norm_linear",
-    lambda x, residual, gamma, epsilon, weight, bias, spec: (
-        x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n),
+    lambda x, residual, gamma, epsilon, weight, bias, spec, silu=False: (
+        x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n // (1 + silu)),
         torch.empty_like(x),
     ),
 )
