@@ -233,9 +233,7 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
             errors.append(apart(y, expected(layer, x)))
             return y
 
-        def after_norm(
-            x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, silu: bool = False
-        ) -> Any:
+        def after_norm(x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, silu: bool = False) -> Any:
             y, total = norm(x, residual, gamma, epsilon, silu)
             added = x if residual is None else x + residual
             errors.append(apart(total, added.float()))

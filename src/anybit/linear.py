@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from anybit import ops
 from anybit.errors import LayerError
-from anybit.ops.elementwise import add_rms_norm, rms_norm, silu_mul
+from anybit.kernels.packed_digits import Step
+from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
 from anybit.scheme import Scheme
 
@@ -197,6 +198,29 @@ class QuantLinear(nn.Module):
         prepared = self._prepared
         assert prepared is not None
         return ops.norm_linear(x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text, silu)
+
+    def after_norm_turned(
+        self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """(turned queries [tokens, query_heads, head_dim], x + residual), keys and values stored as ``step`` says.
+
+        Outputs are queries, keys and values, channels as ``kernels.rope.paired_channels`` says.
+        """
+        if self._prepared is None:
+            self.prepare()
+        if residual is None or not self._norms_first(x):
+            qkv, total = self.after_norm(x, residual, gamma, epsilon)
+            q = rotate_store(
+                qkv.view(-1, self.out_features), step.cosine, step.sine, step.query_heads, step.key_heads, step.ring,
+                step.lengths, step.sequences, step.tokens, paired=True,
+            )  # fmt: skip
+            return q, total
+        prepared = self._prepared
+        assert prepared is not None
+        return ops.norm_rotate_store(
+            x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text, step.cosine, step.sine,
+            step.query_heads, step.key_heads, step.ring, step.lengths, step.sequences, step.tokens,
+        )  # fmt: skip
 
     def after_silu(self, gate_up: Tensor) -> Tensor:
         """Y of silu(gate) * up, [..., 2 in_features] -> [..., out_features]."""

@@ -50,21 +50,23 @@ def test_silu_mul(dtype, k, paired):
 
 @pytest.mark.parametrize(("dtype", "dim", "norms"), [(torch.float16, 64, False), (torch.bfloat16, 128, True)])
 @pytest.mark.parametrize("stores", [False, True])
-def test_rotary_embedding(dtype, dim, norms, stores):
+@pytest.mark.parametrize("paired", [False, True])
+def test_rotary_embedding(dtype, dim, norms, stores, paired):
     heads, kv_heads, tokens, batch, ring = 3, 2, 2, 2, 32
     rows = batch * tokens
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.rand(rows, dim) * 6
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
-    gammas = [torch.randn(dim).to(dtype) for _ in range(2)] if norms else [None, None]
+    gammas = [torch.randn(dim).to(dtype) for _ in range(2)] if norms and not paired else [None, None]
     q = torch.zeros(rows, heads, dim, dtype=dtype)
     k = None if stores else torch.zeros(rows, kv_heads, dim, dtype=dtype)
     residual, wanted = torch.zeros(2, 3, kv_heads, 2, ring * dim, dtype=dtype)
     lengths, sequences = torch.tensor([40, 0, 33], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
-    problem = rope.Problem(rows, heads, kv_heads, dim, dtype, stores)
+    given = qkv[:, rope.paired_channels(heads, kv_heads, dim)].contiguous() if paired else qkv
+    problem = rope.Problem(rows, heads, kv_heads, dim, dtype, stores, paired)
     config = rope.default(problem)
     params = rope.Params(
-        qkv,
+        given,
         cosine,
         sine,
         *gammas,
@@ -89,3 +91,5 @@ def test_rotary_embedding(dtype, dim, norms, stores):
         return
     ops._rotate_store_cpu(*wide[:3], heads, kv_heads, wanted, lengths, sequences, tokens, *wide[3:], 1e-6)
     close(residual, wanted, dtype)
+    again, same = ops._rotate_cpu(given.float(), *wide[1:3], heads, kv_heads, *wide[3:], 1e-6, paired)
+    assert torch.equal(again, expected_q) and torch.equal(same, expected_k)

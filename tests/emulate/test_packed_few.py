@@ -11,7 +11,7 @@ import torch
 import emulate
 from anybit.device import Device
 from anybit.kernels import packed_digits, packed_layout, packed_mid, packed_small
-from anybit.ops.elementwise import _rms_norm_cpu, _silu_mul_cpu
+from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import TOLERANCE, product
@@ -147,6 +147,38 @@ def test_ends_with_silu(dtype: torch.dtype, norm: bool) -> None:
         whole = x.double() @ packed_layout.unpack(case.packed).T + case.bias.double()
         expected = _silu_mul_cpu(whole.to(dtype), paired=True)
         torch.testing.assert_close(y.float(), expected.float(), rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("m", "tokens", "dtype"), [(1, 1, torch.float16), (2, 1, torch.bfloat16), (2, 2, torch.float16)]
+)
+@pytest.mark.parametrize(("dim", "warps"), [(64, 3), (32, 1)])
+def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, warps: int) -> None:
+    """Queries come out turned, keys and values lie in the ring, of sequences in any order."""
+    heads, kv_heads, k, slots = 3, 2, 256, 32
+    n = (heads + 2 * kv_heads) * dim
+    case = product(WeightFormat(4, "sym", 128), m, n, k, dtype, bias=True, seed=dim)
+    other, gamma = torch.randn(m, k).to(dtype), (torch.rand(k) + 0.5).to(dtype)
+    problem = packed_small.problem_of(case.packed, m, dtype, dtype, HOPPER)
+    config = packed_digits.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
+    q, total = torch.full((m, heads * dim), torch.nan, dtype=dtype), torch.zeros(m, k, dtype=dtype)
+    ring, wanted = torch.zeros(2, 3, kv_heads, 2, slots * dim, dtype=dtype)
+    angles = torch.rand(m, dim // 2).repeat(1, 2) * 6
+    lengths, order = torch.tensor([40, 7, 33], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    cosine, sine, sequences = angles.cos().to(dtype), angles.sin().to(dtype), order[: m // tokens]
+    step = packed_digits.Step(cosine, sine, ring, lengths, sequences, heads, kv_heads, tokens)
+    norm = packed_digits.norm_arguments(case.packed, case.x, q, case.bias, gamma, 1e-5, other, total)
+    params = packed_digits.rotary_arguments(norm, step)
+    kernel, grid = packed_digits.rotary_kernel(config), packed_digits.grid(problem, config)
+    emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "ring"))
+    assert case.bias is not None
+    x = _rms_norm_cpu(case.x + other, gamma, 1e-5).double()
+    qkv = (x @ packed_layout.unpack(case.packed).T + case.bias.double()).to(dtype).float()
+    rotary = (qkv, cosine.float(), sine.float(), heads, kv_heads)
+    expected = _rotate_store_cpu(*rotary, wanted, lengths, sequences, tokens, None, None, 0.0, True)
+    atol = 0.02 * float(qkv.abs().max())
+    torch.testing.assert_close(q.view(m, heads, dim).float(), expected.float(), rtol=0.02, atol=atol)
+    torch.testing.assert_close(ring.float(), wanted.float(), rtol=0.02, atol=atol)
 
 
 def test_norm_refusals() -> None:

@@ -110,7 +110,9 @@ def test_products_that_norm_their_activations(dtype, m, n, k):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 28672, 4096), (2, 3072, 576), (1, 1040, 512), (3, 512, 1024), (40, 512, 512)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 28672, 4096), (2, 3072, 576), (1, 1040, 512), (3, 512, 1024), (40, 512, 512)]
+)
 def test_products_that_end_with_silu(dtype, m, n, k):
     """Bit for bit what the product, and then SiLU of its rows in turns of eight, make."""
     scheme = Scheme.parse("w4a16g128" if k % 128 == 0 else "w4a16")

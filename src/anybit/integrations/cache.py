@@ -22,6 +22,7 @@ from anybit import attention, kvops
 from anybit.attention import Masks
 from anybit.errors import LayerError
 from anybit.kernels.decode import MOST_QUERIES
+from anybit.kernels.packed_digits import Step
 from anybit.kvcache import KVCache
 from anybit.ops.elementwise import rotate, rotate_store
 from anybit.scheme import KVFormat, Scheme
@@ -29,7 +30,7 @@ from anybit.scheme import KVFormat, Scheme
 NAME = "anybit"
 _GROWTH = 1024
 
-Norms = tuple[Tensor, Tensor, float] | tuple[None, None, float]
+Norms = tuple[Tensor | None, Tensor | None, float]
 """Gammas of the norms of each query and key head, and their epsilon."""
 
 
@@ -83,7 +84,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
                 f"layer {self._waiting[2]} did not run the attention {NAME!r} although the model's configuration names "
                 "it: its attention does not go through transformers' interface; leave out AnyBitCache's config"
             )
-        self._begin(key_states, layer_idx)
+        self._begin(tuple(key_states.shape), layer_idx, key_states)
         k, v = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if self.packed_attention:
             key_states = key_states.view_as(key_states)  # a tensor of our own to mark
@@ -108,11 +109,11 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         """Whether attention reads packed pages itself."""
         return getattr(self.config, "_attn_implementation", None) == NAME
 
-    def _begin(self, k: Tensor, layer: int) -> None:
-        batch, heads, tokens, dim = k.shape
+    def _begin(self, shape: tuple[int, ...], layer: int, k: Tensor | None = None) -> None:
+        batch, heads, tokens, dim = shape
         if layer == 0 and not self._counted_ahead:
             self.seen += tokens
-        if self.store is None:
+        if self.store is None and k is not None:
             self._allocate(k)
         assert self.store is not None
         if batch != len(self.rows):
@@ -257,40 +258,56 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         heads: tuple[int, int],
         norms: Norms,
         masks: Masks,
+        paired: bool = False,
     ) -> Tensor:
         """Attention of a step's fused projection, where ``takes_step`` said yes.
 
         qkv: [batch, tokens, (query heads + 2 key heads) * head_dim].  rotary: cosine and sine [batch * tokens,
-        head_dim].  heads: of queries and of keys.  norms: as for ``ops.elementwise.rotate``.
+        head_dim].  heads: of queries and of keys.  norms, paired: as for ``ops.elementwise.rotate``.
         Returns [batch, tokens, query heads, head_dim].
         """
         batch, tokens, _ = qkv.shape
         dim = rotary[0].shape[1]
-        self._begin(qkv[..., : heads[1] * dim].view(batch, tokens, heads[1], dim).transpose(1, 2), layer)
-        store = self._store()
-        if layer == 0 and not self._counted_ahead:
-            store.extend(self.rows, tokens)
         flat = qkv.view(batch * tokens, -1)
-        if store.rotation is None and qkv.dtype == store.dtype:
-            store.newest_are_few = True
-            q = rotate_store(
-                flat,
-                *rotary,
-                *heads,
-                store.residual[layer],
-                store.lengths,
-                store.row_pointer(self.rows),
-                tokens,
-                *norms,
-            )
-            if not self.packs_later and store.completes(self.rows, tokens):
-                store.pack(layer, self.rows, tokens)
-            return kvops.decode(q.view(batch, tokens, -1, dim), store, layer, self.rows, masks)
-        q, k = rotate(flat, *rotary, *heads, *norms)
+        step = self.step(layer, rotary, heads, batch, tokens, qkv.dtype)
+        if step is not None:
+            q = rotate_store(flat, *rotary, *heads, step.ring, step.lengths, step.sequences, tokens, *norms, paired)
+            return self.attend_turned(layer, q.view(batch, tokens, -1, dim), masks)
+        store = self._begun_step(layer, heads[1], dim, batch, tokens)
+        q, k = rotate(flat, *rotary, *heads, *norms, paired)
         v = flat[:, -heads[1] * dim :]
         q, k, v = (x.view(batch, tokens, -1, dim).to(store.dtype) for x in (q, k, v))
         kvops.write(store, layer, self.rows, k, v)
         return kvops.decode(q, store, layer, self.rows, masks).to(qkv.dtype)
+
+    def step(
+        self, layer: int, rotary: tuple[Tensor, Tensor], heads: tuple[int, int], batch: int, tokens: int,
+        dtype: torch.dtype,
+    ) -> Step | None:  # fmt: skip
+        """Where the keys and values of a layer's step go that a kernel can store as they are made, counting it.
+
+        None where they go another way, and then nothing has happened.
+        """
+        store = self._store()
+        if store.rotation is not None or dtype != store.dtype:
+            return None
+        self._begun_step(layer, heads[1], rotary[0].shape[1], batch, tokens)
+        store.newest_are_few = True
+        return Step(*rotary, store.residual[layer], store.lengths, store.row_pointer(self.rows), *heads, tokens)
+
+    def attend_turned(self, layer: int, q: Tensor, masks: Masks) -> Tensor:
+        """Attention of turned queries [batch, tokens, heads, head_dim] whose keys and values ``step`` has stored."""
+        store, tokens = self._store(), q.shape[1]
+        if not self.packs_later and store.completes(self.rows, tokens):
+            store.pack(layer, self.rows, tokens)
+        return kvops.decode(q, store, layer, self.rows, masks)
+
+    def _begun_step(self, layer: int, heads: int, dim: int, batch: int, tokens: int) -> KVCache:
+        self._begin((batch, heads, tokens, dim), layer)
+        store = self._store()
+        if layer == 0 and not self._counted_ahead:
+            store.extend(self.rows, tokens)
+        return store
 
     def attend(self, q: Tensor, padding: Tensor | None, masks: Masks) -> Tensor:
         """Store what ``update`` took, and attend; q [batch, heads, tokens, dim], padding [batch, keys]."""

@@ -15,6 +15,8 @@ from anybit.attention import Masks
 from anybit.errors import LayerError
 from anybit.integrations import graph
 from anybit.integrations.cache import AnyBitCache, Norms
+from anybit.kernels.packed_digits import Step
+from anybit.kernels.rope import paired_channels
 from anybit.linear import QuantLinear
 from anybit.ops.elementwise import add_rms_norm, paired_rows, rms_norm, rotate
 from anybit.packing import reorder, stack, unstack
@@ -30,7 +32,7 @@ Hidden = Tensor | tuple[Tensor, Tensor]
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer in nine launches, seven for a token or two, instead of more than twenty; see ``unfuse``."""
+    """A decoder layer in nine launches, five for a token or two, instead of more than twenty; see ``unfuse``."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -44,7 +46,13 @@ class FusedLayer(nn.Module):
         self.key_heads = self.config.num_key_value_heads
         self.input_norm: Any = layer.input_layernorm
         self.mlp_norm: Any = layer.post_attention_layernorm
-        self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        # Channels that turn with each other lie near each other, so that the product of a token or two ends with the
+        # rotary embedding and stores keys and values; not where each head is normed first (Qwen3).
+        normed = getattr(attention, "q_norm", None) is not None
+        coded = attention.q_proj.scheme.activations.quantized
+        heads = (self.query_heads, self.key_heads, self.head_dim)
+        self.channels = None if normed or coded or self.head_dim % 16 else paired_channels(*heads)
+        self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj], self.channels)
         self.output: Any = attention.o_proj
         # Rows of gate and up in turn, so that the product of a token or two ends with SiLU. Where activations are
         # coded, the kernel that codes them takes gate and up side by side.
@@ -72,29 +80,56 @@ class FusedLayer(nn.Module):
         """One decoder layer: hidden states [batch, tokens, hidden], or a pair whose sum they are, -> such a pair."""
         assert position_embeddings is not None
         x, residual = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
-        qkv, residual = self.qkv.after_norm(x, residual, self.input_norm.weight, _epsilon(self.input_norm))
-        attended = self._attend(qkv, attention_mask, past_key_values, position_embeddings, kwargs)
+        gamma, epsilon = self.input_norm.weight, _epsilon(self.input_norm)
+        step = self._step(x, attention_mask, past_key_values, position_embeddings)
+        if step is not None:
+            q, residual = self.qkv.after_norm_turned(x, residual, gamma, epsilon, step)
+            q = q.view(*x.shape[:2], self.query_heads, self.head_dim)
+            attended = self._output(past_key_values.attend_turned(self.layer_idx, q, self._masks()))
+        else:
+            qkv, residual = self.qkv.after_norm(x, residual, gamma, epsilon)
+            attended = self._attend(qkv, attention_mask, past_key_values, position_embeddings, kwargs)
         norm = self.mlp_norm
         silu = self.pairs is not None
         gated, residual = self.gate_up.after_norm(attended, residual, norm.weight, _epsilon(norm), silu)
         return self.down(gated) if silu else self.down.after_silu(gated), residual
+
+    def _step(self, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor]) -> Step | None:
+        """Where a step's keys and values go whose product can store them itself; None in every other case."""
+        batch, tokens = x.shape[:2]
+        if (
+            self.channels is None
+            or mask is not None
+            or not isinstance(cache, AnyBitCache)
+            or not cache.takes_step(tokens)
+        ):
+            return None
+        heads = (self.query_heads, self.key_heads)
+        return cache.step(self.layer_idx, self._rotary(embeddings, batch, tokens), heads, batch, tokens, x.dtype)
+
+    def _rotary(self, embeddings: tuple[Tensor, Tensor], batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+        dim = self.head_dim
+        cosine, sine = (table.expand(batch, tokens, dim).reshape(-1, dim) for table in embeddings)
+        return cosine, sine
+
+    def _masks(self) -> Masks:
+        return Masks(scale=self.attention.scaling, window=getattr(self.attention, "sliding_window", None))
 
     def _attend(
         self, qkv: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor], kwargs: dict[str, Any]
     ) -> Tensor:
         batch, tokens = qkv.shape[:2]
         dim, heads = self.head_dim, self.key_heads
-        cosine, sine = (table.expand(batch, tokens, dim).reshape(-1, dim) for table in embeddings)
+        rotary, paired = self._rotary(embeddings, batch, tokens), self.channels is not None
         q_norm, k_norm = getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
         gammas: Norms = (
             (None, None, 0.0) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, _epsilon(q_norm))
         )
         window = getattr(self.attention, "sliding_window", None)
         if isinstance(cache, AnyBitCache) and mask is None and cache.takes_step(tokens):
-            masks = Masks(scale=self.attention.scaling, window=window)
-            rotary, counts = (cosine, sine), (self.query_heads, heads)
-            return self._output(cache.attend_step(self.layer_idx, qkv, rotary, counts, gammas, masks))
-        q, k = rotate(qkv.view(batch * tokens, -1), cosine, sine, self.query_heads, heads, *gammas)
+            counts = (self.query_heads, heads)
+            return self._output(cache.attend_step(self.layer_idx, qkv, rotary, counts, gammas, self._masks(), paired))
+        q, k = rotate(qkv.view(batch * tokens, -1), *rotary, self.query_heads, heads, *gammas, paired)
         v = qkv[..., -heads * dim :]
         q, k, v = (part.view(batch, tokens, -1, dim).transpose(1, 2) for part in (q, k, v))
         if cache is not None:
@@ -206,6 +241,7 @@ def unfuse(model: nn.Module) -> nn.Module:
                 layer.qkv,
                 attention,
                 {"q_proj": layer.query_heads, "k_proj": layer.key_heads, "v_proj": layer.key_heads},
+                layer.channels,
             )
             _split(layer.gate_up, mlp, {"gate_proj": 1, "up_proj": 1}, layer.pairs)
             body.layers[index] = layer.original[0]
@@ -265,13 +301,13 @@ def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> QuantLinea
 def _split(fused: QuantLinear, parent: nn.Module, shares: dict[str, int], rows: Tensor | None = None) -> None:
     unit = fused.out_features // sum(shares.values())
     outputs = [share * unit for share in shares.values()]
-    whole, bias = fused.quantized_weight(), fused.bias
+    whole, bias = fused.quantized_weight(), None if fused.bias is None else fused.bias.data
     if rows is not None:
         before = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows)))
         whole, bias = reorder(whole, before), None if bias is None else bias[before.to(bias.device)]
     biases = [None] * len(outputs) if bias is None else list(bias.split(outputs))
-    for name, weight, bias in zip(shares, unstack(whole, outputs), biases, strict=True):
-        layer = QuantLinear.from_weight(weight, fused.scheme, bias, fused.backend).prepare()
+    for name, weight, part in zip(shares, unstack(whole, outputs), biases, strict=True):
+        layer = QuantLinear.from_weight(weight, fused.scheme, part, fused.backend).prepare()
         layer.hadamard = fused.hadamard
         setattr(parent, name, layer)
 

@@ -12,6 +12,7 @@
 #ifndef ANYBIT_PACKED_DIGITS_CUH
 #define ANYBIT_PACKED_DIGITS_CUH
 
+#include "kvring.cuh"
 #include "packed_layout.cuh"
 #include "packed_params.cuh"
 #include "values.cuh"
@@ -23,6 +24,18 @@ struct NormParams : Params {
     const uint16_t* gamma;       // [k]
     int32_t residual_stride;
     float epsilon, part;         // part: 1 / k
+};
+
+// A product of queries, keys and values that turns the first two by their position (rotary embedding) and stores the last
+// two in the 16-bit ring of a KV cache. Units of queries and keys have eight channels of the first half of a head, and the
+// eight of the second half that turn with them. y: the queries [m, query_heads, head_dim].
+struct RotaryParams : NormParams {
+    const uint16_t* cosine;      // [m, head_dim]
+    const uint16_t* sine;
+    uint16_t* ring;              // [sequences, key_heads, 2, ring_tokens * head_dim]
+    const int32_t* lengths;      // of each sequence, the new tokens included
+    const int32_t* sequences;    // [m / new_tokens], or null for 0, 1, 2 ...
+    int32_t query_heads, key_heads, head_dim, new_tokens, ring_tokens;
 };
 
 enum class Source { f16, bf16 };
@@ -342,7 +355,74 @@ __device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&inc
         }
 }
 
-template <class C, bool norm, bool silu, class P> __device__ __forceinline__ void multiply_digits(const P& p) {
+// What becomes of the outputs.
+enum class After { nothing, silu, rotary };
+
+// The two outputs r and r + 8 of a unit that a thread turns, `turns` times, and where they go.
+template <class C> struct Rotary {
+    using S = DigitShape<C>;
+    static constexpr int half = S::rows / 2, turns = (half * C::tokens + C::threads - 1) / C::threads;
+    static constexpr bool bf16 = C::source == Source::bf16;
+    float cosine[turns][2], sine[turns][2];
+    int sequence[turns], slot[turns];  // slot: -1 where there is nothing to do
+
+    // The first of the outputs, and its head.
+    static __device__ __forceinline__ int output(int i, int first) { return (first + i % half / 8) * 16 + i % 8; }
+
+    __device__ __forceinline__ void load(const RotaryParams& p, int first, int mine) {
+#pragma unroll
+        for (int turn = 0; turn < turns; turn++) {
+            const int i = turn * C::threads + static_cast<int>(threadIdx.x), token = i / half, n = output(i, first);
+            const int head = n / p.head_dim, c = n % p.head_dim / 16 * 8 + n % 8;
+            sequence[turn] = slot[turn] = -1;
+            if (token >= C::tokens || token >= p.m || i % half / 8 >= mine || n + 8 >= p.n) continue;
+            if (head < p.query_heads + p.key_heads) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int at = token * p.head_dim + c + h * p.head_dim / 2;
+                    cosine[turn][h] = values::low_float<bf16>(p.cosine[at]), sine[turn][h] = values::low_float<bf16>(p.sine[at]);
+                }
+            }
+            slot[turn] = 0;
+            if (head >= p.query_heads) {
+                const int row = token / p.new_tokens;
+                sequence[turn] = p.sequences != nullptr ? p.sequences[row] : row;
+                const int position = p.lengths[sequence[turn]] - p.new_tokens + token % p.new_tokens;
+                slot[turn] = position < 0 ? -1 : position % p.ring_tokens;
+            }
+        }
+    }
+
+    template <class Result> __device__ __forceinline__ void store(const RotaryParams& p, int first, Result&& result) const {
+#pragma unroll
+        for (int turn = 0; turn < turns; turn++) {
+            if (slot[turn] < 0) continue;
+            const int i = turn * C::threads + static_cast<int>(threadIdx.x), token = i / half, n = output(i, first);
+            const int row = i % half / 8 * 16 + i % 8, head = n / p.head_dim;
+            const bool query = head < p.query_heads, value = head >= p.query_heads + p.key_heads;
+            uint16_t y[2] = {result(token, row), result(token, row + 8)};
+            int c[2] = {n % p.head_dim, n % p.head_dim + 8};
+            if (!value) {
+                const float low = values::low_float<bf16>(y[0]), high = values::low_float<bf16>(y[1]);
+                const float turned[2] = {low * cosine[turn][0] - high * sine[turn][0], high * cosine[turn][1] + low * sine[turn][1]};
+                c[0] = c[0] / 16 * 8 + n % 8, c[1] = c[0] + p.head_dim / 2;
+#pragma unroll
+                for (int h = 0; h < 2; h++) y[h] = bf16 ? ptx::cvt_bf16_f32(turned[h]) : ptx::cvt_f16_f32(turned[h]);
+            }
+            if (query) {
+                uint16_t* at = p.y + (static_cast<size_t>(token) * p.query_heads + head) * p.head_dim;
+                at[c[0]] = y[0], at[c[1]] = y[1];
+            } else {
+                const int kv_head = head - p.query_heads - (value ? p.key_heads : 0);
+                uint16_t* at = p.ring + ((static_cast<int64_t>(sequence[turn]) * p.key_heads + kv_head) * 2 + value) * p.ring_tokens * p.head_dim;
+                at[kvring::place(value, slot[turn], c[0], p.head_dim)] = y[0];
+                at[kvring::place(value, slot[turn], c[1], p.head_dim)] = y[1];
+            }
+        }
+    }
+};
+
+template <class C, bool norm, After after, class P> __device__ __forceinline__ void multiply_digits(const P& p) {
     using S = packed::DigitShape<C>;
     static_assert(C::threads == C::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
 
@@ -410,6 +490,8 @@ template <class C, bool norm, bool silu, class P> __device__ __forceinline__ voi
     }
     if (p.next_moment == 0 && left == 0 && lane == 0) upcoming.ask();
     ptx::griddepcontrol_wait();
+    Rotary<C> rotary;
+    if constexpr (after == After::rotary) rotary.load(p, first, mine);
 
     {
         packed::Incoming<C> incoming[C::x_stages];  // all loads before the first conversion
@@ -491,7 +573,9 @@ template <class C, bool norm, bool silu, class P> __device__ __forceinline__ voi
         const float v = fmaf(sum, __uint_as_float(factor.x), __uint_as_float(factor.y));
         return C::source == Source::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
     };
-    if constexpr (silu) {  // of a unit's rows eight are gates, and eight what goes through them
+    if constexpr (after == After::rotary) {
+        rotary.store(p, first, result);
+    } else if constexpr (after == After::silu) {  // of a unit's rows eight are gates, and eight what goes through them
         constexpr int half = S::rows / 2;
 #pragma unroll
         for (int from = 0; from < half * C::tokens; from += C::threads) {
@@ -513,17 +597,20 @@ template <class C, bool norm, bool silu, class P> __device__ __forceinline__ voi
 }  // namespace packed
 
 template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits(const __grid_constant__ Params p) {
-    packed::multiply_digits<C, false, false>(p);
+    packed::multiply_digits<C, false, packed::After::nothing>(p);
 }
 // silu(gate) * up of rows that hold eight gates and eight of what goes through them in turn: y has half of them.
 template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits_silu(const __grid_constant__ Params p) {
-    packed::multiply_digits<C, false, true>(p);
+    packed::multiply_digits<C, false, packed::After::silu>(p);
 }
 template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits_norm(const __grid_constant__ NormParams p) {
-    packed::multiply_digits<C, true, false>(p);
+    packed::multiply_digits<C, true, packed::After::nothing>(p);
 }
 template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits_norm_silu(const __grid_constant__ NormParams p) {
-    packed::multiply_digits<C, true, true>(p);
+    packed::multiply_digits<C, true, packed::After::silu>(p);
+}
+template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) packed_digits_norm_rotary(const __grid_constant__ RotaryParams p) {
+    packed::multiply_digits<C, true, packed::After::rotary>(p);
 }
 
 #endif  // ANYBIT_PACKED_DIGITS_CUH

@@ -88,6 +88,22 @@ class NormParams(Params):
     part: Float32
 
 
+@dataclass(frozen=True)
+class RotaryParams(NormParams):
+    """Arguments of one launch with a norm before it and the rotary embedding after it; see packed_digits.cuh."""
+
+    cosine: Pointer
+    sine: Pointer
+    ring: Pointer
+    lengths: Pointer
+    sequences: Pointer
+    query_heads: Int32
+    key_heads: Int32
+    head_dim: Int32
+    new_tokens: Int32
+    ring_tokens: Int32
+
+
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     reason = problem_why_not(problem, MOST_TOKENS, "packed_mid.py") or sixteen_bits_why_not(problem)
@@ -259,11 +275,12 @@ def launch(
 
 
 def launch_silu(
-    weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, config: Config, pdl: bool = True
-) -> None:
+    weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, config: Config, pdl: bool = True,
+    next: Upcoming | None = None,
+) -> None:  # fmt: skip
     """y[:] = silu(gate) * up of x W^T + bias, whose outputs are eight of gate and eight of up in turn; y [m, n / 2]."""
-    problem = checked_problem(weight, x, y, None, bias, halves=True)
-    jit.launch(kernel(config, True), arguments(weight, x, y, None, bias), grid(problem, config), pdl=pdl)
+    problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2)
+    jit.launch(kernel(config, True), arguments(weight, x, y, None, bias, next), grid(problem, config), pdl=pdl)
 
 
 NORM_TOKENS = 2
@@ -326,6 +343,57 @@ def launch_norm(
     x, residual, residual_sum [m, k] and gamma [k] in one 16-bit type, rows on 16 bytes; residual and its sum together
     or not at all. silu: as ``launch_silu``.
     """
-    problem = checked_problem(weight, x, y, None, bias, silu)
+    problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2 if silu else 0)
     params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum, next)
     jit.launch(norm_kernel(config, silu), params, grid(problem, config), pdl=pdl)
+
+
+@functools.cache
+def rotary_kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config that norms first, and turns and stores queries, keys and values in the end."""
+    size, threads = shared_bytes(config), config.warps * 32
+    return jit.Kernel("packed_digits.cuh", "packed_digits_norm_rotary", config, RotaryParams, threads, size)
+
+
+def rotary_arguments(norm: NormParams, step: "Step") -> RotaryParams:
+    """The RotaryParams of a launch, unchecked."""
+    dim = step.cosine.shape[1]
+    return RotaryParams(
+        **vars(norm), cosine=step.cosine, sine=step.sine, ring=step.ring, lengths=step.lengths,
+        sequences=step.sequences, query_heads=step.query_heads, key_heads=step.key_heads, head_dim=dim,
+        new_tokens=step.tokens, ring_tokens=step.ring.shape[-1] // dim,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where queries, keys and values of a step's newest tokens go, and how far they turn.
+
+    cosine, sine: [m, head_dim].  ring: a layer's, [sequences, key_heads, 2, ring tokens * head_dim].  lengths:
+    int32 [sequences], the new tokens included.  sequences: int32 [m / tokens], None for 0, 1, 2 ...  tokens: new ones
+    of each.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+    ring: Tensor
+    lengths: Tensor
+    sequences: Tensor | None
+    query_heads: int
+    key_heads: int
+    tokens: int
+
+
+def launch_rotary(
+    weight: PackedWeight, x: Tensor, q: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
+    residual_sum: Tensor | None, bias: Tensor | None, config: Config, step: Step, pdl: bool = True,
+    next: Upcoming | None = None,
+) -> None:  # fmt: skip
+    """q[:] = the turned queries of norm(x + residual) W^T + bias; its keys, turned, and values go to the step's ring.
+
+    Outputs are queries, keys and values, channels of the first two as ``rope.paired_channels`` says; q [m, query_heads
+    * head_dim]. Else as ``launch_norm``.
+    """
+    problem = checked_problem(weight, x, q, None, bias, q.shape[1])
+    norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum, next)
+    jit.launch(rotary_kernel(config), rotary_arguments(norm, step), grid(problem, config), pdl=pdl)

@@ -384,21 +384,20 @@ def checked_config(
 
 
 def check_operands(
-    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, halves: bool = False
+    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, outputs: int = 0
 ) -> None:
     """Raise KernelError unless y[m, n] = x[m, k] W^T + bias[n] (x_scale [m] for int8 x) is what the operands allow.
 
-    Rows of x may be further apart than k; y must be contiguous; bias has y's type. halves: y is [m, n / 2], of outputs
-    that become one two by two, out of whole units of 16.
+    Rows of x may be further apart than k; y must be contiguous; bias has y's type. outputs: y's columns, where the
+    kernel makes something else of the n outputs; these are whole units of 16 then.
     """
     n, k = weight.shape
-    if halves and n % UNIT_ROWS:
-        raise KernelError(f"outputs that become one two by two are a multiple of {UNIT_ROWS}, not {n}")
+    if outputs and n % UNIT_ROWS:
+        raise KernelError(f"outputs of which something else is made are a multiple of {UNIT_ROWS}, not {n}")
     if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1:
         raise KernelError(f"x must be [m, {k}] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
-    outputs = n // 2 if halves else n
-    if tuple(y.shape) != (x.shape[0], outputs) or not y.is_contiguous():
-        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {outputs}], not {tuple(y.shape)}")
+    if tuple(y.shape) != (x.shape[0], outputs or n) or not y.is_contiguous():
+        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {outputs or n}], not {tuple(y.shape)}")
     if (x_scale is not None) != (x.dtype == torch.int8):
         raise KernelError(f"x_scale goes with int8 activations, and x is {_name(x)}")
     if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,)):

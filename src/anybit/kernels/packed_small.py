@@ -342,10 +342,10 @@ def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.d
 
 
 def checked_problem(
-    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, halves: bool = False
+    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, outputs: int = 0
 ) -> Problem:
     """The problem that these operands pose, after `packed_layout.check_operands`."""
-    packed_layout.check_operands(weight, x, y, x_scale, bias, halves)
+    packed_layout.check_operands(weight, x, y, x_scale, bias, outputs)
     problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
     return problem if aligned else replace(problem, aligned=False)

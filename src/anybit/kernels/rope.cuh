@@ -4,7 +4,7 @@
 #ifndef ANYBIT_ROPE_CUH
 #define ANYBIT_ROPE_CUH
 
-#include "ptx.cuh"
+#include "kvring.cuh"
 
 struct Params {
     const uint16_t* qkv;      // [tokens, (query heads + 2 key heads) * head_dim], rows qkv_stride apart
@@ -29,16 +29,10 @@ namespace rope {
 template <bool is_bf16> PTX float to_float(uint16_t v) { return is_bf16 ? ptx::cvt_f32_bf16(v) : ptx::cvt_f32_f16(v); }
 template <bool is_bf16> PTX uint16_t from_float(float v) { return is_bf16 ? ptx::cvt_bf16_f32(v) : ptx::cvt_f16_f32(v); }
 
-// Where slot s, channel c of the ring of keys or of values lies; see kvpage.ring_places.
-template <int head_dim> PTX int ring_place(bool values, int s, int c) {
-    const int tile = s / 16 * (head_dim / 16) + c / 16;
-    return values ? (tile * 32 + c % 8 * 4 + s % 8 / 2) * 8 + (s % 16 / 8 * 2 + c % 16 / 8) * 2 + s % 2
-                  : (tile * 32 + s % 8 * 4 + c % 16 / 4) * 8 + (c % 4 / 2 * 2 + s % 16 / 8) * 2 + c % 2;
-}
-
 }  // namespace rope
 
-// Config: threads, head_dim, is_bf16, gamma_offset (Gemma's norms multiply by 1 + gamma), stores.
+// Config: threads, head_dim, is_bf16, gamma_offset (Gemma's norms multiply by 1 + gamma), stores, paired (queries and keys
+// have eight channels of their first half and the eight that turn with them in turn).
 template <class Config> __global__ void __launch_bounds__(Config::threads) rotate(const __grid_constant__ Params p) {
     using namespace rope;
     constexpr int half = Config::head_dim / 2, pairs = half / 32;
@@ -70,7 +64,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
         y = is_query ? p.q + (static_cast<int64_t>(token) * p.query_heads + head) * Config::head_dim
                      : p.k + (static_cast<int64_t>(token) * p.key_heads + head - p.query_heads) * Config::head_dim;
     }
-    const auto place = [&](int c) { return to_ring ? ring_place<Config::head_dim>(is_value, slot, c) : c; };
+    const auto place = [&](int c) { return to_ring ? kvring::place(is_value, slot, c, Config::head_dim) : c; };
     if (is_value) {
 #pragma unroll
         for (int i = 0; i < 2 * pairs; ++i) y[place(lane + 32 * i)] = x[lane + 32 * i];
@@ -80,8 +74,9 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) rotat
     float low[pairs], high[pairs], squares = 0.f;
 #pragma unroll
     for (int i = 0; i < pairs; ++i) {
-        low[i] = to_float<bf16>(x[lane + 32 * i]);
-        high[i] = to_float<bf16>(x[lane + 32 * i + half]);
+        const int at = lane + 32 * i;
+        low[i] = to_float<bf16>(x[Config::paired ? at / 8 * 16 + at % 8 : at]);
+        high[i] = to_float<bf16>(x[Config::paired ? at / 8 * 16 + at % 8 + 8 : at + half]);
         squares += low[i] * low[i] + high[i] * high[i];
     }
     if (gamma) {

@@ -18,7 +18,8 @@ HEAD_DIMS = (64, 128, 192, 256)
 class Problem:
     """Queries and keys of some tokens, out of a projection that holds them and the values side by side.
 
-    stores: keys and values go into the 16-bit ring of a KV cache.
+    stores: keys and values go into the 16-bit ring of a KV cache.  paired: channels of queries and keys lie as
+    ``paired_channels`` says.
     """
 
     tokens: int
@@ -27,6 +28,7 @@ class Problem:
     head_dim: int
     dtype: torch.dtype = torch.float16
     stores: bool = False
+    paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Config:
     is_bf16: bool
     gamma_offset: int
     stores: bool = False
+    paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,18 @@ class Params:
     epsilon: Float32
 
 
+def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
+    """Which output of a projection of queries, keys and values is where, int64: channels that turn lie near each other.
+
+    Of queries and keys eight channels of the first half of a head, and the eight of the second half that turn with
+    them, lie in turn; values as they are.
+    """
+    head = torch.arange(head_dim).view(2, head_dim // 16, 8).transpose(0, 1).flatten()
+    turned = (torch.arange(query_heads + key_heads)[:, None] * head_dim + head).flatten()
+    start = len(turned)
+    return torch.cat((turned, torch.arange(start, start + key_heads * head_dim)))
+
+
 def why_not(problem: Problem) -> str | None:
     """Why there is no kernel for a problem, in a sentence; None if there is."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
@@ -76,7 +91,9 @@ def default(problem: Problem, gamma_offset: int = 0) -> Config:
     reason = why_not(problem)
     if reason is not None:
         raise KernelError(f"no kernel for the rotary embedding: {reason}")
-    return Config(2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, gamma_offset, problem.stores)
+    return Config(
+        2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, gamma_offset, problem.stores, problem.paired
+    )
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:

@@ -17,7 +17,14 @@ from anybit.ops.bitwise import Bitwise
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.ops.several import Several
-from anybit.ops.sources import CODING_BACKENDS, NORM_TOKENS, NORMING_BACKENDS, norm_linear, silu_linear
+from anybit.ops.sources import (
+    CODING_BACKENDS,
+    NORM_TOKENS,
+    NORMING_BACKENDS,
+    norm_linear,
+    norm_rotate_store,
+    silu_linear,
+)
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 from anybit.tune.families import Layout
@@ -35,6 +42,7 @@ __all__ = [
     "hadamard",
     "linear",
     "norm_linear",
+    "norm_rotate_store",
     "prepare",
     "register",
     "silu_linear",

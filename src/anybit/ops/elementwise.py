@@ -43,13 +43,15 @@ def rotate(
     q_gamma: Tensor | None = None,
     k_gamma: Tensor | None = None,
     epsilon: float = 0.0,
+    paired: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotated queries and keys of a fused projection, normed by head first where gammas are given (Qwen3).
 
-    qkv: [tokens, (query_heads + 2 key_heads) * head_dim].  cosine, sine: [tokens, head_dim].
+    qkv: [tokens, (query_heads + 2 key_heads) * head_dim].  cosine, sine: [tokens, head_dim].  paired: channels lie as
+    ``kernels.rope.paired_channels`` says; no gammas then.
     Returns q [tokens, query_heads, head_dim] and k [tokens, key_heads, head_dim].
     """
-    q, k = torch.ops.anybit.rotate(qkv, cosine, sine, query_heads, key_heads, q_gamma, k_gamma, epsilon)
+    q, k = torch.ops.anybit.rotate(qkv, cosine, sine, query_heads, key_heads, q_gamma, k_gamma, epsilon, paired)
     return q, k
 
 
@@ -66,6 +68,7 @@ def rotate_store(
     q_gamma: Tensor | None = None,
     k_gamma: Tensor | None = None,
     epsilon: float = 0.0,
+    paired: bool = False,
 ) -> Tensor:
     """``rotate`` whose keys, and the values beside them, go straight into the 16-bit ring of a KV cache.
 
@@ -74,7 +77,19 @@ def rotate_store(
     None for 0, 1, 2 ...  Returns the rotated queries [batch * tokens, query_heads, head_dim].
     """
     q: Tensor = torch.ops.anybit.rotate_store(
-        qkv, cosine, sine, query_heads, key_heads, residual, lengths, sequences, tokens, q_gamma, k_gamma, epsilon
+        qkv,
+        cosine,
+        sine,
+        query_heads,
+        key_heads,
+        residual,
+        lengths,
+        sequences,
+        tokens,
+        q_gamma,
+        k_gamma,
+        epsilon,
+        paired,
     )
     return q
 
@@ -94,7 +109,8 @@ def _silu_mul_cpu(gate_up: Tensor, paired: bool = False) -> Tensor:
         gate, up = (part.flatten(-2) for part in gate_up.unflatten(-1, (-1, 2, 8)).unbind(-2))
     else:
         gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    y: Tensor = torch.nn.functional.silu(gate) * up
+    return y
 
 
 def _rotate_cpu(
@@ -106,6 +122,7 @@ def _rotate_cpu(
     q_gamma: Tensor | None,
     k_gamma: Tensor | None,
     epsilon: float,
+    paired: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, dim = cosine.shape
     heads = qkv.view(tokens, -1, dim)
@@ -115,6 +132,8 @@ def _rotate_cpu(
         (heads[:, query_heads : query_heads + key_heads], k_gamma),
     ):
         x = part if gamma is None else _rms_norm_cpu(part, gamma, epsilon)
+        if paired:
+            x = x.unflatten(-1, (-1, 2, 8)).transpose(-2, -3).flatten(-3)
         low, high = x.chunk(2, dim=-1)
         turned = torch.cat((-high, low), dim=-1)
         results.append(x * cosine[:, None] + turned * sine[:, None])
@@ -174,13 +193,14 @@ def _rotate_cuda(
     q_gamma: Tensor | None,
     k_gamma: Tensor | None,
     epsilon: float,
+    paired: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, dim = cosine.shape
     _check_heads(qkv, tokens, query_heads, key_heads, dim)
     q = torch.empty(tokens, query_heads, dim, dtype=qkv.dtype, device=qkv.device)
     k = torch.empty(tokens, key_heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
-        problem = rope.Problem(tokens, query_heads, key_heads, dim, qkv.dtype)
+        problem = rope.Problem(tokens, query_heads, key_heads, dim, qkv.dtype, paired=paired)
         cosine, sine = cosine.contiguous(), sine.contiguous()
         rope.launch(problem, rope.default(problem), qkv, cosine, sine, q, k, q_gamma, k_gamma, epsilon)
     return q, k
@@ -199,9 +219,10 @@ def _rotate_store_cpu(
     q_gamma: Tensor | None,
     k_gamma: Tensor | None,
     epsilon: float,
+    paired: bool = False,
 ) -> Tensor:
     dim = cosine.shape[1]
-    q, k = _rotate_cpu(qkv, cosine, sine, query_heads, key_heads, q_gamma, k_gamma, epsilon)
+    q, k = _rotate_cpu(qkv, cosine, sine, query_heads, key_heads, q_gamma, k_gamma, epsilon, paired)
     v = qkv.view(len(qkv), -1, dim)[:, -key_heads:]
     ring = residual.shape[-1] // dim
     places = ring_places(ring, dim).to(residual.device)
@@ -229,6 +250,7 @@ def _rotate_store_cuda(
     q_gamma: Tensor | None,
     k_gamma: Tensor | None,
     epsilon: float,
+    paired: bool = False,
 ) -> Tensor:
     rows, dim = cosine.shape
     _check_heads(qkv, rows, query_heads, key_heads, dim)
@@ -238,7 +260,7 @@ def _rotate_store_cuda(
             f"{tuple(residual.shape)}"
         )
     q = torch.empty(rows, query_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    problem = rope.Problem(rows, query_heads, key_heads, dim, qkv.dtype, stores=True)
+    problem = rope.Problem(rows, query_heads, key_heads, dim, qkv.dtype, stores=True, paired=paired)
     rope.launch(
         problem, rope.default(problem), qkv, cosine.contiguous(), sine.contiguous(), q, None, q_gamma, k_gamma, epsilon,
         residual=residual, lengths=lengths, sequences=sequences, tokens=tokens, ring=residual.shape[-1] // dim,
@@ -263,6 +285,7 @@ def _rotate_fake(
     q_gamma: Tensor | None,
     k_gamma: Tensor | None,
     epsilon: float,
+    paired: bool = False,
 ) -> tuple[Tensor, Tensor]:
     tokens, dim = cosine.shape
     return qkv.new_empty(tokens, query_heads, dim), qkv.new_empty(tokens, key_heads, dim)
@@ -279,13 +302,14 @@ for _signature, _cpu, _cuda in (
     ("silu_mul(Tensor gate_up, bool paired=False) -> Tensor", _silu_mul_cpu, _silu_mul_cuda),
     (
         "rotate(Tensor qkv, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor? q_gamma, "
-        "Tensor? k_gamma, float epsilon) -> (Tensor, Tensor)",
+        "Tensor? k_gamma, float epsilon, bool paired=False) -> (Tensor, Tensor)",
         _rotate_cpu,
         _rotate_cuda,
     ),
     (
         "rotate_store(Tensor qkv, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor(a!) residual, "
-        "Tensor lengths, Tensor? sequences, int tokens, Tensor? q_gamma, Tensor? k_gamma, float epsilon) -> Tensor",
+        "Tensor lengths, Tensor? sequences, int tokens, Tensor? q_gamma, Tensor? k_gamma, float epsilon, "
+        "bool paired=False) -> Tensor",
         _rotate_store_cpu,
         _rotate_store_cuda,
     ),

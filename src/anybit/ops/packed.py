@@ -112,6 +112,33 @@ class PackedTiles:
 
         silu: then silu(gate) * up of outputs that are eight of gate and eight of up in turn, in the same launch.
         """
+        found = self._normed(x, residual, gamma, tensors, spec)
+        if found is None:
+            return None
+        rows, other, total, weight, config = found
+        n = spec.n // 2 if silu else spec.n
+        y = torch.empty(len(rows), n, dtype=x.dtype, device=x.device)
+        packed_digits.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config, silu=silu)
+        summed = x.clone() if total is None else total.view(x.shape)
+        return y.view(*x.shape[:-1], n), summed
+
+    def norm_rotate_store(
+        self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, tensors: list[Tensor],
+        bias: Tensor | None, spec: LinearSpec, step: packed_digits.Step,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """(turned queries of the norm of x + residual, x + residual), keys and values stored; None where it cannot."""
+        found = self._normed(x, residual, gamma, tensors, spec)
+        if found is None or spec.n % packed_layout.UNIT_ROWS or step.ring.dtype != x.dtype:
+            return None
+        rows, other, total, weight, config = found
+        q = torch.empty(len(rows), step.query_heads * step.cosine.shape[1], dtype=x.dtype, device=x.device)
+        packed_digits.launch_rotary(weight, rows, q, gamma, epsilon, other, total, bias, config, step)
+        return q, x.clone() if total is None else total.view(x.shape)
+
+    def _normed(
+        self, x: Tensor, residual: Tensor | None, gamma: Tensor, tensors: list[Tensor], spec: LinearSpec
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, PackedWeight, packed_digits.Config] | None:
+        """Rows, their residual, where their sum goes, weight and config of a product with a norm, if there is one."""
         check_input(x, tensors[0], spec)
         rows = x.reshape(-1, spec.k).contiguous()
         weight = _weight(tensors, spec)
@@ -120,12 +147,7 @@ class PackedTiles:
         aligned = gamma.data_ptr() % 16 == 0 and (other is None or other.data_ptr() % 16 == 0)
         if config is None or not aligned or gamma.dtype != x.dtype:
             return None
-        n = spec.n // 2 if silu else spec.n
-        y = torch.empty(len(rows), n, dtype=x.dtype, device=x.device)
-        total = None if other is None else torch.empty_like(other)
-        packed_digits.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config, silu=silu)
-        summed = x.clone() if total is None else total.view(x.shape)
-        return y.view(*x.shape[:-1], n), summed
+        return rows, other, None if other is None else torch.empty_like(other), weight, config
 
 
 def why_not(weight: QuantizedWeight, activations: ActivationFormat, device: Device) -> str | None:

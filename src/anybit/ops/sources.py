@@ -10,9 +10,11 @@ from torch import Tensor
 
 from anybit.kernels.pack import Source
 from anybit.kernels.packed_digits import NORM_TOKENS as NORM_TOKENS
+from anybit.kernels.packed_digits import Step
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.before import Before
-from anybit.ops.elementwise import add_rms_norm, rms_norm, silu_mul
+from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
+from anybit.ops.packed import PackedTiles
 
 CODING_BACKENDS = ("bitwise", "packed", "bitwise+packed")
 """The backends whose ``linear`` takes ``before``."""
@@ -30,6 +32,40 @@ def norm_linear(
     """
     y, total = torch.ops.anybit.norm_linear(x, residual, gamma, epsilon, weight, bias, spec, silu)
     return y, total
+
+
+def norm_rotate_store(
+    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None,
+    spec: str, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, ring: Tensor, lengths: Tensor,
+    sequences: Tensor | None, tokens: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(``elementwise.rotate_store`` of the linear of the norm of x + residual, x + residual): one launch if possible.
+
+    The linear's outputs are queries, keys and values, channels as ``kernels.rope.paired_channels`` says.
+    """
+    q, total = torch.ops.anybit.norm_rotate_store(
+        x, residual, gamma, epsilon, weight, bias, spec, cosine, sine, query_heads, key_heads, ring, lengths, sequences,
+        tokens,
+    )  # fmt: skip
+    return q, total
+
+
+def _norm_rotate_store(
+    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None,
+    spec: str, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, ring: Tensor, lengths: Tensor,
+    sequences: Tensor | None, tokens: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    parsed = LinearSpec.parse(spec)
+    if parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
+        step = Step(cosine.contiguous(), sine.contiguous(), ring, lengths, sequences, query_heads, key_heads, tokens)
+        backend: PackedTiles = backends[parsed.backend]  # type: ignore[assignment]
+        found = backend.norm_rotate_store(x, residual, gamma, epsilon, weight, bias, parsed, step)
+        if found is not None:
+            return found[0].view(len(cosine), query_heads, -1), found[1]
+    qkv, total = _norm_linear(x, residual, gamma, epsilon, weight, bias, spec)
+    rotary = (cosine, sine, query_heads, key_heads)
+    q = rotate_store(qkv.view(len(cosine), -1), *rotary, ring, lengths, sequences, tokens, paired=True)
+    return q, total
 
 
 def silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
@@ -83,14 +119,27 @@ _library.define(
     "norm_linear(Tensor x, Tensor? residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, str spec, "
     "bool silu=False) -> (Tensor, Tensor)"
 )
+_library.define(
+    "norm_rotate_store(Tensor x, Tensor residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, "
+    "str spec, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor(a!) ring, Tensor lengths, "
+    "Tensor? sequences, int tokens) -> (Tensor, Tensor)"
+)
 _library.define("silu_linear(Tensor gate_up, Tensor[] weight, Tensor? bias, str spec) -> Tensor")
 for _device in ("CPU", "CUDA"):
     _library.impl("norm_linear", _norm_linear, _device)
+    _library.impl("norm_rotate_store", _norm_rotate_store, _device)
     _library.impl("silu_linear", _silu_linear, _device)
 torch.library.register_fake(
     "anybit::norm_linear",
     lambda x, residual, gamma, epsilon, weight, bias, spec, silu=False: (
         x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n // (1 + silu)),
+        torch.empty_like(x),
+    ),
+)
+torch.library.register_fake(
+    "anybit::norm_rotate_store",
+    lambda x, residual, gamma, epsilon, weight, bias, spec, cosine, sine, query_heads, *_: (
+        x.new_empty(cosine.shape[0], query_heads, cosine.shape[1]),
         torch.empty_like(x),
     ),
 )
