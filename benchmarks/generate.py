@@ -38,6 +38,7 @@ from anybit import AnyBitCache, attention, reference
 from anybit.errors import AnyBitError
 from anybit.integrations.loading import load_model
 from anybit.integrations.transformers import replace_linears
+from anybit.kernels.packed_digits import Step
 from anybit.linear import QuantLinear
 from anybit.ops import elementwise
 from anybit.packing import QuantizedWeight
@@ -226,7 +227,7 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
         return reference.linear(x, layer.quantized_weight(), layer.scheme.activations, layer.bias).float()
 
     def compare(layer: QuantLinear) -> None:
-        forward, norm, silu = layer.forward, layer.after_norm, layer.after_silu
+        forward, norm, silu, turn = layer.forward, layer.after_norm, layer.after_silu, layer.after_norm_turned
 
         def plain(x: torch.Tensor) -> torch.Tensor:
             y = forward(x)
@@ -241,12 +242,26 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
             errors.append(apart(y, elementwise._silu_mul_cpu(wanted.to(y.dtype), paired=True) if silu else wanted))
             return y, total
 
+        def after_norm_turned(x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, step: Step) -> Any:
+            old, new = step.ring.clone(), step.ring.clone()
+            q, total = turn(x, residual, gamma, epsilon, step)
+            added = x if residual is None else x + residual
+            qkv = expected(layer, elementwise._rms_norm_cpu(added, gamma, epsilon)).to(q.dtype)
+            wanted = elementwise._rotate_store_cpu(
+                qkv.view(len(step.cosine), -1), step.cosine, step.sine, step.query_heads, step.key_heads, new,
+                step.lengths, step.sequences, step.tokens, None, None, 0.0, True,
+            )  # fmt: skip
+            errors.extend((apart(total, added.float()), apart(q, wanted.float())))
+            errors.append(apart(step.ring - old, (new - old).float()))
+            return q, total
+
         def after_silu(gate_up: torch.Tensor) -> torch.Tensor:
             y = silu(gate_up)
             errors.append(apart(y, expected(layer, elementwise._silu_mul_cpu(gate_up))))
             return y
 
         layer.forward, layer.after_norm, layer.after_silu = plain, after_norm, after_silu
+        layer.after_norm_turned = after_norm_turned
 
     kernel = attention.decode
 
@@ -263,7 +278,7 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
     finally:
         attention.decode = kernel
         for layer in layers:
-            for name in ("forward", "after_norm", "after_silu"):
+            for name in ("forward", "after_norm", "after_silu", "after_norm_turned"):
                 del layer.__dict__[name]
 
 

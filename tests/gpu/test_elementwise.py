@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from anybit import QuantLinear
+from anybit.kernels.packed_digits import Step
 from anybit.ops import elementwise
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, rotate_store, silu_mul
 from anybit.quantize.rtn import quantize_weight
@@ -125,3 +126,38 @@ def test_products_that_end_with_silu(dtype, m, n, k):
         assert torch.equal(total, same) and y.shape == (m, n // 2)
         assert torch.equal(y, silu_mul(plain, paired=True))
         assert close(y, elementwise._silu_mul_cpu(plain.float(), paired=True), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("m", "tokens", "heads", "kv_heads", "dim", "k"),
+    [
+        (1, 1, 32, 8, 128, 4096),
+        (2, 1, 9, 3, 64, 512),
+        (2, 2, 40, 8, 128, 5120),
+        (5, 5, 4, 2, 64, 512),
+    ],
+)
+def test_products_that_turn_and_store(dtype, m, tokens, heads, kv_heads, dim, k):
+    """What the product, the rotary embedding and the store make: the same, to the last bit of a turned pair."""
+    n, ring = (heads + 2 * kv_heads) * dim, 160
+    scheme = Scheme.parse("w4a16g128" if k % 128 == 0 else "w4a16")
+    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
+    layer = QuantLinear.from_weight(weight, scheme, torch.randn(n, device="cuda").to(dtype), "packed").prepare()
+    x, residual, gamma = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,)))
+    angles = torch.rand(m, dim // 2, device="cuda").repeat(1, 2) * 6
+    lengths = torch.tensor([300, 9, 161], dtype=torch.int32, device="cuda")
+    sequences = torch.tensor([2, 0], dtype=torch.int32, device="cuda")[: m // tokens]
+    got, wanted = torch.zeros(2, 3, kv_heads, 2, ring * dim, dtype=dtype, device="cuda")
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    step = Step(cosine, sine, got, lengths, sequences, heads, kv_heads, tokens)
+    for _ in range(5):
+        q, total = layer.after_norm_turned(x + 0, residual, gamma, 1e-5, step)
+        qkv, same = layer.after_norm(x + 0, residual, gamma, 1e-5)
+        assert torch.equal(total, same)
+        wide = [t.float() for t in (qkv, cosine, sine)]
+        expected = elementwise._rotate_store_cpu(
+            *wide, heads, kv_heads, wanted, lengths, sequences.cpu(), tokens, None, None, 0.0, True
+        )
+        scale = float(qkv.abs().max())
+        assert close(q / scale, expected / scale, dtype) and close(got / scale, wanted / scale, dtype)

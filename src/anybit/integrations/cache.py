@@ -271,10 +271,22 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         flat = qkv.view(batch * tokens, -1)
         step = self.step(layer, rotary, heads, batch, tokens, qkv.dtype)
         if step is not None:
-            q = rotate_store(flat, *rotary, *heads, step.ring, step.lengths, step.sequences, tokens, *norms, paired)
+            q = rotate_store(
+                flat,
+                *rotary,
+                *heads,
+                step.ring,
+                step.lengths,
+                step.sequences,
+                tokens,
+                norms[0],
+                norms[1],
+                norms[2],
+                paired,
+            )
             return self.attend_turned(layer, q.view(batch, tokens, -1, dim), masks)
         store = self._begun_step(layer, heads[1], dim, batch, tokens)
-        q, k = rotate(flat, *rotary, *heads, *norms, paired)
+        q, k = rotate(flat, *rotary, *heads, norms[0], norms[1], norms[2], paired)
         v = flat[:, -heads[1] * dim :]
         q, k, v = (x.view(batch, tokens, -1, dim).to(store.dtype) for x in (q, k, v))
         kvops.write(store, layer, self.rows, k, v)

@@ -129,7 +129,9 @@ class FusedLayer(nn.Module):
         if isinstance(cache, AnyBitCache) and mask is None and cache.takes_step(tokens):
             counts = (self.query_heads, heads)
             return self._output(cache.attend_step(self.layer_idx, qkv, rotary, counts, gammas, self._masks(), paired))
-        q, k = rotate(qkv.view(batch * tokens, -1), *rotary, self.query_heads, heads, *gammas, paired)
+        q, k = rotate(
+            qkv.view(batch * tokens, -1), *rotary, self.query_heads, heads, gammas[0], gammas[1], gammas[2], paired
+        )
         v = qkv[..., -heads * dim :]
         q, k, v = (part.view(batch, tokens, -1, dim).transpose(1, 2) for part in (q, k, v))
         if cache is not None:
