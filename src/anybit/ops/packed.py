@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels import pack, packed_digits, packed_few, packed_large, packed_layout, packed_small
@@ -29,16 +30,20 @@ TENSORS = 7
 _EMPTY = 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Plan:
-    """What is decided once for a layer, a dtype and a bucket of token counts."""
+    """What is decided once for a layer, a dtype and a bucket of token counts.
+
+    ready: kernel and grid of a plan for few tokens that was launched once, and so is known to be legal.
+    """
 
     kernel: ModuleType
     config: Any
     quantizer: pack.Config | None
+    ready: tuple[jit.Kernel, tuple[int, int, int]] | None = None
 
 
-_plans: dict[tuple[int, int, torch.dtype, bool, int], _Plan] = {}
+_plans: dict[tuple[int, int, torch.dtype, bool, int, int], _Plan] = {}
 forget_with_maps(_plans)
 
 
@@ -101,7 +106,7 @@ class PackedTiles:
         elif plan.kernel is packed_large:
             packed_large.multiply(_ordered(rows, weight), weight, bias, y, plan.config)
         else:
-            plan.kernel.launch(weight, rows, y, bias=bias, config=plan.config)
+            _multiply_few(rows, weight, bias, y, plan)
         return y.view(*x.shape[:-1], spec.n)
 
     def norm_linear(
@@ -183,6 +188,19 @@ def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> packed
     return _norm_configs[key]
 
 
+def _multiply_few(rows: Tensor, weight: PackedWeight, bias: Tensor | None, y: Tensor, plan: _Plan) -> None:
+    """Launch a kernel for few tokens: checked the first time, for what a plan is for does not change."""
+    fits = bias is None or (bias.dtype == y.dtype and bias.numel() == y.shape[1])
+    if plan.ready is None or not fits:
+        plan.kernel.launch(weight, rows, y, bias=bias, config=plan.config)
+        problem = packed_small.checked_problem(weight, rows, y, None, bias)
+        plan.ready = plan.kernel.kernel(plan.config), plan.kernel.grid(problem, plan.config)
+    else:
+        kernel, grid = plan.ready
+        arguments = packed_small.arguments(weight, rows, y, None, bias)
+        jit.launch(kernel, arguments, grid, pdl=True, device=rows.get_device())
+
+
 def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y: Tensor, plan: _Plan) -> None:
     if plan.kernel is packed_large:
         packed_large.multiply(codes, weight, bias, y, plan.config)
@@ -206,7 +224,8 @@ def _plan(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> _Plan:
     bucket = token_bucket(rows.shape[0])
     aligned = not (rows.data_ptr() % 16 or rows.stride(0) % 8)
     # Specs are parsed once for each text and kept, so that their identity stands for them.
-    key = (id(spec), bucket, rows.dtype, aligned, rows.get_device())
+    columns = 0 if weight.permutation is None else weight.permutation.numel()
+    key = (id(spec), bucket, rows.dtype, aligned, rows.get_device(), columns)
     found = _plans.get(key)
     if found is None:
         found = _plans[key] = _decide(spec, rows, weight, bucket, aligned)
