@@ -1,5 +1,7 @@
 """The small kernels between products compile for every architecture, without a GPU and without spills."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from machine_code import ARCHITECTURES
@@ -16,7 +18,9 @@ def test_no_spills(arch):
     for kernel in (
         elementwise.kernel("add_rms_norm", elementwise.norm_config(row)),
         elementwise.kernel("silu_mul", elementwise.silu_config(row)),
+        elementwise.kernel("silu_mul", elementwise.silu_config(row, paired=True)),
         rope.kernel(rope.default(head)),
+        rope.kernel(rope.default(replace(head, paired=True))),
         hadamard.kernel(hadamard.default(hadamard.Problem(1, 14336))),
         hadamard.kernel(hadamard.default(hadamard.Problem(1, 576, torch.bfloat16))),
     ):

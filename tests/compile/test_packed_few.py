@@ -4,6 +4,7 @@ import pytest
 import torch
 from machine_code import check, count
 
+from anybit import jit
 from anybit.device import Device
 from anybit.kernels import packed_digits, packed_mid
 from anybit.kernels.packed_small import Problem
@@ -31,6 +32,16 @@ def test_digits_of_a_norm(bits: int, m: int) -> None:
     for n, k in ((6144, 4096), (28672, 4096), (7168, 5120)):
         it = problem(bits, m, n, k)
         check(packed_digits.norm_kernel(packed_digits.norm_default(it)), "sm_90a", has="IMMA", lacks="HMMA")
+
+
+def test_digits_that_end_with_something_else() -> None:
+    """SiLU, whose division is called, or the rotary embedding and the store: no spills."""
+    for bits, m in ((4, 1), (4, 2), (3, 2)):
+        gate_up, qkv = (packed_digits.norm_default(problem(bits, m, n, 4096)) for n in (28672, 6144))
+        check(packed_digits.rotary_kernel(qkv), "sm_90a", has="IMMA", lacks="HMMA")
+        silu = packed_digits.norm_kernel(gate_up, silu=True)
+        compiled = jit.cached(silu, "sm_90a")
+        assert compiled.spill_bytes == compiled.stack_bytes == 0 and compiled.registers * silu.threads <= 65536
 
 
 def test_codes_stay_where_they_lie() -> None:
