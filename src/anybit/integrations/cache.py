@@ -406,6 +406,8 @@ def mask(
     """The mask of "anybit": the padding, or None where there is none; causality and windows are the attention's own."""
     if attention_mask is None:
         return None
+    if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # models that make a mask where none is given (OPT): the rows of a captured step have no padding
     attention_mask = attention_mask[:, -kv_length:] if kv_length else attention_mask
     return None if bool(attention_mask.all()) else attention_mask
 
