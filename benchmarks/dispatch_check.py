@@ -217,7 +217,9 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         if start - began > options.verify_seconds:
             break
         space = spaces[plan_key(product)]
-        near, plan = replace(product, m=bucket(product.m)), space.plan
+        near, names = replace(product, m=bucket(product.m)), compiled.names()
+        planned = zip(space.plan.candidates, space.plan_names, strict=True)
+        plan = plan_of(near, [one for one, needs in planned if names.issuperset(needs)])
         point = measure(child, near, plan, usual, policy, winners.near(near, plan))
         if point is None:
             print(f"{product}: a search found nothing", flush=True)
@@ -225,7 +227,7 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         searched = time.perf_counter() - start
         chosen = {"built in": builtin(product), "map": by.choose(product).candidate}
         chosen["tuned"] = _by_point(product, point, child).choose(product).candidate
-        there = [one for one, needs in zip(space.candidates, space.names, strict=True) if compiled.names() >= {*needs}]
+        there = [one for one, needs in zip(space.candidates, space.names, strict=True) if names.issuperset(needs)]
         candidates = list(dict.fromkeys([*chosen.values(), *there[: options.most]]))
         sieve = Sieve(bounds=tuple(lower_bound_us(product, candidate) for candidate in candidates))
         times, _ = sift(child, product, candidates, usual, policy, list(chosen.values()), sieve)

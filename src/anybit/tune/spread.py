@@ -42,11 +42,11 @@ def _suits(config: Any, tokens: int, own: Any) -> bool:
         rings = config.weight_groups, config.activation_groups
         ample = min(rings) >= 2 and max(rings) <= 3
         ample = ample or config.weight_bits * config.activation_bits > 8 or _name(turns) == "tiles"
-        return tokens > 8 and not config.resident and config.turns is turns and ample
+        return bool(tokens > 8 and not config.resident and config.turns is turns and ample)
     if tokens > _MANY:
         return False
     if _name(config.walk) == _WEIGHTS:
-        return tokens <= 2 * config.tokens and config.tokens <= max(8, 4 * tokens)
+        return bool(tokens <= 2 * config.tokens and config.tokens <= max(8, 4 * tokens))
     return tokens >= 8
 
 
