@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
         __syncwarp();
         if (Config::k_blocks > 1) {
             if (Config::row_blocks == 1) ptx::barrier_cluster_wait();
-            ptx::barrier_cluster_arrive_relaxed();
+            else ptx::barrier_cluster_arrive_relaxed();
         }
     } else {
         // What the launch gave the block's warpgroups is all there is: 512 a lane of a quarter, in eights a warp.
@@ -292,7 +292,9 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
             typename Sums<Config>::Total sum[Config::tokens / 2];
             int previous = -1;
             TileTerms<Config> terms;
-            if (!Shape::reduces && !Shape::striped) terms.load(p, row + warp % 4 * 16, place.token_tile * Config::tokens);
+            // Of a share of the tokens, where blocks divide them.
+            const int first_token = place.token_tile * Config::tokens + k_rank * Shape::share;
+            if (!Shape::striped) terms.load(p, row + warp % 4 * 16, first_token);
             Widen<Config> widen;
             widen.begin(p.row_zero, row + warp % 4 * 16, p.weight_tiles * 64);
 #pragma unroll
@@ -303,7 +305,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
                 previous = accumulate<Config>(sum, widen, ring, my_unit, barriers, ahead, part.count, cursor, release);
             if (previous >= 0) release(previous);
             if constexpr (Shape::reduces) {
-                packed_large_reduce<Config>(p, sum, ring, barriers, warp, rank, place);
+                packed_large_reduce<Config>(p, sum, terms, ring, barriers, warp, rank, row + warp % 4 * 16, first_token);
                 continue;
             }
             if constexpr (Shape::striped) {
@@ -328,7 +330,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
                                        turn, warpgroup, row, place.token_tile * Config::tokens);
         }
     }
-    if (cluster_size > 1) {  // no block may leave while others read from it, send to it or arrive on its barriers
+    if (Config::row_blocks > 1) {  // no block may leave while others send to it or arrive on its barriers
         __syncwarp();
         if (Config::k_blocks == 1) ptx::barrier_cluster_arrive_relaxed();
         ptx::barrier_cluster_wait();

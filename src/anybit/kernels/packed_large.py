@@ -23,7 +23,6 @@ from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, 
 from anybit.kernels.upcoming import Upcoming
 from anybit.scheme import ActivationFormat, WeightFormat
 
-_ROW_STRIDE = 68
 _EARLY_BYTES = 32 << 10
 _MOST_STAGES = 24
 _LEAST_SHARED = 117 << 10
@@ -191,7 +190,7 @@ def shared_bytes(config: Config) -> int:
     ring = config.stages * stage
     reduces = not config.stripes and config.k_warpgroups * config.k_blocks > 1
     share = _share_bytes(config) if reduces else 0
-    body = max(ring, config.k_blocks * share) + (config.k_blocks - 1) * share
+    body = max(ring, share) + (config.k_blocks - 1) * share
     if config.stripes:
         body += (config.warpgroups - config.row_warpgroups) * config.tokens * 256
     body += 0 if reduces else config.warpgroups * config.places * config.staged * 128
@@ -201,7 +200,7 @@ def shared_bytes(config: Config) -> int:
 
 def _share_bytes(config: Config) -> int:
     """Bytes of the partial sums that one of the blocks sharing a tile adds up."""
-    return config.warpgroups * (config.tokens // config.k_blocks) * _ROW_STRIDE * 4
+    return config.warpgroups * (config.tokens // config.k_blocks) * 256
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:

@@ -51,13 +51,11 @@ struct PackedLargeShape {
     static constexpr int ring_bytes = Config::stages * stage_bytes;
     static constexpr bool striped = Config::stripes > 0;
     static constexpr bool reduces = !striped && Config::k_warpgroups * Config::k_blocks > 1;
-    static constexpr int row_stride = 68;  // floats between tokens of a 64-row partial sum: no bank conflicts
-    // Partial sums, by the block that adds them up; a block keeps those for others in its ring once that is empty, and has
-    // a place of its own for what it receives.
+    // Partial sums of the tokens that the block finishes: those of its own warpgroups lie in its ring once that is empty, and
+    // it has a place of its own for what it receives.
     static constexpr int share = Config::tokens / Config::k_blocks;
-    static constexpr int share_bytes = reduces ? warpgroups * share * row_stride * 4 : 0;
-    static constexpr int partial_bytes = Config::k_blocks * share_bytes;
-    static constexpr int receive_offset = ring_bytes > partial_bytes ? ring_bytes : partial_bytes;
+    static constexpr int share_bytes = reduces ? warpgroups * share * 256 : 0;
+    static constexpr int receive_offset = ring_bytes > share_bytes ? ring_bytes : share_bytes;
     static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes;
     static constexpr int staging_bytes = reduces ? 0 : warpgroups * Config::places * Config::staged * 128;
     // Where warpgroups that share the inputs of a stripe leave their sums for the first of them.
