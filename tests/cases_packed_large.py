@@ -15,10 +15,10 @@ FP8 = ActivationFormat(8, "float")
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and how it is cut: tokens, row and k warpgroups, k and row blocks of a cluster, stripes."""
+    """A problem and how it is cut: tokens, row and k warpgroups, k and row blocks of a cluster, stripes, stages, halves."""
 
     problem: Problem
-    cut: tuple[int, ...]
+    cut: tuple[int | bool | None, ...]
 
     @property
     def config(self) -> Config:
@@ -43,6 +43,8 @@ CUTS = [
     (64, 2, 1, 1, 1, 4),
     (32, 1, 2, 1, 1, 7),
     (16, 2, 2, 1, 1, 11),
+    (64, 4, 1, 1, 1, 0, None, True),
+    (16, 2, 1, 1, 1, 0, None, True),
 ]
 _RAGGED = [(37, 320, 520), (16, 192, 768), (70, 300, 1024), (33, 256, 1024), (128, 512, 512), (64, 260, 1040)]
 
@@ -81,6 +83,9 @@ def gpu_cases(every: int = 1) -> list[Case]:
         problem = Problem(m, 512, 1024, w4)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
     cases.append(Case(Problem(1024, 512, 1024, w4), (64, 2, 1, 1, 1, 20)))  # many tiles whole, the last ones in stripes
+    for m, cut in ((16, 16), (50, 64), (64, 64)):  # two blocks halve a row tile
+        cases.append(Case(Problem(m, 28672, 1024, w4), (cut, 4, 1, 1, 1, 0, None, True)))
+        cases.append(Case(Problem(m, 1500, 1024, WeightFormat(3, "asym", 64)), (cut, 3, 1, 1, 1, 0, None, True)))
     for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
         problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
@@ -92,9 +97,9 @@ def gpu_cases(every: int = 1) -> list[Case]:
     return cases
 
 
-def cut_of(config: Config) -> tuple[int, ...]:
+def cut_of(config: Config) -> tuple[int | bool | None, ...]:
     c = config
-    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes
+    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves
 
 
 def tiny_cases() -> list[Case]:
@@ -115,5 +120,10 @@ def tiny_cases() -> list[Case]:
         (65, 64, 264, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 1, 1, 1)),
         (3, 64, 256, WeightFormat(4, "sym", None), INT8, torch.float16, (64, 1, 2, 1, 1)),
         (70, 64, 256, WeightFormat(2, "sym", 128), A16, torch.bfloat16, (64, 1, 1, 2, 1)),
+        (20, 64, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 1, 2, 2, 1)),
+        # Two blocks halve a row tile: three tiles a pair, and a last pair that lacks some.
+        (20, 190, 384, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1, 0, None, True)),
+        (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, 0, None, True)),
+        (13, 200, 512, WeightFormat(4, "asym", None), INT8, torch.float16, (16, 2, 1, 1, 1, 0, None, True)),
     ]
     return [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]

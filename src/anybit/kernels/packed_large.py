@@ -93,7 +93,7 @@ class Config:
     early: of how many the weights are asked for before x. staged: tokens that a warpgroup turns over at a time on their
     way to y, by turns in so many places of shared memory. register_sets: of widened weights; with 2 a warpgroup widens
     while it multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its
-    registers to the others.
+    registers to the others. halves: two blocks share one of their row tiles, half of its inputs each.
     """
 
     operand: Operand
@@ -114,6 +114,7 @@ class Config:
     places: int = 2
     register_sets: int = 2
     reallocates: bool = False
+    halves: bool = False
 
     @property
     def x_bytes(self) -> int:
@@ -143,11 +144,13 @@ class Config:
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
-        return self.k_blocks * self.row_blocks
+        return 2 if self.halves else self.k_blocks * self.row_blocks
 
     @property
     def rows(self) -> int:
         """Rows of W that a cluster works on at a time."""
+        if self.halves:
+            return TILE_ROWS * (2 * self.row_warpgroups - 1)
         return TILE_ROWS * self.row_warpgroups * self.row_blocks
 
 
@@ -193,6 +196,8 @@ def shared_bytes(config: Config) -> int:
     body = max(ring, share) + (config.k_blocks - 1) * share
     if config.stripes:
         body += (config.warpgroups - config.row_warpgroups) * config.tokens * 256
+    if config.halves:
+        body += config.tokens // 2 * 256
     body += 0 if reduces else config.warpgroups * config.places * config.staged * 128
     # More than half of a multiprocessor's: two blocks would share one while others stand idle.
     return max(body + config.stages * 24 + 8, _LEAST_SHARED)
@@ -246,6 +251,17 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"1 or 2 neighbours share their loads of x, not {config.row_blocks}"
     if config.tokens % (8 * config.row_blocks) or config.tokens % (8 * config.k_blocks):
         return f"{config.tokens} tokens do not divide among {config.row_blocks} x {config.k_blocks} blocks in eights"
+    if config.halves:
+        if (
+            config.warpgroups != config.row_warpgroups
+            or config.row_warpgroups < 2
+            or config.k_blocks * config.row_blocks > 1
+        ):
+            return "blocks that halve a row tile share nothing else, and have 2 warpgroups or more along the rows"
+        if config.promotes or config.tokens % 16 or problem.units < 2:
+            return "a row tile is halved over 2 steps of inputs or more, 16 tokens at a time, of products that are not promoted"
+        if math.prod(_place(problem, config)) > problem.device.sms // 2:
+            return "pairs of blocks that halve a row tile have one tile each"
     if config.k_blocks > problem.units:
         return f"{problem.units} steps of 128 inputs do not divide among {config.k_blocks} blocks"
     if config.stripes:
@@ -324,7 +340,7 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     tiles = row_tiles * token_tiles
     if config.stripes:
         return config.stripes, 1, 1
-    if config.k_warpgroups * config.k_blocks > 1:
+    if config.k_warpgroups * config.k_blocks > 1 or config.halves:
         return tiles * config.cluster, 1, 1
     return min(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
 
@@ -338,6 +354,7 @@ def config_for(
     row_blocks: int = 1,
     stripes: int = 0,
     stages: int | None = None,
+    halves: bool = False,
 ) -> Config:
     """A config of these tiles; as many stages as shared memory holds, at most 24, if none are asked for."""
     weights = problem.weights
@@ -352,6 +369,7 @@ def config_for(
         row_blocks,
         stripes,
         stages or k_warpgroups + 1,
+        halves=halves,
     )
     most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
     return _fitted(config, most, problem.device.shared_bytes)
@@ -407,6 +425,9 @@ def configs(problem: Problem) -> Iterator[Config]:
                     found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks)
                     if why_not(problem, found) is None:
                         yield found
+            found = config_for(problem, tokens, row_warpgroups, halves=True)
+            if why_not(problem, found) is None:
+                yield found
 
 
 def estimate(problem: Problem, config: Config) -> float:
@@ -416,7 +437,8 @@ def estimate(problem: Problem, config: Config) -> float:
     tiles to 30 more once four warps filled the ring.
     """
     row_tiles, token_tiles = _place(problem, config)
-    tokens, rows, tiles = config.tokens, config.row_warpgroups, row_tiles * token_tiles
+    tokens, tiles = config.tokens, row_tiles * token_tiles
+    rows = config.row_warpgroups - 0.5 * config.halves  # row tiles of a block
     few = problem.m <= 64
     # Cycles of 64 rows and 128 inputs: of the tensor cores, and of what it takes to widen and to issue.
     widen = 195 + 2.2 * tokens
@@ -453,6 +475,8 @@ def estimate(problem: Problem, config: Config) -> float:
     # Clusters of four do not fill an H200: 30 of them fit.
     waves = float(-(-tiles // {1: 132, 2: 66, 4: 30}.get(config.cluster, 15)))
     summing = 0.1 * partial if config.warpgroups > rows else 0.0
+    if config.halves:
+        summing = 0.5
     if config.k_blocks > 1:
         summing += (1.0 if few else 0.4) + 0.36 * partial + 0.54 * (config.k_blocks > 2)
     if waves > 1 and config.k_warpgroups * config.k_blocks > 1:

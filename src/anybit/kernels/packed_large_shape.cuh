@@ -56,7 +56,9 @@ struct PackedLargeShape {
     static constexpr int share = Config::tokens / Config::k_blocks;
     static constexpr int share_bytes = reduces ? warpgroups * share * 256 : 0;
     static constexpr int receive_offset = ring_bytes > share_bytes ? ring_bytes : share_bytes;
-    static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes;
+    // Two blocks that halve a row tile finish half of its tokens each: one warpgroup's sums of those cross.
+    static constexpr int half_bytes = Config::halves ? Config::tokens / 2 * 256 : 0;
+    static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes + half_bytes;
     static constexpr int staging_bytes = reduces ? 0 : warpgroups * Config::places * Config::staged * 128;
     // Where warpgroups that share the inputs of a stripe leave their sums for the first of them.
     static constexpr int meeting_bytes = striped ? (warpgroups - Config::row_warpgroups) * Config::tokens * 256 : 0;
@@ -95,6 +97,21 @@ PTX TilePlace tile_place(const Params& p, int tile) {
     return {first + within % height, within / height};
 }
 
+// The first of a block's tiles of 64 rows. Two blocks that halve a row tile have two times row_warpgroups - 1 together.
+template <class Config>
+PTX int first_tile(const TilePlace& place, int row_rank, int half) {
+    if (Config::halves) return place.row_tile * (2 * Config::row_warpgroups - 1) + half * (Config::row_warpgroups - 1);
+    return (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups;
+}
+
+// The units of the halved row tile that one of the two blocks multiplies.
+template <class Config>
+struct Half {
+    int begin, end;
+    PTX Half(const Params& p, int half) : begin(half * p.units / 2), end((half + 1) * p.units / 2) {}
+    PTX bool has(int unit) const { return begin <= unit && unit < end; }
+};
+
 // A block's work on one tile: `count` units from unit `first` on.
 struct Part {
     int tile, first, count;
@@ -111,7 +128,7 @@ struct Part {
 template <class Config>
 struct Walk {
     static constexpr bool striped = Config::stripes > 0;
-    static constexpr int cluster_size = Config::k_blocks * Config::row_blocks;
+    static constexpr int cluster_size = Config::k_blocks * Config::row_blocks * (Config::halves ? 2 : 1);
     int position[1] = {0};  // tiles, or units in the block's own line: of its whole tiles, then of its stripe
 
     PTX static int blocks() { return gridDim.x / cluster_size; }

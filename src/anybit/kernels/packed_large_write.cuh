@@ -174,6 +174,23 @@ PTX void packed_large_store_four(const Params& p, const float (&value)[4], int r
     }
 }
 
+// From the sums of eight tokens, the i-th of those that terms were loaded for, to Y.
+template <class Config>
+PTX void packed_large_finish_four(const Params& p, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i,
+                                  int row, int token) {
+    float out[4];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const float token_scale = terms.of_token(i, ptx::lane_id() % 4 * 2 + e);
+        const int token_sum = terms.sum_of_token(i, ptx::lane_id() % 4 * 2 + e);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            out[2 * h + e] = fmaf(centered<Config>(total[2 * h + e], terms.twice_zero[h], token_sum) * token_scale,
+                                  terms.scale[h], terms.bias[h]);
+    }
+    packed_large_store_four<Config>(p, out, row, token);
+}
+
 // The sums of a cluster's blocks and of their warpgroups along K, in a fixed order. Each block finishes a share of the
 // tokens, and gets what it lacks straight from the registers of the others.
 template <class Config>
@@ -230,17 +247,34 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
                                                        : received + ((slot * Shape::warpgroups + other) * fours + i) * 2048;
                 add_four(total, 0, source == k_rank && k == k_part ? four_of(mine, i) : ptx::ld_shared_v4(from));
             }
-        float out[4];
+        packed_large_finish_four<Config>(p, total, terms, i, first_row + lane / 4, first_token + i * 8 + lane % 4 * 2);
+    }
+}
+
+// The sums of the row tile that two blocks halve: each finishes half of the tokens.
+template <class Config>
+PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], TileTerms<Config>& terms,
+                             uint32_t ring, const RingBarriers& barriers, int rank, int first_row, int first_token) {
+    using Shape = PackedLargeShape<Config>;
+    constexpr int fours = Config::tokens / 16;
+    const int lane = ptx::lane_id();
+    const uint32_t received = ring + Shape::receive_offset + threadIdx.x % 128 * 16;
+    __syncwarp();
+    ptx::barrier_cluster_wait();  // the other has begun, so its barrier is there
+    const uint32_t there = ptx::mapa(received, 1 - rank), barrier = ptx::mapa(barriers.received, 1 - rank);
+    typename Sums<Config>::Total mine[4 * fours];
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const float token_scale = terms.of_token(i, lane % 4 * 2 + e);
-            const int token_sum = terms.sum_of_token(i, lane % 4 * 2 + e);
+    for (int i = 0; i < fours; i++) {
+        ptx::st_async_v4(there + i * 2048, rank == 0 ? four_of(sum, fours + i) : four_of(sum, i), barrier);
 #pragma unroll
-            for (int h = 0; h < 2; h++)
-                out[2 * h + e] = fmaf(centered<Config>(total[2 * h + e], terms.twice_zero[h], token_sum) * token_scale,
-                                      terms.scale[h], terms.bias[h]);
-        }
-        packed_large_store_four<Config>(p, out, first_row + lane / 4, first_token + i * 8 + lane % 4 * 2);
+        for (int e = 0; e < 4; e++) mine[4 * i + e] = rank == 0 ? sum[4 * i + e] : sum[4 * (fours + i) + e];
+    }
+    ptx::mbarrier_wait_parity_acquire_cluster(barriers.received, 0);
+#pragma unroll
+    for (int i = 0; i < fours; i++) {
+        typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
+        add_four(total, 0, ptx::ld_shared_v4(received + i * 2048));  // two summands: in whatever order
+        packed_large_finish_four<Config>(p, total, terms, i, first_row + lane / 4, first_token + i * 8 + lane % 4 * 2);
     }
 }
 
