@@ -15,7 +15,7 @@ FP8 = ActivationFormat(8, "float")
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and how it is cut: tokens, row and k warpgroups, k and row blocks of a cluster, stripes, stages, halves."""
+    """A problem and how it is cut: what config_for is given, in its order."""
 
     problem: Problem
     cut: tuple[int | bool | None, ...]
@@ -45,6 +45,7 @@ CUTS = [
     (16, 2, 2, 1, 1, 11),
     (64, 4, 1, 1, 1, 0, None, True),
     (16, 2, 1, 1, 1, 0, None, True),
+    (64, 2, 1, 3, 1),
 ]
 _RAGGED = [(37, 320, 520), (16, 192, 768), (70, 300, 1024), (33, 256, 1024), (128, 512, 512), (64, 260, 1040)]
 
@@ -121,6 +122,8 @@ def tiny_cases() -> list[Case]:
         (3, 64, 256, WeightFormat(4, "sym", None), INT8, torch.float16, (64, 1, 2, 1, 1)),
         (70, 64, 256, WeightFormat(2, "sym", 128), A16, torch.bfloat16, (64, 1, 1, 2, 1)),
         (20, 64, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 1, 2, 2, 1)),
+        (20, 70, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 3, 1)),  # tokens divide unevenly
+        (9, 64, 512, WeightFormat(3, "sym", None), INT8, torch.float16, (16, 1, 1, 3, 1)),  # one finishes none
         # Two blocks halve a row tile: three tiles a pair, and a last pair that lacks some.
         (20, 190, 384, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1, 0, None, True)),
         (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, 0, None, True)),

@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
             ptx::mbarrier_init(barriers.received, 1);
             ptx::fence_mbarrier_init();
             if (Config::k_blocks > 1 || Config::halves)
-                ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::k_blocks - 1) * Shape::share_bytes + Shape::half_bytes);
+                ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::k_blocks - 1) * Shape::warpgroups * Shape::groups_of(k_rank) * 2048 + Shape::half_bytes);
             ptx::prefetch_tensormap(&p.x);
             if (Shape::tail_rows > 0) ptx::prefetch_tensormap(&p.x_tail);
         }

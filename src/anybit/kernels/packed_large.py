@@ -28,7 +28,7 @@ _MOST_STAGES = 24
 _LEAST_SHARED = 117 << 10
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
-_SHARINGS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
+_SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 
 
 class Operand(enum.Enum):
@@ -205,7 +205,7 @@ def shared_bytes(config: Config) -> int:
 
 def _share_bytes(config: Config) -> int:
     """Bytes of the partial sums that one of the blocks sharing a tile adds up."""
-    return config.warpgroups * (config.tokens // config.k_blocks) * 256
+    return config.warpgroups * -(-config.tokens // 8 // config.k_blocks) * 2048
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -249,19 +249,11 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"a cluster has at most 8 blocks, not {config.cluster}"
     if config.row_blocks not in (1, 2):
         return f"1 or 2 neighbours share their loads of x, not {config.row_blocks}"
-    if config.tokens % (8 * config.row_blocks) or config.tokens % (8 * config.k_blocks):
-        return f"{config.tokens} tokens do not divide among {config.row_blocks} x {config.k_blocks} blocks in eights"
-    if config.halves:
-        if (
-            config.warpgroups != config.row_warpgroups
-            or config.row_warpgroups < 2
-            or config.k_blocks * config.row_blocks > 1
-        ):
-            return "blocks that halve a row tile share nothing else, and have 2 warpgroups or more along the rows"
-        if config.promotes or config.tokens % 16 or problem.units < 2:
-            return "a row tile is halved over 2 steps of inputs or more, 16 tokens at a time, of products that are not promoted"
-        if math.prod(_place(problem, config)) > problem.device.sms // 2:
-            return "pairs of blocks that halve a row tile have one tile each"
+    if config.tokens % (8 * config.row_blocks):
+        return f"{config.tokens} tokens do not divide among {config.row_blocks} blocks in eights"
+    refusal = _why_not_halves(problem, config) if config.halves else None
+    if refusal is not None:
+        return refusal
     if config.k_blocks > problem.units:
         return f"{problem.units} steps of 128 inputs do not divide among {config.k_blocks} blocks"
     if config.stripes:
@@ -272,6 +264,21 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
             return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
     if shared_bytes(config) > problem.device.shared_bytes:
         return f"{shared_bytes(config)} bytes of shared memory are more than the device's {problem.device.shared_bytes}"
+    return None
+
+
+def _why_not_halves(problem: Problem, config: Config) -> str | None:
+    """Why two blocks cannot halve a row tile of theirs."""
+    if (
+        config.warpgroups != config.row_warpgroups
+        or config.row_warpgroups < 2
+        or config.k_blocks * config.row_blocks > 1
+    ):
+        return "blocks that halve a row tile share nothing else, and have 2 warpgroups or more along the rows"
+    if config.promotes or config.tokens % 16 or problem.units < 2:
+        return "a row tile is halved in 2 steps of inputs or more, 16 tokens at a time, of products without promotion"
+    if math.prod(_place(problem, config)) > problem.device.sms // 2:
+        return "a pair of blocks that halve a row tile has one range of rows, and there are more of these than pairs"
     return None
 
 
@@ -473,7 +480,7 @@ def estimate(problem: Problem, config: Config) -> float:
         # Sums that travel through L2, and the wait for stripes in the middle of a tile.
         return 1.0 + 6.5 + 0.022 * rows * tokens + 2 * around + waste * steps * stage / 1800
     # Clusters of four do not fill an H200: 30 of them fit.
-    waves = float(-(-tiles // {1: 132, 2: 66, 4: 30}.get(config.cluster, 15)))
+    waves = float(-(-tiles // {1: 132, 2: 66, 3: 42, 4: 30}.get(config.cluster, 15)))
     summing = 0.1 * partial if config.warpgroups > rows else 0.0
     if config.halves:
         summing = 0.5

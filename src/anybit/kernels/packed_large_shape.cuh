@@ -53,7 +53,9 @@ struct PackedLargeShape {
     static constexpr bool reduces = !striped && Config::k_warpgroups * Config::k_blocks > 1;
     // Partial sums of the tokens that the block finishes: those of its own warpgroups lie in its ring once that is empty, and
     // it has a place of its own for what it receives.
-    static constexpr int share = Config::tokens / Config::k_blocks;
+    static constexpr int groups = Config::tokens / 8, fours = (groups + Config::k_blocks - 1) / Config::k_blocks;
+    static constexpr int share = fours * 8;  // the last block's may be less
+    static PTX int groups_of(int k_rank) { return max(min(groups - k_rank * fours, fours), 0); }
     static constexpr int share_bytes = reduces ? warpgroups * share * 256 : 0;
     static constexpr int receive_offset = ring_bytes > share_bytes ? ring_bytes : share_bytes;
     // Two blocks that halve a row tile finish half of its tokens each: one warpgroup's sums of those cross.

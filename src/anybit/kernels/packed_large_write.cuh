@@ -198,7 +198,7 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
                              TileTerms<Config>& terms, uint32_t ring, const RingBarriers& barriers, int warp, int rank,
                              int first_row, int first_token) {
     using Shape = PackedLargeShape<Config>;
-    constexpr int k_blocks = Config::k_blocks, k_warpgroups = Config::k_warpgroups, fours = Shape::share / 8;
+    constexpr int k_blocks = Config::k_blocks, k_warpgroups = Config::k_warpgroups, fours = Shape::fours;
     const int lane = ptx::lane_id(), k_rank = rank % k_blocks, row_rank = rank / k_blocks, thread = threadIdx.x % 128;
     const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
     const uint32_t received = ring + Shape::receive_offset + thread * 16;
@@ -206,19 +206,21 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
         __syncwarp();
         ptx::barrier_cluster_wait();
     }
-    typename Sums<Config>::Total mine[4 * fours];
+    typename Sums<Config>::Total mine[4 * fours] = {};
 #pragma unroll
     for (int owner = 0; owner < k_blocks; owner++) {
         if (owner == k_rank) {
 #pragma unroll
-            for (int i = 0; i < 4 * fours; i++) mine[i] = sum[owner * 4 * fours + i];
+            for (int i = 0; i < 4 * fours; i++)
+                if (owner * fours * 4 + i < Config::tokens / 2) mine[i] = sum[owner * 4 * fours + i];
             continue;
         }
         const int slot = k_rank - (k_rank > owner), to = row_rank * k_blocks + owner;
         const uint32_t there = ptx::mapa(received + (slot * Shape::warpgroups + warpgroup) * fours * 2048, to);
         const uint32_t barrier = ptx::mapa(barriers.received, to);
 #pragma unroll
-        for (int i = 0; i < fours; i++) ptx::st_async_v4(there + i * 2048, four_of(sum, owner * fours + i), barrier);
+        for (int i = 0; i < fours; i++)
+            if (owner * fours + i < Shape::groups) ptx::st_async_v4(there + i * 2048, four_of(sum, owner * fours + i), barrier);
     }
     // Of the block's own, each warpgroup finishes some: the others leave theirs in the ring, once that is read to its end.
     const uint32_t local = ring + row_part * fours * 2048 + thread * 16;
@@ -236,7 +238,7 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
     }
 #pragma unroll
     for (int i = 0; i < fours; i++) {
-        if (i % k_warpgroups != k_part) continue;
+        if (i % k_warpgroups != k_part || i >= Shape::groups_of(k_rank)) continue;
         typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int source = 0; source < k_blocks; source++)
