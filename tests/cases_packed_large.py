@@ -87,6 +87,12 @@ def gpu_cases(every: int = 1) -> list[Case]:
     for m, cut in ((16, 16), (50, 64), (64, 64)):  # two blocks halve a row tile
         cases.append(Case(Problem(m, 28672, 1024, w4), (cut, 4, 1, 1, 1, 0, None, True)))
         cases.append(Case(Problem(m, 1500, 1024, WeightFormat(3, "asym", 64)), (cut, 3, 1, 1, 1, 0, None, True)))
+    for m, n, k, cut in (
+        (16, 4096, 1024, (16, 1, 2, 2, 1)),
+        (60, 1500, 4096, (64, 1, 2, 1, 1)),
+        (32, 700, 4096, (32, 1, 1, 2, 1)),
+    ):
+        cases.append(Case(Problem(m, n, k, w4), (*cut, 0, None, False, True)))  # two blocks a multiprocessor
     for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
         problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
@@ -100,7 +106,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
 
 def cut_of(config: Config) -> tuple[int | bool | None, ...]:
     c = config
-    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves
+    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves, c.beside
 
 
 def tiny_cases() -> list[Case]:

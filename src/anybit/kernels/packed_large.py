@@ -26,6 +26,7 @@ from anybit.scheme import ActivationFormat, WeightFormat
 _EARLY_BYTES = 32 << 10
 _MOST_STAGES = 24
 _LEAST_SHARED = 117 << 10
+_LEAST_BESIDE, _MOST_BESIDE = 80 << 10, 113 << 10
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
 _SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
@@ -94,6 +95,7 @@ class Config:
     way to y, by turns in so many places of shared memory. register_sets: of widened weights; with 2 a warpgroup widens
     while it multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its
     registers to the others. halves: two blocks share one of their row tiles, half of its inputs each.
+    beside: two blocks fit a multiprocessor, one of this launch and one of the next, and there is one for each.
     """
 
     operand: Operand
@@ -115,6 +117,7 @@ class Config:
     register_sets: int = 2
     reallocates: bool = False
     halves: bool = False
+    beside: bool = False
 
     @property
     def x_bytes(self) -> int:
@@ -200,7 +203,7 @@ def shared_bytes(config: Config) -> int:
         body += config.tokens // 2 * 256
     body += 0 if reduces else config.warpgroups * config.places * config.staged * 128
     # More than half of a multiprocessor's: two blocks would share one while others stand idle.
-    return max(body + config.stages * 24 + 8, _LEAST_SHARED)
+    return max(body + config.stages * 24 + 8, _LEAST_BESIDE if config.beside else _LEAST_SHARED)
 
 
 def _share_bytes(config: Config) -> int:
@@ -262,6 +265,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         most = min(problem.device.sms, math.prod(_place(problem, config)) * problem.units)
         if not 0 < config.stripes <= most:
             return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
+    if config.beside and (config.stripes or shared_bytes(config) > _MOST_BESIDE):
+        return "two such blocks do not fit a multiprocessor"
     if shared_bytes(config) > problem.device.shared_bytes:
         return f"{shared_bytes(config)} bytes of shared memory are more than the device's {problem.device.shared_bytes}"
     return None
@@ -321,12 +326,12 @@ def _registers(config: Config) -> int:
     summing = 4 * config.row_warpgroups if config.k_blocks > 1 else 0
     groups = 8 if config.group == 32 else 0  # four scales and zeros of two rows at a time
     walk = 4 if config.stripes else 0
-    return accumulators + widened + 2 * config.bits + 24 + summing + groups + walk
+    return accumulators + widened + 2 * config.bits + 24 + summing + groups + walk - 8 * config.beside
 
 
 def _at_launch(config: Config) -> int:
     """Registers of a thread at launch, with a producer beside the warpgroups, on a quarter of a multiprocessor."""
-    return min(512 // (config.warpgroups + 1) // 8 * 8, 255)
+    return min((256 if config.beside else 512) // (config.warpgroups + 1) // 8 * 8, 255)
 
 
 def _most_registers(config: Config) -> int:
@@ -347,6 +352,8 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     tiles = row_tiles * token_tiles
     if config.stripes:
         return config.stripes, 1, 1
+    if config.beside:  # one a multiprocessor, some of them idle
+        return max(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
     if config.k_warpgroups * config.k_blocks > 1 or config.halves:
         return tiles * config.cluster, 1, 1
     return min(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
@@ -362,6 +369,7 @@ def config_for(
     stripes: int = 0,
     stages: int | None = None,
     halves: bool = False,
+    beside: bool = False,
 ) -> Config:
     """A config of these tiles; as many stages as shared memory holds, at most 24, if none are asked for."""
     weights = problem.weights
@@ -377,9 +385,10 @@ def config_for(
         stripes,
         stages or k_warpgroups + 1,
         halves=halves,
+        beside=beside,
     )
     most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
-    return _fitted(config, most, problem.device.shared_bytes)
+    return _fitted(config, most, _MOST_BESIDE if beside else problem.device.shared_bytes)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -392,7 +401,9 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     ways = ((1, False), (1, True)) if _unwidened(config) else ((2, False), (2, True), (1, True))
     for sets, reallocates in ways:
         if (sets, reallocates) != (2, False):
-            config = replace(config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1)
+            config = replace(
+                config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1 and not config.beside
+            )
         if _registers(config) <= _most_registers(config):
             break
     if most:

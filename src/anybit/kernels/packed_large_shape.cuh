@@ -66,7 +66,8 @@ struct PackedLargeShape {
     static constexpr int meeting_bytes = striped ? (warpgroups - Config::row_warpgroups) * Config::tokens * 256 : 0;
     static constexpr int barrier_offset = body_bytes + staging_bytes + meeting_bytes;
     // More than half of a multiprocessor's: two blocks would share one while others stand idle.
-    static constexpr int needed = barrier_offset + Config::stages * 24 + 8, bytes = needed > 119808 ? needed : 119808;
+    static constexpr int needed = barrier_offset + Config::stages * 24 + 8, least = Config::beside ? 81920 : 119808;
+    static constexpr int bytes = needed > least ? needed : least;
 };
 
 // A stage and the parity of the barriers of its current use.
