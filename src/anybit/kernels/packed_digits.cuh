@@ -187,7 +187,6 @@ template <class C, bool norm, After after, class P> __device__ __forceinline__ v
         ahead_slot = ahead_slot + 1 == C::stages ? 0 : ahead_slot + 1;
         left--;
     };
-    Upcoming<Params> upcoming(p, static_cast<int>(blockIdx.x) * C::warps + warp, static_cast<int>(gridDim.x) * C::warps);
     for (int i = 0; i < C::prefetch && left > 0; i++) fetch();
     // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
     for (int i = 0; i < C::stages - C::prefetch && left > 0; i++) {
@@ -210,7 +209,6 @@ template <class C, bool norm, After after, class P> __device__ __forceinline__ v
         for (int i = 0; i < C::x_stages; i++)
             gamma[i] = i < rounds ? ptx::ld_global_cg_v2(p.gamma + (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4) : make_uint2(0, 0);
     }
-    if (p.next_moment == 0 && left == 0 && lane == 0) upcoming.ask();
     ptx::griddepcontrol_wait();
     Rotary<C> rotary;
     if constexpr (after == After::rotary) rotary.load(p, first, mine);
@@ -256,7 +254,6 @@ template <class C, bool norm, After after, class P> __device__ __forceinline__ v
                 }
                 __syncwarp();
                 if (left > 0) fetch();
-                if (left == 0 && p.next_moment < 2 && lane == 0) upcoming.ask();
                 if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
                 if (++stage == C::stages) stage = 0, phase ^= 1;
             }
@@ -271,7 +268,6 @@ template <class C, bool norm, After after, class P> __device__ __forceinline__ v
         if (++x_slot == C::x_stages) x_slot = 0;
     }
 
-    if (lane == 0) upcoming.ask();
     // The digits of a token meet, then its warps' sums: [token][row], in place of the warp's ring, which has been read.
     const float place = S::columns > 2 && (lane & 1) ? 65536.0f : 1.0f;
 #pragma unroll

@@ -25,7 +25,6 @@ from anybit.kernels.packed_small import (
     problem_why_not,
     sixteen_bits_why_not,
 )
-from anybit.kernels.upcoming import Upcoming
 
 MOST_TOKENS = 4
 _UNIT_ROWS = packed_layout.UNIT_ROWS
@@ -266,21 +265,20 @@ def _default(p: Problem) -> Config:
 
 def launch(
     weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
-    config: Config | None = None, pdl: bool = True, next: Upcoming | None = None,
+    config: Config | None = None, pdl: bool = True,
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias, as packed_small.launch does it, without int8 activations."""
     problem = checked_problem(weight, x, y, x_scale, bias)
     config = packed_layout.checked_config(problem, config, default, why_not)
-    jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias, next), grid(problem, config), pdl=pdl)
+    jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl)
 
 
 def launch_silu(
     weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, config: Config, pdl: bool = True,
-    next: Upcoming | None = None,
 ) -> None:  # fmt: skip
     """y[:] = silu(gate) * up of x W^T + bias, whose outputs are eight of gate and eight of up in turn; y [m, n / 2]."""
     problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2)
-    jit.launch(kernel(config, True), arguments(weight, x, y, None, bias, next), grid(problem, config), pdl=pdl)
+    jit.launch(kernel(config, True), arguments(weight, x, y, None, bias), grid(problem, config), pdl=pdl)
 
 
 NORM_TOKENS = 2
@@ -322,20 +320,19 @@ def norm_kernel(config: Config, silu: bool = False) -> jit.Kernel:
 
 def norm_arguments(
     weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, gamma: Tensor, epsilon: float,
-    residual: Tensor | None, residual_sum: Tensor | None, next: Upcoming | None = None,
+    residual: Tensor | None, residual_sum: Tensor | None,
 ) -> NormParams:  # fmt: skip
     """The NormParams of a launch, unchecked."""
-    p, stride = arguments(weight, x, y, None, bias, next), 0 if residual is None else residual.stride(0)
+    p, stride = arguments(weight, x, y, None, bias), 0 if residual is None else residual.stride(0)
     return NormParams(
         p.tiles, p.row_scale, p.row_zero, p.permutation, p.x, p.x_scale, p.bias, p.y, p.m, p.n, p.k, p.x_stride,
-        p.column_blocks, p.row_tiles, p.next, p.next_piece, p.next_count, p.next_parts, p.next_stride, p.next_moment,
-        p.next_pace, residual, residual_sum, gamma, stride, epsilon, 1 / p.k,
+        p.column_blocks, p.row_tiles, residual, residual_sum, gamma, stride, epsilon, 1 / p.k,
     )  # fmt: skip
 
 
 def launch_norm(
     weight: PackedWeight, x: Tensor, y: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
-    residual_sum: Tensor | None, bias: Tensor | None, config: Config, pdl: bool = True, next: Upcoming | None = None,
+    residual_sum: Tensor | None, bias: Tensor | None, config: Config, pdl: bool = True,
     silu: bool = False,
 ) -> None:  # fmt: skip
     """y[:] = norm(x + residual) W^T + bias, residual_sum[:] = x + residual; a legal config, operands checked by ops.
@@ -344,7 +341,7 @@ def launch_norm(
     or not at all. silu: as ``launch_silu``.
     """
     problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2 if silu else 0)
-    params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum, next)
+    params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum)
     jit.launch(norm_kernel(config, silu), params, grid(problem, config), pdl=pdl)
 
 
@@ -387,7 +384,6 @@ class Step:
 def launch_rotary(
     weight: PackedWeight, x: Tensor, q: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
     residual_sum: Tensor | None, bias: Tensor | None, config: Config, step: Step, pdl: bool = True,
-    next: Upcoming | None = None,
 ) -> None:  # fmt: skip
     """q[:] = the turned queries of norm(x + residual) W^T + bias; its keys, turned, and values go to the step's ring.
 
@@ -395,5 +391,5 @@ def launch_rotary(
     * head_dim]. Else as ``launch_norm``.
     """
     problem = checked_problem(weight, x, q, None, bias, q.shape[1])
-    norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum, next)
+    norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum)
     jit.launch(rotary_kernel(config), rotary_arguments(norm, step), grid(problem, config), pdl=pdl)

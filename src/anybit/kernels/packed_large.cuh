@@ -115,8 +115,6 @@ struct Producer {
         for (int i = turn; i < min(Config::early, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
     }
     PTX void run() const {
-        Upcoming<Params> upcoming(p, blockIdx.x * Shape::producers + turn, gridDim.x * Shape::producers);
-        if (p.next_moment == 0) upcoming.ask();
         ptx::griddepcontrol_wait();
         RingCursor<Config::stages> cursor;
         Walk<Config> walk;
@@ -133,10 +131,8 @@ struct Producer {
                     load_w(weights, part.first + unit, cursor.stage);
                 }
                 load_x(place, part.first + unit, cursor.stage);
-                if (p.next_moment == 1) upcoming.ask(p.next_pace);
             }
         }
-        upcoming.ask();
     }
 };
 

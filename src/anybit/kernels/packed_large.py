@@ -17,10 +17,8 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Kernel, Pointer, launch
 from anybit.jit.tensor_map import TensorMap, encode
-from anybit.kernels import upcoming
 from anybit.kernels.pack import Packed
 from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, tile_bytes
-from anybit.kernels.upcoming import Upcoming
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _EARLY_BYTES = 32 << 10
@@ -180,13 +178,6 @@ class Params:
     token_tiles: Int32
     raster: Int32
     whole_tiles: Int32
-    next: Pointer
-    next_piece: Int32
-    next_count: Int32
-    next_parts: Int32
-    next_stride: Int32
-    next_moment: Int32
-    next_pace: Int32
 
 
 def shared_bytes(config: Config) -> int:
@@ -537,7 +528,6 @@ def params(
     x_scale: Tensor | None = None,
     x_sum: Tensor | None = None,
     workspace: Tensor | None = None,
-    next: Upcoming | None = None,
 ) -> Params:
     """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n].
 
@@ -549,9 +539,6 @@ def params(
     tiles, flags = row_tiles * token_tiles, config.stripes * config.row_warpgroups * config.tokens * 256
     # Stripes share the tiles of the last wave and of the one before it.
     waves = tiles // config.stripes if config.stripes else 0
-    following = upcoming.arguments(next)
-    # Of what comes next as much a step as all of it takes, where it is asked for step by step.
-    pace = -(-following[2] // (tiles * problem.units * config.row_blocks))
     return Params(
         x=b"" if x is None else encode(x, 128 // x.element_size(), config.tokens // config.row_blocks),
         x_tail=b"" if x is None else encode(x, 128 // x.element_size(), config.tail_rows or 8),
@@ -572,13 +559,6 @@ def params(
         token_tiles=token_tiles,
         raster=max(1, 4096 // config.rows),
         whole_tiles=max(waves - 1, 0) * config.stripes,
-        next=following[0],
-        next_piece=following[1],
-        next_count=following[2],
-        next_parts=following[3],
-        next_stride=following[4],
-        next_moment=following[5],
-        next_pace=pace,
     )
 
 
@@ -602,7 +582,6 @@ def multiply(
     config: Config | None = None,
     *,
     pdl: bool = True,
-    next: Upcoming | None = None,
 ) -> None:
     """Write y[m, n] = x[m, k] W^T (+ bias): one launch on the current stream.
 
@@ -618,5 +597,5 @@ def multiply(
     problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype)
     config = config or default(problem)
     workspace = workspace_for(config, y.device)
-    arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum, workspace, next)
+    arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum, workspace)
     launch(kernel(config), arguments, grid(problem, config), pdl=pdl)

@@ -5,7 +5,6 @@
 #include "packed_widen.cuh"
 #include "ptx_tensor.cuh"
 #include "ptx_wgmma.cuh"
-#include "upcoming.cuh"
 
 struct Params {
     ptx::TensorMap x;         // [tokens, inputs], box: 128 bytes of a row x tokens / row_blocks
@@ -26,8 +25,6 @@ struct Params {
     int token_tiles;
     int raster;               // row tiles that neighbouring clusters walk together
     int whole_tiles;          // so many tiles are never shared by stripes
-    const uint8_t* next;      // weights that a kernel after this one reads, see upcoming.cuh; or null
-    int32_t next_piece, next_count, next_parts, next_stride, next_moment, next_pace;
 };
 
 namespace packed {
