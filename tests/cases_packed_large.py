@@ -92,7 +92,9 @@ def gpu_cases(every: int = 1) -> list[Case]:
         (60, 1500, 4096, (64, 1, 2, 1, 1)),
         (32, 700, 4096, (32, 1, 1, 2, 1)),
     ):
-        cases.append(Case(Problem(m, n, k, w4), (*cut, 0, None, False, True)))  # two blocks a multiprocessor
+        cases.append(Case(Problem(m, n, k, w4), (*cut, 0, None, False, 2)))  # two blocks a multiprocessor
+    cases.append(Case(Problem(16, 28672, 1024, w4), (16, 4, 1, 1, 1, 0, None, True, 2)))
+    cases.append(Case(Problem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, 0, None, False, 3)))
     for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
         problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
@@ -106,7 +108,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
 
 def cut_of(config: Config) -> tuple[int | bool | None, ...]:
     c = config
-    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves, c.beside
+    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves, c.resident
 
 
 def tiny_cases() -> list[Case]:

@@ -10,7 +10,7 @@ from anybit.device import Device
 from anybit.kernels import packed_digits, packed_mid, packed_small
 from anybit.kernels.packed_small import Problem
 
-MOST_TOKENS = 16
+MOST_TOKENS = 8
 """Above this many tokens packed_large is the built-in choice."""
 _UNIT_ROWS = 16
 
@@ -19,10 +19,9 @@ def kernel(problem: Problem) -> ModuleType | None:
     """What was fastest on an H200 (docs/packed.md); None where none of them runs, or packed_large is faster."""
     p = problem
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
-    # From 9 tokens on packed_large takes 18.2 us for gate_up, 11.5 for down and 5.3 for o, where packed_mid takes 20 to
-    # 21, 14 and 5.6; only qkv is left to it (6.5 to 7.3, and 7.2), whose blocks' share of the activations is small.
-    mid = p.m <= 8 or (units in (3, 4) and p.columns <= 6144)
-    if p.m > MOST_TOKENS or not mid or (p.m > 8 and p.activations == torch.int8):
+    # From 9 tokens on packed_large takes 6.1 us for qkv, 4.5 for o, 18 for gate_up and 10.8 for down, where packed_mid
+    # takes 6.5 to 7.3, 5.6, 20 to 21 and 14.
+    if p.m > MOST_TOKENS:
         return None
     # Of int8 from 5 tokens on: 25 to 27 us in packed_small, 17.3 in packed_large.
     if p.m > 4 and p.activations == torch.int8 and units > 4:

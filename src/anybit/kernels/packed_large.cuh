@@ -229,7 +229,7 @@ PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& wi
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::threads, Config::beside ? 2 : 1) packed_large(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::threads, Config::resident) packed_large(const __grid_constant__ Params p) {
     using Shape = PackedLargeShape<Config>;
     static_assert(Config::shared_bytes == Shape::bytes, "packed_large.py and packed_large.cuh disagree on shared memory");
     static_assert(Config::threads == Shape::warpgroups * 128 + Shape::producer_threads, "and the producers");

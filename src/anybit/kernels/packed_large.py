@@ -22,9 +22,12 @@ from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, 
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _EARLY_BYTES = 32 << 10
+_RESIDENT = ((2, 2, 2), (2, 2, 1), (2, 1, 2), (3, 2, 2), (3, 1, 2))
+"""Blocks a multiprocessor, warpgroups and blocks that share K: what `configs` offers."""
 _MOST_STAGES = 24
-_LEAST_SHARED = 117 << 10
-_LEAST_BESIDE, _MOST_BESIDE = 80 << 10, 113 << 10
+_LEAST_SHARED = {1: 117 << 10, 2: 80 << 10, 3: 60 << 10}
+_MOST_SHARED = {2: 113 << 10, 3: 75 << 10}
+"""Shared memory of a block of which so many fit a multiprocessor, and one more does not."""
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
 _SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
@@ -93,7 +96,7 @@ class Config:
     way to y, by turns in so many places of shared memory. register_sets: of widened weights; with 2 a warpgroup widens
     while it multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its
     registers to the others. halves: two blocks share one of their row tiles, half of its inputs each.
-    beside: two blocks fit a multiprocessor, one of this launch and one of the next, and there is one for each.
+    resident: blocks that fit a multiprocessor, of this launch and of the next; then each of these gets one at least.
     """
 
     operand: Operand
@@ -115,7 +118,7 @@ class Config:
     register_sets: int = 2
     reallocates: bool = False
     halves: bool = False
-    beside: bool = False
+    resident: int = 1
 
     @property
     def x_bytes(self) -> int:
@@ -135,7 +138,8 @@ class Config:
     @property
     def threads(self) -> int:
         """Threads of a block, its producer warp among them, or four of these."""
-        return 128 * self.warpgroups + (128 if self.reallocates or self.row_warpgroups * self.tokens < 256 else 32)
+        one = self.row_warpgroups * self.tokens >= 256 or (self.resident > 1 and self.row_warpgroups == 4)
+        return 128 * self.warpgroups + (128 if self.reallocates or not one else 32)
 
     @property
     def tail_rows(self) -> int:
@@ -194,7 +198,7 @@ def shared_bytes(config: Config) -> int:
         body += config.tokens // 2 * 256
     body += 0 if reduces else config.warpgroups * config.places * config.staged * 128
     # More than half of a multiprocessor's: two blocks would share one while others stand idle.
-    return max(body + config.stages * 24 + 8, _LEAST_BESIDE if config.beside else _LEAST_SHARED)
+    return max(body + config.stages * 24 + 8, _LEAST_SHARED[config.resident])
 
 
 def _share_bytes(config: Config) -> int:
@@ -256,8 +260,10 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         most = min(problem.device.sms, math.prod(_place(problem, config)) * problem.units)
         if not 0 < config.stripes <= most:
             return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
-    if config.beside and (config.stripes or shared_bytes(config) > _MOST_BESIDE):
-        return "two such blocks do not fit a multiprocessor"
+    if config.resident not in _LEAST_SHARED:
+        return f"1 to 3 blocks share a multiprocessor, not {config.resident}"
+    if config.resident > 1 and (config.stripes or shared_bytes(config) > _MOST_SHARED[config.resident]):
+        return f"{config.resident} such blocks do not fit a multiprocessor"
     if shared_bytes(config) > problem.device.shared_bytes:
         return f"{shared_bytes(config)} bytes of shared memory are more than the device's {problem.device.shared_bytes}"
     return None
@@ -317,12 +323,18 @@ def _registers(config: Config) -> int:
     summing = 4 * config.row_warpgroups if config.k_blocks > 1 else 0
     groups = 8 if config.group == 32 else 0  # four scales and zeros of two rows at a time
     walk = 4 if config.stripes else 0
-    return accumulators + widened + 2 * config.bits + 24 + summing + groups + walk - 8 * config.beside
+    return accumulators + widened + 2 * config.bits + 24 + summing + groups + walk - 4 * (config.resident > 1)
 
 
 def _at_launch(config: Config) -> int:
     """Registers of a thread at launch, with a producer beside the warpgroups, on a quarter of a multiprocessor."""
-    return min((256 if config.beside else 512) // (config.warpgroups + 1) // 8 * 8, 255)
+    # Counted in warps, where one warp of four warpgroups' blocks fills the ring.
+    return min(
+        65536 // config.resident // config.threads // 8 * 8
+        if config.resident > 1
+        else 512 // (config.warpgroups + 1) // 8 * 8,
+        255,
+    )
 
 
 def _most_registers(config: Config) -> int:
@@ -343,7 +355,7 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     tiles = row_tiles * token_tiles
     if config.stripes:
         return config.stripes, 1, 1
-    if config.beside:  # one a multiprocessor, some of them idle
+    if config.resident > 1:  # one a multiprocessor, some of them idle
         return max(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
     if config.k_warpgroups * config.k_blocks > 1 or config.halves:
         return tiles * config.cluster, 1, 1
@@ -360,7 +372,7 @@ def config_for(
     stripes: int = 0,
     stages: int | None = None,
     halves: bool = False,
-    beside: bool = False,
+    resident: int = 1,
 ) -> Config:
     """A config of these tiles; as many stages as shared memory holds, at most 24, if none are asked for."""
     weights = problem.weights
@@ -376,10 +388,10 @@ def config_for(
         stripes,
         stages or k_warpgroups + 1,
         halves=halves,
-        beside=beside,
+        resident=resident,
     )
     most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
-    return _fitted(config, most, _MOST_BESIDE if beside else problem.device.shared_bytes)
+    return _fitted(config, most, _MOST_SHARED.get(resident, problem.device.shared_bytes))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -393,7 +405,7 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     for sets, reallocates in ways:
         if (sets, reallocates) != (2, False):
             config = replace(
-                config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1 and not config.beside
+                config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1 and config.resident == 1
             )
         if _registers(config) <= _most_registers(config):
             break
@@ -401,7 +413,8 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
         stages, staged, places = _staging(config, most, shared)
         config = replace(config, stages=stages, staged=staged, places=places)
     # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
-    early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
+    bytes_ahead = _EARLY_BYTES if config.resident == 1 else _EARLY_BYTES * 9 // 16
+    early = max(2, bytes_ahead // (config.row_warpgroups * config.tile_bytes))
     return replace(config, early=min(config.stages, early))
 
 
@@ -434,7 +447,12 @@ def configs(problem: Problem) -> Iterator[Config]:
                     found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks)
                     if why_not(problem, found) is None:
                         yield found
-            found = config_for(problem, tokens, row_warpgroups, halves=True)
+            for resident in (1, 2) if row_warpgroups == 4 and problem.m <= 128 else ():
+                found = config_for(problem, tokens, row_warpgroups, halves=True, resident=resident)
+                if why_not(problem, found) is None:
+                    yield found
+        for resident, k_warpgroups, k_blocks in _RESIDENT if problem.m <= 64 else ():
+            found = config_for(problem, tokens, 1, k_warpgroups, k_blocks, resident=resident)
             if why_not(problem, found) is None:
                 yield found
 
@@ -449,14 +467,16 @@ def estimate(problem: Problem, config: Config) -> float:
     tokens, tiles = config.tokens, row_tiles * token_tiles
     rows = config.row_warpgroups - 0.5 * config.halves  # row tiles of a block
     few = problem.m <= 64
+    # Narrow codes take as long to widen for bytes as 4 bits: no other tiles are better for them.
+    weight_bytes = max(config.tile_bytes, 4096) if config.x_bytes == 1 else config.tile_bytes
     # Cycles of 64 rows and 128 inputs: of the tensor cores, and of what it takes to widen and to issue.
     widen = 195 + 2.2 * tokens
     if config.bits in (3, 5, 6, 7) or config.operand == Operand.bf16:
         widen += 40
     if config.promotes:
-        product, widen = 4.5 * tokens, max(widen, 330.0)
+        product, widen = 4.5 * tokens + 200, max(widen, 330.0)
     elif config.x_bytes == 1:
-        product = (2.45 if tokens >= 256 or (tokens == 192 and config.bits <= 2) else 2.75) * tokens
+        product = (2.4 if tokens * rows >= 512 else 2.75) * tokens
         widen = 140 + 1.3 * tokens
     else:
         product = 4.3 * tokens
@@ -466,13 +486,13 @@ def estimate(problem: Problem, config: Config) -> float:
         # The chain of waiting, widening and multiplying in one warpgroup.
         (450 + 1.25 * product if few else 493) / config.k_warpgroups,
         270 + tokens * config.x_bytes if few else 0,  # what it takes to bring a stage, however little it holds
-        (tokens * 128 * config.x_bytes + rows * config.tile_bytes) / 47.5,  # what a multiprocessor takes in
+        (tokens * 128 * config.x_bytes + rows * weight_bytes) / 47.5,  # what a multiprocessor takes in
     )
     partial = rows * config.k_warpgroups * tokens / 64
     around = 0.57 + 0.0055 * tokens  # to the first product and from the last one
-    waste = 1.0 if token_tiles == 1 or tokens in (16, 32, 64, 128, 256) else 1.05
+    waste = 1.0 if token_tiles == 1 or config.promotes or tokens in (16, 32, 64, 128, 256) else 1.05
     if token_tiles > 2 and tokens < 128:
-        waste *= 1.06  # weights are read once for each of them
+        waste *= 1.06 if config.x_bytes == 2 else 1.02  # weights are read once for each of them
     if config.warpgroups == 1:  # nothing covers what its only warpgroup waits for, or does between products
         waste *= 1.6 if config.promotes else 1.04
     if tiles > 2 * problem.device.sms and config.warpgroups < 3 and tokens < 256:
@@ -482,17 +502,26 @@ def estimate(problem: Problem, config: Config) -> float:
         # Sums that travel through L2, and the wait for stripes in the middle of a tile.
         return 1.0 + 6.5 + 0.022 * rows * tokens + 2 * around + waste * steps * stage / 1800
     # Clusters of four do not fill an H200: 30 of them fit.
-    waves = float(-(-tiles // {1: 132, 2: 66, 3: 42, 4: 30}.get(config.cluster, 15)))
+    slots = {1: 132, 2: 66, 3: 42, 4: 30}.get(config.cluster, 15)
+    sharing = 1.0
+    if config.resident > 1:  # blocks of the next launch wait beside these, or two of these share a multiprocessor
+        sharing = 1.0 if tiles <= slots else 1.3 if config.cluster > 1 else 2.0
+        slots *= config.resident
+    waves = float(-(-tiles // slots))
     summing = 0.1 * partial if config.warpgroups > rows else 0.0
     if config.halves:
-        summing = 0.5
+        summing = 0.5 if config.x_bytes == 2 else -1.0 if problem.m > 64 else 2.2
     if config.k_blocks > 1:
-        summing += (1.0 if few else 0.4) + 0.36 * partial + 0.54 * (config.k_blocks > 2)
+        summing += (1.0 if few else 0.4 if config.x_bytes == 2 else 0.6) + 0.36 * partial + 0.54 * (config.k_blocks > 2)
     if waves > 1 and config.k_warpgroups * config.k_blocks > 1:
         waves *= 1.08  # blocks that add up sums do not walk on to a next tile: every wave starts anew
     units = -(-problem.units // config.k_blocks)
-    one = units * stage / 1800 + around
-    return 1.0 + 0.5 * (config.row_blocks - 1) + summing * waves + waste * waves * one
+    one = units * stage * sharing / 1800 + around
+    ahead = 0.0
+    if config.resident > 1:
+        known = config.x_bytes == 2 and config.cluster == 2 and (tokens <= 24 or (tokens == 32 and units <= 32))
+        ahead = 0.55 if known else -1.0
+    return 1.0 + 0.5 * (config.row_blocks - 1) + summing * waves + waste * waves * one - ahead
 
 
 @lru_cache(maxsize=4096)
