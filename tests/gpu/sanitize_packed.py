@@ -35,13 +35,17 @@ FEW: dict[str, list[tuple[ModuleType, int, int, int, WeightFormat, torch.dtype, 
         (packed_mid, 12, 9000, 512, W4, HALF, False),
     ],
 }
-LARGE: list[tuple[int, int, int, tuple[int | None, ...]]] = [
+LARGE: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [
     (70, 320, 1024, (64, 2, 1, 1, 1)),
     (16, 192, 1024, (16, 1, 4, 1, 1)),
     (37, 128, 1024, (64, 1, 2, 2, 1)),
     (20, 256, 512, (32, 2, 2, 2, 2)),
     (70, 300, 640, (32, 1, 2, 1, 1, 7)),
     (16, 192, 3072, (16, 1, 2, 2, 1, 0, 5)),
+    (30, 192, 1024, (32, 2, 1, 3, 1)),
+    (16, 448, 1024, (16, 4, 1, 1, 1, 0, None, True)),
+    (16, 448, 1024, (16, 4, 1, 1, 1, 0, None, True, 2)),
+    (16, 192, 1024, (16, 1, 2, 2, 1, 0, None, False, 3)),
 ]
 
 
