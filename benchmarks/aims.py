@@ -110,6 +110,30 @@ def aims_bitwise() -> str:
     return _lines(figures())
 
 
+def aims_launch() -> str:
+    """What comes before a product: its kernel compiled and launched, a layer's weights put into tiles."""
+
+    def figures() -> Iterator[Figure]:
+        found = rows("launch")
+        for words, name, aim, unit in (
+            ("first use of a kernel, compiled", "first_use_s", 3, " s"),
+            ("first use of a kernel, from disk", "from_disk_ms", 20, " ms"),
+            ("host time of a launch", "launch_host_us", 10, " us"),
+        ):
+            yield Figure(words, aim, max((row[name] for row in found), default=None), unit)
+        layers = [row for row in rows("gemm_packed") if row["case"].startswith("llama-3-8b") and row["m"] == 1]
+        for scheme in ("w4a16g128", "w4a8"):
+            mine = [row for row in layers if row["scheme"] == scheme]
+            size = sum(row["n"] * row["k"] for row in mine)
+            seconds = sum(row["n"] * row["k"] / row["prepare_gb_s"] for row in mine)
+            words = f"{scheme}, weights of a layer of Llama-3-8B into tiles"
+            yield Figure(words, 20, _over(size, seconds), " GB/s", more=True)
+            most = max((row["prepare_layers"] for row in mine), default=None)
+            yield Figure(f"{scheme}, memory beside the weights meanwhile, in layers", 1, most)
+
+    return _lines(figures())
+
+
 def aims_packed() -> str:
     """Packed weights: the layers of Llama-3-8B in w4a16g128, microseconds with what was aimed at in brackets."""
     found = rows("gemm_packed")
@@ -279,4 +303,13 @@ def _at(ordered: list[float], part: float) -> float | None:
     return ordered[round(part * (len(ordered) - 1))] if ordered else None
 
 
-MAKERS = (aims_bitwise, aims_packed, aims_widths, aims_decode, aims_models, aims_dispatch, aims_quantizers)
+MAKERS = (
+    aims_bitwise,
+    aims_launch,
+    aims_packed,
+    aims_widths,
+    aims_decode,
+    aims_models,
+    aims_dispatch,
+    aims_quantizers,
+)
