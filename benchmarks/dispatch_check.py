@@ -218,8 +218,8 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
             break
         space = spaces[plan_key(product)]
         near, names = replace(product, m=bucket(product.m)), compiled.names()
-        planned = zip(space.plan.candidates, space.plan_names, strict=True)
-        plan = plan_of(near, [one for one, needs in planned if names.issuperset(needs)])
+        planned = enumerate(zip(space.plan.candidates, space.plan_names, strict=True))
+        plan = plan_of(near, [one for i, (one, needs) in planned if i in space.plan.own or names.issuperset(needs)])
         point = measure(child, near, plan, usual, policy, winners.near(near, plan))
         if point is None:
             print(f"{product}: a search found nothing", flush=True)
