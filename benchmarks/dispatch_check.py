@@ -49,7 +49,7 @@ from timing import merge_rows, stamp
 KEY = ("case", "scheme", "m", "n", "k")
 CHOICES = ("map", "tuned", "built in")
 _SECONDS = 1.0
-"""About what a problem takes: kept back for each that is not begun."""
+"""About what a problem takes, until some are compared: kept back for each that is not begun."""
 
 
 @dataclass(frozen=True)
@@ -186,15 +186,18 @@ class Compiled:
 def _in_turn(problems: list[Product], spaces: dict[Any, Space], compiled: Compiled, end: float) -> Iterator[Product]:
     """Problems whose spaces are complete, as they become so; what is left when time becomes short, as it is."""
     left = [problem for problem in problems if plan_key(problem) in spaces]
+    done, busy = 1, _SECONDS
     while left:
         names = compiled.names()
         ready = next((one for one in left if spaces[plan_key(one)].complete(names)), None)
-        if ready is None and time.perf_counter() + _SECONDS * len(left) < end:
+        if ready is None and time.perf_counter() + 1.1 * busy / done * len(left) < end:
             time.sleep(0.2)
             continue
         chosen = ready or left[0]
         left.remove(chosen)
+        start = time.perf_counter()
         yield chosen
+        done, busy = done + 1, busy + time.perf_counter() - start
 
 
 def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Policy | None = None) -> None:
