@@ -296,8 +296,8 @@ def norm_why_not(problem: Problem, config: Config | None = None) -> str | None:
         return reason
     if problem.m > NORM_TOKENS:
         return f"rows are normed by the product for up to {NORM_TOKENS} tokens, and there are {problem.m}"
-    if problem.act_order or not problem.aligned or problem.k % 128:
-        return "rows that are gathered, or no whole blocks of 128, are normed by a kernel of their own"
+    if problem.act_order or not problem.aligned or problem.k % 4:
+        return "rows that are gathered, or no whole fours, are normed by a kernel of their own"
     if config is not None and not config.x_resident:
         return "the config does not hold whole rows of activations"
     return None
