@@ -1,6 +1,6 @@
 """Small launches of the packed kernels for compute-sanitizer, memcheck or racecheck:
 
-    compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize_packed.py [digits] [ends] [mid] [large]
+    compute-sanitizer --tool memcheck --report-api-errors no python3 tests/gpu/sanitize_packed.py [digits] ...
 
 Every way in which they share work (rings, clusters, stripes), each compared with float64,
 so that a tool that changes the timing changes nothing else.
