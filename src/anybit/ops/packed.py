@@ -183,7 +183,7 @@ def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> packed
         problem = problem if aligned else replace(problem, aligned=False)
         reason = packed_digits.norm_why_not(problem)
         try:
-            found = None if reason else packed_few.apart(packed_digits.norm_default(problem), device)
+            found = None if reason else packed_few.apart_and_normed(packed_digits.norm_default(problem), device)
         except KernelError:
             found = None
         _norm_configs[key] = found
