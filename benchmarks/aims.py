@@ -270,12 +270,20 @@ def aims_quantizers() -> str:
         words = f"perplexity through the kernels and dequantized, {len(apart)} schemes, thousandths apart"
         yield Figure(words, 10, 1000 * max(apart) if apart else None)
         large = find(rows("quantize_large"), case="gptq llama-8b")
-        yield Figure("GPTQ of an 8B model, minutes", 15, _of(large, "minutes_whole_model"))
+        yield Figure(f"GPTQ of an 8B model, minutes{_timed(large)}", 15, _of(large, "minutes_whole_model"))
         yield Figure("GPTQ of an 8B model, GiB of the GPU", 40, _of(large, "peak_gib"))
         small = find(rows("quantize_large"), case="gptq smollm2-135m on two cores")
-        yield Figure("GPTQ of a model of SmolLM2's size on two cores, minutes", 6, _of(small, "minutes_whole_model"))
+        words = f"GPTQ of a model of SmolLM2's size on two cores, minutes{_timed(small)}"
+        yield Figure(words, 6, _of(small, "minutes_whole_model"))
 
     return _lines(figures())
+
+
+def _timed(row: Row | None) -> str:
+    """Of how many blocks a whole model's time was worked out, where not all were timed."""
+    if row is None or len(row["seconds_a_block"]) == row["blocks"]:
+        return ""
+    return f" ({len(row['seconds_a_block'])} of {row['blocks']} blocks timed)"
 
 
 def aims_dispatch() -> str:
