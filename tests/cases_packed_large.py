@@ -1,9 +1,10 @@
 """What packed_large is tested on: formats, shapes and blocks, for the emulator (tiny), the compiler and the GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from anybit.device import Device
 from anybit.kernels import packed_large
 from anybit.kernels.packed_large import Config, Problem
 from anybit.scheme import ActivationFormat, WeightFormat
@@ -93,8 +94,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
         (32, 700, 4096, (32, 1, 1, 2, 1)),
     ):
         cases.append(Case(Problem(m, n, k, w4), (*cut, 0, None, False, 2)))  # two blocks a multiprocessor
-    cases.append(Case(Problem(16, 28672, 1024, w4), (16, 4, 1, 1, 1, 0, None, True, 2)))
-    cases.append(Case(Problem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, 0, None, False, 3)))
+    cases.append(Case(Problem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, 0, None, False, 2)))  # both of one launch
     for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
         problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
@@ -137,4 +137,8 @@ def tiny_cases() -> list[Case]:
         (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, 0, None, True)),
         (13, 200, 512, WeightFormat(4, "asym", None), INT8, torch.float16, (16, 2, 1, 1, 1, 0, None, True)),
     ]
-    return [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
+    cases = [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
+    # Two blocks a multiprocessor, and blocks without work on a small device.
+    small = replace(Device.named("sm_90a"), sms=4)
+    problem = Problem(12, 64, 384, WeightFormat(4, "sym", 128), device=small)
+    return [*cases, Case(problem, (16, 1, 2, 2, 1, 0, None, False, 2))]

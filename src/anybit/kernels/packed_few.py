@@ -20,11 +20,13 @@ def kernel(problem: Problem) -> ModuleType | None:
     p = problem
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
     # From 9 tokens on packed_large takes 6.1 us for qkv, 4.5 for o, 18 for gate_up and 10.8 for down, where packed_mid
-    # takes 6.5 to 7.3, 5.6, 20 to 21 and 14.
-    if p.m > MOST_TOKENS:
+    # takes 6.5 to 7.3, 5.6, 20 to 21 and 14; from 5 on of layers of many rows or columns, too (17.7, 10.8; 18.7, 12.2).
+    if p.m > MOST_TOKENS or (p.m > 4 and (units > 4 or p.columns > 8192)):
         return None
-    # Of int8 from 5 tokens on: 25 to 27 us in packed_small, 17.3 in packed_large.
-    if p.m > 4 and p.activations == torch.int8 and units > 4:
+    # Of int8, too, and of others: 5.3 us of o, 5.7 in packed_small; of narrow codes in many rows from 3 tokens on.
+    if p.activations == torch.int8 and (
+        (p.m > 4 and (units < 3 or p.weights.bits < 4)) or (p.m > 2 and units > 4 and p.weights.bits < 3)
+    ):
         return None
     if p.m > (4 if p.weights.bits <= 3 and units > 3 else 2):
         order = [packed_mid, packed_small]

@@ -133,6 +133,8 @@ struct Producer {
                 load_x(place, part.first + unit, cursor.stage);
             }
         }
+        // A block without work keeps its place until those of the next launch have theirs: two of them would share one.
+        if (Config::resident > 1 && walk.position[0] == 0) __nanosleep(800);
     }
 };
 

@@ -23,12 +23,12 @@ from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, 
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _EARLY_BYTES = 32 << 10
-_RESIDENT = ((2, 2, 2), (2, 2, 1), (2, 1, 2), (3, 2, 2), (3, 1, 2))
-"""Blocks a multiprocessor, warpgroups and blocks that share K: what `configs` offers."""
+_RESIDENT = ((2, 2), (2, 1), (1, 2))
+"""Warpgroups and blocks that share K, where two blocks share a multiprocessor: what `configs` offers."""
 _MOST_STAGES = 24
-_LEAST_SHARED = {1: 117 << 10, 2: 80 << 10, 3: 60 << 10}
-_MOST_SHARED = {2: 113 << 10, 3: 75 << 10}
+_LEAST_SHARED = {1: 117 << 10, 2: 80 << 10}
 """Shared memory of a block of which so many fit a multiprocessor, and one more does not."""
+_MOST_BESIDE = 113 << 10
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
 _SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
@@ -139,8 +139,7 @@ class Config:
     @property
     def threads(self) -> int:
         """Threads of a block, its producer warp among them, or four of these."""
-        one = self.row_warpgroups * self.tokens >= 256 or (self.resident > 1 and self.row_warpgroups == 4)
-        return 128 * self.warpgroups + (128 if self.reallocates or not one else 32)
+        return 128 * self.warpgroups + (128 if self.reallocates or self.row_warpgroups * self.tokens < 256 else 32)
 
     @property
     def tail_rows(self) -> int:
@@ -262,9 +261,9 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         if not 0 < config.stripes <= most:
             return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
     if config.resident not in _LEAST_SHARED:
-        return f"1 to 3 blocks share a multiprocessor, not {config.resident}"
-    if config.resident > 1 and (config.stripes or shared_bytes(config) > _MOST_SHARED[config.resident]):
-        return f"{config.resident} such blocks do not fit a multiprocessor"
+        return f"1 or 2 blocks share a multiprocessor, not {config.resident}"
+    if config.resident > 1 and (config.stripes or config.halves or shared_bytes(config) > _MOST_BESIDE):
+        return "two such blocks do not fit a multiprocessor"
     if shared_bytes(config) > problem.device.shared_bytes:
         return f"{shared_bytes(config)} bytes of shared memory are more than the device's {problem.device.shared_bytes}"
     return None
@@ -329,13 +328,7 @@ def _registers(config: Config) -> int:
 
 def _at_launch(config: Config) -> int:
     """Registers of a thread at launch, with a producer beside the warpgroups, on a quarter of a multiprocessor."""
-    # Counted in warps, where one warp of four warpgroups' blocks fills the ring.
-    return min(
-        65536 // config.resident // config.threads // 8 * 8
-        if config.resident > 1
-        else 512 // (config.warpgroups + 1) // 8 * 8,
-        255,
-    )
+    return min(512 // config.resident // (config.warpgroups + 1) // 8 * 8, 255)
 
 
 def _most_registers(config: Config) -> int:
@@ -392,7 +385,7 @@ def config_for(
         resident=resident,
     )
     most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
-    return _fitted(config, most, _MOST_SHARED.get(resident, problem.device.shared_bytes))
+    return _fitted(config, most, problem.device.shared_bytes if resident == 1 else _MOST_BESIDE)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -414,8 +407,13 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
         stages, staged, places = _staging(config, most, shared)
         config = replace(config, stages=stages, staged=staged, places=places)
     # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
-    bytes_ahead = _EARLY_BYTES if config.resident == 1 else _EARLY_BYTES * 9 // 16
-    early = max(2, bytes_ahead // (config.row_warpgroups * config.tile_bytes))
+    early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
+    if config.x_bytes == 2 and 48 <= config.tokens <= 64:
+        early = min(early, 3)
+    elif config.halves:
+        early = 3
+    elif config.resident > 1:
+        early = max(2, config.stages // 2)
     return replace(config, early=min(config.stages, early))
 
 
@@ -448,12 +446,12 @@ def configs(problem: Problem) -> Iterator[Config]:
                     found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks)
                     if why_not(problem, found) is None:
                         yield found
-            for resident in (1, 2) if row_warpgroups == 4 and problem.m <= 128 else ():
-                found = config_for(problem, tokens, row_warpgroups, halves=True, resident=resident)
+            if row_warpgroups == 4 and problem.m <= 128:
+                found = config_for(problem, tokens, row_warpgroups, halves=True)
                 if why_not(problem, found) is None:
                     yield found
-        for resident, k_warpgroups, k_blocks in _RESIDENT if problem.m <= 64 else ():
-            found = config_for(problem, tokens, 1, k_warpgroups, k_blocks, resident=resident)
+        for k_warpgroups, k_blocks in _RESIDENT if problem.m <= 64 else ():
+            found = config_for(problem, tokens, 1, k_warpgroups, k_blocks, resident=2)
             if why_not(problem, found) is None:
                 yield found
 

@@ -57,7 +57,7 @@ def estimate(problem: "Problem", config: "Config") -> float:
     sharing = 1.0
     if config.resident > 1:  # blocks of the next launch wait beside these, or two of these share a multiprocessor
         sharing = 1.0 if tiles <= slots else 1.3 if config.cluster > 1 else 2.0
-        slots *= config.resident
+        slots *= 2
     waves = float(-(-tiles // slots))
     summing = 0.1 * partial if config.warpgroups > rows else 0.0
     if config.halves:
@@ -70,6 +70,6 @@ def estimate(problem: "Problem", config: "Config") -> float:
     one = units * stage * sharing / 1800 + around
     ahead = 0.0
     if config.resident > 1:
-        known = config.x_bytes == 2 and config.cluster == 2 and (tokens <= 24 or (tokens == 32 and units <= 32))
+        known = config.x_bytes == 2 and config.cluster == 2 and (tokens == 16 or (tokens <= 32 and tiles > 66))
         ahead = 0.55 if known else -1.0
     return 1.0 + 0.5 * (config.row_blocks - 1) + summing * waves + waste * waves * one - ahead

@@ -33,9 +33,7 @@ template <class Config>
 struct PackedLargeShape {
     static constexpr int warpgroups = Config::row_warpgroups * Config::k_warpgroups;
     // Warps that fill the ring by turns. One takes some 360 cycles a stage: longer than its products where these are few.
-    // (Where blocks share a multiprocessor's registers, those of four warpgroups have it wait.)
-    static constexpr bool one_producer = Config::row_warpgroups * Config::tokens >= 256 || (Config::resident > 1 && Config::row_warpgroups == 4);
-    static constexpr int most_producers = one_producer ? 1 : 4;
+    static constexpr int most_producers = Config::row_warpgroups * Config::tokens < 256 ? 4 : 1;
     static constexpr int producers = Config::stages < most_producers ? Config::stages : most_producers;
     static constexpr int producer_threads = Config::reallocates || most_producers > 1 ? 128 : 32;
     static constexpr bool bytes_of_x = Config::operand == Operand::s8 || Config::operand == Operand::e4m3;
@@ -66,7 +64,7 @@ struct PackedLargeShape {
     static constexpr int barrier_offset = body_bytes + staging_bytes + meeting_bytes;
     // So much of a multiprocessor's that no more blocks share it than are meant to: others would stand idle.
     static constexpr int needed = barrier_offset + Config::stages * 24 + 8;
-    static constexpr int least = Config::resident == 1 ? 119808 : Config::resident == 2 ? 81920 : 61440;
+    static constexpr int least = Config::resident == 1 ? 119808 : 81920;
     static constexpr int bytes = needed > least ? needed : least;
 };
 
