@@ -100,4 +100,10 @@ def small(problem: Problem, tokens: int, walk: Walk = Walk.weights, **change: ob
     return replace(config, **({"stacked": stacked} | change))
 
 
-__all__ = ["H200", "Operands", "Output", "Problem", "Turns", "Walk", "code_pairs", "large", "operands", "small"]
+def once(problem: Problem, tokens: int, walk: Walk, **change: object) -> Config:
+    """A config that holds all of its tile in shared memory."""
+    chunks = planes.chunks(problem.k)
+    return replace(small(problem, tokens, walk, path=Path.once, stages=chunks, span=0, slots=0, early=chunks), **change)
+
+
+__all__ = ["H200", "Operands", "Output", "Problem", "Turns", "Walk", "code_pairs", "large", "once", "operands", "small"]

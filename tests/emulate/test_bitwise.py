@@ -10,7 +10,7 @@ from anybit.device import Device
 from anybit.kernels import bitwise
 from anybit.kernels.bitwise import Config, Output, Problem, Turns, Walk
 from anybit.scheme import Scheme
-from cases_bitwise import large, operands, small
+from cases_bitwise import large, once, operands, small
 
 pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
@@ -102,6 +102,27 @@ def test_few_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, objec
     asked = problem(scheme, m, n, k)
     for seed in range(2):
         run(asked, small(asked, **change), seed)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "m", "n", "k", "change"),
+    [
+        ("w1a1", 40, 64, 2100, {"tokens": 32, "walk": Walk.weights}),
+        ("w2a3asym-xasym", 37, 136, 2000, {"tokens": 32, "walk": Walk.weights}),
+        ("w3a2bipolar-xasym", 64, 70, 4000, {"tokens": 32, "walk": Walk.tokens, "even": True, "sets": 2}),
+        ("w2a2", 64, 64, 2100, {"tokens": 32, "walk": Walk.tokens, "reserve": 64, "even": True, "sets": 2, "early": 1}),
+        ("w1a2asym", 21, 300, 2100, {"tokens": 16, "walk": Walk.weights}),
+        ("w2a1", 100, 96, 4096, {"tokens": 16, "walk": Walk.tokens, "early": 0}),
+        ("w4a2", 70, 128, 2100, {"tokens": 32, "walk": Walk.weights, "sets": 2, "early": 2}),
+        ("w3a3asym", 64, 120, 2100, {"tokens": 32, "walk": Walk.weights, "sets": 3}),
+        ("w4a4", 40, 64, 2100, {"tokens": 32, "walk": Walk.weights, "sets": 3, "early": 1}),
+    ],
+)
+def test_everything_of_a_tile_at_once(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
+    for output in (Output.s32, Output.f16):
+        asked = problem(scheme, m, n, k, output)
+        run(asked, once(asked, **change), bias=output is Output.f16)
+    run(asked, once(asked, **change), seed=1, padding=3)  # rows that begin anywhere
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ import torch  # noqa: E402
 
 from anybit.jit import Kernel  # noqa: E402
 from anybit.kernels import bitwise, bitwise_sync, pack, planes  # noqa: E402
-from anybit.kernels.bitwise import Output, Walk  # noqa: E402
+from anybit.kernels.bitwise import Output, Path, Walk  # noqa: E402
 from anybit.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
-from cases_bitwise import H200, large, operands, small  # noqa: E402
+from cases_bitwise import H200, large, once, operands, small  # noqa: E402
 
 CASES = [
     *((5, 24, 300, "w2a2"), (70, 136, 1100, "w3a4asym-xasym"), (17, 40, 2048, "w1a1"), (1, 72, 77, "w4a8")),
@@ -35,6 +35,9 @@ WAYS: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (70, 72, 2100, "w2a2", {"tokens": 32, "walk": Walk.tokens, "groups": 2, "by_columns": True, "stacked": 32}),
     (9, 72, 2100, "w1a2", {"tokens": 16, "cluster": 2}),
     (64, 64, 999, "w2a2", {"tokens": 32, "walk": Walk.tokens, "cluster": 2, "multicast": True, "slots": 3}),
+    (64, 136, 2100, "w1a2", {"path": Path.once, "tokens": 32, "walk": Walk.weights, "even": True}),
+    (70, 128, 2100, "w2a2", {"path": Path.once, "tokens": 32, "walk": Walk.weights, "sets": 2, "early": 1}),
+    (64, 136, 2048, "w3a4", {"path": Path.once, "tokens": 32, "walk": Walk.tokens, "sets": 2}),
 ]
 
 
@@ -49,7 +52,8 @@ def ways() -> list[tuple[bitwise.Problem, bitwise.Config]]:
         scheme = Scheme.parse(text)
         problem = bitwise.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
         of_few = "walk" in change or change["tokens"] < 32
-        config = small(problem, **change) if of_few else large(problem, **change)
+        make = once if "path" in change else small if of_few else large
+        config = make(problem, **change)
         reason = bitwise.why_not(problem, config)
         assert reason is None, reason
         found.append((problem, config))

@@ -5,6 +5,7 @@ Every seventh of the 192 pairs and families is tested, all with ANYBIT_EXHAUSTIV
 
 import itertools
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from anybit import reference
 from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.kernels import bitwise, pack, planes
-from anybit.kernels.bitwise import Config, Output, Problem, Turns, Walk
+from anybit.kernels.bitwise import Config, Output, Path, Problem, Turns, Walk
+from anybit.kernels.upcoming import Upcoming
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS, random_weight
-from cases_bitwise import H200, code_pairs, large, operands, small
+from cases_bitwise import H200, code_pairs, large, once, operands, small
 
 
 def present() -> bool:
@@ -61,6 +63,17 @@ VARIANTS = [
     {"tokens": 32, "walk": Walk.weights, "by_columns": True, "groups": 2, "stacked": 48, "slots": 6},
     {"tokens": 128, "tail": 64},
     {"tokens": 256, "cluster": 2, "multicast": True, "turns": Turns.none},
+    {"tokens": 32, "walk": Walk.weights, "path": Path.once, "even": True},
+    {"tokens": 32, "walk": Walk.weights, "path": Path.once, "sets": 2, "early": 1, "even": True},
+    {"tokens": 16, "walk": Walk.weights, "path": Path.once, "reserve": 4096},
+    {"tokens": 32, "walk": Walk.tokens, "path": Path.once, "sets": 3, "early": 2},
+    {"tokens": 32, "walk": Walk.tokens, "path": Path.once, "sets": 2},
+]
+AT_ONCE: list[dict[str, Any]] = [
+    {"tokens": 32, "walk": Walk.weights, "even": True},
+    {"tokens": 32, "walk": Walk.weights, "sets": 2, "early": 1, "even": True},
+    {"tokens": 32, "walk": Walk.tokens, "sets": 2},
+    {"tokens": 16, "walk": Walk.weights, "sets": 2},
 ]
 CUTS = [
     {"tokens": 128, "tail": 64, "streamed": True},
@@ -81,6 +94,8 @@ def exact_problems(p: int, q: int, w: str, x: str) -> list[Problem]:
 
 
 def variant(problem: Problem, change: dict[str, object]) -> Config:
+    if change.get("path") is Path.once:
+        return once(problem, **change)
     return small(problem, **change) if "walk" in change else large(problem, **change)
 
 
@@ -94,6 +109,7 @@ def kernels_used() -> list[Kernel]:
     configs = {bitwise.default(problem) for problem in problems}
     configs |= {variant(asked(300, 328, 2100, "w2a3asym"), change) for change in VARIANTS}
     configs |= {variant(asked(1000, 6000, 2100, "w1a1", Output.f16), change | {"tensor": True}) for change in CUTS}
+    configs |= {once(asked(64, 4096, 4096, "w2a2", Output.f16), **change) for change in AT_ONCE}
     for slab, buffers, tensor in itertools.product((32, 64), (2, 3), (True, False)):
         problem = asked(300, 328, 2100, "w2a3asym", Output.f16)
         configs.add(large(problem, tokens=128, tensor=tensor, slab=slab, buffers=buffers))
@@ -179,6 +195,20 @@ def test_large_layer_and_repeats(m: int) -> None:
     assert bool(((first.double() - expected).abs() <= expected.abs() * 2**-10.9 + 2**-24).all())
     for _ in range(20):
         assert torch.equal(first, bitwise.multiply(given.x, given.weight, Output.f16))
+
+
+@pytest.mark.parametrize("change", AT_ONCE, ids=str)
+def test_chains_of_products_that_name_the_weights_to_come(change: dict[str, object]) -> None:
+    """Kernels that overlap with those ahead, and ask L2 for the next one's weights: every result is the same."""
+    problem = asked(64, 4096, 4096, "w2a2", Output.f16)
+    config = once(problem, **change)
+    assert bitwise.why_not(problem, config) is None
+    given = operands(64, 4096, 4096, problem.weights, problem.activations, "cuda")
+    upcoming = Upcoming(given.weight.planes, given.weight.planes.numel())
+    results = [bitwise.multiply(given.x, given.weight, Output.f16, config=config, next=upcoming) for _ in range(24)]
+    expected = given.exact * given.unit
+    assert bool(((results[0].double() - expected).abs() <= expected.abs() * 2**-10.9 + 2**-24).all())
+    assert all(torch.equal(results[0], result) for result in results)
 
 
 def test_after_quantize_and_pack() -> None:

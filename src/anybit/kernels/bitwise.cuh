@@ -12,12 +12,15 @@
 #define ANYBIT_BITWISE_CUH
 
 #include "bitwise_large.cuh"
+#include "bitwise_once.cuh"
 #include "bitwise_small.cuh"
 
 template <class Config>
 __global__ void __launch_bounds__(Config::threads, Config::blocks) bitwise(const __grid_constant__ Params p) {
     if constexpr (Config::path == Path::large)
         bitwise_large<Config>(p);
+    else if constexpr (Config::path == Path::once)
+        bitwise_once<Config>(p);
     else
         bitwise_small<Config>(p);
 }

@@ -21,10 +21,8 @@ from anybit.ops.sources import (
     CODING_BACKENDS,
     NORM_TOKENS,
     NORMING_BACKENDS,
-    hadamard_linear,
     norm_linear,
     norm_rotate_store,
-    rotation_refused,
     silu_linear,
 )
 from anybit.packing import QuantizedWeight
@@ -42,13 +40,11 @@ __all__ = [
     "backends",
     "choose",
     "hadamard",
-    "hadamard_linear",
     "linear",
     "norm_linear",
     "norm_rotate_store",
     "prepare",
     "register",
-    "rotation_refused",
     "silu_linear",
 ]
 
