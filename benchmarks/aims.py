@@ -110,6 +110,30 @@ def aims_bitwise() -> str:
     return _lines(figures())
 
 
+def aims_launch() -> str:
+    """What comes before a product: its kernel compiled and launched, a layer's weights put into tiles."""
+
+    def figures() -> Iterator[Figure]:
+        found = rows("launch")
+        for words, name, aim, unit in (
+            ("first use of a kernel, compiled", "first_use_s", 3, " s"),
+            ("first use of a kernel, from disk", "from_disk_ms", 20, " ms"),
+            ("host time of a launch", "launch_host_us", 10, " us"),
+        ):
+            yield Figure(words, aim, max((row[name] for row in found), default=None), unit)
+        layers = [row for row in rows("gemm_packed") if row["case"].startswith("llama-3-8b") and row["m"] == 1]
+        for scheme in ("w4a16g128", "w4a8"):
+            mine = [row for row in layers if row["scheme"] == scheme]
+            size = sum(row["n"] * row["k"] for row in mine)
+            seconds = sum(row["n"] * row["k"] / row["prepare_gb_s"] for row in mine)
+            words = f"{scheme}, weights of a layer of Llama-3-8B into tiles"
+            yield Figure(words, 20, _over(size, seconds), " GB/s", more=True)
+            most = max((row["prepare_layers"] for row in mine), default=None)
+            yield Figure(f"{scheme}, memory beside the weights meanwhile, in layers", 1, most)
+
+    return _lines(figures())
+
+
 def aims_packed() -> str:
     """Packed weights: the layers of Llama-3-8B in w4a16g128, microseconds with what was aimed at in brackets."""
     found = rows("gemm_packed")
@@ -246,12 +270,20 @@ def aims_quantizers() -> str:
         words = f"perplexity through the kernels and dequantized, {len(apart)} schemes, thousandths apart"
         yield Figure(words, 10, 1000 * max(apart) if apart else None)
         large = find(rows("quantize_large"), case="gptq llama-8b")
-        yield Figure("GPTQ of an 8B model, minutes", 15, _of(large, "minutes_whole_model"))
+        yield Figure(f"GPTQ of an 8B model, minutes{_timed(large)}", 15, _of(large, "minutes_whole_model"))
         yield Figure("GPTQ of an 8B model, GiB of the GPU", 40, _of(large, "peak_gib"))
         small = find(rows("quantize_large"), case="gptq smollm2-135m on two cores")
-        yield Figure("GPTQ of a model of SmolLM2's size on two cores, minutes", 6, _of(small, "minutes_whole_model"))
+        words = f"GPTQ of a model of SmolLM2's size on two cores, minutes{_timed(small)}"
+        yield Figure(words, 6, _of(small, "minutes_whole_model"))
 
     return _lines(figures())
+
+
+def _timed(row: Row | None) -> str:
+    """Of how many blocks a whole model's time was worked out, where not all were timed."""
+    if row is None or len(row["seconds_a_block"]) == row["blocks"]:
+        return ""
+    return f" ({len(row['seconds_a_block'])} of {row['blocks']} blocks timed)"
 
 
 def aims_dispatch() -> str:
@@ -271,6 +303,8 @@ def aims_dispatch() -> str:
     what = f"whole models, over the faster static strategy: the worst of {len(static)} points"
     figures.append(Figure(what, 1.02, max(static, default=None), "x"))
     looked = [row["us"] for row in rows("dispatch") if row["case"] == "look-up"]
+    tuned = [row["seconds"] for row in rows("dispatch") if row["case"].startswith("anybit tune")]
+    figures.append(Figure("`anybit tune` of a model of Llama-3-8B's shape", 300, max(tuned, default=None), " s"))
     figures.append(Figure("a look-up's host time", 1.0, max(looked, default=None), " us"))
     return _lines(figures)
 
@@ -279,4 +313,13 @@ def _at(ordered: list[float], part: float) -> float | None:
     return ordered[round(part * (len(ordered) - 1))] if ordered else None
 
 
-MAKERS = (aims_bitwise, aims_packed, aims_widths, aims_decode, aims_models, aims_dispatch, aims_quantizers)
+MAKERS = (
+    aims_bitwise,
+    aims_launch,
+    aims_packed,
+    aims_widths,
+    aims_decode,
+    aims_models,
+    aims_dispatch,
+    aims_quantizers,
+)

@@ -7,6 +7,7 @@
     python benchmarks/dispatch.py draw                     # docs/dispatch.svg, docs/crossover.svg
     python benchmarks/dispatch.py verify --problems 20     # against whole spaces, problems at random
     python benchmarks/dispatch.py look-up                  # host time of a look-up
+    python benchmarks/dispatch.py clock                    # anybit tune by the clock
     python benchmarks/dispatch.py record --plans plans --seconds 250               # map and ablate in one process
 
 ``map --compile --plans plans`` plans and compiles what ``record --plans plans`` measures, without a GPU.
@@ -16,6 +17,10 @@ The map that is shipped (src/anybit/tune/policies) is made by ``map`` over all l
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 import timeit
 from collections.abc import Iterator, Sequence
@@ -141,6 +146,42 @@ def look_up(options: argparse.Namespace) -> None:
         }
         rows.append(row | {"how": "host time, the least of 15 repeats of 5000", "checked": True} | stamp())
         print(row)
+    merge_rows(options.rows, rows, ROW_KEY)
+
+
+def clock(options: argparse.Namespace) -> None:
+    """How long ``anybit tune`` takes for a model of Llama-3-8B's shape, nothing compiled before."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    rows: list[dict[str, Any]] = []
+    for scheme in options.schemes:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "model"
+            LlamaConfig(
+                hidden_size=4096,
+                intermediate_size=14336,
+                num_hidden_layers=LAYERS,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                vocab_size=128256,
+                architectures=["LlamaForCausalLM"],
+            ).save_pretrained(folder)
+            save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
+            command = [sys.executable, "-m", "anybit", "tune", str(folder), "--scheme", scheme]
+            began = time.perf_counter()
+            fresh = os.environ | {"ANYBIT_CACHE_DIR": name}
+            done = subprocess.run(command, env=fresh, capture_output=True, text=True, check=False)
+            seconds = time.perf_counter() - began
+            said = " ".join(done.stderr.split("products known")[-1].split())
+            print(f"{scheme}: {seconds:.1f} s, exit code {done.returncode}; {said}", flush=True)
+            if done.returncode == 0:
+                rows.append(
+                    {"case": "anybit tune, llama-3-8b", "scheme": scheme, "batch": None, "prompt": None}
+                    | {"us": round(seconds * 1e6), "seconds": round(seconds, 1), "cores": os.cpu_count()}
+                    | {"how": "the command by the clock, no kernel compiled before", "checked": True} | stamp()
+                )  # fmt: skip
     merge_rows(options.rows, rows, ROW_KEY)
 
 
@@ -397,6 +438,9 @@ def main() -> None:
     whole.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
     whole.add_argument("--map", type=Path, help="the map to choose by; by default the shipped one")
     whole.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
+    clocking = kinds.add_parser("clock", help="anybit tune by the clock")
+    clocking.add_argument("--schemes", nargs="*", default=["w4a8"])
+    clocking.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
     looking = kinds.add_parser("look-up", help="host time of a look-up")
     looking.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
     drawing = kinds.add_parser("draw", help="draw docs/dispatch*.svg and docs/crossover.svg (needs matplotlib)")
@@ -409,7 +453,7 @@ def main() -> None:
         show(read(options.path))
         return
     commands = {"map": measure_map, "record": measure_map, "ablate": ablate, "verify": check}
-    commands |= {"model": whole_models, "draw": draw, "look-up": look_up}
+    commands |= {"model": whole_models, "draw": draw, "look-up": look_up, "clock": clock}
     commands[options.command](options)
 
 

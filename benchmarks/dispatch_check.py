@@ -38,7 +38,7 @@ from anybit.jit.cache import folder, key
 from anybit.tune.bounds import lower_bound_us
 from anybit.tune.dispatcher import Dispatcher
 from anybit.tune.families import Product, bucket
-from anybit.tune.plans import Options, Plan, compile_all, compile_one, die_with_parent, plan_key
+from anybit.tune.plans import Options, Plan, candidates_of, compile_one, die_with_parent, plan_key, plan_of
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
 from anybit.tune.runner import Effort, Sieve
 from anybit.tune.search import Child, Winners, measure, sift
@@ -48,47 +48,62 @@ from timing import merge_rows, stamp
 
 KEY = ("case", "scheme", "m", "n", "k")
 CHOICES = ("map", "tuned", "built in")
-_SURELY_SECONDS = 2.0
-"""What a problem takes, at most, where its kernels are compiled: kept back for each that is not begun."""
+_SECONDS = 1.0
+"""About what a problem takes, until some are compared: kept back for each that is not begun."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """The space of a problem: its candidates, what each needs compiled (by name), and what it cannot be faster than."""
+    """The space of a problem: its candidates, what each needs compiled (by name), and what it cannot be faster than;
+    and what a search tries at the token count that stands for the problem's.
+    """
 
     candidates: tuple[Candidate, ...]
     names: tuple[tuple[str, ...], ...]
     bounds: tuple[float, ...]
     expected_us: float
     """What the best surely takes no more than, by a map of before: what cannot be faster is not compiled."""
+    near: Product
+    plan: Plan
+    plan_names: tuple[tuple[str, ...], ...]
 
     def wanted(self) -> Iterator[int]:
         """Places of what is to be compiled."""
         return (i for i, bound in enumerate(self.bounds) if bound <= self.expected_us)
 
-    def missing(self, present: set[str]) -> int:
-        """How many of these are not compiled."""
-        return sum(not present.issuperset(self.names[i]) for i in self.wanted())
+    def complete(self, present: set[str]) -> bool:
+        """Whether all that is wanted is compiled."""
+        return all(map(present.issuperset, self.plan_names)) and all(
+            present.issuperset(self.names[i]) for i in self.wanted()
+        )
 
 
 _older: list[Policy] = []
+_usual = Options()
 
 
 def whole_space(product: Product) -> Space:
     """The space of a problem."""
+    near = replace(product, m=bucket(product.m))
+    plan = plan_of(near, candidates_of(near, (), _usual))
     candidates = tuple(promising(product, 10**6))
     kernels = [list(candidate.kernels(product)) for candidate in candidates]
-    names = {kernel: key(kernel, product.device.arch) for kernel in {k for mine in kernels for k in mine}}
+    planned = [list(candidate.kernels(near)) for candidate in plan.candidates]
+    arch = product.device.arch
+    names = {kernel: key(kernel, arch) for kernel in {k for mine in (*kernels, *planned) for k in mine}}
     bounds = tuple(lower_bound_us(product, candidate) for candidate in candidates)
-    return Space(candidates, tuple(tuple(names[k] for k in mine) for mine in kernels), bounds, _expected_us(product))
+    by_name = [tuple(tuple(names[k] for k in mine) for mine in some) for some in (kernels, planned)]
+    return Space(candidates, by_name[0], bounds, _expected_us(product), near, plan, by_name[1])
 
 
 def _wanted_kernels(product: Product, space: Space) -> dict[str, Kernel]:
-    """The kernels of what is to be compiled, by name."""
+    """The kernels of what is to be compiled, by name: the search's first."""
     found: dict[str, Kernel] = {}
-    for i in space.wanted():
-        if not found.keys() >= {*space.names[i]}:
-            found |= dict(zip(space.names[i], space.candidates[i].kernels(product), strict=True))
+    asked = [(one, names, space.near) for one, names in zip(space.plan.candidates, space.plan_names, strict=True)]
+    asked += [(space.candidates[i], space.names[i], product) for i in space.wanted()]
+    for candidate, names, whose in asked:
+        if not found.keys() >= {*names}:
+            found |= dict(zip(names, candidate.kernels(whose), strict=True))
     return found
 
 
@@ -116,9 +131,8 @@ def compile_spaces(options: argparse.Namespace) -> None:
     os.nice(options.nice)
     problems = drawn(options.problems, options.seed)
     jobs = options.jobs or os.cpu_count() or 1
-    usual = Options(options.tune_each, jobs=jobs, plans=_tuned(options.plans))
-    near = [replace(one, m=bucket(one.m)) for one in problems]
-    print(f"{compile_all(near, usual)} candidates of searches, {time.perf_counter() - began:.1f} s", flush=True)
+    global _usual
+    _usual = Options(options.tune_each)
     _older[:] = [read(options.map or SHIPPED / file_name("NVIDIA H200"))]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), die_with_parent) as pool:
         spaces: dict[Any, Space] = _read(_spaces(options.plans))
@@ -172,15 +186,18 @@ class Compiled:
 def _in_turn(problems: list[Product], spaces: dict[Any, Space], compiled: Compiled, end: float) -> Iterator[Product]:
     """Problems whose spaces are complete, as they become so; what is left when time becomes short, as it is."""
     left = [problem for problem in problems if plan_key(problem) in spaces]
+    done, busy = 1, _SECONDS
     while left:
         names = compiled.names()
-        ready = next((one for one in left if not spaces[plan_key(one)].missing(names)), None)
-        if ready is None and time.perf_counter() + _SURELY_SECONDS * len(left) < end:
+        ready = next((one for one in left if spaces[plan_key(one)].complete(names)), None)
+        if ready is None and time.perf_counter() + 1.1 * busy / done * len(left) < end:
             time.sleep(0.2)
             continue
-        chosen = ready or min(left, key=lambda one: spaces[plan_key(one)].missing(names))
+        chosen = ready or left[0]
         left.remove(chosen)
+        start = time.perf_counter()
         yield chosen
+        done, busy = done + 1, busy + time.perf_counter() - start
 
 
 def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Policy | None = None) -> None:
@@ -188,10 +205,9 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
     began = time.perf_counter()
     device: Device = child.facts["device"]
     compiling = start_compiling(options) if options.beside else None
-    while compiling is not None and not (_spaces(options.plans).exists() and _tuned(options.plans).exists()):
+    while compiling is not None and not _spaces(options.plans).exists():
         time.sleep(0.2)
     spaces: dict[Any, Space] = _read(_spaces(options.plans))
-    tuned: dict[Any, Plan] = _read(_tuned(options.plans))
     usual = Options(options.tune_each, effort=Effort(60, 2, 5), limit=options.limit, models=tuple(MODELS.values()))
     policy, winners, compiled = Policy(Origin.here(device.name, device.arch)), Winners(), Compiled()
     if found is not None:
@@ -203,16 +219,18 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         start = time.perf_counter()
         if start - began > options.verify_seconds:
             break
-        near, space = replace(product, m=bucket(product.m)), spaces[plan_key(product)]
-        plan = tuned.get(plan_key(near))
-        point = None if plan is None else measure(child, near, plan, usual, policy, winners.near(near, plan))
+        space = spaces[plan_key(product)]
+        near, names = replace(product, m=bucket(product.m)), compiled.names()
+        planned = enumerate(zip(space.plan.candidates, space.plan_names, strict=True))
+        plan = plan_of(near, [one for i, (one, needs) in planned if i in space.plan.own or names.issuperset(needs)])
+        point = measure(child, near, plan, usual, policy, winners.near(near, plan))
         if point is None:
             print(f"{product}: a search found nothing", flush=True)
             continue
         searched = time.perf_counter() - start
         chosen = {"built in": builtin(product), "map": by.choose(product).candidate}
         chosen["tuned"] = _by_point(product, point, child).choose(product).candidate
-        there = [one for one, needs in zip(space.candidates, space.names, strict=True) if compiled.names() >= {*needs}]
+        there = [one for one, needs in zip(space.candidates, space.names, strict=True) if names.issuperset(needs)]
         candidates = list(dict.fromkeys([*chosen.values(), *there[: options.most]]))
         sieve = Sieve(bounds=tuple(lower_bound_us(product, candidate) for candidate in candidates))
         times, _ = sift(child, product, candidates, usual, policy, list(chosen.values()), sieve)
@@ -261,10 +279,6 @@ def _by_point(product: Product, point: Any, child: Child) -> Dispatcher:
 
 def _spaces(plans: Path) -> Path:
     return plans.with_suffix(".spaces")
-
-
-def _tuned(plans: Path) -> Path:
-    return plans.with_suffix(".tuned")
 
 
 def _read(path: Path) -> dict[Any, Any]:

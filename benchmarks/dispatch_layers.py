@@ -54,7 +54,7 @@ def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: 
             found.append((of(scheme, tuple(s for s in PICTURED_SHAPES if s in shapes), powers), 1))
             continue
         if scheme not in CHECKED:
-            found.append((of(scheme, first + rest, powers), 0))
+            found.append((of(scheme, first + rest, powers), max(each - 2, 0)))
             continue
         found.append((of(scheme, first, powers), each))
         found.append((of(scheme, first, others), each - 1))

@@ -350,6 +350,23 @@ def quantizers_kernels() -> str:
     return table(head, body) if body else ""
 
 
+def rotations() -> str:
+    """Four-bit codes of rotated rows: widths and ways down, tokens across, microseconds."""
+    found = [row for row in rows("rotate") if row["scheme"] == "a4asym"]
+    tokens, body = sorted({row["m"] for row in found}), []
+    for k in sorted({row["k"] for row in found}):
+        mine = {row["m"]: row for row in found if row["k"] == k}
+        ways: dict[str, Callable[[Row], float]] = {
+            f"**{k}**, one kernel": lambda row: row["us"],
+            "a kernel each": lambda row: row["baselines"]["kernel each"],
+            "coding alone": lambda row: row["baselines"]["pack alone"],
+            "torch's rotation alone": lambda row: row["baselines"]["torch"],
+        }
+        for words, of in ways.items():
+            body.append([words, *(f"{of(mine[m]):.1f}" if m in mine else "" for m in tokens)])
+    return table(["us", *(f"{m} tokens" for m in tokens)], body) if body else ""
+
+
 def peers() -> str:
     """Other quantizers on the same model, text and scheme, beside the best of ours."""
     mine = _quantized()
@@ -372,7 +389,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for make in (
         headline, *tables_linear.MAKERS, generate, generate_models, shipped_map, ablation, ablation_model,
         dispatch_model, dispatch_check, decode_attention, decode_formats, decode_variants, kv_store, kv_perplexity,
-        kv_widths, kv_kernel, kv_needle, quantizers, quantizers_kernels, peers, *aims.MAKERS,
+        kv_widths, kv_kernel, kv_needle, quantizers, quantizers_kernels, rotations, peers, *aims.MAKERS,
     )
 }  # fmt: skip
 _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -1,9 +1,10 @@
 """What packed_large is tested on: formats, shapes and blocks, for the emulator (tiny), the compiler and the GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from anybit.device import Device
 from anybit.kernels import packed_large
 from anybit.kernels.packed_large import Config, Problem
 from anybit.scheme import ActivationFormat, WeightFormat
@@ -15,10 +16,10 @@ FP8 = ActivationFormat(8, "float")
 
 @dataclass(frozen=True)
 class Case:
-    """A problem and how it is cut: tokens, row and k warpgroups, k and row blocks of a cluster, stripes."""
+    """A problem and how it is cut: what config_for is given, in its order."""
 
     problem: Problem
-    cut: tuple[int, ...]
+    cut: tuple[int | bool | None, ...]
 
     @property
     def config(self) -> Config:
@@ -43,6 +44,9 @@ CUTS = [
     (64, 2, 1, 1, 1, 4),
     (32, 1, 2, 1, 1, 7),
     (16, 2, 2, 1, 1, 11),
+    (64, 4, 1, 1, 1, 0, None, True),
+    (16, 2, 1, 1, 1, 0, None, True),
+    (64, 2, 1, 3, 1),
 ]
 _RAGGED = [(37, 320, 520), (16, 192, 768), (70, 300, 1024), (33, 256, 1024), (128, 512, 512), (64, 260, 1040)]
 
@@ -81,6 +85,16 @@ def gpu_cases(every: int = 1) -> list[Case]:
         problem = Problem(m, 512, 1024, w4)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
     cases.append(Case(Problem(1024, 512, 1024, w4), (64, 2, 1, 1, 1, 20)))  # many tiles whole, the last ones in stripes
+    for m, cut in ((16, 16), (50, 64), (64, 64)):  # two blocks halve a row tile
+        cases.append(Case(Problem(m, 28672, 1024, w4), (cut, 4, 1, 1, 1, 0, None, True)))
+        cases.append(Case(Problem(m, 1500, 1024, WeightFormat(3, "asym", 64)), (cut, 3, 1, 1, 1, 0, None, True)))
+    for m, n, k, cut in (
+        (16, 4096, 1024, (16, 1, 2, 2, 1)),
+        (60, 1500, 4096, (64, 1, 2, 1, 1)),
+        (32, 700, 4096, (32, 1, 1, 2, 1)),
+    ):
+        cases.append(Case(Problem(m, n, k, w4), (*cut, 0, None, False, 2)))  # two blocks a multiprocessor
+    cases.append(Case(Problem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, 0, None, False, 2)))  # both of one launch
     for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
         problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
@@ -92,9 +106,9 @@ def gpu_cases(every: int = 1) -> list[Case]:
     return cases
 
 
-def cut_of(config: Config) -> tuple[int, ...]:
+def cut_of(config: Config) -> tuple[int | bool | None, ...]:
     c = config
-    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes
+    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves, c.resident
 
 
 def tiny_cases() -> list[Case]:
@@ -115,5 +129,16 @@ def tiny_cases() -> list[Case]:
         (65, 64, 264, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 1, 1, 1)),
         (3, 64, 256, WeightFormat(4, "sym", None), INT8, torch.float16, (64, 1, 2, 1, 1)),
         (70, 64, 256, WeightFormat(2, "sym", 128), A16, torch.bfloat16, (64, 1, 1, 2, 1)),
+        (20, 64, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 1, 2, 2, 1)),
+        (20, 70, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 3, 1)),  # tokens divide unevenly
+        (9, 64, 512, WeightFormat(3, "sym", None), INT8, torch.float16, (16, 1, 1, 3, 1)),  # one finishes none
+        # Two blocks halve a row tile: three tiles a pair, and a last pair that lacks some.
+        (20, 190, 384, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1, 0, None, True)),
+        (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, 0, None, True)),
+        (13, 200, 512, WeightFormat(4, "asym", None), INT8, torch.float16, (16, 2, 1, 1, 1, 0, None, True)),
     ]
-    return [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
+    cases = [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
+    # Two blocks a multiprocessor, and blocks without work on a small device.
+    small = replace(Device.named("sm_90a"), sms=4)
+    problem = Problem(12, 64, 384, WeightFormat(4, "sym", 128), device=small)
+    return [*cases, Case(problem, (16, 1, 2, 2, 1, 0, None, False, 2))]

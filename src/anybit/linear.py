@@ -177,7 +177,9 @@ class QuantLinear(nn.Module):
         assert self._prepared is not None
         if self.input_scale is not None:
             x = x * self.input_scale
-        return ops.linear(ops.hadamard(x) if self.hadamard else x, self._prepared, self.bias)
+        if self.hadamard:
+            return ops.hadamard_linear(x, self._prepared.tensors, self.bias, self._prepared.spec_text)
+        return ops.linear(x, self._prepared, self.bias)
 
     def after_norm(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False
@@ -197,7 +199,8 @@ class QuantLinear(nn.Module):
             return silu_mul(y, paired=True) if silu else y, total
         prepared = self._prepared
         assert prepared is not None
-        return ops.norm_linear(x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text, silu)
+        rest = prepared.tensors, self.bias, prepared.spec_text, silu, self.hadamard
+        return ops.norm_linear(x, residual, gamma, epsilon, *rest)
 
     def after_norm_turned(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, step: Step
@@ -231,12 +234,14 @@ class QuantLinear(nn.Module):
         if not self._codes_first(gate_up):
             y: Tensor = self(silu_mul(gate_up))
             return y
-        return ops.silu_linear(gate_up, prepared.tensors, self.bias, prepared.spec_text)
+        return ops.silu_linear(gate_up, prepared.tensors, self.bias, prepared.spec_text, self.hadamard)
 
     def _codes_first(self, x: Tensor) -> bool:
         """Whether the kernel that codes this layer's input can make it too."""
         assert self._prepared is not None
-        plain = self.input_scale is None and not self.hadamard and self.weight_g_idx is None
+        plain = self.input_scale is None and self.weight_g_idx is None
+        if self.hadamard and ops.rotation_refused(self.in_features, x.dtype):
+            return False
         coded = self.scheme.activations.quantized and self._prepared.spec.backend in ops.CODING_BACKENDS
         return plain and coded and x.is_cuda
 

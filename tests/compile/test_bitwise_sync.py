@@ -71,3 +71,11 @@ def test_pack(bits: int, code: str, source: Source, target: Target, arch: str) -
     compiled = jit.cached(pack.kernel(pack.default(asked)), arch)  # a division's rare cases are a call: no check()
     assert compiled.spill_bytes == compiled.stack_bytes == 0
     assert compiled.registers <= 64
+
+
+@pytest.mark.parametrize(("k", "arch"), [(576, "sm_80"), (1536, "sm_90a"), (14336, "sm_90a")])
+def test_pack_after_a_rotation(k: int, arch: str) -> None:
+    asked = pack.Problem(64, k, ActivationFormat(4, "asym"), source=Source.rms_norm, rotated=True)
+    compiled = jit.cached(pack.kernel(pack.default(asked)), arch)
+    assert compiled.spill_bytes == compiled.stack_bytes == 0
+    assert compiled.registers <= 64

@@ -11,7 +11,10 @@ from anybit.kernels import hadamard as kernel
 pytestmark = pytest.mark.emulate
 
 
-@pytest.mark.parametrize(("k", "dtype"), [(64, torch.float16), (48, torch.bfloat16), (144, torch.float16)])
+@pytest.mark.parametrize(
+    ("k", "dtype"),
+    [(64, torch.float16), (48, torch.bfloat16), (144, torch.float16), (448, torch.float16), (1024, torch.bfloat16)],
+)
 def test_same_as_the_reference(k: int, dtype: torch.dtype) -> None:
     x = torch.randn(3, k + 8, generator=torch.Generator().manual_seed(k)).to(dtype)[:, :k]
     config = kernel.default(kernel.Problem(3, k, dtype))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels import pack, planes
+from anybit.kernels import hadamard, pack, planes
 from anybit.kernels.pack import Source, Target
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat
@@ -95,3 +95,51 @@ def test_rms_norm_with_residual() -> None:
     coded = quantize_activations(values, format)
     assert torch.equal(planes.unpack(codes.view(1, 4, -1, planes.ROW_BYTES), m, k), coded.codes)
     assert torch.equal(scale, coded.scale)
+
+
+@pytest.mark.parametrize(
+    ("k", "format", "dtype", "source"),
+    [
+        (64, ActivationFormat(4, "asym"), torch.float16, Source.plain),
+        (288, ActivationFormat(6, "asym"), torch.bfloat16, Source.silu_mul),
+        (96, ActivationFormat(8, "sym"), torch.float16, Source.rms_norm),
+    ],
+)
+def test_rotated_on_the_way_as_by_a_kernel_of_its_own(k, format, dtype, source) -> None:
+    """The same codes as of the rows that hadamard.cuh writes."""
+    m, target = 3, Target.bytes if format.bits == 8 else Target.planes
+    x = torch.randn(m, 2 * k if source is Source.silu_mul else k, generator=torch.Generator().manual_seed(k)).to(dtype)
+    x[1] = 0
+    gamma, made = torch.rand(k).to(dtype), torch.zeros(m, k, dtype=dtype)
+    problem = pack.Problem(m, k, format, dtype, source, target, rotated=True)
+    config = pack.default(problem)
+    width = planes.chunks(k) * planes.CHUNK if target is Target.planes else pack.pitch(k)
+    codes = torch.zeros(planes.size(m, k, format.bits) if target is Target.planes else m * width, dtype=torch.uint8)
+    scale, sum, zero = torch.zeros(m), torch.zeros(m, dtype=torch.int32), torch.zeros(m, dtype=torch.int32)
+    signs = hadamard.signs(config.order, x.device)
+    params = pack.Params(
+        *(x, None, None, gamma, made, codes, scale, sum, zero, x.stride(0), 0, k, width, planes.padded_rows(m), 1e-5),
+        float(k) ** -0.5, signs,
+    )  # fmt: skip
+    emulate.run(pack.kernel(config), params, (m, 1, 1), dependent=("x",))
+    rows = x if source is Source.plain else made
+    own = hadamard.default(hadamard.Problem(m, k, dtype))
+    rotated = torch.zeros(m, k, dtype=dtype)
+    emulate.run(hadamard.kernel(own), hadamard.arguments(rows, rotated, own), (m, 1, 1))
+    expected = quantize_activations(rotated, format)
+    assert torch.equal(scale, expected.scale)
+    if target is Target.planes:
+        got = planes.unpack(codes.view(planes.chunks(k), format.bits, -1, planes.ROW_BYTES), m, width)
+    else:
+        got = (codes.view(m, width).view(torch.int8).int() + 128).to(torch.uint8)
+    assert torch.equal(got[:, :k], expected.codes)
+    if format.code == "asym":
+        assert torch.equal(zero, expected.zero.int())
+
+
+def test_rows_that_no_kernel_rotates_are_named() -> None:
+    def reason(k: int, target: Target = Target.planes) -> str:
+        form = ActivationFormat(16, "float") if target is Target.values else ActivationFormat(4, "sym")
+        return str(pack.why_not(pack.Problem(1, k, form, source=Source.rms_norm, target=target, rotated=True)))
+
+    assert "344" in reason(11008) and "12" in reason(12) and "own" in reason(64, Target.values)

@@ -107,7 +107,13 @@ def test_numbers_that_are_not_finite() -> None:
 @pytest.mark.parametrize("residual", [True, False])
 def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
     """The product of an RMSNorm of x + residual, for one and two tokens, with warps that have no columns."""
-    for m, n, k, warps, bits in ((1, 192, 1024, 3, 4), (2, 64, 256, 4, 3), (2, 130, 768, 2, 8)):
+    for m, n, k, warps, bits in (
+        (1, 192, 1024, 3, 4),
+        (2, 64, 256, 4, 3),
+        (2, 130, 768, 2, 8),
+        (1, 64, 200, 2, 4),
+        (2, 64, 328, 2, 4),
+    ):
         case = product(WeightFormat(bits, "sym", 128), m, n, k, dtype, bias=True, seed=k)
         other, gamma = torch.randn(m, k).to(dtype) if residual else None, (torch.rand(k) + 0.5).to(dtype)
         problem = packed_small.problem_of(case.packed, m, dtype, dtype, HOPPER)

@@ -1,6 +1,6 @@
 """Small launches of the packed kernels for compute-sanitizer, memcheck or racecheck:
 
-    compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize_packed.py [digits] [mid] [large]
+    compute-sanitizer --tool memcheck --report-api-errors no python3 tests/gpu/sanitize_packed.py [digits] ...
 
 Every way in which they share work (rings, clusters, stripes), each compared with float64,
 so that a tool that changes the timing changes nothing else.
@@ -17,6 +17,7 @@ import torch  # noqa: E402
 from anybit.device import Device  # noqa: E402
 from anybit.jit import Kernel  # noqa: E402
 from anybit.kernels import packed_digits, packed_large, packed_mid, packed_small  # noqa: E402
+from anybit.ops.elementwise import silu_mul  # noqa: E402
 from anybit.scheme import WeightFormat  # noqa: E402
 from cases_packed import TOLERANCE, product  # noqa: E402
 
@@ -35,13 +36,16 @@ FEW: dict[str, list[tuple[ModuleType, int, int, int, WeightFormat, torch.dtype, 
         (packed_mid, 12, 9000, 512, W4, HALF, False),
     ],
 }
-LARGE: list[tuple[int, int, int, tuple[int | None, ...]]] = [
+LARGE: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [
     (70, 320, 1024, (64, 2, 1, 1, 1)),
     (16, 192, 1024, (16, 1, 4, 1, 1)),
     (37, 128, 1024, (64, 1, 2, 2, 1)),
     (20, 256, 512, (32, 2, 2, 2, 2)),
     (70, 300, 640, (32, 1, 2, 1, 1, 7)),
     (16, 192, 3072, (16, 1, 2, 2, 1, 0, 5)),
+    (30, 192, 1024, (32, 2, 1, 3, 1)),
+    (16, 448, 1024, (16, 4, 1, 1, 1, 0, None, True)),
+    (16, 192, 1024, (16, 1, 2, 2, 1, 0, None, False, 2)),
 ]
 
 
@@ -63,9 +67,36 @@ def kernels_used() -> list[Kernel]:
     return list(found)
 
 
+def ends() -> None:
+    """Products that norm what they read and end with SiLU, or with the rotary embedding and the store of keys."""
+    for m, k, dim in ((1, 576, 64), (2, 512, 32)):
+        heads, kv_heads, slots = 4, 2, 32
+        n = (heads + 2 * kv_heads) * dim
+        it = product(W4, m, n, k, bias=True, device="cuda")
+        gamma, residual, total = torch.rand(k, device="cuda").half(), torch.randn_like(it.x), torch.zeros_like(it.x)
+        problem = packed_small.problem_of(it.packed, m, HALF, HALF, Device.of(it.x))
+        config = packed_digits.norm_default(problem)
+        norm = (gamma, 1e-5, residual, total, it.bias, config)
+        gated = torch.empty(m, n // 2, dtype=HALF, device="cuda")
+        packed_digits.launch_norm(it.packed, it.x, gated, *norm, silu=True)
+        q = torch.empty(m, heads * dim, dtype=HALF, device="cuda")
+        ring = torch.zeros(m, kv_heads, 2, slots * dim, dtype=HALF, device="cuda")
+        lengths = torch.tensor([40, 7][:m], dtype=torch.int32, device="cuda")
+        angles = torch.rand(m, dim, device="cuda")
+        step = packed_digits.Step(angles.cos().half(), angles.sin().half(), ring, lengths, None, heads, kv_heads, 1)
+        packed_digits.launch_rotary(it.packed, it.x, q, *norm, step)
+        plain = it.empty()
+        packed_digits.launch_norm(it.packed, it.x, plain, *norm)
+        assert torch.equal(gated, silu_mul(plain, paired=True)) and torch.equal(total, it.x + residual)
+        assert ring.count_nonzero() > 0.9 * m * kv_heads * 2 * dim
+        print(f"ends {m} x {n} x {k}", flush=True)
+
+
 def main() -> None:
-    chosen = sys.argv[1:] or [*FEW, "large"]
+    chosen = sys.argv[1:] or [*FEW, "ends", "large"]
     for name in chosen:
+        if name == "ends":
+            ends()
         for module, m, n, k, format, dtype, ordered in FEW.get(name, []):
             it = product(format, m, n, k, dtype, ordered=ordered, bias=True, device="cuda")
             y = it.empty()

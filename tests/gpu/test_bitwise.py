@@ -15,7 +15,6 @@ from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.kernels import bitwise, pack, planes
 from anybit.kernels.bitwise import Config, Output, Path, Problem, Turns, Walk
-from anybit.kernels.upcoming import Upcoming
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS, random_weight
 from cases_bitwise import H200, code_pairs, large, once, operands, small
@@ -198,14 +197,13 @@ def test_large_layer_and_repeats(m: int) -> None:
 
 
 @pytest.mark.parametrize("change", AT_ONCE, ids=str)
-def test_chains_of_products_that_name_the_weights_to_come(change: dict[str, object]) -> None:
-    """Kernels that overlap with those ahead, and ask L2 for the next one's weights: every result is the same."""
+def test_chains_of_products_that_overlap(change: dict[str, object]) -> None:
+    """Kernels that load their weights while those ahead of them still run: every result is the same."""
     problem = asked(64, 4096, 4096, "w2a2", Output.f16)
     config = once(problem, **change)
     assert bitwise.why_not(problem, config) is None
     given = operands(64, 4096, 4096, problem.weights, problem.activations, "cuda")
-    upcoming = Upcoming(given.weight.planes, given.weight.planes.numel())
-    results = [bitwise.multiply(given.x, given.weight, Output.f16, config=config, next=upcoming) for _ in range(24)]
+    results = [bitwise.multiply(given.x, given.weight, Output.f16, config=config) for _ in range(24)]
     expected = given.exact * given.unit
     assert bool(((results[0].double() - expected).abs() <= expected.abs() * 2**-10.9 + 2**-24).all())
     assert all(torch.equal(results[0], result) for result in results)

@@ -5,16 +5,118 @@ import torch
 
 from anybit import hadamard, ops
 from anybit.kernels import hadamard as kernel
+from anybit.kernels import pack, planes
+from anybit.kernels.pack import Source, Target
+from anybit.linear import QuantLinear
+from anybit.ops.before import Before
+from anybit.ops.elementwise import add_rms_norm, silu_mul
+from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import ActivationFormat, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SIZES = (64, 576, 1536, 4096, 8192, 14336)
 
 
+ROTATED = (64, 576, 1536, 14336)
+CODED = [
+    (ActivationFormat(1, "bipolar"), Target.planes),
+    (ActivationFormat(4, "asym"), Target.planes),
+    (ActivationFormat(8, "sym"), Target.bytes),
+    (ActivationFormat(8, "float"), Target.bytes),
+]
+
+
 def kernels_used():
-    return [
+    found = {
         kernel.kernel(kernel.default(kernel.Problem(1, k, d))) for k in SIZES for d in (torch.float16, torch.bfloat16)
+    }
+    for k in ROTATED:
+        for i, (format, target) in enumerate(CODED):
+            for rotated in (False, True):
+                problem = pack.Problem(
+                    5, k, format, (torch.float16, torch.bfloat16)[i % 2], target=target, rotated=rotated
+                )
+                found |= {
+                    pack.kernel(config) for config in (pack.configs(problem) if rotated else [pack.default(problem)])
+                }
+    return list(found)
+
+
+def same(found: pack.Packed, wanted: pack.Packed) -> bool:
+    def codes(packed: pack.Packed) -> torch.Tensor:
+        if packed.target is Target.planes:
+            return planes.unpack(packed.codes.cpu(), packed.m, packed.k)
+        return packed.codes[:, : packed.k].view(torch.uint8).cpu()
+
+    # One bit's scale is a mean, whose sum has another order in another config.
+    if not torch.allclose(found.scale, wanted.scale, rtol=1e-6 * (wanted.format.bits == 1), atol=0):
+        return False
+    parts = [
+        (codes(found), codes(wanted)),
+        (found.sum, wanted.sum),
+        (found.zero, wanted.zero),
     ]
+    return all(a is b is None or torch.equal(a, b) for a, b in parts)
+
+
+@pytest.mark.parametrize("k", ROTATED)
+@pytest.mark.parametrize("case", range(len(CODED)))
+def test_rotated_while_coded_is_rotated_and_coded(case, k):
+    """One kernel gives the codes of two, bit for bit, in every config."""
+    format, target = CODED[case]
+    x = torch.randn(5, k + 8, generator=torch.Generator().manual_seed(k)) * 3
+    x[1] = 0
+    x[2, 7] = 3e4
+    x = x.to("cuda", (torch.float16, torch.bfloat16)[case % 2])[:, :k]
+    wanted = pack.quantize(kernel.transform(x), format, target)
+    problem = pack.problem_of(x, format, target, rotated=True)
+    for config in pack.configs(problem):
+        found = pack.Packed(5, k, format, target, x.device)
+        found.buffer.fill_(0xA5)
+        pack.launch(problem, config, found, x)
+        assert same(found, wanted), config
+
+
+@pytest.mark.parametrize("scheme", ["w4a4", "w2a3-xasym", "w4a8", "w4a8g64"])
+def test_layers_rotate_what_a_norm_or_an_activation_gives(scheme):
+    """With and without a launch for the rotation a layer computes the same, bit for bit."""
+    k, n, parsed = 1536, 64, Scheme.parse(scheme)
+    weight = quantize_weight(torch.randn(n, k, generator=torch.Generator().manual_seed(2)), parsed.weights)
+    plain = QuantLinear.from_weight(weight.to("cuda"), scheme).prepare()
+    turned = QuantLinear.from_weight(weight.to("cuda"), scheme).prepare()
+    turned.hadamard = True
+    g = torch.Generator().manual_seed(3)
+    x, other = (torch.randn(2, 9, k, generator=g).to("cuda", torch.float16) for _ in range(2))
+    gamma, both = torch.rand(k, generator=g).to("cuda", torch.float16), torch.cat([x, other], -1)
+    assert torch.equal(turned(x), plain(ops.hadamard(x)))
+    assert torch.equal(turned.after_silu(both), plain(ops.hadamard(silu_mul(both))))
+    normed, total = add_rms_norm(x, other, gamma, 1e-5)
+    found, found_total = turned.after_norm(x, other, gamma, 1e-5)
+    assert torch.equal(found_total, total)
+    # The norm's sum of squares is another's: apart by what a last bit of a value does.
+    torch.testing.assert_close(found, plain(ops.hadamard(normed)), rtol=2e-2, atol=0.1)
+    compiled = torch.compile(turned, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), turned(x))
+
+
+def test_sizes_that_no_kernel_rotates_are_rotated_before():
+    k, parsed = 44, Scheme.parse("w4a8")
+    weight = quantize_weight(torch.randn(64, k, generator=torch.Generator().manual_seed(2)), parsed.weights)
+    plain = QuantLinear.from_weight(weight.to("cuda"), "w4a8").prepare()
+    turned = QuantLinear.from_weight(weight.to("cuda"), "w4a8").prepare()
+    turned.hadamard = True
+    assert ops.rotation_refused(k, torch.float16)
+    x = torch.randn(3, k, device="cuda", dtype=torch.float16)
+    assert torch.equal(turned(x), plain(ops.hadamard(x)))
+
+
+def test_other_rows_are_not_touched_by_what_is_not_finite():
+    x = torch.randn(3, 1536, device="cuda", dtype=torch.float16)
+    x[1, 9] = torch.nan
+    packed = pack.Packed(3, 1536, ActivationFormat(4, "asym"), Target.planes, x.device)
+    Before(Source.plain, x, rotated=True).code(packed, Target.planes)
+    assert packed.scale.isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -82,9 +82,11 @@ def test_what_a_layer_launches_without_wgmma(arch: str, scheme: str, monkeypatch
     tensors = tiles.prepare(weight, parsed.activations)
     spec = LinearSpec.parse(str(LinearSpec("packed", 128, 512, weight.format, parsed.activations)))
     packed._plans.clear()
-    tiles.linear(torch.zeros(70, 512, dtype=torch.float16), tensors, None, spec)
+    for _ in range(2):  # the second call goes by what the first has found
+        launched.clear()
+        tiles.linear(torch.zeros(70, 512, dtype=torch.float16), tensors, None, spec)
+        assert launched == (["quantize"] if parsed.activations.quantized else []) + ["marlin_gemm"]
     packed._plans.clear()
-    assert launched == (["quantize"] if parsed.activations.quantized else []) + ["marlin_gemm"]
 
 
 def test_costs_order_the_backends() -> None:

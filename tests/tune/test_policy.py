@@ -339,3 +339,17 @@ def test_a_look_up_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bitwise._plan(spec, rows) is plan
     seconds = min(timeit.repeat(lambda: bitwise._plan(spec, rows), number=2000, repeat=5)) / 2000
     assert seconds < 5e-6  # below 1 us on an idle core (docs/tuning.md); this machine may be busy
+
+
+@pytest.mark.parametrize(("scheme", "m"), [("w2a2", 1), ("w2a4", 24), ("w1a1", 200), ("w4a4", 2000)])
+def test_a_search_tries_every_kind_of_bit_plane_tile(scheme: str, m: int) -> None:
+    one = product(scheme, m)
+    kinds = FAMILIES["bitwise"].kinds(one)
+    assert len(kinds) == len(set(kinds)) <= 100
+    assert ({64, 128} <= {config.tokens for config in kinds if config.path.name == "large"}) == (m > 8)
+    assert any(config.path.name != "large" for config in kinds) == (m <= 64)
+    whole = set(FAMILIES["bitwise"].configs(one))
+    assert whole.issuperset(kinds)
+    tried = {c.config for c in promising(one, 3)}
+    assert tried.issuperset(kinds)
+    assert not FAMILIES["packed_large"].kinds(one)

@@ -17,7 +17,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Int64, Pointer, tensor_map
 from anybit.jit.tensor_map import TensorMap
-from anybit.kernels import planes, upcoming
+from anybit.kernels import planes
 from anybit.kernels.bitwise_rules import (
     ROWS,
     SMALL_ROWS,
@@ -37,7 +37,6 @@ from anybit.kernels.bitwise_rules import (
 )
 from anybit.kernels.pack import Packed
 from anybit.kernels.planes import Code
-from anybit.kernels.upcoming import Upcoming
 from anybit.scheme import Scheme
 
 __all__ = [
@@ -83,13 +82,6 @@ class Params:
     rows_m: Int32
     rows_n: Int32
     chunks: Int32
-    next: Pointer = None
-    next_piece: Int32 = 0
-    next_count: Int32 = 0
-    next_parts: Int32 = 0
-    next_stride: Int32 = 0
-    next_moment: Int32 = 0
-    next_pace: Int32 = 0
 
 
 def _candidates(problem: Problem) -> Iterator[Config]:
@@ -328,9 +320,8 @@ def arguments(
     y: Tensor,
     bias: Tensor | None = None,
     y_map: bytes = bytes(128),
-    next: Upcoming | None = None,
 ) -> Params:
-    """The parameters of a launch; ``y_map`` where results leave by tensor map; ``next``: weights to come."""
+    """The parameters of a launch; ``y_map`` where results leave by tensor map."""
     codes, scale, sum, zero = x.addresses
     return Params(
         y_map,
@@ -350,7 +341,6 @@ def arguments(
         planes.padded_rows(x.m),
         planes.padded_rows(weight.shape[0]),
         planes.chunks(x.k),
-        *upcoming.arguments(next),
     )
 
 
@@ -363,12 +353,10 @@ def multiply(
     y: Tensor | None = None,
     config: Config | None = None,
     pdl: bool = True,
-    next: Upcoming | None = None,
 ) -> Tensor:
     """Y = X W^T + bias on the current stream: coded activations [m, k] in planes times prepared weights -> y [m, n].
 
-    bias: float32 [n].  y: where to write, of ``output``'s dtype, its last dimension contiguous.  next: weights of a
-    product to come, which the blocks ask L2 for (Path.large and once).
+    bias: float32 [n].  y: where to write, of ``output``'s dtype, its last dimension contiguous.
     """
     n, _ = weight.shape
     if y is None:
@@ -378,7 +366,7 @@ def multiply(
     if config.tensor and (y.stride(0) % 8 or y.data_ptr() % 16):
         config = _by_threads(config)
     y_map = tensor_map.encode(y, SMALL_ROWS, config.slab) if config.tensor else bytes(128)
-    params = arguments(x, weight, y, bias, y_map, next)
+    params = arguments(x, weight, y, bias, y_map)
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
     return y
 

@@ -152,7 +152,6 @@ template <class Config> PTX void large_produce(const Params& p, uint32_t shared)
                 if (order < P && !early) load_weights(order);
                 if (order < Q && fresh) load_activations(order);
             }
-            if (early && p.next_count > 0) Upcoming<Params>(p, blockIdx.x, gridDim.x).ask();
             weight_ring.advance();
             if (fresh) activation_ring.advance();
         }

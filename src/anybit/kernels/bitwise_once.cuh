@@ -152,9 +152,6 @@ template <class Config> struct Once {
 #pragma unroll
         for (int i = 0; i < token_count; i++)
             token_loads[i] = T::load_column(p, S::walk_weights ? pair + 8 * (i / 2) + i % 2 : row + 8 * i);
-        // Not before the wait: what is asked for of memory delays the end of the kernel ahead.
-        if (p.next_count > 0 && lane == 0)
-            Upcoming<Params>(p, static_cast<int>(blockIdx.x) * S::warps + warp, static_cast<int>(gridDim.x) * S::warps).ask();
 
         int32_t sums[S::values];
         multiply(sums);

@@ -5,7 +5,6 @@
 #include "planes.cuh"
 #include "ptx_tensor.cuh"
 #include "ptx_wgmma.cuh"
-#include "upcoming.cuh"
 
 enum class Path { large, small, once };
 enum class Turns { none, diagonals, tiles, staggered };
@@ -28,8 +27,6 @@ struct Params {
     int32_t m, n;
     int32_t rows_m, rows_n;         // rows of the planes, multiples of 8
     int32_t chunks;                 // of k
-    const uint8_t* next;            // weights of a product to come (upcoming.cuh), or null
-    int32_t next_piece, next_count, next_parts, next_stride, next_moment, next_pace;
 };
 
 namespace planes {

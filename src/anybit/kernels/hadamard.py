@@ -14,6 +14,8 @@ from anybit.jit import Float32, Int64, Pointer
 MOST_ORDER = 64
 # The vector lies in shared memory.
 MOST_SIZE = 32768
+# Of the small matrix, whose sums a thread holds: ``rotation::parts_of``.
+_MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -72,19 +74,34 @@ def default(problem: Problem) -> Config:
 @cache
 def kernel(config: Config) -> jit.Kernel:
     """The kernel to compile."""
-    return jit.Kernel("hadamard.cuh", "transform", config, Params, config.threads, 4 * config.order * config.power)
+    return jit.Kernel(
+        "hadamard.cuh", "transform", config, Params, config.threads, shared_bytes(config.order, config.power)
+    )
+
+
+def _parts(order: int) -> int:
+    """In how many parts the rows of a matrix come: ``rotation::parts_of``."""
+    return next(parts for parts in range(1, order + 1) if order % parts == 0 and order // parts <= _MOST_ROWS)
 
 
 @cache
 def signs(order: int, device: torch.device) -> Tensor | None:
-    """The signs of a matrix of an order as bits, int32 [order, words], set where it is -1; None for order 1."""
+    """The signs of a matrix A of an order as rotation.cuh reads them, int32 [order, parts]; None for order 1.
+
+    Bit r of (b, part) is set where A[part * rows + r, b] is -1.
+    """
     if order == 1:
         return None
-    words = -(-order // 32)
-    bits = torch.zeros(order, 32 * words, dtype=torch.int64)
-    bits[:, :order] = hadamard.signs(order) < 0
-    packed = (bits.view(order, words, 32) << torch.arange(32)).sum(-1)
-    return packed.to(torch.uint32).view(torch.int32).to(device)
+    parts = _parts(order)
+    negative = (hadamard.signs(order).T < 0).reshape(order, parts, order // parts).int()
+    return (negative << torch.arange(order // parts)).sum(-1, dtype=torch.int32).to(device)
+
+
+def shared_bytes(order: int, power: int) -> int:
+    """Shared memory of a vector, whose runs of 64 begin in other banks, and of the signs as factors; 0 for order 0."""
+    k = order * power
+    rows = 0 if order < 2 else -(-order // _parts(order) // 4) * 4
+    return 4 * (k + k // 64 * 8 + (order * _parts(order) * rows if order > 1 else 0))
 
 
 def arguments(x: Tensor, y: Tensor, config: Config) -> Params:

@@ -8,6 +8,7 @@
 
 #include "ptx.cuh"
 #include "planes.cuh"
+#include "rotation.cuh"
 #include "values.cuh"
 
 // plain: x itself.  rms_norm: gamma * x / rms(x), of x + residual where there is one.  silu_mul: silu(gate) * up.
@@ -31,6 +32,8 @@ struct Params {
     int32_t padded_k;          // planes: K rounded up to whole chunks; bytes: the row pitch, at least K
     int32_t padded_rows;       // planes: M rounded up to a multiple of 8
     float epsilon;
+    float factor;              // 1 / sqrt(K), of a rotation
+    const uint32_t* signs;     // of a rotation: as rotation.cuh reads them
 };
 
 namespace pack {
@@ -98,6 +101,15 @@ template <Code code, int bits, int offset> PTX uint32_t encode(float v, const Sc
     return static_cast<uint32_t>(q > 0 ? 0 : q) + offset;
 }
 
+template <bool is_bf16> PTX void floats_of(uint4 values, float (&eight)[8]) {
+    const uint32_t word[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        eight[2 * i] = low_float<is_bf16>(word[i]);
+        eight[2 * i + 1] = high_float<is_bf16>(word[i]);
+    }
+}
+
 // Four bytes of codes from the low bytes of four words.
 PTX uint32_t low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     return ptx::prmt(ptx::prmt(a, b, 0x0040), ptx::prmt(c, d, 0x0040), 0x5410);
@@ -149,7 +161,8 @@ PTX uint32_t transpose_quad(uint32_t v) {
 
 // ---- The kernel -------------------------------------------------------------------------------------------------------------
 
-// Config: threads, vectors (of 8 values a thread), source, target, code, bits, is_bf16, aligned, shared_bytes.
+// Config: threads, vectors (of 8 values a thread), source, target, code, bits, is_bf16, aligned, shared_bytes; order and
+// power, whose product is K, of a rotation of what the source gives (hadamard.cuh, and its results), or order 0 for none.
 template <class Config> __global__ void __launch_bounds__(Config::threads) quantize(const __grid_constant__ Params p) {
     using namespace pack;
     constexpr int threads = Config::threads, warps = threads / 32, vectors = Config::vectors;
@@ -161,6 +174,14 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     const uint32_t thread = threadIdx.x;  // unsigned: its divisions are shifts
 
     ptx::griddepcontrol_launch_dependents();
+    constexpr int order = Config::order, power = Config::power, rotated_k = order * power;
+    // The vector that is rotated, and the signs, behind the reductions.
+    float* rotated = reinterpret_cast<float*>(ptx::dynamic_shared() + 4 * 128);
+    if constexpr (order > 0) {
+        static_assert(power % 8 == 0, "eight values lie in one part");
+        static_assert(Config::shared_bytes == 4 * (128 + rotation::room(rotated_k) + rotation::signs_room(order)), "all three");
+        rotation::spread_signs<threads, order>(rotated + rotation::room(rotated_k), p.signs);
+    }
     ptx::griddepcontrol_wait();
 
     const uint16_t* x = p.x + row * p.x_stride;
@@ -210,6 +231,34 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     }
 
     if constexpr (Config::target == Target::values) return;
+
+    if constexpr (order > 0) {
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) {
+            const int i = static_cast<int>(8 * (v * threads + thread));
+            if (i >= rotated_k) continue;
+            float eight[8];
+            floats_of<bf16>(value[v], eight);
+            rotation::butterflies(eight);
+            uint4* to = reinterpret_cast<uint4*>(rotated + rotation::place(i));
+            to[0] = make_uint4(__float_as_uint(eight[0]), __float_as_uint(eight[1]), __float_as_uint(eight[2]), __float_as_uint(eight[3]));
+            to[1] = make_uint4(__float_as_uint(eight[4]), __float_as_uint(eight[5]), __float_as_uint(eight[6]), __float_as_uint(eight[7]));
+        }
+        __syncthreads();
+        rotation::sylvester<threads, power, rotated_k, 8>(rotated);
+        rotation::paley<threads, order, power>(rotated, rotated + rotation::room(rotated_k));
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) {
+            const int i = static_cast<int>(8 * (v * threads + thread));
+            if (i >= rotated_k) continue;
+            const uint4* from = reinterpret_cast<const uint4*>(rotated + rotation::place(i));
+            const uint4 a = from[0], b = from[1];
+            value[v] = make_uint4(round_pair<bf16>(__uint_as_float(a.x) * p.factor, __uint_as_float(a.y) * p.factor),
+                                  round_pair<bf16>(__uint_as_float(a.z) * p.factor, __uint_as_float(a.w) * p.factor),
+                                  round_pair<bf16>(__uint_as_float(b.x) * p.factor, __uint_as_float(b.y) * p.factor),
+                                  round_pair<bf16>(__uint_as_float(b.z) * p.factor, __uint_as_float(b.w) * p.factor));
+        }
+    }
 
     uint32_t high = 0, low = 0;  // pairs: the largest magnitudes, or the largest and the smallest values
     float magnitude = 0.f;

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.errors import KernelError
+from anybit.hadamard import factor
 from anybit.jit import Float32, Int32, Int64, Pointer
-from anybit.kernels import planes
+from anybit.kernels import hadamard, planes
 from anybit.kernels.planes import Code
 from anybit.scheme import ActivationFormat
 
@@ -39,7 +40,10 @@ class Target(Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """Activations [m, k] in ``dtype`` -> codes in ``format``. ``aligned``: rows start on 16 bytes, K is in eights."""
+    """Activations [m, k] in ``dtype`` -> codes in ``format``. ``aligned``: rows start on 16 bytes, K is in eights.
+
+    rotated: what the source gives is multiplied by a Hadamard matrix first, as ``kernels.hadamard`` does.
+    """
 
     m: int
     k: int
@@ -48,11 +52,15 @@ class Problem:
     source: Source = Source.plain
     target: Target = Target.planes
     aligned: bool = True
+    rotated: bool = False
 
 
 @dataclass(frozen=True)
 class Config:
-    """How: ``threads`` a token, each with ``vectors`` of 8 values; the rest repeats the problem."""
+    """How: ``threads`` a token, each with ``vectors`` of 8 values; the rest repeats the problem.
+
+    order, power: of a rotation (``anybit.hadamard.factor``), or 0 and 1.
+    """
 
     threads: int
     vectors: int
@@ -62,6 +70,8 @@ class Config:
     bits: int
     is_bf16: bool
     aligned: bool
+    order: int = 0
+    power: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,8 @@ class Params:
     padded_k: Int32
     padded_rows: Int32
     epsilon: Float32
+    factor: Float32 = 0.0
+    signs: Pointer = None
 
 
 class Packed:
@@ -153,6 +165,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return "there is nothing to do to plain 16-bit values"
     if problem.target is Target.planes and not form.integer:
         return "bit planes hold integer codes, not e4m3"
+    if problem.rotated and (reason := _unrotatable(problem)) is not None:
+        return reason
     if problem.m < 1 or problem.k < 1:
         return f"activations of shape {problem.m} x {problem.k} hold nothing to quantize"
     if _width(problem) > MOST_THREADS * MOST_VECTORS * VECTOR:
@@ -174,8 +188,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory: the partial results of the block's reductions."""
-    return _REDUCTION_BYTES
+    """Dynamic shared memory: the partial results of the block's reductions, and a vector that is rotated."""
+    return _REDUCTION_BYTES + hadamard.shared_bytes(config.order, config.power)
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -204,6 +218,9 @@ def default(problem: Problem) -> Config:
     if reason is not None:
         raise KernelError(f"no quantize-and-pack kernel: {reason}")
     width = _width(problem)
+    if problem.rotated:  # shared memory holds the vector: of few tokens, threads hide its latency
+        few = 1 if problem.m <= 256 else 4 if width <= 8192 else 2
+        return min(configs(problem), key=lambda config: (abs(config.vectors - few), config.vectors))
     wanted = (4 if width <= 8192 else 2) if problem.m <= 256 else (4 if width <= 4096 else 8)
     return min(configs(problem), key=lambda config: (abs(config.vectors - wanted), -config.vectors))
 
@@ -215,13 +232,17 @@ def kernel(config: Config) -> jit.Kernel:
 
 
 def problem_of(
-    x: Tensor, format: ActivationFormat, target: Target = Target.planes, source: Source = Source.plain
+    x: Tensor,
+    format: ActivationFormat,
+    target: Target = Target.planes,
+    source: Source = Source.plain,
+    rotated: bool = False,
 ) -> Problem:
     """The problem of quantizing a matrix: x float16 or bfloat16 [m, k], or [m, 2k] (gate beside up) for silu_mul."""
     m, k = x.shape
     k = k // 2 if source is Source.silu_mul else k
     aligned = not (k % VECTOR or x.stride(0) % VECTOR or x.data_ptr() % 16)
-    return Problem(m, k, format, x.dtype, source, target, aligned)
+    return Problem(m, k, format, x.dtype, source, target, aligned, rotated)
 
 
 def quantize(
@@ -274,6 +295,8 @@ def launch(
         _width(problem),
         planes.padded_rows(problem.m) if in_planes else problem.m,
         epsilon,
+        float(problem.k) ** -0.5,
+        hadamard.signs(config.order, x.device) if config.order else None,
     )
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=x.get_device())
 
@@ -289,7 +312,18 @@ def _config(problem: Problem, threads: int, vectors: int) -> Config:
         problem.format.bits if coded else 8,
         problem.dtype == torch.bfloat16,
         problem.aligned,
+        *(factor(problem.k) if problem.rotated else (0, 1)),
     )
+
+
+def _unrotatable(problem: Problem) -> str | None:
+    """Why rows cannot be rotated on their way, in a sentence."""
+    if problem.target is Target.values:
+        return "16-bit values are rotated by a kernel of their own"
+    reason = hadamard.why_not(hadamard.Problem(problem.m, problem.k, problem.dtype))
+    if reason is None and factor(problem.k)[1] % VECTOR:
+        return f"a power of two in K = {problem.k} of {factor(problem.k)[1]} is less than the vectors of {VECTOR}"
+    return reason
 
 
 def _width(problem: Problem) -> int:

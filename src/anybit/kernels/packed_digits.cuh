@@ -23,22 +23,23 @@ template <class C>
 __device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&incoming)[C::x_stages], const uint2 (&gamma)[C::x_stages],
                                           int rounds, int warp, uint32_t slots, uint32_t lane) {
     using S = DigitShape<C>;
-    static_assert(C::x_resident && !C::gather && !C::ragged, "a norm needs whole rows at hand");
+    static_assert(C::x_resident && !C::gather, "a norm needs whole rows at hand");
     constexpr bool bf16 = C::source == Source::bf16;
     const auto column = [&](int i) { return (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4; };
+    const auto there = [&](int i) { return i < rounds && (!C::ragged || column(i) < p.k); };
     if (p.residual != nullptr) {
         uint2 other[C::x_stages][C::tokens];
 #pragma unroll
         for (int i = 0; i < C::x_stages; i++)
 #pragma unroll
             for (int token = 0; token < C::tokens; token++)
-                other[i][token] = i < rounds && token < p.m
+                other[i][token] = there(i) && token < p.m
                     ? ptx::ld_global_cg_v2(p.residual + static_cast<size_t>(token) * p.residual_stride + column(i)) : make_uint2(0, 0);
 #pragma unroll
         for (int i = 0; i < C::x_stages; i++)
 #pragma unroll
             for (int token = 0; token < C::tokens; token++) {
-                if (i >= rounds || token >= p.m) continue;
+                if (!there(i) || token >= p.m) continue;
                 uint32_t (&pair)[2] = incoming[i].pairs[token];
                 pair[0] = values::add_pair<bf16>(pair[0], other[i][token].x), pair[1] = values::add_pair<bf16>(pair[1], other[i][token].y);
                 if (blockIdx.x == 0)
@@ -187,7 +188,6 @@ template <class C, bool norm, After after, class P> __device__ __forceinline__ v
         ahead_slot = ahead_slot + 1 == C::stages ? 0 : ahead_slot + 1;
         left--;
     };
-    Upcoming<Params> upcoming(p, static_cast<int>(blockIdx.x) * C::warps + warp, static_cast<int>(gridDim.x) * C::warps);
     for (int i = 0; i < C::prefetch && left > 0; i++) fetch();
     // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
     for (int i = 0; i < C::stages - C::prefetch && left > 0; i++) {
@@ -207,10 +207,11 @@ template <class C, bool norm, After after, class P> __device__ __forceinline__ v
     uint2 gamma[C::x_stages];
     if constexpr (norm) {
 #pragma unroll
-        for (int i = 0; i < C::x_stages; i++)
-            gamma[i] = i < rounds ? ptx::ld_global_cg_v2(p.gamma + (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4) : make_uint2(0, 0);
+        for (int i = 0; i < C::x_stages; i++) {
+            const int column = (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4;
+            gamma[i] = i < rounds && (!C::ragged || column < p.k) ? ptx::ld_global_cg_v2(p.gamma + column) : make_uint2(0, 0);
+        }
     }
-    if (p.next_moment == 0 && left == 0 && lane == 0) upcoming.ask();
     ptx::griddepcontrol_wait();
     Rotary<C> rotary;
     if constexpr (after == After::rotary) rotary.load(p, first, mine);
@@ -256,7 +257,6 @@ template <class C, bool norm, After after, class P> __device__ __forceinline__ v
                 }
                 __syncwarp();
                 if (left > 0) fetch();
-                if (left == 0 && p.next_moment < 2 && lane == 0) upcoming.ask();
                 if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
                 if (++stage == C::stages) stage = 0, phase ^= 1;
             }
@@ -271,7 +271,6 @@ template <class C, bool norm, After after, class P> __device__ __forceinline__ v
         if (++x_slot == C::x_stages) x_slot = 0;
     }
 
-    if (lane == 0) upcoming.ask();
     // The digits of a token meet, then its warps' sums: [token][row], in place of the warp's ring, which has been read.
     const float place = S::columns > 2 && (lane & 1) ? 65536.0f : 1.0f;
 #pragma unroll

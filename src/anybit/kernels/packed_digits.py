@@ -25,7 +25,6 @@ from anybit.kernels.packed_small import (
     problem_why_not,
     sixteen_bits_why_not,
 )
-from anybit.kernels.upcoming import Upcoming
 
 MOST_TOKENS = 4
 _UNIT_ROWS = packed_layout.UNIT_ROWS
@@ -238,7 +237,8 @@ def _default(p: Problem) -> Config:
     blocks = p.columns // 128
     if units <= 3:
         # Three units are two copies: such rings stay beside the layer ahead (packed_few.apart), 4.6 us of qkv for 5.6.
-        warps, most, first, half = 16, 2, 108, True
+        # For one token three copies of a unit each are faster still (4.13, 4.41).
+        warps, most, first, half = (16, 1, 72, True) if units == 3 and p.m == 1 else (16, 2, 108, True)
     elif p.m > 2:
         warps, most, first, half = 8, 7 if bits <= 2 else 4, 96, False
     elif bits <= 2:
@@ -246,7 +246,7 @@ def _default(p: Problem) -> Config:
     elif p.m == 2:
         warps, most, first, half = (16, 2, 130, False) if bits <= 4 else (8, 2, 200, False)
     else:
-        warps, most, first, half = {3: (16, 4, 160, False), 4: (8, 7, 180, False)}.get(bits, (8, 2, 204, False))
+        warps, most, first, half = {3: (8, 7, 180, False), 4: (8, 7, 180, False)}.get(bits, (8, 4, 204, False))
     stage_units = -(-units // -(-units // most))
     resident = -(-blocks // warps)
     room = (p.device.shared_bytes - 2048) // 2 if half else p.device.shared_bytes
@@ -255,32 +255,34 @@ def _default(p: Problem) -> Config:
         if kibibytes > first:
             continue
         at_hand = resident if resident <= 4 and p.m <= 2 else 2
-        found = fitted(p, warps, stage_units, kibibytes, at_hand)
+        found = fitted(p, warps, stage_units, kibibytes, at_hand, 2 if most == 1 else 0)
         if shared_bytes(found) <= room:
             break
     assert found is not None
     # Late, and yet before any block can have ended: an SM that is free too early would get two of the next kernel's.
     late = units > 3 and p.m == 1 and half and 8 * found.stages >= 3 * resident * found.chunks
+    late = late or (
+        bits == 3 and p.m == 1 and not half
+    )  # such a block is alone: none of the next kernel's fits beside it
     return replace(found, trigger=int(late))
 
 
 def launch(
     weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
-    config: Config | None = None, pdl: bool = True, next: Upcoming | None = None,
+    config: Config | None = None, pdl: bool = True,
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias, as packed_small.launch does it, without int8 activations."""
     problem = checked_problem(weight, x, y, x_scale, bias)
     config = packed_layout.checked_config(problem, config, default, why_not)
-    jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias, next), grid(problem, config), pdl=pdl)
+    jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl)
 
 
 def launch_silu(
     weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, config: Config, pdl: bool = True,
-    next: Upcoming | None = None,
 ) -> None:  # fmt: skip
     """y[:] = silu(gate) * up of x W^T + bias, whose outputs are eight of gate and eight of up in turn; y [m, n / 2]."""
     problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2)
-    jit.launch(kernel(config, True), arguments(weight, x, y, None, bias, next), grid(problem, config), pdl=pdl)
+    jit.launch(kernel(config, True), arguments(weight, x, y, None, bias), grid(problem, config), pdl=pdl)
 
 
 NORM_TOKENS = 2
@@ -294,8 +296,8 @@ def norm_why_not(problem: Problem, config: Config | None = None) -> str | None:
         return reason
     if problem.m > NORM_TOKENS:
         return f"rows are normed by the product for up to {NORM_TOKENS} tokens, and there are {problem.m}"
-    if problem.act_order or not problem.aligned or problem.k % 128:
-        return "rows that are gathered, or no whole blocks of 128, are normed by a kernel of their own"
+    if problem.act_order or not problem.aligned or problem.k % 4:
+        return "rows that are gathered, or no whole fours, are normed by a kernel of their own"
     if config is not None and not config.x_resident:
         return "the config does not hold whole rows of activations"
     return None
@@ -322,20 +324,19 @@ def norm_kernel(config: Config, silu: bool = False) -> jit.Kernel:
 
 def norm_arguments(
     weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, gamma: Tensor, epsilon: float,
-    residual: Tensor | None, residual_sum: Tensor | None, next: Upcoming | None = None,
+    residual: Tensor | None, residual_sum: Tensor | None,
 ) -> NormParams:  # fmt: skip
     """The NormParams of a launch, unchecked."""
-    p, stride = arguments(weight, x, y, None, bias, next), 0 if residual is None else residual.stride(0)
+    p, stride = arguments(weight, x, y, None, bias), 0 if residual is None else residual.stride(0)
     return NormParams(
         p.tiles, p.row_scale, p.row_zero, p.permutation, p.x, p.x_scale, p.bias, p.y, p.m, p.n, p.k, p.x_stride,
-        p.column_blocks, p.row_tiles, p.next, p.next_piece, p.next_count, p.next_parts, p.next_stride, p.next_moment,
-        p.next_pace, residual, residual_sum, gamma, stride, epsilon, 1 / p.k,
+        p.column_blocks, p.row_tiles, residual, residual_sum, gamma, stride, epsilon, 1 / p.k,
     )  # fmt: skip
 
 
 def launch_norm(
     weight: PackedWeight, x: Tensor, y: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
-    residual_sum: Tensor | None, bias: Tensor | None, config: Config, pdl: bool = True, next: Upcoming | None = None,
+    residual_sum: Tensor | None, bias: Tensor | None, config: Config, pdl: bool = True,
     silu: bool = False,
 ) -> None:  # fmt: skip
     """y[:] = norm(x + residual) W^T + bias, residual_sum[:] = x + residual; a legal config, operands checked by ops.
@@ -344,7 +345,7 @@ def launch_norm(
     or not at all. silu: as ``launch_silu``.
     """
     problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2 if silu else 0)
-    params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum, next)
+    params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum)
     jit.launch(norm_kernel(config, silu), params, grid(problem, config), pdl=pdl)
 
 
@@ -387,7 +388,6 @@ class Step:
 def launch_rotary(
     weight: PackedWeight, x: Tensor, q: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
     residual_sum: Tensor | None, bias: Tensor | None, config: Config, step: Step, pdl: bool = True,
-    next: Upcoming | None = None,
 ) -> None:  # fmt: skip
     """q[:] = the turned queries of norm(x + residual) W^T + bias; its keys, turned, and values go to the step's ring.
 
@@ -395,5 +395,5 @@ def launch_rotary(
     * head_dim]. Else as ``launch_norm``.
     """
     problem = checked_problem(weight, x, q, None, bias, q.shape[1])
-    norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum, next)
+    norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum)
     jit.launch(rotary_kernel(config), rotary_arguments(norm, step), grid(problem, config), pdl=pdl)

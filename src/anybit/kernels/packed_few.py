@@ -10,7 +10,7 @@ from anybit.device import Device
 from anybit.kernels import packed_digits, packed_mid, packed_small
 from anybit.kernels.packed_small import Problem
 
-MOST_TOKENS = 16
+MOST_TOKENS = 8
 """Above this many tokens packed_large is the built-in choice."""
 _UNIT_ROWS = 16
 
@@ -19,13 +19,14 @@ def kernel(problem: Problem) -> ModuleType | None:
     """What was fastest on an H200 (docs/packed.md); None where none of them runs, or packed_large is faster."""
     p = problem
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
-    # From 9 tokens on packed_large takes 18.2 us for gate_up, 11.5 for down and 5.3 for o, where packed_mid takes 20 to
-    # 21, 14 and 5.6; only qkv is left to it (6.5 to 7.3, and 7.2), whose blocks' share of the activations is small.
-    mid = p.m <= 8 or (units in (3, 4) and p.columns <= 6144)
-    if p.m > MOST_TOKENS or not mid or (p.m > 8 and p.activations == torch.int8):
+    # From 9 tokens on packed_large takes 6.1 us for qkv, 4.5 for o, 18 for gate_up and 10.8 for down, where packed_mid
+    # takes 6.5 to 7.3, 5.6, 20 to 21 and 14; from 5 on of layers of many rows or columns, too (17.7, 10.8; 18.7, 12.2).
+    if p.m > MOST_TOKENS or (p.m > 4 and (units > 4 or p.columns > 8192)):
         return None
-    # Of int8 from 5 tokens on: 25 to 27 us in packed_small, 17.3 in packed_large.
-    if p.m > 4 and p.activations == torch.int8 and units > 4:
+    # Of int8, too, and of others: 5.3 us of o, 5.7 in packed_small; of narrow codes in many rows from 3 tokens on.
+    if p.activations == torch.int8 and (
+        (p.m > 4 and (units < 3 or p.weights.bits < 4)) or (p.m > 2 and units > 4 and p.weights.bits < 3)
+    ):
         return None
     if p.m > (4 if p.weights.bits <= 3 and units > 3 else 2):
         order = [packed_mid, packed_small]
@@ -41,10 +42,30 @@ def apart(config: Any, device: Device) -> Any:
     blocks of a small layer, others none, and the layer would take as long as two blocks on one multiprocessor do; what
     follows is placed no better (32 layers of an 8B model on an H200: 2.06 ms a step, and 1.70 ms apart). Products that
     are cut into several chunks stay as they are: their rings fit beside those of the layer ahead.
+
+    With 16-bit activations of a token or two no small kernels stand between a fused layer's products, and a block of
+    the next one finds its place beside each that runs: then they ask for just so much that two of any kernel do fit
+    (1.576 ms, and 1.619 ms apart); products that norm their activations are kept apart by ``apart_and_normed``.
     """
     for module, chunks in ((packed_digits, "chunks"), (packed_small, "row_chunks"), (packed_mid, "chunks")):
         if isinstance(config, module.Config):
-            least = device.shared_bytes // 2
+            pairs = module is packed_digits and config.tokens <= packed_digits.NORM_TOKENS
+            least = _pair_bytes(device) if pairs else device.shared_bytes // 2
             alone = getattr(config, chunks) == 1 and module.shared_bytes(config) < least
             return replace(config, least_shared=least) if alone else config
     return config
+
+
+def apart_and_normed(config: packed_digits.Config, device: Device) -> packed_digits.Config:
+    """``apart`` for a product that norms its activations: qkv, and gate_up.
+
+    The output projection's blocks may have to share multiprocessors, for those of attention take all of one; gate_up's,
+    which take longest, would be placed two on one where none of these is (w4a16g128 on an H200: 1.58 to 1.75-1.88 ms).
+    """
+    least = device.shared_bytes // 2
+    return replace(config, least_shared=least) if packed_digits.shared_bytes(config) < least else config
+
+
+def _pair_bytes(device: Device) -> int:
+    """Shared memory of which two blocks, and no three, fit a multiprocessor; it keeps 1 KB of each block's."""
+    return (device.shared_bytes + 1024) // 2 - 1024

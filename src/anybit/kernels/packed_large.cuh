@@ -37,11 +37,12 @@ struct Producer {
     const uint32_t ring;
     const RingBarriers barriers;
     const int k_rank, row_rank, turn;
+    const int half;  // of two blocks that halve a row tile
     uint16_t sharers = 0;
     uint64_t policy;
 
-    PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int turn)
-        : p(p), ring(ring), barriers(barriers), k_rank(k_rank), row_rank(row_rank), turn(turn) {
+    PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int half, int turn)
+        : p(p), ring(ring), barriers(barriers), k_rank(k_rank), row_rank(row_rank), turn(turn), half(half) {
         for (int i = 0; i < Config::row_blocks; i++) sharers |= 1u << (i * Config::k_blocks + k_rank);
         policy = ptx::createpolicy_evict_first();
     }
@@ -53,21 +54,28 @@ struct Producer {
         uint32_t bytes;
     };
     PTX Weights weights_of(const TilePlace& place) const {
-        const int first = (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups;
+        const int first = first_tile<Config>(place, row_rank, half);
         const int count = max(min(Config::row_warpgroups, p.weight_tiles - first), 0);
         return {p.tiles + static_cast<size_t>(first) * Config::tile_bytes, static_cast<size_t>(p.weight_tiles) * Config::tile_bytes,
                 static_cast<uint32_t>(count * Config::tile_bytes)};
     }
     PTX void load_w(const Weights& weights, int unit, int stage) const {
         const uint32_t barrier = barriers.full_w + 8 * stage;
-        ptx::mbarrier_arrive_expect_tx(barrier, weights.bytes);
-        if (weights.bytes == 0) return;
-        const uint8_t* source = weights.first + unit * weights.stride;
-        const uint32_t target = ring + stage * Shape::stage_bytes + Shape::x_bytes;
+        uint32_t bytes = weights.bytes, skipped = 0;
+        if constexpr (Config::halves) {  // the tile that two blocks halve is the last of the first one's, the first of the other's
+            if (!Half<Config>(p, half).has(unit)) {
+                if (half == 0) bytes = min(bytes, static_cast<uint32_t>((Config::row_warpgroups - 1) * Config::tile_bytes));
+                else skipped = min(bytes, static_cast<uint32_t>(Config::tile_bytes)), bytes -= skipped;
+            }
+        }
+        ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+        if (bytes == 0) return;
+        const uint8_t* source = weights.first + unit * weights.stride + skipped;
+        const uint32_t target = ring + stage * Shape::stage_bytes + Shape::x_bytes + skipped;
         if (p.token_tiles == 1)
-            ptx::cp_async_bulk_load_hint(target, source, weights.bytes, barrier, policy);
+            ptx::cp_async_bulk_load_hint(target, source, bytes, barrier, policy);
         else
-            ptx::cp_async_bulk_load(target, source, weights.bytes, barrier);
+            ptx::cp_async_bulk_load(target, source, bytes, barrier);
     }
     PTX void load_x(const TilePlace& place, int unit, int stage) const {
         constexpr int share = Config::tokens / Config::row_blocks;
@@ -107,8 +115,6 @@ struct Producer {
         for (int i = turn; i < min(Config::early, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
     }
     PTX void run() const {
-        Upcoming<Params> upcoming(p, blockIdx.x * Shape::producers + turn, gridDim.x * Shape::producers);
-        if (p.next_moment == 0) upcoming.ask();
         ptx::griddepcontrol_wait();
         RingCursor<Config::stages> cursor;
         Walk<Config> walk;
@@ -125,10 +131,10 @@ struct Producer {
                     load_w(weights, part.first + unit, cursor.stage);
                 }
                 load_x(place, part.first + unit, cursor.stage);
-                if (p.next_moment == 1) upcoming.ask(p.next_pace);
             }
         }
-        upcoming.ask();
+        // A block without work keeps its place until those of the next launch have theirs: two of them would share one.
+        if (Config::resident > 1 && walk.position[0] == 0) __nanosleep(800);
     }
 };
 
@@ -178,6 +184,15 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Wi
     return previous;
 }
 
+// Stages of which a warpgroup reads nothing.
+template <class Config, class Release>
+PTX void pass(const RingBarriers& barriers, int units, RingCursor<Config::stages>& cursor, const Release& release) {
+    for (; units > 0; units--, cursor.advance(1)) {
+        ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
+        release(cursor.stage);
+    }
+}
+
 // The same with products promoted after every group; other warpgroups keep the tensor cores busy meanwhile.
 template <class Config, class Release>
 PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& widen, uint32_t ring, uint32_t my_unit,
@@ -216,24 +231,26 @@ PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& wi
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::threads, Config::resident) packed_large(const __grid_constant__ Params p) {
     using Shape = PackedLargeShape<Config>;
     static_assert(Config::shared_bytes == Shape::bytes, "packed_large.py and packed_large.cuh disagree on shared memory");
     static_assert(Config::threads == Shape::warpgroups * 128 + Shape::producer_threads, "and the producers");
     static_assert(Config::early <= Config::stages, "a stage is filled once before it is read");
     static_assert(Config::stages > Config::k_warpgroups, "a warpgroup gives a stage back once it is at work on its next");
-    constexpr int cluster_size = Config::k_blocks * Config::row_blocks;
+    constexpr int cluster_size = Walk<Config>::cluster_size;
+    static_assert(!Config::halves || (Config::k_blocks * Config::row_blocks * Config::k_warpgroups == 1 && Config::row_warpgroups > 1));
     static_assert(!Shape::striped || cluster_size == 1, "stripes are of blocks alone");
     const int warp = ptx::warp_id(), lane = ptx::lane_id();
     const int rank = cluster_size > 1 ? blockIdx.x % cluster_size : 0;
-    const int k_rank = rank % Config::k_blocks, row_rank = rank / Config::k_blocks;
+    const int k_rank = rank % Config::k_blocks, row_rank = Config::halves ? 0 : rank / Config::k_blocks;
+    const int half = Config::halves ? rank : 0;
     const uint32_t ring = ptx::shared_address(ptx::dynamic_shared());
     const RingBarriers barriers = {ring + Shape::barrier_offset, ring + Shape::barrier_offset + 8 * Config::stages,
                                    ring + Shape::barrier_offset + 16 * Config::stages,
                                    ring + Shape::barrier_offset + 24 * Config::stages};
 
     ptx::griddepcontrol_launch_dependents();
-    const Producer<Config> producer(p, ring, barriers, k_rank, row_rank, warp - Shape::warpgroups * 4);
+    const Producer<Config> producer(p, ring, barriers, k_rank, row_rank, half, warp - Shape::warpgroups * 4);
     const bool produces = lane == 0 && warp >= Shape::warpgroups * 4 && warp < Shape::warpgroups * 4 + Shape::producers;
     if (warp >= Shape::warpgroups * 4) {
         if (threadIdx.x == Shape::warpgroups * 128) {
@@ -244,8 +261,8 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
             }
             ptx::mbarrier_init(barriers.received, 1);
             ptx::fence_mbarrier_init();
-            if (Config::k_blocks > 1)
-                ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::k_blocks - 1) * Shape::share_bytes);
+            if (Config::k_blocks > 1 || Config::halves)
+                ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::k_blocks - 1) * Shape::warpgroups * Shape::groups_of(k_rank) * 2048 + Shape::half_bytes);
             ptx::prefetch_tensormap(&p.x);
             if (Shape::tail_rows > 0) ptx::prefetch_tensormap(&p.x_tail);
         }
@@ -266,7 +283,7 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
         __syncwarp();
         if (Config::k_blocks > 1) {
             if (Config::row_blocks == 1) ptx::barrier_cluster_wait();
-            ptx::barrier_cluster_arrive_relaxed();
+            else ptx::barrier_cluster_arrive_relaxed();
         }
     } else {
         // What the launch gave the block's warpgroups is all there is: 512 a lane of a quarter, in eights a warp.
@@ -288,22 +305,37 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
         Walk<Config> walk;
         for (Part part; walk.at(p, k_rank, part); walk.advance(part)) {
             TilePlace place = tile_place(p, part.tile);
-            int row = ((place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups + row_part) * 64;
+            int row = (first_tile<Config>(place, row_rank, half) + row_part) * 64;
+            const bool halved = Config::halves && row_part == (half == 0 ? Config::row_warpgroups - 1 : 0);
             typename Sums<Config>::Total sum[Config::tokens / 2];
             int previous = -1;
             TileTerms<Config> terms;
-            if (!Shape::reduces && !Shape::striped) terms.load(p, row + warp % 4 * 16, place.token_tile * Config::tokens);
+            // Of a share of the tokens, where blocks divide them.
+            const int first_token = place.token_tile * Config::tokens + k_rank * Shape::share + halved * half * (Config::tokens / 2);
+            if (!Shape::striped) terms.load(p, row + warp % 4 * 16, first_token);
             Widen<Config> widen;
             widen.begin(p.row_zero, row + warp % 4 * 16, p.weight_tiles * 64);
 #pragma unroll
             for (int i = 0; i < Config::tokens / 2; i++) sum[i] = 0;
             if constexpr (Sums<Config>::promotes)
                 previous = accumulate_promoting<Config>(sum, widen, ring, my_unit, barriers, ahead, part.count, cursor, release);
-            else
+            else if constexpr (Config::halves) {
+                const Half<Config> units(p, half);
+                const int begin = halved ? units.begin : 0, end = halved ? units.end : part.count;
+                pass<Config>(barriers, begin, cursor, release);
+                previous = accumulate<Config>(sum, widen, ring, my_unit, barriers, begin, end, cursor, release);
+                if (previous >= 0) release(previous);
+                pass<Config>(barriers, part.count - end, cursor, release);
+                if (halved) {
+                    packed_large_halves<Config>(p, sum, terms, ring, barriers, rank, row + warp % 4 * 16, first_token);
+                    continue;
+                }
+                previous = -1;
+            } else
                 previous = accumulate<Config>(sum, widen, ring, my_unit, barriers, ahead, part.count, cursor, release);
             if (previous >= 0) release(previous);
             if constexpr (Shape::reduces) {
-                packed_large_reduce<Config>(p, sum, ring, barriers, warp, rank, place);
+                packed_large_reduce<Config>(p, sum, terms, ring, barriers, warp, rank, row + warp % 4 * 16, first_token);
                 continue;
             }
             if constexpr (Shape::striped) {
@@ -328,7 +360,12 @@ __global__ void __launch_bounds__(Config::threads, 1) packed_large(const __grid_
                                        turn, warpgroup, row, place.token_tile * Config::tokens);
         }
     }
-    if (cluster_size > 1) {  // no block may leave while others read from it, send to it or arrive on its barriers
+    // Those of the halved tile have waited.
+    if (Config::halves && (warp >= Shape::warpgroups * 4 || row_part != (half == 0 ? Config::row_warpgroups - 1 : 0))) {
+        __syncwarp();
+        ptx::barrier_cluster_wait();
+    }
+    if (Config::row_blocks > 1) {  // no block may leave while others send to it or arrive on its barriers
         __syncwarp();
         if (Config::k_blocks == 1) ptx::barrier_cluster_arrive_relaxed();
         ptx::barrier_cluster_wait();

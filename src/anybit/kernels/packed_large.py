@@ -17,19 +17,21 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Kernel, Pointer, launch
 from anybit.jit.tensor_map import TensorMap, encode
-from anybit.kernels import upcoming
 from anybit.kernels.pack import Packed
+from anybit.kernels.packed_large_estimate import estimate
 from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, tile_bytes
-from anybit.kernels.upcoming import Upcoming
 from anybit.scheme import ActivationFormat, WeightFormat
 
-_ROW_STRIDE = 68
 _EARLY_BYTES = 32 << 10
+_RESIDENT = ((2, 2), (2, 1), (1, 2))
+"""Warpgroups and blocks that share K, where two blocks share a multiprocessor: what `configs` offers."""
 _MOST_STAGES = 24
-_LEAST_SHARED = 117 << 10
+_LEAST_SHARED = {1: 117 << 10, 2: 80 << 10}
+"""Shared memory of a block of which so many fit a multiprocessor, and one more does not."""
+_MOST_BESIDE = 113 << 10
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
-_SHARINGS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
+_SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 
 
 class Operand(enum.Enum):
@@ -94,7 +96,8 @@ class Config:
     early: of how many the weights are asked for before x. staged: tokens that a warpgroup turns over at a time on their
     way to y, by turns in so many places of shared memory. register_sets: of widened weights; with 2 a warpgroup widens
     while it multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its
-    registers to the others.
+    registers to the others. halves: two blocks share one of their row tiles, half of its inputs each.
+    resident: blocks that fit a multiprocessor, of this launch and of the next; then each of these gets one at least.
     """
 
     operand: Operand
@@ -115,6 +118,8 @@ class Config:
     places: int = 2
     register_sets: int = 2
     reallocates: bool = False
+    halves: bool = False
+    resident: int = 1
 
     @property
     def x_bytes(self) -> int:
@@ -144,11 +149,13 @@ class Config:
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
-        return self.k_blocks * self.row_blocks
+        return 2 if self.halves else self.k_blocks * self.row_blocks
 
     @property
     def rows(self) -> int:
         """Rows of W that a cluster works on at a time."""
+        if self.halves:
+            return TILE_ROWS * (2 * self.row_warpgroups - 1)
         return TILE_ROWS * self.row_warpgroups * self.row_blocks
 
 
@@ -175,13 +182,6 @@ class Params:
     token_tiles: Int32
     raster: Int32
     whole_tiles: Int32
-    next: Pointer
-    next_piece: Int32
-    next_count: Int32
-    next_parts: Int32
-    next_stride: Int32
-    next_moment: Int32
-    next_pace: Int32
 
 
 def shared_bytes(config: Config) -> int:
@@ -191,17 +191,19 @@ def shared_bytes(config: Config) -> int:
     ring = config.stages * stage
     reduces = not config.stripes and config.k_warpgroups * config.k_blocks > 1
     share = _share_bytes(config) if reduces else 0
-    body = max(ring, config.k_blocks * share) + (config.k_blocks - 1) * share
+    body = max(ring, share) + (config.k_blocks - 1) * share
     if config.stripes:
         body += (config.warpgroups - config.row_warpgroups) * config.tokens * 256
+    if config.halves:
+        body += config.tokens // 2 * 256
     body += 0 if reduces else config.warpgroups * config.places * config.staged * 128
     # More than half of a multiprocessor's: two blocks would share one while others stand idle.
-    return max(body + config.stages * 24 + 8, _LEAST_SHARED)
+    return max(body + config.stages * 24 + 8, _LEAST_SHARED[config.resident])
 
 
 def _share_bytes(config: Config) -> int:
     """Bytes of the partial sums that one of the blocks sharing a tile adds up."""
-    return config.warpgroups * (config.tokens // config.k_blocks) * _ROW_STRIDE * 4
+    return config.warpgroups * -(-config.tokens // 8 // config.k_blocks) * 2048
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -245,8 +247,11 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"a cluster has at most 8 blocks, not {config.cluster}"
     if config.row_blocks not in (1, 2):
         return f"1 or 2 neighbours share their loads of x, not {config.row_blocks}"
-    if config.tokens % (8 * config.row_blocks) or config.tokens % (8 * config.k_blocks):
-        return f"{config.tokens} tokens do not divide among {config.row_blocks} x {config.k_blocks} blocks in eights"
+    if config.tokens % (8 * config.row_blocks):
+        return f"{config.tokens} tokens do not divide among {config.row_blocks} blocks in eights"
+    refusal = _why_not_halves(problem, config) if config.halves else None
+    if refusal is not None:
+        return refusal
     if config.k_blocks > problem.units:
         return f"{problem.units} steps of 128 inputs do not divide among {config.k_blocks} blocks"
     if config.stripes:
@@ -255,8 +260,27 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         most = min(problem.device.sms, math.prod(_place(problem, config)) * problem.units)
         if not 0 < config.stripes <= most:
             return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
+    if config.resident not in _LEAST_SHARED:
+        return f"1 or 2 blocks share a multiprocessor, not {config.resident}"
+    if config.resident > 1 and (config.stripes or config.halves or shared_bytes(config) > _MOST_BESIDE):
+        return "two such blocks do not fit a multiprocessor"
     if shared_bytes(config) > problem.device.shared_bytes:
         return f"{shared_bytes(config)} bytes of shared memory are more than the device's {problem.device.shared_bytes}"
+    return None
+
+
+def _why_not_halves(problem: Problem, config: Config) -> str | None:
+    """Why two blocks cannot halve a row tile of theirs."""
+    if (
+        config.warpgroups != config.row_warpgroups
+        or config.row_warpgroups < 2
+        or config.k_blocks * config.row_blocks > 1
+    ):
+        return "blocks that halve a row tile share nothing else, and have 2 warpgroups or more along the rows"
+    if config.promotes or config.tokens % 16 or problem.units < 2:
+        return "a row tile is halved in 2 steps of inputs or more, 16 tokens at a time, of products without promotion"
+    if math.prod(_place(problem, config)) > problem.device.sms // 2:
+        return "a pair of blocks that halve a row tile has one range of rows, and there are more of these than pairs"
     return None
 
 
@@ -299,12 +323,12 @@ def _registers(config: Config) -> int:
     summing = 4 * config.row_warpgroups if config.k_blocks > 1 else 0
     groups = 8 if config.group == 32 else 0  # four scales and zeros of two rows at a time
     walk = 4 if config.stripes else 0
-    return accumulators + widened + 2 * config.bits + 24 + summing + groups + walk
+    return accumulators + widened + 2 * config.bits + 24 + summing + groups + walk - 4 * (config.resident > 1)
 
 
 def _at_launch(config: Config) -> int:
     """Registers of a thread at launch, with a producer beside the warpgroups, on a quarter of a multiprocessor."""
-    return min(512 // (config.warpgroups + 1) // 8 * 8, 255)
+    return min(512 // config.resident // (config.warpgroups + 1) // 8 * 8, 255)
 
 
 def _most_registers(config: Config) -> int:
@@ -325,7 +349,9 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     tiles = row_tiles * token_tiles
     if config.stripes:
         return config.stripes, 1, 1
-    if config.k_warpgroups * config.k_blocks > 1:
+    if config.resident > 1:  # one a multiprocessor, some of them idle
+        return max(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
+    if config.k_warpgroups * config.k_blocks > 1 or config.halves:
         return tiles * config.cluster, 1, 1
     return min(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
 
@@ -339,6 +365,8 @@ def config_for(
     row_blocks: int = 1,
     stripes: int = 0,
     stages: int | None = None,
+    halves: bool = False,
+    resident: int = 1,
 ) -> Config:
     """A config of these tiles; as many stages as shared memory holds, at most 24, if none are asked for."""
     weights = problem.weights
@@ -353,9 +381,11 @@ def config_for(
         row_blocks,
         stripes,
         stages or k_warpgroups + 1,
+        halves=halves,
+        resident=resident,
     )
     most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
-    return _fitted(config, most, problem.device.shared_bytes)
+    return _fitted(config, most, problem.device.shared_bytes if resident == 1 else _MOST_BESIDE)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -368,7 +398,9 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     ways = ((1, False), (1, True)) if _unwidened(config) else ((2, False), (2, True), (1, True))
     for sets, reallocates in ways:
         if (sets, reallocates) != (2, False):
-            config = replace(config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1)
+            config = replace(
+                config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1 and config.resident == 1
+            )
         if _registers(config) <= _most_registers(config):
             break
     if most:
@@ -376,6 +408,12 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
         config = replace(config, stages=stages, staged=staged, places=places)
     # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
     early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
+    if config.x_bytes == 2 and 48 <= config.tokens <= 64:
+        early = min(early, 3)
+    elif config.halves:
+        early = 3
+    elif config.resident > 1:
+        early = max(2, config.stages // 2)
     return replace(config, early=min(config.stages, early))
 
 
@@ -408,59 +446,14 @@ def configs(problem: Problem) -> Iterator[Config]:
                     found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks)
                     if why_not(problem, found) is None:
                         yield found
-
-
-def estimate(problem: Problem, config: Config) -> float:
-    """About how many microseconds a config takes on an H200, between others in a chain; fitted, see docs/packed.md.
-
-    The constants were fitted to 61 measured configs of w4a16g128 (M = 16 to 256), within 4% on average; those of small
-    tiles to 30 more once four warps filled the ring.
-    """
-    row_tiles, token_tiles = _place(problem, config)
-    tokens, rows, tiles = config.tokens, config.row_warpgroups, row_tiles * token_tiles
-    few = problem.m <= 64
-    # Cycles of 64 rows and 128 inputs: of the tensor cores, and of what it takes to widen and to issue.
-    widen = 195 + 2.2 * tokens
-    if config.bits in (3, 5, 6, 7) or config.operand == Operand.bf16:
-        widen += 40
-    if config.promotes:
-        product, widen = 4.5 * tokens, max(widen, 330.0)
-    elif config.x_bytes == 1:
-        product = (2.45 if tokens >= 256 or (tokens == 192 and config.bits <= 2) else 2.75) * tokens
-        widen = 140 + 1.3 * tokens
-    else:
-        product = 4.3 * tokens
-    stage = max(
-        product * rows,
-        widen * rows,
-        # The chain of waiting, widening and multiplying in one warpgroup.
-        (450 + 1.25 * product if few else 493) / config.k_warpgroups,
-        270 + tokens * config.x_bytes if few else 0,  # what it takes to bring a stage, however little it holds
-        (tokens * 128 * config.x_bytes + rows * config.tile_bytes) / 47.5,  # what a multiprocessor takes in
-    )
-    partial = rows * config.k_warpgroups * tokens / 64
-    around = 0.57 + 0.0055 * tokens  # to the first product and from the last one
-    waste = 1.0 if token_tiles == 1 or tokens in (16, 32, 64, 128, 256) else 1.05
-    if token_tiles > 2 and tokens < 128:
-        waste *= 1.06  # weights are read once for each of them
-    if config.warpgroups == 1:  # nothing covers what its only warpgroup waits for, or does between products
-        waste *= 1.6 if config.promotes else 1.04
-    if tiles > 2 * problem.device.sms and config.warpgroups < 3 and tokens < 256:
-        waste *= 1.03  # two warpgroups cover each other's ends less well than four
-    if config.stripes:
-        steps = -(-tiles * problem.units // config.stripes)
-        # Sums that travel through L2, and the wait for stripes in the middle of a tile.
-        return 1.0 + 6.5 + 0.022 * rows * tokens + 2 * around + waste * steps * stage / 1800
-    # Clusters of four do not fill an H200: 30 of them fit.
-    waves = float(-(-tiles // {1: 132, 2: 66, 4: 30}.get(config.cluster, 15)))
-    summing = 0.1 * partial if config.warpgroups > rows else 0.0
-    if config.k_blocks > 1:
-        summing += (1.0 if few else 0.4) + 0.36 * partial + 0.54 * (config.k_blocks > 2)
-    if waves > 1 and config.k_warpgroups * config.k_blocks > 1:
-        waves *= 1.08  # blocks that add up sums do not walk on to a next tile: every wave starts anew
-    units = -(-problem.units // config.k_blocks)
-    one = units * stage / 1800 + around
-    return 1.0 + 0.5 * (config.row_blocks - 1) + summing * waves + waste * waves * one
+            if row_warpgroups == 4 and problem.m <= 128:
+                found = config_for(problem, tokens, row_warpgroups, halves=True)
+                if why_not(problem, found) is None:
+                    yield found
+        for k_warpgroups, k_blocks in _RESIDENT if problem.m <= 64 else ():
+            found = config_for(problem, tokens, 1, k_warpgroups, k_blocks, resident=2)
+            if why_not(problem, found) is None:
+                yield found
 
 
 @lru_cache(maxsize=4096)
@@ -496,7 +489,6 @@ def params(
     x_scale: Tensor | None = None,
     x_sum: Tensor | None = None,
     workspace: Tensor | None = None,
-    next: Upcoming | None = None,
 ) -> Params:
     """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n].
 
@@ -508,9 +500,6 @@ def params(
     tiles, flags = row_tiles * token_tiles, config.stripes * config.row_warpgroups * config.tokens * 256
     # Stripes share the tiles of the last wave and of the one before it.
     waves = tiles // config.stripes if config.stripes else 0
-    following = upcoming.arguments(next)
-    # Of what comes next as much a step as all of it takes, where it is asked for step by step.
-    pace = -(-following[2] // (tiles * problem.units * config.row_blocks))
     return Params(
         x=b"" if x is None else encode(x, 128 // x.element_size(), config.tokens // config.row_blocks),
         x_tail=b"" if x is None else encode(x, 128 // x.element_size(), config.tail_rows or 8),
@@ -531,13 +520,6 @@ def params(
         token_tiles=token_tiles,
         raster=max(1, 4096 // config.rows),
         whole_tiles=max(waves - 1, 0) * config.stripes,
-        next=following[0],
-        next_piece=following[1],
-        next_count=following[2],
-        next_parts=following[3],
-        next_stride=following[4],
-        next_moment=following[5],
-        next_pace=pace,
     )
 
 
@@ -561,7 +543,6 @@ def multiply(
     config: Config | None = None,
     *,
     pdl: bool = True,
-    next: Upcoming | None = None,
 ) -> None:
     """Write y[m, n] = x[m, k] W^T (+ bias): one launch on the current stream.
 
@@ -577,5 +558,5 @@ def multiply(
     problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype)
     config = config or default(problem)
     workspace = workspace_for(config, y.device)
-    arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum, workspace, next)
+    arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum, workspace)
     launch(kernel(config), arguments, grid(problem, config), pdl=pdl)

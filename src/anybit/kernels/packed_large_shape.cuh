@@ -5,7 +5,6 @@
 #include "packed_widen.cuh"
 #include "ptx_tensor.cuh"
 #include "ptx_wgmma.cuh"
-#include "upcoming.cuh"
 
 struct Params {
     ptx::TensorMap x;         // [tokens, inputs], box: 128 bytes of a row x tokens / row_blocks
@@ -26,8 +25,6 @@ struct Params {
     int token_tiles;
     int raster;               // row tiles that neighbouring clusters walk together
     int whole_tiles;          // so many tiles are never shared by stripes
-    const uint8_t* next;      // weights that a kernel after this one reads, see upcoming.cuh; or null
-    int32_t next_piece, next_count, next_parts, next_stride, next_moment, next_pace;
 };
 
 namespace packed {
@@ -51,20 +48,24 @@ struct PackedLargeShape {
     static constexpr int ring_bytes = Config::stages * stage_bytes;
     static constexpr bool striped = Config::stripes > 0;
     static constexpr bool reduces = !striped && Config::k_warpgroups * Config::k_blocks > 1;
-    static constexpr int row_stride = 68;  // floats between tokens of a 64-row partial sum: no bank conflicts
-    // Partial sums, by the block that adds them up; a block keeps those for others in its ring once that is empty, and has
-    // a place of its own for what it receives.
-    static constexpr int share = Config::tokens / Config::k_blocks;
-    static constexpr int share_bytes = reduces ? warpgroups * share * row_stride * 4 : 0;
-    static constexpr int partial_bytes = Config::k_blocks * share_bytes;
-    static constexpr int receive_offset = ring_bytes > partial_bytes ? ring_bytes : partial_bytes;
-    static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes;
+    // Partial sums of the tokens that the block finishes: those of its own warpgroups lie in its ring once that is empty, and
+    // it has a place of its own for what it receives.
+    static constexpr int groups = Config::tokens / 8, fours = (groups + Config::k_blocks - 1) / Config::k_blocks;
+    static constexpr int share = fours * 8;  // the last block's may be less
+    static PTX int groups_of(int k_rank) { return max(min(groups - k_rank * fours, fours), 0); }
+    static constexpr int share_bytes = reduces ? warpgroups * share * 256 : 0;
+    static constexpr int receive_offset = ring_bytes > share_bytes ? ring_bytes : share_bytes;
+    // Two blocks that halve a row tile finish half of its tokens each: one warpgroup's sums of those cross.
+    static constexpr int half_bytes = Config::halves ? Config::tokens / 2 * 256 : 0;
+    static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes + half_bytes;
     static constexpr int staging_bytes = reduces ? 0 : warpgroups * Config::places * Config::staged * 128;
     // Where warpgroups that share the inputs of a stripe leave their sums for the first of them.
     static constexpr int meeting_bytes = striped ? (warpgroups - Config::row_warpgroups) * Config::tokens * 256 : 0;
     static constexpr int barrier_offset = body_bytes + staging_bytes + meeting_bytes;
-    // More than half of a multiprocessor's: two blocks would share one while others stand idle.
-    static constexpr int needed = barrier_offset + Config::stages * 24 + 8, bytes = needed > 119808 ? needed : 119808;
+    // So much of a multiprocessor's that no more blocks share it than are meant to: others would stand idle.
+    static constexpr int needed = barrier_offset + Config::stages * 24 + 8;
+    static constexpr int least = Config::resident == 1 ? 119808 : 81920;
+    static constexpr int bytes = needed > least ? needed : least;
 };
 
 // A stage and the parity of the barriers of its current use.
@@ -97,6 +98,21 @@ PTX TilePlace tile_place(const Params& p, int tile) {
     return {first + within % height, within / height};
 }
 
+// The first of a block's tiles of 64 rows. Two blocks that halve a row tile have two times row_warpgroups - 1 together.
+template <class Config>
+PTX int first_tile(const TilePlace& place, int row_rank, int half) {
+    if (Config::halves) return place.row_tile * (2 * Config::row_warpgroups - 1) + half * (Config::row_warpgroups - 1);
+    return (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups;
+}
+
+// The units of the halved row tile that one of the two blocks multiplies.
+template <class Config>
+struct Half {
+    int begin, end;
+    PTX Half(const Params& p, int half) : begin(half * p.units / 2), end((half + 1) * p.units / 2) {}
+    PTX bool has(int unit) const { return begin <= unit && unit < end; }
+};
+
 // A block's work on one tile: `count` units from unit `first` on.
 struct Part {
     int tile, first, count;
@@ -113,7 +129,7 @@ struct Part {
 template <class Config>
 struct Walk {
     static constexpr bool striped = Config::stripes > 0;
-    static constexpr int cluster_size = Config::k_blocks * Config::row_blocks;
+    static constexpr int cluster_size = Config::k_blocks * Config::row_blocks * (Config::halves ? 2 : 1);
     int position[1] = {0};  // tiles, or units in the block's own line: of its whole tiles, then of its stripe
 
     PTX static int blocks() { return gridDim.x / cluster_size; }

@@ -133,103 +133,7 @@ PTX uint32_t bits_of(int32_t v) { return static_cast<uint32_t>(v); }
 PTX void add_bits(float& sum, uint32_t bits) { sum += __uint_as_float(bits); }
 PTX void add_bits(int32_t& sum, uint32_t bits) { sum += static_cast<int32_t>(bits); }
 
-// The sum over the warpgroups (and blocks) that shared K, in a fixed order, then scale, bias and Y: four rows a thread.
-template <class Config>
-PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t ring,
-                             const RingBarriers& barriers, int warp, int rank, const TilePlace& place) {
-    using Shape = PackedLargeShape<Config>;
-    constexpr int share = Shape::share, stride = Shape::row_stride, k_blocks = Config::k_blocks;
-    const int lane = ptx::lane_id(), k_rank = rank % k_blocks, row_rank = rank / k_blocks;
-    const int warpgroup = warp / 4, row = warp % 4 * 16 + lane / 4;
-    ptx::bar_sync(1, Shape::warpgroups * 128);  // the ring is read to its end: it may be written
-#pragma unroll
-    for (int j = 0; j < Config::tokens / 8; j++) {
-        const int owner = j * 8 / share;
-        const uint32_t mine =
-            ring + (((owner * Shape::warpgroups + warpgroup) * share + j * 8 % share + lane % 4 * 2) * stride + row) * 4;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            ptx::st_shared_u32(mine + ((i & 1) * stride + (i >> 1) * 8) * 4, bits_of(sum[4 * j + i]));
-    }
-    // Fetched while the partial sums travel.
-    const int first_row = (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups * 64;
-    float scale[Config::row_warpgroups][4], bias[Config::row_warpgroups][4];
-    [[maybe_unused]] int twice_zero[Config::row_warpgroups][4];
-#pragma unroll
-    for (int part = 0; part < Config::row_warpgroups; part++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int y_row = first_row + part * 64 + threadIdx.x % 16 * 4 + e;
-            scale[part][e] = y_row < p.rows ? p.row_scale[y_row] * Widen<Config>::unscale() : 0.f;
-            bias[part][e] = p.bias != nullptr && y_row < p.rows ? bias_of<Config>(p.bias[y_row]) : 0.f;
-            twice_zero[part][e] = y_row < p.rows ? twice_zero_of<Config>(p, y_row) : 0;
-        }
-    if (k_blocks > 1) {
-        ptx::fence_proxy_async();
-        if (Config::row_blocks == 1) {  // the others have begun, so their barriers are there
-            __syncwarp();
-            ptx::barrier_cluster_wait();
-        }
-    }
-    ptx::bar_sync(1, Shape::warpgroups * 128);
-    if (Config::k_blocks > 1) {
-        if (warp == 0 && lane > 0 && lane < Config::k_blocks) {
-            const int owner = (k_rank + lane) % Config::k_blocks, slot = k_rank - (k_rank > owner);
-            const uint32_t to = row_rank * Config::k_blocks + owner;
-            ptx::cp_async_bulk_shared_to_cluster(ptx::mapa(ring + Shape::receive_offset + slot * Shape::share_bytes, to),
-                                                 ring + owner * Shape::share_bytes, Shape::share_bytes,
-                                                 ptx::mapa(barriers.received, to));
-        }
-        __syncwarp();
-        ptx::mbarrier_wait_parity(barriers.received, 0);
-        ptx::barrier_cluster_arrive_relaxed();  // what was sent here has come: its senders may leave
-    }
-    constexpr int at_a_time = Shape::warpgroups * 8;  // tokens
-    const int quad = threadIdx.x % 16 * 4, first_token = place.token_tile * Config::tokens + k_rank * share;
-#pragma unroll
-    for (int part = 0; part < Config::row_warpgroups; part++) {
-        const int y_row = first_row + part * 64 + quad;
-        if (y_row >= p.rows) break;
-        for (int token = threadIdx.x / 16; token < share && first_token + token < p.tokens; token += at_a_time) {
-            typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
-#pragma unroll
-            for (int source = 0; source < k_blocks; source++) {
-                const int slot = source - (source > k_rank);
-                const uint32_t base = ring + (source == k_rank ? k_rank * Shape::share_bytes
-                                                               : Shape::receive_offset + slot * Shape::share_bytes);
-#pragma unroll
-                for (int k = 0; k < Config::k_warpgroups; k++) {
-                    const int at = ((k * Config::row_warpgroups + part) * share + token) * stride + quad;
-                    const uint4 v = ptx::ld_shared_v4(base + at * 4);
-                    add_bits(total[0], v.x);
-                    add_bits(total[1], v.y);
-                    add_bits(total[2], v.z);
-                    add_bits(total[3], v.w);
-                }
-            }
-            float out[4];
-            const float x_scale = Shape::bytes_of_x ? p.x_scale[first_token + token] : 1.f;
-            const int x_sum = Sums<Config>::raw ? p.x_sum[first_token + token] : 0;
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                out[e] = fmaf(centered<Config>(total[e], twice_zero[part][e], x_sum) * x_scale, scale[part][e], bias[part][e]);
-            uint2 v;
-            v.x = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[0], out[1]) : ptx::cvt_f16x2_f32(out[0], out[1]);
-            v.y = Config::bfloat_out ? ptx::cvt_bf16x2_f32(out[2], out[3]) : ptx::cvt_f16x2_f32(out[2], out[3]);
-            uint16_t* target = p.y + static_cast<size_t>(first_token + token) * p.rows + y_row;
-            if (p.rows % 4 == 0) {
-                *reinterpret_cast<uint2*>(target) = v;
-            } else {
-                const uint32_t words[2] = {v.x, v.y};
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (y_row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
-            }
-        }
-    }
-}
-
-// ---- Stripes ----------------------------------------------------------------------------------------------------------
+// ---- Sums of warpgroups and blocks that shared K ------------------------------------------------------------------------
 // A thread's sums travel as they lie in its registers, four at a time, 128 threads side by side.
 
 template <class Sum, int count>
@@ -245,6 +149,138 @@ PTX void add_four(Sum (&sum)[count], int i, uint4 v) {
     add_bits(sum[4 * i + 2], v.z);
     add_bits(sum[4 * i + 3], v.w);
 }
+
+// Eight tokens of 16 rows to Y, four values a lane: of its row and the eighth after it, two tokens each. Lanes of
+// neighbouring rows give each other a token, so that two rows are one store.
+template <class Config>
+PTX void packed_large_store_four(const Params& p, const float (&value)[4], int row, int token) {
+    const auto pair = [](float a, float b) { return Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b); };
+    const uint32_t first = pair(value[0], value[2]), second = pair(value[1], value[3]);  // of a token: rows g and g + 8
+    const bool odd = row & 1;
+    const uint32_t theirs = ptx::shfl_xor(odd ? first : second, 4), mine = odd ? second : first;
+    const uint32_t low = odd ? theirs : mine, high = odd ? mine : theirs;
+    row &= ~1, token += odd;
+    if (token >= p.tokens) return;
+#pragma unroll
+    for (int h = 0; h < 2; h++, row += 8) {
+        const uint32_t v = ptx::prmt(low, high, h == 0 ? 0x5410 : 0x7632);
+        uint16_t* target = p.y + static_cast<size_t>(token) * p.rows + row;
+        if (p.rows % 2 == 0) {
+            if (row < p.rows) *reinterpret_cast<uint32_t*>(target) = v;
+        } else {
+            if (row < p.rows) target[0] = static_cast<uint16_t>(v);
+            if (row + 1 < p.rows) target[1] = static_cast<uint16_t>(v >> 16);
+        }
+    }
+}
+
+// From the sums of eight tokens, the i-th of those that terms were loaded for, to Y.
+template <class Config>
+PTX void packed_large_finish_four(const Params& p, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i,
+                                  int row, int token) {
+    float out[4];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const float token_scale = terms.of_token(i, ptx::lane_id() % 4 * 2 + e);
+        const int token_sum = terms.sum_of_token(i, ptx::lane_id() % 4 * 2 + e);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            out[2 * h + e] = fmaf(centered<Config>(total[2 * h + e], terms.twice_zero[h], token_sum) * token_scale,
+                                  terms.scale[h], terms.bias[h]);
+    }
+    packed_large_store_four<Config>(p, out, row, token);
+}
+
+// The sums of a cluster's blocks and of their warpgroups along K, in a fixed order. Each block finishes a share of the
+// tokens, and gets what it lacks straight from the registers of the others.
+template <class Config>
+PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2],
+                             TileTerms<Config>& terms, uint32_t ring, const RingBarriers& barriers, int warp, int rank,
+                             int first_row, int first_token) {
+    using Shape = PackedLargeShape<Config>;
+    constexpr int k_blocks = Config::k_blocks, k_warpgroups = Config::k_warpgroups, fours = Shape::fours;
+    const int lane = ptx::lane_id(), k_rank = rank % k_blocks, row_rank = rank / k_blocks, thread = threadIdx.x % 128;
+    const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
+    const uint32_t received = ring + Shape::receive_offset + thread * 16;
+    if (k_blocks > 1 && Config::row_blocks == 1) {  // the others have begun, so their barriers are there
+        __syncwarp();
+        ptx::barrier_cluster_wait();
+    }
+    typename Sums<Config>::Total mine[4 * fours] = {};
+#pragma unroll
+    for (int owner = 0; owner < k_blocks; owner++) {
+        if (owner == k_rank) {
+#pragma unroll
+            for (int i = 0; i < 4 * fours; i++)
+                if (owner * fours * 4 + i < Config::tokens / 2) mine[i] = sum[owner * 4 * fours + i];
+            continue;
+        }
+        const int slot = k_rank - (k_rank > owner), to = row_rank * k_blocks + owner;
+        const uint32_t there = ptx::mapa(received + (slot * Shape::warpgroups + warpgroup) * fours * 2048, to);
+        const uint32_t barrier = ptx::mapa(barriers.received, to);
+#pragma unroll
+        for (int i = 0; i < fours; i++)
+            if (owner * fours + i < Shape::groups) ptx::st_async_v4(there + i * 2048, four_of(sum, owner * fours + i), barrier);
+    }
+    // Of the block's own, each warpgroup finishes some: the others leave theirs in the ring, once that is read to its end.
+    const uint32_t local = ring + row_part * fours * 2048 + thread * 16;
+    constexpr uint32_t next = Config::row_warpgroups * fours * 2048;
+    if constexpr (k_warpgroups > 1) {
+        ptx::bar_sync(1, Shape::warpgroups * 128);
+#pragma unroll
+        for (int i = 0; i < fours; i++)
+            if (i % k_warpgroups != k_part) ptx::st_shared_v4(local + k_part * next + i * 2048, four_of(mine, i));
+        ptx::bar_sync(1, Shape::warpgroups * 128);
+    }
+    if (k_blocks > 1) {
+        ptx::mbarrier_wait_parity_acquire_cluster(barriers.received, 0);
+        if (Config::row_blocks > 1) ptx::barrier_cluster_arrive_relaxed();
+    }
+#pragma unroll
+    for (int i = 0; i < fours; i++) {
+        if (i % k_warpgroups != k_part || i >= Shape::groups_of(k_rank)) continue;
+        typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int source = 0; source < k_blocks; source++)
+#pragma unroll
+            for (int k = 0; k < k_warpgroups; k++) {
+                const int slot = source - (source > k_rank), other = k * Config::row_warpgroups + row_part;
+                const uint32_t from = source == k_rank ? local + k * next + i * 2048
+                                                       : received + ((slot * Shape::warpgroups + other) * fours + i) * 2048;
+                add_four(total, 0, source == k_rank && k == k_part ? four_of(mine, i) : ptx::ld_shared_v4(from));
+            }
+        packed_large_finish_four<Config>(p, total, terms, i, first_row + lane / 4, first_token + i * 8 + lane % 4 * 2);
+    }
+}
+
+// The sums of the row tile that two blocks halve: each finishes half of the tokens.
+template <class Config>
+PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], TileTerms<Config>& terms,
+                             uint32_t ring, const RingBarriers& barriers, int rank, int first_row, int first_token) {
+    using Shape = PackedLargeShape<Config>;
+    constexpr int fours = Config::tokens / 16;
+    const int lane = ptx::lane_id();
+    const uint32_t received = ring + Shape::receive_offset + threadIdx.x % 128 * 16;
+    __syncwarp();
+    ptx::barrier_cluster_wait();  // the other has begun, so its barrier is there
+    const uint32_t there = ptx::mapa(received, 1 - rank), barrier = ptx::mapa(barriers.received, 1 - rank);
+    typename Sums<Config>::Total mine[4 * fours];
+#pragma unroll
+    for (int i = 0; i < fours; i++) {
+        ptx::st_async_v4(there + i * 2048, rank == 0 ? four_of(sum, fours + i) : four_of(sum, i), barrier);
+#pragma unroll
+        for (int e = 0; e < 4; e++) mine[4 * i + e] = rank == 0 ? sum[4 * i + e] : sum[4 * (fours + i) + e];
+    }
+    ptx::mbarrier_wait_parity_acquire_cluster(barriers.received, 0);
+#pragma unroll
+    for (int i = 0; i < fours; i++) {
+        typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
+        add_four(total, 0, ptx::ld_shared_v4(received + i * 2048));  // two summands: in whatever order
+        packed_large_finish_four<Config>(p, total, terms, i, first_row + lane / 4, first_token + i * 8 + lane % 4 * 2);
+    }
+}
+
+// ---- Stripes ----------------------------------------------------------------------------------------------------------
 
 // The sums of the warpgroups that share a row tile's inputs, added up by the first of them through `meeting`.
 template <class Config>

@@ -14,8 +14,8 @@ and 2 * bits words of 32 bits. `pieces` says which bits of which word a register
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal, TypeVar
+from functools import cache, lru_cache
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -377,10 +377,16 @@ def checked_config(
     """The config that a launch was given, known to be legal, or the default. Raises KernelError with the reason."""
     if config is None:
         return default(problem)
-    reason = why_not(problem, config)
+    reason = _reason(problem, config, why_not)
     if reason is not None:
         raise KernelError(reason)
     return config
+
+
+@lru_cache(maxsize=4096)
+def _reason(problem: Any, config: Any, why_not: Callable[[Any, Any], str | None]) -> str | None:
+    """What ``why_not`` says; every call of a layer asks the same, and the answer takes a third of its host time."""
+    return why_not(problem, config)
 
 
 def check_operands(

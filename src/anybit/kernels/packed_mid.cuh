@@ -167,7 +167,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         if (++ahead_slot == C::stages) ahead_slot = 0;
         if (++ahead_chunk == chunks) ahead_chunk = 0, ahead += stride;
     };
-    Upcoming<Params> upcoming(p, static_cast<int>(blockIdx.x) * S::warps + warp, static_cast<int>(gridDim.x) * S::warps);
     for (int i = 0; i < C::prefetch && left > 0; i++) fetch();
     // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
     if constexpr (C::paced) {
@@ -188,7 +187,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
     }
     if constexpr (C::cluster > 1) ptx::barrier_cluster_arrive();
     __syncthreads();
-    if (p.next_moment == 0 && left == 0 && lane == 0) upcoming.ask();
     ptx::griddepcontrol_wait();
 
     const int thread = row_warp * 32 + static_cast<int>(lane);
@@ -225,7 +223,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
                 packed::add_stage<C, chunk>(sums, weights, x, lane);
                 __syncwarp();
                 if (left > 0) fetch();
-                if (left == 0 && p.next_moment < 2 && lane == 0) upcoming.ask();
                 if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
                 if (++stage == C::stages) stage = 0, phase ^= 1;
             }
@@ -238,7 +235,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         if (++x_slot == C::x_stages) x_slot = 0, x_phase ^= 1;
     }
 
-    if (lane == 0) upcoming.ask();
     // Sums of the K warps meet, [k_warp][token][row], where rings and activations were.
     __syncthreads();
     const uint32_t lane_at = ((lane & 3) * 2 * S::sum_pitch + (lane >> 2)) * 4;

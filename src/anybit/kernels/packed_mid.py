@@ -19,7 +19,6 @@ from anybit.kernels.packed_small import (
     problem_why_not,
     sixteen_bits_why_not,
 )
-from anybit.kernels.upcoming import Upcoming
 
 MOST_TOKENS = 32
 """Above this many tokens sums take too many registers, and packed_large is faster."""
@@ -221,9 +220,9 @@ def _default(p: Problem) -> Config:
 
 def launch(
     weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
-    config: Config | None = None, pdl: bool = True, next: Upcoming | None = None,
+    config: Config | None = None, pdl: bool = True,
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias, as packed_small.launch does it, without int8 activations."""
     problem = checked_problem(weight, x, y, x_scale, bias)
     config = packed_layout.checked_config(problem, config, default, why_not)
-    jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias, next), grid(problem, config), pdl=pdl)
+    jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl)

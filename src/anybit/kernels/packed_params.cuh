@@ -2,7 +2,7 @@
 #ifndef ANYBIT_PACKED_PARAMS_CUH
 #define ANYBIT_PACKED_PARAMS_CUH
 
-#include "upcoming.cuh"
+#include "ptx.cuh"
 
 struct Params {
     const uint8_t* tiles;
@@ -14,8 +14,6 @@ struct Params {
     const uint16_t* bias;        // [n] or null
     uint16_t* y;                 // [m, n]
     int32_t m, n, k, x_stride, column_blocks, row_tiles;
-    const uint8_t* next;         // weights that a kernel after this one reads, see upcoming.cuh; or null
-    int32_t next_piece, next_count, next_parts, next_stride, next_moment, next_pace;
 };
 
 #endif  // ANYBIT_PACKED_PARAMS_CUH

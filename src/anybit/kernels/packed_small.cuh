@@ -450,7 +450,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         if (++ahead_slot == C::stages) ahead_slot = 0;
         if (++ahead_chunk == chunks) ahead_chunk = 0, ahead += stride;
     };
-    Upcoming<Params> upcoming(p, static_cast<int>(blockIdx.x) * C::warps + warp, static_cast<int>(gridDim.x) * C::warps);
     for (int i = 0; i < C::prefetch && left > 0; i++) fetch();
     // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
     if constexpr (C::paced) {
@@ -469,7 +468,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         }
         ptx::st_shared_v2(factors + i * 8, {__float_as_uint(scale), __float_as_uint(bias)});
     }
-    if (p.next_moment == 0 && left == 0 && lane == 0) upcoming.ask();
     ptx::griddepcontrol_wait();
     if constexpr (C::activation == Activation::s8) {
         if (static_cast<int>(threadIdx.x) < T::tokens && static_cast<int>(threadIdx.x) < p.m)
@@ -529,7 +527,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
                 work.template add<chunk>(stage, x, p.m);
                 __syncwarp();
                 if (left > 0) fetch();
-                if (left == 0 && p.next_moment < 2 && lane == 0) upcoming.ask();
                 if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
                 if (++stage_slot == C::stages) stage_slot = 0, phase ^= 1;
             }
@@ -541,7 +538,6 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         if (++slot == C::x_stages) slot = 0;
     }
 
-    if (lane == 0) upcoming.ask();
     // Sums of the warps meet.
     constexpr int rows = T::rows;
     // [token][row], in place of the warp's ring: all its copies have landed and been read.

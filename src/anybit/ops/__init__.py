@@ -21,8 +21,10 @@ from anybit.ops.sources import (
     CODING_BACKENDS,
     NORM_TOKENS,
     NORMING_BACKENDS,
+    hadamard_linear,
     norm_linear,
     norm_rotate_store,
+    rotation_refused,
     silu_linear,
 )
 from anybit.packing import QuantizedWeight
@@ -40,11 +42,13 @@ __all__ = [
     "backends",
     "choose",
     "hadamard",
+    "hadamard_linear",
     "linear",
     "norm_linear",
     "norm_rotate_store",
     "prepare",
     "register",
+    "rotation_refused",
     "silu_linear",
 ]
 

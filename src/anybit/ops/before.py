@@ -10,7 +10,10 @@ from anybit.kernels.pack import Packed, Source, Target
 
 @dataclass(frozen=True, eq=False)
 class Before:
-    """What is done to rows while they are coded.  rows: 16-bit [m, k], or [m, gate k | up k] for ``silu_mul``."""
+    """What is done to rows while they are coded.  rows: 16-bit [m, k], or [m, gate k | up k] for ``silu_mul``.
+
+    rotated: what comes of that goes through ``anybit::hadamard``, without a launch of its own.
+    """
 
     source: Source
     rows: Tensor
@@ -18,10 +21,11 @@ class Before:
     epsilon: float = 0.0
     residual: Tensor | None = None
     residual_sum: Tensor | None = None
+    rotated: bool = False
 
     def code(self, packed: Packed, target: Target) -> None:
         """Launch quantize-and-pack."""
-        problem = pack.problem_of(self.rows, packed.format, target, self.source)
+        problem = pack.problem_of(self.rows, packed.format, target, self.source, self.rotated)
         pack.launch(
             problem, pack.default(problem), packed, self.rows,
             gamma=self.gamma, epsilon=self.epsilon, residual=self.residual, residual_sum=self.residual_sum,

@@ -14,7 +14,7 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels import pack, packed_digits, packed_few, packed_large, packed_layout, packed_small
+from anybit.kernels import marlin, pack, packed_digits, packed_few, packed_large, packed_layout, packed_small
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.ops.backend import LinearSpec
@@ -105,6 +105,8 @@ class PackedTiles:
             _multiply_bytes(codes, weight, bias, y, plan)
         elif plan.kernel is packed_large:
             packed_large.multiply(_ordered(rows, weight), weight, bias, y, plan.config)
+        elif plan.kernel is marlin:
+            marlin.launch(weight, rows, y, bias=bias, config=plan.config)
         else:
             _multiply_few(rows, weight, bias, y, plan)
         return y.view(*x.shape[:-1], spec.n)
@@ -181,7 +183,7 @@ def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> packed
         problem = problem if aligned else replace(problem, aligned=False)
         reason = packed_digits.norm_why_not(problem)
         try:
-            found = None if reason else packed_few.apart(packed_digits.norm_default(problem), device)
+            found = None if reason else packed_few.apart_and_normed(packed_digits.norm_default(problem), device)
         except KernelError:
             found = None
         _norm_configs[key] = found

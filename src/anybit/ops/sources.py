@@ -1,20 +1,24 @@
-"""Products whose activations are coded by the kernel that makes them: an RMSNorm, or SiLU(gate) * up.
+"""Products whose activations are coded by the kernel that makes them: an RMSNorm, SiLU(gate) * up, or a rotation of
+what comes of these or of rows as they are (``anybit::hadamard``).
 
 With integer activations a layer is quantize-and-pack and a product; the norm or the activation function before it is no
 launch of its own then. Nor is the norm with 16-bit activations of a token or two (``packed_digits.launch_norm``).
 Elsewhere (more tokens, other backends, a CPU) it is, with the same result.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from anybit.kernels.pack import Source
+from anybit.kernels.pack import Problem, Source, why_not
 from anybit.kernels.packed_digits import NORM_TOKENS as NORM_TOKENS
 from anybit.kernels.packed_digits import Step
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.before import Before
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
 from anybit.ops.packed import PackedTiles
+from anybit.scheme import ActivationFormat
 
 CODING_BACKENDS = ("bitwise", "packed", "bitwise+packed")
 """The backends whose ``linear`` takes ``before``."""
@@ -24,13 +28,14 @@ NORMING_BACKENDS = ("packed",)
 
 def norm_linear(
     x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
-    weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False,
+    weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False, rotated: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(linear of the norm of x + residual, x + residual): x [..., K] -> [..., N] and [..., K].
 
     silu: the first is silu(gate) * up [..., N / 2] of outputs that are eight of gate and eight of up in turn.
+    rotated: the norm goes through ``anybit::hadamard``.
     """
-    y, total = torch.ops.anybit.norm_linear(x, residual, gamma, epsilon, weight, bias, spec, silu)
+    y, total = torch.ops.anybit.norm_linear(x, residual, gamma, epsilon, weight, bias, spec, silu, rotated)
     return y, total
 
 
@@ -68,20 +73,38 @@ def _norm_rotate_store(
     return q, total
 
 
-def silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+def silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str, rotated: bool = False) -> Tensor:
     """Linear of silu(gate) * up: [..., 2 K] -> [..., N]."""
-    y: Tensor = torch.ops.anybit.silu_linear(gate_up, weight, bias, spec)
+    y: Tensor = torch.ops.anybit.silu_linear(gate_up, weight, bias, spec, rotated)
     return y
+
+
+def hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    """Linear of ``anybit::hadamard`` of x: [..., K] -> [..., N]."""
+    y: Tensor = torch.ops.anybit.hadamard_linear(x, weight, bias, spec)
+    return y
+
+
+def _codes(x: Tensor, spec: LinearSpec, rotated: bool) -> bool:
+    """Whether a kernel codes rows of a layer and makes them as well."""
+    coding = spec.activations.quantized and spec.backend in CODING_BACKENDS and x.is_cuda and x.numel() > 0
+    return coding and not (rotated and rotation_refused(spec.k, x.dtype))
+
+
+@cache
+def rotation_refused(k: int, dtype: torch.dtype) -> str | None:
+    """Why no kernel rotates rows of k values while it codes them, in a sentence; None if one does."""
+    return why_not(Problem(1, k, ActivationFormat(8, "sym"), dtype, rotated=True))
 
 
 def _norm_linear(
     x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
-    weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False,
+    weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False, rotated: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parsed = LinearSpec.parse(spec)
     backend = backends[parsed.backend]
-    if not (parsed.activations.quantized and parsed.backend in CODING_BACKENDS and x.is_cuda and x.numel()):
-        if parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
+    if not _codes(x, parsed, rotated):
+        if not rotated and parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
             found = backend.norm_linear(x, residual, gamma, epsilon, weight, bias, parsed, silu)  # type: ignore[attr-defined]
             if found is not None:
                 y, total = found
@@ -89,49 +112,67 @@ def _norm_linear(
         normed, total = (rms_norm(x, gamma, epsilon), x.clone()) if residual is None else (
             add_rms_norm(x, residual, gamma, epsilon)
         )  # fmt: skip
+        normed = torch.ops.anybit.hadamard(normed) if rotated else normed
         y = backend.linear(normed, weight, bias, parsed)
         return silu_mul(y, paired=True) if silu else y, total
     rows = x.reshape(-1, parsed.k).contiguous()
     if residual is None:
-        total, before = x.clone(), Before(Source.rms_norm, rows, gamma, epsilon)
+        total, before = x.clone(), Before(Source.rms_norm, rows, gamma, epsilon, rotated=rotated)
     else:
         other = residual.reshape(rows.shape).contiguous()
         total = torch.empty_like(other)
-        before = Before(Source.rms_norm, rows, gamma, epsilon, other, total)
+        before = Before(Source.rms_norm, rows, gamma, epsilon, other, total, rotated)
     y = backend.linear(rows, weight, bias, parsed, before)  # type: ignore[call-arg]
     y = y.view(*x.shape[:-1], parsed.n)
     return silu_mul(y, paired=True) if silu else y, total.view(x.shape)
 
 
-def _silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+def _silu_linear(
+    gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str, rotated: bool = False
+) -> Tensor:
     parsed = LinearSpec.parse(spec)
     backend = backends[parsed.backend]
-    if not (parsed.activations.quantized and parsed.backend in CODING_BACKENDS and gate_up.is_cuda and gate_up.numel()):
-        return backend.linear(silu_mul(gate_up), weight, bias, parsed)
+    if not _codes(gate_up, parsed, rotated):
+        made = silu_mul(gate_up)
+        return backend.linear(torch.ops.anybit.hadamard(made) if rotated else made, weight, bias, parsed)
     rows = gate_up.reshape(-1, 2 * parsed.k).contiguous()
-    gate = rows[:, : parsed.k]
-    y: Tensor = backend.linear(gate, weight, bias, parsed, Before(Source.silu_mul, rows))  # type: ignore[call-arg]
+    gate, before = rows[:, : parsed.k], Before(Source.silu_mul, rows, rotated=rotated)
+    y: Tensor = backend.linear(gate, weight, bias, parsed, before)  # type: ignore[call-arg]
     return y.view(*gate_up.shape[:-1], parsed.n)
+
+
+def _hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    parsed = LinearSpec.parse(spec)
+    backend = backends[parsed.backend]
+    if not _codes(x, parsed, True):
+        return backend.linear(torch.ops.anybit.hadamard(x), weight, bias, parsed)
+    rows = x.reshape(-1, parsed.k)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    before = Before(Source.plain, rows, rotated=True)
+    y: Tensor = backend.linear(rows, weight, bias, parsed, before)  # type: ignore[call-arg]
+    return y.view(*x.shape[:-1], parsed.n)
 
 
 _library = torch.library.Library("anybit", "FRAGMENT")
 _library.define(
     "norm_linear(Tensor x, Tensor? residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, str spec, "
-    "bool silu=False) -> (Tensor, Tensor)"
+    "bool silu=False, bool rotated=False) -> (Tensor, Tensor)"
 )
 _library.define(
     "norm_rotate_store(Tensor x, Tensor residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, "
     "str spec, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor(a!) ring, Tensor lengths, "
     "Tensor? sequences, int tokens) -> (Tensor, Tensor)"
 )
-_library.define("silu_linear(Tensor gate_up, Tensor[] weight, Tensor? bias, str spec) -> Tensor")
+_library.define("silu_linear(Tensor gate_up, Tensor[] weight, Tensor? bias, str spec, bool rotated=False) -> Tensor")
+_library.define("hadamard_linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor")
 for _device in ("CPU", "CUDA"):
     _library.impl("norm_linear", _norm_linear, _device)
     _library.impl("norm_rotate_store", _norm_rotate_store, _device)
     _library.impl("silu_linear", _silu_linear, _device)
+    _library.impl("hadamard_linear", _hadamard_linear, _device)
 torch.library.register_fake(
     "anybit::norm_linear",
-    lambda x, residual, gamma, epsilon, weight, bias, spec, silu=False: (
+    lambda x, residual, gamma, epsilon, weight, bias, spec, silu=False, rotated=False: (
         x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n // (1 + silu)),
         torch.empty_like(x),
     ),
@@ -145,5 +186,9 @@ torch.library.register_fake(
 )
 torch.library.register_fake(
     "anybit::silu_linear",
-    lambda gate_up, weight, bias, spec: gate_up.new_empty(*gate_up.shape[:-1], LinearSpec.parse(spec).n),
+    lambda gate_up, weight, bias, spec, rotated=False: gate_up.new_empty(*gate_up.shape[:-1], LinearSpec.parse(spec).n),
+)
+torch.library.register_fake(
+    "anybit::hadamard_linear",
+    lambda x, weight, bias, spec: x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n),
 )

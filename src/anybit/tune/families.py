@@ -30,6 +30,7 @@ from anybit.kernels import (
 from anybit.kernels.bitwise import Output
 from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+from anybit.tune.spread import representatives
 
 FieldValue = int | bool | str
 _OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
@@ -201,6 +202,14 @@ class Family:
             order = sorted(found, key=lambda config: min(_unlike(self.fields(config), seed) for seed in known))
             order = [*seeds, *order]
         return list(dict.fromkeys([first, *order]))
+
+    def kinds(self, product: Product) -> list[Any]:
+        """What stands for each kind of tile, where the family has no estimate and many kinds; else nothing."""
+        if self.name != "bitwise" or self.why_not(product) is not None:
+            return []
+        own = self.default(product)
+        half = product.device.shared_bytes // 2 - 1024
+        return representatives(self.configs(product), product.m, half, self.module.shared_bytes, own)
 
 
 def _waits(config: Any) -> bool:

@@ -287,6 +287,8 @@ def _tiles_run(product: Product) -> bool:
 
 _EVERYTHING = 1000
 """A search for so many candidates of each family leaves nothing out."""
+_EVERY_KIND = 3
+"""A search for so many candidates of each family tries every kind of tile of a family that has no estimate, too."""
 
 
 def _hopeless(product: Product, candidate: Candidate) -> bool:
@@ -330,6 +332,12 @@ def promising(
     if power_of_two(product.m) <= MOST_TOKENS:  # whose kernels are compiled anyway
         chosen += builtins_of(replace(product, m=power_of_two(product.m)), allow)
     chosen += [hint for hint in hints if hint.activations in targets and (hint.kernel != _VENDOR or "copy" in allow)]
+    if each >= _EVERY_KIND:
+        for activations in targets:
+            effective = replace(product, activations=activations)
+            for family in FAMILIES.values():
+                kinds = [Candidate("bitwise", family.name, config, activations) for config in family.kinds(effective)]
+                chosen += [one for one in kinds if each >= _EVERYTHING or not _hopeless(product, one)]
     counts: dict[tuple[str, str], int] = {}
     for candidate in space(product, allow).candidates if each else ():
         key = candidate.strategy, candidate.kernel

@@ -1,0 +1,75 @@
+"""About how long packed_large takes: what its built-in choice goes by, fitted to what an H200 took (docs/packed.md)."""
+
+from typing import TYPE_CHECKING
+
+from anybit.kernels.packed_layout import TILE_ROWS
+
+if TYPE_CHECKING:
+    from anybit.kernels.packed_large import Config, Problem
+
+
+def estimate(problem: "Problem", config: "Config") -> float:
+    """About how many microseconds a config takes on an H200, between others in a chain; fitted, see docs/packed.md.
+
+    The constants were fitted to 61 measured configs of w4a16g128 (M = 16 to 256), within 4% on average; those of small
+    tiles to 30 more once four warps filled the ring.
+    """
+    row_tiles, token_tiles = -(-problem.weight_tiles * TILE_ROWS // config.rows), -(-problem.m // config.tokens)
+    tokens, tiles = config.tokens, row_tiles * token_tiles
+    rows = config.row_warpgroups - 0.5 * config.halves  # row tiles of a block
+    few = problem.m <= 64
+    # Narrow codes take as long to widen for bytes as 4 bits: no other tiles are better for them.
+    weight_bytes = max(config.tile_bytes, 4096) if config.x_bytes == 1 else config.tile_bytes
+    # Cycles of 64 rows and 128 inputs: of the tensor cores, and of what it takes to widen and to issue.
+    widen = 195 + 2.2 * tokens
+    if config.bits in (3, 5, 6, 7) or config.operand.name == "bf16":
+        widen += 40
+    if config.promotes:
+        product, widen = 4.5 * tokens + 200, max(widen, 330.0)
+    elif config.x_bytes == 1:
+        product = (2.4 if tokens * rows >= 512 else 2.75) * tokens
+        widen = 140 + 1.3 * tokens
+    else:
+        product = 4.3 * tokens
+    stage = max(
+        product * rows,
+        widen * rows,
+        # The chain of waiting, widening and multiplying in one warpgroup.
+        (450 + 1.25 * product if few else 493) / config.k_warpgroups,
+        270 + tokens * config.x_bytes if few else 0,  # what it takes to bring a stage, however little it holds
+        (tokens * 128 * config.x_bytes + rows * weight_bytes) / 47.5,  # what a multiprocessor takes in
+    )
+    partial = rows * config.k_warpgroups * tokens / 64
+    around = 0.57 + 0.0055 * tokens  # to the first product and from the last one
+    waste = 1.0 if token_tiles == 1 or config.promotes or tokens in (16, 32, 64, 128, 256) else 1.05
+    if token_tiles > 2 and tokens < 128:
+        waste *= 1.06 if config.x_bytes == 2 else 1.02  # weights are read once for each of them
+    if config.warpgroups == 1:  # nothing covers what its only warpgroup waits for, or does between products
+        waste *= 1.6 if config.promotes else 1.04
+    if tiles > 2 * problem.device.sms and config.warpgroups < 3 and tokens < 256:
+        waste *= 1.03  # two warpgroups cover each other's ends less well than four
+    if config.stripes:
+        steps = -(-tiles * problem.units // config.stripes)
+        # Sums that travel through L2, and the wait for stripes in the middle of a tile.
+        return 1.0 + 6.5 + 0.022 * rows * tokens + 2 * around + waste * steps * stage / 1800
+    # Clusters of four do not fill an H200: 30 of them fit.
+    slots = {1: 132, 2: 66, 3: 42, 4: 30}.get(config.cluster, 15)
+    sharing = 1.0
+    if config.resident > 1:  # blocks of the next launch wait beside these, or two of these share a multiprocessor
+        sharing = 1.0 if tiles <= slots else 1.3 if config.cluster > 1 else 2.0
+        slots *= 2
+    waves = float(-(-tiles // slots))
+    summing = 0.1 * partial if config.warpgroups > rows else 0.0
+    if config.halves:
+        summing = 0.5 if config.x_bytes == 2 else -1.0 if problem.m > 64 else 2.2
+    if config.k_blocks > 1:
+        summing += (1.0 if few else 0.4 if config.x_bytes == 2 else 0.6) + 0.36 * partial + 0.54 * (config.k_blocks > 2)
+    if waves > 1 and config.k_warpgroups * config.k_blocks > 1:
+        waves *= 1.08  # blocks that add up sums do not walk on to a next tile: every wave starts anew
+    units = -(-problem.units // config.k_blocks)
+    one = units * stage * sharing / 1800 + around
+    ahead = 0.0
+    if config.resident > 1:
+        known = config.x_bytes == 2 and config.cluster == 2 and (tokens == 16 or (tokens <= 32 and tiles > 66))
+        ahead = 0.55 if known else -1.0
+    return 1.0 + 0.5 * (config.row_blocks - 1) + summing * waves + waste * waves * one - ahead
