@@ -187,7 +187,8 @@ def decode_attention() -> str:
 def decode_formats() -> str:
     """Attention of every setting in every format: microseconds, settings down, formats across."""
     found = [row for row in rows("decode_attention") if row["case"] in ("main", "heads")]
-    formats = {"kv4g128": "KC-4", "kv4g128t": "KT-4", "kv2g128": "KC-2", "kv2g128t": "KT-2", "kv8g128t": "KT-8"}
+    formats = {"kv4g128": "KC-4", "kv4g128t": "KT-4", "kv2g128": "KC-2", "kv2g128t": "KT-2"}
+    formats |= {"kv8g128": "KC-8", "kv8g128t": "KT-8"}
     body = []
     for shape in dict.fromkeys((r["heads_q"], r["heads_kv"], r["batch"], r["context"]) for r in found):
         keys = dict(zip(("heads_q", "heads_kv", "batch", "context"), shape, strict=True))
@@ -234,7 +235,8 @@ def decode_variants() -> str:
 def kv_store() -> str:
     """Storing tokens: microseconds a launch, what is stored down, formats across."""
     found = [row for row in rows("decode_attention") if row["case"].startswith(("append", "pack"))]
-    formats = {"kv4g128": "KC-4", "kv2g128": "KC-2", "kv4g128t": "KT-4", "kv2g128t": "KT-2"}
+    formats = {"kv4g128": "KC-4", "kv2g128": "KC-2", "kv8g128": "KC-8"}
+    formats |= {"kv4g128t": "KT-4", "kv2g128t": "KT-2", "kv8g128t": "KT-8"}
     words = {"append": "a token each", "append, windows full": "... that fills every window", "pack prompt": "a prompt"}
     body = []
     for case, batch, context in dict.fromkeys((r["case"], r["batch"], r["context"]) for r in found):

@@ -86,6 +86,11 @@ def test_other_schedules_and_splits_give_the_same():
         run(MEMBERS[0], seed=seed, blocks=blocks)
 
 
+def test_more_sequences_than_a_warp_has_lanes():
+    """Lanes know several rows each then, and one or more passes find the row of a place."""
+    run(small("kv2g128", lengths=(130, 1, 3, 260, 17) * 7, heads=2, head_dim=64), blocks=4)
+
+
 def test_queries_and_residual_are_not_touched_before_the_previous_kernel_ended():
     run(MEMBERS[0], dependent=("q", "residual", "out", "partial", "partial_state", "arrivals"))
 

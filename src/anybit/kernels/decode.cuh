@@ -26,6 +26,7 @@ template <class Config> struct Pipeline {
     uint64_t policy;
     const uint8_t* pages;    // of this KV head: page 0
     const int32_t* entries;  // of this sequence: the table entry of its first page
+    bool ready = false;      // whether the previous kernel has ended
 
     PTX Pipeline(const Params& params, const Cursor<Config>& start, int units, uint32_t stages, uint32_t barriers)
         : p(params), ahead(start), left(units), values(false), page(0), slot(0), filled(0), parity(0),
@@ -47,6 +48,14 @@ template <class Config> struct Pipeline {
     PTX void enter_pair() {
         pages = p.pages + static_cast<int64_t>(ahead.head / Config::query_chunks) * (page_blocks * S::block_bytes);
         entries = p.table + static_cast<int64_t>(ahead.sequence) * p.table_width;
+    }
+    // The queries of the pair ahead come into L1 before they are needed. Only after the previous kernel, which wrote them.
+    PTX void touch_queries() {
+        constexpr int lines = Config::head_dim * 2 / 128 > 0 ? Config::head_dim * 2 / 128 : 1;
+        const int lane = threadIdx.x % 32, row = ahead.head % Config::query_chunks * Config::rows + lane / lines;
+        const int token = row / Config::group, head = ahead.head / Config::query_chunks * Config::group + row % Config::group;
+        if (lane < Config::rows * lines && token < Config::queries)
+            ptx::ld_global_u32_unused(p.q + ahead.row * p.q_batch_stride + static_cast<int64_t>(token) * p.q_token_stride + static_cast<int64_t>(head) * p.q_head_stride + 64 * (lane % lines));
     }
     // The table entry of the unit ahead, asked for one unit early so that nobody waits for it.
     PTX void find_page() {
@@ -78,7 +87,10 @@ template <class Config> struct Pipeline {
             copy(stage + filled * S::slot_bytes, source, bytes);
             if (values) {
                 left -= ahead.ends();
-                if (ahead.advance(p)) enter_pair();
+                if (ahead.advance(p)) {
+                    enter_pair();
+                    if (left > 0 && ready) touch_queries();
+                }
                 if (left > 0) find_page();
             }
             values = !values;
@@ -109,6 +121,28 @@ template <class Config> struct Pipeline {
         }
         if (++slot == Config::stages) { slot = 0; parity ^= 1; }
         return at;
+    }
+    // Where the packed block lies that is `further` units after the unit ahead, if it is one of this row and of this warp.
+    PTX const uint8_t* beyond(int further) const {
+        int unit = ahead.unit + further, head = ahead.head;
+        if (unit >= ahead.extent.units) { unit -= ahead.extent.units; ++head; }
+        if (further >= left || unit >= ahead.extent.blocks || head >= p.kv_heads * Config::query_chunks) return nullptr;
+        const int block = ahead.extent.first_block + unit;
+        int at = entries[block / page_blocks];
+        if constexpr (Config::checked) at = min(max(at, 0), p.pages_count - 1);
+        return p.pages + (static_cast<int64_t>(at) * p.kv_heads + head / Config::query_chunks) * (page_blocks * S::block_bytes) + block % page_blocks * S::block_bytes;
+    }
+    // Asks L2 for `units` packed blocks of this row, from the one that is `further` units after the ring on.
+    PTX void ask_ahead(int further, int units) {
+        const int lane = threadIdx.x % 32, mine = further + lane;
+        int unit = ahead.unit + mine, head = ahead.head;
+        if (unit >= ahead.extent.units) { unit -= ahead.extent.units; ++head; }
+        if (lane >= units || mine >= left || unit >= ahead.extent.blocks || head >= p.kv_heads * Config::query_chunks) return;
+        const int block = ahead.extent.first_block + unit, skip = mine == 0 && values ? S::key_bytes : 0;
+        int at = entries[block / page_blocks];
+        if constexpr (Config::checked) at = min(max(at, 0), p.pages_count - 1);
+        ptx::cp_async_bulk_prefetch_L2(p.pages + (static_cast<int64_t>(at) * p.kv_heads + head / Config::query_chunks) * (page_blocks * S::block_bytes)
+                                       + block % page_blocks * S::block_bytes + skip, S::key_bytes + S::value_bytes - skip);
     }
     // The oldest half has been read by the whole warp: its slot may be filled again.
     PTX void release() {
@@ -157,7 +191,7 @@ template <class Config> struct Queries {
 
 template <class Config, class Block>
 PTX void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Queries<Config>& queries,
-                State<Config>& state, const Logits& logits, const Column (&column)[Config::query_tiles][Shape<Config>::width]) {
+                State<Config>& state, const Logits& logits, const Column (&column)[Config::query_tiles][Shape<Config>::width], bool first) {
     Block block;
     const uint32_t keys = pipeline.take();
     if constexpr (!Config::whole) {  // copies alone
@@ -166,6 +200,7 @@ PTX void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Quer
         return pipeline.release();
     }
     block.scores(keys, queries, logits);
+    if (first) stamp<Config>(pipeline.p, 13);
     pipeline.release();
     block.mask(at.position(), logits, column);
     const uint32_t values = pipeline.take();
@@ -215,7 +250,20 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
         shared.clear_segments(warp);
         plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // while the first copies are on their way
     }
+    // What comes after the ring goes to L2: once the ring is there, so that others' last copies are not kept waiting, or
+    // as soon as the previous kernel has ended and memory has nothing else to do until a slot is free. Short stretches
+    // gain nothing from it.
+    constexpr int enough = 6;  // steps left
+    if constexpr (Config::bulk && Config::ahead > 0)
+        if (asked == early && pipeline.left >= enough) {
+            ptx::mbarrier_wait_parity(pipeline.barrier + 8 * (early - 1), 0);
+            stamp<Config>(p, 8);
+            pipeline.ask_ahead(0, Config::ahead);
+        }
     ptx::griddepcontrol_wait();
+    if constexpr (Config::bulk && Config::after > 0)
+        if (asked == early && pipeline.left >= enough) pipeline.ask_ahead(Config::ahead, Config::after);
+    pipeline.ready = true;
     for (; asked < early; ++asked) pipeline.fill();
     stamp<Config>(p, 2);
 
@@ -229,11 +277,12 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
             fresh = false;
             raw = S::raw_queries;
             queries.load(p, at, raw);
+            if (i == from) stamp<Config>(p, 10);
             state.clear();
             if constexpr (Packed<Config>::general) load_columns<Config>(p, at, column);
         }
         if (at.packed()) {
-            attend<Config, typename PackedBlock<Config, Config::fp4>::Type>(pipeline, at, queries, state, logits, column);
+            attend<Config, typename PackedBlock<Config, Config::fp4>::Type>(pipeline, at, queries, state, logits, column, i == from);
             if ((Config::split ? at.unit : i) % 4 == 3) state.fold();
         } else {
             state.settle();
@@ -242,7 +291,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
                 queries.load(p, at, true);
             }
             if constexpr (!Packed<Config>::general) load_columns<Config>(p, at, column);
-            attend<Config, Block<Config, Residual<Config>>>(pipeline, at, queries, state, logits, column);
+            attend<Config, Block<Config, Residual<Config>>>(pipeline, at, queries, state, logits, column, i == from);
         }
         if (i == from) stamp<Config>(p, 3);
         const int done = i;
@@ -262,6 +311,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     }
     stamp<Config>(p, 4);
     if constexpr (Config::split == 0) merge_block<Config>(p, shared, warp);
+    if constexpr (Config::stamped) __syncwarp();
     stamp<Config>(p, 7);
 }
 

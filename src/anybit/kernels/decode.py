@@ -56,6 +56,9 @@ class Problem:
 class Config(BlockConfig):
     """How: the constants of one compiled kernel. ``decode_block.cuh`` explains them.
 
+    ahead, after: packed blocks a warp asks L2 for beyond its ring, once the ring is there and the previous kernel still
+    runs, and when that one has ended.
+
     For measuring only, with results that are wrong: ``whole`` False copies without computing, ``unpacks`` False feeds
     the tensor cores words as they are.
     """
@@ -77,6 +80,8 @@ class Config(BlockConfig):
     bulk: bool
     keep_in_l2: bool
     checked: bool
+    ahead: int = 0
+    after: int = 0
     stamped: bool = False
     whole: bool = True
     unpacks: bool = True
@@ -149,6 +154,8 @@ def make(
     blocks_per_sm: int = 1,
     paired: bool | None = None,
     checked: bool = False,
+    ahead: int = 0,
+    after: int = 0,
 ) -> Config:
     """The config of a problem with these warps and stages; ``query_tiles`` 0 chooses, as ``paired`` None does."""
     layout, format = problem.layout, problem.layout.format
@@ -180,6 +187,8 @@ def make(
         bulk=device.capability >= 90,
         keep_in_l2=problem.rows > rows,
         checked=checked,
+        ahead=ahead,
+        after=after,
     )
 
 
@@ -251,8 +260,6 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
         first = ((12, 2, 1),) if many or not layout.by_channel else ((8, 2, 2), (12, 2, 1))
     elif paired and bits <= 8:
         first = ((8, 2, 1),)
-        if many:
-            first = ((8, 3, 1) if pairs <= 2 * device.sms else (10, 2, 1), *first)
     elif bits <= 4 and layout.by_channel and not wide:
         first = ((12, 2, 1),)
     rest = ((8, 3, 1), (8, 2, 1), (6, 2, 1), (4, 3, 1), (4, 2, 1), (3, 2, 1), (2, 2, 1))
@@ -260,7 +267,11 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
     if reason is not None:  # whatever the warps
         raise KernelError(reason)
     for warps, stages, blocks_per_sm in (*first, *rest):
-        config = make(problem, device, warps, stages, blocks_per_sm=blocks_per_sm, checked=checked)
+        asks = int(not wide and bits <= 8 and not layout.format.float4 and blocks_per_sm == 1)
+        # Where few pairs are cut finely, memory is asked for more once the previous kernel has ended, not before.
+        ahead = int(asks and bits > 4 and 4 * pairs > device.sms)
+        how = {"blocks_per_sm": blocks_per_sm, "ahead": ahead, "after": asks - ahead}
+        config = make(problem, device, warps, stages, checked=checked, **how)
         reason = why_not(problem, config, device)
         if reason is None:
             return config

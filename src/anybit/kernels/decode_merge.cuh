@@ -131,6 +131,7 @@ PTX void finish_segment(const Params& p, const Layout<Config>& shared, int warp,
     if (threadIdx.x % 32 == 0) *shared.owner(index) = at.pair(p);
 }
 
+// What a warp sums of a row: `width` channels a lane, one after another.
 template <class Config> struct RowSum {
     static constexpr int width = Config::head_dim / 32;
     float v[width];
@@ -138,15 +139,60 @@ template <class Config> struct RowSum {
 #pragma unroll
         for (int k = 0; k < width; ++k) v[k] = 0.0f;
     }
-    PTX void add(float weight, const float* row) {
+    PTX static int first() { return width * (threadIdx.x % 32); }
+    PTX void add(float weight, const float (&row)[width]) {
 #pragma unroll
-        for (int k = 0; k < width; ++k) v[k] = fmaf(weight, row[32 * k + threadIdx.x % 32], v[k]);
+        for (int k = 0; k < width; ++k) v[k] = fmaf(weight, row[k], v[k]);
+    }
+    // This lane's channels of a row in shared memory, or of one that other blocks wrote.
+    PTX static void from_shared(float (&row)[width], const float* at) {
+        const uint32_t shared = ptx::shared_address(at + first());
+        if constexpr (width % 4 == 0) {
+#pragma unroll
+            for (int k = 0; k < width; k += 4) {
+                const uint4 w = ptx::ld_shared_v4(shared + 4 * k);
+                row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y); row[k + 2] = __uint_as_float(w.z); row[k + 3] = __uint_as_float(w.w);
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < width; ++k) row[k] = ptx::ld_shared_f32(shared + 4 * k);
+        }
+    }
+    PTX static void from_global(float (&row)[width], const float* at) {
+        at += first();
+        if constexpr (width % 4 == 0) {
+#pragma unroll
+            for (int k = 0; k < width; k += 4) {
+                const uint4 w = ptx::ld_global_cg_v4(at + k);
+                row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y); row[k + 2] = __uint_as_float(w.z); row[k + 3] = __uint_as_float(w.w);
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < width; ++k) row[k] = __uint_as_float(ptx::ld_global_cg_u32(at + k));
+        }
+    }
+    PTX void leave(float* to) const {
+        to += first();
+        if constexpr (width % 4 == 0) {
+#pragma unroll
+            for (int k = 0; k < width; k += 4) *reinterpret_cast<uint4*>(to + k) = make_uint4(__float_as_uint(v[k]), __float_as_uint(v[k + 1]), __float_as_uint(v[k + 2]), __float_as_uint(v[k + 3]));
+        } else {
+#pragma unroll
+            for (int k = 0; k < width; ++k) to[k] = v[k];
+        }
     }
     PTX void write(const Params& p, int pair, int row, const softmax::State& state) const {
         const Row<Config> place(p, pair, row, state, threadIdx.x % 32 == 0);
-        if (place.there)
+        if (!place.there) return;
+        uint16_t* to = place.out + first();
+        if constexpr (width % 2 == 0) {
 #pragma unroll
-            for (int k = 0; k < width; ++k) place.out[32 * k + threadIdx.x % 32] = narrow<Config::bf16>(v[k] * place.normalizer);
+            for (int k = 0; k < width; k += 2)
+                *reinterpret_cast<uint32_t*>(to + k) = narrow<Config::bf16>(v[k] * place.normalizer) | static_cast<uint32_t>(narrow<Config::bf16>(v[k + 1] * place.normalizer)) << 16;
+        } else {
+#pragma unroll
+            for (int k = 0; k < width; ++k) to[k] = narrow<Config::bf16>(v[k] * place.normalizer);
+        }
     }
 };
 
@@ -165,27 +211,42 @@ PTX void plan_merge(const Params& p, const Layout<Config>& shared, int warp, Lin
     plan.second[warp] = share_begin(line.total, shares, plan.first[warp]) < from;
 }
 
+// Where part `part` of a row lies, in rows.
+template <class Config> PTX int64_t part_of(int row, int begin, int part, int step, int offset) {
+    return static_cast<int64_t>(begin + step * part + (part == 0 ? offset : 0)) * Config::rows + row;
+}
+// Parts beyond the last are the last once more.
+template <class Config, int batch>
+PTX void load_parts(float (&rows)[batch][RowSum<Config>::width], const Params& p, int row, int begin, int at, int count, int step, int offset) {
+#pragma unroll
+    for (int i = 0; i < batch; ++i)
+        RowSum<Config>::from_global(rows[i], p.partial + part_of<Config>(row, begin, min(at + i, count - 1), step, offset) * Config::head_dim);
+}
+template <class Config, int batch>
+PTX void add_parts(RowSum<Config>& sum, const float (&rows)[batch][RowSum<Config>::width], float weight, int at, int count) {
+#pragma unroll
+    for (int i = 0; i < batch; ++i) {
+        const float w = __shfl_sync(0xffffffffu, weight, (at + i) % 32);
+        if (at + i < count) sum.add(w, rows[i]);
+    }
+}
+
 // All parts of one row of a pair, once they are there; the whole warp calls this. They lie at `begin`, `begin + step` ...,
-// the first one `offset` further.
+// the first one `offset` further. Few instructions, for they are fetched anew each time: eight parts go together, and
+// the next eight are on their way meanwhile.
 template <class Config> PTX void merge_parts(const Params& p, int pair, int row, int begin, int count, int step, int offset) {
-    constexpr int width = RowSum<Config>::width, batch = width > 4 ? 8 : 16;  // parts that are on their way together
+    using Sum = RowSum<Config>;
+    constexpr int batch = Sum::width > 4 ? 4 : 8;  // as registers allow
     const int lane = threadIdx.x % 32;
     softmax::State total;
-    RowSum<Config> sum;
-    for (int base = 0; base < count; base += batch) {
-        float rows[batch][width];
-#pragma unroll
-        for (int i = 0; i < batch; ++i) {
-            const int64_t from = static_cast<int64_t>(begin + step * (base + i) + (base + i == 0 ? offset : 0)) * Config::rows + row;
-#pragma unroll
-            for (int k = 0; k < width; ++k)
-                rows[i][k] = base + i < count ? __uint_as_float(ptx::ld_global_cg_u32(p.partial + from * Config::head_dim + 32 * k + lane)) : 0.0f;
-        }
-        const int part = base + lane;
+    Sum sum;
+    for (int base = 0; base < count; base += 32) {
+        const int here = min(count - base, 32);  // one a lane
+        float rows[2][batch][Sum::width];
+        load_parts<Config>(rows[0], p, row, begin, base, count, step, offset);
         softmax::State state;
-        if (lane < batch && part < count) {
-            const int64_t place = static_cast<int64_t>(begin + step * part + (part == 0 ? offset : 0)) * Config::rows + row;
-            const uint2 found = ptx::ld_global_cg_v2(p.partial_state + 2 * place);
+        if (lane < here) {
+            const uint2 found = ptx::ld_global_cg_v2(p.partial_state + 2 * part_of<Config>(row, begin, base + lane, step, offset));
             state.reference = __uint_as_float(found.x);
             state.sum = __uint_as_float(found.y);
         }
@@ -196,20 +257,19 @@ template <class Config> PTX void merge_parts(const Params& p, int pair, int row,
         const float old = softmax::State::weight(total.reference, most);
         const float weight = softmax::merge_lanes(state) * softmax::State::weight(state.reference, most);
 #pragma unroll
-        for (int k = 0; k < width; ++k) sum.v[k] *= old;
+        for (int k = 0; k < Sum::width; ++k) sum.v[k] *= old;
         total.sum = total.sum * old + state.sum * softmax::State::weight(state.reference, most);
         total.reference = most;
-#pragma unroll
-        for (int i = 0; i < batch; ++i) {
-            const float w = __shfl_sync(0xffffffffu, weight, i);
-#pragma unroll
-            for (int k = 0; k < width; ++k) sum.v[k] = fmaf(w, rows[i][k], sum.v[k]);
+#pragma unroll 1
+        for (int at = 0; at < here; at += 2 * batch) {
+            if (at + batch < here) load_parts<Config>(rows[1], p, row, begin, base + at + batch, count, step, offset);
+            add_parts<Config>(sum, rows[0], weight, at, here);
+            if (at + batch >= here) break;
+            if (at + 2 * batch < here) load_parts<Config>(rows[0], p, row, begin, base + at + 2 * batch, count, step, offset);
+            add_parts<Config>(sum, rows[1], weight, at + batch, here);
         }
     }
     sum.write(p, pair, row, total);
-}
-template <class Config> PTX void merge_shared(const Params& p, const Plan& plan, int which, int row) {
-    merge_parts<Config>(p, plan.pair[which], row, 2 * plan.first[which], plan.count[which], 2, plan.second[which]);
 }
 
 // A piece ends here, the `place`-th of the line: write the result, or keep it; who brings the last of a pair merges them.
@@ -233,15 +293,17 @@ template <class Config> PTX void finish_piece(const Params& p, const Cursor<Conf
 }
 
 // A warp a row: the segments of this block's warps become one; if other blocks have parts of the row too, the one that
-// arrives last merges these. Rows do not wait for one another.
+// arrives last merges these. Rows do not wait for one another. Pairs that are shared come first: they take longest.
 template <class Config> PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp) {
     const int lane = threadIdx.x % 32;
     __syncthreads();
+    stamp<Config>(p, 6);
     const Plan& plan = *shared.plan();
     const int first = plan.pair[0], last = plan.pair[1];
     const int mine = lane < 2 * Config::warps ? *shared.owner(lane) : -1;
     for (int task = warp; task < (last - first + 1) * Config::rows; task += Config::warps) {
-        const int pair = first + task / Config::rows, row = task % Config::rows;
+        const int index = task / Config::rows, row = task % Config::rows;
+        const int pair = index == 0 ? first : index == 1 ? last : first + index - 1;
         uint32_t parts = __ballot_sync(0xffffffffu, mine == pair);
         if (parts == 0) continue;  // a pair that one warp finished alone
         softmax::State state;
@@ -251,10 +313,17 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
         }
         const float weight = softmax::merge_lanes(state);
         RowSum<Config> sum;
-        while (parts) {
-            const int part = __ffs(parts) - 1;
+        while (parts) {  // two at a time; an odd one goes with itself, once without weight
+            const int one = __ffs(parts) - 1;
             parts &= parts - 1;
-            sum.add(__shfl_sync(0xffffffffu, weight, part), shared.segment(part) + row * Config::head_dim);
+            const int two = parts ? __ffs(parts) - 1 : one;
+            float rows[2][RowSum<Config>::width];
+            RowSum<Config>::from_shared(rows[0], shared.segment(one) + row * Config::head_dim);
+            RowSum<Config>::from_shared(rows[1], shared.segment(two) + row * Config::head_dim);
+            const float weights[2] = {__shfl_sync(0xffffffffu, weight, one), __shfl_sync(0xffffffffu, weight, two)};
+            sum.add(weights[0], rows[0]);
+            if (parts) sum.add(weights[1], rows[1]);
+            parts &= parts - 1;
         }
         const int which = pair == first ? 0 : 1;
         if ((pair != first && pair != last) || !plan.shared[which]) {
@@ -262,13 +331,13 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
             continue;
         }
         const int64_t place = static_cast<int64_t>(2 * blockIdx.x + which) * Config::rows + row;
-#pragma unroll
-        for (int k = 0; k < RowSum<Config>::width; ++k) p.partial[place * Config::head_dim + 32 * k + lane] = sum.v[k];
+        sum.leave(p.partial + place * Config::head_dim);
         if (lane == 0) {
             p.partial_state[2 * place] = state.reference;
             p.partial_state[2 * place + 1] = state.sum;
         }
         __syncwarp();
+        stamp<Config>(p, 11);
         uint32_t arrived = 0;
         if (lane == 0) {
             uint32_t* arrivals = p.arrivals + static_cast<int64_t>(pair) * Config::rows + row;
@@ -277,7 +346,9 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
         }
         arrived = __shfl_sync(0xffffffffu, arrived, 0);
         __syncwarp();
-        if (arrived == static_cast<uint32_t>(plan.count[which])) merge_shared<Config>(p, plan, which, row);
+        stamp<Config>(p, 12);
+        if (arrived == static_cast<uint32_t>(plan.count[which]))
+            merge_parts<Config>(p, pair, row, 2 * plan.first[which], plan.count[which], 2, plan.second[which]);
     }
 }
 

@@ -41,12 +41,12 @@ struct Params {
     float uncap;
 };
 
-// For measuring: each warp leaves the clock at each of 8 phases, after the error word.
+// For measuring: each warp leaves the time in nanoseconds at each of 16 phases, after 31 words of its own.
 template <class Config> PTX void stamp(const Params& p, int phase) {
     if constexpr (Config::stamped)
         if (threadIdx.x % 32 == 0)
-            p.errors[1 + 8 * (blockIdx.x * Config::warps + threadIdx.x / 32) + phase] =
-                phase == 5 ? ptx::smid() : ptx::clock32();
+            p.errors[32 + 16 * (blockIdx.x * Config::warps + threadIdx.x / 32) + phase] =
+                phase == 5 ? ptx::smid() : static_cast<uint32_t>(ptx::globaltimer());
 }
 
 // What of one sequence is to be read.
@@ -99,8 +99,12 @@ template <class Config> struct Cursor {
     Extent extent;
 
     PTX void load(const Params& p) {
-        sequence = sequence_of<Config>(p, row);
-        extent = extent_of<Config>(p, p.lengths[sequence]);
+        const int found = sequence_of<Config>(p, row);
+        set(p, found, p.lengths[found]);
+    }
+    PTX void set(const Params& p, int of, int length) {
+        sequence = of;
+        extent = extent_of<Config>(p, length);
     }
     PTX bool last() const { return unit + 1 == extent.units; }
     // Whether a step ends with this unit.
@@ -124,46 +128,51 @@ template <class Config> struct Cursor {
     }
 };
 
-// The line: steps of 32 rows at a time, one a lane. Up to 32 sequences it is read once.
+// The line: each lane knows the steps of some rows that follow one another, of one up to 32 sequences.
 template <class Config> struct Line {
     static constexpr int pairs = Config::query_chunks;  // of a KV head
-    int total, units, through;  // steps of all rows; of this lane's row; of all rows up to it
+    int total, units, through;  // steps of all rows; of this lane's rows; of all rows up to these
+    int rows, sequence, length;  // rows a lane; of its last row
 
-    PTX explicit Line(const Params& p) : total(0) {
-        for (int row = 0; row < p.batch; row += 32) {
-            scan(p, row);
-            total += __shfl_sync(0xffffffffu, through, 31);
-        }
+    PTX explicit Line(const Params& p) : total(0), units(0), rows((p.batch + 31) / 32), sequence(0), length(0) {
+        const int first = threadIdx.x % 32 * rows, end = min(first + rows, p.batch);
+#pragma unroll 4
+        for (int row = first; row < end; ++row) units += of_row(p, row);
+        through = sum_below(units);
+        total = __shfl_sync(0xffffffffu, through, 31);
     }
-    PTX void scan(const Params& p, int first) {
-        const int lane = threadIdx.x % 32, row = first + lane;
-        units = 0;
-        if (row < p.batch) {
-            units = extent_of<Config>(p, p.lengths[sequence_of<Config>(p, row)]).template steps<Config>() * p.kv_heads * pairs;
-        }
-        through = units;
+    PTX int of_row(const Params& p, int row) {
+        sequence = sequence_of<Config>(p, row);
+        length = p.lengths[sequence];
+        return extent_of<Config>(p, length).template steps<Config>() * p.kv_heads * pairs;
+    }
+    PTX static int sum_below(int v) {
 #pragma unroll
         for (int i = 1; i < 32; i <<= 1) {
-            const int other = __shfl_up_sync(0xffffffffu, through, i);
-            if (lane >= i) through += other;
+            const int other = __shfl_up_sync(0xffffffffu, v, i);
+            if (static_cast<int>(threadIdx.x % 32) >= i) v += other;
         }
+        return v;
     }
-    // The cursor at place `at`; the whole warp calls this.
+    // The cursor at place `at` (below the total); the whole warp calls this.
     PTX Cursor<Config> locate(const Params& p, int at) {
-        int before = 0, begin = 0;
-        Cursor<Config> cursor{};
-        for (int row = 0; row < p.batch; row += 32) {
-            if (p.batch > 32) scan(p, row);
-            const uint32_t beyond = __ballot_sync(0xffffffffu, before + through > at);
-            if (beyond) {
-                const int lane = __ffs(beyond) - 1;
-                cursor.row = row + lane;
-                begin = before + __shfl_sync(0xffffffffu, through - units, lane);
-                break;
+        int lane = __ffs(__ballot_sync(0xffffffffu, through > at)) - 1;
+        int begin = __shfl_sync(0xffffffffu, through - units, lane), row = lane;
+        if (rows > 1)  // which of that lane's rows
+            for (int first = lane * rows;; first += 32) {
+                const int mine = first + static_cast<int>(threadIdx.x % 32);
+                const int steps = mine < p.batch ? of_row(p, mine) : 0, end = sum_below(steps);
+                const uint32_t beyond = __ballot_sync(0xffffffffu, begin + end > at);
+                lane = beyond ? __ffs(beyond) - 1 : 31;
+                const int through_lane = __shfl_sync(0xffffffffu, end, lane), steps_lane = __shfl_sync(0xffffffffu, steps, lane);
+                row = first + lane;
+                begin += beyond ? through_lane - steps_lane : through_lane;
+                if (beyond) break;
             }
-            before += __shfl_sync(0xffffffffu, through, 31);
-        }
-        cursor.load(p);
+        Cursor<Config> cursor{};
+        cursor.row = row;
+        const int of = __shfl_sync(0xffffffffu, sequence, lane);
+        cursor.set(p, of, __shfl_sync(0xffffffffu, length, lane));
         const int steps = cursor.extent.template steps<Config>();
         cursor.head = (at - begin) / steps;
         cursor.unit = ((at - begin) - cursor.head * steps) * max(Config::split, 1);

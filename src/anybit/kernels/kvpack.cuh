@@ -5,56 +5,9 @@
 #ifndef ANYBIT_KVPACK_CUH
 #define ANYBIT_KVPACK_CUH
 
-#include "kvpage.cuh"
+#include "kvpack_tokens.cuh"
 
 namespace kvpack {
-
-struct Params {
-    const uint16_t* k;         // [batch, tokens, kv_heads, head_dim] with the strides below, in elements
-    const uint16_t* v;
-    uint8_t* pages;            // of this layer: [pages, kv_heads, page_bytes]
-    uint16_t* residual;        // of this layer: [sequences, kv_heads, 2, ring * head_dim]
-    const int32_t* table;
-    const int32_t* lengths;    // the new tokens included
-    const int32_t* sequences;  // [batch], or null for 0, 1, 2 ...
-    int64_t k_batch_stride;
-    int64_t v_batch_stride;
-    int32_t k_token_stride;
-    int32_t k_head_stride;
-    int32_t v_token_stride;
-    int32_t v_head_stride;
-    int32_t tokens;            // new tokens of each sequence
-    int32_t kv_heads;
-    int32_t table_width;
-    int32_t ring;
-    int32_t window;
-    int32_t packs;             // whether to pack full windows
-    int32_t keeps;             // whether to write the residual
-    int32_t pages_count;
-    int32_t sequences_count;
-    uint32_t* errors;          // checked kernels: what was wrong, or 0
-    int32_t stored;            // the new tokens are in the residual already, and k and v are not read
-};
-
-// One half (keys or values) of one sequence and head: where its tokens come from and go to.
-template <class Config> struct Tokens {
-    const uint16_t* fresh;
-    uint16_t* ring;
-    int token_stride, ring_tokens, old;
-    int begin, slot;  // of the block to pack: its first token, and where that would be in the ring
-    int page;         // looked at only when the tokens are on their way
-    bool values;
-
-    PTX const uint16_t* of_fresh(int token, int channel) const {
-        return fresh + static_cast<int64_t>(token - old) * token_stride + channel;
-    }
-    // Where slot s, channel c of the ring lies; see kvpage.ring_places.
-    PTX int place(int s, int c) const {
-        const int tile = s / 16 * (Config::head_dim / 16) + c / 16;
-        return values ? (tile * 32 + c % 8 * 4 + s % 8 / 2) * 8 + (s % 16 / 8 * 2 + c % 16 / 8) * 2 + s % 2
-                      : (tile * 32 + s % 8 * 4 + c % 16 / 4) * 8 + (c % 4 / 2 * 2 + s % 16 / 8) * 2 + c % 2;
-    }
-};
 
 // Sixteen tokens as they lie in the registers of a warp, lane = 4 * g + t: a word is two channels of one token.
 //   keys    x[h][j][p]: token g + 8 * h, channels 16 * j + 4 * t + 2 * p and the next
@@ -68,7 +21,7 @@ template <class Config> struct Packer {
     static constexpr int pitch = span * 2 + 16;          // bytes of a token that passes through shared memory
     static constexpr int bytes = warps * (16 * pitch + 16);
     // Threads that a multiprocessor holds at once, as many as the registers allow.
-    static constexpr int together = Config::by_channel && S::groups == 1 && !Config::bf16 ? 1024 : S::groups <= 2 && Config::head_dim <= 128 ? 768 : 512;
+    static constexpr int together = S::groups == 1 && !Config::bf16 ? 1024 : S::groups <= 2 && Config::head_dim <= 128 ? 768 : 512;
     static_assert(bytes <= Config::shared_bytes, "kvpack.py gives the kernel less shared memory than it lays out");
 
     // ---- where the tokens are; `token` counts from the block's first
@@ -94,23 +47,47 @@ template <class Config> struct Packer {
             }
             return;
         }
+        // All that the ring holds is asked for before anything waits; a tile that is new in part gets its new rows then.
+#pragma unroll
+        for (int i = 0; i < tiles; ++i)
+            if (from.old - from.begin - token - 16 * i > 0) {
+                uint32_t w[4];
+                ring_tile(w, from, token + 16 * i, j);
+                x[i][0][0] = w[0]; x[i][1][0] = w[1]; x[i][0][1] = w[2]; x[i][1][1] = w[3];
+            }
 #pragma unroll
         for (int i = 0; i < tiles; ++i) {
             const int held = from.old - from.begin - token - 16 * i;
-            uint2 fresh[2] = {};  // asked for first: nothing waits for the ring before it is
             if (held < 16)
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    if (g + 8 * h >= held) fresh[h] = *reinterpret_cast<const uint2*>(row(from, token + 16 * i + g + 8 * h) + 16 * j + 4 * t);
-            uint32_t w[4] = {};
-            if (held > 0) ring_tile(w, from, token + 16 * i, j);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const bool is_fresh = g + 8 * h >= held;
-                x[i][h][0] = is_fresh ? fresh[h].x : w[h];
-                x[i][h][1] = is_fresh ? fresh[h].y : w[2 + h];
-            }
+                    if (g + 8 * h >= held) {
+                        const uint2 v = *reinterpret_cast<const uint2*>(row(from, token + 16 * i + g + 8 * h) + 16 * j + 4 * t);
+                        x[i][h][0] = v.x; x[i][h][1] = v.y;
+                    }
         }
+    }
+    // Sixteen tokens from `token` on, `deep` times sixteen channels from tile `first` on.
+    template <int deep> PTX static void load_tokens(uint32_t (&x)[deep][2][2], const From& from, int token, int first) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, held = from.old - from.begin - token;
+        if (held > 0)
+#pragma unroll
+            for (int j = 0; j < deep; ++j) {
+                uint32_t w[4];
+                ring_tile(w, from, token, first + j);
+                x[j][0][0] = w[0]; x[j][1][0] = w[1]; x[j][0][1] = w[2]; x[j][1][1] = w[3];
+            }
+        if (held < 16)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (g + 8 * h >= held) {
+                    const uint16_t* at = row(from, token + g + 8 * h) + 16 * first + 4 * t;
+#pragma unroll
+                    for (int j = 0; j < deep; ++j) {
+                        const uint2 v = *reinterpret_cast<const uint2*>(at + 16 * j);
+                        x[j][h][0] = v.x; x[j][h][1] = v.y;
+                    }
+                }
     }
     // Channels `first` to `first + span` - 1 of sixteen tokens, by way of shared memory.
     PTX static void load_values(uint32_t (&x)[2][span / 8], const From& from, int token, int first) {
@@ -174,11 +151,22 @@ template <class Config> struct Packer {
         if constexpr (Config::bf16) return ptx::cvt_f32_bf16(static_cast<uint16_t>(v));
         else return ptx::cvt_f32_f16(static_cast<uint16_t>(v));
     }
+    // Codes of float16 elements are computed in float16, two at a time: (x - zero) is rounded once, and its product with
+    // the inverse scale not before it is rounded to an integer. Runs that are not `plain` take float32.
+    static constexpr bool halves = !Config::bf16;
     struct Run {
-        float zero, inverse;
+        float inverse;    // of the scale; its sign says that codes of this run can leave their range: it is not plain
         uint32_t stored;  // scale and zero, float16
-        bool plain;       // whether no code of this run can leave its range
+        PTX bool plain() const { return __float_as_int(inverse) >= 0; }
+        PTX float zero() const { return kvpage::high_f16(stored); }
     };
+    // Zeros and inverse scales of the runs of two elements that share a word.
+    struct Pair {
+        uint32_t zero, inverse;
+    };
+    PTX static Pair pair_of(const Run& even, const Run& odd) {
+        return {ptx::prmt(even.stored, odd.stored, 0x7632u), ptx::cvt_f16x2_f32(even.inverse, odd.inverse)};
+    }
     template <int bits> PTX static Run settle(float low, float high) {
         constexpr float top = static_cast<float>((1 << bits) - 1), infinite = 3.0e38f;
         const bool broken = !(fabsf(low) <= infinite) || !(fabsf(high) <= infinite);
@@ -189,31 +177,45 @@ template <class Config> struct Packer {
         if (broken) scale = zero = 0x7e00;
         const float s = ptx::cvt_f32_f16(scale);
         // The scale of a normal float16 is true to 2^-11: rounding cannot pass the last code.
-        return {ptx::cvt_f32_f16(zero), s > 0.0f ? 1.0f / s : 0.0f, scale | static_cast<uint32_t>(zero) << 16,
-                inside && !broken && (s == 0.0f || s >= 6.2e-5f)};
+        const bool plain = inside && !broken && (s == 0.0f || s >= 6.2e-5f) && (!halves || high - low <= 65504.0f);
+        const float inverse = s > 0.0f ? 1.0f / s : 0.0f;
+        return {plain ? inverse : -inverse, scale | static_cast<uint32_t>(zero) << 16};
     }
 
     PTX static Run of_lane(const Run& own, int lane) {
-        return {__shfl_sync(0xffffffffu, own.zero, lane), __shfl_sync(0xffffffffu, own.inverse, lane),
-                __shfl_sync(0xffffffffu, own.stored, lane), own.plain};
+        return {__shfl_sync(0xffffffffu, own.inverse, lane), __shfl_sync(0xffffffffu, own.stored, lane)};
     }
 
     // ---- codes. Rounding by a number so large that only integers are left: the bits of x + 1.5 * 2^23 are those of the
     // constant plus the rounded x, so a word is a sum, and its constant part is taken off at the end.
-    template <int bits, bool plain> PTX static uint32_t code(uint32_t v, float zero, float inverse) {
+    template <int bits, bool plain> PTX static uint32_t code(uint32_t v, const Run& run) {
         constexpr float top = static_cast<float>((1 << bits) - 1);
-        float x = ptx::mul_rn_f32(widen(v) - zero, inverse);  // rounded, before the sum rounds again
+        float x = widen(v) - run.zero(), inverse = fabsf(run.inverse);
+        if constexpr (halves)
+            if (run.plain()) {  // as its neighbours would be coded if all were plain
+                x = ptx::cvt_f32_f16(ptx::cvt_f16_f32(x));
+                inverse = ptx::cvt_f32_f16(ptx::cvt_f16_f32(inverse));
+            }
+        x = ptx::mul_rn_f32(x, inverse);  // rounded, before the sum rounds again
         if constexpr (!plain) x = fminf(fmaxf(x, 0.0f), top);
         return __float_as_uint(x + 12582912.0f);
     }
-    template <int bits> PTX static constexpr uint32_t constant() {
+    // What the number that rounds adds to a word: float16 pairs (1024, in whose last bit an integer begins) or floats.
+    template <int bits, bool pairs> PTX static constexpr uint32_t constant() {
         uint32_t sum = 0;
-        for (int f = 0; f < 32 / bits; ++f) sum += 0x4b400000u << (f / (16 / bits) * 16 + f % (16 / bits) * bits);
+        for (int f = 0; f < 32 / bits; ++f)
+            if (!pairs) sum += 0x4b400000u << (f / (16 / bits) * 16 + f % (16 / bits) * bits);
+            else if (f < 16 / bits) sum += 0x64006400u << f * bits;
         return sum;
     }
-    // The place of an element in its word: row half h, row tile `sub` of the word's, depth pair p, half `odd`.
-    template <int bits> PTX static constexpr int shift(int sub, int h, int p, int odd) {
-        return 16 * odd + bits * (bits == 2 ? 4 * p + 2 * sub + h : bits == 4 ? 2 * p + h : h);
+    // The codes of a word's two elements, shifted to their places and with what rounding added to them.
+    template <int bits, bool plain> PTX static uint32_t two_codes(uint32_t v, const Run& even, const Run& odd, const Pair& pair, int places) {
+        if constexpr (plain && halves) return ptx::fma_f16x2(ptx::sub_f16x2(v, pair.zero), pair.inverse, 0x64006400u) << places;
+        else return (code<bits, plain>(v, even) << places) + (code<bits, plain>(v >> 16, odd) << (16 + places));
+    }
+    // The place of two elements in their word: row half h, row tile `sub` of the word's, depth pair p.
+    template <int bits> PTX static constexpr int shift(int sub, int h, int p) {
+        return bits * (bits == 2 ? 4 * p + 2 * sub + h : bits == 4 ? 2 * p + h : h);
     }
     // `count` words from index `index` of a lane's words in kernel order; see kvpage.pack_tiles.
     template <int count> PTX static void store(uint8_t* to, int index, const uint32_t* w) {
@@ -269,7 +271,7 @@ template <class Config> struct Packer {
                 *reinterpret_cast<uint4*>(to + S::key_codes + (task * 4 + t) * 16) =
                     make_uint4(ptx::prmt(a, b, 0x7632u), ptx::prmt(a, b, 0x5410u), ptx::prmt(d, e, 0x7632u), ptx::prmt(d, e, 0x5410u));
             }
-            if (__all_sync(0xffffffffu, own.plain)) codes_by_channel<bits, true>(x, runs, task, to);
+            if (__all_sync(0xffffffffu, own.plain())) codes_by_channel<bits, true>(x, runs, task, to);
             else codes_by_channel<bits, false>(x, runs, task, to);
         }
     }
@@ -277,75 +279,87 @@ template <class Config> struct Packer {
     PTX static void codes_by_channel(const uint32_t (&x)[tiles][2][2], const Run (&runs)[2][2], int task, uint8_t* to) {
         using U = kvpage::Unit<bits>;
         constexpr int count = tiles / U::tiles * U::words;
+        const Pair pairs[2] = {pair_of(runs[0][0], runs[0][1]), pair_of(runs[1][0], runs[1][1])};
         uint32_t w[count];
 #pragma unroll
         for (int k = 0; k < count; ++k) {
             const int i = k / U::words * U::tiles, part = k % U::words;
             uint32_t sum = 0;
 #pragma unroll
-            for (int f = 0; f < 32 / bits; ++f) {
-                const int odd = f % 2, h = f / 2 % 2, sub = bits == 2 ? f / 4 % 2 : 0, p = bits == 2 ? f / 8 : bits == 4 ? f / 4 : part;
-                sum += code<bits, plain>(x[i + sub][h][p] >> 16 * odd, runs[p][odd].zero, runs[p][odd].inverse) << shift<bits>(sub, h, p, odd);
+            for (int f = 0; f < 16 / bits; ++f) {
+                const int h = f % 2, sub = bits == 2 ? f / 2 % 2 : 0, p = bits == 2 ? f / 4 : bits == 4 ? f / 2 : part;
+                sum += two_codes<bits, plain>(x[i + sub][h][p], runs[p][0], runs[p][1], pairs[p], shift<bits>(sub, h, p));
             }
-            w[k] = sum - constant<bits>();
+            w[k] = sum - constant<bits, plain && halves>();
         }
         store<count>(to, task * count, w);
     }
 
-    // ---- keys by token: a warp takes a group of channels of sixteen tokens, or of twice sixteen that share words
+    // ---- keys by token: a warp takes a group of channels of sixteen tokens. Their words (of 2 bits: a half of each) meet
+    // those of other tokens in shared memory, so that sixteen bytes of a lane are written at a time.
     template <int bits> PTX static void keys_by_token(const From& from, uint8_t* to) {
         using U = kvpage::Unit<bits>;
-        constexpr int deep = Config::channel_group / 16, units = Config::block / 16 / U::tiles;
+        constexpr int deep = Config::channel_group / 16, row_tiles = Config::block / 16, units = row_tiles / U::tiles, count = S::key_codes / 128;
+        static_assert(U::tiles * S::key_codes <= Config::shared_bytes, "kvpack.py gives the kernel less shared memory than its words need");
+        uint32_t* words = reinterpret_cast<uint32_t*>(ptx::dynamic_shared());
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-        for (int task = threadIdx.x / 32; task < units * S::groups; task += warps) {
-            const int u = task % units, v = task / units;
-            uint32_t w[deep][U::words] = {};
+        for (int task = threadIdx.x / 32; task < row_tiles * S::groups; task += warps) {
+            const int d = task % row_tiles, v = task / row_tiles, sub = d % U::tiles;
+            uint32_t x[deep][2][2], ends[2][2];
+            load_tokens(x, from, 16 * d, v * deep);
+            if (from.page < 0) return;
 #pragma unroll
-            for (int sub = 0; sub < U::tiles; ++sub) {
-                uint32_t x[deep][2][2], ends[2][2];
+            for (int h = 0; h < 2; ++h) {
+                uint32_t low = x[0][h][0], high = low;
 #pragma unroll
-                for (int j = 0; j < deep; ++j) {
-                    uint32_t one[1][2][2];
-                    load_keys(one, from, 16 * (u * U::tiles + sub), v * deep + j);
-                    if (from.page < 0) return;
-                    x[j][0][0] = one[0][0][0]; x[j][0][1] = one[0][0][1]; x[j][1][0] = one[0][1][0]; x[j][1][1] = one[0][1][1];
+                for (int j = 0; j < 2 * deep; ++j) {
+                    low = least(low, x[j / 2][h][j % 2]);
+                    high = most(high, x[j / 2][h][j % 2]);
                 }
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    uint32_t low = x[0][h][0], high = low;
-#pragma unroll
-                    for (int j = 0; j < 2 * deep; ++j) {
-                        low = least(low, x[j / 2][h][j % 2]);
-                        high = most(high, x[j / 2][h][j % 2]);
-                    }
-                    ends[h][0] = low;
-                    ends[h][1] = high;
-                }
-                Run runs[2];
-                const bool plain = of_tokens<bits>(ends, runs);
-                const int row = 2 * (u * U::tiles + sub) + t;  // of eight tokens
-                if (t < 2)
-                    *reinterpret_cast<uint32_t*>(to + S::key_codes + (((v * (Config::block / 32) + row / 4) * 8 + g) * 4 + row % 4) * 4) =
-                        t ? runs[1].stored : runs[0].stored;
-                if (__all_sync(0xffffffffu, plain)) codes_by_token<bits, true>(w, x, runs, sub);
-                else codes_by_token<bits, false>(w, x, runs, sub);
+                ends[h][0] = low;
+                ends[h][1] = high;
             }
+            Run runs[2];
+            const bool plain = of_tokens<bits>(ends, runs);
+            const int row = 2 * d + t;  // of eight tokens
+            if (t < 2)
+                *reinterpret_cast<uint32_t*>(to + S::key_codes + (((v * (Config::block / 32) + row / 4) * 8 + g) * 4 + row % 4) * 4) =
+                    t ? runs[1].stored : runs[0].stored;
+            uint32_t* at = words + (sub * count + (v * deep * units + d / U::tiles) * U::words) * 32 + lane;
+            if (__all_sync(0xffffffffu, plain)) codes_by_token<bits, true>(x, runs, at, 4 * sub);
+            else codes_by_token<bits, false>(x, runs, at, 4 * sub);
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < count / 4 * 32; i += Config::threads) {
+            uint32_t w[4];
 #pragma unroll
-            for (int j = 0; j < deep; ++j) {
-#pragma unroll
-                for (int part = 0; part < U::words; ++part) w[j][part] -= constant<bits>();
-                store<U::words>(to, ((v * deep + j) * units + u) * U::words, w[j]);
+            for (int k = 0; k < 4; ++k) {
+                const int place = (i / 32 * 4 + k) * 32 + i % 32;
+                w[k] = words[place];
+                if constexpr (U::tiles == 2) w[k] |= words[count * 32 + place];
             }
+            *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(w[0], w[1], w[2], w[3]);
         }
     }
-    template <int bits, bool plain, int deep, int words>
-    PTX static void codes_by_token(uint32_t (&w)[deep][words], const uint32_t (&x)[deep][2][2], const Run (&runs)[2], int sub) {
+    // `more`: how much further a row tile's codes stand in words that it shares with another.
+    template <int bits, bool plain, int deep>
+    PTX static void codes_by_token(const uint32_t (&x)[deep][2][2], const Run (&runs)[2], uint32_t* at, int more) {
+        using U = kvpage::Unit<bits>;
+        constexpr int units = Config::block / 16 / U::tiles;
+        const Pair pairs[2] = {pair_of(runs[0], runs[0]), pair_of(runs[1], runs[1])};
 #pragma unroll
         for (int j = 0; j < deep; ++j)
 #pragma unroll
-            for (int f = 0; f < 8; ++f) {
-                const int odd = f % 2, h = f / 2 % 2, p = f / 4;
-                w[j][bits == 8 ? p : 0] += code<bits, plain>(x[j][h][p] >> 16 * odd, runs[h].zero, runs[h].inverse) << shift<bits>(sub, h, p, odd);
+            for (int part = 0; part < U::words; ++part) {
+                constexpr int fields = 4 / U::words;  // pairs of elements
+                uint32_t sum = 0, rounding = 0;
+#pragma unroll
+                for (int f = 0; f < fields; ++f) {
+                    const int h = f % 2, p = bits == 8 ? part : f / 2, places = shift<bits>(0, h, p);
+                    sum += two_codes<bits, plain>(x[j][h][p], runs[h], runs[h], pairs[h], places);
+                    rounding += plain && halves ? 0x64006400u << places : (0x4b400000u << places) + (0x4b400000u << (16 + places));
+                }
+                at[(j * units * U::words + part) * 32] = (sum - rounding) << more;
             }
     }
     // The runs of two tokens, g and g + 8, from the least and most of two channels of each lane; whether all is plain.
@@ -361,7 +375,7 @@ template <class Config> struct Packer {
         const Run own = settle<bits>(widen(low), widen(high));
         runs[0] = of_lane(own, threadIdx.x % 32 & 28);
         runs[1] = of_lane(own, threadIdx.x % 32 & 28 | 1);
-        return own.plain;
+        return own.plain();
     }
 
     // ---- values: a warp takes up to 128 channels of sixteen tokens
@@ -416,18 +430,21 @@ template <class Config> struct Packer {
     PTX static void codes_of_values(const uint32_t (&x)[2][span / 8], const Run (&runs)[2][groups], int task, uint8_t* to) {
         using U = kvpage::Unit<bits>;
         constexpr int count = span / 16 / U::tiles * U::words;
+        Pair pairs[2][groups];
+#pragma unroll
+        for (int k = 0; k < 2 * groups; ++k) pairs[k / groups][k % groups] = pair_of(runs[k / groups][k % groups], runs[k / groups][k % groups]);
         uint32_t w[count];
 #pragma unroll
         for (int k = 0; k < count; ++k) {
             const int i = k / U::words * U::tiles, part = k % U::words;
             uint32_t sum = 0;
 #pragma unroll
-            for (int f = 0; f < 32 / bits; ++f) {
-                const int odd = f % 2, h = f / 2 % 2, sub = bits == 2 ? f / 4 % 2 : 0, p = bits == 2 ? f / 8 : bits == 4 ? f / 4 : part;
-                const Run& run = runs[p][(i + sub) * groups / (span / 16)];
-                sum += code<bits, plain>(x[p][2 * (i + sub) + h] >> 16 * odd, run.zero, run.inverse) << shift<bits>(sub, h, p, odd);
+            for (int f = 0; f < 16 / bits; ++f) {
+                const int h = f % 2, sub = bits == 2 ? f / 2 % 2 : 0, p = bits == 2 ? f / 4 : bits == 4 ? f / 2 : part;
+                const int v = (i + sub) * groups / (span / 16);
+                sum += two_codes<bits, plain>(x[p][2 * (i + sub) + h], runs[p][v], runs[p][v], pairs[p][v], shift<bits>(sub, h, p));
             }
-            w[k] = ptx::movmatrix_trans(sum - constant<bits>());
+            w[k] = ptx::movmatrix_trans(sum - constant<bits, plain && halves>());
         }
         store<count>(to, task * count, w);
     }
@@ -466,61 +483,53 @@ template <class Config> PTX void found(const Params& p, uint32_t what) {
 
 // What the ring holds of a window that is full now comes into L2 while the previous kernel is still at work: lengths were
 // written before that one began, as decode.cuh takes them to be, and where bytes are kept is not when they are read.
-template <class Config> PTX void prefetch(const Params& p) {
+template <class Config> PTX void prefetch(const Params& p, const Tokens<Config>& tokens) {
     constexpr int token = Config::head_dim * 2, line = 128;  // bytes
-    const int sequence = p.sequences ? p.sequences[blockIdx.z] : static_cast<int>(blockIdx.z);
-    if (!p.packs || sequence < 0 || sequence >= p.sequences_count) return;
-    const int length = p.lengths[sequence], old = length - p.tokens;
-    const int begin = (old & ~(p.window - 1)) + blockIdx.y * Config::block, end = length & ~(p.window - 1);
-    if (old < 0 || begin >= end || begin >= p.table_width * Config::page) return;
-    const int held = min((p.stored ? length : old) - begin, Config::block) * token, size = p.ring * token;
-    const uint8_t* ring = reinterpret_cast<const uint8_t*>(p.residual) + ((static_cast<int64_t>(sequence) * p.kv_heads + blockIdx.x / 2) * 2 + blockIdx.x % 2) * size;
-    for (int at = line * threadIdx.x; at < held; at += line * Config::threads) ptx::prefetch_L2(ring + (begin % p.ring * token + at) % size);
+    if (!tokens.packs || tokens.begin >= p.table_width * Config::page) return;
+    const int held = min(tokens.old - tokens.begin, Config::block) * token, size = p.ring * token;
+    for (int at = line * threadIdx.x; at < held; at += line * Config::threads) {
+        const int place = tokens.slot * token + at;
+        ptx::prefetch_L2(reinterpret_cast<const uint8_t*>(tokens.ring) + (place < size ? place : place - size));
+    }
 }
 
 // grid: (kv_heads * 2, blocks of tokens, batch): the heads of a token are read at the same time
 template <class Config> __global__ void __launch_bounds__(Config::threads, Packer<Config>::together / Config::threads) kernel(const __grid_constant__ Params p) {
     using S = kvpage::Format<Config>;
     using P = Packer<Config>;
-    prefetch<Config>(p);
+    // What is to be done is worked out from the lengths as they are while the previous kernel is still at work, and again
+    // only if they are others when it has ended.
+    const int likely = p.sequences ? p.sequences[blockIdx.z] : static_cast<int>(blockIdx.z);
+    Tokens<Config> tokens;
+    tokens.set(p, likely, likely >= 0 && likely < p.sequences_count ? p.lengths[likely] : 0);
+    if (likely >= 0 && likely < p.sequences_count) prefetch<Config>(p, tokens);
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();  // only now: what follows may read pages that earlier kernels wrote
     const int sequence = p.sequences ? p.sequences[blockIdx.z] : static_cast<int>(blockIdx.z);
     if constexpr (Config::checked)
         if (sequence < 0 || sequence >= p.sequences_count) return found<Config>(p, kvpage::bad_sequence);
-    const int head = blockIdx.x / 2, length = p.lengths[sequence], old = length - p.tokens;
+    const int length = p.lengths[sequence];
     if constexpr (Config::checked)
-        if (old < 0 || length > p.table_width * Config::page) return found<Config>(p, kvpage::bad_length);
-    Tokens<Config> tokens;
-    tokens.values = blockIdx.x % 2;
-    tokens.fresh = tokens.values ? p.v + blockIdx.z * p.v_batch_stride + static_cast<int64_t>(head) * p.v_head_stride
-                                 : p.k + blockIdx.z * p.k_batch_stride + static_cast<int64_t>(head) * p.k_head_stride;
-    tokens.token_stride = tokens.values ? p.v_token_stride : p.k_token_stride;
-    tokens.ring = p.residual + ((static_cast<int64_t>(sequence) * p.kv_heads + head) * 2 + tokens.values) * p.ring * Config::head_dim;
-    tokens.ring_tokens = p.ring;
-    tokens.old = p.stored ? length : old;
+        if (length < p.tokens || length > p.table_width * Config::page) return found<Config>(p, kvpage::bad_length);
+    if (sequence != tokens.sequence || length != tokens.length) tokens.set(p, sequence, length);
     // The newest tokens go to the ring: what this thread loads first is stored last, behind the packing.
-    const int first = max(old, length - p.ring), count = p.keeps && old >= 0 ? (length - first) * Config::head_dim : 0;
     int i = blockIdx.y * Config::threads + threadIdx.x;
     uint16_t kept = 0;
-    if (i < count) kept = *tokens.of_fresh(first + i / Config::head_dim, i % Config::head_dim);
-    const int begin = (old & ~(p.window - 1)) + blockIdx.y * Config::block, end = length & ~(p.window - 1);
-    if (p.packs && old >= 0 && begin < end) {
-        tokens.begin = begin;
-        tokens.slot = begin % p.ring;
-        tokens.page = p.table[static_cast<int64_t>(sequence) * p.table_width + begin / Config::page];
+    if (i < tokens.count) kept = *tokens.of_fresh(tokens.first + i / Config::head_dim, i % Config::head_dim);
+    if (tokens.packs) {
+        tokens.page = p.table[static_cast<int64_t>(sequence) * p.table_width + tokens.begin / Config::page];
         if constexpr (Config::checked)
             if (tokens.page < 0 || tokens.page >= p.pages_count) return found<Config>(p, kvpage::bad_page);
-        uint8_t* to = p.pages + (static_cast<int64_t>(tokens.page) * p.kv_heads + head) * (Config::page / Config::block * S::block_bytes)
-                    + begin % Config::page / Config::block * S::block_bytes;
+        uint8_t* to = p.pages + (static_cast<int64_t>(tokens.page) * p.kv_heads + blockIdx.x / 2) * (Config::page / Config::block * S::block_bytes)
+                    + tokens.begin % Config::page / Config::block * S::block_bytes;
         if (tokens.values) P::template pack_values<Config::value_bits>(tokens, to + S::key_bytes);
         else P::template pack_keys<Config::key_bits>(tokens, to);
     }
-    for (; i < count; i += gridDim.y * Config::threads) {
-        const int token = first + i / Config::head_dim, channel = i % Config::head_dim;
+    for (; i < tokens.count; i += gridDim.y * Config::threads) {
+        const int token = tokens.first + i / Config::head_dim, channel = i % Config::head_dim;
         tokens.ring[tokens.place(token % p.ring, channel)] = kept;
         const int next = i + gridDim.y * Config::threads;
-        if (next < count) kept = *tokens.of_fresh(first + next / Config::head_dim, next % Config::head_dim);
+        if (next < tokens.count) kept = *tokens.of_fresh(tokens.first + next / Config::head_dim, next % Config::head_dim);
     }
 }
 

@@ -81,8 +81,10 @@ def configs(problem: Problem) -> list[Config]:
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of a block: sixteen tokens of values a warp, and its largest scale."""
-    return config.threads // 32 * (16 * (min(config.head_dim, 128) * 2 + 16) + 16)
+    """Dynamic shared memory of a block: sixteen tokens of values a warp and a scale; or keys by token as words."""
+    values = config.threads // 32 * (16 * (min(config.head_dim, 128) * 2 + 16) + 16)
+    words = config.block * config.head_dim * config.key_bits // 8 * (2 if config.key_bits == 2 else 1)
+    return values if config.by_channel or config.key_bits == 16 else max(values, words)
 
 
 def why_not(problem: Problem, config: Config, device: Device) -> str | None:
