@@ -26,7 +26,6 @@ template <class Config> struct Pipeline {
     uint64_t policy;
     const uint8_t* pages;    // of this KV head: page 0
     const int32_t* entries;  // of this sequence: the table entry of its first page
-    bool ready = false;      // whether the previous kernel has ended
 
     PTX Pipeline(const Params& params, const Cursor<Config>& start, int units, uint32_t stages, uint32_t barriers)
         : p(params), ahead(start), left(units), values(false), page(0), slot(0), filled(0), parity(0),
@@ -48,14 +47,6 @@ template <class Config> struct Pipeline {
     PTX void enter_pair() {
         pages = p.pages + static_cast<int64_t>(ahead.head / Config::query_chunks) * (page_blocks * S::block_bytes);
         entries = p.table + static_cast<int64_t>(ahead.sequence) * p.table_width;
-    }
-    // The queries of the pair ahead come into L1 before they are needed. Only after the previous kernel, which wrote them.
-    PTX void touch_queries() {
-        constexpr int lines = Config::head_dim * 2 / 128 > 0 ? Config::head_dim * 2 / 128 : 1;
-        const int lane = threadIdx.x % 32, row = ahead.head % Config::query_chunks * Config::rows + lane / lines;
-        const int token = row / Config::group, head = ahead.head / Config::query_chunks * Config::group + row % Config::group;
-        if (lane < Config::rows * lines && token < Config::queries)
-            ptx::ld_global_u32_unused(p.q + ahead.row * p.q_batch_stride + static_cast<int64_t>(token) * p.q_token_stride + static_cast<int64_t>(head) * p.q_head_stride + 64 * (lane % lines));
     }
     // The table entry of the unit ahead, asked for one unit early so that nobody waits for it.
     PTX void find_page() {
@@ -87,10 +78,7 @@ template <class Config> struct Pipeline {
             copy(stage + filled * S::slot_bytes, source, bytes);
             if (values) {
                 left -= ahead.ends();
-                if (ahead.advance(p)) {
-                    enter_pair();
-                    if (left > 0 && ready) touch_queries();
-                }
+                if (ahead.advance(p)) enter_pair();
                 if (left > 0) find_page();
             }
             values = !values;
@@ -263,7 +251,6 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     ptx::griddepcontrol_wait();
     if constexpr (Config::bulk && Config::after > 0)
         if (asked == early && pipeline.left >= enough) pipeline.ask_ahead(Config::ahead, Config::after);
-    pipeline.ready = true;
     for (; asked < early; ++asked) pipeline.fill();
     stamp<Config>(p, 2);
 

@@ -192,8 +192,6 @@ PTX void st_global_cs_v4(void* p, uint4 v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1,%2,%3,%4};"
                  :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Into L1 (and a register that nobody waits for).
-PTX void ld_global_u32_unused(const void* p) { uint32_t v; asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(v) : "l"(p)); }
 PTX uint64_t createpolicy_evict_first() {
     uint64_t r; asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(r)); return r;
 }

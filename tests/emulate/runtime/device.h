@@ -265,7 +265,6 @@ PTX void st_global_cs_v4(void* p, uint4 v) { write_global(p, v, "st_global_cs_v4
 PTX uint64_t createpolicy_evict_first() { return 0; }
 PTX uint64_t createpolicy_evict_last() { return 0; }
 PTX void prefetch_L2(const void*) {}
-PTX void ld_global_u32_unused(const void* p) { read_global<uint32_t>(p, "ld_global_u32_unused"); }
 PTX uint32_t ld_acquire_gpu(const uint32_t* p) {
     emulate::spin("ld_acquire_gpu");
     return read_global<uint32_t>(p, "ld_acquire_gpu");
