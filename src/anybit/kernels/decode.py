@@ -5,7 +5,7 @@ on lengths, which the kernel reads on the device.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from anybit.device import Device
@@ -154,8 +154,6 @@ def make(
     blocks_per_sm: int = 1,
     paired: bool | None = None,
     checked: bool = False,
-    ahead: int = 0,
-    after: int = 0,
 ) -> Config:
     """The config of a problem with these warps and stages; ``query_tiles`` 0 chooses, as ``paired`` None does."""
     layout, format = problem.layout, problem.layout.format
@@ -187,8 +185,6 @@ def make(
         bulk=device.capability >= 90,
         keep_in_l2=problem.rows > rows,
         checked=checked,
-        ahead=ahead,
-        after=after,
     )
 
 
@@ -270,8 +266,8 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
         asks = int(not wide and bits <= 8 and not layout.format.float4 and blocks_per_sm == 1)
         # Where few pairs are cut finely, memory is asked for more once the previous kernel has ended, not before.
         ahead = int(asks and bits > 4 and 4 * pairs > device.sms)
-        how = {"blocks_per_sm": blocks_per_sm, "ahead": ahead, "after": asks - ahead}
-        config = make(problem, device, warps, stages, checked=checked, **how)
+        config = make(problem, device, warps, stages, blocks_per_sm=blocks_per_sm, checked=checked)
+        config = replace(config, ahead=ahead, after=asks - ahead)
         reason = why_not(problem, config, device)
         if reason is None:
             return config
