@@ -361,12 +361,13 @@ def rotations() -> str:
         ways: dict[str, Callable[[Row], float]] = {
             f"**{k}**, one kernel": lambda row: row["us"],
             "a kernel each": lambda row: row["baselines"]["kernel each"],
+            "rotation alone": lambda row: row["baselines"]["rotation alone"],
             "coding alone": lambda row: row["baselines"]["pack alone"],
             "torch's rotation alone": lambda row: row["baselines"]["torch"],
         }
         for words, of in ways.items():
             body.append([words, *(f"{of(mine[m]):.1f}" if m in mine else "" for m in tokens)])
-    return table(["us", *(f"{m} tokens" for m in tokens)], body) if body else ""
+    return table(["us", *(f"M = {m}" for m in tokens)], body) if body else ""
 
 
 def peers() -> str:
