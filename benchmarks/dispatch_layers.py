@@ -58,7 +58,7 @@ def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: 
             continue
         found.append((of(scheme, first, powers), each))
         found.append((of(scheme, first, others), each - 1))
-        found.append((of(scheme, rest, tokens), max(each - 1, 0)))
+        found.append((of(scheme, rest, tokens), max(each - 2, 0)))
     return [(products, count) for products, count in found if products]
 
 

@@ -203,6 +203,17 @@ class Family:
             order = [*seeds, *order]
         return list(dict.fromkeys([first, *order]))
 
+    def first(self, product: Product, count: int) -> list[Any]:
+        """The first of ``ranked``, without looking at them all where what a search starts from is enough."""
+        if count <= _FEW_SEEDS and hasattr(self.module, "seeds") and self.runs(product):
+            problem = self.problem(product)
+            seeds = list(
+                dict.fromkeys([self._ready(self.module.default(problem), product), *self.module.seeds(problem)])
+            )
+            if len(seeds) >= count:
+                return seeds[:count]
+        return self.ranked(product)[:count]
+
     def kinds(self, product: Product) -> list[Any]:
         """What stands for each kind of tile, where the family has no estimate and many kinds; else nothing."""
         if self.name != "bitwise" or self.why_not(product) is not None:
@@ -210,6 +221,9 @@ class Family:
         own = self.default(product)
         half = product.device.shared_bytes // 2 - 1024
         return representatives(self.configs(product), product.m, half, self.module.shared_bytes, own)
+
+
+_FEW_SEEDS = 3
 
 
 def _waits(config: Any) -> bool:

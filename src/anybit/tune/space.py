@@ -338,10 +338,24 @@ def promising(
             for family in FAMILIES.values():
                 kinds = [Candidate("bitwise", family.name, config, activations) for config in family.kinds(effective)]
                 chosen += [one for one in kinds if each >= _EVERYTHING or not _hopeless(product, one)]
-    counts: dict[tuple[str, str], int] = {}
-    for candidate in space(product, allow).candidates if each else ():
-        key = candidate.strategy, candidate.kernel
-        if counts.get(key, 0) < (0 if each < _EVERYTHING and _hopeless(product, candidate) else each):
-            counts[key] = counts.get(key, 0) + 1
-            chosen.append(candidate)
+    if each >= _EVERYTHING:
+        chosen += space(product, allow).candidates
+    elif each:
+        chosen += _first(product, each, targets)
     return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]
+
+
+def _first(product: Product, each: int, targets: Collection[ActivationFormat]) -> Iterator[Candidate]:
+    """The ``each`` most promising of every family and strategy, hopeless ones left out."""
+    for activations in targets:
+        effective = replace(product, activations=activations)
+        for family in FAMILIES.values():
+            if _hopeless(product, Candidate(strategy_of(activations, family.name), family.name, None, activations)):
+                continue
+            splits = family.name == "marlin"  # whose configs belong to two strategies
+            counts: dict[str, int] = {}
+            for config in family.ranked(effective) if splits else family.first(effective, each):
+                found = Candidate(strategy_of(activations, family.name, config), family.name, config, activations)
+                counts[found.strategy] = counts.get(found.strategy, 0) + 1
+                if counts[found.strategy] <= each:
+                    yield found
