@@ -108,7 +108,9 @@ def scheme_of(loaded: Loaded) -> str | None:
 def speed(loaded: Loaded, figures: dict[str, Any]) -> str:
     """What an answer took, in one line."""
     device = loaded.model.device.type
+    other = getattr(getattr(loaded.model.config, "quantization_config", None), "quant_method", None)
+    kind = scheme_of(loaded) or ("not quantized" if other is None else str(getattr(other, "value", other)))
     return (
         f"{figures['new_tokens']} tokens, {figures['tokens_per_second']:.1f} tokens/s after the first "
-        f"({figures['first_token_seconds']:.2f} s), {scheme_of(loaded) or 'not quantized'} on {device}"
+        f"({figures['first_token_seconds']:.2f} s), {kind} on {device}"
     )
