@@ -1,12 +1,14 @@
 """packed_digits.cuh and packed_mid.cuh become machine code without spills, with the instructions that were meant."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from machine_code import check, count
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels import packed_digits, packed_mid
+from anybit.kernels import packed_digits, packed_few, packed_mid
 from anybit.kernels.packed_small import Problem
 from anybit.scheme import WeightFormat
 
@@ -42,6 +44,23 @@ def test_digits_that_end_with_something_else() -> None:
         silu = packed_digits.norm_kernel(gate_up, silu=True)
         compiled = jit.cached(silu, "sm_90a")
         assert compiled.spill_bytes == compiled.stack_bytes == 0 and compiled.registers * silu.threads <= 65536
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("m", [1, 2])
+def test_room_for_one_block_of_the_next(bits: int, m: int) -> None:
+    """In a fused layer two blocks of any kernels fit a multiprocessor, and two of a product that norms do not."""
+    sm = HOPPER.shared_bytes + 1024  # of which each block costs 1 KB
+    for n, k in ((6144, 4096), (28672, 4096), (960, 576), (3072, 576)):
+        it = replace(problem(bits, m, n, k), columns=-(-k // 128) * 128)
+        config = packed_few.apart_and_normed(packed_digits.norm_default(it), HOPPER)
+        assert packed_digits.norm_why_not(it, config) is None
+        assert 2 * (packed_digits.shared_bytes(config) + 1024) > sm
+    for n, k in ((4096, 4096), (4096, 14336), (576, 1536)):
+        config = packed_few.apart(packed_digits.default(problem(bits, m, n, k)), HOPPER)
+        assert 2 * (packed_digits.shared_bytes(config) + 1024) <= sm < 3 * (packed_digits.shared_bytes(config) + 1024)
+        of_four = packed_few.apart(packed_digits.default(problem(bits, 4, n, k)), HOPPER)
+        assert of_four.chunks > 1 or 2 * (packed_digits.shared_bytes(of_four) + 1024) > sm
 
 
 def test_codes_stay_where_they_lie() -> None:

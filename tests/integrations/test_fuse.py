@@ -5,7 +5,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import anybit
+from anybit import QuantLinear
 from anybit.errors import LayerError
+from anybit.kernels.packed_digits import Step
+from anybit.kernels.rope import paired_channels
+from anybit.ops.elementwise import rotate_store
+from anybit.packing import reorder
+from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import Scheme
 
 SIZES = {
     "hidden_size": 128,
@@ -105,3 +112,24 @@ def test_rotary_tables_hold_the_models_own_values(config_class, tmp_path):
         assert torch.equal(got, wanted)
     anybit.unfuse(model)
     assert model.model.rotary_emb is plain
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_product_that_turns_and_stores_says_the_same_in_two_steps(tokens):
+    """Where no kernel does both: the projection of q, k and v in their own order, turned, beside the paired one."""
+    torch.manual_seed(0)
+    heads, kv_heads, dim, k, slots = 2, 1, 64, 128, 32
+    plain = quantize_weight(torch.randn((heads + 2 * kv_heads) * dim, k), Scheme.parse("w4a16g32").weights)
+    paired = QuantLinear.from_weight(reorder(plain, paired_channels(heads, kv_heads, dim)), "w4a16g32")
+    x, residual, gamma = torch.randn(1, tokens, k), torch.randn(1, tokens, k), torch.rand(k)
+    angles = torch.rand(tokens, dim // 2).repeat(1, 2)
+    rings = torch.zeros(2, 1, kv_heads, 2, slots * dim)
+    lengths = torch.tensor([40], dtype=torch.int32)
+    where = (lengths, None, heads, kv_heads, tokens)
+    q, total = paired.after_norm_turned(x, residual, gamma, 1e-5, Step(angles.cos(), angles.sin(), rings[0], *where))
+    qkv, same = QuantLinear.from_weight(plain, "w4a16g32").after_norm(x, residual, gamma, 1e-5)
+    rotary = (angles.cos(), angles.sin(), heads, kv_heads)
+    wanted = rotate_store(qkv.view(tokens, -1), *rotary, rings[1], lengths, None, tokens)
+    assert torch.equal(total, same)
+    assert torch.allclose(q, wanted, atol=1e-5) and torch.allclose(rings[0], rings[1], atol=1e-5)
+    assert rings[0].count_nonzero() == tokens * kv_heads * 2 * dim
