@@ -286,7 +286,7 @@ def decode_kernel(
     launch = prepare(q, cache, layer, sequences, masks, device, config, out, errors, split)
     # Pages may be read before the previous kernel has ended, unless it is one that writes a prompt's.
     overlaps = cache.newest_are_few and device.capability >= 90
-    jit.launch(launch.kernel, launch.params, launch.grid, pdl=overlaps)
+    jit.launch(launch.kernel, launch.params, launch.grid, pdl=overlaps, device=launch.out.get_device())
     return launch.out, launch.lse
 
 

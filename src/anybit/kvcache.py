@@ -283,7 +283,7 @@ class KVCache:
             **arguments,
         )
         overlaps = device.capability >= 90 and problem.step
-        jit.launch(kvpack.kernel(config), params, kvpack.grid(problem), pdl=overlaps)
+        jit.launch(kvpack.kernel(config), params, kvpack.grid(problem), pdl=overlaps, device=self.pages.get_device())
         if errors is not None:
             kvpage.report(int(errors), layer)
 

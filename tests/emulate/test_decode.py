@@ -150,7 +150,9 @@ def test_what_is_out_of_range_is_reported_by_the_checked_kernels(error: int):
 @pytest.mark.parametrize("error", sorted(kvpage.WRONG))
 def test_packing_reports_what_is_out_of_range(error: int, monkeypatch):
     monkeypatch.setenv("ANYBIT_DEBUG", "1")
-    monkeypatch.setattr(kvcache.jit, "launch", lambda kernel, params, grid, pdl: emulate.run(kernel, params, grid))
+    monkeypatch.setattr(
+        kvcache.jit, "launch", lambda kernel, params, grid, pdl, device: emulate.run(kernel, params, grid)
+    )
     monkeypatch.setattr(kvcache.Device, "of", lambda tensor: Device.named("sm_90a"))
     cache = KVCache("kv4g128", layers=1, kv_heads=1, head_dim=64, sequences=3, capacity=256)
     cache.add()
@@ -179,7 +181,7 @@ PACKED = [
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
 def test_packing_gives_the_pages_of_the_reference(case: Case, monkeypatch):
-    def launch(kernel, params, grid, *, pdl):
+    def launch(kernel, params, grid, *, pdl, device):
         emulate.run(kernel, params, grid, resident=64)
 
     here, *_ = case.build("cpu")
@@ -194,7 +196,7 @@ def test_packing_gives_the_pages_of_the_reference(case: Case, monkeypatch):
 
 @pytest.mark.parametrize("format", ["kv4g128", "kv2g32t"])
 def test_packing_what_is_in_the_residual_already(format: str, monkeypatch):
-    def launch(kernel, params, grid, *, pdl):
+    def launch(kernel, params, grid, *, pdl, device):
         emulate.run(kernel, params, grid, resident=64)
 
     cache = KVCache(format, layers=1, kv_heads=2, head_dim=128, sequences=2, capacity=512)

@@ -230,7 +230,7 @@ def launch(
     problem = Problem(x.shape[0], y.shape[1], x.shape[1], weight.format, x.dtype, y.dtype, Device.of(x))
     config = packed_layout.checked_config(problem, config, default, why_not)
     params = arguments(weight, x, y, x_scale, bias, *scratch(problem, config, x.device))
-    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl)
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
 
 
 def in_order(weight: PackedWeight, x: Tensor) -> Tensor:

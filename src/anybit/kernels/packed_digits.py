@@ -274,7 +274,9 @@ def launch(
     """y[:] = x W^T + bias, as packed_small.launch does it, without int8 activations."""
     problem = checked_problem(weight, x, y, x_scale, bias)
     config = packed_layout.checked_config(problem, config, default, why_not)
-    jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl)
+    jit.launch(
+        kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl, device=y.get_device()
+    )
 
 
 def launch_silu(
@@ -282,7 +284,9 @@ def launch_silu(
 ) -> None:  # fmt: skip
     """y[:] = silu(gate) * up of x W^T + bias, whose outputs are eight of gate and eight of up in turn; y [m, n / 2]."""
     problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2)
-    jit.launch(kernel(config, True), arguments(weight, x, y, None, bias), grid(problem, config), pdl=pdl)
+    jit.launch(
+        kernel(config, True), arguments(weight, x, y, None, bias), grid(problem, config), pdl=pdl, device=y.get_device()
+    )
 
 
 NORM_TOKENS = 2
@@ -346,7 +350,7 @@ def launch_norm(
     """
     problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2 if silu else 0)
     params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum)
-    jit.launch(norm_kernel(config, silu), params, grid(problem, config), pdl=pdl)
+    jit.launch(norm_kernel(config, silu), params, grid(problem, config), pdl=pdl, device=y.get_device())
 
 
 @functools.cache
@@ -396,4 +400,6 @@ def launch_rotary(
     """
     problem = checked_problem(weight, x, q, None, bias, q.shape[1])
     norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum)
-    jit.launch(rotary_kernel(config), rotary_arguments(norm, step), grid(problem, config), pdl=pdl)
+    jit.launch(
+        rotary_kernel(config), rotary_arguments(norm, step), grid(problem, config), pdl=pdl, device=q.get_device()
+    )

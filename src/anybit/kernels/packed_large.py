@@ -559,4 +559,4 @@ def multiply(
     config = config or default(problem)
     workspace = workspace_for(config, y.device)
     arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum, workspace)
-    launch(kernel(config), arguments, grid(problem, config), pdl=pdl)
+    launch(kernel(config), arguments, grid(problem, config), pdl=pdl, device=y.get_device())

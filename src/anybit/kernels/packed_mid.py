@@ -225,4 +225,6 @@ def launch(
     """y[:] = x W^T + bias, as packed_small.launch does it, without int8 activations."""
     problem = checked_problem(weight, x, y, x_scale, bias)
     config = packed_layout.checked_config(problem, config, default, why_not)
-    jit.launch(kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl)
+    jit.launch(
+        kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl, device=y.get_device()
+    )
