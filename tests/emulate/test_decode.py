@@ -176,6 +176,8 @@ PACKED = [
     small("k2v16g32t", data="edges", head_dim=96, kv_heads=2),
     small("k16v2g32", data="edges", head_dim=64, bf16=True),
     small("kv8g32", head_dim=256, lengths=(260,)),
+    small("kv8g128t", lengths=(260, 390)),
+    small("kv2g128t", data="edges", queries=3, lengths=(130, 257)),
 ]
 
 

@@ -118,3 +118,25 @@ def test_floats_of_4_bits(head_dim: int):
     again = encode(layout, *decode(layout, blocks))
     for got, want in zip(decode(layout, again), decode(layout, blocks), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_made_in_float16_are_as_good_as_in_float32(bits: int):
+    """One in hundreds is the neighbour of what float32 gives, where both are almost as far from the value."""
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).half() * 3
+    codes, scale, zero = quantize(x, bits, 1)
+    exact, same_scale, same_zero = quantize(x.float(), bits, 1)
+    assert torch.equal(scale, same_scale) and torch.equal(zero, same_zero)
+    apart = (codes.int() - exact.int()).abs()
+    assert apart.max() <= 1 and apart.float().mean() < (0.05 if bits == 8 else 0.01)
+    worst = ((x.float() - zero.float()) / scale.float() - codes.float()).abs().max()
+    assert worst < (0.65 if bits == 8 else 0.52)
+
+
+def test_runs_whose_scale_float16_cannot_hold_well_are_coded_in_float32():
+    x = torch.linspace(0, 1, 64).half()[None] * torch.tensor([[1e-4], [1e-6]]).half()
+    codes, _, _ = quantize(x, 4, 1)
+    exact, _, _ = quantize(x.float(), 4, 1)
+    assert torch.equal(codes, exact)
+    wide = torch.tensor([[-65504.0, 0.0, 65504.0, 30000.0]]).half()  # the range is no float16
+    assert torch.equal(quantize(wide, 4, 1)[0], quantize(wide.float(), 4, 1)[0])
