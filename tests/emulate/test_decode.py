@@ -91,6 +91,20 @@ def test_more_sequences_than_a_warp_has_lanes():
     run(small("kv2g128", lengths=(130, 1, 3, 260, 17) * 7, heads=2, head_dim=64), blocks=4)
 
 
+@pytest.mark.parametrize(("stages", "ahead", "after"), [(2, 1, 0), (3, 1, 1), (2, 0, 2)])
+def test_what_l2_is_asked_for_ahead(stages: int, ahead: int, after: int):
+    """Long stretches only: so one block of two warps here, whose stretches go from head to head and row to row."""
+    case = MEMBERS[0]
+    cache, sequences, q = case.build("cpu")
+    device = dataclasses.replace(Device.named("sm_90a"), sms=1)
+    config = kernel.make(problem_of(q, cache), device, 2, stages)
+    config = dataclasses.replace(config, ahead=ahead, after=after)
+    launch = prepare(q, cache, 1, sequences, case.masks(), device, config)
+    emulate.run(launch.kernel, launch.params, launch.grid, dependent=("q", "residual", "out"))
+    want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)
+    assert relative_error(launch.out, want) < 2e-3
+
+
 def test_queries_and_residual_are_not_touched_before_the_previous_kernel_ended():
     run(MEMBERS[0], dependent=("q", "residual", "out", "partial", "partial_state", "arrivals"))
 

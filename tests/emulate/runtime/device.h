@@ -324,7 +324,11 @@ using emulate::cp_async_bulk_shared_to_cluster;
 using emulate::cp_async_bulk_store;
 template <int groups> PTX void cp_async_bulk_wait_group() { emulate::cp_async_bulk_wait_group(groups, false); }
 template <int groups> PTX void cp_async_bulk_wait_group_read() { emulate::cp_async_bulk_wait_group(groups, true); }
-PTX void cp_async_bulk_prefetch_L2(const void*, uint32_t) {}
+PTX void cp_async_bulk_prefetch_L2(const void* global, uint32_t bytes) {  // reads nothing, but only what is there
+    uint8_t end;
+    emulate::read_global(&end, global, 1, "cp_async_bulk_prefetch_L2");
+    emulate::read_global(&end, static_cast<const uint8_t*>(global) + bytes - 1, 1, "cp_async_bulk_prefetch_L2");
+}
 struct alignas(128) TensorMap {
     uint64_t words[16];
 };
