@@ -1,5 +1,7 @@
 """Fused models say what unfused ones say, and come apart without a trace."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -53,6 +55,23 @@ def test_fused_says_the_same(config_class, scheme, tmp_path):
     assert again.keys() == state.keys()
     assert all(torch.equal(again[name], state[name]) for name in state)
     assert torch.equal(model(ids).logits, logits)
+
+
+def test_layers_that_do_not_join_leave_the_model_as_it_was(tmp_path):
+    model = quantized(LlamaConfig(**SIZES, head_dim=64), "w4a16g32", tmp_path)
+    k_proj = model.model.layers[1].self_attn.k_proj
+    weight = k_proj.quantized_weight()
+    order = torch.arange(weight.shape[1]).flip(0) // 32
+    k_proj.load_weight(replace(weight, group_index=order.to(torch.int32)))
+    ids = torch.randint(0, 128, (1, 9))
+    before, state = model(ids).logits, model.state_dict()
+    with pytest.raises(LayerError, match="layer 1 cannot be fused: layers with different activation orders"):
+        anybit.fuse(model)
+    assert torch.equal(model(ids).logits, before)
+    after = model.state_dict()
+    assert after.keys() == state.keys() and all(torch.equal(after[name], state[name]) for name in state)
+    anybit.accelerate(model)  # serves it as it is
+    assert torch.equal(model(ids).logits, before)
 
 
 def test_a_layer_left_as_it_was_is_named(tmp_path):

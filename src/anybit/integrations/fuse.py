@@ -4,6 +4,7 @@ residual sum along, and the rotary embedding and SiLU are one launch each.
     model = anybit.fuse(model)       # for inference; anybit.unfuse(model) undoes it, for saving
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -212,7 +213,11 @@ def fuse(model: nn.Module) -> nn.Module:
         if reason is not None:
             raise LayerError(f"layer {index} cannot be fused: {reason}")
     for index, layer in enumerate(layers):
-        layers[index] = FusedLayer(layer)
+        try:
+            layers[index] = FusedLayer(layer)
+        except LayerError as error:  # found while joining, as other activation orders of layers side by side
+            _restore(layers)
+            raise LayerError(f"layer {index} cannot be fused: {error}") from None
     body.norm = FusedNorm(body.norm)
     body.rotary_emb = _rotary_of(body) or body.rotary_emb
     graph.install(model, layers[0].qkv.scheme.kv)
@@ -228,7 +233,8 @@ def accelerate(model: Any) -> bool:
     """
     layers = getattr(_body(model), "layers", None)
     if layers is not None and len(layers) and all(_why_not(layer) is None for layer in layers):
-        fuse(model)
+        with contextlib.suppress(LayerError):  # then nothing has been fused
+            fuse(model)
     graph.install(model, None)
     return graph.serves(model)
 
@@ -236,17 +242,7 @@ def accelerate(model: Any) -> bool:
 def unfuse(model: nn.Module) -> nn.Module:
     """Undo ``fuse``, in place: the layers and their tensors are as they were. Returns the model."""
     body = _body(model)
-    for index, layer in enumerate(body.layers):
-        if isinstance(layer, FusedLayer):
-            attention, mlp = layer.attention, layer.mlp
-            _split(
-                layer.qkv,
-                attention,
-                {"q_proj": layer.query_heads, "k_proj": layer.key_heads, "v_proj": layer.key_heads},
-                layer.channels,
-            )
-            _split(layer.gate_up, mlp, {"gate_proj": 1, "up_proj": 1}, layer.pairs)
-            body.layers[index] = layer.original[0]
+    _restore(body.layers)
     if isinstance(body.norm, FusedNorm):
         body.norm = body.norm.norm
     if isinstance(body.rotary_emb, FusedRotary):
@@ -259,6 +255,21 @@ def unfuse(model: nn.Module) -> nn.Module:
     if refusal is not None:
         refusal.remove()
     return model
+
+
+def _restore(layers: nn.ModuleList) -> None:
+    """Put the original layers in place of fused ones."""
+    for index, layer in enumerate(layers):
+        if isinstance(layer, FusedLayer):
+            attention, mlp = layer.attention, layer.mlp
+            _split(
+                layer.qkv,
+                attention,
+                {"q_proj": layer.query_heads, "k_proj": layer.key_heads, "v_proj": layer.key_heads},
+                layer.channels,
+            )
+            _split(layer.gate_up, mlp, {"gate_proj": 1, "up_proj": 1}, layer.pairs)
+            layers[index] = layer.original[0]
 
 
 def _body(model: Any) -> Any:
