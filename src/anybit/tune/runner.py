@@ -17,7 +17,7 @@ from anybit.kernels.pack import Packed, Target
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.families import FAMILIES, Layout, Product, quantizer
-from anybit.tune.space import Candidate
+from anybit.tune.space import Candidate, builtins
 
 _ROTATE_BYTES = 160 << 20
 """Weights rotate through at least this much: 2.7 times the L2 of an H200, so that none is found there again."""
@@ -187,6 +187,7 @@ class Bench:
         company: "Sequence[tuple[Bench, Candidate]]" = (),
     ) -> None:
         self.product, self.layer, self.stream, self.company = product, layer, stream, company
+        self.anchor = next(iter(builtins(product)), None) if company else None
         device = layer.rows.device
         m, n, k = product.m, product.n, product.k
         generator = torch.Generator(device).manual_seed(m)
@@ -398,24 +399,27 @@ class Bench:
         return {i: time for i, time in times.items() if i not in wrong}, wrong, left_out
 
     def _race(self, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int) -> list[float]:
-        """Microseconds of each call; in company: what the chain of all takes more than the company alone."""
-        if not self.company or not calls:
+        """Microseconds of each call; in company: of the built-in choice alone, and what the chain takes more or less.
+
+        What the chain takes more than the company alone is no time of a call: without it others follow one another.
+        """
+        if not self.company or self.anchor is None or not calls:
             return _race(self.stream, calls, counts, replays)
         others = [bench.again(candidate) for bench, candidate in self.company]
+        anchor = self.again(self.anchor)
 
-        def rest(i: int) -> None:
-            for other in others:
-                other(i)
-
-        def with_rest(call: Callable[[int], object]) -> Callable[[int], object]:
-            def both(i: int) -> None:
+        def with_others(call: Callable[[int], object]) -> Callable[[int], object]:
+            def chain(i: int) -> None:
                 call(i)
-                rest(i)
+                for other in others:
+                    other(i)
 
-            return both
+            return chain
 
-        alone, *us = _race(self.stream, [rest, *map(with_rest, calls)], [max(counts), *counts], replays)
-        return [max(time - alone, _LEAST_US) for time in us]
+        chains = [with_others(call) for call in (anchor, *calls)]
+        most = max(counts)
+        own, base, *us = _race(self.stream, [anchor, *chains], [2 * most, most, *counts], replays)
+        return [max(own + time - base, _LEAST * own) for time in us]
 
     def _count(self, microseconds: float, guess_us: float) -> int:
         """Calls in a graph; fewer in company, which takes several times as long."""
@@ -424,7 +428,8 @@ class Bench:
 
 
 _IN_COMPANY = 6
-_LEAST_US = 0.05
+_LEAST = 0.3
+"""Of the built-in choice's time: no call takes less, whatever a chain says."""
 
 
 def _address(weight: Any) -> int:
