@@ -361,7 +361,7 @@ class Bench:
             alive(-1)
             guess = min(best, guess_us)
             calls = [self.again(candidates[i]) for i in good]
-            looks = self._race(calls, [_few(guess)] * len(good), 1 if self.company else 0)
+            looks = self._race(calls, [4 if self.company else _few(guess)] * len(good), 2 if self.company else 0)
             found |= dict(zip(good, looks, strict=True))
         times = {i: Time(us, False) for i, us in found.items()}
         order = sorted(found, key=found.__getitem__)
