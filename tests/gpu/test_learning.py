@@ -103,3 +103,26 @@ def test_scales_learn_on_a_gpu(rotated):
         put_scales(model, scales)
         torch.testing.assert_close(model(tokens).logits, before, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+
+
+@pytest.mark.parametrize("text", ["w2a16g32asym", "w4a4g32asym-xasym"])
+def test_learning_twice_is_the_same_bit_for_bit(text):
+    """What an interrupted run learns after it was resumed is what it would have learned."""
+    model, scheme = tiny(layers=2).cuda(), Scheme.parse(text)
+    weights = {
+        n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights).to("cpu") for n in names_of(model)
+    }
+    g = torch.Generator().manual_seed(3)
+    rows = [torch.randint(0, 300, (256,), generator=g) for _ in range(32)]
+    settings = Distillation(passes=4, step_tokens=2048, run_tokens=2048, gain_rate=0.002, device="cuda")
+    found = []
+    for _ in range(2):
+        tuned: dict[str, torch.Tensor] = {}
+        found.append((distill(model, weights, rows, settings, scheme.activations, None, tuned), tuned))
+    (first, gains), (second, again) = found
+    for name, weight in first.items():
+        assert torch.equal(weight.words, second[name].words) and torch.equal(weight.scale, second[name].scale), name
+    assert gains and all(torch.equal(gain, again[name]) for name, gain in gains.items())
+    balance = Balance(6, 2048, device="cuda")
+    scales = [learn_scales(model, rows, Scheme.parse("w4a4").activations, True, balance) for _ in range(2)]
+    assert all(map(torch.equal, *scales))

@@ -3,6 +3,9 @@
 A step of a small model is thousands of short kernels: on a GPU, batches of a shape that comes again are recorded as a
 CUDA graph once and replayed from then on. What the teacher makes of a sequence is kept for later passes, as the hidden
 states that its head reads: logits are hundreds of times as large.
+
+The same text gives the same gradients, bit for bit: fused attention kernels add what they give to queries in no fixed
+order, so attention is written out as products wherever a GPU has the memory for its weights.
 """
 
 import warnings
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Rows of logits that become probabilities together.
 _ROWS_AT_ONCE = 2048
@@ -20,6 +24,9 @@ _ROWS_AT_ONCE = 2048
 _WARM = 2
 # Bytes of hidden states that are kept at most.
 _KEPT = 8 << 30
+# The part of a GPU's memory that the weights of all layers' attention may take once, when it is written out: they exist
+# about three times. Of what it has, not of what is free, so that every run decides alike.
+_ATTENTION = 1 / 8
 
 
 class Teacher:
@@ -98,9 +105,22 @@ class Accumulation:
             self._share.fill_(tokens.numel() / total)
             if self._stream is None:
                 self._add(tokens, self.teacher.states(tokens))
-            else:
+                continue
+            with self._attention(tokens.shape):
                 self._on_gpu(tokens)
         return float(self._loss)
+
+    @contextmanager
+    def _attention(self, shape: Sequence[int]) -> Iterator[None]:
+        """How attention runs on a GPU over token ids [B, L]."""
+        config = self.student.config
+        layers, heads = (getattr(config, name, 0) or 1 << 20 for name in ("num_hidden_layers", "num_attention_heads"))
+        weights = layers * heads * shape[0] * shape[1] ** 2
+        if 4 * weights > _ATTENTION * torch.cuda.get_device_properties(self.device).total_memory:
+            yield
+            return
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
 
     def _add(self, tokens: Tensor, states: Tensor | None) -> None:
         wanted = self.teacher.logits(tokens, states)
