@@ -53,7 +53,7 @@ def estimate(problem: "Problem", config: "Config") -> float:
         # Sums that travel through L2, and the wait for stripes in the middle of a tile.
         return 1.0 + 6.5 + 0.022 * rows * tokens + 2 * around + waste * steps * stage / 1800
     # Clusters of four do not fill an H200: 30 of them fit.
-    slots = {1: 132, 2: 66, 3: 42, 4: 30}.get(config.cluster, 15)
+    slots = {1: 132, 2: 66, 3: 36, 4: 30}.get(config.cluster, 15)
     sharing = 1.0
     if config.resident > 1:  # blocks of the next launch wait beside these, or two of these share a multiprocessor
         sharing = 1.0 if tiles <= slots else 1.3 if config.cluster > 1 else 2.0
