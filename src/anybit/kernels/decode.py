@@ -253,7 +253,9 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
     paired = make(problem, device, 2, 2).paired and not wide
     first: tuple[tuple[int, int, int], ...] = ()
     if paired and bits == 4:
-        first = ((12, 2, 1),) if many or not layout.by_channel else ((8, 2, 2), (12, 2, 1))
+        # Pieces of a fixed split are merged within the loop: the registers of two blocks do not suffice for that.
+        one = many or not layout.by_channel or problem.split
+        first = ((12, 2, 1),) if one else ((8, 2, 2), (12, 2, 1))
     elif paired and bits <= 8:
         first = ((8, 2, 1),)
     elif bits <= 4 and layout.by_channel and not wide:
