@@ -142,6 +142,8 @@ def _once_candidates(problem: Problem) -> Iterator[Config]:
             reserve = reserved(config, blocks, problem.device)
             if reserve is not None:
                 yield replace(config, reserve=reserve, even=True)
+                if not reserve:
+                    yield config
 
 
 def _small_candidates(problem: Problem) -> Iterator[Config]:
@@ -297,7 +299,7 @@ def _one_wave(problem: Problem, found: tuple[Config, ...]) -> Config | None:
     alone = [
         config
         for config in found
-        if (config.path, config.walk, config.tokens) == (Path.once, Walk.weights, 32)
+        if (config.path, config.walk, config.tokens, config.even) == (Path.once, Walk.weights, 32, True)
         and 2 * (shared_bytes(config) + 1024) > problem.device.shared_bytes + 1024
     ]
     # The more comes in, the more of it may wait: 5.26 us with one chunk early in w4a4, 5.42 with two, 5.8 with all.
