@@ -130,3 +130,14 @@ def test_falls_back_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.allow_fallback(False)
     expected = reference.linear(x, weight, Scheme.parse(scheme).activations)
     torch.testing.assert_close(y.cpu(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8"])
+@pytest.mark.parametrize("m", [1, 5, 40])
+def test_layers_on_another_gpu_than_the_current_one(scheme, m):
+    torch.cuda.set_device(0)
+    weight = random_weight(256, 512, Scheme.parse(scheme).weights)
+    here, there = (QuantLinear.from_weight(weight.to(f"cuda:{i}"), scheme).prepare() for i in (0, 1))
+    x = torch.randn(m, 512, dtype=torch.float16)
+    assert torch.equal(here(x.cuda(0)).cpu(), there(x.cuda(1)).cpu())
