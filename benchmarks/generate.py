@@ -438,7 +438,7 @@ def real_rows(folder: str, schemes: list[str]) -> Iterator[dict[str, object]]:
             if case == "static graph":
                 anybit.accelerate(model)
                 options["cache_implementation"] = "static"
-            # As long as what is timed, and twice: the first answer of a process takes three times as long as later ones.
+            # As long as what is timed, and twice: the first answer of a process takes three times as long as others.
             for _ in range(2):
                 model.generate(ids, **options)
             torch.cuda.synchronize()

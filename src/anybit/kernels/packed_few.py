@@ -12,6 +12,9 @@ from anybit.kernels.packed_small import Problem
 
 MOST_TOKENS = 8
 """Above this many tokens packed_large is the built-in choice."""
+LEAST_BITS_WITH_ENDS = 4
+"""From so many bits on a fused layer's products of a token or two end with SiLU and with the rotary embedding: with
+w4a16g128 a step of an 8B model takes 1.58 ms for 1.66, with w2a16g128 it took 1.56 for 1.42."""
 _UNIT_ROWS = 16
 
 
@@ -43,13 +46,14 @@ def apart(config: Any, device: Device) -> Any:
     follows is placed no better (32 layers of an 8B model on an H200: 2.06 ms a step, and 1.70 ms apart). Products that
     are cut into several chunks stay as they are: their rings fit beside those of the layer ahead.
 
-    With 16-bit activations of a token or two no small kernels stand between a fused layer's products, and a block of
-    the next one finds its place beside each that runs: then they ask for just so much that two of any kernel do fit
+    With 16-bit activations of a token or two and ``LEAST_BITS_WITH_ENDS`` no small kernels stand between a fused
+    layer's products, and a block of the next one finds its place beside each that runs: then they ask for just so much that two of any kernel do fit
     (1.576 ms, and 1.619 ms apart); products that norm their activations are kept apart by ``apart_and_normed``.
     """
     for module, chunks in ((packed_digits, "chunks"), (packed_small, "row_chunks"), (packed_mid, "chunks")):
         if isinstance(config, module.Config):
             pairs = module is packed_digits and config.tokens <= packed_digits.NORM_TOKENS
+            pairs = pairs and config.bits >= LEAST_BITS_WITH_ENDS
             least = _pair_bytes(device) if pairs else device.shared_bytes // 2
             alone = getattr(config, chunks) == 1 and module.shared_bytes(config) < least
             return replace(config, least_shared=least) if alone else config
@@ -62,6 +66,9 @@ def apart_and_normed(config: packed_digits.Config, device: Device) -> packed_dig
     The output projection's blocks may have to share multiprocessors, for those of attention take all of one; gate_up's,
     which take longest, would be placed two on one where none of these is (w4a16g128 on an H200: 1.58 to 1.75-1.88 ms).
     """
+    if config.bits < LEAST_BITS_WITH_ENDS:
+        kept: packed_digits.Config = apart(config, device)
+        return kept
     least = device.shared_bytes // 2
     return replace(config, least_shared=least) if packed_digits.shared_bytes(config) < least else config
 
