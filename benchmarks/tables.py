@@ -150,11 +150,23 @@ def dispatch_model() -> str:
     return table(["scheme", "batch", *head], body) if body else ""
 
 
+def _mapped() -> set[str]:
+    """The schemes of the shipped map."""
+    found = json.loads((ROOT / "src/anybit/tune/policies/nvidia-h200.json").read_text())
+    return {layer["scheme"] for layer in found["layers"]}
+
+
 def dispatch_check() -> str:
     """How far choices are from the best of whole spaces."""
     found = rows("dispatch_check")
     body = []
-    for what, some in (("all", found), ("whole spaces", [row for row in found if not row.get("untried", 1)])):
+    groups = {
+        "all": found,
+        "whole spaces": [row for row in found if not row["untried"]],
+        "more than 8 tokens": [row for row in found if row["m"] > 8],
+        "of schemes in the map": [row for row in found if row["scheme"] in _mapped() and row["m"] > 8],
+    }
+    for what, some in groups.items():
         for name in ("tuned", "map", "built in"):
             ratios = sorted(row["ratios"][name] for row in some)
             if ratios:

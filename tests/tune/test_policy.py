@@ -343,7 +343,7 @@ def test_a_look_up_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("scheme", "m"), [("w2a2", 1), ("w2a4", 24), ("w1a1", 200), ("w4a4", 2000)])
 def test_a_search_tries_every_kind_of_bit_plane_tile(scheme: str, m: int) -> None:
-    one = product(scheme, m)
+    one = product(scheme, m, n=28672)
     kinds = FAMILIES["bitwise"].kinds(one)
     assert len(kinds) == len(set(kinds)) <= 100
     assert ({64, 128} <= {config.tokens for config in kinds if config.path.name == "large"}) == (m > 8)
@@ -353,3 +353,5 @@ def test_a_search_tries_every_kind_of_bit_plane_tile(scheme: str, m: int) -> Non
     tried = {c.config for c in promising(one, 3)}
     assert tried.issuperset(kinds)
     assert not FAMILIES["packed_large"].kinds(one)
+    small = FAMILIES["bitwise"].kinds(product(scheme, 100, n=576, k=576))  # large tiles leave multiprocessors idle
+    assert any(config.path.name == "once" for config in small)

@@ -10,21 +10,23 @@ from typing import Any
 
 _KIND = ("path", "walk", "tokens", "groups", "by_columns", "cluster", "multicast", "blocks", "sets", "halves")
 _MANY = 64
-"""Above so many tokens only the tiles for many are tried: those for few load weights once for each of them."""
+"""Above so many tokens only the tiles for many are tried: those for few load weights once for each of them, which costs
+less than it gains only where tiles for many would leave most multiprocessors idle (SmolLM2's layers to 256 tokens)."""
 _WEIGHTS = "weights"
 
 
 def representatives(
-    configs: Sequence[Any], tokens: int, half: int, shared_bytes: Callable[[Any], int], own: Any
+    configs: Sequence[Any], tokens: int, half: int, shared_bytes: Callable[[Any], int], own: Any, idle: bool = False
 ) -> list[Any]:
     """What stands for the kinds of tile among ``configs`` that suit so many tokens, those most like ``own`` first.
 
-    half: shared memory of which a multiprocessor has two. Of small tiles the deepest rings that leave room for a second
-    block; of large ones two and three chunks of either operand, with most room for results.
+    half: shared memory of which a multiprocessor has two.  idle: whether large tiles leave most of these idle.
+    Of small tiles the deepest rings that leave room for a second block; of large ones two and three chunks of either
+    operand, with most room for results.
     """
     kinds: dict[tuple[Any, ...], list[Any]] = {}
     for config in configs:
-        if _suits(config, tokens, own):
+        if _suits(config, tokens, own, idle):
             kinds.setdefault(_kind(config), []).append(config)
     ordered = sorted(kinds.values(), key=lambda some: _other_kind(some[0], own))
 
@@ -36,7 +38,7 @@ def representatives(
     return [min(members, key=best) for members in ordered]
 
 
-def _suits(config: Any, tokens: int, own: Any) -> bool:
+def _suits(config: Any, tokens: int, own: Any, idle: bool) -> bool:
     if _name(config.path) == "large":
         turns = own.turns if _name(own.path) == "large" else type(own.turns).none
         rings = config.weight_groups, config.activation_groups
@@ -44,7 +46,7 @@ def _suits(config: Any, tokens: int, own: Any) -> bool:
         ample = ample or config.weight_bits * config.activation_bits > 8 or _name(turns) == "tiles"
         return bool(tokens > 8 and not config.resident and config.turns is turns and ample)
     if tokens > _MANY:
-        return False
+        return idle and _name(config.path) == "once"
     if _name(config.walk) == _WEIGHTS:
         return bool(tokens <= 2 * config.tokens and config.tokens <= max(8, 4 * tokens))
     return tokens >= 8
