@@ -10,8 +10,6 @@ from anybit.device import Device
 from anybit.kernels import packed_digits, packed_mid, packed_small
 from anybit.kernels.packed_small import Problem
 
-MOST_TOKENS = 8
-"""Above this many tokens packed_large is the built-in choice."""
 LEAST_BITS_WITH_ENDS = 4
 """From so many bits on a fused layer's products of a token or two end with SiLU and with the rotary embedding: with
 w4a16g128 a step of an 8B model takes 1.58 ms for 1.66, with w2a16g128 it took 1.56 for 1.42."""
@@ -23,13 +21,15 @@ def kernel(problem: Problem) -> ModuleType | None:
     p = problem
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
     # From 9 tokens on packed_large takes 6.1 us for qkv, 4.5 for o, 18 for gate_up and 10.8 for down, where packed_mid
-    # takes 6.5 to 7.3, 5.6, 20 to 21 and 14; from 5 on of layers of many rows or columns, too (17.7, 10.8; 18.7, 12.2).
-    if p.m > MOST_TOKENS or (p.m > 4 and (units > 4 or p.columns > 8192)):
-        return None
-    # Of int8, too, and of others: 5.3 us of o, 5.7 in packed_small; of narrow codes in many rows from 3 tokens on.
-    if p.activations == torch.int8 and (
-        (p.m > 4 and (units < 3 or p.weights.bits < 4)) or (p.m > 2 and units > 4 and p.weights.bits < 3)
-    ):
+    # takes 6.5 to 7.3, 5.6, 20 to 21 and 14; from 5 on of large layers (17.7, 10.8; 18.7, 12.2), from 3 on of those
+    # such as o (4.5; 5.6).
+    like_o, many = units == 2 and 2048 <= p.columns <= 8192, units > 4 or p.columns > 8192
+    if p.activations == torch.int8:
+        # o takes 5.3 us, and 5.7 in packed_small, gate_up 17.3 and 25 to 27; narrow codes in many rows from 3 on.
+        most = 2 if units > 4 and p.weights.bits < 3 else 4 if like_o or many or p.weights.bits < 4 else 8
+    else:
+        most = 2 if like_o else 4 if many else 8
+    if p.m > most:
         return None
     if p.m > (4 if p.weights.bits <= 3 and units > 3 else 2):
         order = [packed_mid, packed_small]
