@@ -155,21 +155,23 @@ def aims_widths() -> str:
 
     def figures() -> Iterator[Figure]:
         found = rows("gemm_packed")
-        base = _of(find(found, case="llama-3-8b gate_up", m=1, scheme="w4a16g128"))
+        base = find(found, case="llama-3-8b gate_up", m=1, scheme="w4a16g128")
         for scheme, aim in WIDTHS.items():
-            us = _of(find(found, case="llama-3-8b gate_up", m=1, scheme=scheme))
-            yield Figure(f"{scheme} over w4a16g128, gate_up, one token", aim, _over(us, base))
+            row = find(found, case="llama-3-8b gate_up", m=1, scheme=scheme)
+            runs = " (rows of two runs)" if row and base and row["commit"] != base["commit"] else ""
+            yield Figure(f"{scheme} over w4a16g128, gate_up, one token{runs}", aim, _over(_of(row), _of(base)))
         for m in (1024, 4096):
             row = find(found, case="llama-3-8b gate_up", m=m, scheme="w4a8")
             words = f"w4a8 with quantization, gate_up, M = {m}, over cuBLAS fp16"
             yield Figure(words, 1.9, _times(row, "cublas fp16"), "x", more=True)
         pairs = [
-            (_of(find(found, case=row["case"], m=row["m"], scheme="w2a8")), row["us"])
+            (_of(find(found, scheme="w2a8", **{name: row[name] for name in ("case", "m", "commit")})), row["us"])
             for row in found
             if row["scheme"] == "w4a8"
         ]
         ratios = [ratio for two, four in pairs if (ratio := _over(two, four))]
-        yield Figure("w2a8 over w4a8, the worst layer and M", 1.0, max(ratios, default=None))
+        words = f"w2a8 over w4a8, the worst of {len(ratios)} products of one run"
+        yield Figure(words, 1.0, max(ratios, default=None))
         sweep = rows("gemm_packed_sweep")
         for scheme in dict.fromkeys(["w4a16g128", *(row["scheme"] for row in sweep)]):
             words = f"{scheme}, time(M) over time(M') for any M' > M, M to 4096"
