@@ -44,7 +44,7 @@ def test_silu_mul(dtype, k, paired):
     emulate.run(elementwise.kernel("silu_mul", config), params, grid, seed=k, dependent=("x",))
     close(y, ops._silu_mul_cpu(x, paired), dtype)
     if paired:  # rows of a projection in that order say the same
-        inverse = torch.empty(2 * k, dtype=torch.long).scatter_(0, ops.paired_rows(k), torch.arange(2 * k))
+        inverse = torch.empty(2 * k, dtype=torch.long).scatter_(0, elementwise.paired_rows(k), torch.arange(2 * k))
         assert torch.equal(ops._silu_mul_cpu(x, paired), ops._silu_mul_cpu(x[:, inverse]))
 
 

@@ -16,11 +16,12 @@ from anybit.attention import Masks
 from anybit.errors import LayerError
 from anybit.integrations import graph
 from anybit.integrations.cache import AnyBitCache, Norms
+from anybit.kernels.elementwise import paired_rows
 from anybit.kernels.packed_digits import Step
 from anybit.kernels.packed_few import LEAST_BITS_WITH_ENDS
 from anybit.kernels.rope import paired_channels
 from anybit.linear import QuantLinear
-from anybit.ops.elementwise import add_rms_norm, paired_rows, rms_norm, rotate
+from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate
 from anybit.packing import reorder, stack, unstack
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")

@@ -81,6 +81,11 @@ def norm_config(problem: Problem) -> Config:
     return Config(threads, vectors, problem.dtype == torch.bfloat16, problem.aligned)
 
 
+def paired_rows(k: int) -> Tensor:
+    """Which of the rows K | K of two halves is where, int64 [2 K], so that 8 of either lie in turn."""
+    return torch.arange(2 * k).view(2, k // VECTOR, VECTOR).transpose(0, 1).flatten()
+
+
 @cache
 def silu_config(problem: Problem, paired: bool = False) -> Config:
     """Small blocks, so that one row is spread over many multiprocessors."""

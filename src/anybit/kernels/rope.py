@@ -9,6 +9,7 @@ from torch import Tensor
 from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.kernels.elementwise import paired_rows
 
 WARP = 32
 HEAD_DIMS = (64, 128, 192, 256)
@@ -71,8 +72,7 @@ def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
     Of queries and keys eight channels of the first half of a head, and the eight of the second half that turn with
     them, lie in turn; values as they are.
     """
-    head = torch.arange(head_dim).view(2, head_dim // 16, 8).transpose(0, 1).flatten()
-    turned = (torch.arange(query_heads + key_heads)[:, None] * head_dim + head).flatten()
+    turned = (torch.arange(query_heads + key_heads)[:, None] * head_dim + paired_rows(head_dim // 2)).flatten()
     start = len(turned)
     return torch.cat((turned, torch.arange(start, start + key_heads * head_dim)))
 

@@ -29,11 +29,6 @@ def silu_mul(gate_up: Tensor, paired: bool = False) -> Tensor:
     return y
 
 
-def paired_rows(k: int) -> Tensor:
-    """Which of the rows gate K | up K is where, int64 [2 K], so that 8 of gate and 8 of up lie in turn."""
-    return torch.arange(2 * k).view(2, k // 8, 8).transpose(0, 1).flatten()
-
-
 def rotate(
     qkv: Tensor,
     cosine: Tensor,
