@@ -221,7 +221,7 @@ class Family:
         own = self.default(product)
         half = product.device.shared_bytes // 2 - 1024
         idle = -(-product.m // _TILE) * -(-product.n // _TILE) <= product.device.sms // 2
-        return representatives(self.configs(product), product.m, half, self.module.shared_bytes, own, idle)
+        return representatives(self.configs(product), product.m, half, own, idle)
 
 
 _FEW_SEEDS = 3

@@ -5,64 +5,58 @@ best were 3 to 11 % faster than the built-in config at up to 24 tokens, all of t
 like the built-in config, ring for ring, was the last place to find them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-_KIND = ("path", "walk", "tokens", "groups", "by_columns", "cluster", "multicast", "blocks", "sets", "halves")
+from anybit.kernels.bitwise import Config, Path, Turns, Walk, shared_bytes
+
+_KIND = ("path", "walk", "tokens", "groups", "by_columns", "cluster", "multicast", "blocks", "sets")
 _MANY = 64
 """Above so many tokens only the tiles for many are tried: those for few load weights once for each of them, which costs
 less than it gains only where tiles for many would leave most multiprocessors idle (SmolLM2's layers to 256 tokens)."""
-_WEIGHTS = "weights"
 
 
-def representatives(
-    configs: Sequence[Any], tokens: int, half: int, shared_bytes: Callable[[Any], int], own: Any, idle: bool = False
-) -> list[Any]:
+def representatives(configs: Sequence[Config], tokens: int, half: int, own: Config, idle: bool = False) -> list[Config]:
     """What stands for the kinds of tile among ``configs`` that suit so many tokens, those most like ``own`` first.
 
     half: shared memory of which a multiprocessor has two.  idle: whether large tiles leave most of these idle.
     Of small tiles the deepest rings that leave room for a second block; of large ones two and three chunks of either
     operand, with most room for results.
     """
-    kinds: dict[tuple[Any, ...], list[Any]] = {}
+    kinds: dict[tuple[Any, ...], list[Config]] = {}
     for config in configs:
         if _suits(config, tokens, own, idle):
             kinds.setdefault(_kind(config), []).append(config)
     ordered = sorted(kinds.values(), key=lambda some: _other_kind(some[0], own))
 
-    def best(config: Any) -> tuple[Any, ...]:
-        if _name(config.path) == "large":
+    def best(config: Config) -> tuple[int, ...]:
+        if config.path is Path.large:
             return config.slab, -config.buffers
         return shared_bytes(config) > half, -config.span, -shared_bytes(config)
 
     return [min(members, key=best) for members in ordered]
 
 
-def _suits(config: Any, tokens: int, own: Any, idle: bool) -> bool:
-    if _name(config.path) == "large":
-        turns = own.turns if _name(own.path) == "large" else type(own.turns).none
+def _suits(config: Config, tokens: int, own: Config, idle: bool) -> bool:
+    if config.path is Path.large:
+        turns = own.turns if own.path is Path.large else Turns.none
         rings = config.weight_groups, config.activation_groups
         ample = min(rings) >= 2 and max(rings) <= 3
-        ample = ample or config.weight_bits * config.activation_bits > 8 or _name(turns) == "tiles"
-        return bool(tokens > 8 and not config.resident and config.turns is turns and ample)
+        ample = ample or config.weight_bits * config.activation_bits > 8 or turns is Turns.tiles
+        return tokens > 8 and not config.resident and config.turns is turns and ample
     if tokens > _MANY:
-        return idle and _name(config.path) == "once"
-    if _name(config.walk) == _WEIGHTS:
-        return bool(tokens <= 2 * config.tokens and config.tokens <= max(8, 4 * tokens))
+        return idle and config.path is Path.once
+    if config.walk is Walk.weights:
+        return tokens <= 2 * config.tokens and config.tokens <= max(8, 4 * tokens)
     return tokens >= 8
 
 
-def _kind(config: Any) -> tuple[Any, ...]:
-    path = _name(config.path)
-    if path == "large":
+def _kind(config: Config) -> tuple[Any, ...]:
+    if config.path is Path.large:
         rings = config.weight_groups, config.activation_groups
-        return (path, config.tokens, config.cluster, bool(config.tail), getattr(config, "halves", False), *rings)
-    return (*(getattr(config, name, None) for name in _KIND), getattr(config, "reserve", 0) if path != "small" else 0)
+        return (config.path, config.tokens, config.cluster, bool(config.tail), *rings)
+    return (*(getattr(config, name) for name in _KIND), config.reserve if config.path is not Path.small else 0)
 
 
-def _name(value: Any) -> str:
-    return str(value.name)
-
-
-def _other_kind(one: Any, own: Any) -> int:
-    return sum(getattr(one, name, None) != getattr(own, name, None) for name in _KIND)
+def _other_kind(one: Config, own: Config) -> int:
+    return sum(getattr(one, name) != getattr(own, name) for name in _KIND)
