@@ -92,15 +92,19 @@ def gemm_packed() -> str:
                 continue
             body = []
             for m in sorted({row["m"] for row in mine}):
-                cells = []
-                for name in names:
-                    row = find(mine, case=name, m=m)
-                    fp16 = row["baselines"].get("cublas fp16") if row else None
-                    cells.append(f"{row['us']:.1f}" + (f" ({fp16 / row['us']:.2f}x)" if fp16 else "") if row else "")
+                cells = [_beside_cublas(find(mine, case=name, m=m)) for name in names]
                 body.append([f"{m}", *cells])
             shapes = [f"{layer} {n} x {k}" for layer, (n, k) in layers.items()]
             parts.append(f"**{model}, {scheme}**\n\n{table(['M', *shapes], body)}")
     return "\n\n".join(parts)
+
+
+def _beside_cublas(row: Row | None) -> str:
+    """Microseconds, and how many times cuBLAS fp16; nothing where there is no row."""
+    if row is None:
+        return ""
+    fp16 = row["baselines"].get("cublas fp16")
+    return f"{row['us']:.1f}" + (f" ({fp16 / row['us']:.2f}x)" if fp16 else "")
 
 
 def packed_layers() -> str:
@@ -130,10 +134,7 @@ def packed_widths() -> str:
     four = find(found, scheme="w4a16g128", m=1)
     for scheme in sorted({row["scheme"] for row in found}, key=lambda name: (name.partition("a")[2], name)):
         mine = {row["m"]: row for row in found if row["scheme"] == scheme}
-        cells = []
-        for m in tokens:
-            row, fp16 = mine.get(m), mine[m]["baselines"].get("cublas fp16") if m in mine else None
-            cells.append(f"{row['us']:.1f}" + (f" ({fp16 / row['us']:.2f}x)" if fp16 else "") if row else "")
+        cells = [_beside_cublas(mine.get(m)) for m in tokens]
         share = f"{mine[1]['us'] / four['us']:.2f}" if four and 1 in mine else ""
         body.append([scheme, share, *cells])
     return table(["gate_up, us", "M = 1, of w4a16's", *(f"M = {m}" for m in tokens)], body) if body else ""

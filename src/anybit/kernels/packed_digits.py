@@ -261,9 +261,8 @@ def _default(p: Problem) -> Config:
     assert found is not None
     # Late, and yet before any block can have ended: an SM that is free too early would get two of the next kernel's.
     late = units > 3 and p.m == 1 and half and 8 * found.stages >= 3 * resident * found.chunks
-    late = late or (
-        bits == 3 and p.m == 1 and not half
-    )  # such a block is alone: none of the next kernel's fits beside it
+    # A block of 3 bits and one token is alone: none of the next kernel's fits beside it.
+    late = late or (bits == 3 and p.m == 1 and not half)
     return replace(found, trigger=int(late))
 
 
