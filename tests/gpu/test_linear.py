@@ -133,7 +133,7 @@ def test_falls_back_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8"])
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a8", "w4a8fpg128", "w2a2"])
 @pytest.mark.parametrize("m", [1, 5, 40])
 def test_layers_on_another_gpu_than_the_current_one(scheme, m):
     torch.cuda.set_device(0)

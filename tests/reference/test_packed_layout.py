@@ -1,10 +1,12 @@
 """Tiles of packed weights hold the layer they were made of: every width, code, group, order, ragged ends, act-order."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from anybit.errors import KernelError
-from anybit.kernels.packed_layout import codes, pieces, prepare, tile_bytes, unpack
+from anybit.kernels.packed_layout import _normalized, codes, pieces, prepare, tile_bytes, unpack
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import WeightFormat
 
@@ -62,3 +64,13 @@ def test_scales_of_any_size_survive():
 def test_bad_input_is_named():
     with pytest.raises(KernelError, match="order must be"):
         prepare(layer(64, 128, 4, "sym", 128), "a4")
+
+
+@pytest.mark.parametrize("size", [1e-45, 1e-39, 2.0**-126, 1e-3, 1.0, 3.0e38])
+def test_a_power_of_two_leaves_each_row_of_scales(size: float) -> None:
+    """The factor and what is left give back the scales, from the least number of 32 bits to the largest."""
+    weight = layer(64, 256, 4, "sym", 128)
+    scale = size * torch.linspace(0.25, 1, 128).view(64, 2)
+    left, factor = _normalized(replace(weight, scale=scale), 64)
+    assert torch.equal(left * factor[:, None], scale) and (left.abs() <= 256).all()
+    assert (left.half().isfinite()).all()

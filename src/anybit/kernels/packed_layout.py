@@ -206,9 +206,15 @@ def _normalized(weight: QuantizedWeight, padded_n: int) -> tuple[Tensor, Tensor]
         return scale, torch.nn.functional.pad(scale[:, 0], (0, padded_n - scale.shape[0]))
     largest = scale.abs().amax(1, keepdim=True)
     exponent = torch.frexp(torch.where(largest > 0, largest, torch.ones_like(largest))).exponent - 8
-    return torch.ldexp(scale, -exponent), torch.nn.functional.pad(
-        torch.ldexp(torch.ones_like(largest), exponent)[:, 0], (0, padded_n - scale.shape[0])
+    exponent = exponent.clamp(min=-126)  # what 32 bits hold as normal numbers
+    return scale * _power_of_two(-exponent), torch.nn.functional.pad(
+        _power_of_two(exponent)[:, 0], (0, padded_n - scale.shape[0])
     )
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2 to int32 exponents from -126 to 127; torch.ldexp (torch 2.11) ran on the current GPU, wherever x is."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def _by_unit(values: Tensor) -> Tensor:
