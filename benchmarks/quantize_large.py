@@ -2,7 +2,8 @@
 on blocks of the 135M model on two CPU cores.
 
 Time and memory do not depend on the values of weights. Whole models take too long to time whole: a few blocks are
-timed, and the total is their mean times the number of blocks, which is what walking block by block costs.
+timed (or all, with `--blocks 32`), and the total is their mean times the number of blocks, which is what walking block
+by block costs. The row is written anew after each block, so a run that is cut off leaves what it measured.
 
     python benchmarks/quantize_large.py --blocks 2 --output benchmarks/results/h200/quantize_large.json
 """
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,6 +25,8 @@ from anybit.quantize.distill import Distillation, distill
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
 from perplexity import commit
+
+Keep = Callable[[dict[str, object]], None]
 
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -58,25 +62,30 @@ def tokens(count: int, length: int, vocabulary: int) -> list[torch.Tensor]:
     return [torch.randint(0, vocabulary, (length,), generator=generator) for _ in range(count // length)]
 
 
-def gptq_8b(scheme: Scheme, count: int, blocks: int) -> dict[str, object]:
+def gptq_8b(scheme: Scheme, count: int, blocks: int, keep: Keep) -> None:
     """Seconds a block and peak memory of GPTQ with drift correction on an 8B model's blocks."""
     model = random_model(**LLAMA_8B, num_hidden_layers=blocks).cpu()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    seconds = gptq_seconds(model, scheme, tokens(count, 2048, 4096), "cuda", torch.bfloat16)
-    return {
-        "case": "gptq llama-8b",
-        "scheme": str(scheme),
-        "tokens": count,
-        "seconds_a_block": seconds,
-        "blocks": 32,
-        "minutes_whole_model": minutes(seconds, 32),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "device": torch.cuda.get_device_name(),
-    }
+
+    def row(seconds: list[float]) -> None:
+        keep(
+            {
+                "case": "gptq llama-8b",
+                "scheme": str(scheme),
+                "tokens": count,
+                "seconds_a_block": seconds,
+                "blocks": 32,
+                "minutes_whole_model": minutes(seconds, 32),
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                "device": torch.cuda.get_device_name(),
+            }
+        )
+
+    gptq_seconds(model, scheme, tokens(count, 2048, 4096), "cuda", torch.bfloat16, row)
 
 
-def gptq_135m(scheme: Scheme, count: int, blocks: int) -> dict[str, object]:
+def gptq_135m(scheme: Scheme, count: int, blocks: int, keep: Keep) -> None:
     """Seconds a block of GPTQ with drift correction on a model of SmolLM2-135M's size, on two cores."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     torch.set_num_threads(2)
@@ -84,24 +93,34 @@ def gptq_135m(scheme: Scheme, count: int, blocks: int) -> dict[str, object]:
         torch.manual_seed(0)
         sizes = SMOLLM2 | {"num_hidden_layers": blocks, "vocab_size": 4096}
         model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval().requires_grad_(False)
-    seconds = gptq_seconds(model, scheme, tokens(count, 512, 4096), "cpu", torch.float16)
-    return {
-        "case": "gptq smollm2-135m on two cores",
-        "scheme": str(scheme),
-        "tokens": count,
-        "seconds_a_block": seconds,
-        "blocks": 30,
-        "minutes_whole_model": minutes(seconds, 30),
-        "device": "cpu",
-    }
+
+    def row(seconds: list[float]) -> None:
+        keep(
+            {
+                "case": "gptq smollm2-135m on two cores",
+                "scheme": str(scheme),
+                "tokens": count,
+                "seconds_a_block": seconds,
+                "blocks": 30,
+                "minutes_whole_model": minutes(seconds, 30),
+                "device": "cpu",
+            }
+        )
+
+    gptq_seconds(model, scheme, tokens(count, 512, 4096), "cpu", torch.float16, row)
 
 
 def gptq_seconds(
-    model: torch.nn.Module, scheme: Scheme, sequences: list[torch.Tensor], device: str, kind: torch.dtype
-) -> list[float]:
-    """Seconds of every block, with the defaults of ``--method gptq``."""
+    model: torch.nn.Module,
+    scheme: Scheme,
+    sequences: list[torch.Tensor],
+    device: str,
+    kind: torch.dtype,
+    row: Callable[[list[float]], None],
+) -> None:
+    """Tell the seconds of all blocks so far after each of them, with the defaults of ``--method gptq``."""
     options = gptq.GPTQ(scale_dtype=kind)
-    ends = []
+    seconds: list[float] = []
 
     def quantizer(weight, statistics, name):
         return gptq.quantize(statistics.corrected(weight, 0.5), statistics.hessian, scheme.weights, options, name)
@@ -109,14 +128,14 @@ def gptq_seconds(
     def note(done, total, left):
         if device == "cuda":
             torch.cuda.synchronize()
-        ends.append(time.perf_counter())
-        print(f"block {done} of {total}: {ends[-1] - started:.1f} s since the start", flush=True)
+        seconds.append(round(time.perf_counter() - started - sum(seconds), 3))
+        print(f"block {done} of {total}: {sum(seconds):.1f} s since the start", flush=True)
+        row(seconds)
 
     print("model ready", flush=True)
     started = time.perf_counter()
     settings = Calibration(device=device, batch_tokens=16384 if device == "cuda" else 4096)
     calibrate(model, sequences, scheme, linears(model), quantizer, settings, progress=note)
-    return [b - a for a, b in zip([started, *ends], ends, strict=False)]
 
 
 def minutes(seconds: list[float], blocks: int) -> float:
@@ -125,7 +144,7 @@ def minutes(seconds: list[float], blocks: int) -> float:
     return (seconds[0] + (blocks - 1) * sum(later) / len(later)) / 60
 
 
-def learned_135m(scheme: Scheme, count: int) -> dict[str, object]:
+def learned_135m(scheme: Scheme, count: int, keep: Keep) -> None:
     """Seconds and peak memory of learning codes end to end on a model of SmolLM2-135M's size."""
     model = random_model(**SMOLLM2).float()
     weights = {n: quantize_weight(model.get_submodule(n).weight.data, scheme.weights) for n in linears(model)}
@@ -138,14 +157,16 @@ def learned_135m(scheme: Scheme, count: int) -> dict[str, object]:
         Distillation(step_tokens=4096, run_tokens=4096, device="cuda"),
     )
     torch.cuda.synchronize()
-    return {
-        "case": "learned smollm2-135m",
-        "scheme": str(scheme),
-        "tokens": count,
-        "seconds": time.perf_counter() - started,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "device": torch.cuda.get_device_name(),
-    }
+    keep(
+        {
+            "case": "learned smollm2-135m",
+            "scheme": str(scheme),
+            "tokens": count,
+            "seconds": time.perf_counter() - started,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "device": torch.cuda.get_device_name(),
+        }
+    )
 
 
 def main() -> None:
@@ -156,18 +177,23 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     jobs = {
-        "gptq": lambda: gptq_8b(Scheme.parse("w4a16g128"), arguments.tokens, arguments.blocks),
-        "learned": lambda: learned_135m(Scheme.parse("w2a16g64asym"), 65536),
-        "cores": lambda: gptq_135m(Scheme.parse("w4a16g64asym"), 16384, arguments.blocks),
+        "gptq": lambda: gptq_8b(Scheme.parse("w4a16g128"), arguments.tokens, arguments.blocks, keep),
+        "learned": lambda: learned_135m(Scheme.parse("w2a16g64asym"), 65536, keep),
+        "cores": lambda: gptq_135m(Scheme.parse("w4a16g64asym"), 16384, arguments.blocks, keep),
     }
-    rows = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
+
+    def keep(row: dict[str, object]) -> None:
+        row = row | {"torch": torch.__version__, "commit": commit(), "date": time.strftime("%F")}
+        rows = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
+        rows = [old for old in rows if old["case"] != row["case"]] + [row]
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
+        shown = {name: value for name, value in row.items() if name != "seconds_a_block"}
+        print(json.dumps(shown), flush=True)
+
     for name, job in jobs.items():
         if arguments.only in (None, name):
-            row = job() | {"torch": torch.__version__, "commit": commit(), "date": time.strftime("%F")}
-            print(json.dumps(row), flush=True)
-            rows = [old for old in rows if old["case"] != row["case"]] + [row]
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
+            job()
 
 
 if __name__ == "__main__":
