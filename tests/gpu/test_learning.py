@@ -1,6 +1,7 @@
 """Learning on a GPU: recorded steps give the gradients of steps that run as they are."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from anybit.quantize.accumulate import Accumulation
 from anybit.quantize.balance import Balance, learn_scales, put_scales
 from anybit.quantize.calibrate import Calibration, calibrate
 from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.methods import quantize_folder
 from anybit.quantize.recorded import Recorder
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
 from cases_calibration import loud, names_of, tiny
+from cases_models import save_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -126,3 +129,31 @@ def test_learning_twice_is_the_same_bit_for_bit(text):
     balance = Balance(6, 2048, device="cuda")
     scales = [learn_scales(model, rows, Scheme.parse("w4a4").activations, True, balance) for _ in range(2)]
     assert all(map(torch.equal, *scales))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "method"),
+    [("w2a16g32asym", "learned"), ("w4a4g32asym-xasym", "spread"), ("w6a6g32asym-xasym", "smooth")],
+)
+def test_an_interrupted_folder_is_the_same_bit_for_bit(scheme: str, method: str, tmp_path: Path) -> None:
+    """Interrupted after a block, then resumed; once more from the start; and with no folder to resume from."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what.startswith("block"):
+            raise Interrupted
+
+    source = save_tiny("llama-tied", tmp_path / "source")
+    g = torch.Generator().manual_seed(4)
+    text = [torch.randint(0, 96, (64,), generator=g).tolist() for _ in range(96)]
+    options = {"sequences": text, "tokens": 2048, "learn_tokens": 6144, "step_tokens": 1024, "scale_steps": 6}
+    resumed = options | {"resume": tmp_path / "resume"}
+    with pytest.raises(Interrupted):
+        quantize_folder(source, tmp_path / "out", scheme, method, options=resumed, progress=interrupt)
+    assert not (tmp_path / "out").exists()
+    quantize_folder(source, tmp_path / "out", scheme, method, options=resumed)
+    quantize_folder(source, tmp_path / "whole", scheme, method, options=options)
+    found, expected = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole"))
+    assert found == expected
