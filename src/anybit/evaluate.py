@@ -55,6 +55,8 @@ def read_text(file: Path | str) -> str:
         raise TextError(f"text {file} is not UTF-8: {error.reason} at byte {error.start}") from None
     if not text.strip():
         raise TextError(f"text {file} is empty")
+    if "\0" in text:
+        raise TextError(f"text {file} is not UTF-8: it holds zero bytes, as UTF-16 without its mark does")
     return text
 
 

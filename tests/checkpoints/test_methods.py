@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.cases_calibration import sequences
 from tests.cases_models import save_tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from anybit.checkpoints import Folder
 from anybit.checkpoints.convert import convert
@@ -94,8 +95,9 @@ def test_everything_that_can_be_changed_reloads(llama: Path, tmp_path: Path) -> 
     assert divergence(llama, tmp_path / "out") < 0.8 * divergence(llama, tmp_path / "rtn")
 
 
-def test_rotated_models_do_not_convert(llama: Path, tmp_path: Path) -> None:
-    quantize_folder(llama, tmp_path / "out", "w4a16g32", "rotate", options=FAST)
+@pytest.mark.parametrize("method", ["rotate", "spread"])
+def test_rotated_models_do_not_convert(method: str, llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, tmp_path / "out", "w4a16g32", method, options=FAST)
     with pytest.raises(ConversionError, match="hadamard"):
         convert(tmp_path / "out", "compressed-tensors")
 
@@ -104,6 +106,33 @@ def test_activation_order_is_saved(llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, tmp_path / "out", "w4a16g32", "gptq", options=FAST | {"order": "sorted"})
     assert any(name.endswith("weight_g_idx") for name in Folder(tmp_path / "out").entries)
     assert divergence(llama, tmp_path / "out") < 1
+
+
+def test_learning_begins_at_nearest_rounding_too(llama: Path, tmp_path: Path) -> None:
+    for name, method, more in (("rtn", "rtn", {}), ("block", "block", FAST | {"start": "nearest", "drift": 0})):
+        quantize_folder(llama, tmp_path / name, "w3a16g32asym", method, options=more)
+    assert divergence(llama, tmp_path / "block") < divergence(llama, tmp_path / "rtn")
+
+
+@pytest.mark.parametrize("method", ["gptq", "block", "learned", "smooth"])
+@pytest.mark.parametrize("scheme", ["w2a16g32asym", "w4a16g32"])
+def test_what_was_calibrated_converts_and_comes_back(method: str, scheme: str, llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    learn = {"learn_tokens": 600, "step_tokens": 256} if method == "learned" else {}
+    quantize_folder(llama, tmp_path / "out", scheme, method, options=FAST | learn)
+
+    @torch.no_grad()
+    def logits(**options: Any) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options).eval()
+        found: torch.Tensor = model(CHECK).logits
+        return found
+
+    ours = logits()
+    convert(tmp_path / "out", "compressed-tensors")
+    asymmetric = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if scheme.endswith("asym") else {}
+    torch.testing.assert_close(logits(**asymmetric), ours, rtol=1e-4, atol=1e-4)
+    convert(tmp_path / "out", "anybit")
+    assert torch.equal(logits(), ours)
 
 
 def test_sparse_schemes_lose_less_than_magnitude(llama: Path, tmp_path: Path) -> None:
@@ -158,6 +187,7 @@ def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tm
         ({"drift": 2}, OptionError, "drift"),
         ({"mix_heads": "perhaps"}, OptionError, "mix_heads"),
         (FAST | {"order": "random"}, OptionError, "order"),
+        (FAST | {"start": "zero"}, OptionError, "start must be gptq or nearest"),
     ],
 )
 def test_bad_options_are_refused_and_leave_nothing(options, error, match, llama: Path, tmp_path: Path) -> None:

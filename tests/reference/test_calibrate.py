@@ -149,10 +149,11 @@ def test_too_little_text_is_refused(bad):
 
 
 def test_unreadable_texts_are_named(tmp_path):
-    latin, empty = tmp_path / "latin.txt", tmp_path / "empty.txt"
+    latin, empty, wide = (tmp_path / f"{name}.txt" for name in ("latin", "empty", "wide"))
+    wide.write_bytes("text".encode("utf-16-le"))
     latin.write_bytes("caf\xe9 ".encode("latin-1") * 100)
     empty.write_text(" \n")
-    for file in (latin, empty, tmp_path / "none.txt"):
+    for file in (latin, empty, wide, tmp_path / "none.txt"):
         with pytest.raises(TextError, match=file.name):
             read_text(file)
 
@@ -184,10 +185,33 @@ def test_store_spills_and_cleans_up(tmp_path):
     store = Store(tmp_path, budget=100)
     for i in range(4):
         store[i] = torch.full((20,), float(i))
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.glob("*/*.pt"))) == 3
     store[2] = torch.full((20,), 7.0)
     assert [store[i][0].item() for i in range(4)] == [0, 1, 7, 3]
     store.clear()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_spilled_activations_change_nothing_and_go(tmp_path, fails):
+    """Budgets of nothing: all activations lie in files, which are gone afterwards, come what may."""
+    model, held = tiny(), []
+
+    def watched(weight, statistics, name):
+        held.append(len(list(tmp_path.glob("*/*.pt"))))
+        if fails and "layers.1" in name:
+            raise KeyboardInterrupt
+        return quantizer(weight, statistics, name)
+
+    spilling = Calibration(spill=tmp_path, budget=0)
+    if fails:
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(model, sequences(), SCHEME, names_of(model), watched, spilling)
+    else:
+        spilled = calibrate(model, sequences(), SCHEME, names_of(model), watched, spilling)
+        whole = calibrate(model, sequences(), SCHEME, names_of(model), quantizer)
+        assert all(torch.equal(spilled[name].words, whole[name].words) for name in whole)
+    assert min(held) > 0
     assert not list(tmp_path.iterdir())
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,19 +31,26 @@ class Call:
 
 
 class Store:
-    """Tensors by number, in memory up to a budget, beyond it in files of a folder: activations between blocks."""
+    """Tensors by number, in memory up to a budget, beyond it in files of a folder: activations between blocks.
+
+    The files lie in a folder of their own inside the given one, so that runs may share it; both ``clear`` and the end
+    of the store remove it.
+    """
 
     def __init__(self, folder: Path | None = None, budget: int = 8 << 30) -> None:
         self._memory: dict[int, Tensor] = {}
         self._folder, self._budget, self._held = folder, budget, 0
         self._spilled: set[int] = set()
+        self._scratch: TemporaryDirectory[str] | None = None
 
     def __setitem__(self, key: int, value: Tensor) -> None:
         old = self._memory.pop(key, None)
         self._held -= 0 if old is None else old.nbytes
         value = value.detach()
         if self._folder is not None and self._held + value.nbytes > self._budget:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._scratch is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._scratch = TemporaryDirectory(prefix="activations-", dir=self._folder)
             torch.save(value.cpu(), self._path(key))
             self._spilled.add(key)
             return
@@ -60,13 +68,14 @@ class Store:
         return len(self._memory) + len(self._spilled)
 
     def _path(self, key: int) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{id(self):x}-{key}.pt"
+        assert self._scratch is not None
+        return Path(self._scratch.name) / f"{key}.pt"
 
     def clear(self) -> None:
         """Drop everything, files included."""
-        for key in self._spilled:
-            self._path(key).unlink(missing_ok=True)
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
         self._memory.clear()
         self._spilled.clear()
         self._held = 0
@@ -108,14 +117,13 @@ def set_weight(module: nn.Module, weight: Tensor) -> None:
 
 @torch.no_grad()
 def first_inputs(
-    model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor]
-) -> tuple[list[Tensor], list[list[Call]]]:
-    """What enters the first block for each batch of tokens, and how each block is called, as calls[block][batch].
+    model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor], keep: Callable[[int, Tensor], None]
+) -> list[list[Call]]:
+    """How each block is called, as calls[block][batch]; ``keep`` gets what enters the first block for each batch.
 
     The blocks themselves do not run (the first does once, on a few tokens, to learn whether blocks return tuples).
     """
     returns_tuple = _returns_tuple(model, blocks[0], batches[0][:1, :8])
-    hidden: list[Tensor] = []
     calls: list[list[Call]] = [[] for _ in blocks]
 
     def stub(index: int) -> Callable[..., Any]:
@@ -123,7 +131,7 @@ def first_inputs(
             rest = dict(kwargs)
             x = args[0] if args else rest.pop("hidden_states")
             if index == 0:
-                hidden.append(x)
+                keep(len(calls[0]), x)
             calls[index].append(Call(args[1:], rest))
             if index == len(blocks) - 1:
                 raise _Stop
@@ -143,7 +151,7 @@ def first_inputs(
     finally:
         for block in blocks:
             del block.forward
-    return hidden, calls
+    return calls
 
 
 def _returns_tuple(model: nn.Module, block: nn.Module, tokens: Tensor) -> bool:

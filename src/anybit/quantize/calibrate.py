@@ -125,6 +125,8 @@ def read_text(path: Path) -> str:
         raise TextError(f"the calibration text {path} cannot be read: {error.strerror}") from None
     if not text.strip():
         raise TextError(f"the calibration text {path} is empty")
+    if "\0" in text:
+        raise TextError(f"{path} is not UTF-8 text: it holds zero bytes, as UTF-16 without its mark does")
     return text
 
 
@@ -192,12 +194,14 @@ def calibrate(
     run = _Run(model, batches, scheme, names, quantizer, settings, refine)
     started = time.monotonic()
     fresh = 0
-    for index in range(len(run.blocks)):
-        fresh += run.block(index)
-        if progress is not None:
-            left = (time.monotonic() - started) / max(fresh, 1) * (len(run.blocks) - index - 1)
-            progress(index + 1, len(run.blocks), left)
-    run.finish()
+    try:
+        for index in range(len(run.blocks)):
+            fresh += run.block(index)
+            if progress is not None:
+                left = (time.monotonic() - started) / max(fresh, 1) * (len(run.blocks) - index - 1)
+                progress(index + 1, len(run.blocks), left)
+    finally:
+        run.finish()
     return run.done
 
 
@@ -219,29 +223,40 @@ class _Run:
         self.device = torch.device(settings.device)
         self.prefix, self.blocks = walk.find_blocks(model)
         home = next(model.parameters()).device
-        hidden, self.calls = walk.first_inputs(model, self.blocks, [tokens.to(home) for tokens in batches])
         self.count = len(batches)
-        if _fits(hidden, self.device, settings):
-            hidden = [x.to(self.device) for x in hidden]
-        self.quantized = walk.Store(settings.spill, settings.budget)
+        self.stores: list[walk.Store] = []
+        self.quantized = self._store()
         # Learned rounding wants the original's outputs as well.
         self.follow = settings.drift or refine is not None
-        self.reference = walk.Store(settings.spill, settings.budget) if self.follow else None
-        for i, x in enumerate(hidden):
-            self.quantized[i] = x.clone()
-            if self.reference is not None:
-                self.reference[i] = x
+        self.reference = self._store() if self.follow else None
+        hidden: dict[int, Tensor] = {}
+        # What may be spilled goes there at once; without a place for that all of it is in memory anyway.
+        keep = hidden.__setitem__ if settings.spill is None else self._enter
+        self.calls = walk.first_inputs(model, self.blocks, [tokens.to(home) for tokens in batches], keep)
+        place = self.device if _fits(list(hidden.values()), self.device, settings) else home
+        for i, x in hidden.items():
+            self._enter(i, x.to(place))
         self.done: dict[str, QuantizedWeight] = {}
         self.resume = None
         if settings.resume is not None:
             key = fingerprint(model, batches, scheme, names, settings)
             self.resume = resuming.Folder(settings.resume, key)
 
-    def finish(self) -> None:
-        """Drop the activations."""
-        self.quantized.clear()
+    def _enter(self, index: int, x: Tensor) -> None:
+        """Both streams begin with what enters the first block."""
+        self.quantized[index] = x.clone()
         if self.reference is not None:
-            self.reference.clear()
+            self.reference[index] = x
+
+    def _store(self, part: int = 1) -> walk.Store:
+        """A place for activations, with a part of the budget."""
+        self.stores.append(walk.Store(self.settings.spill, self.settings.budget // part))
+        return self.stores[-1]
+
+    def finish(self) -> None:
+        """Drop the activations, wherever they are."""
+        for store in self.stores:
+            store.clear()
 
     def block(self, index: int) -> bool:
         """Quantize a block and move both streams past it; False if it came from the resume folder."""
@@ -297,7 +312,7 @@ class _Run:
         if self.reference is None or not self.settings.drift:
             self._pass(self.reference, original, calls)
             return {}
-        seen = {name: walk.Store(self.settings.spill, self.settings.budget // 4) for name in layers}
+        seen = {name: self._store(4) for name in layers}
         for i in range(self.count):
             found, out = walk.run_and_look(original, layers, self.reference[i].to(self.device), calls[i])
             for name, x in found.items():

@@ -51,6 +51,7 @@ class Options:
 
     text: a file to calibrate on, or with the ending .json the token ids of sequences.  sequences: the same, as lists.
     tokens: how many are used, in sequences of ``length`` (by default 16384, and 32768 on a GPU).
+    start: what codes begin as: "gptq", or "nearest", rounding to nearest of the (corrected) weights.
     drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
     order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  block_passes: over the text, to learn each block against
     its original output (``anybit.quantize.learned``).  learn_tokens, learn_passes, step_tokens, place_rate,
@@ -68,6 +69,7 @@ class Options:
     sequences: list[list[int]] | None = None
     tokens: int | None = None
     length: int = 512
+    start: str = "gptq"
     drift: float = 0.5
     order: str = "grouped"
     damping: float = 0.01
@@ -105,6 +107,8 @@ class Options:
                 wanted = "" if kind is None else kind.__name__
                 raise OptionError(f"option {name} must be of type {wanted}, and {value!r} is not") from None
         options = cls(**values)
+        if options.start not in ("gptq", "nearest"):
+            raise OptionError(f"option start must be gptq or nearest, not {options.start!r}")
         for name, low, high in (("tokens", 1, None), ("length", 2, None), ("drift", 0, 1), ("strength", 0, 1)):
             value = getattr(options, name)
             if value is not None and (value < low or (high is not None and value > high)):
@@ -213,7 +217,11 @@ def _run(job: Job, method: str) -> Saved:
     format = job.scheme.weights
 
     def quantizer(weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
-        return gptq.quantize(statistics.corrected(weight, options.drift), statistics.hessian, format, settings, name)
+        weight = statistics.corrected(weight, options.drift)
+        if options.start == "nearest":
+            gptq.check_finite(weight, f"the weights of {name}")
+            return quantize_weight(weight.to(kind), format)
+        return gptq.quantize(weight, statistics.hessian, format, settings, name)
 
     def tell(done: int, total: int, left: float) -> None:
         if job.progress is not None:
@@ -227,7 +235,7 @@ def _run(job: Job, method: str) -> Saved:
         # A GPU is done with 4 thousand tokens before the next operation is launched.
         batch_tokens=16384 if options.on_gpu else 4096,
         # Not the method: those that begin alike take finished blocks from each other.
-        options={"gptq": str(settings), "drift": options.drift, "refine": str(refine)},
+        options={"start": options.start, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
     )
     weights = calibrate(model, used, job.scheme, names, quantizer, calibration, refine, tell)
     if learn:
