@@ -31,6 +31,10 @@ PERPLEXITY = {
     "w4a16g64asym": 26.5, "w3a16g128asym": 36, "w3a16g64asym": 34, "w2a16g64asym": 90, "w2a16g32asym": 70,
 }  # fmt: skip
 """SmolLM2-135M on the Wikipedia sample, by the best method; 23.94 (23.79 here) unquantized."""
+PLAIN_GPTQ = {
+    "w4a16g64asym": 28.11, "w3a16g128asym": 45.77, "w3a16g64asym": 46.32, "w2a16g64asym": 239, "w2a16g32asym": 155.6,
+}  # fmt: skip
+"""The same by a plain GPTQ: clip search, act-order, 24 thousand tokens."""
 
 
 COMPILED_MS = 5.98
@@ -264,6 +268,12 @@ def aims_quantizers() -> str:
             )
             words = f"{scheme}" + (f", `{best['method']}`" if best else "")
             yield Figure(words, aim, _of(best, "perplexity"))
+        for scheme, aim in PLAIN_GPTQ.items():
+            worst = max((r["perplexity"] for r in mine if (r["scheme"], r["method"]) == (scheme, "gptq")), default=None)
+            yield Figure(f"{scheme}, `gptq`, beside plain GPTQ", aim, worst)
+        for row in (*rows("peers"), *rows("peers", "cpu")):
+            best = min((r["perplexity"] for r in mine if r["scheme"] == row["scheme"]), default=None)
+            yield Figure(f"{row['scheme']}, best method beside {row['method']}", round(row["perplexity"], 2), best)
         plain = _of(next((row for row in mine if row["scheme"] == "float32"), None), "perplexity")
         for scheme, method, aim in (("w4a4g64asym-xasym", "spread", 1.25), ("w6a6g64asym-xasym", "smooth", 1.03)):
             row = find((row for row in mine if "quantize_seconds" in row), scheme=scheme, method=method)

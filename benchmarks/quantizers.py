@@ -52,7 +52,10 @@ CASES = [
     "float32:rtn",
     *(f"{scheme}:rtn" for scheme in SCHEMES),
     *(f"{scheme}:gptq+learned" for scheme in SCHEMES),
-    "w4a4g64asym-xasym:rotate",
+    *("w4a4:smooth:op", "w4a4:rotate:op", "w4a4:spread:op", "w6a6:smooth:op", "w6a6:learned:op", "w8a8:smooth:op"),
+    "w4a16g64asyms24:rtn",
+    "w4a16g64asyms24:gptq+learned",
+    *("w3a16g128asym:block", "w2a16g64asym:block", "w4a4g64asym-xasym:rotate", "w1a16:onebit", "w1a16:gptq+learned"),
 ]
 # Of peers, whose rows do not say: codes, and a scale and a zero of each group.
 BITS = {"w4a16g64asym": 4.31, "w3a16g128asym": 3.16, "w3a16g64asym": 3.3, "w2a16g64asym": 2.28, "w2a16g32asym": 2.56}
@@ -207,7 +210,7 @@ def figure(rows: list[dict[str, Any]]) -> None:
         for row in mine:
             ratio = row["perplexity"] / base
             bits = round(row.get("bits_per_weight") or BITS[row["scheme"]], 2)
-            if "a16" in row["scheme"] and "-kv" not in row["scheme"]:
+            if "a16" in row["scheme"] and "-kv" not in row["scheme"] and "s24" not in row["scheme"]:
                 points[bits] = min(ratio, points.get(bits, ratio))
             else:
                 axes.plot(bits, ratio, "x", color="grey")

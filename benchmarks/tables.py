@@ -313,14 +313,6 @@ def kv_needle() -> str:
 
 
 _METHODS = ("rtn", "gptq", "block", "learned", "smooth", "rotate", "spread", "onebit")
-# A plain GPTQ (clip search, act-order, 24 thousand tokens) on this model and cut.
-_PLAIN_GPTQ = {
-    "w4a16g64asym": 28.11,
-    "w3a16g128asym": 45.77,
-    "w3a16g64asym": 46.32,
-    "w2a16g64asym": 239,
-    "w2a16g32asym": 155.6,
-}
 
 
 def _quantized() -> list[Row]:
@@ -340,14 +332,14 @@ def quantizers() -> str:
     plain = next((row["perplexity"] for row in mine if row["scheme"] == "float32"), None)
     methods = [m for m in _METHODS if any(row["method"] == m for row in mine)]
     body = []
-    order = [*_PLAIN_GPTQ, *(row["scheme"] for row in mine if "perplexity_kernels" not in row)]
+    order = [*aims.PLAIN_GPTQ, *(row["scheme"] for row in mine if "perplexity_kernels" not in row)]
     for scheme in dict.fromkeys(scheme for scheme in order if scheme != "float32"):
         cells = []
         for method in methods:
             each = [row for row in mine if (row["scheme"], row["method"]) == (scheme, method)]
             cells.append("; ".join(f"{_perplexity(row['perplexity'])} ({row['on']})" for row in each))
         if any(cells):
-            body.append([f"`{scheme}`", *cells, f"{_PLAIN_GPTQ.get(scheme, '')}"])
+            body.append([f"`{scheme}`", *cells, f"{aims.PLAIN_GPTQ.get(scheme, '')}"])
     if plain is None:
         return ""
     return table([f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in methods), "plain GPTQ"], body)
