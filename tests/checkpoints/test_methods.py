@@ -146,6 +146,7 @@ def test_sparse_schemes_lose_less_than_magnitude(llama: Path, tmp_path: Path) ->
     [
         ("w4a16g32", "gptq", {}, torch.float16),
         ("w4a16g32asym", "gptq", {}, torch.bfloat16),
+        ("w3a16g32", "block", {}, torch.float16),
         ("w4a4g32", "spread", {"scale_steps": 2}, torch.float32),
         ("w6a6g32", "smooth", {"scale_steps": 2}, torch.bfloat16),
     ],

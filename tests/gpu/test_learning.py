@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from anybit.quantize import gptq
+from anybit.quantize import recorded as recordings
 from anybit.quantize.accumulate import Accumulation
 from anybit.quantize.balance import Balance, learn_scales, put_scales
 from anybit.quantize.calibrate import Calibration, calibrate
 from anybit.quantize.distill import Distillation, distill
+from anybit.quantize.learned import BlockLearning
 from anybit.quantize.methods import quantize_folder
 from anybit.quantize.recorded import Recorder
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
-from cases_calibration import loud, names_of, tiny
+from cases_calibration import divergence, loud, names_of, tiny
 from cases_models import save_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -133,7 +135,13 @@ def test_learning_twice_is_the_same_bit_for_bit(text):
 
 @pytest.mark.parametrize(
     ("scheme", "method"),
-    [("w2a16g32asym", "learned"), ("w4a4g32asym-xasym", "spread"), ("w6a6g32asym-xasym", "smooth")],
+    [
+        ("w2a16g32asym", "learned"),
+        ("w4a4g32asym-xasym", "spread"),
+        ("w6a6g32asym-xasym", "smooth"),
+        ("w3a16g32asym", "block"),
+        ("w3a6g32", "block"),
+    ],
 )
 def test_an_interrupted_folder_is_the_same_bit_for_bit(scheme: str, method: str, tmp_path: Path) -> None:
     """Interrupted after a block, then resumed; once more from the start; and with no folder to resume from."""
@@ -157,3 +165,26 @@ def test_an_interrupted_folder_is_the_same_bit_for_bit(scheme: str, method: str,
     quantize_folder(source, tmp_path / "whole", scheme, method, options=options)
     found, expected = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole"))
     assert found == expected
+
+
+def test_learning_a_block_on_a_gpu_improves(monkeypatch):
+    """Its recorded steps as well as its eager ones, which models with choices on their way take."""
+    model, scheme = tiny(layers=2), Scheme.parse("w2a16g32asym")
+    rows = [row for batch in batches(16) for row in batch]
+
+    def quantizer(weight, statistics, name):
+        return gptq.quantize(statistics.corrected(weight, 0.5), statistics.hessian, scheme.weights, None, name)
+
+    def run(refine):
+        settings = Calibration(device="cuda", batch_tokens=512)
+        return calibrate(model, rows, scheme, names_of(model), quantizer, settings, refine)
+
+    plain, learned = run(None), run(BlockLearning(16))
+    monkeypatch.setattr(recordings, "_MOST", 0)
+    eager = run(BlockLearning(16))
+    check = torch.randint(0, 300, (8, 32), generator=torch.Generator().manual_seed(7))
+    assert divergence(model, learned, check) < divergence(model, plain, check)
+    assert divergence(model, eager, check) < divergence(model, plain, check)
+    for name, weight in learned.items():
+        same = (weight.codes() == eager[name].codes()).float().mean()
+        assert same > 0.95, name

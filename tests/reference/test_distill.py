@@ -13,7 +13,7 @@ from anybit.quantize.learned import BlockLearning
 from anybit.quantize.norms import fuse_norms
 from anybit.quantize.rounding import rounded_through
 from anybit.quantize.rtn import quantize_weight
-from anybit.quantize.soft import SoftLinear, SoftWeight, banks
+from anybit.quantize.soft import SoftWeight, banks
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_calibration import divergence, names_of, sequences, tiny
@@ -36,12 +36,12 @@ def test_soft_weight_starts_at_its_codes_and_packs_what_it_computes(format, k):
 
 def test_gradients_reach_codes_and_scales():
     original = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
-    layer = SoftLinear(quantize_weight(original, WeightFormat(3, "asym", 32)), original, None)
+    soft = SoftWeight(quantize_weight(original, WeightFormat(3, "asym", 32)), original)
     x = torch.randn(10, 64, generator=torch.Generator().manual_seed(1))
-    direct = (layer(x) - x @ original.T).square().sum()
+    direct = (x @ soft().T - x @ original.T).square().sum()
     direct.backward()
-    expected = [p.grad.clone() for p in layer.soft.parameters()]
-    (bank,) = banks({"layer": layer.soft.weight}, {"layer": original})
+    expected = [p.grad.clone() for p in soft.parameters()]
+    (bank,) = banks({"layer": soft.weight}, {"layer": original})
     weight = bank.leaves["layer"]
     for half in x.split(5):
         (half @ weight.T - half @ original.T).square().sum().backward()
@@ -116,11 +116,11 @@ def test_banks_are_the_layers_that_they_hold():
     x = torch.randn(5, 64, generator=g)
     for bank in found:
         for name, leaf in bank.leaves.items():
-            alone = SoftLinear(weights[name], originals[name], None)
+            alone = SoftWeight(weights[name], originals[name])
             (x @ leaf.T).square().sum().backward()
-            alone(x).square().sum().backward()
-            weights[name] = alone.soft.place.grad
-            torch.testing.assert_close(leaf, alone.soft().detach())
+            (x @ alone().T).square().sum().backward()
+            weights[name] = alone.place.grad
+            torch.testing.assert_close(leaf, alone().detach())
         bank.receive()
         rows = torch.cat([weights[name] for name in bank.harden()])
         torch.testing.assert_close(bank.soft.place.grad, rows, rtol=1e-4, atol=1e-3)

@@ -82,6 +82,25 @@ class Teacher:
             yield
 
 
+@contextmanager
+def written_out(config: Any, shape: Sequence[int], device: torch.device, layers: int | None = None) -> Iterator[None]:
+    """Attention as products, in a fixed order, on a GPU that has the memory for token ids [B, L] in so many layers.
+
+    layers: by default all of the model's, which config describes.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    given = (layers, getattr(config, "num_hidden_layers", 0)), (None, getattr(config, "num_attention_heads", 0))
+    count, heads = (first or second or 1 << 20 for first, second in given)
+    weights = count * heads * shape[0] * shape[1] ** 2
+    if 4 * weights > _ATTENTION * torch.cuda.get_device_properties(device).total_memory:
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
 class Accumulation:
     """Mean KL(teacher || student) in nats over all positions of some batches; gradients are added to the student's.
 
@@ -106,21 +125,9 @@ class Accumulation:
             if self._stream is None:
                 self._add(tokens, self.teacher.states(tokens))
                 continue
-            with self._attention(tokens.shape):
+            with written_out(self.student.config, tokens.shape, self.device):
                 self._on_gpu(tokens)
         return float(self._loss)
-
-    @contextmanager
-    def _attention(self, shape: Sequence[int]) -> Iterator[None]:
-        """How attention runs on a GPU over token ids [B, L]."""
-        config = self.student.config
-        layers, heads = (getattr(config, name, 0) or 1 << 20 for name in ("num_hidden_layers", "num_attention_heads"))
-        weights = layers * heads * shape[0] * shape[1] ** 2
-        if 4 * weights > _ATTENTION * torch.cuda.get_device_properties(self.device).total_memory:
-            yield
-            return
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
 
     def _add(self, tokens: Tensor, states: Tensor | None) -> None:
         wanted = self.teacher.logits(tokens, states)

@@ -1,6 +1,6 @@
 """The blocks of a transformer, run one at a time: what enters each, and which linear layers read the same input."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,26 @@ class Call:
 
     def to(self, device: torch.device) -> "Call":
         """The same call with its tensors on another device."""
-        return Call(_move(self.args, device), _move(self.kwargs, device))
+        return self._with(lambda tensor: tensor.to(device))
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the call, in an order that ``with_tensors`` takes."""
+        found: list[Tensor] = []
+
+        def look(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self._with(look)
+        return found
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> "Call":
+        """The same call with other tensors."""
+        given = iter(tensors)
+        return self._with(lambda _: next(given))
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "Call":
+        return Call(_changed(self.args, change), _changed(self.kwargs, change))
 
 
 class Store:
@@ -260,15 +279,16 @@ def on_device(block: nn.Module, device: torch.device, dtype: torch.dtype | None 
         block.to(device=where, dtype=kind)
 
 
-def _move(value: Any, device: torch.device) -> Any:
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A value with all tensors in it changed."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, tuple):
-        return tuple(_move(item, device) for item in value)
+        return tuple(_changed(item, change) for item in value)
     if isinstance(value, list):
-        return [_move(item, device) for item in value]
+        return [_changed(item, change) for item in value]
     if isinstance(value, dict):
-        return {key: _move(item, device) for key, item in value.items()}
+        return {key: _changed(item, change) for key, item in value.items()}
     return value
 
 

@@ -70,6 +70,7 @@ class BlockTask:
     """A block whose layers have been quantized, for those who refine it further, with inputs and wanted outputs.
 
     weights is to be updated in place; the modules of ``block`` already hold the dequantized weights.
+    config: of the model.
     """
 
     index: int
@@ -82,6 +83,7 @@ class BlockTask:
     calls: Sequence[walk.Call]
     scheme: Scheme
     device: torch.device
+    config: object
 
 
 Refiner = Callable[[BlockTask], None]
@@ -220,6 +222,7 @@ class _Run:
     ) -> None:
         self.scheme, self.names, self.quantizer = scheme, names, quantizer
         self.settings, self.refine = settings, refine
+        self.config = getattr(model, "config", None)
         self.device = torch.device(settings.device)
         self.prefix, self.blocks = walk.find_blocks(model)
         home = next(model.parameters()).device
@@ -386,6 +389,7 @@ class _Run:
                 calls,
                 self.scheme,
                 self.device,
+                self.config,
             )
         )
 

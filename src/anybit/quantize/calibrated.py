@@ -50,7 +50,8 @@ class Options:
     """What the calibrated methods can be told.
 
     text: a file to calibrate on, or with the ending .json the token ids of sequences.  sequences: the same, as lists.
-    tokens: how many are used, in sequences of ``length`` (by default 16384, and 32768 on a GPU).
+    tokens: how many are used, in sequences of ``length`` (by default 16384, and on a GPU 32768, or 131072 where blocks
+    learn from them).
     start: what codes begin as: "gptq", or "nearest", rounding to nearest of the (corrected) weights.
     drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
     order, damping, passes: see ``anybit.quantize.gptq.GPTQ``.  block_passes: over the text, to learn each block against
@@ -124,7 +125,8 @@ class Options:
     @property
     def calibration_tokens(self) -> int:
         """How many tokens the layers are calibrated on."""
-        return self.tokens if self.tokens is not None else (32768 if self.on_gpu else 16384)
+        usual = (131072 if self.block_passes else 32768) if self.on_gpu else 16384
+        return self.tokens if self.tokens is not None else usual
 
     @property
     def on_gpu(self) -> bool:
@@ -200,12 +202,15 @@ def run_spread(job: Job) -> Saved:
 
 def _run(job: Job, method: str) -> Saved:
     options = Options.of(job.options)
+    if options.block_passes is None:
+        # A GPU goes over more text, some two hundred steps in all.
+        options = replace(options, block_passes=(6 if options.on_gpu else 4) if method == "block" else 0)
     if job.output.is_dir() and any(job.output.iterdir()) and not job.overwrite:
         # Found now, not after an hour.
         raise CheckpointError(f"{job.output} exists already and is not empty: choose another folder, or overwrite it")
     learn, distillation = options.learning(method, job.scheme)
-    block_passes = options.block_passes if options.block_passes is not None else (4 if method == "block" else 0)
-    refine = BlockLearning(block_passes, options.place_rate, options.scale_rate) if block_passes else None
+    passes = options.block_passes
+    refine = BlockLearning(passes, options.place_rate, options.scale_rate) if passes else None
     # The text first: it is the cheaper thing to find missing.
     sequences = _sequences(job, options, max(options.calibration_tokens, learn))
     used = _first(sequences, options.calibration_tokens)
@@ -232,8 +237,8 @@ def _run(job: Job, method: str) -> Saved:
         device=options.where,
         resume=options.resume,
         spill=options.spill,
-        # A GPU is done with 4 thousand tokens before the next operation is launched.
-        batch_tokens=16384 if options.on_gpu else 4096,
+        # A GPU is done with 4 thousand tokens before the next operation is launched; but they are a step of learning.
+        batch_tokens=16384 if options.on_gpu and refine is None else 4096,
         # Not the method: those that begin alike take finished blocks from each other.
         options={"start": options.start, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
     )

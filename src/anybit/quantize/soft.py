@@ -113,25 +113,6 @@ class SoftWeight(nn.Module):
         return per_group[:, self.groups]
 
 
-class SoftLinear(nn.Module):
-    """A linear layer over a SoftWeight; ``transposed`` modules (Conv1D) behave as linear layers do."""
-
-    def __init__(self, weight: QuantizedWeight, original: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.soft = SoftWeight(weight, original)
-        self.bias = bias
-        self._frozen: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Y = x W^T + bias."""
-        weight = self.soft() if self._frozen is None else self._frozen
-        return nn.functional.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
-
-    def fix(self, weight: Tensor) -> None:
-        """Compute with a given weight from now on."""
-        self._frozen = weight.detach()
-
-
 class SoftBank:
     """Quantized weights that share a format and a number of inputs, learned as one tall matrix.
 
@@ -190,9 +171,7 @@ def banks(
     return [SoftBank({name: weights[name] for name in names}, originals, dtype) for names in together.values()]
 
 
-def parameter_groups(
-    modules: Sequence["SoftLinear | SoftBank"], place_rate: float, scale_rate: float
-) -> list[dict[str, object]]:
+def parameter_groups(modules: Sequence[SoftBank], place_rate: float, scale_rate: float) -> list[dict[str, object]]:
     """Optimizer groups: places in units of code and scales in relative units have rates of their own."""
     return [
         {"params": [m.soft.place for m in modules], "lr": place_rate},
