@@ -52,9 +52,8 @@ def auto_round(
         seqlen=512,
         batch_size=8,
         dataset=[sample[None] for sample in samples],
-        enable_torch_compile=False,
         device_map=DEVICE,
-        **settings,
+        **{"enable_torch_compile": False, **settings},
     )
     return tuner.quantize()[0]
 

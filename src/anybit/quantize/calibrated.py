@@ -293,7 +293,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
         def learn() -> list[Tensor]:
             return learn_scales(model, sequences, job.scheme.activations, rotated, settings, tell)
 
-        # On a GPU sums come in no fixed order: what was learned once is what a resumed run goes on with.
+        # What was learned once a resumed run need not learn again.
         put_scales(model, remembered(options.resume, key, learn))
 
     def tell(done: int, total: int, loss: float) -> None:
