@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit import ops
-from anybit.errors import LayerError
+from anybit.errors import KernelError, LayerError
 from anybit.kernels.packed_digits import Step
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
@@ -54,6 +54,8 @@ class QuantLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.scheme = Scheme.parse(scheme)
+        if min(in_features, out_features) < 1:
+            raise LayerError(f"a layer has at least 1 input and 1 output, not {in_features} and {out_features}")
         self.in_features, self.out_features = in_features, out_features
         self.backend, self.hadamard = backend, hadamard
         fmt = self.scheme.weights
@@ -91,6 +93,8 @@ class QuantLinear(nn.Module):
         layer = cls(k, n, scheme, False, group_index=weight.group_index is not None, device="meta", backend=backend)
         layer.load_weight(weight)
         if bias is not None:
+            if bias.shape != (n,):
+                raise LayerError(f"the bias has shape {tuple(bias.shape)}, and the layer has {n} outputs")
             layer.bias = _frozen(bias)
         return layer
 
@@ -282,12 +286,21 @@ def use_backend(model: nn.Module, backend: str | None) -> nn.Module:
     """Run every QuantLinear of a model on a backend, by name; None lets each layer choose. Returns the model.
 
     On a CPU "reference-decoded" trades memory for speed and "reference-packed" the other way.
+    Raises KernelError for a backend that is unknown or cannot run a layer; all layers are then on what they were on.
     """
-    for module in model.modules():
-        if isinstance(module, QuantLinear):
+    changed: list[tuple[QuantLinear, str | None]] = []
+    try:
+        for module in model.modules():
+            if isinstance(module, QuantLinear):
+                changed.append((module, module.backend))
+                module.unprepare()
+                module.backend = backend
+                module.prepare()
+    except KernelError:
+        for module, before in changed:
             module.unprepare()
-            module.backend = backend
-            module.prepare()
+            module.backend = before
+        raise
     return model
 
 

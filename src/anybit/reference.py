@@ -99,6 +99,14 @@ def integer_product(x: QuantizedActivations, weight: QuantizedWeight) -> Tensor:
     return raw - zx * uw.sum(1)[None] - ux.sum(1)[:, None] * zw.T + weight.shape[1] * zx * zw.T
 
 
+def check_activations(x: Tensor, k: int) -> None:
+    """Raise LayerError for an x that no layer of k inputs takes."""
+    if not x.is_floating_point():
+        raise LayerError(f"x is {str(x.dtype).removeprefix('torch.')}, and a layer takes floating-point activations")
+    if x.ndim < 1 or x.shape[-1] != k:
+        raise LayerError(f"x has shape {tuple(x.shape)}, and the weight takes {k} features in its last dimension")
+
+
 def linear(
     x: Tensor,
     weight: QuantizedWeight,
@@ -112,8 +120,7 @@ def linear(
     Products of integers with whole-row scales are exact before the scales are applied; everything else is float32
     (float64 if x is).
     """
-    if x.shape[-1] != weight.shape[1]:
-        raise LayerError(f"x has {x.shape[-1]} features in its last dimension, and the weight takes {weight.shape[1]}")
+    check_activations(x, weight.shape[1])
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
     operand = decode(weight, activations, work) if decoded is None else decoded
     return multiply(x, operand, weight.scale, weight.format, activations, bias)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import anybit
 from anybit import QuantLinear
@@ -50,7 +50,12 @@ def test_fused_says_the_same(config_class, scheme, tmp_path):
     assert torch.equal(model.generate(ids, **generate, cache_implementation="static"), tokens)
     with pytest.raises(LayerError, match="unfuse"):
         model.state_dict()
+    assert anybit.fuse(model) is model  # a second time changes nothing
+    for records in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(LayerError, match=f"{records.removeprefix('output_')} to record: call anybit.unfuse"):
+            model(ids, **{records: True})
     anybit.unfuse(model)
+    assert len(model(ids, output_hidden_states=True).hidden_states) == 3
     again = model.state_dict()
     assert again.keys() == state.keys()
     assert all(torch.equal(again[name], state[name]) for name in state)
@@ -107,6 +112,13 @@ def test_layers_whose_inputs_are_rotated_alike_are_joined(tmp_path):
     anybit.unfuse(model)
     assert all(layer.hadamard for layer in model.modules() if isinstance(layer, anybit.QuantLinear))
     assert torch.equal(model(ids).logits, logits)
+
+
+def test_models_that_are_not_fused_are_unfused_all_the_same():
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    model = AutoModelForCausalLM.from_config(GPT2Config(**sizes))
+    anybit.accelerate(model)
+    assert anybit.unfuse(model) is model and "generate" not in model.__dict__
 
 
 def test_unfusing_leaves_the_hooks_of_others(tmp_path):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from anybit import jit, ops
 from anybit.device import Device
-from anybit.errors import KernelError
+from anybit.errors import KernelError, LayerError
+from anybit.linear import QuantLinear, use_backend
 from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.bitwise import Bitwise, why_not
@@ -120,3 +121,19 @@ def test_falls_back_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ops.choose(weight, parsed.activations) == "reference-packed"
     finally:
         ops.allow_fallback(False)
+
+
+def test_a_backend_that_cannot_run_a_layer_changes_none() -> None:
+    layers = [QuantLinear.from_weight(random_weight(8, 32, WeightFormat(4)), "w4a16") for _ in range(2)]
+    model = use_backend(torch.nn.Sequential(*layers), "reference-packed")
+    with pytest.raises(KernelError, match="need a CUDA device"):
+        use_backend(model, "packed")
+    assert all(layer.backend == "reference-packed" for layer in layers)
+    assert layers[0](torch.ones(1, 32)).shape == (1, 8)
+
+
+def test_layers_of_impossible_shapes_are_refused() -> None:
+    with pytest.raises(LayerError, match="at least 1 input and 1 output, not 0 and 8"):
+        QuantLinear(0, 8, "w4a16")
+    with pytest.raises(LayerError, match=r"bias has shape \(3,\), and the layer has 8 outputs"):
+        QuantLinear.from_weight(random_weight(8, 32, WeightFormat(4)), "w4a16", torch.zeros(3))

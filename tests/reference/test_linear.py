@@ -101,8 +101,10 @@ def test_dtypes_and_shapes() -> None:
 
 def test_wrong_shapes_are_named() -> None:
     weight = random_weight(6, 40, WeightFormat(3))
-    with pytest.raises(LayerError, match="x has 41 features in its last dimension, and the weight takes 40"):
+    with pytest.raises(LayerError, match=r"x has shape \(1, 41\), and the weight takes 40 features"):
         reference.linear(torch.zeros(1, 41), weight, ActivationFormat())
+    with pytest.raises(LayerError, match="x is int64, and a layer takes floating-point"):
+        reference.linear(torch.zeros(1, 40, dtype=torch.int64), weight, ActivationFormat())
     with pytest.raises(LayerError, match="2 groups a row"):
         grouped = random_weight(6, 40, WeightFormat(3, "sym", 32))
         reference.integer_product(

@@ -205,12 +205,14 @@ def fuse(model: nn.Module) -> nn.Module:
     """Fuse the decoder layers of a quantized transformers model, in place, for inference. Returns the model.
 
     Knows Llama, Mistral, Qwen2 and Qwen3. Raises LayerError, naming the layer, for anything else. A fused model
-    generates, but is not saved: ``unfuse`` first.
+    generates, but is not saved, and gives no hidden states of its layers: ``unfuse`` first.
     """
     body = _body(model)
     layers = getattr(body, "layers", None)
     if layers is None or not len(layers):
         raise LayerError(f"{type(model).__name__} has no list of decoder layers; fuse knows {', '.join(LAYERS)}")
+    if isinstance(layers[0], FusedLayer):
+        return model
     for index, layer in enumerate(layers):
         reason = _why_not(layer)
         if reason is not None:
@@ -224,7 +226,10 @@ def fuse(model: nn.Module) -> nn.Module:
     body.norm = FusedNorm(body.norm)
     body.rotary_emb = _rotary_of(body) or body.rotary_emb
     graph.install(model, layers[0].qkv.scheme.kv)
-    model._anybit_refusal = model.register_state_dict_pre_hook(_refuse_state_dict)
+    model._anybit_refusals = (
+        model.register_state_dict_pre_hook(_refuse_state_dict),
+        body.register_forward_pre_hook(_refuse_records, with_kwargs=True),
+    )
     return model
 
 
@@ -243,24 +248,23 @@ def accelerate(model: Any) -> bool:
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """Undo ``fuse``, in place: the layers and their tensors are as they were. Returns the model."""
+    """Undo ``fuse`` and ``accelerate``, in place: the layers and their tensors are as they were. Returns the model."""
     body = _body(model)
-    _restore(body.layers)
-    if isinstance(body.norm, FusedNorm):
+    _restore(getattr(body, "layers", ()))
+    if isinstance(getattr(body, "norm", None), FusedNorm):
         body.norm = body.norm.norm
-    if isinstance(body.rotary_emb, FusedRotary):
+    if isinstance(getattr(body, "rotary_emb", None), FusedRotary):
         body.rotary_emb = body.rotary_emb.rotary
     graph.uninstall(model)
     kv = next((module.scheme.kv for module in model.modules() if isinstance(module, QuantLinear)), None)
     if kv is not None:
         graph.install(model, kv)
-    refusal = model.__dict__.pop("_anybit_refusal", None)
-    if refusal is not None:
+    for refusal in model.__dict__.pop("_anybit_refusals", ()):
         refusal.remove()
     return model
 
 
-def _restore(layers: nn.ModuleList) -> None:
+def _restore(layers: Any) -> None:
     """Put the original layers in place of fused ones."""
     for index, layer in enumerate(layers):
         if isinstance(layer, FusedLayer):
@@ -341,6 +345,14 @@ def _epsilon(norm: Any) -> float:
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
     raise LayerError("a fused model is for inference: call anybit.unfuse(model) before saving it")
+
+
+def _refuse_records(body: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+    """Transformers records what its own layers give: of fused ones it would return nothing, and say nothing."""
+    for name in ("output_hidden_states", "output_attentions"):
+        asked = kwargs.get(name)
+        if asked if asked is not None else getattr(body.config, name, False):
+            raise LayerError(f"a fused model has no {name.removeprefix('output_')} to record: call anybit.unfuse(model)")
 
 
 def _eager(

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from anybit import reference
-from anybit.errors import LayerError
 from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
@@ -53,6 +52,5 @@ class ReferenceDecoded(ReferencePacked):
 
     def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """The exact linear of ``anybit.reference`` over the decoded weight."""
-        if x.shape[-1] != spec.k:
-            raise LayerError(f"x has {x.shape[-1]} features in its last dimension, and the weight takes {spec.k}")
+        reference.check_activations(x, spec.k)
         return reference.multiply(x, tensors[5], tensors[1], spec.weights, spec.activations, bias)
