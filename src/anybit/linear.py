@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from anybit import ops
 from anybit.errors import KernelError, LayerError
+from anybit.hadamard import inverse
 from anybit.kernels.packed_digits import Step
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
@@ -24,6 +25,8 @@ class QuantLinear(nn.Module):
 
     The weight is prepared for a backend at the first call, or by ``prepare``; the backend's own layout then replaces
     the saved one in memory, and ``state_dict`` brings it back.
+
+    Gradients go through to x, so that what lies before the layer can be trained; the weight has none.
     """
 
     # Tensor parallelism in transformers shards the module's own parameters.
@@ -179,6 +182,13 @@ class QuantLinear(nn.Module):
         if self._prepared is None:
             self.prepare()
         assert self._prepared is not None
+        if x.requires_grad and torch.is_grad_enabled():
+            differentiable: Tensor = _Differentiable.apply(x, self)  # type: ignore[no-untyped-call]
+            return differentiable
+        return self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        assert self._prepared is not None
         if self.input_scale is not None:
             x = x * self.input_scale
         if self.hadamard:
@@ -280,6 +290,22 @@ class QuantLinear(nn.Module):
         """What a printed model shows."""
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{text}, scheme={self.scheme}" + (", hadamard=True" if self.hadamard else "")
+
+
+class _Differentiable(torch.autograd.Function):
+    """A layer's product with the gradient of its input; that of rounding activations is taken to be 1."""
+
+    @staticmethod
+    def forward(ctx, x, layer):  # type: ignore[no-untyped-def]
+        ctx.layer = layer
+        return layer._multiply(x.detach())
+
+    @staticmethod
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        (gradient,), layer = gradients, ctx.layer
+        weight = layer.dequantize(torch.float32)
+        weight = inverse(weight) if layer.hadamard else weight
+        return (gradient.float() @ weight).to(gradient.dtype), None
 
 
 def use_backend(model: nn.Module, backend: str | None) -> nn.Module:

@@ -114,6 +114,15 @@ def test_layers_whose_inputs_are_rotated_alike_are_joined(tmp_path):
     assert torch.equal(model(ids).logits, logits)
 
 
+def test_a_fused_model_is_dequantized_as_if_it_were_not(tmp_path):
+    model = quantized(LlamaConfig(**SIZES, head_dim=64), "w4a16g32", tmp_path)
+    ids = torch.randint(0, 128, (1, 9))
+    logits = model(ids).logits
+    plain = anybit.fuse(model).dequantize()
+    assert not any(isinstance(module, QuantLinear) for module in plain.modules())
+    assert torch.allclose(plain(ids).logits, logits, atol=1e-6)
+
+
 def test_models_that_are_not_fused_are_unfused_all_the_same():
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}
     model = AutoModelForCausalLM.from_config(GPT2Config(**sizes))

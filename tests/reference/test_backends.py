@@ -137,3 +137,15 @@ def test_layers_of_impossible_shapes_are_refused() -> None:
         QuantLinear(0, 8, "w4a16")
     with pytest.raises(LayerError, match=r"bias has shape \(3,\), and the layer has 8 outputs"):
         QuantLinear.from_weight(random_weight(8, 32, WeightFormat(4)), "w4a16", torch.zeros(3))
+
+
+@pytest.mark.parametrize(("scheme", "hadamard"), [("w4a16", False), ("w4a16", True), ("w4a8", False)])
+def test_gradients_reach_the_input(scheme: str, hadamard: bool) -> None:
+    layer = QuantLinear.from_weight(random_weight(8, 32, WeightFormat(4)), scheme)
+    layer.hadamard = hadamard
+    x = torch.randn(3, 32, requires_grad=True)
+    with warnings.catch_warnings(action="error"):
+        layer(x).sum().backward()
+    weight = layer.dequantize()
+    expected = (ops.hadamard(weight) if hadamard else weight).sum(0)
+    torch.testing.assert_close(x.grad, expected.expand(3, 32), rtol=1e-4, atol=1e-4)

@@ -226,7 +226,7 @@ def fuse(model: nn.Module) -> nn.Module:
     body.norm = FusedNorm(body.norm)
     body.rotary_emb = _rotary_of(body) or body.rotary_emb
     graph.install(model, layers[0].qkv.scheme.kv)
-    model._anybit_refusals = (
+    model.__dict__["_anybit_refusals"] = (
         model.register_state_dict_pre_hook(_refuse_state_dict),
         body.register_forward_pre_hook(_refuse_records, with_kwargs=True),
     )
@@ -352,7 +352,8 @@ def _refuse_records(body: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
     for name in ("output_hidden_states", "output_attentions"):
         asked = kwargs.get(name)
         if asked if asked is not None else getattr(body.config, name, False):
-            raise LayerError(f"a fused model has no {name.removeprefix('output_')} to record: call anybit.unfuse(model)")
+            what = name.removeprefix("output_")
+            raise LayerError(f"a fused model has no {what} to record: call anybit.unfuse(model)")
 
 
 def _eager(

@@ -287,9 +287,14 @@ def install(model: Any, kv: KVFormat | None) -> None:
     model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
 
 
+def installed(model: Any) -> bool:
+    """Whether a model went through ``install``."""
+    return "_anybit_decoder" in model.__dict__
+
+
 def uninstall(model: Any) -> None:
     """Undo ``install``."""
-    if "_anybit_decoder" in model.__dict__:
+    if installed(model):
         model._anybit_decoder.forget()
         for name in ("_anybit_decoder", "forward", "generate", "_prepare_cache_for_generation"):
             del model.__dict__[name]

@@ -143,6 +143,11 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        if graph.installed(model):  # fused layers ask their projections for more than a Linear does
+            from anybit.integrations.fuse import unfuse
+
+            unfuse(model)
+            graph.uninstall(model)
         for name, module in list(model.named_modules()):
             if isinstance(module, QuantLinear):
                 with torch.device("meta"):
