@@ -72,7 +72,7 @@ class Variant(Dispatcher):
 def whole_models(options: argparse.Namespace) -> None:
     """Measure the variants at all points, in turns at each; rows are written scheme by scheme."""
     import anybit
-    from generate import random_model
+    from generate_models import random_model
 
     began = time.perf_counter()
     gpu = torch.cuda.get_device_name()

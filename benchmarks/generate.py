@@ -18,89 +18,25 @@ the tokens there are, all layers in one CUDA graph: faster than transformers' mo
 """
 
 import argparse
-import contextlib
 import functools
 import gc
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 sys.path.insert(0, str(Path(__file__).parent))
 import anybit
-from anybit import AnyBitCache, attention, reference
 from anybit.errors import AnyBitError
 from anybit.integrations.loading import load_model
-from anybit.integrations.transformers import replace_linears
-from anybit.kernels.packed_digits import Step
-from anybit.linear import QuantLinear
-from anybit.ops import elementwise
-from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
+from generate_models import LLAMA_3_8B, apart, check, history, random_model, reference_logits, stepper, unfused_logits
 from kernel_times import kernel_table
 from timing import RESULTS, merge_rows, stamp
-
-LLAMA_3_8B = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 1 << 18,
-    "rope_theta": 500000.0,
-}
-
-
-def random_model(scheme: str | None, layers: int, prepare: bool = True) -> LlamaForCausalLM:
-    """A Llama-3-8B-shaped model on the GPU, in fp16 or in a scheme, with random weights of the usual size.
-
-    prepare: put quantized weights into their kernel's layout; not for a model that is fused at once.
-    """
-    config = LlamaConfig(**{**LLAMA_3_8B, "num_hidden_layers": layers}, dtype=torch.float16)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.float16).eval()
-    if scheme is not None:
-        replace_linears(model, Scheme.parse(scheme), ["lm_head"])
-    for module in list(model.modules()):
-        if isinstance(module, QuantLinear):
-            fill(module, prepare)
-        else:
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                ones = "norm" in type(module).__name__.lower()
-                fresh = torch.empty(parameter.shape, dtype=torch.float16, device="cuda")
-                fresh = fresh.fill_(1.0) if ones else fresh.normal_(0, 0.02)
-                setattr(module, name, torch.nn.Parameter(fresh, requires_grad=False))
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to("cuda")
-    return model
-
-
-def fill(layer: QuantLinear, prepare: bool = True) -> None:
-    """Give a layer random codes whose weights have a standard deviation of about 0.02."""
-    n, k, fmt = layer.out_features, layer.in_features, layer.scheme.weights
-    words = torch.randint(-(2**31), 2**31, layer.weight_packed.shape, dtype=torch.int32, device="cuda")
-    scale = torch.full((n, fmt.groups(k)), 0.07 / 2**fmt.bits, dtype=torch.float16, device="cuda")
-    # Signs of both kinds: signed codes have a mean of -1/2, which 32 layers would raise beyond what fp16 holds.
-    scale *= torch.randint(0, 2, scale.shape, device="cuda") * 2 - 1
-    zero = None
-    if fmt.code == "asym":
-        zero = torch.full((n, fmt.groups(k)), 2 ** (fmt.bits - 1), dtype=torch.uint8, device="cuda")
-    layer.load_weight(QuantizedWeight(words, scale, zero, (n, k), fmt))
-    if prepare:
-        layer.prepare()
-
-
-def history(layer: int, batch: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random keys and values [batch, kv_heads, context, head_dim] of a layer, the same for every model."""
-    generator = torch.Generator("cuda").manual_seed(layer)
-    shape = (batch, LLAMA_3_8B["num_key_value_heads"], context, 128)
-    return tuple(torch.randn(shape, dtype=torch.float16, device="cuda", generator=generator) for _ in "kv")  # type: ignore[return-value]
 
 
 def milliseconds(step: Callable[[], object], steps: int = 20, repeats: int = 5) -> float:
@@ -116,61 +52,6 @@ def milliseconds(step: Callable[[], object], steps: int = 20, repeats: int = 5) 
     return statistics.median(found)
 
 
-def packed_cache(model: LlamaForCausalLM, kv: str, batch: int, context: int) -> AnyBitCache:
-    """A static cache that holds the random history."""
-    cache = AnyBitCache(kv, config=model.config, capacity=context + 512, static=True)
-    for layer in range(model.config.num_hidden_layers):
-        k, v = (x.transpose(1, 2) for x in history(layer, batch, context))
-        if layer == 0:
-            cache._allocate(k.transpose(1, 2))
-            cache.store.extend(cache.rows, context)
-        cache.store.write(layer, cache.rows, k, v)
-    cache.seen = context
-    return cache
-
-
-def unfused_logits(model: LlamaForCausalLM, batch: int, context: int, nudge: bool = False) -> torch.Tensor:
-    """The step by transformers' own code and StaticCache.
-
-    nudge: of what each product multiplies, every other number has moved to the next one of fp16.
-    """
-    cache = StaticCache(config=model.config, max_cache_len=context + 16)
-    ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
-    model(ids, past_key_values=cache)  # makes its tensors
-    for i, layer in enumerate(cache.layers):
-        layer.keys[:, :, :context], layer.values[:, :, :context] = history(i, batch, context)
-        layer.cumulative_length.fill_(context)
-
-    def moved(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        x = inputs[0]
-        step = torch.arange(x.numel(), device=x.device).view(x.shape) % 2
-        return ((x.contiguous().view(torch.int16) + step.to(torch.int16)).view(torch.float16),)
-
-    products = [module for module in model.modules() if isinstance(module, QuantLinear)]
-    hooks = [module.register_forward_pre_hook(moved) for module in products if nudge]
-    logits = model(ids, position_ids=torch.full_like(ids, context), past_key_values=cache).logits.float()
-    for hook in hooks:
-        hook.remove()
-    return logits
-
-
-def reference_logits(model: LlamaForCausalLM, cache: AnyBitCache, ids: torch.Tensor, context: int) -> torch.Tensor:
-    """The step with exact attention over the dequantized cache; the cache is as before afterwards."""
-    kernel, attention.decode = attention.decode, attention.decode_reference
-    before = model.config._attn_implementation
-    try:
-        model.config._attn_implementation = "anybit"
-        logits = model._anybit_decoder.forward(
-            input_ids=ids, position_ids=torch.full_like(ids, context), past_key_values=cache
-        ).logits.float()
-    finally:
-        attention.decode, model.config._attn_implementation = kernel, before
-    for row in cache.rows:
-        cache.store.crop(row, context)
-    cache.seen = context
-    return logits
-
-
 def row(case: str, scheme: str, batch: int, context: int, ms: float, checked: str, **more: object) -> dict[str, object]:
     """A row of generate.json."""
     tokens = batch * 1e3 / ms
@@ -182,128 +63,6 @@ def row(case: str, scheme: str, batch: int, context: int, ms: float, checked: st
     )
     found = {"ms": round(ms, 4), "tokens_per_second": round(tokens, 1), "checked": True, "check": checked}
     return {**fields, **found, **more, **stamp()}
-
-
-def stepper(
-    model: LlamaForCausalLM, kv: str, batch: int, context: int
-) -> tuple[AnyBitCache, Callable[[], torch.Tensor]]:
-    """A static cache of a fused model that holds the history, and its step as generate calls it."""
-    cache = packed_cache(model, kv, batch, context)
-    ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
-    return cache, lambda: model(input_ids=ids, past_key_values=cache).logits
-
-
-def apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative distance of logits."""
-    return float((got.float() - wanted).norm() / wanted.norm())
-
-
-@dataclass(frozen=True)
-class Check:
-    """How far a fused step of two layers is from the unfused model over transformers' StaticCache.
-
-    part: the worst product, norm or SiLU included, or attention, against plain torch on the same inputs. logits: at the
-    end. nudged: the unfused model's own logits, when half of what its products multiply moves by a last bit.
-    """
-
-    part: float
-    logits: float
-    nudged: float
-
-    def __str__(self) -> str:
-        return (
-            f"each part within {self.part:.1e} of the reference on the same input; logits of two layers within "
-            f"{self.logits:.1e} of unfused, which parts by {self.nudged:.1e} from itself if "
-            "half of its activations move by a last bit"
-        )
-
-
-@contextlib.contextmanager
-def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[None]:
-    """While it lasts, every product and attention of a fused model is also computed in torch, and compared."""
-    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
-
-    def expected(layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
-        return reference.linear(x, layer.quantized_weight(), layer.scheme.activations, layer.bias).float()
-
-    def compare(layer: QuantLinear) -> None:
-        forward, norm, silu, turn = layer.forward, layer.after_norm, layer.after_silu, layer.after_norm_turned
-
-        def plain(x: torch.Tensor) -> torch.Tensor:
-            y = forward(x)
-            errors.append(apart(y, expected(layer, x)))
-            return y
-
-        def after_norm(x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, silu: bool = False) -> Any:
-            y, total = norm(x, residual, gamma, epsilon, silu)
-            added = x if residual is None else x + residual
-            errors.append(apart(total, added.float()))
-            wanted = expected(layer, elementwise._rms_norm_cpu(added, gamma, epsilon))
-            errors.append(apart(y, elementwise._silu_mul_cpu(wanted.to(y.dtype), paired=True) if silu else wanted))
-            return y, total
-
-        def after_norm_turned(x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, step: Step) -> Any:
-            new = torch.zeros_like(step.ring)
-            q, total = turn(x, residual, gamma, epsilon, step)
-            added = x if residual is None else x + residual
-            qkv = expected(layer, elementwise._rms_norm_cpu(added, gamma, epsilon)).to(q.dtype)
-            wanted = elementwise._rotate_store_cpu(
-                qkv.view(len(step.cosine), -1), step.cosine, step.sine, step.query_heads, step.key_heads, new,
-                step.lengths, step.sequences, step.tokens, None, None, 0.0, True,
-            )  # fmt: skip
-            errors.extend((apart(total, added.float()), apart(q, wanted.float())))
-            stored = new != 0
-            errors.append(apart(step.ring[stored], new[stored].float()))
-            return q, total
-
-        def after_silu(gate_up: torch.Tensor) -> torch.Tensor:
-            y = silu(gate_up)
-            errors.append(apart(y, expected(layer, elementwise._silu_mul_cpu(gate_up))))
-            return y
-
-        layer.forward, layer.after_norm, layer.after_silu = plain, after_norm, after_silu
-        layer.after_norm_turned = after_norm_turned
-
-    kernel = attention.decode
-
-    def decode(*args: Any, **kwargs: Any) -> Any:
-        out = kernel(*args, **kwargs)
-        errors.append(apart(out[0], attention.decode_reference(*args)[0].float()))
-        return out
-
-    for layer in layers:
-        compare(layer)
-    attention.decode = decode
-    try:
-        yield
-    finally:
-        attention.decode = kernel
-        for layer in layers:
-            for name in ("forward", "after_norm", "after_silu", "after_norm_turned"):
-                del layer.__dict__[name]
-
-
-@functools.cache
-@torch.inference_mode()
-def check(scheme: str, batch: int, layers: int = 2) -> Check:
-    """A fused step of a few layers over an AnyBitCache of 512 tokens, beside the unfused model."""
-    model = random_model(str(replace(Scheme.parse(scheme), kv=None)), layers)
-    expected, nudged = (unfused_logits(model, batch, 512, nudge) for nudge in (False, True))
-    cache, step = stepper(anybit.fuse(model), "kv16", batch, 512)
-    logits = apart(step(), expected)
-    for sequence in cache.rows:
-        cache.store.crop(sequence, 512)
-    cache.seen = 512
-    errors: list[float] = []
-    ids = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
-    before, model.config._attn_implementation = model.config._attn_implementation, "anybit"
-    with parts_compared(model, errors):
-        model._anybit_decoder.forward(
-            input_ids=ids, position_ids=torch.full_like(ids, 512), past_key_values=cache, use_cache=True
-        )
-    model.config._attn_implementation = before
-    assert len(errors) >= 7 * layers, f"only {len(errors)} parts were compared"
-    return Check(max(errors), logits, apart(nudged, expected))
 
 
 @torch.inference_mode()
