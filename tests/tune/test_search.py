@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +18,8 @@ from anybit.tune import policy as policies
 from anybit.tune.families import Product
 from anybit.tune.plans import Options, candidates_of
 from anybit.tune.policy import Policy, read
-from anybit.tune.runner import Effort, Time, WrongResultError, finalists
-from anybit.tune.search import company_of, excluded_name, search
+from anybit.tune.runner import Effort, Sieve, Time, WrongResultError, finalists
+from anybit.tune.search import Child, company_of, excluded_name, search, sift
 from anybit.tune.space import Candidate, builtin
 
 H200 = Device.named("sm_90a")
@@ -49,6 +49,24 @@ class FakeBench:
             raise WrongResultError("its mean relative error is 1.0")
         if what == "fault":
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+
+    def sift(
+        self,
+        candidates: Sequence[Candidate],
+        keep: Collection[int],
+        sieve: Sieve,
+        guess_us: float,
+        alive: Callable[[Sequence[int]], object],
+    ) -> tuple[dict[int, Time], dict[int, str], int]:
+        what = [self.runner.troubles.get(excluded_name(self.product, one)) for one in candidates]
+        for i in range(len(candidates)):
+            alive([i])
+            if what[i] == "crash alone" and i in sieve.alone:
+                os._exit(1)
+        alive(list(range(len(candidates))))
+        if any(one and one.startswith("crash") for one in what):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+        return {i: Time(made_up_us(one), True) for i, one in enumerate(candidates)}, {}, 0
 
     def times(
         self, candidates: Sequence[Candidate], keep: Collection[int], effort: Effort, guess_us: float
@@ -121,6 +139,24 @@ def test_a_candidate_that_misbehaves_is_excluded_by_name(trouble: str, tmp_path:
     assert said in found.excluded[bad]
     assert found.points == 2
     assert read(tmp_path / "map.json").excluded == found.excluded
+
+
+@pytest.mark.parametrize("trouble", ["crash alone", "crash with others"])
+def test_what_falls_among_many_is_found_alone_or_named_with_them(trouble: str) -> None:
+    one = product(m=64)
+    candidates = candidates_of(one, (), Options(each=3))[:6]
+    bad = excluded_name(one, candidates[2])
+    FakeRunner.troubles = {bad: trouble}
+    policy, child = Policy(policies.Origin.here("NVIDIA H200", "sm_90a")), Child(FakeRunner)
+    child.start()
+    times, _ = sift(child, one, candidates, Options(limit=5.0), policy, [], Sieve())
+    child.stop()
+    together = policy.excluded.pop(f"{one}, many together")
+    assert "RuntimeError: CUDA error: an illegal memory access" in together and bad in together
+    if trouble == "crash alone":
+        assert list(policy.excluded) == [bad] and len(times) == len(candidates) - 1
+    else:
+        assert set(policy.excluded) == {str(one), *(excluded_name(one, each) for each in candidates)} and not times
 
 
 def test_a_search_goes_on_where_it_was_ended(tmp_path: Path) -> None:

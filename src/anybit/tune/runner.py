@@ -60,6 +60,7 @@ class Sieve:
     finalists: int = 10
     bounds: tuple[float, ...] = ()
     effort: Effort = field(default_factory=lambda: Effort(80.0, 3, 9))
+    alone: frozenset[int] = frozenset()
 
 
 Company = tuple[tuple[Product, Candidate], ...]
@@ -333,12 +334,12 @@ class Bench:
         keep: Collection[int],
         sieve: Sieve,
         guess_us: float,
-        alive: Callable[[int], object] = lambda i: None,
+        alive: Callable[[Sequence[int]], object] = lambda places: None,
     ) -> tuple[dict[int, Time], dict[int, str], int]:
         """Times of a whole space, reasons of what failed, and how many were left out by their bounds.
 
-        Only finalists, ``keep`` among them, are checked: what is wrong can but look fast. alive: told which candidate
-        is run for the first time (-1: many are timed).
+        Only finalists, ``keep`` among them, are checked: what is wrong can but look fast. alive: told which candidates
+        are about to run.
         """
         found: dict[int, float] = {}
         wrong: dict[int, str] = {}
@@ -352,13 +353,15 @@ class Bench:
                 if bounds[i] > best and i not in keep:
                     left_out += 1
                     continue
-                alive(i)
+                alive([i])
                 try:
                     self._first(candidates[i])
+                    if i in sieve.alone:
+                        self._race([self.again(candidates[i])], [_FEW_ALONE], 2)
                     good.append(i)
                 except (KernelError, ValueError) as error:
                     wrong[i] = f"{error}".splitlines()[0]
-            alive(-1)
+            alive(good)
             guess = min(best, guess_us)
             calls = [self.again(candidates[i]) for i in good]
             looks = self._race(calls, [4 if self.company else _few(guess)] * len(good), 2 if self.company else 0)
@@ -368,7 +371,7 @@ class Bench:
         best = found[order[0]]
         second = [i for i in order if found[i] <= sieve.first * best][: sieve.most]
         second += [i for i in keep if i not in second and i in found]
-        alive(-1)
+        alive(second)
         us = self._race(
             [self.again(candidates[i]) for i in second],
             [self._count(sieve.effort.microseconds, found[i]) for i in second],
@@ -383,14 +386,14 @@ class Bench:
                 continue
             if len(last) >= sieve.finalists + len(keep):
                 break
-            alive(i)
+            alive([i])
             try:
                 self.check(candidates[i])
                 last.append(i)
                 best = min(best or again[i], again[i])
             except (WrongResultError, KernelError, ValueError) as error:
                 wrong[i] = f"{error}".splitlines()[0]
-        alive(-1)
+        alive(last)
         calls = [self.again(candidates[i]) for i in last]
         counts = [self._count(2 * sieve.effort.microseconds, again[i]) for i in last]
         replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less
@@ -440,6 +443,8 @@ def _address(weight: Any) -> int:
 
 _CHUNK = 48
 """Candidates in one graph, where a whole space is gone through."""
+_FEW_ALONE = 4
+"""Calls of one that is suspected of a fault."""
 
 
 def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[int], effort: Effort) -> list[int]:

@@ -69,6 +69,7 @@ class Child:
         self.spent: dict[str, float] = {}
         """Seconds of the child's work, by what it was."""
         self.left_out = 0
+        self.running: list[int] = []
 
     def start(self, limit: float = 120.0) -> None:
         """Begin, and wait until the GPU has answered. Raises KernelError if it does not."""
@@ -164,7 +165,7 @@ def _serve_one(
     passed("prepare")
     if isinstance(effort, Sieve):
         sifted, wrong, left_out = bench.sift(
-            candidates, keep, effort, guess_us, lambda i: connection.send(("begin", i))
+            candidates, keep, effort, guess_us, lambda places: connection.send(("running", list(places)))
         )
         for i, reason in wrong.items():
             connection.send(("failed", i, reason))
@@ -388,7 +389,7 @@ def race(
         child.connection.send((*job, company_of(product, options.models)))
         if not turn:
             meanwhile()
-        times, gone, fault = _listen(child, todo, options.limit)
+        times, gone, fault = _listen(child, options.limit)
         for i, reason in gone.items():
             policy.excluded[excluded_name(product, todo[i])] = reason
         if times is not None:
@@ -415,17 +416,22 @@ def sift(
 ) -> tuple[list[tuple[Candidate, Time]], int]:
     """Times of a whole space, and how many of its candidates were left out by their bounds (``runner.Sieve``).
 
-    What takes the child down is excluded, and the rest is gone through anew; the times are empty where nobody knows
-    what it was.
+    What takes the child down is excluded, and the rest is gone through anew. Where many were under way, each of these
+    runs by itself first at the next go; what falls again without saying which is left out whole, its names kept.
     """
     bounds = dict(zip(candidates, sieve.bounds or [0.0] * len(candidates), strict=True))
+    suspects: set[Candidate] = set()
+    fault = ""
     for _ in range(_FALLS):
         todo = [c for c in candidates if excluded_name(product, c) not in policy.excluded]
-        sieve = replace(sieve, bounds=tuple(bounds[c] for c in todo))
+        if not todo:
+            break
+        alone = frozenset(i for i, c in enumerate(todo) if c in suspects)
+        sieve = replace(sieve, bounds=tuple(bounds[c] for c in todo), alone=alone)
         kept = [i for i, candidate in enumerate(todo) if candidate in keep]
         company = company_of(product, options.models)
         child.connection.send((product, todo, kept, sieve, 1.5 * floor_us(product), True, company))
-        times, gone, fault = _listen(child, todo, options.limit)
+        times, gone, fault = _listen(child, options.limit)
         for i, reason in gone.items():
             policy.excluded[excluded_name(product, todo[i])] = reason
         if times is not None:
@@ -433,17 +439,24 @@ def sift(
         child.stop()
         child.start()
         if not gone:
-            break
+            among = {todo[i] for i in child.running}
+            names = ", ".join(excluded_name(product, one) for one in among)
+            policy.excluded[f"{product}, many together"] = f"{fault}; one of {names}"
+            if suspects >= among:  # alone they did nothing: without them, then
+                policy.excluded |= {excluded_name(product, one): f"with others: {fault}" for one in among}
+            suspects |= among
     policy.excluded[f"{product}"] = fault
     return [], 0
 
 
-def _listen(
-    child: Child, candidates: Sequence[Candidate], limit: float
-) -> tuple[dict[int, Time] | None, dict[int, str], str]:
-    """What the child says of a job: times, if it came so far; what failed, and why; and how the child ended."""
+def _listen(child: Child, limit: float) -> tuple[dict[int, Time] | None, dict[int, str], str]:
+    """What the child says of a job: times, if it came so far; what failed, and why; and how the child ended.
+
+    ``child.running``: the places of what was under way last.
+    """
     gone: dict[int, str] = {}
     current = -1
+    child.running = []
     while True:
         message = child.receive(limit)
         if message is None:
@@ -455,6 +468,9 @@ def _listen(
         match message[0]:
             case "begin":
                 current = message[1]
+            case "running":
+                child.running = message[1]
+                current = message[1][0] if len(message[1]) == 1 else -1
             case "failed":
                 gone[message[1]] = message[2]
             case "times":
@@ -464,8 +480,14 @@ def _listen(
                 return message[1], gone, ""
             case _:
                 if current >= 0 and current not in gone:
-                    gone[current] = str(message[-1]).strip().splitlines()[-1]
-                return None, gone, str(message[-1]).strip().splitlines()[-1]
+                    gone[current] = _said(message[-1])
+                return None, gone, _said(message[-1])
+
+
+def _said(traceback_: object) -> str:
+    """What a traceback says happened: its first line that is no frame's, since CUDA's errors have more after it."""
+    lines = [line for line in str(traceback_).splitlines() if line.strip()]
+    return next((line for line in lines if line[0] != " " and not line.startswith("Traceback")), lines[-1]).strip()
 
 
 def _point(
