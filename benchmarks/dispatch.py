@@ -415,6 +415,7 @@ def main() -> None:
         command.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
     verifying.add_argument("--problems", type=int, default=200)
     verifying.add_argument("--seed", type=int, default=20261121)
+    verifying.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which of how many parts, for several GPUs")
     verifying.add_argument("--most", type=int, default=10**6, help="candidates of a space that are timed")
     verifying.add_argument("--tune-each", type=int, default=6, help="candidates of each family in the search")
     verifying.add_argument("--verify-seconds", type=float, default=300.0)

@@ -2,8 +2,9 @@
 
 A problem is a layer of one of ten models, one of five schemes and a number of tokens between 1 and 8192 that need not
 be one of a map's. Its space is every legal config of every family. Left out are only configs that provably lose
-(``bounds.lower_bound_us`` of them is more than the best time measured), and, where the compiler did not come so far,
-those whose kernels are not there; a row says how many of each. Everything else is timed (``runner.Sieve``: all of it
+(``bounds.lower_bound_us`` of them is more than the best time measured), those of few tokens that no map is obeyed in
+(``space.leaves_room``), and, where the compiler did not come so far, those whose kernels are not there; a row says how
+many of each. Everything else is timed (``runner.Sieve``: all of it
 once, what is within 25 % of the best again, what is within 8 % carefully, and checked against the reference), side by
 side with three choices:
 
@@ -37,12 +38,12 @@ from anybit.jit import Kernel
 from anybit.jit.cache import folder, key
 from anybit.tune.bounds import lower_bound_us
 from anybit.tune.dispatcher import Dispatcher
-from anybit.tune.families import Product, bucket
+from anybit.tune.families import STEPS, Product, step
 from anybit.tune.plans import Options, Plan, candidates_of, compile_one, die_with_parent, plan_key, plan_of
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
 from anybit.tune.runner import Effort, Sieve
 from anybit.tune.search import Child, Winners, measure, sift
-from anybit.tune.space import Candidate, builtin, promising
+from anybit.tune.space import Candidate, builtin, leaves_room, promising
 from dispatch_layers import MODELS, drawn
 from timing import merge_rows, stamp
 
@@ -59,6 +60,7 @@ class Space:
     """
 
     candidates: tuple[Candidate, ...]
+    legal: int
     names: tuple[tuple[str, ...], ...]
     bounds: tuple[float, ...]
     expected_us: float
@@ -84,16 +86,17 @@ _usual = Options()
 
 def whole_space(product: Product) -> Space:
     """The space of a problem."""
-    near = replace(product, m=bucket(product.m))
+    near = replace(product, m=step(product.m))
     plan = plan_of(near, candidates_of(near, (), _usual))
-    candidates = tuple(promising(product, 10**6))
+    legal = promising(product, 10**6)
+    candidates = tuple(candidate for candidate in legal if leaves_room(product, candidate))
     kernels = [list(candidate.kernels(product)) for candidate in candidates]
     planned = [list(candidate.kernels(near)) for candidate in plan.candidates]
     arch = product.device.arch
     names = {kernel: key(kernel, arch) for kernel in {k for mine in (*kernels, *planned) for k in mine}}
     bounds = tuple(lower_bound_us(product, candidate) for candidate in candidates)
     by_name = [tuple(tuple(names[k] for k in mine) for mine in some) for some in (kernels, planned)]
-    return Space(candidates, by_name[0], bounds, _expected_us(product), near, plan, by_name[1])
+    return Space(candidates, len(legal), by_name[0], bounds, _expected_us(product), near, plan, by_name[1])
 
 
 def _wanted_kernels(product: Product, space: Space) -> dict[str, Kernel]:
@@ -132,7 +135,7 @@ def compile_spaces(options: argparse.Namespace) -> None:
     problems = drawn(options.problems, options.seed)
     jobs = options.jobs or os.cpu_count() or 1
     global _usual
-    _usual = Options(options.tune_each)
+    _usual = Options(options.tune_each, grid=STEPS)
     _older[:] = [read(options.map or SHIPPED / file_name("NVIDIA H200"))]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), die_with_parent) as pool:
         spaces: dict[Any, Space] = _read(_spaces(options.plans))
@@ -146,7 +149,7 @@ def compile_spaces(options: argparse.Namespace) -> None:
             kernels |= _wanted_kernels(product, spaces[plan_key(product)])
         present = Compiled().names()
         todo = [kernel for name, kernel in kernels.items() if name not in present]
-        legal = sum(len(space.candidates) for space in spaces.values())
+        legal = sum(space.legal for space in spaces.values())
         wanted = sum(sum(1 for _ in space.wanted()) for space in spaces.values())
         print(f"{legal} legal candidates, {wanted} may win, {len(kernels)} kernels, ", end="")
         print(f"{len(todo)} to compile, {_passed(began)}", flush=True)
@@ -208,19 +211,22 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
     while compiling is not None and not _spaces(options.plans).exists():
         time.sleep(0.2)
     spaces: dict[Any, Space] = _read(_spaces(options.plans))
-    usual = Options(options.tune_each, effort=Effort(60, 2, 5), limit=options.limit, models=tuple(MODELS.values()))
+    usual = Options(
+        options.tune_each, effort=Effort(60, 2, 5), limit=options.limit, models=tuple(MODELS.values()), grid=STEPS
+    )
     policy, winners, compiled = Policy(Origin.here(device.name, device.arch)), Winners(), Compiled()
     if found is not None:
         winners.learn(found)
     rows: list[dict[str, Any]] = []
     marks = stamp(device.name)
-    problems = [replace(one, device=device) for one in drawn(options.problems, options.seed)]
+    part, parts = options.part
+    problems = [replace(one, device=device) for one in drawn(options.problems, options.seed)[part::parts]]
     for product in _in_turn(problems, spaces, compiled, began + options.verify_seconds):
         start = time.perf_counter()
         if start - began > options.verify_seconds:
             break
         space = spaces[plan_key(product)]
-        near, names = replace(product, m=bucket(product.m)), compiled.names()
+        near, names, before = replace(space.near, device=device), compiled.names(), {*policy.excluded}
         planned = enumerate(zip(space.plan.candidates, space.plan_names, strict=True))
         plan = plan_of(near, [one for i, (one, needs) in planned if i in space.plan.own or names.issuperset(needs)])
         point = measure(child, near, plan, usual, policy, winners.near(near, plan))
@@ -228,8 +234,8 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
             print(f"{product}: a search found nothing", flush=True)
             continue
         searched = time.perf_counter() - start
-        chosen = {"built in": builtin(product), "map": by.choose(product).candidate}
-        chosen["tuned"] = _by_point(product, point, child).choose(product).candidate
+        chosen = {"built in": builtin(product), "map": by.choose(near).candidate}
+        chosen["tuned"] = _by_point(near, point, child).choose(near).candidate
         there = [one for one, needs in zip(space.candidates, space.names, strict=True) if names.issuperset(needs)]
         candidates = list(dict.fromkeys([*chosen.values(), *there[: options.most]]))
         sieve = Sieve(bounds=tuple(lower_bound_us(product, candidate) for candidate in candidates))
@@ -244,11 +250,13 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         ratios = {name: round(final[candidate] / final[best], 4) for name, candidate in chosen.items()}
         rows.append(
             {"case": "random problem", "scheme": str(product.scheme), "m": product.m, "n": product.n, "k": product.k}
-            | {"us": round(final[best], 3), "best": best.name, "legal": len(space.candidates), "timed": len(times)}
-            | {"lose": len(lose), "untried": len(untried), "timed_carefully": len(final), "ratios": ratios}
+            | {"us": round(final[best], 3), "best": best.name, "legal": space.legal, "timed": len(times)}
+            | {"no_room": space.legal - len(space.candidates), "lose": len(lose), "untried": len(untried)}
+            | {"timed_carefully": len(final), "ratios": ratios}
+            | {"excluded": {name: policy.excluded[name] for name in policy.excluded.keys() - before}}
             | {"chosen": {n: c.name for n, c in chosen.items()}, "seed": options.seed, "checked": True} | marks
         )  # fmt: skip
-        counts = f"{len(times)} timed, {len(lose)} lose, {len(untried)} untried of {len(space.candidates)}"
+        counts = f"{len(times)} timed, {len(lose)} lose, {len(untried)} untried of {space.legal}"
         took = f"{searched:.2f} + {time.perf_counter() - start - searched:.2f} s"
         print(f"{product}: {counts}, {took}; {ratios}; {final[best]:.2f} us {best.name}", flush=True)
         if len(rows) % 10 == 0:
@@ -273,7 +281,7 @@ def _by_point(product: Product, point: Any, child: Child) -> Dispatcher:
     """What chooses by a map that holds the point just measured."""
     device = child.facts["device"]
     mine = Policy(Origin.here(device.name, device.arch))
-    mine.put(replace(product, m=bucket(product.m)), point)
+    mine.put(product, point)
     return Dispatcher(device.name, [mine])
 
 

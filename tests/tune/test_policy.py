@@ -18,7 +18,7 @@ from anybit.scheme import Scheme
 from anybit.tune import dispatcher as dispatching
 from anybit.tune import policy as policies
 from anybit.tune.dispatcher import Dispatcher
-from anybit.tune.families import FAMILIES, GRID, Layout, Product, bucket
+from anybit.tune.families import FAMILIES, GRID, STEPS, Layout, Product, bucket, step, steps_to
 from anybit.tune.policy import Measured, Origin, Point, Policy, PolicyError, read, save, usable
 from anybit.tune.space import Candidate, builtin, builtin_layout, leaves_room, promising, space
 
@@ -93,13 +93,32 @@ def test_buckets() -> None:
     assert [bucket(m) for m in (64, 65, 81, 97, 113, 1100, 7169)] == [64, 80, 96, 112, 128, 1280, 8192]
 
 
+def test_plans_are_made_for_token_counts_within_three_percent() -> None:
+    assert [step(m) for m in (1, 5, 64, 65, 130, 1038, 2198, 8192, 9000)] == [
+        1,
+        6,
+        64,
+        66,
+        132,
+        1056,
+        2240,
+        8192,
+        16384,
+    ]
+    assert set(GRID) <= set(STEPS) and len(STEPS) == 12 + 7 * 32
+    assert steps_to(1280, GRID) == (1280, 1216, 1152, 1088)
+    assert steps_to(1280, STEPS) == (1280,) and steps_to(64, GRID) == (64,)
+
+
 # -------- files
 
 
 def test_a_map_survives_the_disk(tmp_path: Path) -> None:
     one = product()
     default = Measured.of(builtin(one), one, 20.0)
-    written = policy((one, replace(point(one, {"bitwise": 9.5, "packed_large": 8.25}), default=default)))
+    also = Measured.of(other_than_default(one, "packed_small"), one, 8.5)
+    times = point(one, {"bitwise": 9.5, "packed_large": 8.25})
+    written = policy((one, replace(times, default=default, also=(also,))))
     written.excluded = {"w4a8 packed_large(tokens=16)": "it hung for 20 s"}
     save(written, tmp_path / "map.json")
     found = read(tmp_path / "map.json")
@@ -218,6 +237,28 @@ def test_a_nearby_config_runs_if_it_is_legal_and_won_clearly() -> None:
     assert Dispatcher("NVIDIA H200", [tied]).choose(near).origin == "built in"
     lost = policy((one, point(one, {"bitwise": 8.0, "packed_large": 12.0}, default_us=10.0)))
     assert Dispatcher("NVIDIA H200", [lost]).choose(near).candidate == builtin(near)
+
+
+def test_between_two_measured_token_counts_runs_what_fills_the_last_round() -> None:
+    """Times of an H200: tiles of 192 tokens take one round of multiprocessors at 1056 tokens, and two at 1280."""
+    upper, here = product("w4a4", 1280, 4096, 16384), product("w4a4", 1056, 4096, 16384)
+    large = {c.config.tokens: c for c in space(upper).candidates if _tile(c, 2, 160) or _tile(c, 3, 192)}
+    narrow, wide = (Measured.of(large[tokens], upper, us) for tokens, us in ((160, 122.6), (192, 178.0)))
+    found = policy((upper, Point(130.0, 50.0, {"padding to int8": narrow}, also=(wide,))))
+    by = Dispatcher("NVIDIA H200", [found])
+    assert by.choose(upper).candidate == large[160] and by.choose(upper).origin == "map"
+    choice = by.choose(here)
+    assert choice.candidate == large[192] and choice.origin == "between" and "1280" in choice.source
+    found.put(here, Point(130.0, 50.0, {"padding to int8": narrow}))
+    assert by.choose(here).candidate == large[160], "what was measured here decides"
+    assert by.choose(here, [Layout.planes]).candidate.layout is Layout.planes
+
+
+def _tile(one: Candidate, row_warpgroups: int, tokens: int) -> bool:
+    if one.kernel != "packed_large" or one.config.tokens != tokens:
+        return False
+    shape = one.config.row_warpgroups, one.config.k_warpgroups, one.config.k_blocks, one.config.row_blocks
+    return shape == (row_warpgroups, 1, 1, 1)
 
 
 def test_no_illegal_config_ever_runs() -> None:

@@ -32,7 +32,7 @@ def tune(
     model: Model,
     scheme: SchemeOption = None,
     most: Annotated[int, typer.Option("--most-tokens", min=1, help="Measure token counts up to this.")] = 8192,
-    each: Annotated[int, typer.Option(min=0, help="Candidates of each kernel family, the most promising first.")] = 6,
+    each: Annotated[int, typer.Option(min=0, help="Candidates of each kernel family, the most promising first.")] = 16,
     everything: Annotated[bool, typer.Option("--exhaustive", help="Every legal config: hours.")] = False,
     allow: Allow = None,
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16: the type of activations and results.")] = "float16",
@@ -57,7 +57,7 @@ def tune(
 
     from anybit.device import Device
     from anybit.tune import policy as policies
-    from anybit.tune.families import GRID, Product
+    from anybit.tune.families import STEPS, Product
     from anybit.tune.plans import Options
     from anybit.tune.search import exclusions, search
 
@@ -70,10 +70,10 @@ def tune(
     products = [
         Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype))
         for n, k in shapes
-        for m in GRID
+        for m in STEPS
         if m <= most
     ]
-    options = Options(10**6 if everything else each, allowed, seconds=seconds, again=again, models=(fused,))
+    options = Options(10**6 if everything else each, allowed, seconds=seconds, again=again, models=(fused,), grid=STEPS)
     hints = [found for found in (policies.usable(file) for file in sorted(policies.SHIPPED.glob("*.json"))) if found]
     began = time.perf_counter()
     with progress_bar(f"Tuning {parsed}", counted=True) as update:

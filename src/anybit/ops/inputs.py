@@ -11,7 +11,7 @@ from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.dispatcher import allowed, dispatcher, generation
-from anybit.tune.families import Layout, Product, bucket
+from anybit.tune.families import Layout, Product, step
 from anybit.tune.space import builtin_layout
 
 
@@ -29,8 +29,8 @@ def check_input(x: Tensor, weight: Tensor, spec: LinearSpec) -> None:
 
 
 def token_bucket(tokens: int) -> int:
-    """The token count that kernels are chosen for: the next one of the policy maps' grid."""
-    return bucket(tokens)
+    """The token count that kernels are chosen for: one of the policy maps' grid, or of four between two of it."""
+    return step(tokens)
 
 
 def product_of(

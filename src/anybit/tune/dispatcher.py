@@ -1,7 +1,8 @@
 """What runs a product: looked up in the maps of its GPU, decided once, and kept by whoever asked.
 
 Maps are found in this order: those given to ``use``, the user's own for this GPU (``policy.own_file``), the shipped
-one. A point for exactly this product decides; else the nearest points of the same scheme whose configs are legal here
+one. A point for exactly this product decides; between two token counts of its layer what is expected to be fastest by
+both; else the nearest points of the same scheme whose configs are legal here
 and won clearly where they were measured; else the built-in choice.
 """
 
@@ -15,7 +16,8 @@ from typing import Any, Literal
 import torch
 
 from anybit.errors import KernelError
-from anybit.tune.families import FAMILIES, GRID, MOST_TOKENS, Layout, Product, bucket, power_of_two
+from anybit.tune.between import scaled
+from anybit.tune.families import BETWEEN_FROM, FAMILIES, MOST_TOKENS, STEPS, Layout, Product, power_of_two, step
 from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
 from anybit.tune.space import Candidate, builtin, builtin_layout, leaves_room, refuse_unknown
 
@@ -27,7 +29,7 @@ expected of both, here, less so much for each power of two that the point is awa
 _WORTH_TWO = 1.03
 """Two layouts are kept where one of them alone would cost more than this at some token count."""
 _SIXTEEN = (torch.float16, torch.bfloat16)
-_ORIGINS = Literal["map", "nearest", "built in"]
+_ORIGINS = Literal["map", "between", "nearest", "built in"]
 _logger = logging.getLogger(__name__)
 
 
@@ -53,9 +55,9 @@ class Dispatcher:
     def point(self, product: Product) -> tuple[Point, Policy] | None:
         """What was measured for this product, at the token count of the grid that stands for its own."""
         # A point on the way to the next power of two holds where its built-in choice is the product's own.
-        least, most = min(bucket(product.m), MOST_TOKENS), min(power_of_two(product.m), MOST_TOKENS)
+        least, most = min(step(product.m), MOST_TOKENS), min(power_of_two(product.m), MOST_TOKENS)
         for policy in self.policies:
-            for m in (m for m in GRID if least <= m <= most):
+            for m in (m for m in STEPS if least <= m <= most):
                 for dtype in _alike(product):
                     found = policy.exact(replace(product, m=m, dtype=dtype))
                     if found is not None:
@@ -71,6 +73,9 @@ class Dispatcher:
         """
         if product.act_order or not (product.aligned or product.activations.quantized):
             return Choice(_builtin(product, layouts), "built in")
+        between = self._between(product, layouts, allow)
+        if between is not None:
+            return between
         found = self.point(product)
         if found is not None and _holds(product, found[0]):
             choice = _best(product, *found, layouts, allow)
@@ -84,6 +89,39 @@ class Dispatcher:
                 if choice is not None and _holds(there, point):
                     return replace(choice, source=f"{choice.source} ({m} x {key[2]} x {key[3]}, {policy.path})")
         return Choice(own, "built in")
+
+    def _between(self, product: Product, layouts: Collection[Layout] | None, allow: Collection[str]) -> Choice | None:
+        """What is expected to be fastest at a token count between two that were measured; None where none decides."""
+        if not BETWEEN_FROM < product.m < MOST_TOKENS:
+            return None
+        for policy in self.policies:
+            for dtype in _alike(product):
+                points = policy.layers.get(key_of(replace(product, dtype=dtype)), {})
+                if step(product.m) in points:
+                    return None  # which decides
+                lower = max((m for m in points if 2 * m >= product.m > m), default=0)
+                upper = min((m for m in points if product.m < m <= power_of_two(product.m)), default=0)
+                if not upper:
+                    continue
+                expected: dict[Candidate, list[float]] = {}
+                for m in (m for m in (upper, lower) if m):
+                    there, point = replace(product, m=m), points[m]
+                    if not _holds(there, point):
+                        continue
+                    own = () if point.default is None else (point.default,)
+                    for measured in (*point.strategies.values(), *point.also, *own):
+                        candidate = _legal(measured, product, allow)
+                        if candidate is None or not (layouts is None or candidate.layout in layouts):
+                            continue
+                        us = scaled(candidate, measured.us, there, product)
+                        if us is not None:
+                            expected.setdefault(candidate, []).append(us)
+                if expected:
+                    mean = {candidate: sum(found) / len(found) for candidate, found in expected.items()}
+                    best = min(mean, key=mean.__getitem__)
+                    counts = f"{lower} and {upper}" if lower else f"{upper}"
+                    return Choice(best, "between", 0.0, f"measured at {counts} tokens ({policy.path or 'a map'})")
+        return None
 
     def layouts(self, product: Product, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:
         """How a layer's weights are to lie: in one layout, or in two where each wins by much at some token count.

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from anybit.tune.dispatcher import Dispatcher
-from anybit.tune.families import MOST_TOKENS, Product, bucket
+from anybit.tune.families import MOST_TOKENS, Product, step
 from anybit.tune.floor import floor_us
 from anybit.tune.space import builtin, space
 
@@ -88,7 +88,7 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
         if others:
             runner_up = f"{others[0].strategy}, {others[0].us:.2f} us ({others[0].reason})"
         origin = policy.origin
-        m = min(bucket(product.m), MOST_TOKENS)
+        m = min(step(product.m), MOST_TOKENS)
         why = f"it was the fastest of {len(point.strategies)} strategies at M = {m}, by {choice.source}"
         why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"
         if choice.origin != "map":

@@ -6,7 +6,7 @@ is legal is what its ``why_not`` says, and nothing here knows better.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
@@ -214,14 +214,17 @@ class Family:
                 return seeds[:count]
         return self.ranked(product)[:count]
 
-    def kinds(self, product: Product) -> list[Any]:
-        """What stands for each kind of tile, where the family has no estimate and many kinds; else nothing."""
+    def kinds(self, product: Product, rings: bool = False) -> list[Any]:
+        """What stands for each kind of tile, where the family has no estimate and many kinds; else nothing.
+
+        rings: of small tiles' rings several.
+        """
         if self.name != "bitwise" or self.why_not(product) is not None:
             return []
         own = self.default(product)
         half = product.device.shared_bytes // 2 - 1024
         idle = -(-product.m // _TILE) * -(-product.n // _TILE) <= product.device.sms // 2
-        return representatives(self.configs(product), product.m, half, own, idle)
+        return representatives(self.configs(product), product.m, half, own, idle, rings)
 
 
 _FEW_SEEDS = 3
@@ -341,12 +344,13 @@ def quantizer(product: Product, target: Target) -> pack.Config:
 # -------- how many tokens count as the same
 
 MOST_TOKENS = 8192
-_QUARTERS_FROM = 64
+BETWEEN_FROM = 64
+"""To so many tokens a measured count stands for those below it: tiles are about as wide as all tokens."""
 GRID: tuple[int, ...] = tuple(
     sorted(
         {1 << i for i in range(14)}
         | {3 << i for i in range(12)}
-        | {steps << i for steps in (5, 7) for i in range(11) if _QUARTERS_FROM < steps << i <= MOST_TOKENS}
+        | {steps << i for steps in (5, 7) for i in range(11) if BETWEEN_FROM < steps << i <= MOST_TOKENS}
     )
 )
 """The token counts of a map: every power of two and what lies half way between two of them; above 64, where tiles of
@@ -359,6 +363,33 @@ def bucket(tokens: int) -> int:
     return next((m for m in GRID if m >= tokens), power_of_two(tokens))
 
 
+@functools.cache
+def step(tokens: int) -> int:
+    """The token count that a plan is made for: to 64 that of ``bucket``, above it the next 32nd of the way between two
+    powers of two, since what is fastest between two of a map's counts is neither's (``tune.between``).
+    """
+    if not BETWEEN_FROM < tokens <= MOST_TOKENS:
+        return bucket(tokens)
+    unit = power_of_two(tokens) // 64
+    return -(-tokens // unit) * unit
+
+
+_MOST_STEPS = 4
+
+
+def steps_to(tokens: int, grid: Sequence[int]) -> tuple[int, ...]:
+    """Some counts of ``step`` from a grid's last one before ``tokens``, which is one of it, to ``tokens``."""
+    last = max((m for m in grid if m < tokens), default=0)
+    if tokens not in grid or last < BETWEEN_FROM:
+        return (tokens,)
+    between = [m for m in STEPS if last < m <= tokens]
+    return tuple(between[:: -max(1, len(between) // _MOST_STEPS)])
+
+
 def power_of_two(tokens: int) -> int:
     """The next power of two: what built-in choices are made for, so that they are few."""
     return 1 << (tokens - 1).bit_length()
+
+
+STEPS: tuple[int, ...] = tuple(sorted({step(tokens) for tokens in range(1, MOST_TOKENS + 1)}))
+"""All counts of ``step``: what `anybit tune` measures. A map of all layers and schemes has those of ``GRID``."""

@@ -21,7 +21,7 @@ from typing import Any
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.tune.families import Product
+from anybit.tune.families import GRID, Product
 from anybit.tune.policy import Policy
 from anybit.tune.runner import Effort
 from anybit.tune.space import Candidate, builtin, promising
@@ -39,6 +39,7 @@ class Options:
     again: measure anew what the file has.  jobs: processes that compile.
     plans: a file of what ``compile_all`` planned, for the same products and maps.
     models: shapes (N, K) of the layers of models, in their order: few tokens are timed in their company.
+    grid: the token counts that are measured, to know which lie between two of them.
     """
 
     each: int = 6
@@ -50,6 +51,7 @@ class Options:
     jobs: int = 0
     plans: Path | None = None
     models: tuple[tuple[tuple[int, int], ...], ...] = ()
+    grid: tuple[int, ...] = GRID
 
 
 def candidates_of(product: Product, maps: Sequence[Policy], options: Options) -> list[Candidate]:
@@ -61,10 +63,10 @@ def candidates_of(product: Product, maps: Sequence[Policy], options: Options) ->
         for count, (_, _, _, point) in enumerate(policy.near(product, 2.0)):
             if count >= 2:
                 break
-            for measured in point.strategies.values():
+            for measured in (*point.strategies.values(), *point.also):
                 with contextlib.suppress(KernelError):
                     hints.append(measured.candidate(product))
-    return promising(product, options.each, hints, options.allow)
+    return promising(product, options.each, hints, options.allow, options.grid)
 
 
 @dataclass(frozen=True)

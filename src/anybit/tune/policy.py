@@ -89,6 +89,8 @@ class Point:
     strategies: dict[str, Measured]
     default: Measured | None = None
     """The built-in choice that took ``default_us``; where another is built in now, the point no longer decides."""
+    also: tuple[Measured, ...] = ()
+    """What won no strategy, but is expected to win one at token counts between this one and the next measured ones."""
 
     def ordered(self) -> list[tuple[str, Measured]]:
         """Strategies, the fastest first."""
@@ -96,7 +98,7 @@ class Point:
 
     def kernels(self) -> set[str]:
         """The kernels that it holds times of."""
-        found = {measured.kernel for measured in self.strategies.values()}
+        found = {measured.kernel for measured in (*self.strategies.values(), *self.also)}
         return found if self.default is None else found | {self.default.kernel}
 
 
@@ -294,7 +296,7 @@ def _parse(content: Any, path: Path) -> Policy:
 def _parse_point(point: dict[str, Any], configs: dict[str, Any]) -> Point:
     strategies = {}
     for name, measured in point.items():
-        if name in ("default_us", "floor_us", "default"):
+        if name in ("default_us", "floor_us", "default", "also"):
             continue
         if name not in STRATEGIES:
             raise ValueError(f"strategy {name!r} is unknown; there are {', '.join(STRATEGIES)}")
@@ -307,7 +309,8 @@ def _parse_point(point: dict[str, Any], configs: dict[str, Any]) -> Point:
     if "default" in point:
         kernel, fields = configs[point["default"]]
         default = Measured(default_us, kernel, fields)
-    return Point(default_us, _positive(point["floor_us"], float), strategies, default)
+    also = tuple(Measured(_positive(us, float), *configs[name]) for name, us in point.get("also", {}).items())
+    return Point(default_us, _positive(point["floor_us"], float), strategies, default, also)
 
 
 def _positive(value: Any, kind: type) -> Any:
@@ -351,6 +354,8 @@ def text(policy: Policy) -> str:
                 row[strategy] = {"us": measured.us, "config": name(measured)}
                 if measured.activations:
                     row[strategy]["activations"] = measured.activations
+            if point.also:
+                row["also"] = {name(measured): measured.us for measured in point.also}
             lines.append(f'  "{m}": {json.dumps(row)}')
         head = json.dumps({"scheme": scheme, "dtype": dtype, "n": n, "k": k})[:-1]
         layers.append(head + ', "tokens": {\n' + ",\n".join(lines) + "}}")

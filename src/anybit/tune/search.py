@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -24,7 +25,8 @@ import torch
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.scheme import Scheme
-from anybit.tune.families import Product
+from anybit.tune.between import scaled
+from anybit.tune.families import Product, steps_to
 from anybit.tune.floor import floor_us
 from anybit.tune.plans import Options, Plan, Planner, die_with_parent
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
@@ -363,7 +365,7 @@ def measure(
     own = [plan.candidates[i] for i in plan.own]
     candidates = [one for one in (*plan.candidates, *more) if one in own or leaves_room(product, one)]
     times = race(child, product, candidates, options, policy, own, meanwhile)
-    return _point(product, times, own, plan.default)
+    return _point(product, times, own, plan.default, options.grid)
 
 
 def race(
@@ -491,7 +493,11 @@ def _said(traceback_: object) -> str:
 
 
 def _point(
-    product: Product, times: Sequence[tuple[Candidate, Time]], own: Collection[Candidate], default: Candidate | None
+    product: Product,
+    times: Sequence[tuple[Candidate, Time]],
+    own: Collection[Candidate],
+    default: Candidate | None,
+    grid: Sequence[int],
 ) -> Point | None:
     """The best of each strategy; built-in choices are preferred within the noise."""
     if not times:
@@ -506,11 +512,36 @@ def _point(
             if candidate in own and found.us <= _TIE * best_time.us:
                 best, best_time = candidate, found
         strategies[strategy] = Measured.of(best, product, best_time.us)
+    also = _between(product, times, strategies, grid)
     for candidate, found in times:
         if candidate == default:
             us = round(found.us, 3)
-            return Point(us, floor, strategies, Measured.of(candidate, product, us))
-    return Point(max(measured.us for measured in strategies.values()), floor, strategies)
+            return Point(us, floor, strategies, Measured.of(candidate, product, us), also)
+    return Point(max(measured.us for measured in strategies.values()), floor, strategies, None, also)
+
+
+_MOST_BETWEEN = 6
+
+
+def _between(
+    product: Product,
+    times: Sequence[tuple[Candidate, Time]],
+    strategies: dict[str, Measured],
+    grid: Sequence[int],
+) -> tuple[Measured, ...]:
+    """What is expected to win a strategy at a token count from the grid's last one before this to its next."""
+    following = next((m for m in grid if m > product.m), product.m)
+    won: Counter[Measured] = Counter()
+    for tokens in sorted({*steps_to(product.m, grid), *steps_to(following, grid)} - {product.m, following}):
+        here = replace(product, m=tokens)
+        best: dict[str, tuple[float, Measured]] = {}
+        for candidate, found in times:
+            us = None if candidate.activations != product.activations else scaled(candidate, found.us, product, here)
+            if us is not None and us < best.get(candidate.strategy, (float("inf"),))[0]:
+                best[candidate.strategy] = us, Measured.of(candidate, product, found.us)
+        won.update(measured for _, measured in best.values())
+    known = set(strategies.values())
+    return tuple(measured for measured, _ in won.most_common() if measured not in known)[:_MOST_BETWEEN]
 
 
 def exclusions(policy: Policy) -> Collection[str]:

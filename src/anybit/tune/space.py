@@ -5,7 +5,7 @@ Legality comes from the families' ``why_not`` alone. The paper's relation among 
 products, so a config states the tile and its warps, and the products a warp does follow.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat
 from anybit.tune.families import (
     FAMILIES,
+    GRID,
     MOST_TOKENS,
     Family,
     FieldValue,
@@ -28,6 +29,7 @@ from anybit.tune.families import (
     few_tokens,
     power_of_two,
     quantizer,
+    steps_to,
     tiles_of,
 )
 
@@ -289,6 +291,8 @@ _EVERYTHING = 1000
 """A search for so many candidates of each family leaves nothing out."""
 _EVERY_KIND = 3
 """A search for so many candidates of each family tries every kind of tile of a family that has no estimate, too."""
+_EVERY_RING = 12
+"""And one for so many several rings of each."""
 
 
 def _hopeless(product: Product, candidate: Candidate) -> bool:
@@ -321,11 +325,16 @@ def builtins_of(product: Product, allow: Collection[str] = ()) -> list[Candidate
 
 
 def promising(
-    product: Product, each: int, hints: Collection[Candidate] = (), allow: Collection[str] = ()
+    product: Product,
+    each: int,
+    hints: Collection[Candidate] = (),
+    allow: Collection[str] = (),
+    grid: Sequence[int] = GRID,
 ) -> list[Candidate]:
     """The built-in choices, then hints that are allowed, then the ``each`` most promising of every family.
 
-    Built-in choices come first and are always there, so that a search never ends with something worse.
+    Built-in choices come first and are always there, so that a search never ends with something worse. grid: the token
+    counts that are measured; what is promising at those between the last one and the product's is tried, too.
     """
     targets = targets_of(product, allow)
     chosen = builtins_of(product, allow)
@@ -336,16 +345,19 @@ def promising(
         for activations in targets:
             effective = replace(product, activations=activations)
             for family in FAMILIES.values():
-                kinds = [Candidate("bitwise", family.name, config, activations) for config in family.kinds(effective)]
+                of_kind = family.kinds(effective, each >= _EVERY_RING)
+                kinds = [Candidate("bitwise", family.name, config, activations) for config in of_kind]
                 chosen += [one for one in kinds if each >= _EVERYTHING or not _hopeless(product, one)]
     if each >= _EVERYTHING:
         chosen += space(product, allow).candidates
     elif each:
-        chosen += _first(product, each, targets)
+        chosen += _first(product, each, targets, grid)
     return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]
 
 
-def _first(product: Product, each: int, targets: Collection[ActivationFormat]) -> Iterator[Candidate]:
+def _first(
+    product: Product, each: int, targets: Collection[ActivationFormat], grid: Sequence[int]
+) -> Iterator[Candidate]:
     """The ``each`` most promising of every family and strategy, hopeless ones left out."""
     for activations in targets:
         effective = replace(product, activations=activations)
@@ -354,6 +366,11 @@ def _first(product: Product, each: int, targets: Collection[ActivationFormat]) -
                 continue
             splits = family.name == "marlin"  # whose configs belong to two strategies
             counts: dict[str, int] = {}
+            if hasattr(family.module, "estimate"):  # which follows how tiles of tokens fill multiprocessors
+                for tokens in steps_to(product.m, grid):
+                    for config in family.first(replace(effective, m=tokens), each):
+                        yield Candidate(strategy_of(activations, family.name, config), family.name, config, activations)
+                continue
             for config in family.ranked(effective) if splits else family.first(effective, each):
                 found = Candidate(strategy_of(activations, family.name, config), family.name, config, activations)
                 counts[found.strategy] = counts.get(found.strategy, 0) + 1

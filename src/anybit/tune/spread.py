@@ -16,12 +16,18 @@ _MANY = 64
 less than it gains only where tiles for many would leave most multiprocessors idle (SmolLM2's layers to 256 tokens)."""
 
 
-def representatives(configs: Sequence[Config], tokens: int, half: int, own: Config, idle: bool = False) -> list[Config]:
+_SLOTS = (4, 8)
+"""Of small tiles' rings, where every span is tried. Those that won on an H200, the deepest apart, had 2 to 8."""
+
+
+def representatives(
+    configs: Sequence[Config], tokens: int, half: int, own: Config, idle: bool = False, rings: bool = False
+) -> list[Config]:
     """What stands for the kinds of tile among ``configs`` that suit so many tokens, those most like ``own`` first.
 
     half: shared memory of which a multiprocessor has two.  idle: whether large tiles leave most of these idle.
-    Of small tiles the deepest rings that leave room for a second block; of large ones two and three chunks of either
-    operand, with most room for results.
+    Of small tiles the deepest rings that leave room for a second block, and with ``rings`` every span, in few and in
+    many slots; of large ones two and three chunks of either operand, with most room for results.
     """
     kinds: dict[tuple[Any, ...], list[Config]] = {}
     for config in configs:
@@ -34,7 +40,11 @@ def representatives(configs: Sequence[Config], tokens: int, half: int, own: Conf
             return config.slab, -config.buffers
         return shared_bytes(config) > half, -config.span, -shared_bytes(config)
 
-    return [min(members, key=best) for members in ordered]
+    found = [min(members, key=best) for members in ordered]
+    if rings:
+        small = (config for members in ordered for config in members if config.path is Path.small)
+        found += [config for config in small if config.slots in _SLOTS and config.blocks == 1]
+    return list(dict.fromkeys(found))
 
 
 def _suits(config: Config, tokens: int, own: Config, idle: bool) -> bool:
