@@ -30,7 +30,7 @@ from typing import Any
 
 from anybit.scheme import Scheme
 from anybit.tune.dispatcher import Dispatcher, dispatcher
-from anybit.tune.families import GRID, Layout, Product, tiles_of
+from anybit.tune.families import Layout, Product, tiles_of
 from anybit.tune.floor import floor_us
 from anybit.tune.plans import Options, compile_all, compile_candidates
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
@@ -39,7 +39,7 @@ from anybit.tune.search import Child, race, search
 from anybit.tune.space import Candidate, builtin
 from cases import LLAMA3_8B
 from dispatch_check import compile_spaces, verify
-from dispatch_layers import MODELS, PICTURED, SCHEMES, parts
+from dispatch_layers import MAPPED, MODELS, PICTURED, SCHEMES, parts
 from dispatch_model import BATCHES, PROMPTS, one_config, whole_models
 from timing import RESULTS, merge_rows, stamp
 
@@ -74,6 +74,7 @@ def measure_map(options: argparse.Namespace) -> None:
         limit=options.limit,
         jobs=options.jobs,
         models=tuple(MODELS.values()),
+        grid=tuple(options.tokens),
     )
     began = time.perf_counter()
     if options.compile:
@@ -398,7 +399,7 @@ def main() -> None:
     recording = kinds.add_parser("record", help="map and ablate in one process")
     for command in (mapping, recording):
         command.add_argument("--models", nargs="*", choices=MODELS)
-        command.add_argument("--tokens", type=int, nargs="*", default=list(GRID))
+        command.add_argument("--tokens", type=int, nargs="*", default=list(MAPPED))
         command.add_argument("--pictured", action="store_true", help="also the schemes of the crossover map")
         command.add_argument("--allow", nargs="*", default=[])
         command.add_argument("--hints", type=Path, nargs="*", default=[])
@@ -415,7 +416,7 @@ def main() -> None:
         command.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch.json")
     verifying.add_argument("--problems", type=int, default=200)
     verifying.add_argument("--seed", type=int, default=20261121)
-    verifying.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which of how many parts, for several GPUs")
+    verifying.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which of how many, for several GPUs")
     verifying.add_argument("--most", type=int, default=10**6, help="candidates of a space that are timed")
     verifying.add_argument("--tune-each", type=int, default=6, help="candidates of each family in the search")
     verifying.add_argument("--verify-seconds", type=float, default=300.0)

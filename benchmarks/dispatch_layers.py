@@ -24,7 +24,9 @@ SHAPES = tuple(dict.fromkeys(shape for layers in MODELS.values() for shape in la
 SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2", "w8a8", "w2a8", "w2a16g128", "w3a16g128")
 """What a map holds for every layer, in the order of measurement."""
 CHECKED = SCHEMES[:5]
-"""Measured at every token count of the grid, the others at powers of two; and the schemes of the problems at random."""
+"""Measured at every one of ``MAPPED``, the others at powers of two; and the schemes of the problems at random."""
+MAPPED = tuple(m for m in GRID if m <= 2048 or m % 1536 == 0 or m.bit_count() == 1)
+"""Token counts of a map: above 2048 without the quarters, which take as long as all others and where tiles fill rounds."""
 
 PICTURED = ("w1a1", "w1a2", "w1a4", "w2a3", "w3a3", "w3a4")
 PICTURED_SHAPES = ((4096, 4096), (28672, 4096))
