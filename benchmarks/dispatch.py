@@ -39,7 +39,7 @@ from anybit.tune.search import Child, race, search
 from anybit.tune.space import Candidate, builtin
 from cases import LLAMA3_8B
 from dispatch_check import compile_spaces, verify
-from dispatch_layers import MAPPED, MODELS, PICTURED, SCHEMES, parts
+from dispatch_layers import MAPPED, MODELS, PICTURED, SCHEMES, parts, tokens_of
 from dispatch_model import BATCHES, PROMPTS, one_config, whole_models
 from timing import RESULTS, merge_rows, stamp
 
@@ -74,12 +74,16 @@ def measure_map(options: argparse.Namespace) -> None:
         limit=options.limit,
         jobs=options.jobs,
         models=tuple(MODELS.values()),
-        grid=tuple(options.tokens),
     )
+
+    def for_part(part: Sequence[Product], each: int, seconds: float = float("inf")) -> Options:
+        grid = tokens_of(str(part[0].scheme), tuple(options.tokens))
+        return replace(how, each=each, seconds=seconds, grid=grid)
+
     began = time.perf_counter()
     if options.compile:
         for part, each in wanted:
-            count = compile_all(part, replace(how, each=each), hints)
+            count = compile_all(part, for_part(part, each), hints)
             passed = time.perf_counter() - began
             print(f"{part[0].scheme}: {len(part)} products, {count} candidates compiled, {passed:.1f} s", flush=True)
         return
@@ -90,7 +94,7 @@ def measure_map(options: argparse.Namespace) -> None:
     for part, each in wanted:
         left = options.seconds - (time.perf_counter() - began)
         if left > 0:
-            policy = search(part, options.out, replace(how, each=each, seconds=left), hints=hints, child=child)
+            policy = search(part, options.out, for_part(part, each, left), hints=hints, child=child)
             spent = {what: round(seconds, 1) for what, seconds in child.spent.items()}
             passed = time.perf_counter() - began
             print(f"{part[0].scheme}: {policy.points} points after {passed:.1f} s; the child's: {spent}", flush=True)

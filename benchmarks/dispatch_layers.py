@@ -26,7 +26,7 @@ SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2", "w8a8", "w2a8", "w2a16g1
 CHECKED = SCHEMES[:5]
 """Measured at every one of ``MAPPED``, the others at powers of two; and the schemes of the problems at random."""
 MAPPED = tuple(m for m in GRID if m <= 2048 or m % 1536 == 0 or m.bit_count() == 1)
-"""Token counts of a map: above 2048 without the quarters, which take as long as all others and where tiles fill rounds."""
+"""Token counts of a map: above 2048 without the quarters, which take long, and where tiles fill most rounds anyhow."""
 
 PICTURED = ("w1a1", "w1a2", "w1a4", "w2a3", "w3a3", "w3a4")
 PICTURED_SHAPES = ((4096, 4096), (28672, 4096))
@@ -37,6 +37,11 @@ def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]
     """The products of layers in a scheme, layer by layer."""
     s = Scheme.parse(scheme)
     return [Product(m, n, k, s.weights, s.activations) for n, k in shapes for m in tokens]
+
+
+def tokens_of(scheme: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Which of these token counts are measured of a scheme."""
+    return tokens if scheme in CHECKED else tuple(m for m in tokens if m.bit_count() == 1)
 
 
 def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: int) -> list[tuple[list[Product], int]]:
@@ -56,7 +61,7 @@ def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: 
             found.append((of(scheme, tuple(s for s in PICTURED_SHAPES if s in shapes), powers), 1))
             continue
         if scheme not in CHECKED:
-            found.append((of(scheme, first + rest, powers), max(each - 2, 0)))
+            found.append((of(scheme, first + rest, tokens_of(scheme, tokens)), max(each - 2, 0)))
             continue
         found.append((of(scheme, first, powers), each))
         found.append((of(scheme, first, others), each - 1))
