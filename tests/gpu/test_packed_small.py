@@ -129,12 +129,3 @@ def test_every_config_agrees() -> None:
         packed_small.launch(packed, x, y, config=config)
         error = (y.double() - expected).abs().mean() / expected.abs().mean()
         assert error < 1e-3, f"{config}: {error:.2e}"
-
-
-@pytest.mark.parametrize("bits", [3, 4])
-def test_tiles_are_those_of_torch(bits: int) -> None:
-    """packed_repack.cuh against packed_layout's torch code."""
-    for order in ("a16", "a8"):
-        host = random_weight(300, 1000, WeightFormat(bits, "asym", 64))
-        expected = packed_layout.prepare(host, order)
-        assert torch.equal(packed_layout.prepare(cuda(host), order).tiles.cpu(), expected.tiles)

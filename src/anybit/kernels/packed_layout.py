@@ -133,7 +133,6 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
     padded_n, padded_k = _up(n, TILE_ROWS), _up(columns, TILE_COLUMNS)
     if permutation is not None:
         permutation = torch.nn.functional.pad(permutation, (0, padded_k - columns), value=-1)
-    scale, row_scale = _normalized(weight, padded_n)
     tiles = torch.empty(
         padded_k // TILE_COLUMNS,
         padded_n // TILE_ROWS,
@@ -141,22 +140,46 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
         dtype=torch.uint8,
         device=weight.words.device,
     )
-    if tiles.is_cuda:
-        config = packed_repack.Config(format.bits, order == "a8")
-        packed_repack.launch(weight.words.contiguous(), permutation, tiles, n, k, config)
-    else:
-        _place_codes(tiles, weight, permutation, order)
     row_zero = None
-    if format.group is None:
-        if weight.zero is not None:
-            row_zero = torch.nn.functional.pad(weight.zero[:, 0], (0, padded_n - n))
-    else:
-        _place_scales(tiles, weight, scale, column_group, padded_n)
+    if format.group is None and weight.zero is not None:
+        row_zero = torch.nn.functional.pad(weight.zero[:, 0], (0, padded_n - n))
+    place = _place_on_gpu if tiles.is_cuda else _place
+    row_scale = place(tiles, weight, permutation, column_group, order)
     return PackedWeight(tiles, row_scale, row_zero, permutation, weight.shape, format, order)
 
 
+def _place_on_gpu(
+    tiles: Tensor, weight: QuantizedWeight, permutation: Tensor | None, column_group: Tensor | None, order: Order
+) -> Tensor:
+    """Fill tiles, in one launch and without memory of its own; the factors of rows."""
+    (n, k), group = weight.shape, weight.format.group
+    padded_n, groups = tiles.shape[1] * TILE_ROWS, None
+    if group is None:
+        row_scale = _padded_scale(weight, padded_n)
+    else:
+        row_scale = torch.empty(padded_n, dtype=torch.float32, device=tiles.device)
+        zero = None if weight.zero is None else weight.zero.contiguous()
+        columns = None if column_group is None else column_group.int()
+        groups = packed_repack.Groups(group, weight.scale.float().contiguous(), zero, columns, row_scale)
+    config = packed_repack.Config(weight.format.bits, order == "a8")
+    packed_repack.launch(weight.words.contiguous(), permutation, tiles, n, k, groups, config)
+    return row_scale
+
+
+def _place(
+    tiles: Tensor, weight: QuantizedWeight, permutation: Tensor | None, column_group: Tensor | None, order: Order
+) -> Tensor:
+    """The same in torch, on any device."""
+    padded_n = tiles.shape[1] * TILE_ROWS
+    _place_codes(tiles, weight, permutation, order)
+    if weight.format.group is None:
+        return _padded_scale(weight, padded_n)
+    scale, row_scale = _normalized(weight, padded_n)
+    _place_scales(tiles, weight, scale, column_group, padded_n)
+    return row_scale
+
+
 def _place_codes(tiles: Tensor, weight: QuantizedWeight, permutation: Tensor | None, order: Order) -> None:
-    """What packed_repack.cuh does, in torch."""
     format, (n, k) = weight.format, weight.shape
     padded_k, padded_n = tiles.shape[0] * TILE_COLUMNS, tiles.shape[1] * TILE_ROWS
     rows = max(TILE_ROWS, _CHUNK_ELEMENTS // padded_k // TILE_ROWS * TILE_ROWS)
@@ -199,13 +222,18 @@ def _columns(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:
     return permutation, torch.repeat_interleave(torch.arange(groups, device=index.device), spans)
 
 
+def _padded_scale(weight: QuantizedWeight, padded_n: int) -> Tensor:
+    """Scales of whole rows, float32 [N']."""
+    scale = weight.scale.float()
+    return torch.nn.functional.pad(scale[:, 0], (0, padded_n - scale.shape[0]))
+
+
 def _normalized(weight: QuantizedWeight, padded_n: int) -> tuple[Tensor, Tensor]:
     """Group scales with a power of two taken out of each row, so that fp16 holds them; and the factor of each row."""
     scale = weight.scale.float()
-    if weight.format.group is None:
-        return scale, torch.nn.functional.pad(scale[:, 0], (0, padded_n - scale.shape[0]))
     largest = scale.abs().amax(1, keepdim=True)
-    exponent = torch.frexp(torch.where(largest > 0, largest, torch.ones_like(largest))).exponent - 8
+    usual = (largest > 0) & (largest < torch.inf)
+    exponent = torch.frexp(torch.where(usual, largest, torch.ones_like(largest))).exponent - 8
     exponent = exponent.clamp(min=-126)  # what 32 bits hold as normal numbers
     return scale * _power_of_two(-exponent), torch.nn.functional.pad(
         _power_of_two(exponent)[:, 0], (0, padded_n - scale.shape[0])

@@ -1,4 +1,4 @@
-"""Dense codes of a checkpoint -> the code words of packed tiles, on the GPU. Host side of packed_repack.cuh."""
+"""Dense codes of a checkpoint, scales and zeros -> packed tiles, on the GPU. Host side of packed_repack.cuh."""
 
 import functools
 from dataclasses import dataclass
@@ -26,25 +26,59 @@ class Params:
     words: Pointer
     permutation: Pointer
     tiles: Pointer
+    scale: Pointer
+    zero: Pointer
+    column_group: Pointer
+    row_scale: Pointer
     n: Int32
     k: Int32
     row_words: Int32
     row_tiles: Int32
     unit_bytes: Int32
+    group: Int32
+    groups: Int32
+    spans: Int32
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Scales and zeros of groups, and where they go.
+
+    size: columns of a group.  scale: float32 [n, groups].  zero: uint8 [n, groups] or None.  columns: int32, the group
+    of each `size` columns where these come in another order, else None.  row_scale: float32 [rows of the tiles], which
+    the kernel writes.
+    """
+
+    size: int
+    scale: Tensor
+    zero: Tensor | None
+    columns: Tensor | None
+    row_scale: Tensor
 
 
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    return jit.Kernel("packed_repack.cuh", "packed_repack", config, Params, _THREADS, 64 * (128 + 4))
+    return jit.Kernel("packed_repack.cuh", "packed_repack", config, Params, _THREADS, 64 * (128 + 4) + 256)
 
 
-def arguments(words: Tensor, permutation: Tensor | None, tiles: Tensor, n: int, k: int) -> Params:
+def arguments(
+    words: Tensor, permutation: Tensor | None, tiles: Tensor, n: int, k: int, groups: Groups | None = None
+) -> Params:
     """The Params of a launch: words int32 [n, ...] -> tiles uint8 [column blocks, row tiles, bytes of a tile]."""
-    return Params(words, permutation, tiles, n, k, words.shape[1], tiles.shape[1], tiles.shape[2] // 4)
+    size = words.shape[1], tiles.shape[1], tiles.shape[2] // 4
+    if groups is None:
+        return Params(words, permutation, tiles, None, None, None, None, n, k, *size, 0, 0, 0)
+    count = groups.scale.shape[1]
+    spans = count if groups.columns is None else groups.columns.numel()
+    places = groups.scale, groups.zero, groups.columns, groups.row_scale
+    return Params(words, permutation, tiles, *places, n, k, *size, groups.size, count, spans)
 
 
-def launch(words: Tensor, permutation: Tensor | None, tiles: Tensor, n: int, k: int, config: Config) -> None:
-    """Write the codes into ``tiles``; scales and zeros, which lie between them, stay as they are."""
+def launch(
+    words: Tensor, permutation: Tensor | None, tiles: Tensor, n: int, k: int, groups: Groups | None, config: Config
+) -> None:
+    """Write ``tiles``; and of groups, if there are any, ``row_scale``."""
     grid = (tiles.shape[1], tiles.shape[0], 1)
-    jit.launch(kernel(config), arguments(words, permutation, tiles, n, k), grid, device=words.get_device())
+    params = arguments(words, permutation, tiles, n, k, groups)
+    jit.launch(kernel(config), params, grid, device=words.get_device())
