@@ -1,5 +1,7 @@
 """marlin.cuh becomes machine code without spills for sm_80 to sm_120a; int4 tensor cores where they exist."""
 
+import itertools
+
 import pytest
 import torch
 from machine_code import count
@@ -34,3 +36,14 @@ def test_no_spills(arch: str, cases: list[tuple[int, int, torch.dtype]]) -> None
         assert count(compiled.cubin, instruction) > 0
         # The assembler writes the jump that ends the line as a call, once; a call of a subroutine would be more.
         assert count(compiled.cubin, "CALL") <= 1
+
+
+@pytest.mark.parametrize("m", [8, 16, 32, 64])
+def test_no_default_for_int8_spills(m: int) -> None:
+    """Sums of integers and of floats, and the scales of groups: what needs most registers."""
+    device = Device.named("sm_80")
+    for bits, group in itertools.product((1, 2, 4, 5, 8), (32, 128, None)):
+        weights = WeightFormat(bits, ("sym", "asym")[(bits + m // 8) % 2], group)
+        config = marlin.default(Problem(m, 4096, 4096, weights, torch.int8, torch.float16, device))
+        compiled = jit.cached(marlin.kernel(config), "sm_80")
+        assert compiled.spill_bytes == compiled.stack_bytes == 0, f"{weights} {config}: {compiled.spill_bytes}"

@@ -333,7 +333,7 @@ template <class C> struct Block {
 
 }  // namespace marlin
 
-template <class C> __global__ void __launch_bounds__(C::threads) marlin_gemm(const __grid_constant__ Params p) {
+template <class C> __global__ void __launch_bounds__(C::threads, 1) marlin_gemm(const __grid_constant__ Params p) {
     using T = marlin::Traits<C>;
     static_assert(C::threads == C::row_warps * C::k_warps * 32 && T::rows % 64 == 0, "warps cover whole tiles of 64 rows");
     static_assert(C::shared_bytes == C::stages * T::stage_bytes + T::exchange_bytes, "the twin counts shared memory differently");

@@ -185,13 +185,19 @@ def configs(problem: Problem) -> Iterator[Config]:
 def default(problem: Problem) -> Config:
     """The config to use where nothing was measured. Raises KernelError where there is none.
 
-    Wide row tiles read activations less often; narrow ones are enough for few tokens (the paper's equation 1).
+    Wide row tiles read activations less often; narrow ones are enough for few tokens (the paper's equation 1), and are
+    all that registers hold of 64 tokens' sums in integers and in floats.
     """
     reason = why_not(problem)
     if reason is not None:
         raise KernelError(reason)
     tokens = next((t for t in (8, 16, 32, 64) if t >= problem.m), 64)
-    shapes = ((1, 4, 2), (1, 8, 1)) if tokens <= 16 else ((2, 8, 1), (1, 8, 1), (1, 4, 2))
+    if tokens <= 16:
+        shapes: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (1, 8, 1))
+    elif tokens == 64 and problem.activations == torch.int8:
+        shapes = ((1, 8, 1), (1, 4, 2))
+    else:
+        shapes = ((2, 8, 1), (1, 8, 1), (1, 4, 2))
     for nibbles in (problem.device.capability < 90, False):
         for shape in shapes:
             for stages in (4, 3, 2):
