@@ -1,5 +1,7 @@
 """packed_repack.cuh on the CPU: the same tiles and factors of rows as packed_layout's torch code, byte for byte."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,8 +53,15 @@ def test_groups(group: int | None) -> None:
         check(random_weight(70, 600, WeightFormat(2, code, group), 5), "a16")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_types_of_scales(dtype: torch.dtype) -> None:
+    weight = random_weight(70, 256, WeightFormat(4, "sym", 32), 5)
+    check(replace(weight, scale=weight.scale.to(dtype)), "a16")
+
+
 def test_scales_of_any_size() -> None:
     weight = random_weight(70, 256, WeightFormat(1, "sym", 64), 5)
+    weight = replace(weight, scale=weight.scale.float())
     sizes = (0.0, 1e-45, 1e-38, 1.1754944e-38, 3e-36, 1e-6, 1.0, 255.99, 6e4, 3e38, torch.inf, -2.0)
     for row, size in enumerate(sizes):
         weight.scale[row] = torch.tensor([size, size / 2, 0.0, -size])

@@ -1,5 +1,7 @@
 """Repacking on hardware: the tiles of packed_layout's torch code, and no memory but theirs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,10 +28,12 @@ def test_tiles_are_those_of_torch(bits: int, group: int | None) -> None:
                 assert mine is theirs is None or torch.equal(mine.cpu(), theirs), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("bits", "group"), [(1, 128), (4, 128), (4, 32), (8, None)])
-def test_memory(bits: int, group: int | None) -> None:
+def test_memory(bits: int, group: int | None, dtype: torch.dtype) -> None:
     """Beside the layer that is read: its tiles, and a few numbers a row."""
-    weight = on(random_weight(4096, 4096, WeightFormat(bits, "sym", group)), "cuda")
+    weight = random_weight(4096, 4096, WeightFormat(bits, "sym", group))
+    weight = on(replace(weight, scale=weight.scale.to(dtype)), "cuda")
     packed_layout.prepare(weight)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -160,7 +160,8 @@ def _place_on_gpu(
         row_scale = torch.empty(padded_n, dtype=torch.float32, device=tiles.device)
         zero = None if weight.zero is None else weight.zero.contiguous()
         columns = None if column_group is None else column_group.int()
-        groups = packed_repack.Groups(group, weight.scale.float().contiguous(), zero, columns, row_scale)
+        scale = weight.scale if weight.scale.dtype in packed_repack.SCALES else weight.scale.float()
+        groups = packed_repack.Groups(group, scale.contiguous(), zero, columns, row_scale)
     config = packed_repack.Config(weight.format.bits, order == "a8")
     packed_repack.launch(weight.words.contiguous(), permutation, tiles, n, k, groups, config)
     return row_scale

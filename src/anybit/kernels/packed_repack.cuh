@@ -9,15 +9,18 @@
 
 #include "packed_layout.cuh"
 
+enum ScaleType : int32_t { scale_f32, scale_f16, scale_bf16 };
+
 struct Params {
     const uint32_t* words;       // [n, row_words]
     const int32_t* permutation;  // [128 * column blocks]: the channel of each column, -1: padding; or null
     uint8_t* tiles;
-    const float* scale;           // [n, groups], or null: whole rows, whose scales are not in the tiles
+    const uint8_t* scale;         // [n, groups], or null: whole rows, whose scales are not in the tiles
     const uint8_t* zero;          // [n, groups], or null
     const int32_t* column_group;  // the group of each `group` columns, where they come in another order, else null
     float* row_scale;             // [64 * row_tiles], not written for whole rows
     int32_t n, k, row_words, row_tiles, unit_bytes, group, groups, spans;  // spans: of `group` columns that have scales
+    ScaleType scale_type;
 };
 
 namespace packed {
@@ -29,13 +32,20 @@ __device__ __forceinline__ uint32_t row_factor(uint32_t largest) {
     return static_cast<uint32_t>(biased > 8 ? biased - 7 : 1) << 23;
 }
 
+__device__ __forceinline__ float scale_of(const Params& p, int row, int group) {
+    const size_t at = static_cast<size_t>(row) * p.groups + group;
+    if (p.scale_type == scale_f32) return reinterpret_cast<const float*>(p.scale)[at];
+    const uint16_t bits = reinterpret_cast<const uint16_t*>(p.scale)[at];
+    return p.scale_type == scale_f16 ? ptx::cvt_f32_f16(bits) : ptx::cvt_f32_bf16(bits);
+}
+
 // Scales and zeros of a tile, after its codes; those of rows and groups that there are not are 0.
 template <class C> __device__ __forceinline__ void place_scales(const Params& p, uint32_t factors, int row_tile, int block, uint8_t* tile) {
     {
         const int i = static_cast<int>(threadIdx.x), row = row_tile * 64 + i / 2;
         uint32_t largest = 0;
         for (int group = i % 2; row < p.n && group < p.groups; group += 2) {
-            const uint32_t magnitude = __float_as_uint(p.scale[static_cast<size_t>(row) * p.groups + group]) & 0x7fffffffu;
+            const uint32_t magnitude = __float_as_uint(scale_of(p, row, group)) & 0x7fffffffu;
             largest = magnitude > largest ? magnitude : largest;
         }
         const uint32_t other = ptx::shfl_xor(largest, 1), factor = row_factor(other > largest ? other : largest);
@@ -52,11 +62,11 @@ template <class C> __device__ __forceinline__ void place_scales(const Params& p,
         uint16_t scale = 0;
         uint8_t zero = 0;
         if (row < p.n && span < p.spans) {
-            const size_t from = static_cast<size_t>(row) * p.groups + (p.column_group != nullptr ? p.column_group[span] : span);
+            const int group = p.column_group != nullptr ? p.column_group[span] : span;
             // 2^-e: exponents of e and -e add up to twice the bias.
             const float inverse = __uint_as_float((254u << 23) - ptx::ld_shared_u32(factors + within * 4));
-            scale = ptx::cvt_f16_f32(p.scale[from] * inverse);
-            if (p.zero != nullptr) zero = p.zero[from];
+            scale = ptx::cvt_f16_f32(scale_of(p, row, group) * inverse);
+            if (p.zero != nullptr) zero = p.zero[static_cast<size_t>(row) * p.groups + group];
         }
         uint8_t* to = tile + unit * p.unit_bytes + 256 * C::bits;
         reinterpret_cast<uint16_t*>(to)[part * 16 + at] = scale;

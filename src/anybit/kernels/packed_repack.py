@@ -3,12 +3,15 @@
 import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from anybit import jit
 from anybit.jit import Int32, Pointer
 
 _THREADS = 128
+SCALES = (torch.float32, torch.float16, torch.bfloat16)
+"""Types of scales, in the order of the device's ScaleType."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,16 @@ class Params:
     group: Int32
     groups: Int32
     spans: Int32
+    scale_type: Int32
 
 
 @dataclass(frozen=True)
 class Groups:
     """Scales and zeros of groups, and where they go.
 
-    size: columns of a group.  scale: float32 [n, groups].  zero: uint8 [n, groups] or None.  columns: int32, the group
-    of each `size` columns where these come in another order, else None.  row_scale: float32 [rows of the tiles], which
-    the kernel writes.
+    size: columns of a group.  scale: float32, float16 or bfloat16 [n, groups].  zero: uint8 [n, groups] or None.
+    columns: int32, the group of each `size` columns where these come in another order, else None.  row_scale: float32
+    [rows of the tiles], which the kernel writes.
     """
 
     size: int
@@ -68,11 +72,12 @@ def arguments(
     """The Params of a launch: words int32 [n, ...] -> tiles uint8 [column blocks, row tiles, bytes of a tile]."""
     size = words.shape[1], tiles.shape[1], tiles.shape[2] // 4
     if groups is None:
-        return Params(words, permutation, tiles, None, None, None, None, n, k, *size, 0, 0, 0)
+        return Params(words, permutation, tiles, None, None, None, None, n, k, *size, 0, 0, 0, 0)
     count = groups.scale.shape[1]
     spans = count if groups.columns is None else groups.columns.numel()
+    kind = SCALES.index(groups.scale.dtype)
     places = groups.scale, groups.zero, groups.columns, groups.row_scale
-    return Params(words, permutation, tiles, *places, n, k, *size, groups.size, count, spans)
+    return Params(words, permutation, tiles, *places, n, k, *size, groups.size, count, spans, kind)
 
 
 def launch(
