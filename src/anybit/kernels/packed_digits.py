@@ -236,9 +236,10 @@ def _default(p: Problem) -> Config:
     units, bits = min(-(-_units(p) // p.device.sms), 16), p.weights.bits
     blocks = p.columns // 128
     if units <= 3:
-        # Three units are two copies: such rings stay beside the layer ahead (packed_few.apart), 4.6 us of qkv for 5.6.
-        # For one token three copies of a unit each are faster still (4.13, 4.41).
-        warps, most, first, half = (16, 1, 72, True) if units == 3 and p.m == 1 else (16, 2, 108, True)
+        # Three units are two copies: such rings stay beside the layer ahead (packed_few.apart), 4.4 us of qkv for 5.6.
+        # For one token three copies of a unit each, five of the six that a warp needs at hand, are faster still (3.6).
+        one = units == 3 and p.m == 1
+        warps, most, first, half = (16, 1, 88 if bits == 4 else 72, True) if one else (16, 2, 108, True)
     elif p.m > 2:
         warps, most, first, half = 8, 7 if bits <= 2 else 4, 96, False
     elif bits <= 2:
@@ -246,23 +247,25 @@ def _default(p: Problem) -> Config:
     elif p.m == 2:
         warps, most, first, half = (16, 2, 130, False) if bits <= 4 else (8, 2, 200, False)
     else:
-        warps, most, first, half = {3: (8, 7, 180, False), 4: (8, 7, 180, False)}.get(bits, (8, 4, 204, False))
+        # Codes of 3 bits take longest to take out of their words: more warps for that, 12.0 us of gate_up for 12.6.
+        warps, most, first, half = {3: (12, 5, 141, False), 4: (8, 7, 180, False)}.get(bits, (8, 4, 204, False))
     stage_units = -(-units // -(-units // most))
     resident = -(-blocks // warps)
     room = (p.device.shared_bytes - 2048) // 2 if half else p.device.shared_bytes
+    # Activations of the blocks to come become digits between products: the first products begin earlier.
+    lean = (units == 3 and p.m <= 2 and bits == 4) or (units > 3 and p.m == 1 and bits in (2, 3))
+    prefetch = 0 if most > 1 else 1 if bits == 4 else 2
     found = None
     for kibibytes in (first, 96, 72, 48, 24, 8, 1):
         if kibibytes > first:
             continue
-        at_hand = resident if resident <= 4 and p.m <= 2 else 2
-        found = fitted(p, warps, stage_units, kibibytes, at_hand, 2 if most == 1 else 0)
+        at_hand = 1 if lean else resident if resident <= 4 and p.m <= 2 else 2
+        found = fitted(p, warps, stage_units, kibibytes, at_hand, prefetch)
         if shared_bytes(found) <= room:
             break
     assert found is not None
     # Late, and yet before any block can have ended: an SM that is free too early would get two of the next kernel's.
     late = units > 3 and p.m == 1 and half and 8 * found.stages >= 3 * resident * found.chunks
-    # A block of 3 bits and one token is alone: none of the next kernel's fits beside it.
-    late = late or (bits == 3 and p.m == 1 and not half)
     return replace(found, trigger=int(late))
 
 

@@ -25,8 +25,9 @@ def kernel(problem: Problem) -> ModuleType | None:
     # such as o (4.5; 5.6).
     like_o, many = units == 2 and 2048 <= p.columns <= 8192, units > 4 or p.columns > 8192
     if p.activations == torch.int8:
-        # o takes 5.3 us, and 5.7 in packed_small, gate_up 17.3 and 25 to 27; narrow codes in many rows from 3 on.
-        most = 2 if units > 4 and p.weights.bits < 3 else 4 if like_o or many or p.weights.bits < 4 else 8
+        # gate_up takes 17.3 us, and 24 to 26 in packed_small, narrow codes in many rows from 3 on; qkv, o and down at 6
+        # tokens 6.3, 5.0 and 12.2 and in packed_small 5.7, 4.6 and 11.6, at 8 tokens 7.0, 5.1 and 12.8.
+        most = 2 if units > 4 and p.weights.bits < 3 else 4 if units > 4 or p.weights.bits < 4 else 6
     else:
         most = 2 if like_o else 4 if many else 8
     if p.m > most:
