@@ -39,6 +39,7 @@ def auto_round(
     """The tuned model."""
     from auto_round import AutoRound
 
+    _record_steps()
     if keep is not None:
         _remember_blocks(keep)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
@@ -56,6 +57,126 @@ def auto_round(
         **{"enable_torch_compile": False, **settings},
     )
     return tuner.quantize()[0]
+
+
+class _Steps:
+    """The forward and backward pass of auto-round's steps over a block, as one CUDA graph from the first step on.
+
+    What is computed stays what auto-round computes; but a thousand launches a step would be most of its time. Its loop
+    goes on calling ``forward``, ``loss`` and ``backward``, which stand in for the quantizer's own.
+    """
+
+    def __init__(self, quantizer: Any, runner: Any) -> None:
+        self.runner = runner
+        self.own = runner.forward, quantizer._get_loss, quantizer._scale_loss_and_backward
+        self.replay: Callable[[], None] | None = None
+
+    def forward(self, block: Any, inputs: Any, others: Any, indices: Any = None, cache_device: Any = None) -> Any:
+        if indices is None or not torch.is_grad_enabled():
+            return self.own[0](block, inputs, others, indices, cache_device)
+        self.block = block
+        self.batch = self.runner._select_batch(inputs, others, torch.tensor(indices))
+        return self
+
+    def to(self, *_: Any) -> "_Steps":
+        return self
+
+    def loss(self, found: Any, wanted: Tensor, indices: Any, function: Any, device: Any, mask: Any, *_: Any) -> Tensor:
+        if found is not self:
+            loss: Tensor = self.own[1](found, wanted, indices, function, device, mask)
+            return loss
+        masks = torch.cat([mask[i] for i in indices]).to(device) if mask else None
+        given = (*self.batch, wanted, masks)
+        if self.replay is None:
+            self.given = _map(lambda tensor: tensor.to(device).clone(), given)
+            self._record(function, device)
+            assert self.replay is not None
+        old: list[Tensor] = []
+        _map(old.append, self.given)
+        new: list[Tensor] = []
+        _map(new.append, given)
+        for place, tensor in zip(old, new, strict=True):
+            place.copy_(tensor)
+        self.replay()
+        return self.found
+
+    def _record(self, function: Any, device: Any) -> None:
+        def run() -> None:
+            x, others, wanted, masks = self.given
+            out = self.runner._normalize_output(self.runner._forward_one_batch(self.block, x, dict(others)), self.block)
+            parts = None if masks is None else list(masks.split(1))
+            loss = self.own[1](out, wanted, range(len(wanted)), function, device, parts)
+            self.own[2](None, loss)
+            self.found = loss.detach()
+
+        parameters = [parameter for parameter in self.block.parameters() if parameter.requires_grad]
+
+        def forget() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+
+        def again() -> None:
+            forget()
+            run()
+            self.gradients = {parameter: parameter.grad for parameter in parameters}
+
+        self.replay = again
+        if DEVICE == "cpu":
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                forget()
+                run()
+            forget()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                run()
+        except RuntimeError as error:
+            print(f"# not recorded: {error}", flush=True)
+            return
+        self.gradients = {parameter: parameter.grad for parameter in parameters}
+        self.replay = graph.replay
+
+    def backward(self, scaler: Any, loss: Tensor) -> Any:
+        if self.replay is None:
+            return self.own[2](scaler, loss)
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
+        return loss
+
+
+def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """A value with its tensors changed, however deep they lie."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _map(function, item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(function, item) for item in value)
+    return value
+
+
+def _record_steps() -> None:
+    """Let auto-round's steps run as CUDA graphs."""
+    from auto_round.algorithms.quantization.sign_round.quantizer import SignRoundQuantizer
+
+    tune: Callable[..., Any] = SignRoundQuantizer.quantize_block
+
+    def recorded(self: Any, block: Any, *args: Any, **kwargs: Any) -> Any:
+        runner = self.block_forward
+        steps = _Steps(self, runner)
+        runner.forward = steps.forward
+        self._get_loss, self._scale_loss_and_backward = steps.loss, steps.backward
+        try:
+            return tune(self, block, *args, **kwargs)
+        finally:
+            del runner.forward, self._get_loss, self._scale_loss_and_backward
+
+    SignRoundQuantizer.quantize_block = recorded
 
 
 def _remember_blocks(folder: Path) -> None:
