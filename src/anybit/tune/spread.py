@@ -17,8 +17,8 @@ less than it gains only where tiles for many would leave most multiprocessors id
 
 
 _SLOTS, _SLOTS_OF_FEW = (4, 8), (3, 4, 6, 8)
-"""Of small tiles' rings, where every span is tried; the second to 8 tokens, which have few kinds of tile. Those that won
-on an H200, the deepest apart, had 2 to 8, and 12 for 6 cost 9 % (w2a4, 2 tokens, 4096 x 12288)."""
+"""Of small tiles' rings, where every span is tried; the second to 8 tokens, which have few kinds of tile. Those that
+won on an H200, the deepest apart, had 2 to 8, and 12 for 6 cost 9 % (w2a4, 2 tokens, 4096 x 12288)."""
 
 
 def representatives(
