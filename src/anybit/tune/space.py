@@ -374,8 +374,12 @@ def _first(
                     for config in family.first(replace(effective, m=tokens), count):
                         yield Candidate(strategy_of(activations, family.name, config), family.name, config, activations)
                 continue
-            for config in family.ranked(effective) if splits else family.first(effective, each):
+            # To 8 tokens these families have few configs that leave room to others, and likeness ranks them badly.
+            every = each >= _EVERY_RING and product.m <= FEW_TOKENS and family.target is Target.bytes
+            for config in family.ranked(effective) if splits or every else family.first(effective, each):
                 found = Candidate(strategy_of(activations, family.name, config), family.name, config, activations)
                 counts[found.strategy] = counts.get(found.strategy, 0) + 1
-                if counts[found.strategy] <= each:
+                if every and not splits and leaves_room(product, found):
+                    yield found
+                elif counts[found.strategy] <= each:
                     yield found
