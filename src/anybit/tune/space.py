@@ -379,7 +379,5 @@ def _first(
             for config in family.ranked(effective) if splits or every else family.first(effective, each):
                 found = Candidate(strategy_of(activations, family.name, config), family.name, config, activations)
                 counts[found.strategy] = counts.get(found.strategy, 0) + 1
-                if every and not splits and leaves_room(product, found):
-                    yield found
-                elif counts[found.strategy] <= each:
+                if (every and not splits and leaves_room(product, found)) or counts[found.strategy] <= each:
                     yield found
