@@ -60,7 +60,7 @@ class QuantLinear(nn.Module):
         if min(in_features, out_features) < 1:
             raise LayerError(f"a layer has at least 1 input and 1 output, not {in_features} and {out_features}")
         self.in_features, self.out_features = in_features, out_features
-        self.backend, self.hadamard = backend, hadamard
+        self.backend, self.hadamard, self._fused = backend, hadamard, False
         fmt = self.scheme.weights
         if fmt.sparse and in_features % 4:
             raise LayerError(f"2:4 sparsity needs inputs in fours, and this layer has {in_features}")
@@ -150,10 +150,16 @@ class QuantLinear(nn.Module):
         """Put the weight into the layout of the backend that will run it; frees the saved layout."""
         if self._prepared is None:
             weight = self.quantized_weight()
-            self._prepared = ops.prepare(weight, self.scheme.activations, self.backend)
+            self._prepared = ops.prepare(weight, self.scheme.activations, self.backend, self._fused)
             for name in self.tensors_of(weight):
                 setattr(self, name, _frozen(torch.empty_like(getattr(self, name), device="meta")))
         return self
+
+    def stand_in_fused(self, fused: bool) -> None:
+        """Whether the layer is a product of a fused layer, which decides how its kernels are placed."""
+        self._fused = fused
+        if self._prepared is not None:
+            self._prepared = self._prepared.in_fused(fused)
 
     def unprepare(self) -> "QuantLinear":
         """Bring the saved layout back and free the backend's."""

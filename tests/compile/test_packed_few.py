@@ -8,7 +8,7 @@ from machine_code import check, count
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels import packed_digits, packed_few, packed_mid
+from anybit.kernels import packed_digits, packed_few, packed_large, packed_mid
 from anybit.kernels.packed_small import Problem
 from anybit.scheme import WeightFormat
 
@@ -38,7 +38,7 @@ def test_digits_of_a_norm(bits: int, m: int) -> None:
 
 def test_digits_that_end_with_something_else() -> None:
     """SiLU, whose division is called, or the rotary embedding and the store: no spills."""
-    for bits, m in ((4, 1), (4, 2), (3, 2)):
+    for bits, m in ((4, 1), (4, 2), (3, 2), (2, 1), (1, 2)):
         gate_up, qkv = (packed_digits.norm_default(problem(bits, m, n, 4096)) for n in (28672, 6144))
         check(packed_digits.rotary_kernel(qkv), "sm_90a", has="IMMA", lacks="HMMA")
         silu = packed_digits.norm_kernel(gate_up, silu=True)
@@ -46,7 +46,7 @@ def test_digits_that_end_with_something_else() -> None:
         assert compiled.spill_bytes == compiled.stack_bytes == 0 and compiled.registers * silu.threads <= 65536
 
 
-@pytest.mark.parametrize("bits", [4, 5, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("m", [1, 2])
 def test_room_for_one_block_of_the_next(bits: int, m: int) -> None:
     """In a fused layer two blocks of any kernels fit a multiprocessor, and two of a product that norms do not."""
@@ -56,7 +56,9 @@ def test_room_for_one_block_of_the_next(bits: int, m: int) -> None:
         config = packed_few.apart_and_normed(packed_digits.norm_default(it), HOPPER)
         assert packed_digits.norm_why_not(it, config) is None
         assert 2 * (packed_digits.shared_bytes(config) + 1024) > sm
-    for n, k in ((4096, 4096), (4096, 14336), (576, 1536)):
+    wide = packed_digits.default(problem(bits, m, 4096, 14336))  # not all activations at hand: apart from its like
+    assert wide.x_resident or 2 * (packed_digits.shared_bytes(packed_few.apart(wide, HOPPER)) + 1024) > sm
+    for n, k in ((4096, 4096), (576, 1536)):
         config = packed_few.apart(packed_digits.default(problem(bits, m, n, k)), HOPPER)
         assert 2 * (packed_digits.shared_bytes(config) + 1024) <= sm < 3 * (packed_digits.shared_bytes(config) + 1024)
         of_four = packed_few.apart(packed_digits.default(problem(bits, 4, n, k)), HOPPER)
@@ -78,3 +80,18 @@ def test_mid(bits: int, m: int, dtype: torch.dtype) -> None:
     for n, k in ((4096, 14336), (6144, 4096), (28672, 4096)):
         it = problem(bits, m, n, k, dtype)
         check(packed_mid.kernel(packed_mid.default(it)), "sm_90a", has="HMMA")
+
+
+def test_one_block_of_many_tokens_among_small_kernels() -> None:
+    """Fused layers of more than 8 tokens: o and down on one block a multiprocessor, qkv as it is with more blocks."""
+    for m, n, k, changes in (
+        (16, 4096, 4096, True),
+        (16, 4096, 14336, True),
+        (16, 6144, 4096, False),
+        (8, 4096, 4096, False),
+    ):
+        it = packed_large.Problem(m, n, k, WeightFormat(4, "sym", 128))
+        chosen = packed_large.config_for(it, 16, 1, 2, 2, resident=2)
+        found = packed_few.among_small(it, chosen)
+        assert found == (replace(chosen, resident=1) if changes else chosen)
+        assert packed_large.why_not(it, found) is None

@@ -18,7 +18,6 @@ from anybit.integrations import graph
 from anybit.integrations.cache import AnyBitCache, Norms
 from anybit.kernels.elementwise import paired_rows
 from anybit.kernels.packed_digits import Step
-from anybit.kernels.packed_few import LEAST_BITS_WITH_ENDS
 from anybit.kernels.rope import paired_channels
 from anybit.linear import QuantLinear
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate
@@ -53,19 +52,20 @@ class FusedLayer(nn.Module):
         # rotary embedding and stores keys and values; not where each head is normed first (Qwen3).
         normed = getattr(attention, "q_norm", None) is not None
         coded = attention.q_proj.scheme.activations.quantized
-        narrow = attention.q_proj.scheme.weights.bits < LEAST_BITS_WITH_ENDS
         heads = (self.query_heads, self.key_heads, self.head_dim)
-        self.channels = None if normed or coded or narrow or self.head_dim % 16 else paired_channels(*heads)
+        self.channels = None if normed or coded or self.head_dim % 16 else paired_channels(*heads)
         self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj], self.channels)
         self.output: Any = attention.o_proj
         # Rows of gate and up in turn, so that the product of a token or two ends with SiLU. Where activations are
         # coded, the kernel that codes them takes gate and up side by side.
         size = mlp.gate_proj.out_features
-        plain = size % 8 == 0 and not (mlp.down_proj.scheme.activations.quantized or narrow)
+        plain = size % 8 == 0 and not mlp.down_proj.scheme.activations.quantized
         self.pairs = paired_rows(size) if plain else None
         self.gate_up = _joined([mlp.gate_proj, mlp.up_proj], self.pairs)
         self.down: Any = mlp.down_proj
         self.mlp = mlp
+        for product in (self.qkv, self.output, self.gate_up, self.down):
+            product.stand_in_fused(True)
         for parent, names in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
             for name in names:
                 delattr(parent, name)
@@ -276,6 +276,8 @@ def _restore(layers: Any) -> None:
                 layer.channels,
             )
             _split(layer.gate_up, mlp, {"gate_proj": 1, "up_proj": 1}, layer.pairs)
+            for product in (layer.output, layer.down):
+                product.stand_in_fused(False)
             layers[index] = layer.original[0]
 
 

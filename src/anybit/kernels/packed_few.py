@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 from anybit.device import Device
-from anybit.kernels import packed_digits, packed_mid, packed_small
+from anybit.kernels import packed_digits, packed_large, packed_mid, packed_small
 from anybit.kernels.packed_small import Problem
 
-LEAST_BITS_WITH_ENDS = 4
-"""From so many bits on a fused layer's products of a token or two end with SiLU and with the rotary embedding: with
-w4a16g128 a step of an 8B model takes 1.58 ms for 1.66, with w2a16g128 it took 1.56 for 1.42."""
 _UNIT_ROWS = 16
+_LEAST_AMONG_SMALL = 9
 
 
 def kernel(problem: Problem) -> ModuleType | None:
@@ -47,15 +45,16 @@ def apart(config: Any, device: Device) -> Any:
     follows is placed no better (32 layers of an 8B model on an H200: 2.06 ms a step, and 1.70 ms apart). Products that
     are cut into several chunks stay as they are: their rings fit beside those of the layer ahead.
 
-    With 16-bit activations of a token or two and ``LEAST_BITS_WITH_ENDS`` no small kernels stand between a fused
-    layer's products, and a block of the next one finds its place beside each that runs: then they ask for just so much
-    that two of any kernel do fit (1.576 ms, and 1.616 ms apart); products that norm their activations are kept apart
-    by ``apart_and_normed``.
+    With 16-bit activations of a token or two no small kernels stand between a fused layer's products, and a block of
+    the next one finds its place beside each that runs. The output projection, whose blocks have to share
+    multiprocessors (those of attention take all of one), then asks for just so much that two of any kernel do fit
+    (1.574 ms; 1.625 ms apart). A product of so many columns that a block has not all activations at hand (down) stays
+    apart: 1.59 ms, and 1.68 with two (w2a16g128: 1.34, 1.57). Products that norm their activations are kept apart by
+    ``apart_and_normed``.
     """
     for module, chunks in ((packed_digits, "chunks"), (packed_small, "row_chunks"), (packed_mid, "chunks")):
         if isinstance(config, module.Config):
-            pairs = module is packed_digits and config.tokens <= packed_digits.NORM_TOKENS
-            pairs = pairs and config.bits >= LEAST_BITS_WITH_ENDS
+            pairs = module is packed_digits and config.tokens <= packed_digits.NORM_TOKENS and config.x_resident
             least = _pair_bytes(device) if pairs else device.shared_bytes // 2
             alone = getattr(config, chunks) == 1 and module.shared_bytes(config) < least
             return replace(config, least_shared=least) if alone else config
@@ -68,11 +67,20 @@ def apart_and_normed(config: packed_digits.Config, device: Device) -> packed_dig
     The output projection's blocks may have to share multiprocessors, for those of attention take all of one; gate_up's,
     which take longest, would be placed two on one where none of these is (w4a16g128 on an H200: 1.58 to 1.75-1.88 ms).
     """
-    if config.bits < LEAST_BITS_WITH_ENDS:
-        kept: packed_digits.Config = apart(config, device)
-        return kept
     least = device.shared_bytes // 2
     return replace(config, least_shared=least) if packed_digits.shared_bytes(config) < least else config
+
+
+def among_small(problem: packed_large.Problem, config: packed_large.Config) -> packed_large.Config:
+    """A config of ``packed_large`` for a fused layer, between whose products of many tokens small kernels stand.
+
+    There blocks that leave room for another are placed two on the multiprocessors that are free first, and none on
+    others, though one on each would do: 2.49 ms a step of an 8B model at 16 tokens, 2.24 with one block of o and of
+    down on each (w4a16g128 on an H200). In a chain of a product alone it is the other way round (o 4.5 us, 5.2).
+    """
+    one = replace(config, resident=1)
+    fits = packed_large.grid(problem, one)[0] <= problem.device.sms
+    return one if fits and problem.m >= _LEAST_AMONG_SMALL else config
 
 
 def _pair_bytes(device: Device) -> int:

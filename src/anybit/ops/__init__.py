@@ -4,7 +4,7 @@ A linear layer is prepared once (``prepare``): a backend takes the packed weight
 read, in their own layout. From then on ``linear`` is one op, ``anybit::linear``, that torch.compile sees as one node.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,16 +74,24 @@ class Prepared:
         """The packed weight again, exactly as it was before it was prepared."""
         return backends[self.spec.backend].restore(self.tensors, self.spec)
 
+    def in_fused(self, fused: bool) -> "Prepared":
+        """The same weight as a product of a fused layer, or not of one."""
+        spec = replace(self.spec, fused=fused)
+        return Prepared(self.tensors, spec, str(spec))
 
-def prepare(weight: QuantizedWeight, activations: ActivationFormat, backend: str | None = None) -> Prepared:
+
+def prepare(
+    weight: QuantizedWeight, activations: ActivationFormat, backend: str | None = None, fused: bool = False
+) -> Prepared:
     """Put a weight into the layout of a backend, on the device it is on.
 
-    backend: a name out of ``backends``; None takes the first that can run this layer on this device.
+    backend: a name out of ``backends``; None takes the first that can run this layer on this device. fused: it is a
+    product of a fused layer.
     Raises KernelError, with the reasons of all, if none can.
     """
     name = choose(weight, activations, backend)
     n, k = weight.shape
-    spec = LinearSpec(name, n, k, weight.format, activations)
+    spec = LinearSpec(name, n, k, weight.format, activations, fused)
     return Prepared(backends[name].prepare(weight, activations), spec, str(spec))
 
 

@@ -14,13 +14,17 @@ from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """All that is static about a prepared linear layer. It goes through a string, since an op takes no objects."""
+    """All that is static about a prepared linear layer. It goes through a string, since an op takes no objects.
+
+    fused: it is a product of a fused layer (``anybit.fuse``), between whose products small kernels stand.
+    """
 
     backend: str
     n: int
     k: int
     weights: WeightFormat
     activations: ActivationFormat
+    fused: bool = False
 
     def __str__(self) -> str:
         return _spec_text(self)
@@ -33,15 +37,16 @@ class LinearSpec:
 
 @cache
 def _spec_text(spec: LinearSpec) -> str:
-    return f"{spec.backend}:{spec.n}x{spec.k}:{Scheme(spec.weights, spec.activations)}"
+    text = f"{spec.backend}:{spec.n}x{spec.k}:{Scheme(spec.weights, spec.activations)}"
+    return f"{text}:fused" if spec.fused else text
 
 
 @cache
 def _parse_spec(text: str) -> LinearSpec:
-    backend, shape, scheme = text.split(":")
+    backend, shape, scheme, *rest = text.split(":")
     n, k = map(int, shape.split("x"))
     parsed = Scheme.parse(scheme)
-    return LinearSpec(backend, n, k, parsed.weights, parsed.activations)
+    return LinearSpec(backend, n, k, parsed.weights, parsed.activations, rest == ["fused"])
 
 
 class Backend(Protocol):

@@ -241,7 +241,10 @@ def _decide(spec: LinearSpec, rows: Tensor, weight: PackedWeight, bucket: int, a
     quantize = quantizer(product, Target.bytes) if quantized else None
     chosen = dispatcher(product.device.name).choose(product, (tiles_of(spec.activations),)).candidate
     module = FAMILIES[chosen.kernel].module
-    return _Plan(module, packed_few.apart(chosen.config, product.device), quantize)
+    config = packed_few.apart(chosen.config, product.device)
+    if spec.fused and module is packed_large:
+        config = packed_few.among_small(FAMILIES[chosen.kernel].problem(product), config)
+    return _Plan(module, config, quantize)
 
 
 def _weight(tensors: list[Tensor], spec: LinearSpec) -> PackedWeight:
