@@ -47,3 +47,12 @@ def test_no_default_for_int8_spills(m: int) -> None:
         config = marlin.default(Problem(m, 4096, 4096, weights, torch.int8, torch.float16, device))
         compiled = jit.cached(marlin.kernel(config), "sm_80")
         assert compiled.spill_bytes == compiled.stack_bytes == 0, f"{weights} {config}: {compiled.spill_bytes}"
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89"])
+def test_nor_on_other_machines(arch: str) -> None:
+    for m, bits, code, group in ((32, 1, "sym", 32), (32, 1, "asym", 32), (64, 2, "sym", 128), (8, 8, "sym", None)):
+        weights = WeightFormat(bits, code, group)
+        problem = Problem(m, 4096, 4096, weights, torch.int8, torch.float16, Device.named(arch))
+        compiled = jit.cached(marlin.kernel(marlin.default(problem)), arch)
+        assert compiled.spill_bytes == compiled.stack_bytes == 0, f"{weights}, {m} tokens: {compiled.spill_bytes}"

@@ -186,7 +186,7 @@ def default(problem: Problem) -> Config:
     """The config to use where nothing was measured. Raises KernelError where there is none.
 
     Wide row tiles read activations less often; narrow ones are enough for few tokens (the paper's equation 1), and are
-    all that registers hold of 64 tokens' sums in integers and in floats.
+    all that registers hold of sums in integers and in floats, of 64 tokens or of 32 with the scales of small groups.
     """
     reason = why_not(problem)
     if reason is not None:
@@ -194,7 +194,7 @@ def default(problem: Problem) -> Config:
     tokens = next((t for t in (8, 16, 32, 64) if t >= problem.m), 64)
     if tokens <= 16:
         shapes: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (1, 8, 1))
-    elif tokens == 64 and problem.activations == torch.int8:
+    elif problem.activations == torch.int8 and (tokens == 64 or problem.weights.group == 32):
         shapes = ((1, 8, 1), (1, 4, 2))
     else:
         shapes = ((2, 8, 1), (1, 8, 1), (1, 4, 2))
