@@ -4,6 +4,7 @@ import io
 import os
 import re
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,9 @@ FLAGS: dict[str, Any] = {
     "disable_warnings": True,
 }
 """The compiler's options besides architecture and folders; part of the cache key."""
+
+_importing = threading.Lock()
+"""Threads that import cuda.core together for the first time find it half made."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.MULTILINE)
 
@@ -55,9 +59,10 @@ def compile(kernel: Kernel, arch: str) -> Compiled:
     Raises CompileError, and KernelError where no compiler (the extra anybit[cuda]) is installed.
     """
     try:
-        from cuda.core import Program, ProgramOptions
+        with _importing:
+            from cuda.core import Program, ProgramOptions
     except ImportError as error:
-        raise KernelError("compiling a kernel needs NVRTC: pip install 'anybit[cuda]'") from error
+        raise KernelError(f"compiling a kernel needs NVRTC: pip install 'anybit[cuda]' ({error})") from error
     log, start = io.StringIO(), time.perf_counter()
     options = ProgramOptions(
         arch=arch, name=f"{kernel.entry}.cu", include_path=[str(p) for p in include_folders(kernel)], **FLAGS
