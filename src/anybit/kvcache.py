@@ -204,6 +204,7 @@ class KVCache:
         and packed; 16-bit values of the newest tokens stay in the residual.
         """
         self._check(layer, sequences, k, v)
+        k, v = k.detach(), v.detach()  # what is kept would keep the graphs of all its tokens
         self.newest_are_few = k.shape[1] <= self.ledger.slack + 1
         if self.rotation is not None:
             k, v = k @ self.rotation, v @ self.rotation

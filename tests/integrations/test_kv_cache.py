@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 from anybit.errors import LayerError
-from anybit.integrations.cache import AnyBitCache
+from anybit.integrations.cache import _CROP_COUNTS_REMOVED, AnyBitCache
 
 COMMON = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
 GATED = {**COMMON, "intermediate_size": 160, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512}
@@ -146,3 +146,20 @@ def test_what_cannot_be_is_refused_by_name():
     other.config._attn_implementation = "anybit"
     with pytest.raises(LayerError, match="leave out AnyBitCache's config"):
         other(input_ids=ids, past_key_values=AnyBitCache("kv4", config=other.config))
+
+
+def test_what_a_cache_holds_and_does_not() -> None:
+    """Values alone are kept of a pass with gradients; what other caches do layer by layer is refused."""
+    model = model_of("llama")
+    model.set_attn_implementation("anybit")
+    cache = AnyBitCache("kv4", config=model.config)
+    ids = torch.arange(40)[None]
+    model(ids, past_key_values=cache)
+    assert repr(cache) == "AnyBitCache(kv4: 3 layers, 1 rows of 40 tokens)"
+    assert not cache.store.residual.requires_grad
+    cache.crop(-1000 if not _CROP_COUNTS_REMOVED else 1000)
+    assert cache.get_seq_length() == 0 and cache.store.length(cache.rows[0]) == 0
+    with pytest.raises(LayerError, match="rows that it was filled with"):
+        cache.batch_repeat_interleave(2)
+    with pytest.raises(LayerError, match="rows that it was filled with"):
+        cache.batch_select_indices(torch.tensor([0]))

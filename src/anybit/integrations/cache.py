@@ -214,11 +214,22 @@ class AnyBitCache(Cache):  # type: ignore[misc]
     def crop(self, tokens: int) -> None:
         """Take tokens back, exactly up to ``slack``: how many, or in older transformers how many stay."""
         removed = tokens if _CROP_COUNTS_REMOVED else (-tokens if tokens < 0 else self.seen - tokens)
+        removed = min(removed, self.seen)
         if self.store is None or removed <= 0:
             return
         for row in self.rows:
             self.store.crop(row, max(self.store.length(row) - removed, 0))
         self.seen -= removed
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused: the base class would do it layer by layer, and here there are none."""
+        raise LayerError("an AnyBitCache has the rows that it was filled with: give generate a batch that is repeated")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refused, as ``batch_repeat_interleave`` is."""
+        raise LayerError(
+            "an AnyBitCache keeps the rows that it was filled with: reorder_cache puts others in their place"
+        )
 
     def reset(self) -> None:
         """Forget all tokens; a static cache keeps its memory."""
@@ -247,6 +258,10 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return 0 if self.store is None else self.store.layers
+
+    def __repr__(self) -> str:
+        kind = "static " if self.static else ""
+        return f"AnyBitCache({kind}{self.format}: {len(self)} layers, {len(self.rows)} rows of {self.seen} tokens)"
 
     # -------- attention over packed pages
 
