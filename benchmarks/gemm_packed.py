@@ -136,12 +136,13 @@ class Weights:
         packed_layout.prepare(layer, order)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before, begin = torch.cuda.memory_allocated(), time.perf_counter()
+        before, begin = torch.cuda.memory_stats()["requested_bytes.all.current"], time.perf_counter()
         packed = packed_layout.prepare(layer, order)
         torch.cuda.synchronize()
         self.prepare_gb_s = layer.words.numel() * 4e-9 / (time.perf_counter() - begin)
         # Memory that repacking takes beside the layer it reads, in layers.
-        self.prepare_layers = (torch.cuda.max_memory_allocated() - before) / packed.tiles.numel()
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        self.prepare_layers = (peak - before) / packed.tiles.numel()
         self.rows = torch.randint(0, case.n, (256,), device="cuda")
         some = QuantizedWeight(layer.words[self.rows], layer.scale[self.rows], None, (256, case.k), layer.format)
         self.sample = some.dequantize(torch.float32).double()

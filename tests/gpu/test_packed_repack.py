@@ -37,6 +37,7 @@ def test_memory(bits: int, group: int | None, dtype: torch.dtype) -> None:
     packed_layout.prepare(weight)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # not what the allocator rounds it up to
     packed = packed_layout.prepare(weight)
-    assert torch.cuda.max_memory_allocated() - before < packed.tiles.numel() + 8 * 4096
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert packed.tiles.numel() < peak < packed.tiles.numel() + 16 * 4096
