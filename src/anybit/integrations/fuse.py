@@ -1,5 +1,5 @@
 """Fewer, larger kernels for Llama-like models: projections that share an input become one product, each norm takes the
-residual sum along, and the rotary embedding and SiLU are one launch each.
+residual sum along, and the rotary embedding and SiLU are one launch each, or the ends of products of a token or two.
 
     model = anybit.fuse(model)       # for inference; anybit.unfuse(model) undoes it, for saving
 """
@@ -49,7 +49,8 @@ class FusedLayer(nn.Module):
         self.input_norm: Any = layer.input_layernorm
         self.mlp_norm: Any = layer.post_attention_layernorm
         # Channels that turn with each other lie near each other, so that the product of a token or two ends with the
-        # rotary embedding and stores keys and values; not where each head is normed first (Qwen3).
+        # rotary embedding and stores keys and values; not where each head is normed first (Qwen3), nor where
+        # activations are coded, whose products have no such end.
         normed = getattr(attention, "q_norm", None) is not None
         coded = attention.q_proj.scheme.activations.quantized
         heads = (self.query_heads, self.key_heads, self.head_dim)
