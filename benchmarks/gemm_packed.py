@@ -4,13 +4,16 @@ python benchmarks/gemm_packed.py --compile            # needs no GPU: every kern
 python benchmarks/gemm_packed.py --seconds 200        # all rows, into results/h200/gemm_packed.json
 python benchmarks/gemm_packed.py --only gate_up --schemes w4a16g128 --tokens 1 16
 python benchmarks/gemm_packed.py --sweep              # M = 1 to 4096 and neighbours, to gemm_packed_sweep.json: cliffs
+python benchmarks/gemm_packed.py --steady 0.2 --tokens 1024 4096 --schemes w4a8   # each kernel at its own clock
 
 Chains run in one CUDA graph under programmatic dependent launch, over copies of the weights that together exceed L2:
 the output of a product is (the beginning of) the activations of the next. `us` includes the quantization of 8-bit
 activations, `us_product` does not. `us_close`: the same kernel without what keeps blocks of a model's small layers
 apart (packed_few.apart), which a chain of one layer alone does not need.
 All schemes of a layer at one M, cuBLAS fp16, fp8 `_scaled_mm` and humming-kernels (where it is installed) are timed in
-turns. Rows that this commit has written before are skipped (`--again` repeats them), so that a run cut short goes on.
+turns, or, with --steady, each runs for so many seconds before it is timed: at the power limit a kernel in turns has the
+clock that the one before it left. Rows that this commit has written before are skipped (`--again` repeats them), so
+that a run cut short goes on.
 """
 
 import argparse
@@ -43,6 +46,7 @@ from cases import LLAMA3_8B, MODELS, Case
 from timing import (
     RESULTS,
     Captured,
+    Timing,
     VendorWeights,
     calls_for,
     floor_us,
@@ -219,8 +223,8 @@ class Run:
             raise AssertionError(f"{self.job.case} {self.job.scheme}: mean relative error {error:.2e}")
         return error
 
-    def row(self, us: dict[str, float], theirs: dict[str, float]) -> dict[str, Any]:
-        """The row that is written. us: of each graph, by its name."""
+    def row(self, us: dict[str, float], theirs: dict[str, float], steady: bool) -> dict[str, Any]:
+        """The row that is written. us: of each graph, by its name. steady: whether each ran alone (--steady)."""
         case = self.job.case
         return {
             "case": case.name,
@@ -229,6 +233,7 @@ class Run:
             "n": case.n,
             "k": case.k,
             **us,
+            **({"steady": True} if steady else {}),
             "tops": round(case.operations / us["us"] * 1e-6, 1),
             "kernel": self.job.family,
             "error": float(f"{self.error:.1e}"),
@@ -241,10 +246,30 @@ class Run:
         }
 
 
+def time_steadily(graphs: Sequence[Captured], seconds: float) -> list[Timing]:
+    """The time of a call of each graph once it has run alone for so long; in turns where that is 0.
+
+    A model's products are all of one scheme: they run at the clock that their own power allows.
+    """
+    if not seconds:
+        return time_exactly(graphs)
+    found = []
+    for graph in graphs:
+        stop = time.monotonic() + seconds
+        while time.monotonic() < stop:
+            graph.replay()
+        found.extend(time_exactly([graph], 9))
+    return found
+
+
 def time_layer(
-    jobs: Sequence[Job], weights: dict[str, Weights], peers: dict[str, Any], vendors: VendorWeights | None
+    jobs: Sequence[Job],
+    weights: dict[str, Weights],
+    peers: dict[str, Any],
+    vendors: VendorWeights | None,
+    steady: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """All jobs of one layer and M in turns with the baselines: their rows."""
+    """All jobs of one layer and M, in turns with the baselines or each alone for a while: their rows."""
     case = jobs[0].case
     m, n, k = case.m, case.n, case.k
     buffers = [torch.randn(m * max(n, k), device="cuda").half() for _ in range(2)]
@@ -267,7 +292,7 @@ def time_layer(
             graphs[scheme, "humming"] = peer.captured(x0, weights[scheme], error_of)
         except (AssertionError, RuntimeError) as error:
             print(f"humming {case} {scheme}: {str(error)[:300]}", flush=True)
-    timings = dict(zip(graphs, time_exactly(list(graphs.values())), strict=True))
+    timings = dict(zip(graphs, time_steadily(list(graphs.values()), steady), strict=True))
     if not all(buffer.isfinite().all() for buffer in buffers):
         print(f"REFUSED {case}: a chain of products left the range of fp16", flush=True)
         return []
@@ -277,7 +302,7 @@ def time_layer(
     for run in runs:
         scheme = run.job.scheme
         theirs = vendor | ({"humming": us[scheme, "humming"]} if (scheme, "humming") in us else {})
-        rows.append(run.row({name: us[scheme, name] for name in run.graphs}, theirs))
+        rows.append(run.row({name: us[scheme, name] for name in run.graphs}, theirs, steady > 0))
     return rows
 
 
@@ -293,6 +318,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--humming", nargs="*", default=["w4a16g128", "w4a8"], help="schemes that it is timed in")
     parser.add_argument("--humming-models", nargs="*", choices=MODELS, default=["llama-3-8b"], help="and models")
     parser.add_argument("--again", action="store_true", help="repeat rows that this commit has written")
+    parser.add_argument("--steady", type=float, default=0.0, help="seconds that each runs alone before it is timed")
     parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
     parser.add_argument("--seconds", type=float, default=200.0, help="begin nothing after this many seconds")
@@ -367,7 +393,7 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
                             print(f"humming {case.name} {job.scheme}: {str(error)[:300]}", flush=True)
             if vendors is None and not options.no_baselines:
                 vendors = VendorWeights(case.n, case.k)
-            rows = [row | marks for row in time_layer(mine, weights, peers, vendors)]
+            rows = [row | marks for row in time_layer(mine, weights, peers, vendors, options.steady)]
             for row in rows:
                 other = row.get("us_close", row.get("us_product", row["us"]))
                 print(

@@ -158,14 +158,15 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Wi
     constexpr int steps = Shape::steps;
     uint32_t a0[steps][4], a1[steps][4];
     int previous = -1;
+    const uint64_t first_b = ptx::wgmma_descriptor(ring, ptx::Swizzle::bytes_128, 1024);
     ptx::wgmma_touch(sum);
     for (int unit = first; unit < units; unit += Config::k_warpgroups) {
-        const uint32_t stage = ring + cursor.stage * Shape::stage_bytes;
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
-        widen.load(stage + my_unit);
+        widen.load(ring + cursor.stage * Shape::stage_bytes + my_unit);
         widen.template widen<0, steps * 4>(a0);
         ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
-        const uint64_t b0 = ptx::wgmma_descriptor(stage, ptx::Swizzle::bytes_128, 1024);
+        // Counted from the ring's first: to make one anew takes half a dozen instructions more.
+        const uint64_t b0 = ptx::wgmma_advance(first_b, cursor.stage * Shape::stage_bytes);
         const uint64_t b1 = ptx::wgmma_advance(b0, steps == 4 ? Shape::box_bytes : 64);
         multiply_half<Config>(sum, a0, b0);
         if (previous >= 0) release(previous);
@@ -283,7 +284,7 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
         __syncwarp();
         if (Config::k_blocks > 1) {
             if (Config::row_blocks == 1) ptx::barrier_cluster_wait();
-            else ptx::barrier_cluster_arrive_relaxed();
+            else ptx::barrier_cluster_arrive();
         }
     } else {
         // What the launch gave the block's warpgroups is all there is: 512 a lane of a quarter, in eights a warp.
@@ -365,9 +366,10 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
         __syncwarp();
         ptx::barrier_cluster_wait();
     }
-    if (Config::row_blocks > 1) {  // no block may leave while others send to it or arrive on its barriers
+    // No block may leave while others send to it or arrive on its barriers: these arrivals come after what it sent itself.
+    if (Config::row_blocks > 1) {
         __syncwarp();
-        if (Config::k_blocks == 1) ptx::barrier_cluster_arrive_relaxed();
+        if (Config::k_blocks == 1) ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();
     }
 }

@@ -234,7 +234,10 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
     }
     if (k_blocks > 1) {
         ptx::mbarrier_wait_parity_acquire_cluster(barriers.received, 0);
-        if (Config::row_blocks > 1) ptx::barrier_cluster_arrive_relaxed();
+        if (Config::row_blocks > 1) {
+            __syncwarp();
+            ptx::barrier_cluster_arrive();
+        }
     }
 #pragma unroll
     for (int i = 0; i < fours; i++) {
