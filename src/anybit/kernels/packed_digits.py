@@ -253,7 +253,7 @@ def _default(p: Problem) -> Config:
     resident = -(-blocks // warps)
     room = (p.device.shared_bytes - 2048) // 2 if half else p.device.shared_bytes
     # Activations of the blocks to come become digits between products: the first products begin earlier.
-    lean = (units == 3 and p.m <= 2 and bits == 4) or (units > 3 and p.m == 1 and bits in (2, 3))
+    lean = (units == 3 and p.m <= 2 and bits == 4 and resident <= 2) or (units > 3 and p.m == 1 and bits in (2, 3))
     prefetch = 0 if most > 1 else 1 if bits == 4 else 2
     found = None
     for kibibytes in (first, 96, 72, 48, 24, 8, 1):
