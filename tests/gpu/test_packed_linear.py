@@ -34,3 +34,16 @@ def test_like_the_reference(scheme, dtype):
 
 def _input(m, k):
     return torch.randn(m, k, generator=torch.Generator().manual_seed(m))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8"])
+def test_gradients_reach_the_input(scheme):
+    parsed = Scheme.parse(scheme)
+    weight = quantize_weight((torch.randn(200, 576) * 0.05).half(), parsed.weights)
+    layer = QuantLinear.from_weight(weight, parsed).to("cuda")
+    x = _input(7, 576).to("cuda", torch.float16).requires_grad_()
+    y = layer(x)
+    assert torch.equal(y.detach(), layer(x.detach()))
+    gradient = _input(7, 200).to("cuda", torch.float16)
+    y.backward(gradient)
+    torch.testing.assert_close(x.grad.float(), gradient.float() @ layer.dequantize(), rtol=2e-3, atol=2e-3)
