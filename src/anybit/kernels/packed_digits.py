@@ -234,7 +234,7 @@ def _default(p: Problem) -> Config:
     kernel start when their last copy has been started.
     """
     units, bits = min(-(-_units(p) // p.device.sms), 16), p.weights.bits
-    blocks = p.columns // 128
+    blocks, many = p.columns // 128, units > 6
     if units <= 3:
         # Three units are two copies: such rings stay beside the layer ahead (packed_few.apart), 4.4 us of qkv for 5.6.
         # For one token three copies of a unit each, five of the six that a warp needs at hand, are faster still (3.6).
@@ -248,12 +248,13 @@ def _default(p: Problem) -> Config:
         warps, most, first, half = (16, 2, 130, False) if bits <= 4 else (8, 2, 200, False)
     else:
         # Codes of 3 bits take longest to take out of their words: more warps for that, 12.0 us of gate_up for 12.6.
-        warps, most, first, half = {3: (12, 5, 141, False), 4: (8, 7, 180, False)}.get(bits, (8, 4, 204, False))
+        three = (12, 5, 141, False) if many else (8, 7, 180, False)
+        warps, most, first, half = {3: three, 4: (8, 7, 180, False)}.get(bits, (8, 4, 204, False))
     stage_units = -(-units // -(-units // most))
     resident = -(-blocks // warps)
     room = (p.device.shared_bytes - 2048) // 2 if half else p.device.shared_bytes
     # Activations of the blocks to come become digits between products: the first products begin earlier.
-    lean = (units == 3 and p.m <= 2 and bits == 4 and resident <= 2) or (units > 3 and p.m == 1 and bits in (2, 3))
+    lean = (units == 3 and p.m <= 2 and bits == 4 and resident <= 2) or (many and p.m == 1 and bits in (2, 3))
     prefetch = 0 if most > 1 else 1 if bits == 4 else 2
     found = None
     for kibibytes in (first, 96, 72, 48, 24, 8, 1):
@@ -266,6 +267,7 @@ def _default(p: Problem) -> Config:
     assert found is not None
     # Late, and yet before any block can have ended: an SM that is free too early would get two of the next kernel's.
     late = units > 3 and p.m == 1 and half and 8 * found.stages >= 3 * resident * found.chunks
+    late = late or (bits == 3 and p.m == 1 and not half and not many)
     return replace(found, trigger=int(late))
 
 
