@@ -44,6 +44,16 @@ def test_products_of_several_sets_of_sums_overlap(scheme: str, change: dict[str,
     assert waits == 4 * (config.weight_bits - config.sets) + 1
 
 
+@pytest.mark.parametrize(("scheme", "m"), [("w1a2", 1024), ("w2a2", 1024), ("w2a2", 4096), ("w3a4", 4096)])
+def test_products_of_large_tiles_wait_once_a_diagonal(scheme: str, m: int) -> None:
+    """Where products of two shapes find too few registers the assembler waits after each of them."""
+    config = bitwise.default(problem(scheme, m))
+    diagonals = config.weight_bits + config.activation_bits - 1
+    shapes = 2 if config.tail else 1
+    cubin = jit.cached(bitwise.kernel(config), "sm_90a").cubin
+    assert count(cubin, r"WARPGROUP\.DEPBAR") == shapes * (diagonals + 1)
+
+
 @pytest.mark.parametrize(("p", "q"), PAIRS)
 def test_every_pair_has_configs(p: int, q: int) -> None:
     for m in (1, 33, 128, 4096):

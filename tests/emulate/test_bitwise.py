@@ -148,6 +148,13 @@ def test_many_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, obje
         run(asked, large(asked, **change), seed)
 
 
+@pytest.mark.parametrize(("m", "k"), [(100, 2100), (260, 1100)])  # pieces without tokens; tiles without
+def test_first_planes_in_pieces(m: int, k: int) -> None:
+    asked = problem("w2a2", m, 136, k, Output.f16)
+    rings = {"weight_groups": 2, "activation_groups": 2}
+    run(asked, large(asked, tokens=256, turns=Turns.none, tensor=True, starts=2, **rings), bias=True)
+
+
 @pytest.mark.parametrize("output", [Output.f16, Output.bf16, Output.f32])
 def test_results_are_rounded_once(output: Output) -> None:
     for n, padding in ((72, 0), (71, 2), (72, 8)):

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 
 from anybit.jit import Kernel  # noqa: E402
 from anybit.kernels import bitwise, bitwise_sync, pack, planes  # noqa: E402
-from anybit.kernels.bitwise import Output, Path, Walk  # noqa: E402
+from anybit.kernels.bitwise import Output, Path, Turns, Walk  # noqa: E402
 from anybit.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
@@ -26,11 +26,13 @@ CASES = [
     *((5, 24, 300, "w2a2"), (70, 136, 1100, "w3a4asym-xasym"), (17, 40, 2048, "w1a1"), (1, 72, 77, "w4a8")),
     (150, 264, 1100, "w2a2"),  # float16 results leave by tensor map
 ]
+RINGS: dict[str, Any] = {"weight_groups": 2, "activation_groups": 2}
 # Ways that small products do not take by themselves, with 16-bit results: tiles that are cut, tokens that blocks load
 # for each other, warpgroups that share k or columns, clusters that share k.
 WAYS: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (150, 264, 1100, "w1a1", {"tokens": 128, "tensor": True, "tail": 64, "buffers": 4}),
     (150, 264, 1100, "w1a2", {"tokens": 64, "tensor": True, "cluster": 2, "multicast": True}),
+    (300, 264, 2100, "w2a2", {"tokens": 256, "tensor": True, "turns": Turns.none, "starts": 2} | RINGS),
     (70, 72, 2100, "w2a2", {"tokens": 32, "walk": Walk.tokens, "groups": 4, "slots": 6, "stages": 3, "span": 3}),
     (70, 72, 2100, "w2a2", {"tokens": 32, "walk": Walk.tokens, "groups": 2, "by_columns": True, "stacked": 32}),
     (9, 72, 2100, "w1a2", {"tokens": 16, "cluster": 2}),

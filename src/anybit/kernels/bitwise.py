@@ -109,6 +109,7 @@ def _candidates(problem: Problem) -> Iterator[Config]:
         )
         yield config
         yield replace(config, resident=True)
+        yield replace(config, starts=2)
         if tokens == 256:
             rounds = -(-problem.m // tokens) * -(-problem.n // ROWS) / problem.device.sms
             yield replace(config, cluster=2, multicast=True)
@@ -142,8 +143,7 @@ def _once_candidates(problem: Problem) -> Iterator[Config]:
             reserve = reserved(config, blocks, problem.device)
             if reserve is not None:
                 yield replace(config, reserve=reserve, even=True)
-                if not reserve:
-                    yield config
+                yield replace(config, reserve=reserve)
 
 
 def _small_candidates(problem: Problem) -> Iterator[Config]:
@@ -241,6 +241,7 @@ def _default_large(problem: Problem, found: list[Config]) -> Config:
             work += -(-(tiles % sms) * (config.tokens // config.tail) // sms) * (config.tail + 24) * 1.1
         depth = min(config.weight_groups, 3) + 2 * min(config.activation_groups, 3)
         waiting = config.turns is not turns
+        single = tiles <= sms  # a tile a block: nothing hides its start and its end
         return (
             work,
             config.resident,
@@ -250,6 +251,7 @@ def _default_large(problem: Problem, found: list[Config]) -> Config:
             config.turns is Turns.tiles,
             config.slab,
             -config.buffers,
+            -config.starts if single else config.starts,
         )
 
     return min(found, key=cost)
@@ -299,12 +301,13 @@ def _one_wave(problem: Problem, found: tuple[Config, ...]) -> Config | None:
     alone = [
         config
         for config in found
-        if (config.path, config.walk, config.tokens, config.even) == (Path.once, Walk.weights, 32, True)
+        if (config.path, config.walk, config.tokens) == (Path.once, Walk.weights, 32)
+        and config.even == (config.reserve > 0)  # alone by its size: idle blocks would only be in other kernels' way
         and 2 * (shared_bytes(config) + 1024) > problem.device.shared_bytes + 1024
     ]
     # The more comes in, the more of it may wait: 5.26 us with one chunk early in w4a4, 5.42 with two, 5.8 with all.
     chunks = planes.chunks(problem.k)
-    early = chunks if p * q <= 2 else 2 if p * q <= 12 else 1
+    early = chunks if p * q <= 2 else 2 if p * q <= 8 else 1
     return min(alone, key=lambda config: (-config.sets, abs(config.early - early)), default=None)
 
 

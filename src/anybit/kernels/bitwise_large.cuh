@@ -21,13 +21,16 @@ template <class Config> struct LargeShared {
     static constexpr int writers = activations + activation_slots * activation_slot;
     using W = WriterShared<Config>;
     static constexpr int barriers = writers + 2 * W::bytes, writer_barriers = barriers + 16 * (weight_slots + activation_slots);
-    static constexpr int bytes = writer_barriers + 2 * W::barrier_bytes;
+    // The first plane of activations arrives in pieces, each with a barrier.
+    static constexpr int first_barriers = writer_barriers + 2 * W::barrier_bytes, first_pieces = Config::starts;
+    static constexpr int bytes = first_barriers + (first_pieces > 1 ? 16 * first_pieces : 0);
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of bitwise.py disagrees");
 
     static PTX uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
     static PTX uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
     static PTX uint32_t activation_full(uint32_t shared, int slot) { return weight_full(shared, weight_slots + slot); }
     static PTX uint32_t activation_empty(uint32_t shared, int slot) { return activation_full(shared, slot) + 8; }
+    static PTX uint32_t first_full(uint32_t shared, int piece) { return shared + first_barriers + 16 * piece; }
     static PTX W writer(uint32_t shared, int warpgroup) {
         return {shared + writers + warpgroup * W::bytes, shared + writer_barriers + warpgroup * W::barrier_bytes};
     }
@@ -112,6 +115,16 @@ template <class Config> PTX void large_produce(const Params& p, uint32_t shared)
     Ring<Config::weight_groups> weight_ring;
     Ring<Config::activation_groups> activation_ring;
     bool waited = false;  // for the kernel that wrote the activations
+    bool begun = false;   // to load them
+    auto load_pieces = [&](uint32_t to, const uint8_t* from, int rows) {
+        constexpr int piece_rows = Config::tokens / S::first_pieces;
+#pragma unroll 1
+        for (int piece = 0; piece < S::first_pieces; piece++) {
+            const int at = piece * piece_rows * planes::row_bytes, bytes = max(0, min(piece_rows, rows - piece * piece_rows)) * planes::row_bytes;
+            ptx::mbarrier_arrive_expect_tx(S::first_full(shared, piece), bytes);
+            if (bytes > 0) ptx::cp_async_bulk_load(to + at, from + at, bytes, S::first_full(shared, piece));
+        }
+    };
     for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) {
         const int token = tiles.token(), row = tiles.row();
         const bool fresh = tiles.fresh(!waited);
@@ -133,9 +146,17 @@ template <class Config> PTX void large_produce(const Params& p, uint32_t shared)
             auto load_activations = [&](int order) {
                 const int slot = activation_ring.group * Q + order, j = down ? Q - 1 - order : order;
                 ptx::mbarrier_wait_parity(S::activation_empty(shared, slot), activation_ring.parity ^ 1);
-                ptx::mbarrier_arrive_expect_tx(S::activation_full(shared, slot), rows * planes::row_bytes);
                 const uint32_t to = shared + S::activations + slot * S::activation_slot;
                 const uint8_t* const from = p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes;
+                if constexpr (S::first_pieces > 1) {
+                    if (!begun) {
+                        begun = true;
+                        load_pieces(to, from, rows);
+                        ptx::mbarrier_arrive(S::activation_full(shared, slot));
+                        return;
+                    }
+                }
+                ptx::mbarrier_arrive_expect_tx(S::activation_full(shared, slot), rows * planes::row_bytes);
                 if constexpr (Config::cluster == 1)
                     ptx::cp_async_bulk_load(to, from, rows * planes::row_bytes, S::activation_full(shared, slot));
                 else if (mine > 0)
@@ -169,12 +190,16 @@ template <class Config> struct LargeConsumer {
     // into the products of the other, which has the tensor cores to itself, so that the distance keeps itself.
     static constexpr bool by_diagonals = Config::turns == Turns::diagonals && diagonals > 1, by_tiles = Config::turns == Turns::tiles;
     static constexpr bool staggered = Config::turns == Turns::staggered;
+    // Where the assembler knows that descriptors are the same in all lanes, and adds 32 bits to them, products follow each
+    // other more closely (2 % in w2a2). With products of two shapes it then finds too few registers, and waits after each;
+    // turns tile by tile did not gain.
+    static constexpr bool uniform = S::first_pieces == 1 && !by_tiles;
     static constexpr int ahead = Config::weight_groups < Config::activation_groups ? Config::weight_groups : Config::activation_groups;
 
     const Params& p;
     uint32_t shared;
     int warpgroup;
-    bool leader, started;
+    bool leader, started, begun = false;
     Writer<Config> writer;
     Ring<Config::weight_groups> weight_ring;
     Ring<Config::activation_groups> activation_ring;
@@ -195,6 +220,25 @@ template <class Config> struct LargeConsumer {
         }
     }
 
+    static PTX uint64_t at(uint64_t descriptor, uint32_t bytes) {
+        if constexpr (!uniform) return ptx::wgmma_advance(descriptor, bytes);
+        return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
+    }
+
+    // The products of the first pair of planes, as pieces of its tokens arrive.
+    template <int tokens> PTX void start(int32_t (&acc)[tokens / 2], uint64_t a, uint64_t b) const {
+        constexpr int part = tokens / S::first_pieces;
+#pragma unroll
+        for (int piece = 0; piece < S::first_pieces; piece++) {
+            ptx::mbarrier_wait_parity(S::first_full(shared, piece), 0);
+            int32_t (&some)[part / 2] = *reinterpret_cast<int32_t (*)[part / 2]>(&acc[piece * part / 2]);
+#pragma unroll
+            for (int step = 0; step < planes::steps; step++)
+                ptx::wgmma_b1<part>(some, at(a, step * planes::step_bytes),
+                                    at(b, piece * part * planes::row_bytes + step * planes::step_bytes), step > 0);
+        }
+    }
+
     template <int tokens> PTX void tile(int row, int token, bool final) {
         int32_t acc[tokens / 2];
         writer.fetch(p, row, token);
@@ -212,15 +256,20 @@ template <class Config> struct LargeConsumer {
                 if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activation_ring.group * Q + diagonal), activation_ring.parity);
                 if (by_diagonals && diagonal > 0 && chunk > 0) take_turn();
                 ptx::wgmma_fence();
+                if (S::first_pieces > 1 && diagonal == 0 && !begun) {
+                    begun = true;
+                    start<tokens>(acc, a, b);
+                } else {
 #pragma unroll
-                for (int i = 0; i < P; i++) {
-                    const int j = diagonal - i;
-                    if (j < 0 || j >= Q) continue;
+                    for (int i = 0; i < P; i++) {
+                        const int j = diagonal - i;
+                        if (j < 0 || j >= Q) continue;
 #pragma unroll
-                    for (int step = 0; step < planes::steps; step++)
-                        ptx::wgmma_b1<tokens>(acc, ptx::wgmma_advance(a, i * S::weight_slot + step * planes::step_bytes),
-                                                      ptx::wgmma_advance(b, j * S::activation_slot + step * planes::step_bytes),
-                                                      diagonal > 0 || step > 0 || chunk > 0);
+                        for (int step = 0; step < planes::steps; step++)
+                            ptx::wgmma_b1<tokens>(acc, at(a, i * S::weight_slot + step * planes::step_bytes),
+                                                          at(b, j * S::activation_slot + step * planes::step_bytes),
+                                                          diagonal > 0 || step > 0 || chunk > 0);
+                    }
                 }
                 ptx::wgmma_commit_group();
                 // The last diagonal of a chunk and the first of the next need no rotation between them: one turn.
@@ -256,7 +305,7 @@ template <class Config> struct LargeConsumer {
 
 template <class Config> PTX void large_consume(const Params& p, uint32_t shared) {
     using C = LargeConsumer<Config>;
-    const int warpgroup = threadIdx.x / 128;
+    const int warpgroup = C::uniform ? ptx::warp_id() / 4 : threadIdx.x / 128;
     C consumer(p, shared, warpgroup);
     if ((C::by_diagonals || C::by_tiles) && warpgroup == 1) consumer.pass_turn();
     ptx::griddepcontrol_wait();
@@ -313,6 +362,8 @@ template <class Config> PTX void bitwise_large(const Params& p) {
             ptx::mbarrier_init(writer.filled(buffer / 2), 4);  // every warp of the warpgroup
             ptx::mbarrier_init(writer.read(buffer / 2), 1);
         }
+        if constexpr (S::first_pieces > 1)
+            for (int piece = 0; piece < S::first_pieces; piece++) ptx::mbarrier_init(S::first_full(shared, piece), 1);
         ptx::fence_mbarrier_init();
     }
     __syncthreads();

@@ -8,14 +8,13 @@
 #ifndef ANYBIT_BITWISE_ONCE_CUH
 #define ANYBIT_BITWISE_ONCE_CUH
 
-#include "bitwise_terms.cuh"
+#include "bitwise_few.cuh"
 
 // Shared memory: the chunks of A, of B, results on their way out, barriers, and what is kept from other blocks.
-template <class Config> struct OnceShared {
-    static constexpr bool walk_weights = Config::walk == Walk::weights;
-    static constexpr int P = walk_weights ? Config::weight_bits : Config::activation_bits;  // planes that are walked
-    static constexpr int Q = walk_weights ? Config::activation_bits : Config::weight_bits;  // planes side by side
-    static constexpr int rows = 64, columns = Config::tokens, warps = 4;
+template <class Config> struct OnceShared : FewSides<Config> {
+    using Sides = FewSides<Config>;
+    using Sides::walk_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
+    static constexpr int warps = 4;
     static constexpr int values = columns / 2, eights = columns / 8;  // a thread's sums, and the eights of columns that they are of
     static constexpr int a_chunk = P * rows * planes::row_bytes, b_chunk = Config::stacked * planes::row_bytes;
     static constexpr int b = Config::stages * a_chunk, staging = b + Config::stages * b_chunk;
@@ -40,32 +39,33 @@ template <class Config> struct Once {
     S shared;
     int a_row, b_row;
 
-    PTX Once(const Params& p, uint32_t base) : p(p), shared{base} {
+    PTX Once(const Params& p, uint32_t base) : p(p), shared{{}, base} {
         // Blocks at work together share weights.
         const int token_tile = S::walk_weights ? S::columns : S::rows, token_tiles = (p.m + token_tile - 1) / token_tile;
         const int weight_tile = static_cast<int>(blockIdx.x) / token_tiles, token = static_cast<int>(blockIdx.x) - weight_tile * token_tiles;
         a_row = (S::walk_weights ? weight_tile : token) * S::rows;
         b_row = (S::walk_weights ? token : weight_tile) * S::columns;
     }
-    PTX int a_stored() const { return S::walk_weights ? p.rows_n : p.rows_m; }
-    PTX int b_stored() const { return S::walk_weights ? p.rows_m : p.rows_n; }
     // Are there weights for this block?
     PTX bool any() const { return S::walk_weights ? a_row < p.n : b_row < p.n; }
 
-    // A thread for each chunk: its barrier, which expects all planes.
+    // A barrier for each chunk, which expects all planes.
     PTX void prepare() const {
-        const int chunk = threadIdx.x, rows = P * min(S::rows, a_stored() - a_row) + Q * min(S::columns, b_stored() - b_row);
-        if (chunk >= p.chunks) return;
-        ptx::mbarrier_init(shared.full(chunk), 1);
-        ptx::fence_mbarrier_init();
-        ptx::mbarrier_arrive_expect_tx(shared.full(chunk), rows * planes::row_bytes);
+        if (threadIdx.x == 0) {
+            for (int chunk = 0; chunk < p.chunks; chunk++) ptx::mbarrier_init(shared.full(chunk), 1);
+            ptx::fence_mbarrier_init();
+        }
+        __syncthreads();
+        const int rows = P * min(S::rows, S::a_stored(p) - a_row) + Q * min(S::columns, S::b_stored(p) - b_row);
+        // Copies that other warps ask for may arrive before their bytes are announced: the arrival is still to come.
+        if (threadIdx.x < p.chunks) ptx::mbarrier_arrive_expect_tx(shared.full(threadIdx.x), rows * planes::row_bytes);
     }
 
     // Chunk `chunk` of one side, a copy a plane (copies under way share what arrives: large ones would all come late), by
     // warps in turn, of which `turn` is the next.
     template <bool a> PTX void load(int chunk, int& turn) const {
         constexpr int bits = a ? P : Q, tile = a ? S::rows : S::columns;
-        const int stored = a ? a_stored() : b_stored(), first = a ? a_row : b_row, warp = threadIdx.x / 32;
+        const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row, warp = threadIdx.x / 32;
         const uint8_t* const from = (a == S::walk_weights ? p.weights : p.activations) + (static_cast<int64_t>(chunk) * bits * stored + first) * planes::row_bytes;
         const int bytes = min(tile, stored - first) * planes::row_bytes;
 #pragma unroll
@@ -141,34 +141,24 @@ template <class Config> struct Once {
     PTX void run() const {
         load_early();
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = a_row + 16 * warp + lane / 4, pair = b_row + 2 * (lane % 4);
-        constexpr int eights = S::eights, weight_count = S::walk_weights ? 2 : 2 * eights, token_count = S::walk_weights ? 2 * eights : 2;
-        typename T::RowLoad weight_loads[weight_count];
-        typename T::ColumnLoad token_loads[token_count];
-#pragma unroll
-        for (int i = 0; i < weight_count; i++)
-            weight_loads[i] = T::load_row(p, S::walk_weights ? row + 8 * i : pair + 8 * (i / 2) + i % 2);
+        constexpr int eights = S::eights;
+        FewTerms<Config, eights> terms;
+        terms.load_weights(p, row, pair);
         ptx::griddepcontrol_wait();
         load_rest();
-#pragma unroll
-        for (int i = 0; i < token_count; i++)
-            token_loads[i] = T::load_column(p, S::walk_weights ? pair + 8 * (i / 2) + i % 2 : row + 8 * i);
+        terms.load_tokens(p, row, pair);
 
         int32_t sums[S::values];
         multiply(sums);
-        typename T::Row weights[weight_count];
-        typename T::Column tokens[token_count];
-#pragma unroll
-        for (int i = 0; i < weight_count; i++) weights[i] = T::row(weight_loads[i]);
-#pragma unroll
-        for (int i = 0; i < token_count; i++) tokens[i] = T::column(token_loads[i]);
+        terms.finish();
         if constexpr (T::narrow) {
             // Whole pieces of sixteen bytes, if rows of Y begin so and all weights of the tile are there.
             if (p.y_stride % 8 == 0 && reinterpret_cast<uint64_t>(p.y) % 16 == 0 && (S::walk_weights ? a_row + S::rows : b_row + S::columns) <= p.n) {
                 if constexpr (S::walk_weights && eights % 2 == 0) {
-                    write_lines(sums, weights, tokens);
+                    write_lines(sums, terms.weights, terms.tokens);
                     return;
                 } else if constexpr (!S::walk_weights) {
-                    write_rows(sums, weights, tokens, row);
+                    write_rows(sums, terms.weights, terms.tokens, row);
                     return;
                 }
             }
@@ -177,9 +167,9 @@ template <class Config> struct Once {
         for (int v = 0; v < S::values; v++) {
             const int h = v % 4 / 2, e = v % 2, i = 2 * (v / 4), at_row = row + 8 * h, at_column = pair + 8 * (v / 4) + e;
             if constexpr (S::walk_weights)
-                T::store(p, at_column, at_row, sums[v], weights[h], tokens[i + e]);
+                T::store(p, at_column, at_row, sums[v], terms.weights[h], terms.tokens[i + e]);
             else
-                T::store(p, at_row, at_column, sums[v], weights[i + e], tokens[h]);
+                T::store(p, at_row, at_column, sums[v], terms.weights[i + e], terms.tokens[h]);
         }
     }
 
@@ -250,7 +240,6 @@ template <class Config> PTX void bitwise_once(const Params& p) {
         return;
     }
     once.prepare();
-    __syncthreads();
     once.run();
 }
 

@@ -76,7 +76,8 @@ class Config:
     leave by tensor map (``tensor``: rows of Y start on 16 bytes and end so), how the two warpgroups take turns,
     whether a block keeps its activations while it goes through weights (``resident``), the tokens of the tiles into
     which those are cut that whole rounds leave (``tail``, 0: none is cut), whether results leave L2 first
-    (``streamed``), and the blocks (``cluster``, with ``multicast``) that load their tokens for each other.
+    (``streamed``), the blocks (``cluster``, with ``multicast``) that load their tokens for each other, and the pieces
+    in which a block's first plane of activations arrives and is multiplied (``starts``).
     small: the operand that is walked (``walk``), its planes in flight (``slots``), the chunks of the other in shared
     memory (``stages``) and in a walk (``span``), the columns of the product (``stacked``, planes side by side), the
     warpgroups of a block (``groups``) that share k, or the columns of the tile (``by_columns``), or the blocks
@@ -118,6 +119,7 @@ class Config:
     even: bool = False
     sets: int = 1
     early: int = 0
+    starts: int = 1
 
     @property
     def threads(self) -> int:
@@ -180,6 +182,9 @@ def _why_not_large(problem: Problem, config: Config) -> str | None:
         return f"results are staged in 2 to 8 buffers, not {config.buffers}"
     if config.cluster not in (1, 2, 4) or config.multicast != (config.cluster > 1):
         return f"1, 2 or 4 blocks load tokens for each other, not {config.cluster}"
+    reason = _why_not_pieces(config)
+    if reason is not None:
+        return reason
     if config.resident and config.multicast:
         return "blocks that keep their tokens do not load them for each other"
     if config.streamed and not config.tensor:
@@ -197,6 +202,23 @@ def _why_not_large(problem: Problem, config: Config) -> str | None:
         return f"resident activations are all {chunks} chunks of k, and the config holds {config.activation_groups}"
     if config.turns is Turns.tiles and min(config.weight_groups, config.activation_groups) < chunks:
         return f"turns tile by tile need all {chunks} chunks of k in shared memory, for weights and activations"
+    return None
+
+
+def _why_not_pieces(config: Config) -> str | None:
+    """Of a first plane in pieces."""
+    if config.starts == 1:
+        return None
+    # Elsewhere the assembler finds too few registers for products of two shapes, and waits after each: tests/compile
+    # sees it, and they took 1.2 to 2 us longer (1024 x 4096 x 4096).
+    rings = config.weight_groups, config.activation_groups, config.slab, config.buffers
+    codes = config.weight_code, config.activation_code
+    if (config.weight_bits, config.activation_bits, config.tokens) != (2, 2, 256) or codes != (Code.sym, Code.sym):
+        return "only tiles of 256 tokens of signed 2-bit codes begin in pieces"
+    if config.starts != 2 or rings != (2, 2, 32, 3) or not config.tensor:
+        return f"tiles begin in 2 pieces with rings of 2 chunks and 3 buffers of 32, not {config.starts} with {rings}"
+    if config.resident or config.multicast or config.tail or config.turns is not Turns.none or config.streamed:
+        return "tiles that begin in pieces are whole, of one block, and their warpgroups take no turns"
     return None
 
 
@@ -294,7 +316,8 @@ def shared_bytes(config: Config) -> int:
         writer = 128 * config.slab * config.buffers * _narrow(config) + columns
         slots = (weight_slots * ROWS + activation_slots * config.tokens) * _SLOT_ROW
         barriers = 16 * (weight_slots + activation_slots + 2 * config.buffers)
-        return slots + 2 * (-(-writer // 1024) * 1024) + barriers
+        first = 16 * config.starts if config.starts > 1 else 0
+        return slots + 2 * (-(-writer // 1024) * 1024) + barriers + first
     if config.path is Path.once:
         walked = p if config.walk is Walk.weights else q
         chunks = config.stages * (walked * SMALL_ROWS + config.stacked) * _SLOT_ROW

@@ -12,14 +12,12 @@
 #ifndef ANYBIT_BITWISE_SMALL_CUH
 #define ANYBIT_BITWISE_SMALL_CUH
 
-#include "bitwise_terms.cuh"
+#include "bitwise_few.cuh"
 
 // Shared memory: slots of an A plane, slots of a chunk of B, what other blocks send, barriers.
-template <class Config> struct SmallShared {
-    static constexpr bool walk_weights = Config::walk == Walk::weights;
-    static constexpr int P = walk_weights ? Config::weight_bits : Config::activation_bits;  // planes that are walked
-    static constexpr int Q = walk_weights ? Config::activation_bits : Config::weight_bits;  // planes side by side
-    static constexpr int rows = 64, columns = Config::tokens;
+template <class Config> struct SmallShared : FewSides<Config> {
+    using Sides = FewSides<Config>;
+    using Sides::walk_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
     // Warpgroups share the chunks of k, or the columns: then each has a part of B with all planes of its own columns.
     static constexpr int groups = Config::groups, k_groups = Config::by_columns ? 1 : groups, b_parts = Config::by_columns ? groups : 1;
     static constexpr int part_columns = columns / b_parts, part_bytes = Config::stacked * planes::row_bytes;
@@ -67,7 +65,7 @@ template <class Config> struct Small {
     int count;  // chunks of this block: rank, rank + split, ...
 
     PTX Small(const Params& p, uint32_t base, int place)
-        : p(p), shared{base}, place(place), rank(S::split > 1 ? place : 0), count(rank < p.chunks ? (p.chunks - rank + S::split - 1) / S::split : 0) {
+        : p(p), shared{{}, base}, place(place), rank(S::split > 1 ? place : 0), count(rank < p.chunks ? (p.chunks - rank + S::split - 1) / S::split : 0) {
         const int weight_tile = static_cast<int>(blockIdx.x) / S::split, token_tile = static_cast<int>(blockIdx.y);
         a_row = (S::walk_weights ? weight_tile : token_tile) * S::rows;
         b_row = (S::walk_weights ? token_tile : weight_tile) * S::columns;
@@ -98,21 +96,20 @@ template <class Config> struct Small {
             ptx::cp_async_bulk_load(to, from, rows * planes::row_bytes, barrier);
         }
     }
-    PTX int a_stored() const { return S::walk_weights ? p.rows_n : p.rows_m; }
-    PTX int a_rows() const { return min(S::rows, a_stored() - a_row); }
+    PTX int a_rows() const { return min(S::rows, S::a_stored(p) - a_row); }
     PTX void expect_a(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.a_full(slot), a_rows() * planes::row_bytes); }
     PTX const uint8_t* a_plane(const Step& step) const {
         const uint8_t* from = S::walk_weights ? p.weights : p.activations;
         const int chunk = rank + (step.first + step.chunk) * S::split, bit = step.down(count) ? P - 1 - step.order : step.order;
-        return from + (static_cast<int64_t>(chunk * P + bit) * a_stored() + a_row) * planes::row_bytes;
+        return from + (static_cast<int64_t>(chunk * P + bit) * S::a_stored(p) + a_row) * planes::row_bytes;
     }
     PTX void load_a(const uint8_t* plane, int slot) const { load_rows<S::cast_a, S::rows>(shared.a_slot(slot), plane, a_rows(), shared.a_full(slot)); }
-    PTX int b_rows() const { return min(S::columns, (S::walk_weights ? p.rows_m : p.rows_n) - b_row); }
+    PTX int b_rows() const { return min(S::columns, S::b_stored(p) - b_row); }
     PTX void expect_b(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.b_full(slot), Q * b_rows() * planes::row_bytes); }
     // The rows of a plane of B that are part `part` of its columns.
     PTX void load_b(int i, int bit, int part) const {
         const uint8_t* from = S::walk_weights ? p.activations : p.weights;
-        const int stored = S::walk_weights ? p.rows_m : p.rows_n, first = b_row + part * S::part_columns;
+        const int stored = S::b_stored(p), first = b_row + part * S::part_columns;
         const int slot = i % Config::stages, chunk = rank + i * S::split, rows = min(S::part_columns, stored - first);
         if (S::b_parts > 1 && rows <= 0) return;
         load_rows<S::cast_b, S::part_columns>(shared.b_slot(slot) + part * S::part_bytes + bit * S::part_columns * planes::row_bytes,
@@ -317,26 +314,17 @@ template <class Config> struct Small {
         const int thread = threadIdx.x % 128, row = a_row + 16 * (thread / 32) + thread % 32 / 4, pair = b_row + 2 * (thread % 4);
         constexpr int eights = (S::share + 3) / 4;
         const int first = part * S::share / 4;  // of the eights that this part finishes
-        constexpr int row_count = S::walk_weights ? 2 : 2 * eights, column_count = S::walk_weights ? 2 * eights : 2;
-        typename T::RowLoad row_loads[row_count];
-        typename T::ColumnLoad column_loads[column_count];
-#pragma unroll
-        for (int i = 0; i < row_count; i++)
-            row_loads[i] = T::load_row(p, S::walk_weights ? row + 8 * i : pair + 8 * (first + i / 2) + i % 2);
+        FewTerms<Config, eights> terms;
+        terms.load_weights(p, row, pair + 8 * first);
         if constexpr (Config::multicast) ptx::barrier_cluster_wait();
         ptx::griddepcontrol_wait();
-#pragma unroll
-        for (int i = 0; i < column_count; i++)
-            column_loads[i] = T::load_column(p, S::walk_weights ? pair + 8 * (first + i / 2) + i % 2 : row + 8 * i);
+        terms.load_tokens(p, row, pair + 8 * first);
 
         int32_t sums[S::values], own[S::share];
         multiply(sums, group);
-        typename T::Row weights[row_count];
-        typename T::Column tokens[column_count];
-#pragma unroll
-        for (int i = 0; i < row_count; i++) weights[i] = T::row(row_loads[i]);
-#pragma unroll
-        for (int i = 0; i < column_count; i++) tokens[i] = T::column(column_loads[i]);
+        terms.finish();
+        const auto& weights = terms.weights;
+        const auto& tokens = terms.tokens;
         if constexpr (S::k_groups > 1) {
             exchange(sums, own, group);
         } else if constexpr (S::split > 1) {

@@ -66,7 +66,7 @@ def _suits(config: Config, tokens: int, own: Config, idle: bool) -> bool:
 def _kind(config: Config) -> tuple[Any, ...]:
     if config.path is Path.large:
         rings = config.weight_groups, config.activation_groups
-        return (config.path, config.tokens, config.cluster, bool(config.tail), *rings)
+        return (config.path, config.tokens, config.cluster, bool(config.tail), config.starts, *rings)
     return (*(getattr(config, name) for name in _KIND), config.reserve if config.path is not Path.small else 0)
 
 
