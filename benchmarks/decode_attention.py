@@ -295,7 +295,7 @@ def kernels_of(wanted: list[Row], packs: Sequence[str]) -> list[tuple[jit.Kernel
     device = Device.named("sm_90a")
     stored = [PageLayout(KVFormat.parse(kv), DIM, 128) for kv in packs]
     kernels = [decode.kernel(config_of(row, device), row.layout) for row in wanted]
-    kernels += [kvpack.kernel(kvpack.default(kvpack.Problem(layout, 1, 8, 1))) for layout in stored]
+    kernels += [kvpack.kernel(kvpack.default(kvpack.Problem(layout, 1, 8, n))) for layout in stored for n in (1, 2)]
     return [(kernel, device.arch) for kernel in dict.fromkeys(kernels)]
 
 

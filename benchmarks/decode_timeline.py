@@ -30,6 +30,8 @@ PHASES = {
     6: "all warps of the block ended",
     11: "part written",
     12: "part counted",
+    9: "merge: states there",
+    14: "merge: parts added",
     7: "ended",
 }
 """Numbers of ``stamp`` in decode.cuh and decode_merge.cuh; 5 is the multiprocessor."""
@@ -61,7 +63,7 @@ def show(times: Tensor) -> None:
         for before, now in itertools.pairwise(times[2:]):
             at = now[..., phase][now[..., phase] > 0].double()
             at = at - before[..., 7].max()
-            at = at[at.abs() < 1e6]  # what an earlier launch left where this one passed no such phase
+            at = at[at.abs() < 1e5]  # what an earlier launch left where this one passed no such phase
             if len(at):
                 found.append(at.quantile(marks) / 1e3)
         if found:

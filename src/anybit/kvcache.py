@@ -284,7 +284,13 @@ class KVCache:
             **arguments,
         )
         overlaps = device.capability >= 90 and problem.step
-        jit.launch(kvpack.kernel(config), params, kvpack.grid(problem), pdl=overlaps, device=self.pages.get_device())
+        jit.launch(
+            kvpack.kernel(config),
+            params,
+            kvpack.grid(problem, bool(arguments["packs"])),
+            pdl=overlaps,
+            device=self.pages.get_device(),
+        )
         if errors is not None:
             kvpage.report(int(errors), layer)
 

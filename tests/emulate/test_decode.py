@@ -86,6 +86,19 @@ def test_other_schedules_and_splits_give_the_same():
         run(MEMBERS[0], seed=seed, blocks=blocks)
 
 
+@pytest.mark.parametrize(("pieces", "length"), [(1, 1500), (2, 1500), (2, 5000)])
+def test_a_pair_of_many_parts(pieces: int, length: int):
+    """More than 32 blocks have parts of one pair, and of its neighbours: one or two warps of the last merge a row."""
+    case = small("kv2g128", lengths=(length, 40), heads=4, kv_heads=1)
+    cache, sequences, q = case.build("cpu")
+    device = dataclasses.replace(Device.named("sm_90a"), sms=41)
+    config = kernel.make(problem_of(q, cache), device, 2, 2)
+    launch = prepare(q, cache, 1, sequences, case.masks(), device, dataclasses.replace(config, pieces=pieces))
+    emulate.run(launch.kernel, launch.params, launch.grid, seed=pieces, resident=41)
+    want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)
+    assert relative_error(launch.out, want) < 2e-3
+
+
 def test_more_sequences_than_a_warp_has_lanes():
     """Lanes know several rows each then, and one or more passes find the row of a place."""
     run(small("kv2g128", lengths=(130, 1, 3, 260, 17) * 7, heads=2, head_dim=64), blocks=4)
@@ -229,3 +242,35 @@ def test_packing_what_is_in_the_residual_already(format: str, monkeypatch):
     strides = dict.fromkeys((f"{x}_{y}_stride" for x in "kv" for y in ("batch", "token", "head")), 0)
     cache._launch(0, sequences, 3, **strides, k=None, v=None, packs=1, keeps=0, stored=1)
     assert torch.equal(cache.pages, want)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("format", ["kv4g128", "kv2g32t", "kv8g128t", "k16v2g32"])
+@pytest.mark.parametrize("known", [True, False])
+def test_one_token_completes_a_window(format: str, stored: bool, known: bool, monkeypatch):
+    """All of the window but that token is in the ring, or it is there too; a length read too early is noticed."""
+
+    def launch(kernel, params, grid, *, pdl, device):
+        if not known:  # no sequence is taken to be there: before the previous kernel has ended, lengths seem to be 0
+            params = dataclasses.replace(params, sequences_count=0)
+        emulate.run(kernel, params, grid, resident=64, dependent=("k", "v"))
+
+    cache = KVCache(format, layers=1, kv_heads=1, head_dim=64, sequences=2, capacity=512)
+    sequences = [cache.add(), cache.add()]
+    tokens = torch.randn(2, 2, 256, 1, 64, generator=torch.Generator().manual_seed(5)).half()
+    for begin, end in ((0, 255), (255, 256)):
+        before = cache.residual.clone(), cache.pages.clone()
+        cache.extend(sequences, end - begin)
+        cache.write(0, sequences, *tokens[:, :, begin:end])
+    want = cache.residual.clone(), cache.pages.clone()
+    cache.pages.copy_(before[1])
+    monkeypatch.setattr(kvcache.jit, "launch", launch)
+    monkeypatch.setattr(kvcache.Device, "of", lambda tensor: Device.named("sm_90a"))
+    if stored:
+        strides = dict.fromkeys((f"{x}_{y}_stride" for x in "kv" for y in ("batch", "token", "head")), 0)
+        cache._launch(0, sequences, 1, **strides, k=None, v=None, packs=1, keeps=0, stored=1)
+    else:
+        cache.residual.copy_(before[0])
+        cache._write_kernel(0, sequences, *tokens[:, :, 255:])
+    assert torch.equal(cache.pages, want[1])
+    assert torch.equal(cache.residual.view(torch.int16), want[0].view(torch.int16))

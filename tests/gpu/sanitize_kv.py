@@ -37,8 +37,9 @@ def kernels_used() -> list[Kernel]:
         for split in (0, 256):
             cut = dataclasses.replace(asked, split=split)
             found.add(decode.kernel(decode.default(cut, device), asked.layout))
-        stored = kvpack.Problem(asked.layout, 1, case.kv_heads, 1, asked.ring, asked.window, case.bf16)
-        found.add(kvpack.kernel(kvpack.default(stored)))
+        for tokens in (1, 2):
+            stored = kvpack.Problem(asked.layout, 1, case.kv_heads, tokens, asked.ring, asked.window, case.bf16)
+            found.add(kvpack.kernel(kvpack.default(stored)))
     return list(found)
 
 

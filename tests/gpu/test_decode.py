@@ -32,8 +32,9 @@ def kernels_used() -> list[Kernel]:
     for case in [*CHOSEN, *OUTLIERS]:
         asked = problem(case)
         found.add(decode.kernel(decode.default(asked, device), asked.layout))
-        stored = kvpack.Problem(asked.layout, 1, case.kv_heads, 1, asked.ring, asked.window, case.bf16)
-        found.add(kvpack.kernel(kvpack.default(stored)))
+        for tokens in (1, 2):
+            stored = kvpack.Problem(asked.layout, 1, case.kv_heads, tokens, asked.ring, asked.window, case.bf16)
+            found.add(kvpack.kernel(kvpack.default(stored)))
     return sorted(found, key=lambda kernel: str(kernel.config))
 
 

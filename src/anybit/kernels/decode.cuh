@@ -120,17 +120,15 @@ template <class Config> struct Pipeline {
         if constexpr (Config::checked) at = min(max(at, 0), p.pages_count - 1);
         return p.pages + (static_cast<int64_t>(at) * p.kv_heads + head / Config::query_chunks) * (page_blocks * S::block_bytes) + block % page_blocks * S::block_bytes;
     }
-    // Asks L2 for `units` packed blocks of this row, from the one that is `further` units after the ring on.
-    PTX void ask_ahead(int further, int units) {
-        const int lane = threadIdx.x % 32, mine = further + lane;
-        int unit = ahead.unit + mine, head = ahead.head;
-        if (unit >= ahead.extent.units) { unit -= ahead.extent.units; ++head; }
-        if (lane >= units || mine >= left || unit >= ahead.extent.blocks || head >= p.kv_heads * Config::query_chunks) return;
-        const int block = ahead.extent.first_block + unit, skip = mine == 0 && values ? S::key_bytes : 0;
-        int at = entries[block / page_blocks];
-        if constexpr (Config::checked) at = min(max(at, 0), p.pages_count - 1);
-        ptx::cp_async_bulk_prefetch_L2(p.pages + (static_cast<int64_t>(at) * p.kv_heads + head / Config::query_chunks) * (page_blocks * S::block_bytes)
-                                       + block % page_blocks * S::block_bytes + skip, S::key_bytes + S::value_bytes - skip);
+    // Where this lane's of `units` packed blocks of this row lies that L2 is to be asked for, if there is one; `further`
+    // is the first one's distance from the unit ahead. Half of that one may have been copied.
+    PTX const uint8_t* place_ahead(int further, int units) const {
+        const int lane = threadIdx.x % 32;
+        return lane < units ? beyond(further + lane) : nullptr;
+    }
+    PTX void ask_ahead(const uint8_t* at, int further) const {
+        const int skip = further == 0 && threadIdx.x % 32 == 0 && values ? S::key_bytes : 0;
+        if (at != nullptr) ptx::cp_async_bulk_prefetch_L2(at + skip, S::key_bytes + S::value_bytes - skip);
     }
     // The oldest half has been read by the whole warp: its slot may be filled again.
     PTX void release() {
@@ -246,11 +244,13 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
         if (asked == early && pipeline.left >= enough) {
             ptx::mbarrier_wait_parity(pipeline.barrier + 8 * (early - 1), 0);
             stamp<Config>(p, 8);
-            pipeline.ask_ahead(0, Config::ahead);
+            pipeline.ask_ahead(pipeline.place_ahead(0, Config::ahead), 0);
         }
-    ptx::griddepcontrol_wait();
+    const uint8_t* next = nullptr;  // looked up now, so that queries need not wait for it
     if constexpr (Config::bulk && Config::after > 0)
-        if (asked == early && pipeline.left >= enough) pipeline.ask_ahead(Config::ahead, Config::after);
+        if (asked == early && pipeline.left >= enough) next = pipeline.place_ahead(Config::ahead, Config::after);
+    ptx::griddepcontrol_wait();
+    if constexpr (Config::bulk && Config::after > 0) pipeline.ask_ahead(next, Config::ahead);
     for (; asked < early; ++asked) pipeline.fill();
     stamp<Config>(p, 2);
 

@@ -57,7 +57,7 @@ class Config(BlockConfig):
     """How: the constants of one compiled kernel. ``decode_block.cuh`` explains them.
 
     ahead, after: packed blocks a warp asks L2 for beyond its ring, once the ring is there and the previous kernel still
-    runs, and when that one has ended.
+    runs, and when that one has ended.  pieces: warps that share a row of the merge.
 
     For measuring only, with results that are wrong: ``whole`` False copies without computing, ``unpacks`` False feeds
     the tensor cores words as they are.
@@ -82,6 +82,7 @@ class Config(BlockConfig):
     checked: bool
     ahead: int = 0
     after: int = 0
+    pieces: int = 1
     stamped: bool = False
     whole: bool = True
     unpacks: bool = True
@@ -269,11 +270,18 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
         # Where few pairs are cut finely, memory is asked for more once the previous kernel has ended, not before.
         ahead = int(asks and bits > 4 and 4 * pairs > device.sms)
         config = make(problem, device, warps, stages, blocks_per_sm=blocks_per_sm, checked=checked)
-        config = replace(config, ahead=ahead, after=asks - ahead)
+        config = replace(config, ahead=ahead, after=asks - ahead, pieces=_pieces(problem, config, device))
         reason = why_not(problem, config, device)
         if reason is None:
             return config
     raise KernelError(str(reason))
+
+
+def _pieces(problem: Problem, config: Config, device: Device) -> int:
+    """Warps that merge a row: two where a pair has so many parts that one would need more than one round of loads."""
+    pairs, round_of_loads = problem.batch * problem.kv_heads * config.query_chunks, 18  # see decode_merge.cuh
+    many = device.sms * config.blocks_per_sm > round_of_loads * pairs and not problem.split
+    return 2 if many and 2 * config.rows <= config.warps and problem.layout.head_dim % 64 == 0 else 1
 
 
 def grid(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
@@ -288,7 +296,11 @@ def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, in
     if config.split:
         units = problem.capacity // config.block + problem.ring // config.residual_tokens + 1
         parts = pairs * -(-units // config.split)
-    return parts * config.rows * config.head_dim, parts * config.rows * 2, pairs * config.rows
+    return (
+        parts * config.rows * config.head_dim,
+        parts * config.rows * 2 * config.pieces,
+        pairs * config.rows * config.pieces,
+    )
 
 
 @cache

@@ -131,60 +131,58 @@ PTX void finish_segment(const Params& p, const Layout<Config>& shared, int warp,
     if (threadIdx.x % 32 == 0) *shared.owner(index) = at.pair(p);
 }
 
-// What a warp sums of a row: `width` channels a lane, one after another.
+// What a warp sums of a row, or of a piece of one: `width` channels a lane, one after another.
 template <class Config> struct RowSum {
-    static constexpr int width = Config::head_dim / 32;
+    static constexpr int width = Config::head_dim / 32 / Config::pieces;
+    int first;  // channel
     float v[width];
-    PTX RowSum() {
+    PTX explicit RowSum(int piece) : first(width * (32 * piece + static_cast<int>(threadIdx.x % 32))) {
 #pragma unroll
         for (int k = 0; k < width; ++k) v[k] = 0.0f;
     }
-    PTX static int first() { return width * (threadIdx.x % 32); }
     PTX void add(float weight, const float (&row)[width]) {
 #pragma unroll
         for (int k = 0; k < width; ++k) v[k] = fmaf(weight, row[k], v[k]);
     }
     // This lane's channels of a row in shared memory, or of one that other blocks wrote.
-    PTX static void from_shared(float (&row)[width], const float* at) {
-        const uint32_t shared = ptx::shared_address(at + first());
-        if constexpr (width % 4 == 0) {
+    PTX void from_shared(float (&row)[width], const float* at) const {
+        const uint32_t shared = ptx::shared_address(at + first);
 #pragma unroll
-            for (int k = 0; k < width; k += 4) {
+        for (int k = 0; k < width; k += vector) {
+            if constexpr (vector == 4) {
                 const uint4 w = ptx::ld_shared_v4(shared + 4 * k);
                 row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y); row[k + 2] = __uint_as_float(w.z); row[k + 3] = __uint_as_float(w.w);
-            }
-        } else {
-#pragma unroll
-            for (int k = 0; k < width; ++k) row[k] = ptx::ld_shared_f32(shared + 4 * k);
+            } else if constexpr (vector == 2) {
+                const uint2 w = ptx::ld_shared_v2(shared + 4 * k);
+                row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y);
+            } else row[k] = ptx::ld_shared_f32(shared + 4 * k);
         }
     }
     PTX static void from_global(float (&row)[width], const float* at) {
-        at += first();
-        if constexpr (width % 4 == 0) {
 #pragma unroll
-            for (int k = 0; k < width; k += 4) {
+        for (int k = 0; k < width; k += vector) {
+            if constexpr (vector == 4) {
                 const uint4 w = ptx::ld_global_cg_v4(at + k);
                 row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y); row[k + 2] = __uint_as_float(w.z); row[k + 3] = __uint_as_float(w.w);
-            }
-        } else {
-#pragma unroll
-            for (int k = 0; k < width; ++k) row[k] = __uint_as_float(ptx::ld_global_cg_u32(at + k));
+            } else if constexpr (vector == 2) {
+                const uint2 w = ptx::ld_global_cg_v2(at + k);
+                row[k] = __uint_as_float(w.x); row[k + 1] = __uint_as_float(w.y);
+            } else row[k] = __uint_as_float(ptx::ld_global_cg_u32(at + k));
         }
     }
     PTX void leave(float* to) const {
-        to += first();
-        if constexpr (width % 4 == 0) {
+        to += first;
 #pragma unroll
-            for (int k = 0; k < width; k += 4) *reinterpret_cast<uint4*>(to + k) = make_uint4(__float_as_uint(v[k]), __float_as_uint(v[k + 1]), __float_as_uint(v[k + 2]), __float_as_uint(v[k + 3]));
-        } else {
-#pragma unroll
-            for (int k = 0; k < width; ++k) to[k] = v[k];
+        for (int k = 0; k < width; k += vector) {
+            if constexpr (vector == 4) *reinterpret_cast<uint4*>(to + k) = make_uint4(__float_as_uint(v[k]), __float_as_uint(v[k + 1]), __float_as_uint(v[k + 2]), __float_as_uint(v[k + 3]));
+            else if constexpr (vector == 2) *reinterpret_cast<uint2*>(to + k) = make_uint2(__float_as_uint(v[k]), __float_as_uint(v[k + 1]));
+            else to[k] = v[k];
         }
     }
     PTX void write(const Params& p, int pair, int row, const softmax::State& state) const {
-        const Row<Config> place(p, pair, row, state, threadIdx.x % 32 == 0);
+        const Row<Config> place(p, pair, row, state, first == 0);
         if (!place.there) return;
-        uint16_t* to = place.out + first();
+        uint16_t* to = place.out + first;
         if constexpr (width % 2 == 0) {
 #pragma unroll
             for (int k = 0; k < width; k += 2)
@@ -194,6 +192,7 @@ template <class Config> struct RowSum {
             for (int k = 0; k < width; ++k) to[k] = narrow<Config::bf16>(v[k] * place.normalizer);
         }
     }
+    static constexpr int vector = width % 4 == 0 ? 4 : width % 2 == 0 ? 2 : 1;
 };
 
 template <class Config>
@@ -211,65 +210,86 @@ PTX void plan_merge(const Params& p, const Layout<Config>& shared, int warp, Lin
     plan.second[warp] = share_begin(line.total, shares, plan.first[warp]) < from;
 }
 
-// Where part `part` of a row lies, in rows.
-template <class Config> PTX int64_t part_of(int row, int begin, int part, int step, int offset) {
-    return static_cast<int64_t>(begin + step * part + (part == 0 ? offset : 0)) * Config::rows + row;
-}
-// Parts beyond the last are the last once more.
-template <class Config, int batch>
-PTX void load_parts(float (&rows)[batch][RowSum<Config>::width], const Params& p, int row, int begin, int at, int count, int step, int offset) {
+// Asks for parts `base + at` and on, as many as there are of them.
+template <class Config, int batches, int batch, int width>
+PTX void load_parts(float (&rows)[batches][batch][width], const float* parts, int base, int at, int count, int offset) {
+    constexpr int step = Config::split ? 1 : 2, stride = step * Config::rows * Config::head_dim;
+    const float* from = parts + static_cast<int64_t>(base + at) * stride;
+    const float* first = from + (base + at == 0 ? offset * (stride / step) : 0);
 #pragma unroll
-    for (int i = 0; i < batch; ++i)
-        RowSum<Config>::from_global(rows[i], p.partial + part_of<Config>(row, begin, min(at + i, count - 1), step, offset) * Config::head_dim);
-}
-template <class Config, int batch>
-PTX void add_parts(RowSum<Config>& sum, const float (&rows)[batch][RowSum<Config>::width], float weight, int at, int count) {
+    for (int b = 0; b < batches; ++b)
+        if (base + at + b * batch < count)
 #pragma unroll
-    for (int i = 0; i < batch; ++i) {
-        const float w = __shfl_sync(0xffffffffu, weight, (at + i) % 32);
-        if (at + i < count) sum.add(w, rows[i]);
-    }
+            for (int i = 0; i < batch; ++i)
+                if (base + at + b * batch + i < count) RowSum<Config>::from_global(rows[b][i], b + i ? from + (b * batch + i) * stride : first);
 }
 
-// All parts of one row of a pair, once they are there; the whole warp calls this. They lie at `begin`, `begin + step` ...,
-// the first one `offset` further. Few instructions, for they are fetched anew each time: eight parts go together, and
-// the next eight are on their way meanwhile.
-template <class Config> PTX void merge_parts(const Params& p, int pair, int row, int begin, int count, int step, int offset) {
+// All parts of one piece of a row of a pair, once they are there; the whole warp calls this. They lie at `begin`,
+// `begin + step` ..., the first one `offset` further. All that registers hold is asked for before anything is waited for:
+// every access that waits for another one costs more than half a microsecond here.
+template <class Config> PTX void merge_parts(const Params& p, int pair, int row, int piece, int begin, int count, int offset) {
     using Sum = RowSum<Config>;
-    constexpr int batch = Sum::width > 4 ? 4 : 8;  // as registers allow
+    constexpr int step = Config::split ? 1 : 2;
+    // A fixed split merges within the loop, with what registers are left there.
+    constexpr bool tight = Config::split > 0 && (!Config::paired || Config::threads * Config::blocks_per_sm > 256);
+    constexpr int batch = tight && Config::threads * Config::blocks_per_sm > 384 ? 2 : 6, batches = tight || Sum::width > 4 ? 1 : Sum::width > 2 ? 3 : 6;
+    constexpr int together = batch * batches, few = 4;  // so few parts beyond 32 are not worth another round
+    constexpr int state_stride = step * Config::rows * Config::pieces * 2;
     const int lane = threadIdx.x % 32;
     softmax::State total;
-    Sum sum;
+    Sum sum(piece);
+    const float* parts = p.partial + (static_cast<int64_t>(begin) * Config::rows + row) * Config::head_dim + sum.first;
+    const float* states = p.partial_state + ((static_cast<int64_t>(begin) * Config::rows + row) * Config::pieces + piece) * 2;
     for (int base = 0; base < count; base += 32) {
-        const int here = min(count - base, 32);  // one a lane
-        float rows[2][batch][Sum::width];
-        load_parts<Config>(rows[0], p, row, begin, base, count, step, offset);
+        const int here = min(count - base, 32);
+        float rows[batches][batch][Sum::width];
+        load_parts<Config>(rows, parts, base, 0, count, offset);
         softmax::State state;
         if (lane < here) {
-            const uint2 found = ptx::ld_global_cg_v2(p.partial_state + 2 * part_of<Config>(row, begin, base + lane, step, offset));
+            const int part = base + lane;
+            const uint2 found = ptx::ld_global_cg_v2(states + static_cast<int64_t>(part) * state_stride + (part == 0 ? offset * (state_stride / step) : 0));
             state.reference = __uint_as_float(found.x);
             state.sum = __uint_as_float(found.y);
         }
+        softmax::State extra;  // of those few
+        const int more = max(min(count - base - here, few), 0);
+        if (lane < more) {
+            const uint2 found = ptx::ld_global_cg_v2(states + static_cast<int64_t>(base + 32 + lane) * state_stride);
+            extra.reference = __uint_as_float(found.x);
+            extra.sum = __uint_as_float(found.y);
+        }
         // What was summed so far takes part in the merge as one more.
-        float most = fmaxf(total.reference, state.reference);
+        float most = fmaxf(fmaxf(total.reference, state.reference), extra.reference);
 #pragma unroll
         for (int i = 16; i; i >>= 1) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
         const float old = softmax::State::weight(total.reference, most);
-        const float weight = softmax::merge_lanes(state) * softmax::State::weight(state.reference, most);
+        const float weight = softmax::State::weight(state.reference, most), weight_extra = softmax::State::weight(extra.reference, most);
+        float found = weight * state.sum + weight_extra * extra.sum;
+#pragma unroll
+        for (int i = 16; i; i >>= 1) found += __shfl_xor_sync(0xffffffffu, found, i);
 #pragma unroll
         for (int k = 0; k < Sum::width; ++k) sum.v[k] *= old;
-        total.sum = total.sum * old + state.sum * softmax::State::weight(state.reference, most);
+        total.sum = total.sum * old + found;
         total.reference = most;
+        stamp<Config>(p, 9);
 #pragma unroll 1
-        for (int at = 0; at < here; at += 2 * batch) {
-            if (at + batch < here) load_parts<Config>(rows[1], p, row, begin, base + at + batch, count, step, offset);
-            add_parts<Config>(sum, rows[0], weight, at, here);
-            if (at + batch >= here) break;
-            if (at + 2 * batch < here) load_parts<Config>(rows[0], p, row, begin, base + at + 2 * batch, count, step, offset);
-            add_parts<Config>(sum, rows[1], weight, at + batch, here);
+        for (int at = 0; at < here + more; at += together) {
+            if (at) load_parts<Config>(rows, parts, base, at, count, offset);
+#pragma unroll
+            for (int b = 0; b < batches; ++b)
+                if (at + b * batch < here + more)
+#pragma unroll
+                    for (int i = 0; i < batch; ++i) {
+                        const int part = at + b * batch + i;
+                        const float w = __shfl_sync(0xffffffffu, part < 32 ? weight : weight_extra, part % 32);
+                        if (part < here + more) sum.add(w, rows[b][i]);
+                    }
         }
+        base += more;
     }
+    stamp<Config>(p, 14);
     sum.write(p, pair, row, total);
+    stamp<Config>(p, 15);
 }
 
 // A piece ends here, the `place`-th of the line: write the result, or keep it; who brings the last of a pair merges them.
@@ -289,20 +309,24 @@ template <class Config> PTX void finish_piece(const Params& p, const Cursor<Conf
     __syncwarp();
     if (arrived != static_cast<uint32_t>(pieces)) return;
     const int first = place - at.unit / max(Config::split, 1);
-    for (int r = 0; r < Config::rows; ++r) merge_parts<Config>(p, pair, r, first, pieces, 1, 0);
+#pragma unroll 1
+    for (int r = 0; r < Config::rows; ++r) merge_parts<Config>(p, pair, r, 0, first, pieces, 0);
 }
 
-// A warp a row: the segments of this block's warps become one; if other blocks have parts of the row too, the one that
-// arrives last merges these. Rows do not wait for one another. Pairs that are shared come first: they take longest.
+// A warp a row, or a piece of one: the segments of this block's warps become one. If other blocks have parts of it too,
+// the one that arrives last merges these. Rows do not wait for one another, and what a warp shares of both pairs is
+// counted at once.
 template <class Config> PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp) {
+    constexpr int tasks = Config::rows * Config::pieces;  // of a pair
     const int lane = threadIdx.x % 32;
     __syncthreads();
     stamp<Config>(p, 6);
     const Plan& plan = *shared.plan();
     const int first = plan.pair[0], last = plan.pair[1];
     const int mine = lane < 2 * Config::warps ? *shared.owner(lane) : -1;
-    for (int task = warp; task < (last - first + 1) * Config::rows; task += Config::warps) {
-        const int index = task / Config::rows, row = task % Config::rows;
+    int left = 0, counted = 0;  // parts that are left for other blocks, and the one of them that this lane counts
+    for (int task = warp; task < (last - first + 1) * tasks; task += Config::warps) {
+        const int index = task / tasks, row = task / Config::pieces % Config::rows, piece = task % Config::pieces;
         const int pair = index == 0 ? first : index == 1 ? last : first + index - 1;
         uint32_t parts = __ballot_sync(0xffffffffu, mine == pair);
         if (parts == 0) continue;  // a pair that one warp finished alone
@@ -312,14 +336,14 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
             state.sum = shared.state(lane)[2 * row + 1];
         }
         const float weight = softmax::merge_lanes(state);
-        RowSum<Config> sum;
+        RowSum<Config> sum(piece);
         while (parts) {  // two at a time; an odd one goes with itself, once without weight
             const int one = __ffs(parts) - 1;
             parts &= parts - 1;
             const int two = parts ? __ffs(parts) - 1 : one;
             float rows[2][RowSum<Config>::width];
-            RowSum<Config>::from_shared(rows[0], shared.segment(one) + row * Config::head_dim);
-            RowSum<Config>::from_shared(rows[1], shared.segment(two) + row * Config::head_dim);
+            sum.from_shared(rows[0], shared.segment(one) + row * Config::head_dim);
+            sum.from_shared(rows[1], shared.segment(two) + row * Config::head_dim);
             const float weights[2] = {__shfl_sync(0xffffffffu, weight, one), __shfl_sync(0xffffffffu, weight, two)};
             sum.add(weights[0], rows[0]);
             if (parts) sum.add(weights[1], rows[1]);
@@ -333,22 +357,28 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
         const int64_t place = static_cast<int64_t>(2 * blockIdx.x + which) * Config::rows + row;
         sum.leave(p.partial + place * Config::head_dim);
         if (lane == 0) {
-            p.partial_state[2 * place] = state.reference;
-            p.partial_state[2 * place + 1] = state.sum;
+            p.partial_state[2 * (place * Config::pieces + piece)] = state.reference;
+            p.partial_state[2 * (place * Config::pieces + piece) + 1] = state.sum;
         }
-        __syncwarp();
-        stamp<Config>(p, 11);
-        uint32_t arrived = 0;
-        if (lane == 0) {
-            uint32_t* arrivals = p.arrivals + static_cast<int64_t>(pair) * Config::rows + row;
-            arrived = ptx::atom_add_acq_rel_gpu(arrivals, 1u) + 1;
-            if (arrived == static_cast<uint32_t>(plan.count[which])) *arrivals = 0;  // for the next launch
-        }
-        arrived = __shfl_sync(0xffffffffu, arrived, 0);
-        __syncwarp();
-        stamp<Config>(p, 12);
-        if (arrived == static_cast<uint32_t>(plan.count[which]))
-            merge_parts<Config>(p, pair, row, 2 * plan.first[which], plan.count[which], 2, plan.second[which]);
+        if (lane == left) counted = task;
+        ++left;
+    }
+    if (left == 0) return;
+    __syncwarp();
+    stamp<Config>(p, 11);
+    bool arrived = false;
+    if (lane < left) {
+        const int which = counted / tasks;
+        uint32_t* arrivals = p.arrivals + static_cast<int64_t>(plan.pair[which]) * tasks + counted % tasks;
+        arrived = ptx::atom_add_acq_rel_gpu(arrivals, 1u) + 1 == static_cast<uint32_t>(plan.count[which]);
+        if (arrived) *arrivals = 0;  // for the next launch
+    }
+    uint32_t complete = __ballot_sync(0xffffffffu, arrived);
+    __syncwarp();  // what one lane has seen to be complete is read by all
+    stamp<Config>(p, 12);
+    for (; complete; complete &= complete - 1) {
+        const int task = __shfl_sync(0xffffffffu, counted, __ffs(complete) - 1), which = task / tasks;
+        merge_parts<Config>(p, plan.pair[which], task / Config::pieces % Config::rows, task % Config::pieces, 2 * plan.first[which], plan.count[which], plan.second[which]);
     }
 }
 

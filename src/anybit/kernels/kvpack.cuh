@@ -31,12 +31,31 @@ template <class Config> struct Packer {
     PTX static void ring_tile(uint32_t (&w)[4], const From& from, int token, int j) {  // token: the tile's first
         int slot = from.slot + token;
         if (slot >= from.ring_tokens) slot -= from.ring_tokens;
-        const uint4 v = *reinterpret_cast<const uint4*>(from.ring + slot * Config::head_dim + (j * 32 + threadIdx.x % 32) * 8);
+        const uint4 v = ptx::ld_global_cg_v4(from.ring + slot * Config::head_dim + (j * 32 + threadIdx.x % 32) * 8);
         w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
     }
+    // A step of one token: whether it is the last of those before `end`. All others are in the ring.
+    PTX static bool newest_here(const From& from, int end) { return from.old - from.begin < end; }
     // `tiles` times sixteen tokens from `token` on, sixteen channels.
     template <int tiles> PTX static void load_keys(uint32_t (&x)[tiles][2][2], const From& from, int token, int j) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if constexpr (Config::single) {
+            // Tiles lie one after another; from the ring's end they go on at its beginning.
+            constexpr int step = 16 * Config::head_dim;
+            const uint16_t* at = from.ring + (from.slot + token) * Config::head_dim + (j * 32 + lane) * 8;
+            const uint16_t* again = at - from.ring_tokens * Config::head_dim;
+            const int left = from.ring_tokens - from.slot - token;
+#pragma unroll
+            for (int i = 0; i < tiles; ++i) {
+                const uint4 v = ptx::ld_global_cg_v4((16 * i < left ? at : again) + i * step);
+                x[i][0][0] = v.x; x[i][1][0] = v.y; x[i][0][1] = v.z; x[i][1][1] = v.w;
+            }
+            if (newest_here(from, token + 16 * tiles) && g == 7) {
+                const uint2 v = *reinterpret_cast<const uint2*>(from.fresh + 16 * j + 4 * t);
+                x[tiles - 1][1][0] = v.x; x[tiles - 1][1][1] = v.y;
+            }
+            return;
+        }
         if (from.old <= from.begin + token) {  // all new: a prompt
             const uint16_t* at = row(from, token + g) + 16 * j + 4 * t;
             const int64_t step = static_cast<int64_t>(8) * from.token_stride;
@@ -70,13 +89,22 @@ template <class Config> struct Packer {
     // Sixteen tokens from `token` on, `deep` times sixteen channels from tile `first` on.
     template <int deep> PTX static void load_tokens(uint32_t (&x)[deep][2][2], const From& from, int token, int first) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, held = from.old - from.begin - token;
-        if (held > 0)
+        if (Config::single || held > 0)
 #pragma unroll
             for (int j = 0; j < deep; ++j) {
                 uint32_t w[4];
                 ring_tile(w, from, token, first + j);
                 x[j][0][0] = w[0]; x[j][1][0] = w[1]; x[j][0][1] = w[2]; x[j][1][1] = w[3];
             }
+        if constexpr (Config::single) {
+            if (newest_here(from, token + 16) && g == 7)
+#pragma unroll
+                for (int j = 0; j < deep; ++j) {
+                    const uint2 v = *reinterpret_cast<const uint2*>(from.fresh + 16 * (first + j) + 4 * t);
+                    x[j][1][0] = v.x; x[j][1][1] = v.y;
+                }
+            return;
+        }
         if (held < 16)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
@@ -93,6 +121,19 @@ template <class Config> struct Packer {
     PTX static void load_values(uint32_t (&x)[2][span / 8], const From& from, int token, int first) {
         const int lane = threadIdx.x % 32, g = lane / 4, held = from.old - from.begin - token;
         const uint32_t stage = ptx::shared_address(ptx::dynamic_shared()) + threadIdx.x / 32 * (16 * pitch);
+        if constexpr (Config::single) {
+            uint32_t w[span / 16][4];
+#pragma unroll
+            for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
+#pragma unroll
+            for (int j = 0; j < span / 16; ++j)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
+            if (newest_here(from, token + 16) && g == 7)
+#pragma unroll
+                for (int m = 0; m < span / 8; ++m) x[1][m] = *reinterpret_cast<const uint32_t*>(from.fresh + first + 8 * m + 2 * (lane % 4));
+            return;
+        }
         if (held < 16) {
             constexpr int pieces = span / 8;  // of a token, sixteen bytes each
             __syncwarp();
@@ -167,18 +208,24 @@ template <class Config> struct Packer {
     PTX static Pair pair_of(const Run& even, const Run& odd) {
         return {ptx::prmt(even.stored, odd.stored, 0x7632u), ptx::cvt_f16x2_f32(even.inverse, odd.inverse)};
     }
+    // x / top, rounded correctly (Markstein): what the reference computes, without the cases that cannot occur here.
+    template <int top> PTX static float over(float x) {
+        constexpr float inverse = 1.0f / top;
+        const float near = ptx::mul_rn_f32(x, inverse);
+        return fmaf(fmaf(-near, static_cast<float>(top), x), inverse, near);
+    }
     template <int bits> PTX static Run settle(float low, float high) {
         constexpr float top = static_cast<float>((1 << bits) - 1), infinite = 3.0e38f;
         const bool broken = !(fabsf(low) <= infinite) || !(fabsf(high) <= infinite);
         const bool inside = fabsf(low) <= 65504.0f && fabsf(high) <= 65504.0f;
         low = fminf(fmaxf(low, -65504.0f), 65504.0f);
         high = fminf(fmaxf(high, -65504.0f), 65504.0f);
-        uint16_t scale = ptx::cvt_f16_f32((high - low) / top), zero = ptx::cvt_f16_f32(low);
+        uint16_t scale = ptx::cvt_f16_f32(over<(1 << bits) - 1>(high - low)), zero = ptx::cvt_f16_f32(low);
         if (broken) scale = zero = 0x7e00;
         const float s = ptx::cvt_f32_f16(scale);
         // The scale of a normal float16 is true to 2^-11: rounding cannot pass the last code.
         const bool plain = inside && !broken && (s == 0.0f || s >= 6.2e-5f) && (!halves || high - low <= 65504.0f);
-        const float inverse = s > 0.0f ? 1.0f / s : 0.0f;
+        const float near = ptx::rcp_approx(s), inverse = s > 0.0f ? fmaf(near, fmaf(-s, near, 1.0f), near) : 0.0f;  // 1 / s, rounded correctly
         return {plain ? inverse : -inverse, scale | static_cast<uint32_t>(zero) << 16};
     }
 
@@ -243,7 +290,7 @@ template <class Config> struct Packer {
             const int c = task / depth, j = task % depth;
             uint32_t x[tiles][2][2];
             load_keys(x, from, c * Config::chunk, j);
-            if (from.page < 0) return;
+            if (from.page < 0 || from.stale()) return;
             Run runs[2][2];
             uint32_t ends[2][2];
 #pragma unroll
@@ -307,7 +354,7 @@ template <class Config> struct Packer {
             const int d = task % row_tiles, v = task / row_tiles, sub = d % U::tiles;
             uint32_t x[deep][2][2], ends[2][2];
             load_tokens(x, from, 16 * d, v * deep);
-            if (from.page < 0) return;
+            if (from.page < 0 || from.stale()) return;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 uint32_t low = x[0][h][0], high = low;
@@ -329,6 +376,7 @@ template <class Config> struct Packer {
             if (__all_sync(0xffffffffu, plain)) codes_by_token<bits, true>(x, runs, at, 4 * sub);
             else codes_by_token<bits, false>(x, runs, at, 4 * sub);
         }
+        if (from.stale()) return;
         __syncthreads();
         for (int i = threadIdx.x; i < count / 4 * 32; i += Config::threads) {
             uint32_t w[4];
@@ -387,7 +435,7 @@ template <class Config> struct Packer {
             const int d = task / spans, s = task % spans;
             uint32_t x[2][span / 8];
             load_values(x, from, 16 * d, s * span);
-            if (from.page < 0) return;
+            if (from.page < 0 || from.stale()) return;
             if constexpr (bits == 16) {
                 uint32_t w[span / 4];
 #pragma unroll
@@ -424,6 +472,7 @@ template <class Config> struct Packer {
                 else codes_of_values<bits, false>(x, runs, task, to);
             }
         }
+        if (from.stale()) return;
         if constexpr (bits != 16) limit(largest, to + S::value_codes + S::value_parameters);
     }
     template <int bits, bool plain, int groups>
@@ -465,7 +514,7 @@ template <class Config> struct Packer {
                 const int j = task / (Config::block / 16), i = task % (Config::block / 16);
                 uint32_t x[1][2][2];
                 load_keys(x, from, 16 * i, j);
-                if (from.page < 0) return;
+                if (from.page < 0 || from.stale()) return;
                 const uint32_t w[4] = {x[0][0][0], x[0][1][0], x[0][0][1], x[0][1][1]};
                 store<4>(to, task * 4, w);
             }
@@ -487,50 +536,71 @@ template <class Config> PTX void prefetch(const Params& p, const Tokens<Config>&
     constexpr int token = Config::head_dim * 2, line = 128;  // bytes
     if (!tokens.packs || tokens.begin >= p.table_width * Config::page) return;
     const int held = min(tokens.old - tokens.begin, Config::block) * token, size = p.ring * token;
-    for (int at = line * threadIdx.x; at < held; at += line * Config::threads) {
-        const int place = tokens.slot * token + at;
-        ptx::prefetch_L2(reinterpret_cast<const uint8_t*>(tokens.ring) + (place < size ? place : place - size));
+#pragma unroll
+    for (int i = 0; i < Config::block * token; i += line * Config::threads) {
+        const int at = i + line * threadIdx.x, place = tokens.slot * token + at;
+        if (at < held) ptx::prefetch_L2(reinterpret_cast<const uint8_t*>(tokens.ring) + (place < size ? place : place - size));
     }
+}
+
+// Stores what `tokens` says; returns false, with nothing stored, where the length has turned out to be another one.
+template <class Config> PTX bool store_tokens(const Params& p, Tokens<Config>& tokens) {
+    using S = kvpage::Format<Config>;
+    using P = Packer<Config>;
+    // The newest tokens go to the ring: what this thread loads first is stored last, behind the packing.
+    int i = blockIdx.y * Config::threads + threadIdx.x;
+    uint16_t kept = 0;
+    if (i < tokens.count) kept = *tokens.of_fresh(tokens.first + i / Config::head_dim, i % Config::head_dim);
+    if (tokens.packs) {
+        tokens.page = -1;
+        if (tokens.begin < p.table_width * Config::page)
+            tokens.page = static_cast<int>(ptx::ld_global_cg_u32(p.table + static_cast<int64_t>(tokens.sequence) * p.table_width + tokens.begin / Config::page));
+        if constexpr (Config::checked)
+            if (tokens.page < 0 || tokens.page >= p.pages_count) {
+                found<Config>(p, kvpage::bad_page);
+                return true;
+            }
+        uint8_t* to = p.pages + (static_cast<int64_t>(tokens.page) * p.kv_heads + blockIdx.x / 2) * (Config::page / Config::block * S::block_bytes)
+                    + tokens.begin % Config::page / Config::block * S::block_bytes;
+        if (tokens.values) P::template pack_values<Config::value_bits>(tokens, to + S::key_bytes);
+        else P::template pack_keys<Config::key_bits>(tokens, to);
+    }
+    if (tokens.stale()) return false;
+    for (; i < tokens.count; i += gridDim.y * Config::threads) {
+        const int token = tokens.first + i / Config::head_dim, channel = i % Config::head_dim;
+        tokens.ring[tokens.place(tokens.slot_of(token), channel)] = kept;
+        const int next = i + gridDim.y * Config::threads;
+        if (next < tokens.count) kept = *tokens.of_fresh(tokens.first + next / Config::head_dim, next % Config::head_dim);
+    }
+    return true;
+}
+// The same with the length as it is now. Hardly ever needed, so it has registers of its own.
+template <class Config> __device__ __noinline__ void store_again(const Params& p, int sequence, int length) {
+    Tokens<Config> tokens;
+    tokens.set(p, sequence, length);
+    store_tokens<Config>(p, tokens);
 }
 
 // grid: (kv_heads * 2, blocks of tokens, batch): the heads of a token are read at the same time
 template <class Config> __global__ void __launch_bounds__(Config::threads, Packer<Config>::together / Config::threads) kernel(const __grid_constant__ Params p) {
-    using S = kvpage::Format<Config>;
-    using P = Packer<Config>;
-    // What is to be done is worked out from the lengths as they are while the previous kernel is still at work, and again
-    // only if they are others when it has ended.
+    // What is to be done is worked out from the lengths as they are while the previous kernel is still at work. When that
+    // has ended, tokens are asked for at once, and lengths and pages beside them: each wait for one of the three costs
+    // half a microsecond.
     const int likely = p.sequences ? p.sequences[blockIdx.z] : static_cast<int>(blockIdx.z);
     Tokens<Config> tokens;
     tokens.set(p, likely, likely >= 0 && likely < p.sequences_count ? p.lengths[likely] : 0);
     if (likely >= 0 && likely < p.sequences_count) prefetch<Config>(p, tokens);
     ptx::griddepcontrol_wait();
     ptx::griddepcontrol_launch_dependents();  // only now: what follows may read pages that earlier kernels wrote
-    const int sequence = p.sequences ? p.sequences[blockIdx.z] : static_cast<int>(blockIdx.z);
+    const int sequence = p.sequences ? static_cast<int>(ptx::ld_global_cg_u32(p.sequences + blockIdx.z)) : static_cast<int>(blockIdx.z);
     if constexpr (Config::checked)
         if (sequence < 0 || sequence >= p.sequences_count) return found<Config>(p, kvpage::bad_sequence);
-    const int length = p.lengths[sequence];
+    const int length = static_cast<int>(ptx::ld_global_cg_u32(p.lengths + sequence));
     if constexpr (Config::checked)
         if (length < p.tokens || length > p.table_width * Config::page) return found<Config>(p, kvpage::bad_length);
-    if (sequence != tokens.sequence || length != tokens.length) tokens.set(p, sequence, length);
-    // The newest tokens go to the ring: what this thread loads first is stored last, behind the packing.
-    int i = blockIdx.y * Config::threads + threadIdx.x;
-    uint16_t kept = 0;
-    if (i < tokens.count) kept = *tokens.of_fresh(tokens.first + i / Config::head_dim, i % Config::head_dim);
-    if (tokens.packs) {
-        tokens.page = p.table[static_cast<int64_t>(sequence) * p.table_width + tokens.begin / Config::page];
-        if constexpr (Config::checked)
-            if (tokens.page < 0 || tokens.page >= p.pages_count) return found<Config>(p, kvpage::bad_page);
-        uint8_t* to = p.pages + (static_cast<int64_t>(tokens.page) * p.kv_heads + blockIdx.x / 2) * (Config::page / Config::block * S::block_bytes)
-                    + tokens.begin % Config::page / Config::block * S::block_bytes;
-        if (tokens.values) P::template pack_values<Config::value_bits>(tokens, to + S::key_bytes);
-        else P::template pack_keys<Config::key_bits>(tokens, to);
-    }
-    for (; i < tokens.count; i += gridDim.y * Config::threads) {
-        const int token = tokens.first + i / Config::head_dim, channel = i % Config::head_dim;
-        tokens.ring[tokens.place(token % p.ring, channel)] = kept;
-        const int next = i + gridDim.y * Config::threads;
-        if (next < tokens.count) kept = *tokens.of_fresh(tokens.first + next / Config::head_dim, next % Config::head_dim);
-    }
+    if (sequence != tokens.sequence || (!Tokens<Config>::eager && length != tokens.length)) tokens.set(p, sequence, length);
+    tokens.found = length;
+    if (!store_tokens<Config>(p, tokens)) store_again<Config>(p, sequence, length);
 }
 
 }  // namespace kvpack

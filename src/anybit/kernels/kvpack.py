@@ -34,10 +34,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config(BlockConfig):
-    """How: the constants of one compiled kernel.  checked: whether it validates what it finds on the device."""
+    """How: the constants of one compiled kernel.
+
+    checked: whether it validates what it finds on the device.  single: a step of one token, so that all of a full
+    window but its last token is in the residual; and the kernel trusts the length it finds first until it has loaded.
+    """
 
     threads: int
     checked: bool = False
+    single: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,15 @@ class Params:
     stored: Int32 = 0
 
 
-def default(problem: Problem, threads: int = _THREADS, checked: bool = False) -> Config:
-    """The config of a problem; there is little to choose."""
-    return Config(**constants(problem.layout, problem.bf16), threads=threads, checked=checked)
+def default(problem: Problem, threads: int = 0, checked: bool = False) -> Config:
+    """The config of a problem; ``threads`` 0 chooses.
+
+    A block of 64 tokens is four tiles of sixteen, work for four warps; keys by channel have eight tiles of channels.
+    """
+    if threads == 0:
+        threads = 128 if problem.layout.block == 64 and not problem.layout.by_channel else _THREADS
+    single = problem.tokens == 1
+    return Config(**constants(problem.layout, problem.bf16), threads=threads, checked=checked, single=single)
 
 
 def configs(problem: Problem) -> list[Config]:
@@ -101,9 +112,11 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     return None
 
 
-def grid(problem: Problem) -> tuple[int, int, int]:
+def grid(problem: Problem, packs: bool = True) -> tuple[int, int, int]:
     """Blocks: (heads of K and of V, blocks of tokens that may become full, sequences)."""
     block, window = problem.layout.block, problem.window
+    if not packs:  # only what the residual keeps
+        return (problem.kv_heads * 2, -(-min(problem.tokens, problem.ring) // 32), problem.batch)
     windows = -(-problem.tokens // window) + (0 if problem.tokens == 1 else 1)
     return (problem.kv_heads * 2, windows * (window // block), problem.batch)
 

@@ -40,14 +40,14 @@ template <class Config> struct Tokens {
     int token_stride, ring_tokens, old;
     int begin, slot;  // of the block to pack: its first token, and where that would be in the ring
     int page;         // looked at only when the tokens are on their way
-    int sequence, length;
+    int sequence, length, found;  // the length that the rest was worked out from, and the one that turned out
     int first, count;  // what goes to the ring: its first token; elements
     bool values, packs;
 
     PTX void set(const Params& p, int of, int tokens) {
         const int head = blockIdx.x / 2;
         sequence = of;
-        length = tokens;
+        length = found = tokens;
         const int before = length - p.tokens;
         values = blockIdx.x % 2;
         ring = p.residual + ((static_cast<int64_t>(sequence) * p.kv_heads + head) * 2 + values) * p.ring * Config::head_dim;
@@ -57,14 +57,22 @@ template <class Config> struct Tokens {
         count = p.keeps && before >= 0 ? (length - first) * Config::head_dim : 0;
         begin = (before & ~(p.window - 1)) + blockIdx.y * Config::block;
         packs = p.packs && before >= 0 && begin < (length & ~(p.window - 1));
-        slot = packs ? static_cast<int>(static_cast<uint32_t>(begin) % static_cast<uint32_t>(p.ring)) : 0;
+        slot = packs || Config::single ? static_cast<int>(static_cast<uint32_t>(max(begin, 0)) % static_cast<uint32_t>(p.ring)) : 0;
         fresh = values ? p.v + blockIdx.z * p.v_batch_stride + static_cast<int64_t>(head) * p.v_head_stride
                        : p.k + blockIdx.z * p.k_batch_stride + static_cast<int64_t>(head) * p.k_head_stride;
         token_stride = values ? p.v_token_stride : p.k_token_stride;
     }
 
+    static constexpr bool eager = Config::single && !Config::checked;
+    PTX bool stale() const { return eager && found != length; }
     PTX const uint16_t* of_fresh(int token, int channel) const {
         return fresh + static_cast<int64_t>(token - old) * token_stride + channel;
+    }
+    // The slot of a token that goes to the ring.
+    PTX int slot_of(int token) const {
+        if constexpr (!Config::single) return token % ring_tokens;
+        const int at = slot + token - begin;  // of the window that holds it, or next to a block of that
+        return at >= ring_tokens ? at - ring_tokens : at < 0 ? at + ring_tokens : at;
     }
     // Where slot s, channel c of the ring lies; see kvpage.ring_places.
     PTX int place(int s, int c) const {
