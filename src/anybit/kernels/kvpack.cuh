@@ -530,19 +530,6 @@ template <class Config> PTX void found(const Params& p, uint32_t what) {
     if (threadIdx.x == 0) atomicMax(p.errors, what);
 }
 
-// What the ring holds of a window that is full now comes into L2 while the previous kernel is still at work: lengths were
-// written before that one began, as decode.cuh takes them to be, and where bytes are kept is not when they are read.
-template <class Config> PTX void prefetch(const Params& p, const Tokens<Config>& tokens) {
-    constexpr int token = Config::head_dim * 2, line = 128;  // bytes
-    if (!tokens.packs || tokens.begin >= p.table_width * Config::page) return;
-    const int held = min(tokens.old - tokens.begin, Config::block) * token, size = p.ring * token;
-#pragma unroll
-    for (int i = 0; i < Config::block * token; i += line * Config::threads) {
-        const int at = i + line * threadIdx.x, place = tokens.slot * token + at;
-        if (at < held) ptx::prefetch_L2(reinterpret_cast<const uint8_t*>(tokens.ring) + (place < size ? place : place - size));
-    }
-}
-
 // Stores what `tokens` says; returns false, with nothing stored, where the length has turned out to be another one.
 template <class Config> PTX bool store_tokens(const Params& p, Tokens<Config>& tokens) {
     using S = kvpage::Format<Config>;

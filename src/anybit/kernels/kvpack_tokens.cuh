@@ -82,6 +82,19 @@ template <class Config> struct Tokens {
     }
 };
 
+// What the ring holds of a window that is full now comes into L2 while the previous kernel is still at work: lengths were
+// written before that one began, as decode.cuh takes them to be, and where bytes are kept is not when they are read.
+template <class Config> PTX void prefetch(const Params& p, const Tokens<Config>& tokens) {
+    constexpr int token = Config::head_dim * 2, line = 128;  // bytes
+    if (!tokens.packs || tokens.begin >= p.table_width * Config::page) return;
+    const int held = min(tokens.old - tokens.begin, Config::block) * token, size = p.ring * token;
+#pragma unroll
+    for (int i = 0; i < Config::block * token; i += line * Config::threads) {
+        const int at = i + line * threadIdx.x, place = tokens.slot * token + at;
+        if (at < held) ptx::prefetch_L2(reinterpret_cast<const uint8_t*>(tokens.ring) + (place < size ? place : place - size));
+    }
+}
+
 }  // namespace kvpack
 
 #endif  // ANYBIT_KVPACK_TOKENS_CUH
