@@ -133,7 +133,7 @@ class _Steps:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=stream):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 run()
         except RuntimeError as error:
             print(f"# not recorded: {error}", flush=True)
