@@ -8,7 +8,7 @@ from machine_code import count
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels import marlin
+from anybit.kernels import marlin, packed_repack
 from anybit.kernels.marlin import Problem
 from anybit.scheme import WeightFormat
 
@@ -36,6 +36,14 @@ def test_no_spills(arch: str, cases: list[tuple[int, int, torch.dtype]]) -> None
         assert count(compiled.cubin, instruction) > 0
         # The assembler writes the jump that ends the line as a call, once; a call of a subroutine would be more.
         assert count(compiled.cubin, "CALL") <= 1
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
+def test_repacking(arch: str) -> None:
+    """Tiles are made where they are multiplied."""
+    for bits, as_bytes in ((3, False), (4, True)):
+        compiled = jit.cached(packed_repack.kernel(packed_repack.Config(bits, as_bytes)), arch)
+        assert compiled.spill_bytes == compiled.stack_bytes == 0
 
 
 @pytest.mark.parametrize("m", [8, 16, 32, 64])
