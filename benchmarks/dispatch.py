@@ -68,7 +68,7 @@ def measure_map(options: argparse.Namespace) -> None:
     how = Options(
         options.each,
         tuple(options.allow),
-        Effort(options.microseconds, options.replays, options.final_replays),
+        Effort(options.microseconds, options.replays, options.final_replays, finalists=3),
         again=options.again,
         plans=options.plans,
         limit=options.limit,

@@ -25,8 +25,8 @@ SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2", "w8a8", "w2a8", "w2a16g1
 """What a map holds for every layer, in the order of measurement."""
 CHECKED = SCHEMES[:5]
 """Measured at every one of ``MAPPED``, the others at powers of two; and the schemes of the problems at random."""
-MAPPED = tuple(m for m in GRID if m <= 2048 or m % 1536 == 0 or m.bit_count() == 1)
-"""Token counts of a map: above 2048 without the quarters, which take long, and where tiles fill most rounds anyhow."""
+MAPPED = tuple(m for m in GRID if m <= 1024 or m % 3 == 0 or m.bit_count() == 1)
+"""Token counts of a map: above 1024 without the quarters, which take long, and where tiles fill most rounds anyhow."""
 
 PICTURED = ("w1a1", "w1a2", "w1a4", "w2a3", "w3a3", "w3a4")
 PICTURED_SHAPES = ((4096, 4096), (28672, 4096))

@@ -290,10 +290,12 @@ def _tiles_run(product: Product) -> bool:
 
 _EVERYTHING = 1000
 """A search for so many candidates of each family leaves nothing out."""
-_EVERY_KIND = 3
+_EVERY_KIND = 4
 """A search for so many candidates of each family tries every kind of tile of a family that has no estimate, too."""
 _EVERY_RING = 12
 """And one for so many several rings of each."""
+_MANY_TOKENS = 256
+"""Above so many, planes that are not the built-in choice take several times its time: too long to time them for all."""
 
 
 def _hopeless(product: Product, candidate: Candidate) -> bool:
@@ -341,6 +343,8 @@ def promising(
     chosen = builtins_of(product, allow)
     if power_of_two(product.m) <= MOST_TOKENS:  # whose kernels are compiled anyway
         chosen += builtins_of(replace(product, m=power_of_two(product.m)), allow)
+    if each < _EVERY_KIND and product.m > _MANY_TOKENS:
+        chosen = [one for one in chosen if one == chosen[0] or not _hopeless(product, one)]
     chosen += [hint for hint in hints if hint.activations in targets and (hint.kernel != _VENDOR or "copy" in allow)]
     if each >= _EVERY_KIND:
         for activations in targets:
