@@ -144,9 +144,9 @@ class Weights:
         packed = packed_layout.prepare(layer, order)
         torch.cuda.synchronize()
         self.prepare_gb_s = layer.words.numel() * 4e-9 / (time.perf_counter() - begin)
-        # Memory that repacking takes beside the layer it reads, in layers.
+        # Memory that repacking takes beside the layer it reads, in layers as it leaves them.
         peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-        self.prepare_layers = (peak - before) / packed.tiles.numel()
+        self.prepare_layers = (peak - before) / (packed.tiles.nbytes + packed.row_scale.nbytes)
         self.rows = torch.randint(0, case.n, (256,), device="cuda")
         some = QuantizedWeight(layer.words[self.rows], layer.scale[self.rows], None, (256, case.k), layer.format)
         self.sample = some.dequantize(torch.float32).double()
