@@ -80,6 +80,8 @@ CUTS = [
     {"tokens": 256, "tail": 64, "cluster": 2, "multicast": True, "turns": Turns.none},
     {"tokens": 128, "tail": 64, "turns": Turns.tiles, "weight_groups": 3, "activation_groups": 3},
 ]
+IN_PIECES = [(1024, 4096, 4096), (300, 264, 2100), (100, 72, 1024)]
+PIECES = {"tokens": 256, "starts": 2, "tensor": True, "turns": Turns.none, "weight_groups": 2, "activation_groups": 2}
 
 
 def asked(m: int, n: int, k: int, scheme: str | Scheme, output: Output = Output.s32) -> Problem:
@@ -108,6 +110,7 @@ def kernels_used() -> list[Kernel]:
     configs = {bitwise.default(problem) for problem in problems}
     configs |= {variant(asked(300, 328, 2100, "w2a3asym"), change) for change in VARIANTS}
     configs |= {variant(asked(1000, 6000, 2100, "w1a1", Output.f16), change | {"tensor": True}) for change in CUTS}
+    configs |= {variant(asked(*shape, "w2a2", Output.f16), PIECES) for shape in IN_PIECES}
     configs |= {once(asked(64, 4096, 4096, "w2a2", Output.f16), **change) for change in AT_ONCE}
     for slab, buffers, tensor in itertools.product((32, 64), (2, 3), (True, False)):
         problem = asked(300, 328, 2100, "w2a3asym", Output.f16)
@@ -159,6 +162,15 @@ def test_results_are_rounded_once(m: int, output: Output) -> None:
     check(problem, bias=True)
     check(problem, padding=1)  # rows that do not start on 16 bytes
     check(asked(m, 263, 1500, "w2a3-xasym", output))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), IN_PIECES)
+def test_first_planes_in_pieces(m: int, n: int, k: int) -> None:
+    problem = asked(m, n, k, "w2a2", Output.f16)
+    config = variant(problem, PIECES)
+    assert bitwise.why_not(problem, config) is None
+    check(problem, config, bias=True)
+    check(problem, config, padding=3)  # by threads, and whole
 
 
 @pytest.mark.parametrize("change", CUTS, ids=str)

@@ -379,7 +379,7 @@ def multiply(
 @functools.cache
 def _by_threads(config: Config) -> Config:
     """The same tile where a tensor map cannot store Y: its rows do not start on 16 bytes."""
-    return replace(config, tensor=False, streamed=False)
+    return replace(config, tensor=False, streamed=False, starts=1)
 
 
 def _text(problem: Problem) -> str:
