@@ -109,7 +109,8 @@ def _candidates(problem: Problem) -> Iterator[Config]:
         )
         yield config
         yield replace(config, resident=True)
-        yield replace(config, starts=2)
+        if p == q == 2:
+            yield replace(config, starts=2)
         if tokens == 256:
             rounds = -(-problem.m // tokens) * -(-problem.n // ROWS) / problem.device.sms
             yield replace(config, cluster=2, multicast=True)
