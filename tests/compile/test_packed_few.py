@@ -10,7 +10,7 @@ from anybit import jit
 from anybit.device import Device
 from anybit.kernels import packed_digits, packed_few, packed_large, packed_mid
 from anybit.kernels.packed_small import Problem
-from anybit.scheme import WeightFormat
+from anybit.scheme import Scheme, WeightFormat
 
 HOPPER = Device.named("sm_90a")
 
@@ -95,3 +95,15 @@ def test_one_block_of_many_tokens_among_small_kernels() -> None:
         found = packed_few.among_small(it, chosen)
         assert found == (replace(chosen, resident=1) if changes else chosen)
         assert packed_large.why_not(it, found) is None
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w8a16g32", "w3a16g64asym", "w4a8", "w4a8fp", "w8a8"])
+def test_one_block_is_always_legal(scheme: str) -> None:
+    parsed = Scheme.parse(scheme)
+    for m in (9, 16, 32, 64):
+        for n, k in ((4096, 14336), (576, 1536)):
+            it = packed_large.Problem(m, n, k, parsed.weights, parsed.activations)
+            close = [config for config in packed_large.configs(it) if config.resident > 1]
+            assert close and all(
+                packed_large.why_not(it, packed_few.among_small(it, config)) is None for config in close
+            )
