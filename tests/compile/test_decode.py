@@ -86,6 +86,21 @@ def test_refusals_are_sentences():
         "2 to 16 warps": (asked, dataclasses.replace(config, warps=17), device),
         "shared memory": (asked, dataclasses.replace(config, stages=9), device),
         "bulk copies need": (asked, config, Device.named("sm_80")),
+        "fixed split merges within": (
+            dataclasses.replace(asked, split=4 * config.block),
+            dataclasses.replace(config, split=4, pieces=2),
+            device,
+        ),
+        f"heads have {config.head_dim} channels": (asked, dataclasses.replace(config, pieces=3), device),
     }
     for words, (p, c, d) in refusals.items():
         assert words in (decode.why_not(p, c, d) or ""), words
+
+
+def test_a_kernel_for_one_token_stores_no_more():
+    asked = kvpack.Problem(problem(CASES[0]).layout, 1, 8, 1)
+    config = kvpack.default(asked)
+    assert config.single and kvpack.why_not(asked, config, Device.named("sm_90a")) is None
+    more = dataclasses.replace(asked, tokens=2)
+    assert not kvpack.default(more).single
+    assert "stores 1 token, not 2" in (kvpack.why_not(more, config, Device.named("sm_90a")) or "")

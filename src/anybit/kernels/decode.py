@@ -213,6 +213,9 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
         return f"a fixed split must be a multiple of the {config.block} tokens of a block, not {problem.split}"
     if not 2 <= config.warps <= _MOST_WARPS:
         return f"a block has 2 to {_MOST_WARPS} warps, not {config.warps}"
+    if config.pieces > 1 and (config.split or config.head_dim % (32 * config.pieces)):
+        where = "a fixed split merges within its loop" if config.split else f"heads have {config.head_dim} channels"
+        return f"{config.pieces} warps cannot share a row of the merge, since {where}: use pieces = 1"
     if config.stages < 2:
         return f"a ring needs 2 slots, one for keys and one for values, not {config.stages}"
     if config.bulk and device.capability < 90:

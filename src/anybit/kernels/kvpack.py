@@ -109,6 +109,8 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
         return f"a block of {config.block} tokens needs {needed} bytes of shared memory of {device.shared_bytes}"
     if problem.tokens < 1:
         return f"at least 1 token is stored, not {problem.tokens}"
+    if config.single and problem.tokens != 1:
+        return f"a config for steps of one token stores 1 token, not {problem.tokens}: make it by default()"
     return None
 
 
