@@ -1,10 +1,12 @@
 """QuantLinear: a linear layer whose weight is a QuantizedWeight."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from anybit import ops
-from anybit.errors import KernelError, LayerError
+from anybit.errors import LayerError
 from anybit.hadamard import inverse
 from anybit.kernels.packed_digits import Step
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
@@ -302,13 +304,15 @@ class _Differentiable(torch.autograd.Function):
     """A layer's product with the gradient of its input; that of rounding activations is taken to be 1."""
 
     @staticmethod
-    def forward(ctx, x, layer):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: Tensor, layer: QuantLinear) -> Tensor:
+        """Y of x [..., K]."""
         ctx.layer = layer
         return layer._multiply(x.detach())
 
     @staticmethod
-    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        (gradient,), layer = gradients, ctx.layer
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """The gradient of x, in the dtype of Y's."""
+        layer: QuantLinear = ctx.layer
         weight = layer.dequantize(torch.float32)
         weight = inverse(weight) if layer.hadamard else weight
         return (gradient.float() @ weight).to(gradient.dtype), None
@@ -318,7 +322,8 @@ def use_backend(model: nn.Module, backend: str | None) -> nn.Module:
     """Run every QuantLinear of a model on a backend, by name; None lets each layer choose. Returns the model.
 
     On a CPU "reference-decoded" trades memory for speed and "reference-packed" the other way.
-    Raises KernelError for a backend that is unknown or cannot run a layer; all layers are then on what they were on.
+    Raises KernelError for a backend that is unknown or cannot run a layer. After that or any other error, memory that
+    does not suffice among them, all layers are on what they were on.
     """
     changed: list[tuple[QuantLinear, str | None]] = []
     try:
@@ -328,7 +333,7 @@ def use_backend(model: nn.Module, backend: str | None) -> nn.Module:
                 module.unprepare()
                 module.backend = backend
                 module.prepare()
-    except KernelError:
+    except Exception:
         for module, before in changed:
             module.unprepare()
             module.backend = before

@@ -1,6 +1,7 @@
 """How a backend is chosen, what the bit-plane backend keeps of a weight, and falling back: all without a GPU."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,21 @@ def test_a_backend_that_cannot_run_a_layer_changes_none() -> None:
         use_backend(model, "packed")
     assert all(layer.backend == "reference-packed" for layer in layers)
     assert layers[0](torch.ones(1, 32)).shape == (1, 8)
+
+
+def test_nor_does_one_whose_memory_does_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [QuantLinear.from_weight(random_weight(8, 32, WeightFormat(4)), "w4a16") for _ in range(2)]
+    model, prepare = use_backend(torch.nn.Sequential(*layers), "reference-packed"), ops.prepare
+
+    def once(*args: Any) -> ops.Prepared:
+        if layers[0]._prepared is not None:
+            raise torch.OutOfMemoryError("no memory")
+        return prepare(*args)
+
+    monkeypatch.setattr(ops, "prepare", once)
+    with pytest.raises(torch.OutOfMemoryError):
+        use_backend(model, "reference-decoded")
+    assert all(layer.backend == "reference-packed" for layer in layers)
 
 
 def test_layers_of_impossible_shapes_are_refused() -> None:
