@@ -59,6 +59,8 @@ class FakeBench:
         alive: Callable[[Sequence[int]], object],
     ) -> tuple[dict[int, Time], dict[int, str], int]:
         what = [self.runner.troubles.get(excluded_name(self.product, one)) for one in candidates]
+        if "crash before" in what:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
         for i in range(len(candidates)):
             alive([i])
             if what[i] == "crash alone" and i in sieve.alone:
@@ -157,6 +159,20 @@ def test_what_falls_among_many_is_found_alone_or_named_with_them(trouble: str) -
         assert list(policy.excluded) == [bad] and len(times) == len(candidates) - 1
     else:
         assert set(policy.excluded) == {str(one), *(excluded_name(one, each) for each in candidates)} and not times
+
+
+def test_what_falls_before_anything_ran_is_not_tried_again() -> None:
+    one = product(m=64)
+    candidates = candidates_of(one, (), Options(each=3))[:3]
+    FakeRunner.troubles = {excluded_name(one, candidates[0]): "crash before"}
+    policy, child = Policy(policies.Origin.here("NVIDIA H200", "sm_90a")), Child(FakeRunner)
+    child.start()
+    assert sift(child, one, candidates, Options(limit=5.0), policy, [], Sieve()) == ([], 0)
+    assert list(policy.excluded) == [str(one)] and "illegal memory access" in policy.excluded[str(one)]
+    policy.excluded |= {excluded_name(one, each): "earlier" for each in candidates}
+    assert sift(child, one, candidates, Options(limit=5.0), policy, [], Sieve()) == ([], 0)
+    assert policy.excluded[str(one)] == "all of its candidates are excluded"
+    child.stop()
 
 
 def test_a_search_goes_on_where_it_was_ended(tmp_path: Path) -> None:

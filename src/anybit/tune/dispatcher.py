@@ -2,8 +2,8 @@
 
 Maps are found in this order: those given to ``use``, the user's own for this GPU (``policy.own_file``), the shipped
 one. A point for exactly this product decides; between two token counts of its layer what is expected to be fastest by
-both; else the nearest points of the same scheme whose configs are legal here
-and won clearly where they were measured; else the built-in choice.
+both; else the nearest points of the same scheme whose configs are legal here and won clearly where they were measured;
+else the built-in choice.
 """
 
 import logging
@@ -120,7 +120,8 @@ class Dispatcher:
                     mean = {candidate: sum(found) / len(found) for candidate, found in expected.items()}
                     best = min(mean, key=mean.__getitem__)
                     counts = f"{lower} and {upper}" if lower else f"{upper}"
-                    return Choice(best, "between", 0.0, f"measured at {counts} tokens ({policy.path or 'a map'})")
+                    source = f"expected to be fastest, by times at {counts} tokens ({policy.path or 'a map'})"
+                    return Choice(best, "between", 0.0, source)
         return None
 
     def layouts(self, product: Product, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:

@@ -442,12 +442,14 @@ def sift(
         child.start()
         if not gone:
             among = {todo[i] for i in child.running}
+            if not among:  # it fell before it ran any of them
+                break
             names = ", ".join(excluded_name(product, one) for one in among)
             policy.excluded[f"{product}, many together"] = f"{fault}; one of {names}"
             if suspects >= among:  # alone they did nothing: without them, then
                 policy.excluded |= {excluded_name(product, one): f"with others: {fault}" for one in among}
             suspects |= among
-    policy.excluded[f"{product}"] = fault
+    policy.excluded[f"{product}"] = fault or "all of its candidates are excluded"
     return [], 0
 
 
