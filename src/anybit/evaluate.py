@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from anybit.errors import TextError
 from anybit.linear import QuantLinear
+from anybit.quantize.calibrate import read_text as read_text
 
 Progress = Callable[[int, int], None]
 """Called with the windows done and all there are."""
@@ -43,21 +43,6 @@ class Agreement:
     same: float
     divergence: float
     positions: int
-
-
-def read_text(file: Path | str) -> str:
-    """Read a text file. Raises TextError if that is impossible."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise TextError(f"text {file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise TextError(f"text {file} is not UTF-8: {error.reason} at byte {error.start}") from None
-    if not text.strip():
-        raise TextError(f"text {file} is empty")
-    if "\0" in text:
-        raise TextError(f"text {file} is not UTF-8: it holds zero bytes, as UTF-16 without its mark does")
-    return text
 
 
 def windows_of(ids: Sequence[int], context: int, windows: int | None = None, bos: int | None = None) -> Tensor:

@@ -262,6 +262,8 @@ def test_short_texts_are_refused(length: int, context: int, windows: int | None,
 def test_bad_texts_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
-    for name, message in (("empty", "is empty"), ("latin", "is not UTF-8"), ("absent", "cannot be read")):
+    (tmp_path / "wide").write_bytes("text".encode("utf-16-le"))
+    says = {"empty": "is empty", "latin": "is not UTF-8", "wide": "save it in UTF-8", "absent": "cannot be read"}
+    for name, message in says.items():
         with pytest.raises(TextError, match=message):
             evaluate.read_text(tmp_path / name)

@@ -117,18 +117,19 @@ def tokenized(
     return [torch.tensor(ids[i : i + length]) for i in range(0, len(ids), length)]
 
 
-def read_text(path: Path) -> str:
-    """A calibration text. Raises TextError if it is missing, empty or not UTF-8."""
+def read_text(path: Path | str) -> str:
+    """A text to calibrate or to evaluate on. Raises TextError if it is missing, empty or not UTF-8."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise TextError(f"{path} is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x})") from None
+        byte = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise TextError(f"text {path} is not UTF-8 ({byte}): save it in UTF-8") from None
     except OSError as error:
-        raise TextError(f"the calibration text {path} cannot be read: {error.strerror}") from None
+        raise TextError(f"text {path} cannot be read: {error.strerror}") from None
     if not text.strip():
-        raise TextError(f"the calibration text {path} is empty")
+        raise TextError(f"text {path} is empty")
     if "\0" in text:
-        raise TextError(f"{path} is not UTF-8 text: it holds zero bytes, as UTF-16 without its mark does")
+        raise TextError(f"text {path} holds zero bytes, as UTF-16 without its mark does: save it in UTF-8")
     return text
 
 
