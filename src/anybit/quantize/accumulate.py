@@ -91,8 +91,9 @@ def written_out(config: Any, shape: Sequence[int], device: torch.device, layers:
     if device.type != "cuda":
         yield
         return
-    given = (layers, getattr(config, "num_hidden_layers", 0)), (None, getattr(config, "num_attention_heads", 0))
-    count, heads = (first or second or 1 << 20 for first, second in given)
+    unknown = 1 << 20  # more than any GPU has the memory for
+    count = layers or getattr(config, "num_hidden_layers", 0) or unknown
+    heads = getattr(config, "num_attention_heads", 0) or unknown
     weights = count * heads * shape[0] * shape[1] ** 2
     if 4 * weights > _ATTENTION * torch.cuda.get_device_properties(device).total_memory:
         yield
