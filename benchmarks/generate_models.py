@@ -72,7 +72,8 @@ def history(layer: int, batch: int, context: int) -> tuple[torch.Tensor, torch.T
     """Random keys and values [batch, kv_heads, context, head_dim] of a layer, the same for every model."""
     generator = torch.Generator("cuda").manual_seed(layer)
     shape = (batch, LLAMA_3_8B["num_key_value_heads"], context, 128)
-    return tuple(torch.randn(shape, dtype=torch.float16, device="cuda", generator=generator) for _ in "kv")  # type: ignore[return-value]
+    k, v = (torch.randn(shape, dtype=torch.float16, device="cuda", generator=generator) for _ in range(2))
+    return k, v
 
 
 def packed_cache(model: LlamaForCausalLM, kv: str, batch: int, context: int) -> AnyBitCache:

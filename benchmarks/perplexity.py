@@ -20,6 +20,7 @@ from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from anybit.quantize.modules import kept_modules, linear_layers
 from anybit.quantize.rtn import quantize_weight
+from rows import publish
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "perplexity.json"
@@ -143,8 +144,7 @@ def main() -> None:
         rows[str(row["scheme"])] = row
         print(json.dumps(row), flush=True)
         ordered = sorted(rows.values(), key=lambda r: order.index(r["scheme"]) if r["scheme"] in order else len(order))
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+        publish(RESULTS, json.dumps(ordered, indent=1) + "\n")
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(page(ordered))
 

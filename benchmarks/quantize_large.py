@@ -25,6 +25,7 @@ from anybit.quantize.distill import Distillation, distill
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
 from perplexity import commit
+from rows import publish
 
 Keep = Callable[[dict[str, object]], None]
 
@@ -186,8 +187,7 @@ def main() -> None:
         row = row | {"torch": torch.__version__, "commit": commit(), "date": time.strftime("%F")}
         rows = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
         rows = [old for old in rows if old["case"] != row["case"]] + [row]
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
+        publish(arguments.output, json.dumps(rows, indent=1) + "\n")
         shown = {name: value for name, value in row.items() if name != "seconds_a_block"}
         print(json.dumps(shown), flush=True)
 

@@ -37,6 +37,7 @@ from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from anybit.quantize.methods import METHODS, quantize_folder
 from perplexity import commit
+from rows import publish
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -142,15 +143,12 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, An
 
 def add(row: dict[str, Any], file: Path) -> None:
     """Put a row into a file in place of an older one of its kind; several processes may."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     with (Path(tempfile.gettempdir()) / "anybit-quantizers.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         rows = json.loads(file.read_text()) if file.exists() else []
         key = ("case", "scheme", "method", "options")
         rows = [old for old in rows if any(old.get(k) != row.get(k) for k in key)] + [row]
-        whole = file.with_suffix(".part")
-        whole.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        whole.replace(file)
+        publish(file, json.dumps(rows, indent=1) + "\n")
 
 
 def known(file: Path, scheme: str, method: str, options: dict[str, Any], op: bool) -> bool:

@@ -15,6 +15,14 @@ def rows(name: str, machine: str = "h200") -> list[Row]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
+def publish(path: Path, text: str) -> None:
+    """Write a file that is whole at any moment: a run that is cut off leaves the rows that there were."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
 def find(found: Iterable[Row], **wanted: object) -> Row | None:
     """The row with these fields, None where it was not measured; two are a fault of the file."""
     matching = [row for row in found if all(row.get(name) == value for name, value in wanted.items())]

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from anybit.tune.floor import RATES, read_us
+from rows import publish
 
 ROTATE_BYTES = 256 << 20
 """Operands rotate through at least this much: four times the L2 of an H200, so that none is found there again."""
@@ -256,5 +257,4 @@ def merge_rows(path: Path, rows: Sequence[dict[str, object]], key: Sequence[str]
             raise ValueError(f"{named}: checked is {row.get('checked')!r}, and only a checked result is written down")
     old = json.loads(path.read_text()) if path.exists() else []
     merged = {tuple(row.get(name) for name in key): row for row in [*old, *rows]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged.values()) + "\n]\n")
+    publish(path, "[\n" + ",\n".join(json.dumps(row) for row in merged.values()) + "\n]\n")
