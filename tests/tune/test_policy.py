@@ -396,3 +396,14 @@ def test_a_search_tries_every_kind_of_bit_plane_tile(scheme: str, m: int) -> Non
     assert not FAMILIES["packed_large"].kinds(one)
     small = FAMILIES["bitwise"].kinds(product(scheme, 100, n=576, k=576))  # large tiles leave multiprocessors idle
     assert any(config.path.name == "once" for config in small)
+
+
+def test_few_tokens_of_16_bit_activations_are_left_to_built_in_choices() -> None:
+    """What searches found there was below the floor, and slower in models."""
+    for scheme, m, decided in (("w4a16g128", 8, False), ("w4a16g128", 12, True), ("w4a8", 8, True)):
+        one = product(scheme, m)
+        kernel = "packed_small" if m <= 8 else "packed_large"
+        found = policy((one, replace(point(one, {kernel: 1.0}), default=Measured.of(builtin(one), one, 20.0))))
+        chosen = Dispatcher("NVIDIA H200", [found]).choose(one)
+        assert (chosen.origin == "map") == decided
+        assert decided or chosen.candidate == builtin(one)

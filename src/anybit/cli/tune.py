@@ -36,7 +36,7 @@ def tune(
     everything: Annotated[bool, typer.Option("--exhaustive", help="Every legal config: hours.")] = False,
     allow: Allow = None,
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16: the type of activations and results.")] = "float16",
-    seconds: Annotated[float, typer.Option(help="Begin nothing new after this long; run again to go on.")] = math.inf,
+    seconds: Annotated[float, typer.Option(help="Begin nothing new after this long; run again to go on.")] = 270.0,
     again: Annotated[bool, typer.Option("--again", help="Measure what the map has anew.")] = False,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map; by default this GPU's own.")] = None,
 ) -> None:
@@ -57,9 +57,10 @@ def tune(
 
     from anybit.device import Device
     from anybit.tune import policy as policies
-    from anybit.tune.families import STEPS, Product
+    from anybit.tune.families import GRID, STEPS, Product
     from anybit.tune.plans import Options
     from anybit.tune.search import exclusions, search
+    from anybit.tune.space import decided_by_maps
 
     if to is not None:
         policies.check_target(to)
@@ -67,13 +68,20 @@ def tune(
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")
     with status(f"Reading {model}"):
         parsed, shapes, fused = _layers(model, scheme)
-    products = [
+    all_counts = [
         Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype))
         for n, k in shapes
         for m in STEPS
         if m <= most
     ]
-    options = Options(10**6 if everything else each, allowed, seconds=seconds, again=again, models=(fused,), grid=STEPS)
+    products = [product for product in all_counts if allowed or decided_by_maps(product)]
+    # First the counts of the coarser grid, of all layers, then those between: where time is up a whole map is there.
+    coarse = [product for product in products if product.m in GRID]
+    fine = [product for product in products if product.m not in GRID]
+    if not products:
+        raise KernelError(
+            f"to {most} tokens built-in choices run in {parsed}, whatever is measured: ask for more tokens"
+        )
     hints = [found for found in (policies.usable(file) for file in sorted(policies.SHIPPED.glob("*.json"))) if found]
     began = time.perf_counter()
     with progress_bar(f"Tuning {parsed}", counted=True) as update:
@@ -82,7 +90,12 @@ def tune(
             left = "" if math.isnan(progress.seconds_left) else f", {_minutes(progress.seconds_left)} left"
             update(f"{progress.product}{left}", progress.done, progress.total)
 
-        policy = search(products, to or policies.own_file, options, hints=hints, report=report)
+        options = Options(10**6 if everything else each, allowed, again=again, models=(fused,))
+        for part, grid in ((coarse, GRID), (fine, STEPS)):
+            left = max(0.0, seconds - (time.perf_counter() - began))
+            if part:
+                how = replace(options, seconds=left, grid=grid)
+                policy = search(part, to or policies.own_file, how, hints=hints, report=report)
     gains = [
         point.default_us / min(measured.us for measured in point.strategies.values())
         for product in products

@@ -18,7 +18,9 @@ _AROUND_US = 2.0
 
 
 def scaled(candidate: Candidate, us: float, there: Product, here: Product) -> float | None:
-    """Microseconds of a candidate ``here``, which took ``us`` for its layer ``there``; None: it cannot run here."""
+    """Microseconds of a candidate ``here``, which took ``us`` for its layer ``there``; None: nothing is known, as where
+    a family without an estimate would need more rounds of multiprocessors.
+    """
     if there.m == here.m:
         return us
     if candidate.why_not(here) is not None:
@@ -33,4 +35,6 @@ def scaled(candidate: Candidate, us: float, there: Product, here: Product) -> fl
         return None
     if one is None or other is None:
         one, other = (_AROUND_US + lower_bound_us(product, candidate) for product in (here, there))
+        if one > other:
+            return None
     return us * one / other

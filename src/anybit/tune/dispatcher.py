@@ -19,7 +19,7 @@ from anybit.errors import KernelError
 from anybit.tune.between import scaled
 from anybit.tune.families import BETWEEN_FROM, FAMILIES, MOST_TOKENS, STEPS, Layout, Product, power_of_two, step
 from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
-from anybit.tune.space import Candidate, builtin, builtin_layout, leaves_room, refuse_unknown
+from anybit.tune.space import Candidate, builtin, builtin_layout, decided_by_maps, leaves_room, refuse_unknown
 
 _NEAR = 1.5
 """How far, in powers of two, a point may be to stand for a product that was not measured."""
@@ -72,6 +72,8 @@ class Dispatcher:
         Never a config that is not legal, and never one that was measured to be slower than the built-in choice.
         """
         if product.act_order or not (product.aligned or product.activations.quantized):
+            return Choice(_builtin(product, layouts), "built in")
+        if not decided_by_maps(product) and not allow:
             return Choice(_builtin(product, layouts), "built in")
         between = self._between(product, layouts, allow)
         if between is not None:
