@@ -6,6 +6,7 @@ import torch
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
 from anybit.quantize import gptq
+from anybit.quantize.blocks import Call
 from anybit.quantize.calibrate import Calibration, calibrate
 from anybit.quantize.distill import Distillation, distill
 from anybit.quantize.distill import _gains as distill_gains
@@ -156,6 +157,36 @@ def test_learning_a_block_never_makes_it_worse(text):
         assert divergence(model, learned, check) < divergence(model, plain, check)
     hopeless = run(BlockLearning(passes=1, place_rate=5.0))
     assert all(torch.equal(plain[name].words, hopeless[name].words) for name in plain)
+
+
+def test_blocks_that_cannot_be_recorded_learn_all_the_same(monkeypatch):
+    model, scheme = tiny(layers=1), Scheme.parse("w3a16g32asym")
+
+    def run():
+        def quantizer(weight, statistics, name):
+            return gptq.quantize(statistics.corrected(weight), statistics.hessian, scheme.weights, name=name)
+
+        settings = Calibration(batch_tokens=512)
+        return calibrate(model, sequences(20), scheme, names_of(model), quantizer, settings, BlockLearning(2))
+
+    class Refusing:
+        def __call__(self, key, function, *tensors):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    expected = run()
+    monkeypatch.setattr("anybit.quantize.learned.Recorder", Refusing)
+    with pytest.warns(UserWarning, match="without CUDA graphs, which is slower: operation not permitted"):
+        found = run()
+    assert all(torch.equal(found[name].words, expected[name].words) for name in expected)
+
+
+def test_tensors_of_a_call_are_taken_and_put_back_in_one_order():
+    a, b, c = (torch.full((2,), float(i)) for i in range(3))
+    call = Call((a, [b, None]), {"positions": (c, 7), "cache": None})
+    assert [t[0].item() for t in call.tensors()] == [0, 1, 2]
+    other = call.with_tensors(t + 10 for t in call.tensors())
+    assert [t[0].item() for t in other.tensors()] == [10, 11, 12]
+    assert other.args[1][1] is None and other.kwargs["positions"][1] == 7 and other.kwargs["cache"] is None
 
 
 def test_fused_norms_compute_the_same():
