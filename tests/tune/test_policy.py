@@ -407,3 +407,15 @@ def test_few_tokens_of_16_bit_activations_are_left_to_built_in_choices() -> None
         chosen = Dispatcher("NVIDIA H200", [found]).choose(one)
         assert (chosen.origin == "map") == decided
         assert decided or chosen.candidate == builtin(one)
+
+
+def test_fewer_bits_run_on_tiles_what_was_measured_with_eight() -> None:
+    """The kernels are the same: bytes, whatever they were rounded to."""
+    measured, one = product("w4a8", 256), product("w4a4", 256)
+    by = Dispatcher("NVIDIA H200", [policy((measured, point(measured, {"packed_large": 5.0})))])
+    choice = by.choose(one)
+    assert choice.origin == "nearest" and choice.candidate.fields == by.choose(measured).candidate.fields
+    assert choice.candidate.activations == one.activations and choice.candidate.why_not(one) is None
+    assert by.choose(product("w2a2", 256)).origin == "built in"  # planes
+    assert by.choose(product("w4a4-xasym", 256)).origin == "built in"
+    assert by.choose(one, [Layout.planes]).candidate.layout is Layout.planes

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from anybit.errors import KernelError
+from anybit.scheme import ActivationFormat
 from anybit.tune.between import scaled
 from anybit.tune.families import BETWEEN_FROM, FAMILIES, MOST_TOKENS, STEPS, Layout, Product, power_of_two, step
 from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
@@ -29,6 +30,7 @@ expected of both, here, less so much for each power of two that the point is awa
 _WORTH_TWO = 1.03
 """Two layouts are kept where one of them alone would cost more than this at some token count."""
 _SIXTEEN = (torch.float16, torch.bfloat16)
+_BYTE = ActivationFormat(8, "sym")
 _ORIGINS = Literal["map", "between", "nearest", "built in"]
 _logger = logging.getLogger(__name__)
 
@@ -84,6 +86,9 @@ class Dispatcher:
             if choice is not None:
                 return _beside_others(product, choice, found[0])
         own = _builtin(product, layouts)
+        alike = self._as_eight_bits(product, own)
+        if alike is not None:
+            return alike
         for policy in self.policies:
             for distance, key, m, point in policy.near(product, _NEAR):
                 there = replace(product, m=m, n=key[2], k=key[3], columns=0)
@@ -125,6 +130,25 @@ class Dispatcher:
                     source = f"expected to be fastest, by times at {counts} tokens ({policy.path or 'a map'})"
                     return Choice(best, "between", 0.0, source)
         return None
+
+    def _as_eight_bits(self, product: Product, own: Candidate) -> Choice | None:
+        """What runs the same weights with 8-bit activations where that was measured, and fewer bits run on tiles, too.
+
+        Tiles multiply bytes: the kernels are the same, whatever the bytes were rounded to.
+        """
+        x = product.activations
+        if own.layout is not Layout.tiles_a8 or not x.integer or x.code != "sym" or x.bits >= _BYTE.bits:
+            return None
+        choice = self.choose(replace(product, activations=_BYTE), (own.layout,))
+        if choice.origin not in ("map", "between"):
+            return None
+        try:
+            candidate = Measured.of(choice.candidate, replace(product, activations=_BYTE), 0.0).candidate(product)
+        except KernelError:
+            return None
+        return Choice(
+            candidate, "nearest", 0.0, f"measured with 8-bit activations, by the same kernels ({choice.source})"
+        )
 
     def layouts(self, product: Product, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:
         """How a layer's weights are to lie: in one layout, or in two where each wins by much at some token count.
