@@ -77,7 +77,7 @@ def quantized(scheme: str, batch: int, context: int, layers: int, profile: bool 
     # Where activations are rounded to few bits, a last bit turns a code, and codes turn others, layer after layer: two
     # layers of w4a4 part from themselves by as much as from another order of sums. So their parts are compared.
     assert found.part < 2e-2, f"a part is off by {found.part:.3e}"
-    assert parsed.activations.quantized or max(error, found.logits) < 2e-2, (
+    assert parsed.activations.quantized or (error < 2e-2 and found.logits < 2e-2), (
         f"the fused step's logits are off by {error:.3e}, {found.logits:.3e} in two layers"
     )
     assert error < 1.5, f"the logits are off by {error:.3e}"  # of unrelated vectors: 1.41; NaN

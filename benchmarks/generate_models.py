@@ -17,6 +17,7 @@ from anybit.linear import QuantLinear
 from anybit.ops import elementwise
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
+from timing import worst_of
 
 LLAMA_3_8B = {
     "hidden_size": 4096,
@@ -250,4 +251,4 @@ def check(scheme: str, batch: int, layers: int = 2) -> Check:
         )
     model.config._attn_implementation = before
     assert len(errors) >= 7 * layers, f"only {len(errors)} parts were compared"
-    return Check(max(errors), logits, apart(nudged, expected))
+    return Check(worst_of(errors), logits, apart(nudged, expected))

@@ -6,10 +6,11 @@ A result is checked before it is timed, so a row without a check cannot be writt
 import datetime
 import functools
 import json
+import math
 import os
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,6 +224,11 @@ class VendorWeights:
             return lambda i: torch._int_mm(x, weights[i % count].t()), count
         one = torch.ones((), device="cuda")
         return lambda i: torch._scaled_mm(x, weights[i % count].t(), one, one, out_dtype=torch.float16), count
+
+
+def worst_of(errors: Iterable[float]) -> float:
+    """The largest error; NaN is larger than any, where ``max`` passes over it."""
+    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
 
 
 # -------- rows
