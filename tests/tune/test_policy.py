@@ -18,6 +18,7 @@ from anybit.scheme import Scheme
 from anybit.tune import dispatcher as dispatching
 from anybit.tune import policy as policies
 from anybit.tune.dispatcher import Dispatcher
+from anybit.tune.explain import explain
 from anybit.tune.families import FAMILIES, GRID, STEPS, Layout, Product, bucket, step, steps_to
 from anybit.tune.policy import Measured, Origin, Point, Policy, PolicyError, read, save, usable
 from anybit.tune.space import Candidate, builtin, builtin_layout, leaves_room, promising, space
@@ -404,8 +405,10 @@ def test_few_tokens_of_16_bit_activations_are_left_to_built_in_choices() -> None
         one = product(scheme, m)
         kernel = "packed_small" if m <= 8 else "packed_large"
         found = policy((one, replace(point(one, {kernel: 1.0}), default=Measured.of(builtin(one), one, 20.0))))
-        chosen = Dispatcher("NVIDIA H200", [found]).choose(one)
+        by = Dispatcher("NVIDIA H200", [found])
+        chosen = by.choose(one)
         assert (chosen.origin == "map") == decided
+        assert ("none of what was measured decides here" in explain(one, by).why) == (not decided)
         assert decided or chosen.candidate == builtin(one)
 
 

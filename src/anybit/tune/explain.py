@@ -92,7 +92,7 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
         why = f"it was the fastest of {len(point.strategies)} strategies at M = {m}, by {choice.source}"
         why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"
         if choice.origin != "map":
-            why = f"{choice.source or 'nothing measured is legal here'}"
+            why = f"{choice.source or 'none of what was measured decides here: it is the built-in choice'}"
     else:
         why = "nothing was measured for it: it is the built-in choice" if choice.origin == "built in" else choice.source
     for excluded in whole.excluded:
