@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import transformers
 from anybit import cli
 from anybit.scheme import Scheme
 from anybit.tune import dispatcher as dispatching
-from anybit.tune.families import Product
+from anybit.tune.families import GRID, STEPS, Product
+from anybit.tune.plans import Options
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
 from anybit.tune.space import builtin, space
 
@@ -118,3 +120,33 @@ def test_tuning_needs_a_gpu(
     assert code == 1
     assert "anybit tune measures on an NVIDIA GPU, and torch sees none here" in err
     assert not (tmp_path / "map.json").exists()
+
+
+def test_tuning_takes_coarse_counts_first_and_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    parts: list[tuple[set[int], float]] = []
+
+    def search(products: Sequence[Product], path: object, options: Options, **_: object) -> Policy:
+        parts.append(({product.m for product in products}, options.seconds))
+        return Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("anybit.tune.search.search", search)
+    words = ("tune", str(tmp_path), "-o", str(tmp_path / "map.json"), "--most-tokens", "128")
+    assert run(monkeypatch, capsys, *words, "-s", "w4a8")[0] == 0
+    (coarse, most), (fine, rest) = parts
+    assert coarse == {m for m in GRID if m <= 128} and fine == {m for m in STEPS if m <= 128} - coarse
+    assert 260 < rest <= most <= 270
+    code, _, err = run(monkeypatch, capsys, *words, "-s", "w4a8", "--seconds", "0")
+    assert code == 0 and "0 s were up: run it again to measure the rest" in err
+    assert run(monkeypatch, capsys, *words, "-s", "w4a8", "--exhaustive")[0] == 0
+    assert parts[-1][1] == float("inf")
+    run(monkeypatch, capsys, *words, "-s", "w4a16g32")
+    assert min(parts[-2][0]) == 12, "few tokens of 16-bit activations are not measured"
+    code, _, err = run(monkeypatch, capsys, *words[:-1], "8", "-s", "w4a16g32")
+    assert code == 1 and "ask for more tokens" in err

@@ -26,6 +26,7 @@ SchemeOption = Annotated[
     str | None, typer.Option("--scheme", "-s", help="For example w4a8; by default the model's own.")
 ]
 _DTYPES = ("float16", "bfloat16")
+_USUAL_SECONDS = 270.0
 
 
 def tune(
@@ -33,10 +34,14 @@ def tune(
     scheme: SchemeOption = None,
     most: Annotated[int, typer.Option("--most-tokens", min=1, help="Measure token counts up to this.")] = 8192,
     each: Annotated[int, typer.Option(min=0, help="Candidates of each kernel family, the most promising first.")] = 16,
-    everything: Annotated[bool, typer.Option("--exhaustive", help="Every legal config: hours.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--exhaustive", help="Every legal config: hours, unless --seconds is given.")
+    ] = False,
     allow: Allow = None,
     dtype: Annotated[str, typer.Option(help="float16 or bfloat16: the type of activations and results.")] = "float16",
-    seconds: Annotated[float, typer.Option(help="Begin nothing new after this long; run again to go on.")] = 270.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="Begin nothing new after this long; run again to go on. By default 270.")
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure what the map has anew.")] = False,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map; by default this GPU's own.")] = None,
 ) -> None:
@@ -82,6 +87,8 @@ def tune(
         raise KernelError(
             f"to {most} tokens built-in choices run in {parsed}, whatever is measured: ask for more tokens"
         )
+    if seconds is None:
+        seconds = math.inf if everything else _USUAL_SECONDS
     hints = [found for found in (policies.usable(file) for file in sorted(policies.SHIPPED.glob("*.json"))) if found]
     began = time.perf_counter()
     with progress_bar(f"Tuning {parsed}", counted=True) as update:
@@ -107,6 +114,8 @@ def tune(
         f"geometric mean; {time.perf_counter() - began:.0f} s; {to or policies.own_file(policy.origin.gpu)}",
         markup=False,
     )
+    if time.perf_counter() - began > seconds and len(gains) < len(products):
+        errors.print(f"{seconds:.0f} s were up: run it again to measure the rest", markup=False)
     for line in exclusions(policy):
         errors.print(f"excluded: {line}", markup=False)
 
