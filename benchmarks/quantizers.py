@@ -190,35 +190,42 @@ def share(arguments: argparse.Namespace) -> None:
 
 
 def figure(rows: list[dict[str, Any]]) -> None:
-    """Perplexity over the unquantized model's, against bits a weight, one line a method."""
+    """Perplexity over the unquantized model's: weights alone against their bits, a line a method; all else by name."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "anybit"  # the same rows give the same file
-    picture, axes = plt.subplots(figsize=(7, 4.5))
+    picture, (axes, others) = plt.subplots(1, 2, figsize=(12, 5), width_ratios=(7, 4))
     rows = [row for row in rows if row["case"] == CASE and "perplexity" in row]
     base = next(row["perplexity"] for row in rows if row["scheme"] == "float32")
     # Defaults only: those of a peer are what its settings say.
     rows = [r for r in rows if r["scheme"] != "float32" and (not r["options"] or r["method"] not in METHODS)]
+    named: dict[str, float] = {}
     for method in dict.fromkeys([*METHODS, *(row["method"] for row in rows)]):
-        mine = [row for row in rows if row["method"] == method]
         points: dict[float, float] = {}
-        for row in mine:
+        for row in (row for row in rows if row["method"] == method):
             ratio = row["perplexity"] / base
-            bits = round(row.get("bits_per_weight") or BITS[row["scheme"]], 2)
             if "a16" in row["scheme"] and "-kv" not in row["scheme"] and "s24" not in row["scheme"]:
+                bits = round(row.get("bits_per_weight") or BITS[row["scheme"]], 2)
                 points[bits] = min(ratio, points.get(bits, ratio))
             else:
-                axes.plot(bits, ratio, "x", color="grey")
-                axes.annotate(f" {row['scheme']} {method}", (bits, ratio), fontsize=6, color="grey")
+                name = f"{row['scheme']} {method}"
+                named[name] = min(ratio, named.get(name, ratio))
         if points:
             line = "o-" if method in METHODS else "^:"
             axes.plot(*zip(*sorted(points.items()), strict=True), line, label=method)
     axes.set(xlabel="bits per weight, scales included", ylabel="perplexity over float32", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
+    worst_first = sorted(named, key=lambda name: -named[name])
+    others.barh(worst_first, [named[name] for name in worst_first], color="grey", height=0.6)
+    for name in worst_first:
+        others.annotate(f" {named[name]:.3g}", (named[name], name), fontsize=7, va="center")
+    others.set(xlabel="perplexity over float32", xscale="log", xlim=(0.9, 6 * max(named.values(), default=1)))
+    others.tick_params(axis="y", labelsize=7)
+    others.grid(alpha=0.3, axis="x")
     picture.tight_layout()
     picture.savefig(FIGURE, metadata={"Date": None})
 
