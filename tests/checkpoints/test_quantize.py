@@ -15,6 +15,7 @@ from anybit.checkpoints import Folder
 from anybit.errors import CheckpointError, LayerError, OptionError, SchemeError
 from anybit.integrations.loading import load_model
 from anybit.quantize.methods import quantize_folder
+from anybit.quantize.rtn import quantize_weight
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +216,8 @@ def test_a_scheme_that_does_not_fit_a_layer(tmp_path: Path) -> None:
     with pytest.raises(LayerError, match=r"w4a16s24 does not fit layer model\.layers\.0\.mlp\.down_proj: .* it has 98"):
         quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16s24")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_format_in_words_is_told_apart():
+    with pytest.raises(TypeError, match=r"format must be a WeightFormat.*not 'w4a16g128'"):
+        quantize_weight(torch.randn(8, 64), "w4a16g128")

@@ -38,8 +38,11 @@ def quantize_weight(
         cubes for groups and fourth powers for whole rows, as measured.
     Scales are stored in the weight's dtype if that has 16 bits, else in float32, and codes are those that are nearest
     under the stored scale. 2:4 sparse formats keep the two largest of every four weights.
-    Raises LayerError for NaN, infinity, a weight that is not a matrix, or inputs that do not come in fours (2:4).
+    Raises LayerError for NaN, infinity, a weight that is not a matrix, or inputs that do not come in fours (2:4);
+    TypeError where the format is a text.
     """
+    if not isinstance(format, WeightFormat):
+        raise TypeError(f"format must be a WeightFormat, as in Scheme.parse('w4a16g128').weights, not {format!r}")
     if weight.ndim != 2 or not weight.is_floating_point():
         raise LayerError(f"a weight must be a floating-point matrix, not {weight.dtype} of shape {tuple(weight.shape)}")
     if not bool(torch.isfinite(weight).all()):
