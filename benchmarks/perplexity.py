@@ -9,8 +9,6 @@ tokens without BOS. Every row runs through QuantLinear and the reference backend
 import argparse
 import datetime
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import torch
@@ -20,7 +18,7 @@ from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from anybit.quantize.modules import kept_modules, linear_layers
 from anybit.quantize.rtn import quantize_weight
-from rows import publish
+from rows import commit, publish
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "perplexity.json"
@@ -83,12 +81,6 @@ def measure(model: torch.nn.Module, windows: torch.Tensor, scheme: str | None) -
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
-
-
-def commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    given = os.environ.get("ANYBIT_COMMIT", "")  # where there is no git
-    return given or subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
 def page(rows: list[dict[str, object]]) -> str:

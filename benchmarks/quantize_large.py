@@ -24,8 +24,7 @@ from anybit.quantize.calibrate import Calibration, calibrate
 from anybit.quantize.distill import Distillation, distill
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
-from perplexity import commit
-from rows import publish
+from rows import commit, publish
 
 Keep = Callable[[dict[str, object]], None]
 

@@ -36,8 +36,7 @@ from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from anybit.quantize.methods import METHODS, quantize_folder
-from perplexity import commit
-from rows import publish
+from rows import commit, publish
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

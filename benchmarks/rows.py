@@ -1,6 +1,8 @@
 """The rows in results/, and tables of them."""
 
 import json
+import os
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,13 @@ def rows(name: str, machine: str = "h200") -> list[Row]:
     """The rows of one results file; none where it does not exist."""
     path = RESULTS / machine / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else []
+
+
+def commit() -> str:
+    """What the rows are of: ``ANYBIT_COMMIT`` where there is no git, else git's."""
+    command = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
+    given = os.environ.get("ANYBIT_COMMIT", "")
+    return given or subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
 def publish(path: Path, text: str) -> None:

@@ -7,9 +7,7 @@ import datetime
 import functools
 import json
 import math
-import os
 import statistics
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 import torch
 
 from anybit.tune.floor import RATES, read_us
-from rows import publish
+from rows import commit, publish
 
 ROTATE_BYTES = 256 << 20
 """Operands rotate through at least this much: four times the L2 of an H200, so that none is found there again."""
@@ -239,14 +237,10 @@ def stamp(gpu: str = "") -> dict[str, str]:
 
     gpu: its name, where another process uses it and this one is not to.
     """
-    commit = os.environ.get("ANYBIT_COMMIT", "")
-    if not commit:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        commit = done.stdout.strip()
     return {
         "gpu": gpu or torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "commit": commit,
+        "commit": commit(),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     }
 

@@ -10,7 +10,7 @@ from anybit.quantize import gptq
 from anybit.quantize import recorded as recordings
 from anybit.quantize.accumulate import Accumulation
 from anybit.quantize.balance import Balance, learn_scales, put_scales
-from anybit.quantize.calibrate import Calibration, calibrate
+from anybit.quantize.calibrate import Calibration, LayerQuantizer, calibrate
 from anybit.quantize.distill import Distillation, distill
 from anybit.quantize.learned import BlockLearning
 from anybit.quantize.methods import quantize_folder
@@ -26,6 +26,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def batches(count: int) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(2)
     return [torch.randint(0, 300, (4, 32), generator=g) for _ in range(count)]
+
+
+def by_gptq(scheme: Scheme) -> LayerQuantizer:
+    def quantizer(weight, statistics, name):
+        return gptq.quantize(statistics.corrected(weight, 0.5), statistics.hessian, scheme.weights, None, name)
+
+    return quantizer
 
 
 def test_recorded_steps_give_the_same_gradients():
@@ -72,9 +79,6 @@ def test_resumed_on_a_gpu_equals_uninterrupted(tmp_path):
     model, scheme = tiny(layers=4), Scheme.parse("w3a16g32asym")
     tokens = [row for batch in batches(8) for row in batch]
 
-    def quantizer(weight, statistics, name):
-        return gptq.quantize(statistics.corrected(weight, 0.5), statistics.hessian, scheme.weights, None, name)
-
     class Interrupted(Exception):
         pass
 
@@ -84,11 +88,11 @@ def test_resumed_on_a_gpu_equals_uninterrupted(tmp_path):
 
     settings = Calibration(device="cuda", resume=tmp_path)
     with pytest.raises(Interrupted):
-        calibrate(model, tokens, scheme, names_of(model), quantizer, settings, progress=interrupt)
+        calibrate(model, tokens, scheme, names_of(model), by_gptq(scheme), settings, progress=interrupt)
     gptq._RECORDER = Recorder()  # as in a new process
-    resumed = calibrate(model, tokens, scheme, names_of(model), quantizer, settings)
+    resumed = calibrate(model, tokens, scheme, names_of(model), by_gptq(scheme), settings)
     gptq._RECORDER = Recorder()
-    whole = calibrate(model, tokens, scheme, names_of(model), quantizer, Calibration(device="cuda"))
+    whole = calibrate(model, tokens, scheme, names_of(model), by_gptq(scheme), Calibration(device="cuda"))
     for name, weight in whole.items():
         for part in ("words", "scale", "zero"):
             assert torch.equal(getattr(weight, part), getattr(resumed[name], part)), name
@@ -172,12 +176,9 @@ def test_learning_a_block_on_a_gpu_improves(monkeypatch):
     model, scheme = tiny(layers=2), Scheme.parse("w2a16g32asym")
     rows = [row for batch in batches(16) for row in batch]
 
-    def quantizer(weight, statistics, name):
-        return gptq.quantize(statistics.corrected(weight, 0.5), statistics.hessian, scheme.weights, None, name)
-
     def run(refine):
         settings = Calibration(device="cuda", batch_tokens=512)
-        return calibrate(model, rows, scheme, names_of(model), quantizer, settings, refine)
+        return calibrate(model, rows, scheme, names_of(model), by_gptq(scheme), settings, refine)
 
     plain, learned = run(None), run(BlockLearning(16))
     monkeypatch.setattr(recordings, "_MOST", 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from tests.cases_models import save_tiny
 
 from anybit import cli
 from anybit.scheme import Scheme
@@ -112,10 +113,7 @@ def test_tuning_overwrites_no_file_that_is_no_map(
 def test_tuning_needs_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    save_tiny("llama", tmp_path)
     code, _, err = run(monkeypatch, capsys, "tune", str(tmp_path), "-s", "w4a8", "-o", str(tmp_path / "map.json"))
     assert code == 1
     assert "anybit tune measures on an NVIDIA GPU, and torch sees none here" in err
@@ -125,10 +123,7 @@ def test_tuning_needs_a_gpu(
 def test_tuning_takes_coarse_counts_first_and_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    save_tiny("llama", tmp_path)
     parts: list[tuple[set[int], float]] = []
 
     def search(products: Sequence[Product], path: object, options: Options, **_: object) -> Policy:
