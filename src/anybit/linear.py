@@ -100,6 +100,8 @@ class QuantLinear(nn.Module):
         if bias is not None:
             if bias.shape != (n,):
                 raise LayerError(f"the bias has shape {tuple(bias.shape)}, and the layer has {n} outputs")
+            if not bias.is_floating_point():
+                raise LayerError(f"the bias is {str(bias.dtype).removeprefix('torch.')}, and a layer adds floats")
             layer.bias = _frozen(bias)
         return layer
 
@@ -128,6 +130,8 @@ class QuantLinear(nn.Module):
                 f"the weight is {weight.shape} in {weight.format}; the layer takes {expected} in {self.scheme.weights}"
             )
         self._prepared = None
+        if weight.group_index is None:
+            self.weight_g_idx = None
         for name, tensor in self.tensors_of(weight).items():
             setattr(self, name, _frozen(tensor))
 
@@ -149,10 +153,20 @@ class QuantLinear(nn.Module):
         )
 
     def prepare(self) -> "QuantLinear":
-        """Put the weight into the layout of the backend that will run it; frees the saved layout."""
+        """Put the weight into the layout of the backend that will run it; frees the saved layout.
+
+        On a GPU it waits until that is done, so that the layer can be called on any stream. Raises LayerError in a
+        CUDA graph that is being captured.
+        """
         if self._prepared is None:
             weight = self.quantized_weight()
-            self._prepared = ops.prepare(weight, self.scheme.activations, self.backend, self._fused)
+            if weight.words.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise LayerError(
+                    "a layer whose weight is not prepared is in a CUDA graph: call its prepare(), or it, before"
+                )
+            prepared = ops.prepare(weight, self.scheme.activations, self.backend, self._fused)
+            _wait_for(weight.words)
+            self._prepared = prepared
             for name in self.tensors_of(weight):
                 setattr(self, name, _frozen(torch.empty_like(getattr(self, name), device="meta")))
         return self
@@ -166,7 +180,9 @@ class QuantLinear(nn.Module):
     def unprepare(self) -> "QuantLinear":
         """Bring the saved layout back and free the backend's."""
         if self._prepared is not None:
-            self.load_weight(self._prepared.restore())
+            weight = self._prepared.restore()
+            _wait_for(weight.words)
+            self.load_weight(weight)
         return self
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -339,6 +355,12 @@ def use_backend(model: nn.Module, backend: str | None) -> nn.Module:
             module.backend = before
         raise
     return model
+
+
+def _wait_for(tensor: Tensor) -> None:
+    """Wait for what the current stream makes of a layer: other streams use it next, and do not know of this one."""
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

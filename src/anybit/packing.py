@@ -144,6 +144,8 @@ class QuantizedWeight:
             actual = None if tensor is None else tuple(tensor.shape)
             if actual != shape:
                 raise LayerError(f"{name} of a {n} x {k} layer in {fmt} must have shape {shape}, not {actual}")
+            if tensor is not None:
+                _check_stored(name, tensor, self.words.device)
 
     @classmethod
     def from_codes(
@@ -290,6 +292,16 @@ def reorder(weight: QuantizedWeight, rows: Tensor) -> QuantizedWeight:
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def _check_stored(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Kernels read these tensors by their addresses: another type would be other numbers."""
+    wanted = {"zero": torch.uint8, "scale": None}.get(name, torch.int32)
+    if not (tensor.is_floating_point() if wanted is None else tensor.dtype == wanted):
+        words = "floating-point" if wanted is None else str(wanted).removeprefix("torch.")
+        raise LayerError(f"{name} of a layer must be {words}, not {str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.device != device:
+        raise LayerError(f"{name} of a layer is on {tensor.device}, and its words are on {device}: move one of them")
 
 
 def _check_bits(bits: int) -> None:

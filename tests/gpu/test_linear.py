@@ -7,7 +7,7 @@ import torch
 
 from anybit import ops, reference
 from anybit.device import Device
-from anybit.errors import KernelError
+from anybit.errors import KernelError, LayerError
 from anybit.jit import Kernel
 from anybit.kernels import bitwise, pack
 from anybit.kernels.bitwise import Output
@@ -45,6 +45,11 @@ def layer_of(scheme: str, n: int, k: int, bias: bool = False) -> tuple[QuantLine
     term = torch.randn(n, generator=torch.Generator().manual_seed(3)).half() if bias else None
     on_gpu = QuantLinear.from_weight(weight.to("cuda"), scheme, None if term is None else term.cuda(), "bitwise")
     return on_gpu, QuantLinear.from_weight(weight, scheme, term)
+
+
+def chosen(scheme: str, n: int, k: int) -> QuantLinear:
+    """A layer on the GPU, on the backend that anybit chooses."""
+    return QuantLinear.from_weight(random_weight(n, k, Scheme.parse(scheme).weights).to("cuda"), scheme)
 
 
 def activations(*shape: int) -> torch.Tensor:
@@ -130,6 +135,74 @@ def test_falls_back_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.allow_fallback(False)
     expected = reference.linear(x, weight, Scheme.parse(scheme).activations)
     torch.testing.assert_close(y.cpu(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a8", "w2a2"])
+def test_the_first_call_may_be_on_any_stream(scheme: str) -> None:
+    scheme_weights, x = Scheme.parse(scheme).weights, activations(3, 4096).cuda()
+    weight = random_weight(2048, 4096, scheme_weights).to("cuda")
+    expected = QuantLinear.from_weight(weight, scheme)(x)
+    torch.cuda.synchronize()
+    for _ in range(8):  # prepared on one stream, and called at once on another
+        layer, streams, found = QuantLinear.from_weight(weight, scheme), [torch.cuda.Stream() for _ in range(2)], []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(layer(x))
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, expected) for y in found)
+
+
+def test_a_capture_wants_layers_that_are_prepared() -> None:
+    layer, x = chosen("w4a16g128", 64, 512), activations(3, 512).cuda()
+    with pytest.raises(LayerError, match="in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        layer(x)
+    layer.prepare()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    graph.replay()
+    assert torch.equal(y, layer(x))
+
+
+@pytest.mark.parametrize("m", [1, 5, 80])
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8", "w2a2"])
+def test_a_bias_of_another_type(scheme: str, m: int) -> None:
+    weight, bias = random_weight(64, 512, Scheme.parse(scheme).weights).to("cuda"), torch.randn(64, device="cuda")
+    x = activations(m, 512).cuda().bfloat16()
+    wide = QuantLinear.from_weight(weight, scheme, bias)(x)
+    torch.testing.assert_close(wide, QuantLinear.from_weight(weight, scheme, bias.bfloat16())(x), rtol=2e-2, atol=2e-2)
+    with pytest.raises(KernelError, match=r"the bias has shape \(63,\)"):
+        layer = QuantLinear.from_weight(weight, scheme)
+        layer.bias = torch.nn.Parameter(bias[:63], requires_grad=False)
+        layer(x)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8", "w2a2"])
+@pytest.mark.parametrize("shape", [(0, 512), (2, 0, 512), (512,), (2, 3, 512)])
+def test_any_leading_dimensions(scheme: str, shape: tuple[int, ...]) -> None:
+    on_gpu = chosen(scheme, 64, 512)
+    x = torch.randn(shape, device="cuda", dtype=torch.float16)
+    y = on_gpu(x)
+    assert y.shape == (*shape[:-1], 64)
+    if x.numel():
+        torch.testing.assert_close(y.view(-1, 64), on_gpu(x.view(-1, 512)))
+
+
+def test_autocast_reaches_the_kernels() -> None:
+    on_gpu = chosen("w4a16g128", 64, 512)
+    x = torch.randn(3, 512, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.equal(on_gpu(x), on_gpu(x.bfloat16()))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8", "w2a2"])
+def test_results_beyond_two_to_the_31(scheme: str) -> None:
+    on_gpu = chosen(scheme, 4096, 64)
+    x = torch.randn(2**31 // 4096 + 8, 64, device="cuda", dtype=torch.float16)
+    y = on_gpu(x)
+    assert y.numel() > 2**31
+    for rows in (slice(0, 8), slice(-8, None)):
+        torch.testing.assert_close(y[rows], on_gpu(x[rows].contiguous()), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from anybit.errors import LayerError
 from anybit.hadamard import transform
 from anybit.kernels import hadamard as hadamard_kernel
 from anybit.ops import bitwise, packed
+from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
 from anybit.ops.packed import PackedTiles
@@ -87,12 +89,23 @@ def prepare(
 
     backend: a name out of ``backends``; None takes the first that can run this layer on this device. fused: it is a
     product of a fused layer.
-    Raises KernelError, with the reasons of all, if none can.
+    Raises KernelError, with the reasons of all, if none can; LayerError for an activation order of other groups.
     """
     name = choose(weight, activations, backend)
     n, k = weight.shape
+    _check_groups(weight)
     spec = LinearSpec(name, n, k, weight.format, activations, fused)
     return Prepared(backends[name].prepare(weight, activations), spec, str(spec))
+
+
+def _check_groups(weight: QuantizedWeight) -> None:
+    """Raise LayerError where an activation order names a group that is not there: kernels would read beyond scales."""
+    if weight.group_index is None or weight.group_index.is_meta:
+        return
+    groups = weight.scale.shape[1]
+    least, most = (int(end) for end in weight.group_index.aminmax())
+    if least < 0 or most >= groups:
+        raise LayerError(f"group_index holds groups {least} to {most}, and the layer has 0 to {groups - 1}")
 
 
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
@@ -132,5 +145,6 @@ for _device in ("CPU", "CUDA"):
     _library.impl("linear", _linear, _device)
 _library.impl("hadamard", transform, "CPU")
 _library.impl("hadamard", _hadamard_cuda, "CUDA")
+under_autocast(_library, "linear", "hadamard")
 torch.library.register_fake("anybit::hadamard", torch.empty_like)
 torch.library.register_fake("anybit::linear", _linear_fake)

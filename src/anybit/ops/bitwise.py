@@ -84,7 +84,7 @@ class Bitwise:
         self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, before: Before | None = None
     ) -> Tensor:
         """Two launches: quantize-and-pack, then the product with its whole epilogue."""
-        check_input(x, tensors[0], spec)
+        check_input(x, tensors[0], spec, bias)
         rows = x.reshape(-1, spec.k)
         if rows.stride(-1) != 1:
             rows = rows.contiguous()

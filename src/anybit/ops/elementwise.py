@@ -1,6 +1,6 @@
 """The small kernels between the products of a Llama, a launch each: norms with their residual, SiLU, rotary embedding.
 
-On a CPU, and for types that the kernels do not take, they are plain torch with the same roundings where that matters.
+On a GPU they take float16 and bfloat16; on a CPU they are plain torch with the same roundings where that matters.
 """
 
 import torch
@@ -12,7 +12,7 @@ from anybit.kernels.kvpage import ring_places
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    """Gamma * x / rms(x) over the last dimension: x 16-bit or float32 [..., K], gamma [K] -> [..., K]."""
+    """Gamma * x / rms(x) over the last dimension: x [..., K], gamma [K] -> [..., K]."""
     y: Tensor = torch.ops.anybit.rms_norm(x, gamma, epsilon)
     return y
 
@@ -172,6 +172,8 @@ def _add_rms_norm_cuda(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: floa
 
 
 def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
+    if gate_up.shape[-1] % 2:
+        raise KernelError(f"gate and up lie beside each other, and a row of {gate_up.shape[-1]} has no two halves")
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
     if rows.shape[0]:

@@ -15,8 +15,8 @@ from anybit.tune.families import Layout, Product, step
 from anybit.tune.space import builtin_layout
 
 
-def check_input(x: Tensor, weight: Tensor, spec: LinearSpec) -> None:
-    """Raise KernelError, naming both values, for an input that no kernel can take."""
+def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None = None) -> None:
+    """Raise KernelError, naming both values, for an input or a bias that no kernel can take."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise KernelError(
             f"x is {str(x.dtype).removeprefix('torch.')}, and the kernels take float16 or bfloat16: cast the model, or "
@@ -26,6 +26,8 @@ def check_input(x: Tensor, weight: Tensor, spec: LinearSpec) -> None:
         raise KernelError(f"x is on {x.device}, and the weight was prepared on {weight.device}: move one of them")
     if x.ndim < 1 or x.shape[-1] != spec.k:
         raise KernelError(f"x has shape {tuple(x.shape)}, and the layer takes {spec.k} features in its last dimension")
+    if bias is not None and bias.numel() != spec.n:
+        raise KernelError(f"the bias has shape {tuple(bias.shape)}, and the layer has {spec.n} outputs")
 
 
 def token_bucket(tokens: int) -> int:

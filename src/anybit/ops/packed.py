@@ -84,7 +84,8 @@ class PackedTiles:
         self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, before: Before | None = None
     ) -> Tensor:
         """One launch; with quantized activations another before it, that quantizes them."""
-        check_input(x, tensors[0], spec)
+        check_input(x, tensors[0], spec, bias)
+        bias = _in_type(bias, x)
         rows = x.reshape(-1, spec.k)
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
@@ -125,6 +126,7 @@ class PackedTiles:
         rows, other, total, weight, config = found
         n = spec.n // 2 if silu else spec.n
         y = torch.empty(len(rows), n, dtype=x.dtype, device=x.device)
+        bias = _in_type(bias, x)
         packed_digits.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config, silu=silu)
         summed = x.clone() if total is None else total.view(x.shape)
         return y.view(*x.shape[:-1], n), summed
@@ -139,6 +141,7 @@ class PackedTiles:
             return None
         rows, other, total, weight, config = found
         q = torch.empty(len(rows), step.query_heads * step.cosine.shape[1], dtype=x.dtype, device=x.device)
+        bias = _in_type(bias, x)
         packed_digits.launch_rotary(weight, rows, q, gamma, epsilon, other, total, bias, config, step)
         return q, x.clone() if total is None else total.view(x.shape)
 
@@ -251,6 +254,11 @@ def _weight(tensors: list[Tensor], spec: LinearSpec) -> PackedWeight:
     tiles, row_scale, row_zero, permutation = tensors[:4]
     shape, order = (spec.n, spec.k), "a8" if spec.activations.quantized else "a16"
     return PackedWeight(tiles, row_scale, _optional(row_zero), _optional(permutation), shape, spec.weights, order)  # type: ignore[arg-type]
+
+
+def _in_type(bias: Tensor | None, x: Tensor) -> Tensor | None:
+    """The bias as kernels add it: in the type of x and of the result."""
+    return bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
 
 
 def _optional(tensor: Tensor) -> Tensor | None:

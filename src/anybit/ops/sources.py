@@ -14,6 +14,7 @@ from torch import Tensor
 from anybit.kernels.pack import Problem, Source, why_not
 from anybit.kernels.packed_digits import NORM_TOKENS as NORM_TOKENS
 from anybit.kernels.packed_digits import Step
+from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.before import Before
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
@@ -170,6 +171,7 @@ for _device in ("CPU", "CUDA"):
     _library.impl("norm_rotate_store", _norm_rotate_store, _device)
     _library.impl("silu_linear", _silu_linear, _device)
     _library.impl("hadamard_linear", _hadamard_linear, _device)
+under_autocast(_library, "hadamard_linear")
 torch.library.register_fake(
     "anybit::norm_linear",
     lambda x, residual, gamma, epsilon, weight, bias, spec, silu=False, rotated=False: (

@@ -1,0 +1,135 @@
+"""QuantLinear as programs handle it: copied, pickled, loaded, called by threads, under autocast, given wrong input."""
+
+import copy
+import io
+import pickle
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from anybit.errors import KernelError, LayerError
+from anybit.kernels.packed_layout import prepare as prepare_tiles
+from anybit.linear import QuantLinear
+from anybit.ops import elementwise
+from anybit.ops.backend import LinearSpec
+from anybit.ops.inputs import check_input
+from anybit.packing import QuantizedWeight
+from anybit.scheme import Scheme
+from cases import random_weight
+
+
+def layer_of(scheme: str, n: int = 24, k: int = 256) -> QuantLinear:
+    return QuantLinear.from_weight(random_weight(n, k, Scheme.parse(scheme).weights), scheme)
+
+
+def with_groups(weight: QuantizedWeight, groups: torch.Tensor) -> QuantizedWeight:
+    return replace(weight, group_index=groups)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a8asym", "w2a16g64"])
+def test_copies_are_layers_of_their_own(scheme: str, prepared: bool) -> None:
+    layer, x = layer_of(scheme), torch.randn(3, 256)
+    y = layer_of(scheme)(x)
+    if prepared:
+        layer.prepare()
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = QuantLinear(256, 24, scheme, bias=False)
+    loaded.load_state_dict(layer.state_dict())
+    onto_meta = QuantLinear(256, 24, scheme, bias=False, device="meta")
+    onto_meta.load_state_dict(layer.state_dict(), assign=True)
+    copies = [
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(file, weights_only=False),
+        loaded,
+        onto_meta,
+    ]
+    for each in copies:
+        assert torch.equal(each(x), y)
+    copies[0].weight_packed = copies[1].weight_packed  # theirs alone: this one still is what it was
+    assert torch.equal(layer(x), y)
+
+
+def test_threads_may_share_a_layer_from_the_first_call() -> None:
+    layer, x, start = layer_of("w4a16g128"), torch.randn(2, 256), threading.Barrier(4)
+    expected, found = layer_of("w4a16g128")(x), []
+
+    def call() -> None:
+        start.wait()
+        found.append(torch.equal(layer(x), expected))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (2, 0, 256), (256,), (2, 3, 256)])
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w2a2"])
+def test_any_leading_dimensions(scheme: str, shape: tuple[int, ...]) -> None:
+    layer, x = layer_of(scheme), torch.randn(shape)
+    y = layer(x)
+    assert y.shape == (*shape[:-1], 24)
+    assert torch.equal(y.reshape(-1, 24), layer(x.reshape(-1, 256)))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w8a8"])
+def test_autocast_reaches_the_layer_and_ends_there(scheme: str) -> None:
+    layer, x = layer_of(scheme), torch.randn(3, 256)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert torch.equal(y, layer(x.bfloat16())) and y.dtype == torch.bfloat16
+    with torch.autocast("cpu", enabled=False):
+        assert layer(x).dtype == torch.float32
+
+
+def test_an_activation_order_does_not_outlive_its_weight() -> None:
+    weight, x = random_weight(8, 256, Scheme.parse("w4a16g128").weights), torch.randn(2, 256)
+    layer = QuantLinear(256, 8, "w4a16g128", bias=False, group_index=True)
+    layer.load_weight(weight)
+    assert torch.equal(layer(x), QuantLinear.from_weight(weight, "w4a16g128")(x))
+    assert "weight_g_idx" not in layer.state_dict()
+
+
+def test_tensors_of_another_type_are_named() -> None:
+    weight = random_weight(8, 256, Scheme.parse("w4a16g128asym").weights)
+    assert weight.zero is not None
+    for name, value, words in (
+        ("words", weight.words.long(), "words of a layer must be int32, not int64"),
+        ("scale", weight.scale.int(), "scale of a layer must be floating-point, not int32"),
+        ("zero", weight.zero.int(), "zero of a layer must be uint8, not int32"),
+        ("group_index", torch.arange(256) // 128, "group_index of a layer must be int32, not int64"),
+        ("scale", weight.scale.to("meta"), "scale of a layer is on meta, and its words are on cpu"),
+    ):
+        with pytest.raises(LayerError, match=words):
+            replace(weight, **{name: value})
+    with pytest.raises(LayerError, match="the bias is int32, and a layer adds floats"):
+        QuantLinear.from_weight(weight, "w4a16g128asym", torch.zeros(8, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("add", "words"), [(1, "groups 1 to 2"), (-1, "groups -1 to 0")])
+def test_groups_that_are_not_there_are_named(add: int, words: str) -> None:
+    weight = random_weight(8, 256, Scheme.parse("w4a16g128").weights)
+    groups = (torch.arange(256) // 128 + add).int()
+    layer = QuantLinear.from_weight(with_groups(weight, groups), "w4a16g128")
+    with pytest.raises(LayerError, match=f"{words}, and the layer has 0 to 1"):
+        layer(torch.randn(1, 256))
+    with pytest.raises(LayerError, match=words):
+        layer.prepare()
+
+
+def test_what_kernels_would_read_beyond_is_named() -> None:
+    spec = LinearSpec("packed", 8, 256, Scheme.parse("w4a16g128").weights, Scheme.parse("w4a16g128").activations)
+    x, tiles = torch.zeros(1, 256, dtype=torch.float16), prepare_tiles(random_weight(8, 256, spec.weights)).tiles
+    check_input(x, tiles, spec, torch.zeros(8))
+    with pytest.raises(KernelError, match=r"the bias has shape \(7,\), and the layer has 8 outputs"):
+        check_input(x, tiles, spec, torch.zeros(7))
+    with pytest.raises(KernelError, match="a row of 7 has no two halves"):
+        elementwise._silu_mul_cuda(torch.zeros(1, 7, dtype=torch.float16))
