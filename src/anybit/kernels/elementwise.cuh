@@ -1,5 +1,5 @@
 // The small kernels between the products of a decoder layer, for few tokens above all: what counts is how soon one ends
-// after the product before it. Weights (gamma) are read before that product has ended.
+// after the product before it. Weights (gamma) are read before that product has ended; for that their loads keep their order.
 #ifndef ANYBIT_ELEMENTWISE_CUH
 #define ANYBIT_ELEMENTWISE_CUH
 

@@ -182,6 +182,14 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
         static_assert(Config::shared_bytes == 4 * (128 + rotation::room(rotated_k) + rotation::signs_room(order)), "all three");
         rotation::spread_signs<threads, order>(rotated + rotation::room(rotated_k), p.signs);
     }
+    // Loads keep their order, so those of a norm come before what waits for them: gamma, a weight, before the kernel ahead
+    // has ended, what is added with x. Rows of more vectors lack the registers.
+    constexpr bool normed = Config::source == Source::rms_norm, ahead = normed && vectors <= 4;
+    [[maybe_unused]] uint4 gamma[ahead ? vectors : 1], other[ahead ? vectors : 1];
+    if constexpr (ahead) {
+#pragma unroll
+        for (int v = 0; v < vectors; ++v) gamma[v] = load8<Config::aligned>(p.gamma, 8 * (v * threads + thread), p.k);
+    }
     ptx::griddepcontrol_wait();
 
     const uint16_t* x = p.x + row * p.x_stride;
@@ -197,15 +205,20 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
                                   silu_mul_pair<bf16>(value[v].z, up.z), silu_mul_pair<bf16>(value[v].w, up.w));
         }
     }
-    if constexpr (Config::source == Source::rms_norm) {
+    if constexpr (normed) {
+        const uint16_t* residual = p.residual + row * p.residual_stride;
+        if (ahead && p.residual) {
+#pragma unroll
+            for (int v = 0; v < vectors; ++v) other[ahead ? v : 0] = load8<Config::aligned>(residual, 8 * (v * threads + thread), p.k);
+        }
         float squares = 0.f;
 #pragma unroll
         for (int v = 0; v < vectors; ++v) {
             const int k = static_cast<int>(8 * (v * threads + thread));
             if (p.residual) {
-                const uint4 other = load8<Config::aligned>(p.residual + row * p.residual_stride, k, p.k);
-                value[v] = make_uint4(add_pair<bf16>(value[v].x, other.x), add_pair<bf16>(value[v].y, other.y),
-                                      add_pair<bf16>(value[v].z, other.z), add_pair<bf16>(value[v].w, other.w));
+                const uint4 add = ahead ? other[ahead ? v : 0] : load8<Config::aligned>(residual, k, p.k);
+                value[v] = make_uint4(add_pair<bf16>(value[v].x, add.x), add_pair<bf16>(value[v].y, add.y),
+                                      add_pair<bf16>(value[v].z, add.z), add_pair<bf16>(value[v].w, add.w));
                 store8<Config::aligned>(p.residual_sum + row * p.residual_stride, k, p.k, value[v]);
             }
             const uint32_t word[4] = {value[v].x, value[v].y, value[v].z, value[v].w};
@@ -218,10 +231,10 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
         const float factor = rsqrtf(over_block<Sum, warps, 0>(squares) / static_cast<float>(p.k) + p.epsilon);
 #pragma unroll
         for (int v = 0; v < vectors; ++v) {
-            const uint4 gamma = load8<Config::aligned>(p.gamma, 8 * (v * threads + thread), p.k);
+            const uint4 by = ahead ? gamma[ahead ? v : 0] : load8<Config::aligned>(p.gamma, 8 * (v * threads + thread), p.k);
             value[v] = make_uint4(
-                normalize_pair<bf16>(value[v].x, gamma.x, factor), normalize_pair<bf16>(value[v].y, gamma.y, factor),
-                normalize_pair<bf16>(value[v].z, gamma.z, factor), normalize_pair<bf16>(value[v].w, gamma.w, factor));
+                normalize_pair<bf16>(value[v].x, by.x, factor), normalize_pair<bf16>(value[v].y, by.y, factor),
+                normalize_pair<bf16>(value[v].z, by.z, factor), normalize_pair<bf16>(value[v].w, by.w, factor));
         }
     }
     if (Config::source != Source::plain && p.normalized) {

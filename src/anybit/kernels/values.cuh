@@ -71,10 +71,11 @@ template <class Operation, int warps, int slot, class T> PTX T over_block(T v) {
 
 // ---- Input ---------------------------------------------------------------------------------------------------------------
 
-// Eight values from `row + k`; zeros past the end. `aligned`: rows start on 16 bytes and hold whole vectors.
+// Eight values from `row + k`; zeros past the end. `aligned`: rows start on 16 bytes and hold whole vectors. Not by
+// ld.global.nc: under programmatic launch the kernel ahead may write them while this one runs already.
 template <bool aligned> PTX uint4 load8(const uint16_t* row, int k, int end) {
     if constexpr (aligned) {
-        return k < end ? ptx::ld_global_nc_v4(row + k) : make_uint4(0, 0, 0, 0);
+        return k < end ? ptx::ld_global_cg_v4(row + k) : make_uint4(0, 0, 0, 0);
     } else {
         uint32_t word[4];
 #pragma unroll
