@@ -145,6 +145,7 @@ def test_the_first_call_may_be_on_any_stream(scheme: str) -> None:
     torch.cuda.synchronize()
     for _ in range(8):  # prepared on one stream, and called at once on another
         layer, streams, found = QuantLinear.from_weight(weight, scheme), [torch.cuda.Stream() for _ in range(2)], []
+        torch.cuda.synchronize()  # what the layer stores is there; its kernels' layout is not
         for stream in streams:
             with torch.cuda.stream(stream):
                 found.append(layer(x))

@@ -126,7 +126,7 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
     if order not in ("a16", "a8"):
         raise KernelError(f"order must be 'a16' (16-bit activations) or 'a8' (8-bit ones), not {order!r}")
     if weight.format.sparse:
-        raise KernelError("packed tiles hold dense weights: 2:4 sparse layers have a kernel and a layout of their own")
+        raise KernelError("packed tiles hold dense weights, and these are 2:4 sparse")
     format, (n, k) = weight.format, weight.shape
     permutation, column_group = _columns(weight)
     columns = k if permutation is None else permutation.numel()

@@ -132,7 +132,7 @@ def problem_why_not(problem: Problem, most_tokens: int, otherwise: str) -> str |
     if p.m > most_tokens:
         return f"M = {p.m} is more than {most_tokens} tokens: see {otherwise}"
     if p.weights.sparse:
-        return "2:4 sparse weights have kernels of their own"
+        return "no kernel multiplies 2:4 sparse weights yet: the reference backends do"
     return None
 
 
