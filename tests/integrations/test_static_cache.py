@@ -1,6 +1,7 @@
 """generate over AnyBitCaches that models make by themselves: static ones, and those of schemes with a KV format."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -145,6 +146,27 @@ def test_a_static_cache_that_is_kept_is_not_used_again(llama):
     call = {**GREEDY, "cache_implementation": "static", "return_dict_in_generate": True}
     first, second = (model.generate(prompt(), **call).past_key_values for _ in range(2))
     assert first is not second and first.seen == second.seen == 138
+
+
+def test_graphs_are_forgotten_with_the_weights_that_they_read(llama):
+    model = anybit.fuse(quantized(llama, "w4a16g32"))
+    call = {**GREEDY, "cache_implementation": "static"}
+    wanted, first = model.generate(prompt(), **call), next(iter(model._anybit_decoder.caches.values()))
+    model.generate(prompt(), **call)
+    assert next(iter(model._anybit_decoder.caches.values())) is first
+    for _ in range(3):  # what was just given back may be where the next weights come to lie
+        anybit.use_backend(model, None)
+        agree(model.generate(prompt(), **call), wanted, exact=False)
+        last, first = first, next(iter(model._anybit_decoder.caches.values()))
+        assert first is not last
+
+
+def test_pickling_says_what_to_do(llama):
+    model = quantized(llama, "w4a16g32")
+    assert torch.equal(pickle.loads(pickle.dumps(model))(prompt()).logits, model(prompt()).logits)
+    for other in (anybit.fuse(model), quantized(llama, "w4a16g32-kv4")):
+        with pytest.raises(LayerError, match=r"cannot be pickled: .*save_pretrained"):
+            pickle.dumps(other)
 
 
 OPT = {"ffn_dim": 128, "word_embed_proj_dim": 128, "num_attention_heads": 2}

@@ -54,6 +54,9 @@ def test_explains_a_shape(measured: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "runner-up  bitwise, 15.00 us (20% slower)" in out
     assert "driver 575.1" in out
     assert "not        split: 4-bit integer products are emulated" in out
+    code, out, _ = run(monkeypatch, capsys, *("explain", "64,64", "-s", "w4a16g64", "-m", "4", "--allow", "a8"))
+    lines = [line for line in out.splitlines() if line.startswith("  not ")]
+    assert len(lines) == len(set(lines)) and "not allowed" not in out
     code, out, _ = run(monkeypatch, capsys, *words, "-m", "1", "--json")
     dispatching.use()
     first, second = json.loads(out)["products"]

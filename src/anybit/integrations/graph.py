@@ -142,6 +142,12 @@ class Decoder:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Decoder":
         return Decoder(memo[id(self.model)], self.kv)  # a copied model has caches and graphs of its own
 
+    def __reduce__(self) -> Any:
+        raise LayerError(
+            "a model that was fused, or whose scheme has a KV format, cannot be pickled: anybit.unfuse(model), if it "
+            "was fused, then model.save_pretrained(folder)"
+        )
+
     @property
     def model(self) -> Any:
         """The model, which owns this and not the other way round."""
@@ -167,7 +173,8 @@ class Decoder:
         if not static:
             return AnyBitCache(kv, config=own, capacity=capacity)
         capacity = -(-(capacity + 1) // _ROUND) * _ROUND
-        weights = [id(m._prepared) for m in self.model.modules() if isinstance(m, QuantLinear)]
+        layers = [m._prepared for m in self.model.modules() if isinstance(m, QuantLinear)]
+        weights = [-1 if prepared is None else prepared.number for prepared in layers]
         if weights != self._weights:  # moved, or on another backend: graphs would read what is gone
             self.forget()
             self._weights = weights

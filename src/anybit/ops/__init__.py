@@ -4,7 +4,8 @@ A linear layer is prepared once (``prepare``): a backend takes the packed weight
 read, in their own layout. From then on ``linear`` is one op, ``anybit::linear``, that torch.compile sees as one node.
 """
 
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -66,11 +67,15 @@ register(ReferencePacked())
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A weight as one backend reads it: its tensors, and the static description that travels with every call."""
+    """A weight as one backend reads it: its tensors, and the static description that travels with every call.
+
+    number: another for each, however soon after another one is gone.
+    """
 
     tensors: list[Tensor]
     spec: LinearSpec
     spec_text: str
+    number: int = field(default_factory=itertools.count().__next__)
 
     def restore(self) -> QuantizedWeight:
         """The packed weight again, exactly as it was before it was prepared."""

@@ -98,6 +98,7 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
     for excluded in whole.excluded:
         name = f"{excluded.strategy} ({excluded.kernel})" if excluded.kernel else excluded.strategy
         others.append(Other(name, "", None, excluded.reason))
+    others = list(dict.fromkeys(others))  # what is out for each of several activations is said once
     families: dict[str, int] = {}
     for candidate in whole.candidates:
         families[candidate.kernel] = families.get(candidate.kernel, 0) + 1
