@@ -1,9 +1,11 @@
 """The command line: what is printed, what is saved, exit codes."""
 
+import importlib.util
 import io
 import json
 import math
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import anybit
 from anybit import cli, evaluate
 from anybit.errors import TextError
+from anybit.integrations import loading
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from cases_models import save_byte_tokenizer
@@ -177,6 +180,19 @@ def test_warnings_are_notes_of_one_line(run: Any, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(cli, "app", app)
     assert run("anything") == (0, "", "note: keys [4 bits] are rounded")
+
+
+def test_loading_onto_a_gpu_says_what_it_needs(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_checked", lambda device: "cuda")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "accelerate" else find(name, *rest)
+    )
+    code, _, err = run("generate", model, "-p", "x")
+    assert code == 1
+    assert "loads a model onto cuda with accelerate: pip install 'anybit[cuda]'" in err
+    extras = tomllib.loads((Path(anybit.__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert any(name.startswith("accelerate") for name in extras["optional-dependencies"]["cuda"])
 
 
 def test_a_gpu_that_is_full_is_one_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

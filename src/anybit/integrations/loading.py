@@ -1,5 +1,6 @@
 """Load a model to run it: from a folder, a hub name or a GGUF file, quantized already, on the fly, or not at all."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def load_model(
     wanted: Any = dtype or (torch.float32 if device == "cpu" else "auto")
     if backend is not None and backend not in backends:
         raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
+    if device != "cpu" and importlib.util.find_spec("accelerate") is None:
+        raise KernelError(f"transformers loads a model onto {device} with accelerate: pip install 'anybit[cuda]'")
     with local_folder(source) as path:
         folder = Folder(path)
         skeleton(path)  # a configuration that transformers cannot build gets its own error
