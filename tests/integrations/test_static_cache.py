@@ -204,6 +204,12 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, llama):
     with pytest.raises(LayerError, match="capacity of at least 1 token"):
         AnyBitCache("kv4", static=True)
     model = quantized(llama, "w4a16g32")
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 0, "lm_head": 1}
+    with pytest.raises(LayerError, match="cannot be fused: it is spread over the devices 0, 1: load it onto one"):
+        anybit.fuse(model)
+    assert not anybit.accelerate(model)
+    anybit.unfuse(model)
+    model.hf_device_map = {"": 0}
     model.set_attn_implementation("anybit")
     cache = AnyBitCache("kv4", config=model.config, capacity=128, static=True)
     with pytest.raises(LayerError, match=r"do not fit a static AnyBitCache for 128"):

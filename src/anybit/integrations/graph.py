@@ -335,11 +335,19 @@ def why_not(model: Any, kv: KVFormat) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"it has layers of {', '.join(sorted(kinds))}"
+    if (reason := on_several_devices(model)) is not None:
+        return reason
     try:
         PageLayout(kv, dim, 128)
     except LayerError as error:
         return str(error)
     return None
+
+
+def on_several_devices(model: Any) -> str | None:
+    """That a model was spread over devices (``device_map``), in a sentence; None if it was not."""
+    devices = sorted({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()})
+    return None if len(devices) < 2 else f"it is spread over the devices {', '.join(devices)}: load it onto one"
 
 
 def _attention_is_open(model: nn.Module) -> bool:
