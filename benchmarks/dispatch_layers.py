@@ -41,31 +41,41 @@ def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]
 
 def tokens_of(scheme: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
     """Which of these token counts are measured of a scheme."""
-    return tokens if scheme in CHECKED else tuple(m for m in tokens if m.bit_count() == 1)
+    return tokens if scheme in CHECKED else tuple(m for m in tokens if _rank(m) < _QUARTERS)
+
+
+_POWERS, _HALVES, _QUARTERS = 0, 1, 2
+
+
+def _rank(tokens: int) -> int:
+    """Whether a count is a power of two, half way between two of them, or a quarter of the way."""
+    return min(_QUARTERS, tokens.bit_count() - 1) if tokens % 3 == 0 else _QUARTERS * (tokens.bit_count() > 1)
 
 
 def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: int) -> list[tuple[list[Product], int]]:
     """What is measured, in this order, where time may run out, and how many candidates of each family.
 
-    The layers of the first model first, and those of the smallest, which are like no others; then those of the others,
-    with fewer candidates beside what won nearby; then the schemes that are only pictured.
+    Every power of two of all layers and schemes of ``CHECKED`` first, then what lies half way between two of them, then
+    the quarters; then the other schemes, and those that are only pictured. At the powers of two the layers of the first
+    model come first, and those of the smallest, which are like no others; all the rest is tried with fewer candidates
+    beside what won nearby.
     """
-    powers = tuple(m for m in tokens if m.bit_count() == 1)
-    others = tuple(m for m in tokens if m.bit_count() != 1)
     shapes = tuple(dict.fromkeys(shape for model in models for shape in MODELS[model]))
     first = tuple(shape for shape in shapes if shape in (*MODELS["Llama-3-8B"], *MODELS["SmolLM2-135M"]))
     rest = tuple(shape for shape in shapes if shape not in first)
     found = []
-    for scheme in schemes:
-        if scheme in PICTURED:
-            found.append((of(scheme, tuple(s for s in PICTURED_SHAPES if s in shapes), powers), 1))
-            continue
-        if scheme not in CHECKED:
-            found.append((of(scheme, first + rest, tokens_of(scheme, tokens)), max(each - 2, 0)))
-            continue
-        found.append((of(scheme, first, powers), each))
-        found.append((of(scheme, first, others), each - 1))
-        found.append((of(scheme, rest, tokens), max(each - 2, 0)))
+    for several in (tuple(s for s in schemes if s in CHECKED), tuple(s for s in schemes if s in SCHEMES[len(CHECKED) :])):
+        for rank in (_POWERS, _HALVES, _QUARTERS):
+            for scheme in several:
+                counts = tuple(m for m in tokens_of(scheme, tokens) if _rank(m) == rank)
+                if rank == _POWERS and scheme in CHECKED:
+                    found.append((of(scheme, first, counts), each))
+                    found.append((of(scheme, rest, counts), max(each - 2, 0)))
+                else:
+                    found.append((of(scheme, first + rest, counts), max(each - 2, 0)))
+    powers = tuple(m for m in tokens if _rank(m) == _POWERS)
+    pictured = tuple(shape for shape in PICTURED_SHAPES if shape in shapes)
+    found += [(of(scheme, pictured, powers), 1) for scheme in schemes if scheme in PICTURED]
     return [(products, count) for products, count in found if products]
 
 

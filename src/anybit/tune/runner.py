@@ -324,7 +324,8 @@ class Bench:
             microseconds *= 2
             replays = max(2, min(effort.final_replays, round(4000 / min(us)))) if last else effort.replays
             counts = [self._count(microseconds, us[i]) for i in alive]
-            for i, found in zip(alive, self._race([calls[i] for i in alive], counts, replays), strict=True):
+            race = self._carefully if last else self._race
+            for i, found in zip(alive, race([calls[i] for i in alive], counts, replays), strict=True):
                 us[i] = found
         return [Time(found, i in alive) for i, found in enumerate(us)]
 
@@ -397,7 +398,7 @@ class Bench:
         calls = [self.again(candidates[i]) for i in last]
         counts = [self._count(2 * sieve.effort.microseconds, again[i]) for i in last]
         replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less
-        careful = self._race(calls, counts, replays)
+        careful = self._carefully(calls, counts, replays)
         times |= {i: Time(us, True) for i, us in zip(last, careful, strict=True)}
         return {i: time for i, time in times.items() if i not in wrong}, wrong, left_out
 
@@ -424,6 +425,21 @@ class Bench:
         own, base, *us = _race(self.stream, [anchor, *chains], [2 * most, most, *counts], replays)
         return [max(own + time - base, _LEAST * own) for time in us]
 
+    def _carefully(self, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int) -> list[float]:
+        """``_race``; in company with more replays, and in several orders: what a chain takes more or less is a small
+        difference of long times, and depends on where in the graph it stands.
+        """
+        if not self.company:
+            return self._race(calls, counts, replays)
+        found: list[list[float]] = [[] for _ in calls]
+        places = list(range(len(calls)))
+        half = len(places) // 2
+        for order in (places, places[::-1], places[half:] + places[:half]):
+            us = self._race([calls[i] for i in order], [counts[i] for i in order], _MORE_REPLAYS * replays)
+            for i, time in zip(order, us, strict=True):
+                found[i].append(time)
+        return [statistics.median(times) for times in found]
+
     def _count(self, microseconds: float, guess_us: float) -> int:
         """Calls in a graph; fewer in company, which takes several times as long."""
         count = _count(microseconds, guess_us)
@@ -431,6 +447,8 @@ class Bench:
 
 
 _IN_COMPANY = 6
+_MORE_REPLAYS = 2
+"""Of the careful round in company, in each of three orders."""
 _LEAST = 0.3
 """Of the built-in choice's time: no call takes less, whatever a chain says."""
 
