@@ -64,7 +64,10 @@ def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: 
     first = tuple(shape for shape in shapes if shape in (*MODELS["Llama-3-8B"], *MODELS["SmolLM2-135M"]))
     rest = tuple(shape for shape in shapes if shape not in first)
     found = []
-    for several in (tuple(s for s in schemes if s in CHECKED), tuple(s for s in schemes if s in SCHEMES[len(CHECKED) :])):
+    for several in (
+        tuple(s for s in schemes if s in CHECKED),
+        tuple(s for s in schemes if s in SCHEMES[len(CHECKED) :]),
+    ):
         for rank in (_POWERS, _HALVES, _QUARTERS):
             for scheme in several:
                 counts = tuple(m for m in tokens_of(scheme, tokens) if _rank(m) == rank)

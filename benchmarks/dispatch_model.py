@@ -94,11 +94,15 @@ def whole_models(options: argparse.Namespace) -> None:
             if time.perf_counter() - began > options.seconds * share / len(options.schemes):
                 print(f"{scheme}: no time for batch {batch}, prompt {prompt} and what follows", flush=True)
                 break
-            row = _point(model, scheme, batch, prompt, variants, gpu)
+            try:
+                row = _point(model, scheme, batch, prompt, variants, gpu)
+            except ValueError as error:
+                print(f"WRONG, left out: {error}", flush=True)
+                continue
             print(row["case"], scheme, batch, prompt, row["us"], row["variants"], row["check"], flush=True)
             rows.append(row | {"layers": options.layers} | marks)
+            merge_rows(options.rows, rows, ("case", "scheme", "batch", "prompt"))
         dispatching.use()
-        merge_rows(options.rows, rows, ("case", "scheme", "batch", "prompt"))
         del model
         torch.cuda.empty_cache()
 
