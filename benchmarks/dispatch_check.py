@@ -12,7 +12,8 @@ side with three choices:
     tuned     what a search as ``anybit tune`` does it finds at the token count that stands for the problem's
     built in  what runs without any map
 
-With few tokens all are timed in company of the other layers of the problem's model, as a search times them.
+With few tokens all are timed in company of the other layers of the problem's model, as a search times them; those of
+16-bit activations, where no search decides and built-in choices run, each call after another of its own.
 
 ``verify --compile`` compiles spaces problem by problem in processes of its own until it is ended; problems that are
 complete are compared first, the others when time runs out.
@@ -43,7 +44,7 @@ from anybit.tune.plans import Options, Plan, candidates_of, compile_one, die_wit
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
 from anybit.tune.runner import Effort, Sieve
 from anybit.tune.search import Child, Winners, measure, sift
-from anybit.tune.space import Candidate, builtin, leaves_room, promising
+from anybit.tune.space import Candidate, builtin, decided_by_maps, leaves_room, promising
 from dispatch_layers import MODELS, drawn
 from timing import merge_rows, stamp
 
@@ -87,7 +88,7 @@ _usual = Options()
 def whole_space(product: Product) -> Space:
     """The space of a problem."""
     near = replace(product, m=step(product.m))
-    plan = plan_of(near, candidates_of(near, (), _usual))
+    plan = plan_of(near, candidates_of(near, (), _usual) if decided_by_maps(near) else [])
     legal = promising(product, 10**6)
     candidates = tuple(candidate for candidate in legal if leaves_room(product, candidate))
     kernels = [list(candidate.kernels(product)) for candidate in candidates]
@@ -229,17 +230,22 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         near, names, before = replace(space.near, device=device), compiled.names(), {*policy.excluded}
         planned = enumerate(zip(space.plan.candidates, space.plan_names, strict=True))
         plan = plan_of(near, [one for i, (one, needs) in planned if i in space.plan.own or names.issuperset(needs)])
-        point = measure(child, near, plan, usual, policy, winners.near(near, plan))
-        if point is None:
-            print(f"{product}: a search found nothing", flush=True)
-            continue
+        chosen = dict.fromkeys(CHOICES, builtin(product))
+        how = usual
+        if decided_by_maps(near):
+            point = measure(child, near, plan, usual, policy, winners.near(near, plan))
+            if point is None:
+                print(f"{product}: a search found nothing", flush=True)
+                continue
+            chosen["map"] = by.choose(near).candidate
+            chosen["tuned"] = _by_point(near, point, child).choose(near).candidate
+        else:  # nothing stands between these in a model: each call after another of its own, as their rows are timed
+            how = replace(usual, models=())
         searched = time.perf_counter() - start
-        chosen = {"built in": builtin(product), "map": by.choose(near).candidate}
-        chosen["tuned"] = _by_point(near, point, child).choose(near).candidate
         there = [one for one, needs in zip(space.candidates, space.names, strict=True) if names.issuperset(needs)]
         candidates = list(dict.fromkeys([*chosen.values(), *there[: options.most]]))
         sieve = Sieve(bounds=tuple(lower_bound_us(product, candidate) for candidate in candidates))
-        times, _ = sift(child, product, candidates, usual, policy, list(chosen.values()), sieve)
+        times, _ = sift(child, product, candidates, how, policy, list(chosen.values()), sieve)
         final = {candidate: time.us for candidate, time in times if time.final}
         if not all(candidate in final for candidate in chosen.values()):
             print(f"{product}: {policy.excluded.get(str(product), 'a choice was wrong')}", flush=True)

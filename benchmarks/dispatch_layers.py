@@ -4,6 +4,7 @@ import random
 
 from anybit.scheme import Scheme
 from anybit.tune.families import GRID, Product
+from anybit.tune.space import decided_by_maps
 
 # Linear layers as they are served, projections that share an input fused: (N, K). The most used ones first.
 MODELS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -34,9 +35,10 @@ PICTURED_SHAPES = ((4096, 4096), (28672, 4096))
 
 
 def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> list[Product]:
-    """The products of layers in a scheme, layer by layer."""
+    """The products of layers in a scheme, layer by layer; without those that no map decides."""
     s = Scheme.parse(scheme)
-    return [Product(m, n, k, s.weights, s.activations) for n, k in shapes for m in tokens]
+    found = [Product(m, n, k, s.weights, s.activations) for n, k in shapes for m in tokens]
+    return [product for product in found if decided_by_maps(product)]
 
 
 def tokens_of(scheme: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,9 +87,9 @@ def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: 
 def drawn(problems: int, seed: int) -> list[Product]:
     """Products at random: a layer, a scheme, and any number of tokens from 1 to 8192, small ones as often as large."""
     generator = random.Random(seed)
-    found = []
-    for _ in range(problems):
+    found: dict[Product, None] = {}
+    while len(found) < problems:
         (n, k), scheme = generator.choice(SHAPES), Scheme.parse(generator.choice(CHECKED))
         m = min(max(GRID), round(2 ** generator.uniform(0, 13)))
-        found.append(Product(m, n, k, scheme.weights, scheme.activations))
-    return found
+        found[Product(m, n, k, scheme.weights, scheme.activations)] = None
+    return list(found)
