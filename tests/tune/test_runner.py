@@ -43,3 +43,20 @@ def test_times_in_company_are_what_the_chain_takes_beside_the_built_in_choice(mo
     assert made._race(calls, [4, 4, 4], 2)[1] == pytest.approx(1.5)  # no call takes nothing
     assert made._count(60.0, 2.0) == 6
     assert bench(us, log)._count(60.0, 2.0) == 16
+
+
+def test_the_careful_round_in_company_does_not_depend_on_where_a_call_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    us, orders = {"a": 5.0, "b": 4.8, "c": 5.2, "d": 5.1}, []
+
+    def race(self: Any, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int) -> list[float]:
+        order = [call(0) for call in calls]
+        orders.append((order, list(counts), replays))
+        return [us[name] + 0.5 * (place == 0) for place, name in enumerate(order)]  # the first is slow, whoever it is
+
+    monkeypatch.setattr(Bench, "_race", race)
+    calls: Any = [lambda i, name=name: name for name in us]
+    made = bench(us, [], [(None, "next")], "a")
+    assert made._carefully(calls, [1, 2, 3, 4], 5) == pytest.approx(list(us.values()))
+    assert [set(order) for order, _, _ in orders] == [set(us)] * 3
+    assert all(counts == [list(us).index(name) + 1 for name in order] for order, counts, _ in orders)
+    assert bench(us, [])._carefully(calls, [1, 2, 3, 4], 5)[0] == 5.5  # alone once, as it stands
