@@ -95,6 +95,9 @@ def aims_bitwise() -> str:
             row = find(found, case="llama-3-8b gate_up", m=4096, scheme=scheme)
             kept = _over(_of(row), _of(row, "us_with_pack"))
             yield Figure(f"{scheme}, of which with quantize-and-pack", 0.9, kept, "", more=True)
+        for scheme in ("w1a1", "w1a2", "w2a2"):  # where planes are no more than four products
+            row = find(found, case="llama-3-8b gate_up", m=4096, scheme=scheme)
+            yield Figure(f"{scheme}, 4096 x 28672 x 4096, over fp8", 1, _times(row, "fp8"), "x", more=True)
         for scheme, aim in SMALL.items():
             row = find(found, case="llama-3-8b o", m=64, scheme=scheme)
             yield Figure(f"{scheme}, 64 x 4096 x 4096", aim, _of(row), " us")
@@ -106,7 +109,7 @@ def aims_bitwise() -> str:
             row = find(found, case="llama-3-8b o", m=1024, scheme=scheme)
             yield Figure(f"{scheme}, 1024 x 4096 x 4096", aim, _of(row), " us")
         for layer in ("down", "gate_up"):
-            for scheme in ("w1a1", "w2a2", "w4a4"):
+            for scheme in LARGE:
                 row = find(found, case=f"llama-3-8b {layer}", m=1, scheme=scheme)
                 share = _over(_of(row, "floor_us"), _of(row))
                 yield Figure(f"{scheme}, one token, {layer}, of the read floor", 0.6, share, "", more=True)
@@ -165,9 +168,16 @@ def aims_widths() -> str:
             runs = " (rows of two runs)" if row and base and row["commit"] != base["commit"] else ""
             yield Figure(f"{scheme} over w4a16g128, gate_up, one token{runs}", aim, _over(_of(row), _of(base)))
         for m in (1024, 4096):
-            row = find(found, case="llama-3-8b gate_up", m=m, scheme="w4a8")
-            words = f"w4a8 with quantization, gate_up, M = {m}, over cuBLAS fp16"
-            yield Figure(words, 1.9, _times(row, "cublas fp16"), "x", more=True)
+            of_layer = {
+                layer: times
+                for layer in LLAMA3_8B
+                if (times := _times(find(found, case=f"llama-3-8b {layer}", m=m, scheme="w4a8"), "cublas fp16"))
+            }
+            slowest = min(of_layer, key=of_layer.__getitem__, default="no layer")
+            words = (
+                f"w4a8 with quantization, M = {m}, over cuBLAS fp16, the least of the layers of Llama-3-8B ({slowest})"
+            )
+            yield Figure(words, 1.9, of_layer.get(slowest), "x", more=True)
         pairs = [
             (_of(find(found, scheme="w2a8", **{name: row[name] for name in ("case", "m", "commit")})), row["us"])
             for row in found
