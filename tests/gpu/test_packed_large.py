@@ -105,7 +105,7 @@ def test_float_sums_are_promoted(group: int | None) -> None:
     quantized = quantize_activations(torch.rand(64, 16384, device="cuda").half() / 64, FP8)
     exact = quantized.dequantize(torch.float64) @ weight.dequantize(torch.float64).T
     y = product(case, prepare(weight, "a8"), quantized.codes, quantized.scale)
-    assert ((y.double() - exact).abs() / exact).max() < 2**-11 + 1e-4  # of which fp16 rounds off the first
+    assert ((y.double() - exact).abs() / exact).max() < 1e-3  # half of it may be the rounding to fp16
 
 
 def test_chain_of_dependent_launches() -> None:
