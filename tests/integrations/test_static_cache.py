@@ -216,6 +216,27 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, llama):
         model.generate(prompt(), **GREEDY, past_key_values=cache)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("scheme", ["w4a16g32", "w4a8-kv4", "w2a2"])
+def test_on_another_gpu_than_the_current_one(llama, scheme):
+    torch.cuda.set_device(0)
+    answers = []
+    for device in ("cuda:0", "cuda:1"):
+        config = anybit.AnyBitConfig(scheme)
+        model = AutoModelForCausalLM.from_pretrained(
+            llama, quantization_config=config, dtype=torch.float16, device_map=device
+        )
+        ids = prompt().to(device)
+        answers.append(model.generate(ids, **GREEDY).cpu())
+        assert anybit.accelerate(model)
+        for _ in range(2):
+            answers.append(model.generate(ids, **GREEDY, cache_implementation="static").cpu())
+    assert torch.cuda.current_device() == 0
+    here, there = answers[:3], answers[3:]
+    assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+    assert torch.equal(here[1], here[2])
+
+
 def test_torch_compile_sees_one_graph(llama):
     model = anybit.fuse(quantized(llama, "w4a16g32-kv8"))
     model.set_attn_implementation("anybit")
