@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,16 @@ def reachable_headers(kernel: Kernel) -> dict[str, bytes]:
         if name in found or path is None:
             continue
         found[name] = path.read_bytes()
-        todo += _INCLUDE.findall(found[name].decode())
+        todo += _included(found[name])
     if not found:
         raise FileNotFoundError(f"kernel header {kernel.path} does not exist")
     return dict(sorted(found.items()))
+
+
+@lru_cache(maxsize=256)
+def _included(content: bytes) -> tuple[str, ...]:
+    """What a header includes; kept by its content, since thousands of kernels are named after the same few."""
+    return tuple(_INCLUDE.findall(content.decode()))
 
 
 def _refusal(kernel: Kernel, arch: str, log: str) -> str:
