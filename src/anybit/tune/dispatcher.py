@@ -18,7 +18,17 @@ import torch
 from anybit.errors import KernelError
 from anybit.scheme import ActivationFormat
 from anybit.tune.between import scaled
-from anybit.tune.families import BETWEEN_FROM, FAMILIES, MOST_TOKENS, STEPS, Layout, Product, power_of_two, step
+from anybit.tune.families import (
+    BETWEEN_FROM,
+    FAMILIES,
+    MOST_TOKENS,
+    STEPS,
+    Layout,
+    Product,
+    bucket,
+    power_of_two,
+    step,
+)
 from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
 from anybit.tune.space import Candidate, builtin, builtin_layout, decided_by_maps, leaves_room, refuse_unknown
 
@@ -91,6 +101,8 @@ class Dispatcher:
             return alike
         for policy in self.policies:
             for distance, key, m, point in policy.near(product, _NEAR):
+                if product.m <= BETWEEN_FROM and m != bucket(product.m):
+                    continue  # tiles are about as wide as all tokens: those for 64 took 1.26 times as long for 46
                 there = replace(product, m=m, n=key[2], k=key[3], columns=0)
                 choice = _nearest(product, own, there, point, layouts, _CLEARLY - _FARTHER * distance)
                 if choice is not None and _holds(there, point):
