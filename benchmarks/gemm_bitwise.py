@@ -16,7 +16,7 @@ import torch
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels import bitwise, bitwise_sync, pack, planes
+from anybit.kernels import bitwise, bitwise_sync, bitwise_wide, pack, planes
 from anybit.kernels.bitwise import Output
 from anybit.kernels.planes import PlaneWeight
 from anybit.scheme import Scheme
@@ -44,16 +44,23 @@ def problem_of(family: ModuleType, case: Case, scheme: Scheme, device: Device) -
     return family.Problem(*shape)
 
 
+def module_of(name: str, problem: Any) -> ModuleType:
+    """The kernels that a layer would run: wgmma's are two families, of which one is preferred."""
+    wide = name == "wgmma" and bitwise_wide.why_not(problem) is None and bitwise_wide.preferred(problem)
+    return bitwise_wide if wide else FAMILIES[name]
+
+
 Job = tuple[Case, str, str, bool]
 
 
 def compiled_configs(job: Job) -> list[Any]:
     """The configs of a job that can run, compiled into the cache on disk; touches no GPU."""
     case, scheme_text, name, every = job
-    scheme, family, device = Scheme.parse(scheme_text), FAMILIES[name], Device.named("sm_90a")
-    problem = problem_of(family, case, scheme, device)
-    if family.why_not(problem) is not None:
+    scheme, device = Scheme.parse(scheme_text), Device.named("sm_90a")
+    problem = problem_of(FAMILIES[name], case, scheme, device)
+    if FAMILIES[name].why_not(problem) is not None:
         return []
+    family = module_of(name, problem)
     configs = list(family.configs(problem)) if every else [family.default(problem)]
     jit.cached(pack.kernel(pack.default(pack.Problem(case.m, case.k, scheme.activations))), device.arch)
     for config in configs:
@@ -167,7 +174,8 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for job in (job for job in jobs if job[0] is case):
             for config in configs[job]:
-                row = run(case, Scheme.parse(job[1]), FAMILIES[job[2]], config)
+                family = bitwise_wide if isinstance(config, bitwise_wide.Config) else FAMILIES[job[2]]
+                row = run(case, Scheme.parse(job[1]), family, config)
                 row |= {"kernel": job[2], "baselines": vendor} | marks
                 shown = [row[key] for key in ("case", "scheme", "m", "n", "k", "us", "us_with_pack", "tops")]
                 print(*shown, row["floor_us"], job[2], config if options.every else vendor, flush=True)

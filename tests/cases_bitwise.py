@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anybit.device import Device
-from anybit.kernels import bitwise, planes
+from anybit.kernels import bitwise, bitwise_wide, planes
 from anybit.kernels.bitwise import Config, Output, Path, Problem, Turns, Walk
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.planes import PlaneWeight
@@ -107,3 +107,11 @@ def once(problem: Problem, tokens: int, walk: Walk, **change: object) -> Config:
 
 
 __all__ = ["H200", "Operands", "Output", "Problem", "Turns", "Walk", "code_pairs", "large", "once", "operands", "small"]
+
+
+def wide(problem: Problem, tokens: int, **change: object) -> bitwise_wide.Config:
+    """A config whose tokens' planes stand side by side, with the fewest slots that are legal."""
+    p, q = problem.weights.bits, problem.activations.bits
+    codes = planes.Code(problem.weights.code), planes.Code(problem.activations.code)
+    config = bitwise_wide.Config(p, q, *codes, problem.output, short_sums(problem), tokens, max(p, 2), 2)
+    return replace(config, **change)

@@ -8,11 +8,11 @@ from machine_code import check, count
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels import bitwise
+from anybit.kernels import bitwise, bitwise_wide
 from anybit.kernels.bitwise import Output, Path, Problem, Walk
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS
-from cases_bitwise import once
+from cases_bitwise import once, wide
 
 H200 = Device.named("sm_90a")
 
@@ -52,6 +52,40 @@ def test_products_of_large_tiles_wait_once_a_diagonal(scheme: str, m: int) -> No
     shapes = 2 if config.tail else 1
     cubin = jit.cached(bitwise.kernel(config), "sm_90a").cubin
     assert count(cubin, r"WARPGROUP\.DEPBAR") == shapes * (diagonals + 1)
+
+
+@pytest.mark.parametrize("scheme", ["w1a2", "w2a2", "w4a2asym-xasym"])
+def test_results_are_written_while_the_next_products_run(scheme: str) -> None:
+    """Sums of two tiles fit the registers, and the assembler waits no more than the source does."""
+    asked = problem(scheme, 1024)
+    config = bitwise_wide.default(asked)
+    check(bitwise_wide.kernel(config), "sm_90a", has=r"BGMMA.*AND\.POPC", lacks="BMMA")
+    cubin = jit.cached(bitwise_wide.kernel(config), "sm_90a").cubin
+    assert count(cubin, r"BGMMA") == 4 * config.weight_bits
+    assert count(cubin, r"WARPGROUP\.DEPBAR") == config.weight_bits + 1
+
+
+def test_planes_side_by_side_are_refused_where_they_do_not_fit() -> None:
+    asked = problem("w2a2", 1024)
+    config = wide(asked, 128)
+    assert bitwise_wide.why_not(asked, config) is None
+    assert "more than 64 tokens" in (bitwise_wide.why_not(problem("w2a2", 64)) or "")
+    assert "2-bit activations" in (bitwise_wide.why_not(problem("w2a4", 1024)) or "")
+    assert "end within them" in (bitwise_wide.why_not(problem("w2a2", 1024, n=4100)) or "")
+    assert "float32 is asked for" in (bitwise_wide.why_not(problem("w2a2", 1024, output=Output.f32)) or "")
+    assert "emulated" in (bitwise_wide.why_not(dataclasses.replace(asked, device=Device.named("sm_100a"))) or "")
+    for change, reason in (
+        ({"tokens": 96}, "not of 96"),
+        ({"lag": 1}, "behind holds all 2 slots"),
+        ({"weight_slots": 12}, "bytes of shared memory"),
+        ({"keep": bitwise_wide.Keep.tokens}, "all 4 chunks"),
+        ({"keep": bitwise_wide.Keep.weights}, "8 planes"),
+        ({"weight_bits": 3}, "other widths"),
+    ):
+        assert reason in (bitwise_wide.why_not(asked, dataclasses.replace(config, **change)) or ""), change
+    for one in (asked, problem("w1a2", 4096, n=28672), problem("w3a2", 200, k=14336)):
+        assert bitwise_wide.default(one) in bitwise_wide.configs(one)
+        assert bitwise_wide.default(one) in bitwise_wide.seeds(one)
 
 
 @pytest.mark.parametrize(("p", "q"), PAIRS)

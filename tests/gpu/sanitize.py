@@ -15,12 +15,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import torch  # noqa: E402
 
 from anybit.jit import Kernel  # noqa: E402
-from anybit.kernels import bitwise, bitwise_sync, pack, planes  # noqa: E402
+from anybit.kernels import bitwise, bitwise_sync, bitwise_wide, pack, planes  # noqa: E402
 from anybit.kernels.bitwise import Output, Path, Turns, Walk  # noqa: E402
+from anybit.kernels.bitwise_wide import Keep  # noqa: E402
 from anybit.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
-from cases_bitwise import H200, large, once, operands, small  # noqa: E402
+from cases_bitwise import H200, large, once, operands, small, wide  # noqa: E402
 
 CASES = [
     *((5, 24, 300, "w2a2"), (70, 136, 1100, "w3a4asym-xasym"), (17, 40, 2048, "w1a1"), (1, 72, 77, "w4a8")),
@@ -41,6 +42,12 @@ WAYS: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (70, 128, 2100, "w2a2", {"path": Path.once, "tokens": 32, "walk": Walk.weights, "sets": 2, "early": 1}),
     (64, 136, 2048, "w3a4", {"path": Path.once, "tokens": 32, "walk": Walk.tokens, "sets": 2}),
 ]
+# Tiles of planes side by side, several of them a block.
+WIDE: list[tuple[int, int, int, str, dict[str, Any]]] = [
+    (1030, 4104, 2100, "w1a2", {"keep": Keep.tokens, "token_slots": 3, "weight_slots": 3, "lag": 2}),
+    (1030, 4104, 1100, "w2a2", {"keep": Keep.weights, "weight_slots": 4, "lag": 1}),
+    (1030, 4104, 1100, "w2a2asym-xasym", {"weight_slots": 3}),
+]
 
 
 def problems() -> list[tuple[int, int, int, Scheme]]:
@@ -51,12 +58,29 @@ def ways() -> list[tuple[bitwise.Problem, bitwise.Config]]:
     """The problems and configs of WAYS."""
     found = []
     for m, n, k, text, change in WAYS:
-        scheme = Scheme.parse(text)
-        problem = bitwise.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
+        problem = problem_of(m, n, k, text)
         of_few = "walk" in change or change["tokens"] < 32
         make = once if "path" in change else small if of_few else large
         config = make(problem, **change)
         reason = bitwise.why_not(problem, config)
+        assert reason is None, reason
+        found.append((problem, config))
+    return found
+
+
+def problem_of(m: int, n: int, k: int, text: str) -> bitwise.Problem:
+    """Of a product with 16-bit results."""
+    scheme = Scheme.parse(text)
+    return bitwise.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
+
+
+def wide_ways() -> list[tuple[bitwise.Problem, bitwise_wide.Config]]:
+    """The problems and configs of WIDE."""
+    found = []
+    for *shape, text, change in WIDE:
+        problem = problem_of(*shape, text)
+        config = wide(problem, 128, **change)
+        reason = bitwise_wide.why_not(problem, config)
         assert reason is None, reason
         found.append((problem, config))
     return found
@@ -71,6 +95,7 @@ def kernels_used() -> list[Kernel]:
             found.add(bitwise.kernel(bitwise.default(bitwise.Problem(*formats))))
             found.add(bitwise_sync.kernel(bitwise_sync.default(bitwise_sync.Problem(*formats, n % 8 == 0))))
         found.add(pack.kernel(pack.default(pack.Problem(m, k, scheme.activations, aligned=k % 8 == 0))))
+    found |= {bitwise_wide.kernel(config) for _, config in wide_ways()}
     return [*found, *(bitwise.kernel(config) for _, config in ways())]
 
 
@@ -90,11 +115,13 @@ def main() -> None:
             y = family.multiply(packed, prepared, Output.f16)
             torch.cuda.synchronize()
             torch.testing.assert_close(y.cpu().double(), scaled, rtol=1e-3, atol=1e-5)
-    for problem, config in ways():
+    families: list[tuple[Any, bitwise.Problem, Any]] = [(bitwise, *way) for way in ways()]
+    families += [(bitwise_wide, *way) for way in wide_ways()]
+    for family, problem, config in families:
         given = operands(problem.m, problem.n, problem.k, problem.weights, problem.activations, "cuda")
-        y = bitwise.multiply(given.x, given.weight, Output.f16, config=config)
+        y = family.multiply(given.x, given.weight, Output.f16, config=config)
         torch.testing.assert_close(y.double(), given.exact * given.unit, rtol=1e-3, atol=1e-5)
-    print(f"{len(CASES)} cases, both families, and {len(WAYS)} ways: right")
+    print(f"{len(CASES)} cases, both families, and {len(families)} ways: right")
 
 
 if __name__ == "__main__":

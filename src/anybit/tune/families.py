@@ -19,6 +19,7 @@ from anybit.errors import KernelError
 from anybit.kernels import (
     bitwise,
     bitwise_sync,
+    bitwise_wide,
     marlin,
     pack,
     packed_digits,
@@ -325,6 +326,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         _family(bitwise, _bitwise, Target.planes, _PLANE_FACTS),
+        _family(bitwise_wide, _bitwise, Target.planes, _PLANE_FACTS),
         _family(bitwise_sync, _bitwise_sync, Target.planes, _PLANE_FACTS),
         _family(packed_digits, few_tokens, Target.bytes, _DIGITS_FACTS),
         _family(packed_small, few_tokens, Target.bytes, _SMALL_FACTS),

@@ -14,7 +14,7 @@ import torch
 from anybit import dpr
 from anybit.errors import KernelError
 from anybit.jit import Kernel
-from anybit.kernels import pack, packed_few, packed_repack
+from anybit.kernels import bitwise_wide, pack, packed_few, packed_repack
 from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat
 from anybit.tune.families import (
@@ -284,9 +284,13 @@ def builtins(product: Product) -> list[Candidate]:
 
 
 def _planes_family(product: Product) -> Family | None:
-    """Wgmma where it is, else mma.sync."""
-    for name in ("bitwise", "bitwise_sync"):
+    """Wgmma where it is, its tiles of planes side by side where those were faster, else mma.sync."""
+    for name in ("bitwise_wide", "bitwise", "bitwise_sync"):
         family = FAMILIES[name]
+        if name == "bitwise_wide" and not (
+            family.why_not(product) is None and bitwise_wide.preferred(family.problem(product))
+        ):
+            continue
         if family.runs(product):
             return family
     return None

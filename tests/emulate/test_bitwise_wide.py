@@ -1,0 +1,61 @@
+"""bitwise_wide.cuh on the CPU: what blocks keep, rings of few slots, warpgroups that lag, ragged in every dimension."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import emulate
+from anybit.device import Device
+from anybit.kernels import bitwise, bitwise_wide
+from anybit.kernels.bitwise import Output, Problem
+from anybit.kernels.bitwise_wide import Keep
+from anybit.scheme import Scheme
+from cases_bitwise import operands, wide
+
+pytestmark = pytest.mark.emulate
+HOPPER = replace(Device.named("sm_90a"), sms=2)
+DEPENDENT = ("activations", "activation_scale", "activation_sum", "activation_zero", "y")
+
+
+def run(asked: Problem, config: bitwise_wide.Config, seed: int, bias: bool = False) -> None:
+    assert bitwise_wide.why_not(asked, config) is None
+    m, n, k = asked.m, asked.n, asked.k
+    given = operands(m, n, k, asked.weights, asked.activations, seed=seed)
+    y = torch.full((m, n), 77, dtype=asked.output.dtype)
+    added = torch.linspace(-1, 1, n) if bias else None
+    x = given.x
+    params = replace(
+        bitwise.arguments(x, given.weight, y, added),
+        activations=x.codes,
+        activation_scale=x.scale,
+        activation_sum=x.sum,
+        activation_zero=x.zero,
+        y_map=emulate.Box(y, 64, config.slab),
+    )
+    grid = bitwise_wide.grid(asked, config)
+    emulate.run(bitwise_wide.kernel(config), params, grid, seed=seed, dependent=DEPENDENT)
+    expected = given.exact * given.unit + (0 if added is None else added.double())
+    step = {torch.float16: 2**-11, torch.bfloat16: 2**-8}[y.dtype] + 2**-21
+    assert bool(((y.double() - expected).abs() <= expected.abs() * step + 1e-6).all())
+
+
+def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.f16) -> Problem:
+    parsed = Scheme.parse(scheme)
+    return Problem(m, n, k, parsed.weights, parsed.activations, output, HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "m", "n", "k", "tokens", "change"),
+    [
+        ("w1a2", 300, 304, 2100, 128, {"token_slots": 3, "weight_slots": 3, "keep": Keep.tokens, "lag": 2}),
+        ("w2a2bipolar-xasym", 300, 136, 3100, 128, {"weight_slots": 3, "lag": 1}),
+        ("w3a2asym-xasym", 150, 200, 1000, 64, {"slab": 64, "buffers": 2, "weight_slots": 4, "lag": 1}),
+        ("w2a2asym-xbipolar", 140, 264, 3100, 64, {"weight_slots": 8, "keep": Keep.weights, "early": 3}),
+        ("w2a2", 500, 264, 2000, 128, {"keep": Keep.tokens, "weight_slots": 4, "early": 0}),
+    ],
+)
+def test_planes_side_by_side(scheme: str, m: int, n: int, k: int, tokens: int, change: dict[str, Any]) -> None:
+    asked = problem(scheme, m, n, k, Output.bf16 if m == 150 else Output.f16)
+    run(asked, wide(asked, tokens, **change), seed=m + n, bias=n == 200)
