@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from anybit import jit
@@ -53,11 +53,39 @@ def check(
 
 def sass(cubin: bytes) -> list[str]:
     """The instructions of a cubin in order, without predicates: "HMMA.16816.F32 R8, R4, R2, R8"."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([_tool(), "-c", file.name], check=True, capture_output=True, text=True).stdout
-    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][^;]*?)\s*;", text)
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][^;]*?)\s*;", _disassembly(cubin))
+
+
+def before_wait(cubin: bytes) -> set[str]:
+    """The names of the instructions on some path from a kernel's entry that does not pass griddepcontrol.wait.
+
+    {"LDG.E", "UBLKCP.S.G", ...}. A path follows both ways of every branch, whatever its condition.
+    """
+    instructions: list[tuple[bool, str]] = []  # whether it has a predicate
+    places: dict[str, int] = {}
+    for line in _disassembly(cubin).splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            places[label[1]] = len(instructions)
+        elif found := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][^;]*?)\s*;", line):
+            instructions.append((found[1] is not None, found[2]))
+    seen: set[int] = set()
+    todo = [0]
+    while todo:
+        at = todo.pop()
+        if at in seen or at >= len(instructions):
+            continue
+        predicated, instruction = instructions[at]
+        if instruction.startswith("ACQBULK") and not predicated:
+            continue
+        seen.add(at)
+        target = re.search(r"\.L_x_\d+", instruction)
+        if target is not None:
+            todo.append(places[target[0]])
+        # A branch whose condition is an operand, or which waits for lanes to meet, may go on behind itself.
+        always = re.fullmatch(r"(EXIT|BRA `?\(?\.L_x_\d+\)?`?)", instruction) is not None
+        if predicated or not always:
+            todo.append(at + 1)
+    return {instructions[at][1].split()[0] for at in seen}
 
 
 def count(cubin: bytes, pattern: str) -> int:
@@ -67,6 +95,14 @@ def count(cubin: bytes, pattern: str) -> int:
 
 def _names(instructions: list[str]) -> list[str]:
     return sorted({instruction.split()[0] for instruction in instructions})
+
+
+@lru_cache(maxsize=64)
+def _disassembly(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([_tool(), "-c", file.name], check=True, capture_output=True, text=True).stdout
 
 
 @cache

@@ -221,7 +221,8 @@ def default(problem: Problem) -> Config:
     if problem.rotated:  # shared memory holds the vector: of few tokens, threads hide its latency
         few = 1 if problem.m <= 256 else 4 if width <= 8192 else 2
         return min(configs(problem), key=lambda config: (abs(config.vectors - few), config.vectors))
-    wanted = (4 if width <= 8192 else 2) if problem.m <= 256 else (4 if width <= 4096 else 8)
+    many = 4 if width <= 4096 or (problem.source is Source.silu_mul and problem.target is Target.bytes) else 8
+    wanted = (4 if width <= 8192 else 2) if problem.m <= 256 else many
     return min(configs(problem), key=lambda config: (abs(config.vectors - wanted), -config.vectors))
 
 

@@ -1,0 +1,125 @@
+"""Under programmatic dependent launch: what kernels may do before griddepcontrol.wait, seen in their machine code.
+
+docs/kernels.md, "Kernels that overlap", has the rules.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from machine_code import before_wait, sass
+
+from anybit import jit
+from anybit.device import Device
+from anybit.kernels import (
+    bitwise,
+    bitwise_sync,
+    elementwise,
+    pack,
+    packed_digits,
+    packed_large,
+    packed_mid,
+    packed_small,
+    rope,
+)
+from anybit.kernels.pack import Source, Target
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+
+HOPPER = Device.named("sm_90a")
+A8, A4 = ActivationFormat(8, "sym"), ActivationFormat(4, "sym")
+WRITES = r"ST[GA.]|ST$|RED|ATOM|UTMASTG|UTMAREDG|UBLKCP\.G|UBLKRED|EXIT"
+LOADS = r"LDG|LD$|LD\.|LDGSTS|UTMALDG|UBLKCP"
+PREFETCHES = r"UTMACCTL|CCTL|UBLKPF"
+
+
+def quantizers() -> list[jit.Kernel]:
+    """Quantize-and-pack after each source, in both layouts, for few tokens and for many."""
+    found = []
+    for form, target, m in ((A8, Target.bytes, 1), (A4, Target.planes, 4096)):
+        for source, k in ((Source.plain, 4096), (Source.rms_norm, 8192), (Source.silu_mul, 14336)):
+            problem = pack.Problem(m, k, form, torch.float16, source, target, True)
+            found.append(pack.kernel(pack.default(problem)))
+    return found
+
+
+def small_kernels() -> list[jit.Kernel]:
+    """Norm, SiLU, rotary embedding."""
+    row, head = elementwise.Problem(1, 4096), rope.Problem(1, 32, 8, 128, stores=True)
+    return [
+        elementwise.kernel("add_rms_norm", elementwise.norm_config(row)),
+        elementwise.kernel("silu_mul", elementwise.silu_config(row)),
+        rope.kernel(rope.default(head)),
+        rope.kernel(rope.default(replace(head, stores=False))),
+    ]
+
+
+def few() -> list[jit.Kernel]:
+    """Products of few tokens: all threads wait."""
+    problem = packed_small.Problem(
+        1, 4096, 4096, WeightFormat(4, "sym", 128), torch.float16, torch.float16, HOPPER, 4096
+    )
+    norm = packed_digits.norm_default(problem)
+    return [
+        packed_digits.kernel(packed_digits.default(problem)),
+        packed_digits.norm_kernel(norm),
+        packed_digits.norm_kernel(norm, silu=True),
+        packed_digits.rotary_kernel(norm),
+        *(packed_mid.kernel(packed_mid.default(replace(problem, m=m))) for m in (4, 16)),
+        *(packed_small.kernel(packed_small.default(replace(problem, m=m))) for m in (1, 8)),
+    ]
+
+
+def large() -> list[jit.Kernel]:
+    """Products whose threads that multiply may leave the waiting to those that load."""
+    found = []
+    for scheme, m in (("w1a1", 1), ("w2a2", 64), ("w1a2", 1024), ("w4a4", 4096)):
+        s = Scheme.parse(scheme)
+        problem = bitwise.Problem(m, 4096, 4096, s.weights, s.activations, bitwise.Output.f16, HOPPER)
+        found.append(bitwise.kernel(bitwise.default(problem)))
+    for scheme, m in (("w4a16g128", 64), ("w4a8", 16), ("w4a8", 128), ("w4a8", 4096)):
+        s = Scheme.parse(scheme)
+        asked = packed_large.Problem(m, 4096, 4096, s.weights, s.activations)
+        found.append(packed_large.kernel(packed_large.default(asked)))
+    return found
+
+
+def sync() -> jit.Kernel:
+    s = Scheme.parse("w2a2")
+    problem = bitwise_sync.Problem(64, 4096, 4096, s.weights, s.activations, bitwise_sync.Output.f16, HOPPER, True)
+    return bitwise_sync.kernel(bitwise_sync.default(problem))
+
+
+def matching(names: set[str], pattern: str) -> set[str]:
+    return {name for name in names if re.match(pattern, name)}
+
+
+@pytest.mark.parametrize("kernel", [*quantizers(), *small_kernels(), *few(), sync()], ids=lambda k: k.entry)
+def test_all_threads_wait_before_they_write_or_end(kernel: jit.Kernel) -> None:
+    code = jit.cached(kernel, "sm_90a").cubin
+    assert any(one.startswith("ACQBULK") for one in sass(code))
+    assert not matching(before_wait(code), WRITES)
+
+
+@pytest.mark.parametrize("kernel", [*quantizers(), *small_kernels()], ids=lambda k: k.entry)
+def test_activations_are_read_after_the_wait(kernel: jit.Kernel) -> None:
+    """Before it there is a norm's gamma at most, as often as a thread has vectors."""
+    code = jit.cached(kernel, "sm_90a").cubin
+    early = matching(before_wait(code), LOADS)
+    norms = kernel.entry == "add_rms_norm" or getattr(kernel.config, "source", None) is Source.rms_norm
+    assert early <= ({"LDG.E.128.STRONG.GPU"} if norms else set())
+    assert bool(early) == (norms and kernel.config.vectors <= 4), "gamma is there when the kernel ahead ends"
+
+
+@pytest.mark.parametrize("kernel", large(), ids=lambda k: k.entry)
+def test_large_tiles_ask_for_activations_after_the_wait(kernel: jit.Kernel) -> None:
+    """Weights come by bulk copies before it; tensor maps bring activations."""
+    code = jit.cached(kernel, "sm_90a").cubin
+    assert any(one.startswith("ACQBULK") for one in sass(code))
+    assert not matching(before_wait(code), "UTMALDG")
+
+
+@pytest.mark.parametrize("kernel", [*quantizers(), *small_kernels(), *few(), *large(), sync()], ids=lambda k: k.entry)
+def test_nothing_is_read_as_constant(kernel: jit.Kernel) -> None:
+    """ld.global.nc is for what nobody writes while a kernel runs; the one ahead may still be writing."""
+    assert not [one for one in sass(jit.cached(kernel, "sm_90a").cubin) if "CONSTANT" in one]
