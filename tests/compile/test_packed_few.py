@@ -46,6 +46,15 @@ def test_digits_that_end_with_something_else() -> None:
         assert compiled.spill_bytes == compiled.stack_bytes == 0 and compiled.registers * silu.threads <= 65536
 
 
+def test_gate_up_lets_the_next_kernel_begin_as_measured() -> None:
+    def trigger(bits: int, m: int, n: int) -> int:
+        config = packed_digits.norm_default(problem(bits, m, n, 4096))
+        return packed_few.apart_and_normed(config, HOPPER).trigger - config.trigger
+
+    assert [trigger(bits, 1, 28672) for bits in (4, 2, 3)] == [1, -1, 0]
+    assert trigger(4, 1, 6144) == trigger(4, 2, 28672) == 0
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("m", [1, 2])
 def test_room_for_one_block_of_the_next(bits: int, m: int) -> None:
