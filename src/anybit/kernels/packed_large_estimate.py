@@ -18,6 +18,8 @@ def estimate(problem: "Problem", config: "Config") -> float:
     tokens, tiles = config.tokens, row_tiles * token_tiles
     rows = config.row_warpgroups - 0.5 * config.halves  # row tiles of a block
     few = problem.m <= 64
+    # Products of int8 wait less for what comes in (down at 256 tokens, 64 rows a block: 26.8 us, 128 rows 28.6).
+    narrow = config.x_bytes == 1 and not config.promotes
     # Narrow codes take as long to widen for bytes as 4 bits: no other tiles are better for them.
     weight_bytes = max(config.tile_bytes, 4096) if config.x_bytes == 1 else config.tile_bytes
     # Cycles of 64 rows and 128 inputs: of the tensor cores, and of what it takes to widen and to issue.
@@ -25,7 +27,8 @@ def estimate(problem: "Problem", config: "Config") -> float:
     if config.bits in (3, 5, 6, 7) or config.operand.name == "bf16":
         widen += 40
     if config.promotes:
-        product, widen = 4.5 * tokens + 200, max(widen, 330.0)
+        # Promoting 160 tokens takes little longer than 128 (gate_up at 1,024: 278 us for 304).
+        product, widen = 4.5 * min(tokens, 128) + 200 + 2.2 * max(tokens - 128, 0), max(widen, 330.0)
     elif config.x_bytes == 1:
         product = (2.4 if tokens * rows >= 512 else 2.75) * tokens
         widen = 140 + 1.3 * tokens
@@ -38,7 +41,8 @@ def estimate(problem: "Problem", config: "Config") -> float:
         # The chain of waiting, widening and multiplying in one warpgroup.
         (450 + 1.25 * product if few else 493) / config.k_warpgroups,
         270 + tokens * config.x_bytes if few else 0,  # what it takes to bring a stage, however little it holds
-        (tokens * 128 * config.x_bytes + rows * weight_bytes) / 47.5,  # what a multiprocessor takes in
+        # What a multiprocessor takes in.
+        (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow and 128 < problem.m <= 512 else 47.5),
     )
     partial = rows * config.k_warpgroups * tokens / 64
     around = 0.57 + 0.0055 * tokens  # to the first product and from the last one
