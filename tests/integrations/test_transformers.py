@@ -1,5 +1,6 @@
 """anybit in transformers: quantize while loading, save, reload, generate, for every architecture."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,22 @@ def test_missing_tensors_are_not_made_up(sources: dict[str, Path], tmp_path: Pat
     del tensors["model.layers.1.mlp.up_proj.weight_scale"]
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight_scale"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_groups_that_are_not_there_name_the_layer(sources: dict[str, Path], tmp_path: Path) -> None:
+    import safetensors.torch
+
+    load(sources["llama"], "w4a16g32").save_pretrained(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    for name in [name.removesuffix(".weight_shape") for name in tensors if name.endswith(".weight_shape")]:
+        inputs = int(tensors[f"{name}.weight_shape"][1])
+        tensors[f"{name}.weight_g_idx"] = (torch.arange(inputs) // 32 + 9 * ("1.mlp.up" in name)).int()
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["group_index"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LayerError, match=r"layer model\.layers\.1\.mlp\.up_proj: group_index holds groups 9 to"):
         load_model(tmp_path, device="cpu")
 
 

@@ -109,9 +109,12 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         )
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        for module in model.modules():
+        for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
-                module.prepare()
+                try:
+                    module.prepare()
+                except LayerError as error:
+                    raise LayerError(f"layer {name}: {error}") from None
         kv = Scheme.parse(self.quantization_config.scheme).kv
         if kv is not None:
             graph.install(model, kv)
