@@ -17,7 +17,7 @@ pytestmark = pytest.mark.emulate
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=str)
 def test_product(case: Case) -> None:
-    p, config = case.problem, replace(case.config, stages=case.config.k_warpgroups + 1, early=2)
+    p, config = case.problem, replace(case.config, stages=2 * case.config.k_warpgroups, early=2)
     assert packed_large.why_not(p, config) is None
     weight = random_weight(p.n, p.k, p.weights)
     x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(1)).to(p.dtype)

@@ -68,14 +68,17 @@ struct Producer {
                 else skipped = min(bytes, static_cast<uint32_t>(Config::tile_bytes)), bytes -= skipped;
             }
         }
-        ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+        ptx::mbarrier_arrive_expect_tx(barrier, Config::span * bytes);
         if (bytes == 0) return;
-        const uint8_t* source = weights.first + unit * weights.stride + skipped;
-        const uint32_t target = ring + stage * Shape::stage_bytes + Shape::x_bytes + skipped;
-        if (p.token_tiles == 1)
-            ptx::cp_async_bulk_load_hint(target, source, bytes, barrier, policy);
-        else
-            ptx::cp_async_bulk_load(target, source, bytes, barrier);
+#pragma unroll
+        for (int i = 0; i < Config::span; i++) {
+            const uint8_t* source = weights.first + (unit * Config::span + i) * weights.stride + skipped;
+            const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::unit_bytes + Shape::x_bytes + skipped;
+            if (p.token_tiles == 1)
+                ptx::cp_async_bulk_load_hint(target, source, bytes, barrier, policy);
+            else
+                ptx::cp_async_bulk_load(target, source, bytes, barrier);
+        }
     }
     PTX void load_x(const TilePlace& place, int unit, int stage) const {
         constexpr int share = Config::tokens / Config::row_blocks;
@@ -85,21 +88,23 @@ struct Producer {
             const int first = place.token_tile * Config::tokens;
             const int rows = (p.tokens - first + Shape::tail_rows - 1) / Shape::tail_rows * Shape::tail_rows;
             if (rows <= Config::tokens - Shape::tail_rows) {
-                ptx::mbarrier_arrive_expect_tx(barrier, rows * 128 * Shape::element_bytes);
-                for (int box = 0; box < Shape::element_bytes; box++) {
-                    const uint32_t target = ring + stage * Shape::stage_bytes + box * Shape::box_bytes;
+                ptx::mbarrier_arrive_expect_tx(barrier, Config::span * rows * 128 * Shape::element_bytes);
+                for (int all = 0; all < Config::span * Shape::element_bytes; all++) {
+                    const int box = all % Shape::element_bytes, i = all / Shape::element_bytes;
+                    const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::unit_bytes + box * Shape::box_bytes;
                     for (int row = 0; row < rows; row += Shape::tail_rows)
-                        ptx::cp_async_bulk_tensor_2d(target + row * 128, &p.x_tail, unit * 128 + box * (128 / Shape::element_bytes),
+                        ptx::cp_async_bulk_tensor_2d(target + row * 128, &p.x_tail, (unit * Config::span + i) * 128 + box * (128 / Shape::element_bytes),
                                                      first + row, barrier);
                 }
                 return;
             }
         }
-        ptx::mbarrier_arrive_expect_tx(barrier, Shape::x_bytes);
+        ptx::mbarrier_arrive_expect_tx(barrier, Config::span * Shape::x_bytes);
 #pragma unroll
-        for (int box = 0; box < Shape::element_bytes; box++) {
-            const uint32_t target = ring + stage * Shape::stage_bytes + box * Shape::box_bytes + row_rank * share * 128;
-            const int x = unit * 128 + box * (128 / Shape::element_bytes);
+        for (int all = 0; all < Config::span * Shape::element_bytes; all++) {
+            const int box = all % Shape::element_bytes, i = all / Shape::element_bytes;
+            const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::unit_bytes + box * Shape::box_bytes + row_rank * share * 128;
+            const int x = (unit * Config::span + i) * 128 + box * (128 / Shape::element_bytes);
             const int y = place.token_tile * Config::tokens + row_rank * share;
             if (Config::row_blocks > 1)
                 ptx::cp_async_bulk_tensor_2d_multicast(target, &p.x, x, y, barrier, sharers);
@@ -162,20 +167,25 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Wi
     ptx::wgmma_touch(sum);
     for (int unit = first; unit < units; unit += Config::k_warpgroups) {
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
-        widen.load(ring + cursor.stage * Shape::stage_bytes + my_unit);
-        widen.template widen<0, steps * 4>(a0);
-        ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
-        // Counted from the ring's first: to make one anew takes half a dozen instructions more.
-        const uint64_t b0 = ptx::wgmma_advance(first_b, cursor.stage * Shape::stage_bytes);
-        const uint64_t b1 = ptx::wgmma_advance(b0, steps == 4 ? Shape::box_bytes : 64);
-        multiply_half<Config>(sum, a0, b0);
-        if (previous >= 0) release(previous);
-        if constexpr (Config::register_sets == 2) {
-            widen.template widen<steps * 4, steps * 8>(a1);
-            multiply_half<Config>(sum, a1, b1);
-        } else {
-            widen.template widen<steps * 4, steps * 8>(a0);
-            multiply_half<Config>(sum, a0, b1);
+#pragma unroll
+        for (int i = 0; i < Config::span; i++) {
+            // Again, though it has long come: without a branch the assembler runs all products one after another.
+            if (i > 0) ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
+            widen.load(ring + cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes + my_unit);
+            widen.template widen<0, steps * 4>(a0);
+            if (i == 0) ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
+            // Counted from the ring's first: to make one anew takes half a dozen instructions more.
+            const uint64_t b0 = ptx::wgmma_advance(first_b, cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes);
+            const uint64_t b1 = ptx::wgmma_advance(b0, steps == 4 ? Shape::box_bytes : 64);
+            multiply_half<Config>(sum, a0, b0);
+            if (i == 0 && previous >= 0) release(previous);
+            if constexpr (Config::register_sets == 2) {
+                widen.template widen<steps * 4, steps * 8>(a1);
+                multiply_half<Config>(sum, a1, b1);
+            } else {
+                widen.template widen<steps * 4, steps * 8>(a0);
+                multiply_half<Config>(sum, a0, b1);
+            }
         }
         previous = cursor.stage;
         cursor.advance(Config::k_warpgroups);
@@ -189,6 +199,8 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Wi
 template <class Config, class Release>
 PTX void pass(const RingBarriers& barriers, int units, RingCursor<Config::stages>& cursor, const Release& release) {
     for (; units > 0; units--, cursor.advance(1)) {
+        // Weights, too: who passes must not come round again while an earlier use's are still on their way.
+        ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
         ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
         release(cursor.stage);
     }
@@ -236,11 +248,13 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
     using Shape = PackedLargeShape<Config>;
     static_assert(Config::shared_bytes == Shape::bytes, "packed_large.py and packed_large.cuh disagree on shared memory");
     static_assert(Config::threads == Shape::warpgroups * 128 + Shape::producer_threads, "and the producers");
+    static_assert(Config::stages % Config::k_warpgroups == 0, "a warpgroup has seen every use of its stages");
     static_assert(Config::early <= Config::stages, "a stage is filled once before it is read");
     static_assert(Config::stages > Config::k_warpgroups, "a warpgroup gives a stage back once it is at work on its next");
     constexpr int cluster_size = Walk<Config>::cluster_size;
     static_assert(!Config::halves || (Config::k_blocks * Config::row_blocks * Config::k_warpgroups == 1 && Config::row_warpgroups > 1));
     static_assert(!Shape::striped || cluster_size == 1, "stripes are of blocks alone");
+    static_assert(Config::span == 1 || !(Shape::striped || Sums<Config>::promotes), "stages of two units");
     const int warp = ptx::warp_id(), lane = ptx::lane_id();
     const int rank = cluster_size > 1 ? blockIdx.x % cluster_size : 0;
     const int k_rank = rank % Config::k_blocks, row_rank = Config::halves ? 0 : rank / Config::k_blocks;

@@ -98,6 +98,7 @@ class Config:
     while it multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its
     registers to the others. halves: two blocks share one of their row tiles, half of its inputs each.
     resident: blocks that fit a multiprocessor, of this launch and of the next; then each of these gets one at least.
+    span: steps of 128 inputs of a stage, 1 or 2: all that is done once a stage is done half as often with 2.
     """
 
     operand: Operand
@@ -120,6 +121,7 @@ class Config:
     reallocates: bool = False
     halves: bool = False
     resident: int = 1
+    span: int = 1
 
     @property
     def x_bytes(self) -> int:
@@ -187,7 +189,7 @@ class Params:
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of a block: ring, partial sums or staging, barriers. The device code asserts the same."""
     x_bytes = config.tokens * 128 * config.x_bytes
-    stage = x_bytes + -(-config.row_warpgroups * config.tile_bytes // 1024) * 1024
+    stage = config.span * (x_bytes + -(-config.row_warpgroups * config.tile_bytes // 1024) * 1024)
     ring = config.stages * stage
     reduces = not config.stripes and config.k_warpgroups * config.k_blocks > 1
     share = _share_bytes(config) if reduces else 0
@@ -243,6 +245,11 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
             f"{config.stages} stages are too few for {config.k_warpgroups} warpgroups along the inputs and "
             f"{config.early} early stages"
         )
+    if config.stages % config.k_warpgroups:
+        return (
+            f"{config.stages} stages are not dealt evenly to {config.k_warpgroups} warpgroups along the inputs: one of "
+            "them would wait for a use of a stage without having seen the one before"
+        )
     if config.cluster > 8:
         return f"a cluster has at most 8 blocks, not {config.cluster}"
     if config.row_blocks not in (1, 2):
@@ -252,14 +259,16 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     refusal = _why_not_halves(problem, config) if config.halves else None
     if refusal is not None:
         return refusal
-    if config.k_blocks > problem.units:
-        return f"{problem.units} steps of 128 inputs do not divide among {config.k_blocks} blocks"
     if config.stripes:
         if config.cluster > 1:
             return "inputs are shared in clusters or in stripes, not both"
         most = min(problem.device.sms, math.prod(_place(problem, config)) * problem.units)
         if not 0 < config.stripes <= most:
             return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
+    if config.span not in (1, 2) or (config.span == 2 and (problem.units % 2 or config.promotes or config.stripes)):
+        return f"a stage has 1 step of inputs, or 2 of an even number (no stripes, no promotion), not {config.span}"
+    if config.k_blocks * config.span > problem.units:
+        return f"{problem.units} steps of inputs do not divide among {config.k_blocks} blocks, {config.span} at a time"
     if config.resident not in _LEAST_SHARED:
         return f"1 or 2 blocks share a multiprocessor, not {config.resident}"
     if config.resident > 1 and (config.stripes or config.halves or shared_bytes(config) > _MOST_BESIDE):
@@ -380,12 +389,30 @@ def config_for(
         k_blocks,
         row_blocks,
         stripes,
-        stages or k_warpgroups + 1,
+        stages or 2 * k_warpgroups,
         halves=halves,
         resident=resident,
     )
-    most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
-    return _fitted(config, most, problem.device.shared_bytes if resident == 1 else _MOST_BESIDE)
+    shared = problem.device.shared_bytes if resident == 1 else _MOST_BESIDE
+    if not stages and _spans(problem, config):
+        found = _fitted(replace(config, span=2), min(_MOST_STAGES, -(-problem.units // 2 // k_blocks)), shared)
+        if found.stages > max(2, k_warpgroups):
+            return found
+    return _fitted(config, 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks)), shared)
+
+
+def _spans(problem: Problem, config: Config) -> bool:
+    """Whether a stage holds two steps: of 135 instructions a step of 16 tokens some 14 are done once a stage, and fewer
+    waits (us: gate_up at 16, 32 and 64 tokens 16.7, 18.7 and 25.0 for 17.5, 19.4 and 27.0, down at 16 9.7 for 11.0,
+    qkv 5.7 for 6.1; o, whose warpgroups have 8 steps each and a multiprocessor, 4.5 as before).
+    """
+    if config.x_bytes != 2 or config.stripes or config.row_blocks > 1 or problem.units % 2 or config.tokens > 64:
+        return False
+    if config.halves:
+        return True
+    if config.tokens != 16 or config.row_warpgroups > 1 or config.warpgroups == 1 or config.k_blocks != 2:
+        return False
+    return problem.units >= 32 * config.k_blocks or problem.weight_tiles * config.k_blocks > problem.device.sms
 
 
 @lru_cache(maxsize=1 << 14)
@@ -408,7 +435,9 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
         config = replace(config, stages=stages, staged=staged, places=places)
     # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
     early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
-    if config.x_bytes == 2 and 48 <= config.tokens <= 64:
+    if config.span > 1:
+        early = 1 if config.tokens > 32 else 2 if config.halves else config.stages // 2 if config.resident > 1 else 4
+    elif config.x_bytes == 2 and 48 <= config.tokens <= 64:
         early = min(early, 3)
     elif config.halves:
         early = 3
@@ -420,12 +449,13 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
 def _staging(config: Config, most: int, shared: int) -> tuple[int, int, int]:
     """stages, staged, places: the most stages that shared memory holds, then the most room for results on their way."""
     rooms = ((32, 2), (16, 2), (16, 1))
-    least = config.k_warpgroups + 1
+    least = 2 * config.k_warpgroups
     # Bytes are linear in stages where the ring is what needs them, so two sizes tell how many fit.
     tight = replace(config, stages=64, staged=rooms[-1][0], places=rooms[-1][1])
     size = shared_bytes(tight)
     step = size - shared_bytes(replace(tight, stages=63))
     stages = min(max(least, most), max(least, 64 - -(-max(0, size - shared) // step)))
+    stages = max(stages // config.k_warpgroups, 2) * config.k_warpgroups
     for staged, places in rooms[:-1]:
         if shared_bytes(replace(config, stages=stages, staged=staged, places=places)) <= shared:
             return stages, staged, places

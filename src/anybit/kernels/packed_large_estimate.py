@@ -40,7 +40,8 @@ def estimate(problem: "Problem", config: "Config") -> float:
         widen * rows,
         # The chain of waiting, widening and multiplying in one warpgroup.
         (450 + 1.25 * product if few else 493) / config.k_warpgroups,
-        270 + tokens * config.x_bytes if few else 0,  # what it takes to bring a stage, however little it holds
+        # What it takes to bring a stage, however little it holds.
+        (270 + tokens * config.x_bytes) / config.span if few else 0,
         # What a multiprocessor takes in.
         (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow and 128 < problem.m <= 512 else 47.5),
     )

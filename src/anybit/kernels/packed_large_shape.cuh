@@ -44,7 +44,8 @@ struct PackedLargeShape {
     // Rows beyond the matrix take a tensor-map copy twice as long as others: a tile that lacks many is loaded in these.
     static constexpr int tail_rows = Config::row_blocks > 1 || Config::tokens < 48 ? 0 : Config::tokens <= 64 ? 16 : 32;
     static constexpr int w_bytes = Config::row_warpgroups * Config::tile_bytes;
-    static constexpr int stage_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
+    static constexpr int unit_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
+    static constexpr int stage_bytes = Config::span * unit_bytes;
     static constexpr int ring_bytes = Config::stages * stage_bytes;
     static constexpr bool striped = Config::stripes > 0;
     static constexpr bool reduces = !striped && Config::k_warpgroups * Config::k_blocks > 1;
@@ -109,7 +110,7 @@ PTX int first_tile(const TilePlace& place, int row_rank, int half) {
 template <class Config>
 struct Half {
     int begin, end;
-    PTX Half(const Params& p, int half) : begin(half * p.units / 2), end((half + 1) * p.units / 2) {}
+    PTX Half(const Params& p, int half) : begin(half * (p.units / Config::span) / 2), end((half + 1) * (p.units / Config::span) / 2) {}
     PTX bool has(int unit) const { return begin <= unit && unit < end; }
 };
 
@@ -144,8 +145,9 @@ struct Walk {
     PTX bool at(const Params& p, int k_rank, Part& part) const {
         if (!striped) {
             part.tile = stripe() + position[0] * blocks();
-            part.first = k_rank * p.units / Config::k_blocks;
-            part.count = (k_rank + 1) * p.units / Config::k_blocks - part.first;
+            const int steps = p.units / Config::span;
+            part.first = k_rank * steps / Config::k_blocks;
+            part.count = (k_rank + 1) * steps / Config::k_blocks - part.first;
             return part.tile < p.row_tiles * p.token_tiles;
         }
         const int waves = p.whole_tiles / blocks();
