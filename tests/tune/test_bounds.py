@@ -55,3 +55,11 @@ def test_many_planes_of_many_tokens_cannot_win() -> None:
 def test_what_has_no_bound_of_its_own_has_none() -> None:
     one = product("w4a16g128", 1, 4096, 4096)
     assert lower_bound_us(one, builtin(one)) == 0.0
+
+
+def test_planes_side_by_side_are_bounded_as_other_large_tiles() -> None:
+    one = product("w2a2", 1024, 28672, 4096)
+    config = FAMILIES["bitwise_wide"].default(one)
+    wide = Candidate("bitwise", "bitwise_wide", config, one.activations)
+    assert 0.5 < lower_bound_us(replace(one, m=2048), wide) / lower_bound_us(one, wide) / 2 < 1.1
+    assert 20.0 < lower_bound_us(one, wide) < 100.0  # 66 us at 3,600 TOPS, which nothing has reached

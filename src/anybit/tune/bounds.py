@@ -8,8 +8,9 @@ in. A tile cannot be shared but as its config says, so with 133 tiles one of 132
 from collections.abc import Callable
 from dataclasses import replace
 
-from anybit.kernels import bitwise, packed_large
+from anybit.kernels import bitwise, bitwise_wide, packed_large
 from anybit.kernels.bitwise import Path, Walk
+from anybit.kernels.bitwise_wide import Keep
 from anybit.tune.families import FAMILIES, Product
 from anybit.tune.floor import floor_us
 from anybit.tune.space import Candidate
@@ -58,6 +59,15 @@ def _bitwise(product: Product, config: bitwise.Config) -> float:
     return _cycles(pieces, sms, 2.0 * weights * tokens * k * p * q / shared, _OPERATIONS["b1"], taken)
 
 
+def _wide(product: Product, config: bitwise_wide.Config) -> float:
+    p, q, k = product.weights.bits, product.activations.bits, product.k
+    tiles = -(-product.m // config.tokens) * -(-product.n // 128)
+    weights = 0 if config.keep is Keep.weights else 128 * p
+    tokens = 0 if config.keep is Keep.tokens else config.tokens * q
+    operations = 2.0 * config.tokens * 128 * k * p * q
+    return _cycles(tiles, product.device.sms, operations, _OPERATIONS["b1"], (weights + tokens) * k / 8)
+
+
 def _large(product: Product, config: packed_large.Config) -> float:
     w = product.weights
     rows, rate = 64 * config.row_warpgroups, _OPERATIONS["f16" if config.x_bytes == 2 else "s8"]
@@ -69,5 +79,9 @@ def _large(product: Product, config: packed_large.Config) -> float:
     return _cycles(pieces, product.device.sms, 2.0 * rows * config.tokens * k, rate, taken)
 
 
-_BOUNDS: dict[str, Callable[[Product, object], float]] = {"bitwise": _bitwise, "packed_large": _large}  # type: ignore[dict-item]
+_BOUNDS: dict[str, Callable[[Product, object], float]] = {
+    "bitwise": _bitwise,  # type: ignore[dict-item]
+    "bitwise_wide": _wide,  # type: ignore[dict-item]
+    "packed_large": _large,  # type: ignore[dict-item]
+}
 assert set(_BOUNDS) <= set(FAMILIES)
