@@ -21,16 +21,17 @@ def kernel(problem: Problem) -> ModuleType | None:
     """What was fastest on an H200 (docs/packed.md); None where none of them runs, or packed_large is faster."""
     p = problem
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
-    # From 9 tokens on packed_large takes 6.1 us for qkv, 4.5 for o, 18 for gate_up and 10.8 for down, where packed_mid
-    # takes 6.5 to 7.3, 5.6, 20 to 21 and 14; from 5 on of large layers (17.7, 10.8; 18.7, 12.2), from 3 on of those
-    # such as o (4.5; 5.6).
-    like_o, many = units == 2 and 2048 <= p.columns <= 8192, units > 4 or p.columns > 8192
+    # From 9 tokens on packed_large takes 5.7 us for qkv, 4.5 for o, 16.7 for gate_up and 9.7 for down, where packed_mid
+    # takes 6.5 to 7.3, 5.6, 20 to 21 and 14; from 5 on of gate_up (16.7; 18.7) and o (4.5; 4.3 to 5.6), from 3 on of
+    # layers of many columns (9.7; 10.4). At 3 and 4 tokens o takes 3.7 in packed_mid, 4.6 there.
+    like_o, wide = units == 2 and 2048 <= p.columns <= 8192, p.columns > 8192
     if p.activations == torch.int8:
         # gate_up takes 17.3 us, and 24 to 26 in packed_small, narrow codes in many rows from 3 on; qkv, o and down at 6
-        # tokens 6.3, 5.0 and 12.2 and in packed_small 5.7, 4.6 and 11.6, at 8 tokens 7.0, 5.1 and 12.8.
-        most = 2 if units > 4 and p.weights.bits < 3 else 4 if units > 4 or p.weights.bits < 4 else 6
+        # tokens 6.3, 5.0 and 12.2 and in packed_small 5.7, 4.6 and 11.6, at 8 tokens 7.0, 5.1 and 12.8;
+        # 7168 x 5120, whose blocks have four units in two chunks, 7.4 (2 bits: 5.9) at 4 tokens and 8.0 (8.4).
+        most = 2 if units == 4 or (units > 4 and p.weights.bits < 3) else 4 if units > 4 or p.weights.bits < 4 else 6
     else:
-        most = 2 if like_o else 4 if many else 8
+        most = 2 if wide else 4 if like_o or units > 4 else 8
     if p.m > most:
         return None
     if p.m > (4 if p.weights.bits <= 3 and units > 3 else 2):
@@ -52,12 +53,14 @@ def apart(config: Any, device: Device) -> Any:
     the next one finds its place beside each that runs. The output projection, whose blocks have to share
     multiprocessors (those of attention take all of one), then asks for just so much that two of any kernel do fit
     (1.574 ms; 1.625 ms apart). A product of so many columns that a block has not all activations at hand (down) stays
-    apart: 1.59 ms, and 1.68 with two (w2a16g128: 1.34, 1.57). Products that norm their activations are kept apart by
-    ``apart_and_normed``.
+    apart: 1.59 ms, and 1.68 with two (w2a16g128: 1.34, 1.57). Blocks of packed_mid (o at 3 and 4 tokens) leave the same
+    room: 3.7 us, as without anything apart, and 5.6 with one on a multiprocessor. Products that norm their activations
+    are kept apart by ``apart_and_normed``.
     """
     for module, chunks in ((packed_digits, "chunks"), (packed_small, "row_chunks"), (packed_mid, "chunks")):
         if isinstance(config, module.Config):
-            pairs = module is packed_digits and config.tokens <= packed_digits.NORM_TOKENS and config.x_resident
+            fused = module is packed_digits and config.tokens <= packed_digits.NORM_TOKENS and config.x_resident
+            pairs = fused or module is packed_mid
             least = _pair_bytes(device) if pairs else device.shared_bytes // 2
             alone = getattr(config, chunks) == 1 and module.shared_bytes(config) < least
             return replace(config, least_shared=least) if alone else config
