@@ -136,9 +136,11 @@ def tiny_cases() -> list[Case]:
         (20, 190, 384, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1, 0, None, True)),
         (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, 0, None, True)),
         (13, 200, 512, WeightFormat(4, "asym", None), INT8, torch.float16, (16, 2, 1, 1, 1, 0, None, True)),
+        (50, 190, 1024, WeightFormat(4, "asym", 64), A16, torch.float16, (64, 2, 1, 1, 1, 0, None, True)),  # span 2
     ]
     cases = [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
     # Two blocks a multiprocessor, and blocks without work on a small device.
     small = replace(Device.named("sm_90a"), sms=4)
     problem = Problem(12, 64, 384, WeightFormat(4, "sym", 128), device=small)
-    return [*cases, Case(problem, (16, 1, 2, 2, 1, 0, None, False, 2))]
+    spanned = Problem(13, 128, 1024, WeightFormat(4, "sym", 128), device=replace(small, sms=3))
+    return [*cases, Case(problem, (16, 1, 2, 2, 1, 0, None, False, 2)), Case(spanned, (16, 1, 2, 2, 1))]

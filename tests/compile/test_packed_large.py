@@ -73,6 +73,11 @@ def test_refusals_are_sentences() -> None:
     assert "8-bit asym" in str(packed_large.why_not(Problem(16, 64, 128, WeightFormat(8, "asym"), INT8)))
     assert "e4m3" in str(packed_large.why_not(Problem(16, 64, 128, WeightFormat(6), FP8)))
     assert "16 bytes" in str(packed_large.why_not(Problem(16, 64, 130, WeightFormat(4))))
+    problem = Problem(16, 4096, 14336, WeightFormat(4, "sym", 128))
+    config = packed_large.default(problem)
+    assert config.span == 2 and config.k_warpgroups == 3 and config.stages % 3 == 0
+    assert "dealt evenly" in str(packed_large.why_not(problem, replace(config, stages=config.stages - 1)))
+    assert "1 step of inputs, or 2" in str(packed_large.why_not(replace(problem, k=128 * 111), config))
     assert "sm_80" in str(packed_large.why_not(Problem(16, 64, 128, WeightFormat(4), device=packed_device("sm_80"))))
 
 
