@@ -1,7 +1,7 @@
 // Y = X W^T with packed weights on wgmma, for more than a handful of tokens: the transposed product Y^T = W X^T, so that
 // 64 rows of weights fill M and tokens are N. Weights become 16-bit or 8-bit values in registers, the A operand.
 //
-// A block has Config::row_warpgroups x Config::k_warpgroups consumer warpgroups and a producer warp. A stage of the ring
+// A block has Config::row_warpgroups x Config::k_warpgroups consumer warpgroups and a producer warp, or four. A stage of the ring
 // holds 128 inputs (a unit): Config::tokens rows of X, swizzled by tensor-map copies, and the packed tiles of the block's
 // rows, one bulk copy. Blocks of a cluster share K (k_blocks, sums sent through distributed shared memory) and, as
 // neighbours along the rows (row_blocks), each other's loads of X (multicast). Or blocks take equal stripes of all units
@@ -28,7 +28,7 @@ PTX void multiply(typename Sums<Config>::Product (&sum)[Config::tokens / 2], con
         ptx::wgmma_e4m3<Config::tokens>(sum, a, b, accumulate);
 }
 
-// The thread that fills the ring. Weights do not depend on the kernel before this one, so
+// A thread of a producer warp. They fill the ring's stages by turns. Weights do not depend on the kernel before this one, so
 // the ring is filled with them first, before the block has even met.
 template <class Config>
 struct Producer {
@@ -36,13 +36,13 @@ struct Producer {
     const Params& p;
     const uint32_t ring;
     const RingBarriers barriers;
-    const int k_rank, row_rank;
+    const int k_rank, row_rank, turn;
     const int half;  // of two blocks that halve a row tile
     uint16_t sharers = 0;
     uint64_t policy;
 
-    PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int half)
-        : p(p), ring(ring), barriers(barriers), k_rank(k_rank), row_rank(row_rank), half(half) {
+    PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int half, int turn)
+        : p(p), ring(ring), barriers(barriers), k_rank(k_rank), row_rank(row_rank), turn(turn), half(half) {
         for (int i = 0; i < Config::row_blocks; i++) sharers |= 1u << (i * Config::k_blocks + k_rank);
         policy = ptx::createpolicy_evict_first();
     }
@@ -117,7 +117,7 @@ struct Producer {
         Part part;
         if (!Walk<Config>().at(p, k_rank, part)) return;
         const Weights weights = weights_of(tile_place(p, part.tile));
-        for (int i = 0; i < min(Config::early, part.count); i++) load_w(weights, part.first + i, i);
+        for (int i = turn; i < min(Config::early, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
     }
     PTX void run() const {
         ptx::griddepcontrol_wait();
@@ -128,6 +128,8 @@ struct Producer {
             const TilePlace place = tile_place(p, part.tile);
             const Weights weights = weights_of(place);
             for (int unit = 0; unit < part.count; unit++, cursor.advance(1)) {
+                // A stage is always filled by the same thread, which so has seen all of its uses end.
+                if (cursor.stage % Shape::producers != turn) continue;
                 if (unit >= early) {
                     // A stage's first use waits for nothing: a fresh barrier counts as having completed parity 1.
                     ptx::mbarrier_wait_parity(barriers.empty + 8 * cursor.stage, cursor.parity ^ 1);
@@ -263,10 +265,10 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
                                    ring + Shape::barrier_offset + 24 * Config::stages};
 
     ptx::griddepcontrol_launch_dependents();
-    const Producer<Config> producer(p, ring, barriers, k_rank, row_rank, half);
-    const bool produces = threadIdx.x == Shape::warpgroups * 128;
+    const Producer<Config> producer(p, ring, barriers, k_rank, row_rank, half, warp - Shape::warpgroups * 4);
+    const bool produces = lane == 0 && warp >= Shape::warpgroups * 4 && warp < Shape::warpgroups * 4 + Shape::producers;
     if (warp >= Shape::warpgroups * 4) {
-        if (produces) {
+        if (threadIdx.x == Shape::warpgroups * 128) {
             for (int i = 0; i < Config::stages; i++) {
                 ptx::mbarrier_init(barriers.full_w + 8 * i, 1);
                 ptx::mbarrier_init(barriers.full_x + 8 * i, 1);
@@ -278,8 +280,9 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
                 ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::k_blocks - 1) * Shape::warpgroups * Shape::groups_of(k_rank) * 2048 + Shape::half_bytes);
             ptx::prefetch_tensormap(&p.x);
             if (Shape::tail_rows > 0) ptx::prefetch_tensormap(&p.x_tail);
-            producer.begin();
         }
+        if constexpr (Shape::producers > 1) ptx::bar_sync(10, 128);
+        if (produces) producer.begin();
     }
     __syncthreads();
     if (cluster_size > 1) {  // waited for before others' barriers are used: at once for loads, late for partial sums

@@ -32,9 +32,10 @@ namespace packed {
 template <class Config>
 struct PackedLargeShape {
     static constexpr int warpgroups = Config::row_warpgroups * Config::k_warpgroups;
-    // One thread fills the ring. Four warps that filled it by turns, which small tiles fed faster, gave a row tile of stale
-    // weights in one of thousands of launches, at the first reuse of the first stage; why is not known (docs/packed.md).
-    static constexpr int producer_threads = Config::reallocates || Config::row_warpgroups * Config::tokens < 256 ? 128 : 32;
+    // Warps that fill the ring by turns. One takes some 360 cycles a stage: longer than its products where these are few.
+    static constexpr int most_producers = Config::row_warpgroups * Config::tokens < 256 ? 4 : 1;
+    static constexpr int producers = Config::stages < most_producers ? Config::stages : most_producers;
+    static constexpr int producer_threads = Config::reallocates || most_producers > 1 ? 128 : 32;
     static constexpr bool bytes_of_x = Config::operand == Operand::s8 || Config::operand == Operand::e4m3;
     static constexpr int element_bytes = bytes_of_x ? 1 : 2;
     static constexpr int steps = 2 * element_bytes;  // products of 32 bytes of inputs in half a unit
