@@ -19,7 +19,7 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
     (128, {"weight_slots": 4, "token_slots": 3, "keep": Keep.tokens, "lag": 1}),
     (128, {"weight_slots": 6, "token_slots": 2, "keep": Keep.weights}),
     (128, {"weight_slots": 3, "token_slots": 2, "lag": 1, "early": 0}),
-    (64, {"weight_slots": 8, "token_slots": 8, "lag": 2, "slab": 64, "buffers": 2}),
+    (64, {"weight_slots": 6, "token_slots": 6, "lag": 2, "slab": 64, "buffers": 2}),
 ]
 
 
