@@ -22,8 +22,9 @@ def kernel(problem: Problem) -> ModuleType | None:
     p = problem
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
     # From 9 tokens on packed_large takes 5.7 us for qkv, 4.5 for o, 16.7 for gate_up and 9.7 for down, where packed_mid
-    # takes 6.5 to 7.3, 5.6, 20 to 21 and 14; from 5 on of gate_up (16.7; 18.7) and o (4.5; 4.3 to 5.6), from 3 on of
-    # layers of many columns (9.7; 10.4). At 3 and 4 tokens o takes 3.7 in packed_mid, 4.6 there.
+    # takes 6.5 to 7.3, 5.6, 20 to 21 and 14; from 5 on of gate_up (16.7; 18.7) and o (4.5; 4.3 to 5.6). Layers of many
+    # columns take 11.2 at 5 tokens, 9.8 at 8 (rows of x that are not there cost time), in packed_mid 10.2 to 10.5;
+    # with 3 bits and less 9.9 at 3, and 11.0. At 3 and 4 tokens o takes 3.7 in packed_mid, 4.6 there.
     like_o, wide = units == 2 and 2048 <= p.columns <= 8192, p.columns > 8192
     if p.activations == torch.int8:
         # gate_up takes 17.3 us, and 24 to 26 in packed_small, narrow codes in many rows from 3 on; qkv, o and down at 6
@@ -31,7 +32,7 @@ def kernel(problem: Problem) -> ModuleType | None:
         # 7168 x 5120, whose blocks have four units in two chunks, 7.4 (2 bits: 5.9) at 4 tokens and 8.0 (8.4).
         most = 2 if units == 4 or (units > 4 and p.weights.bits < 3) else 4 if units > 4 or p.weights.bits < 4 else 6
     else:
-        most = 2 if wide else 4 if like_o or units > 4 else 8
+        most = (6 if p.weights.bits > 3 else 2) if wide else 4 if like_o or units > 4 else 8
     if p.m > most:
         return None
     if p.m > (4 if p.weights.bits <= 3 and units > 3 else 2):
