@@ -422,3 +422,16 @@ def test_fewer_bits_run_on_tiles_what_was_measured_with_eight() -> None:
     assert by.choose(product("w2a2", 256)).origin == "built in"  # planes
     assert by.choose(product("w4a4-xasym", 256)).origin == "built in"
     assert by.choose(one, [Layout.planes]).candidate.layout is Layout.planes
+
+
+def test_what_every_family_runs_can_be_read_back_where_it_was_measured() -> None:
+    """Also of families that run many tokens alone: a map's points of planes side by side were passed over."""
+    for scheme, m, n, k in (("w2a2", 4096, 16384, 4096), ("w4a8", 1, 4096, 4096), ("w4a16g128", 4096, 4096, 4096)):
+        parsed = Scheme.parse(scheme)
+        one = Product(m, n, k, parsed.weights, parsed.activations)
+        seen = set()
+        for candidate in space(one).candidates:
+            if candidate.kernel not in seen:
+                seen.add(candidate.kernel)
+                assert Measured.of(candidate, one, 1.0).candidate(one) == candidate
+        assert scheme != "w2a2" or "bitwise_wide" in seen

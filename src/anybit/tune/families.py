@@ -158,7 +158,12 @@ class Family:
         Fields that are missing are those of the default. Raises KernelError for one that is unknown or of the wrong
         kind, and where the family has no default for the product.
         """
-        base = _base(self, replace(product, m=1))  # what a problem decides of a config does not depend on its tokens
+        try:
+            base = _base(
+                self, replace(product, m=1)
+            )  # what a problem decides of a config does not depend on its tokens
+        except KernelError:  # a family for many tokens alone
+            base = _base(self, product)
         kinds = {f.name: type(getattr(base, f.name)) for f in dataclasses.fields(base)}
         changes: dict[str, Any] = {}
         for name, value in fields.items():
