@@ -19,7 +19,7 @@ def estimate(problem: "Problem", config: "Config") -> float:
     rows = config.row_warpgroups - 0.5 * config.halves  # row tiles of a block
     few = problem.m <= 64
     # Products of int8 wait less for what comes in (down at 256 tokens, 64 rows a block: 26.8 us, 128 rows 28.6).
-    narrow = config.x_bytes == 1 and not config.promotes
+    narrow = config.x_bytes == 1 and not config.promotes and tokens == 128 and 192 < problem.m <= 512
     # Narrow codes take as long to widen for bytes as 4 bits: no other tiles are better for them.
     weight_bytes = max(config.tile_bytes, 4096) if config.x_bytes == 1 else config.tile_bytes
     # Cycles of 64 rows and 128 inputs: of the tensor cores, and of what it takes to widen and to issue.
@@ -43,7 +43,7 @@ def estimate(problem: "Problem", config: "Config") -> float:
         # What it takes to bring a stage, however little it holds.
         (270 + tokens * config.x_bytes) / config.span if few else 0,
         # What a multiprocessor takes in.
-        (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow and 128 < problem.m <= 512 else 47.5),
+        (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow else 47.5),
     )
     partial = rows * config.k_warpgroups * tokens / 64
     around = 0.57 + 0.0055 * tokens  # to the first product and from the last one
