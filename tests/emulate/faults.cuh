@@ -97,6 +97,34 @@ KERNEL(bulk_without_wait) {
     p.y[threadIdx.x] = reinterpret_cast<uint32_t*>(shared)[threadIdx.x];
 }
 
+// Copies x through a ring: warp 2 fills its stages, warps 0 and 1 read them by turns. With an odd number of stages each of
+// them comes to stages of which it has not seen the use before.
+KERNEL(ring) {
+    constexpr int stages = Config::fault ? 3 : 4;
+    uint8_t* shared = ptx::dynamic_shared();
+    const uint32_t base = ptx::shared_address(shared), full = base + 128 * stages, empty = full + 8 * stages;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * stages; i++) ptx::mbarrier_init(full + 8 * i, 1);
+        ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (warp == 2) {
+        for (int i = 0; lane == 0 && i < p.n / 32; i++) {
+            ptx::mbarrier_wait_parity(empty + 8 * (i % stages), (i / stages & 1) ^ 1);
+            ptx::mbarrier_arrive_expect_tx(full + 8 * (i % stages), 128);
+            ptx::cp_async_bulk_load(base + 128 * (i % stages), p.x + 32 * i, 128, full + 8 * (i % stages));
+        }
+        return;
+    }
+    for (int i = warp; i < p.n / 32; i += 2) {
+        ptx::mbarrier_wait_parity(full + 8 * (i % stages), i / stages & 1);
+        p.y[32 * i + lane] = reinterpret_cast<uint32_t*>(shared)[32 * (i % stages) + lane];
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(empty + 8 * (i % stages));
+    }
+}
+
 KERNEL(uninitialized_mbarrier) {
     const uint32_t bar = ptx::shared_address(ptx::dynamic_shared());
     if (!Config::fault) {

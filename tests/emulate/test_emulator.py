@@ -123,6 +123,15 @@ def test_clusters(seed: int) -> None:
                 run("cluster_exchange", fault, x, torch.zeros_like(x), other, blocks=4, cluster=2)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_rings_are_dealt_evenly(seed: int) -> None:
+    """Whatever the order of threads: a wait that another order would end too early is named, though it was in time."""
+    x = words(32 * 12)
+    assert torch.equal(run("ring", 0, x, torch.zeros_like(x), seed, threads=96), x)
+    with pytest.raises(emulate.EmulationError, match="skipped wait: the mbarrier at shared memory"):
+        run("ring", 1, x, torch.zeros_like(x), seed, threads=96)
+
+
 def test_blocks_that_wait_for_each_other() -> None:
     x, y = words(1), torch.zeros(2, dtype=torch.int32)
     assert run("last_arriver", 0, x, y.clone(), threads=1, blocks=9).tolist() == [9, 9]

@@ -1,24 +1,27 @@
 """packed_large through the host emulation: every operand, every way of sharing, with races looked for."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import emulate
+from anybit.jit.source import KERNELS
 from anybit.kernels import packed_large
+from anybit.kernels.packed_large import Problem
 from anybit.kernels.packed_layout import prepare
 from anybit.reference import quantize_activations
+from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed_large import Case, tiny_cases
 
 pytestmark = pytest.mark.emulate
 
 
-@pytest.mark.parametrize("case", tiny_cases(), ids=str)
-def test_product(case: Case) -> None:
-    p, config = case.problem, replace(case.config, stages=2 * case.config.k_warpgroups, early=2)
-    assert packed_large.why_not(p, config) is None
+def emulated(case: Case, config: packed_large.Config, seed: int, header: Path | None = None) -> float:
+    """The mean error of a product, relative to its mean size; `header` stands in for packed_large.cuh."""
+    p = case.problem
     weight = random_weight(p.n, p.k, p.weights)
     x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(1)).to(p.dtype)
     bias = torch.linspace(-1, 1, p.n).to(p.dtype)
@@ -31,21 +34,42 @@ def test_product(case: Case) -> None:
             x_sum = operand.sum(1, dtype=torch.int32)
     exact = values @ weight.dequantize(torch.float64).T + bias.double()
     packed = prepare(weight, "a8" if p.activations.quantized else "a16")
+    y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype)
+    workspace = packed_large.workspace_for(config, torch.device("cpu"))
+    if workspace is not None:
+        workspace.random_(generator=torch.Generator().manual_seed(seed))  # stripes ask for no clean memory
+    box = emulate.Box(operand, 128 // operand.element_size(), config.tokens // config.row_blocks)
+    tail = emulate.Box(operand, 128 // operand.element_size(), config.tail_rows or 8)
+    params = packed_large.params(p, config, None, packed, y, bias, x_scale, x_sum, workspace)
+    kernel = packed_large.kernel(config)
+    emulate.run(
+        replace(kernel, header=str(header)) if header else kernel,
+        replace(params, x=box, x_tail=tail),
+        packed_large.grid(p, config),
+        seed=seed,
+        dependent=("x", "x_tail", "x_scale", "y"),
+    )
+    return float((y.double() - exact).abs().mean() / exact.abs().mean())
+
+
+@pytest.mark.parametrize("case", tiny_cases(), ids=str)
+def test_product(case: Case) -> None:
+    config = replace(case.config, stages=2 * case.config.k_warpgroups, early=2)
+    assert packed_large.why_not(case.problem, config) is None
     for seed in range(2):
-        y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype)
-        workspace = packed_large.workspace_for(config, torch.device("cpu"))
-        if workspace is not None:
-            workspace.random_(generator=torch.Generator().manual_seed(seed))  # stripes ask for no clean memory
-        box = emulate.Box(operand, 128 // operand.element_size(), config.tokens // config.row_blocks)
-        tail = emulate.Box(operand, 128 // operand.element_size(), config.tail_rows or 8)
-        params = packed_large.params(p, config, None, packed, y, bias, x_scale, x_sum, workspace)
-        params = replace(params, x=box, x_tail=tail)
-        emulate.run(
-            packed_large.kernel(config),
-            params,
-            packed_large.grid(p, config),
-            seed=seed,
-            dependent=("x", "x_tail", "x_scale", "y"),
-        )
-        error = (y.double() - exact).abs().mean() / exact.abs().mean()
-        assert error < (1e-3 if p.dtype == torch.float16 else 8e-3)
+        assert emulated(case, config, seed) < (1e-3 if case.problem.dtype == torch.float16 else 8e-3)
+
+
+@pytest.mark.parametrize("stages", [3, 5])
+def test_stages_dealt_unevenly_are_named(stages: int, tmp_path: Path) -> None:
+    """Wrong once in thousands of launches on hardware; here in every order of threads."""
+    case = Case(Problem(12, 64, 1024, WeightFormat(4, "sym", 128)), (16, 1, 2, 1, 1))
+    config = replace(case.config, stages=stages, early=2)
+    assert "dealt evenly" in str(packed_large.why_not(case.problem, config))
+    rule = "static_assert(Config::stages % Config::k_warpgroups == 0"
+    before, after = (KERNELS / "packed_large.cuh").read_text().split(rule)
+    header = tmp_path / "packed_large_uneven.cuh"
+    header.write_text(before + after.split(";", 1)[1])
+    for seed in range(4):
+        with pytest.raises(emulate.EmulationError, match="skipped wait: the mbarrier at shared memory"):
+            emulated(case, config, seed, header)

@@ -43,6 +43,7 @@ void complete_if_due(Barrier& barrier, uint32_t address) {
     if (barrier.bytes) return;
     barrier.phase++;
     barrier.pending = barrier.arrivals;
+    if (launch.races) entry(barrier.clock, barrier.clock_index) = barrier.phase;
     barrier.completed = barrier.clock;
     wake_waiting(barrier);
 }
@@ -112,9 +113,30 @@ bool advance(Barrier& barrier, uint32_t address) {
     return false;
 }
 
-bool is_complete(Barrier& barrier, uint32_t parity) {
+// A wait that returned is right in every order of threads if all phases before the one that it saw were known to be
+// complete: were the one before still on its way, the same wait would have returned at once.
+void check_unambiguous(const Barrier& barrier, uint32_t address, uint32_t parity, const char* what) {
+    const uint32_t at = (address & 0xffffff) - WINDOW;
+    if (barrier.phase == 0) {  // a fresh barrier's parity 1: whoever fills may, nobody who means data on their way
+        if (barrier.bytes || !barrier.copies.empty())
+            fail("%s: skipped wait: the mbarrier at shared memory + %u, parity %u, is not complete once, and its first "
+                 "bytes are on their way",
+                 what, at, parity);
+        return;
+    }
+    const uint32_t known = entry(current->clock, barrier.clock_index);
+    if (known + 1 < barrier.phase)
+        fail("%s: skipped wait: the mbarrier at shared memory + %u, parity %u, is complete %u times, and this thread has "
+             "seen %u: while the last but one was on its way it would have returned as well",
+             what, at, parity, barrier.phase, known);
+}
+
+bool is_complete(Barrier& barrier, uint32_t address, uint32_t parity, const char* what) {
     if ((barrier.phase & 1) == (parity & 1)) return false;
-    if (launch.races) join(current->clock, barrier.completed);
+    if (launch.races) {
+        check_unambiguous(barrier, address, parity, what);
+        join(current->clock, barrier.completed);
+    }
     tick(current);
     return true;
 }
@@ -192,6 +214,7 @@ void mbarrier_init(uint32_t address, uint32_t arrivals) {
     if (!arrivals) fail("mbarrier.init at shared memory + %u: at least one arrival must be expected", address - WINDOW);
     Barrier barrier{};
     barrier.arrivals = barrier.pending = arrivals;
+    barrier.clock_index = launch.threads * launch.cluster + current->block->cluster->mbarriers++;
     current->block->mbarriers[address] = barrier;
     set_state(p, 8, MBARRIER, true);
 }
@@ -200,7 +223,7 @@ void mbarrier_expect_tx(uint32_t address, uint32_t bytes) { barrier_at(address, 
 bool mbarrier_test_wait(uint32_t address, uint32_t parity) {
     Barrier& barrier = barrier_at(address, "mbarrier.test_wait");
     if ((barrier.phase & 1) == (parity & 1)) advance(barrier, address);
-    if (is_complete(barrier, parity)) return true;
+    if (is_complete(barrier, address, parity, "mbarrier.test_wait")) return true;
     yield("mbarrier.test_wait");
     return false;
 }
@@ -212,7 +235,7 @@ void mbarrier_wait(uint32_t address, uint32_t parity) {
         barrier.waiting.push_back(current);
         block_on([=, &barrier] { return barrier_text("try_wait", address, barrier, parity); });
     }
-    is_complete(barrier, parity);
+    is_complete(barrier, address, parity, "mbarrier.try_wait");
 }
 void fence_proxy_async() {
     for (auto& [p, bytes] : current->block->unfenced) set_state(p, bytes, UNFENCED, false);

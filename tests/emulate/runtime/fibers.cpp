@@ -187,6 +187,11 @@ void join(Clock& into, const Clock& from) {
     for (size_t i = 0; i < from.size(); i++) into[i] = into[i] > from[i] ? into[i] : from[i];
 }
 
+uint32_t& entry(Clock& clock, uint32_t index) {
+    if (clock.size() <= index) clock.resize(index + 1);
+    return clock[index];
+}
+
 void tick(Thread* thread) {
     if (launch.races) thread->clock[thread->clock_index]++;
 }

@@ -23,9 +23,11 @@ struct Warp;
 struct Block;
 struct Cluster;
 
-// ---- Happens-before: what a thread has seen of every other thread of its cluster (a vector clock) ----
+// ---- Happens-before: what a thread has seen of every other thread of its cluster (a vector clock), and behind those
+// of every mbarrier: so many of its phases it knows to be complete ----
 using Clock = std::vector<uint32_t>;
 void join(Clock& into, const Clock& from);
+uint32_t& entry(Clock& clock, uint32_t index);
 
 // A place where a fixed number of threads meet; the last to arrive does the work for all.
 struct Meeting {
@@ -50,7 +52,8 @@ struct Copy {  // an asynchronous copy that has been issued and has not landed
 struct Barrier {  // an mbarrier
     uint32_t arrivals, pending;
     int64_t bytes;
-    uint32_t phase;
+    uint32_t phase;        // complete ones
+    uint32_t clock_index;
     std::vector<Thread*> waiting;
     std::deque<Copy> copies;            // bulk copies and st.async that will signal it
     std::vector<Thread*> noinc;         // threads whose cp.async will arrive on it
@@ -107,6 +110,7 @@ struct Block {
 struct Cluster {
     std::vector<Block> blocks;
     uint32_t alive = 0, arrived = 0, phase = 0;  // of barrier.cluster
+    uint32_t mbarriers = 0;
     std::vector<Thread*> waiting;
     Clock clock, completed;
 };
