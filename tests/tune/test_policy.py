@@ -255,6 +255,17 @@ def test_between_two_measured_token_counts_runs_what_fills_the_last_round() -> N
     assert by.choose(here, [Layout.planes]).candidate.layout is Layout.planes
 
 
+@pytest.mark.parametrize(("us", "origin"), [(200.0, "between"), (100.0, "built in")])
+def test_between_two_measured_token_counts_the_built_in_choice_must_be_beaten(us: float, origin: str) -> None:
+    upper, here = product("w4a16g128", 1280, 4096, 16384), product("w4a16g128", 1056, 4096, 16384)
+    other = next(c for c in space(upper).candidates if c.kernel == "packed_large" and c != builtin(upper))
+    won = Measured.of(other, upper, 150.0)
+    found = policy((upper, Point(us, 50.0, {"dequantize": won}, default=Measured.of(builtin(upper), upper, us))))
+    choice = Dispatcher("NVIDIA H200", [found]).choose(here)
+    assert choice.origin == origin
+    assert choice.candidate == (other if origin == "between" else builtin(here))
+
+
 def _tile(one: Candidate, row_warpgroups: int, tokens: int) -> bool:
     if one.kernel != "packed_large" or one.config.tokens != tokens:
         return False

@@ -25,16 +25,32 @@ def scaled(candidate: Candidate, us: float, there: Product, here: Product) -> fl
         return us
     if candidate.why_not(here) is not None:
         return None
-    family = FAMILIES[candidate.kernel]
-    try:
-        one, other = (
-            family.estimate(replace(product, activations=candidate.activations), candidate.config)
-            for product in (here, there)
-        )
-    except KernelError:
-        return None
+    one, other = _estimated(candidate, here), _estimated(candidate, there)
     if one is None or other is None:
-        one, other = (_AROUND_US + lower_bound_us(product, candidate) for product in (here, there))
+        one, other = _at_least(candidate, here), _at_least(candidate, there)
         if one > other:
             return None
     return us * one / other
+
+
+def of_its_like(candidate: Candidate, us: float, there: Product, own: Candidate, here: Product) -> float | None:
+    """Microseconds of ``own`` here, of whose family ``candidate`` took ``us`` there; None for another family's."""
+    if own.kernel != candidate.kernel or own.activations != candidate.activations:
+        return None
+    one, other = _estimated(own, here), _estimated(candidate, there)
+    if one is None or other is None:
+        one, other = _at_least(own, here), _at_least(candidate, there)
+    return us * one / other
+
+
+def _estimated(candidate: Candidate, product: Product) -> float | None:
+    try:
+        return FAMILIES[candidate.kernel].estimate(
+            replace(product, activations=candidate.activations), candidate.config
+        )
+    except KernelError:
+        return None
+
+
+def _at_least(candidate: Candidate, product: Product) -> float:
+    return _AROUND_US + lower_bound_us(product, candidate)

@@ -17,7 +17,7 @@ import torch
 
 from anybit.errors import KernelError
 from anybit.scheme import ActivationFormat
-from anybit.tune.between import scaled
+from anybit.tune.between import of_its_like, scaled
 from anybit.tune.families import (
     BETWEEN_FROM,
     FAMILIES,
@@ -40,6 +40,8 @@ choices, up to 1.45 times, and of six from nearer one did, 1.03 times."""
 _CLEARLY, _FARTHER = 0.97, 0.1
 """What a config must take of the built-in choice's time to be used where it was not measured: there, and, by what is
 expected of both, here, less so much for each power of two that the point is away."""
+_LIKELY = 0.98
+"""What a config must be expected to take of the built-in choice's time to be used between two measured token counts."""
 _WORTH_TWO = 1.03
 """Two layouts are kept where one of them alone would cost more than this at some token count."""
 _SIXTEEN = (torch.float16, torch.bfloat16)
@@ -127,12 +129,18 @@ class Dispatcher:
                 if not upper:
                     continue
                 expected: dict[Candidate, list[float]] = {}
+                own = _builtin(product, layouts)
+                owns: list[float] = []
                 for m in (m for m in (upper, lower) if m):
                     there, point = replace(product, m=m), points[m]
                     if not _holds(there, point):
                         continue
-                    own = () if point.default is None else (point.default,)
-                    for measured in (*point.strategies.values(), *point.also, *own):
+                    default = () if point.default is None else (point.default,)
+                    for measured in default:
+                        candidate = _legal(measured, there, allow)
+                        us = of_its_like(candidate, measured.us, there, own, product) if candidate else None
+                        owns += [] if us is None else [us]
+                    for measured in (*point.strategies.values(), *point.also, *default):
                         candidate = _legal(measured, product, allow)
                         if candidate is None or not (layouts is None or candidate.layout in layouts):
                             continue
@@ -142,6 +150,8 @@ class Dispatcher:
                 if expected:
                     mean = {candidate: sum(found) / len(found) for candidate, found in expected.items()}
                     best = min(mean, key=mean.__getitem__)
+                    if owns and mean[best] > _LIKELY * sum(owns) / len(owns):
+                        return Choice(own, "built in")
                     counts = f"{lower} and {upper}" if lower else f"{upper}"
                     source = f"expected to be fastest, by times at {counts} tokens ({policy.path or 'a map'})"
                     return Choice(best, "between", 0.0, source)
