@@ -1,6 +1,7 @@
 """Random operands of the bitwise GEMM, and the integers that it must give: shared by every rung."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,14 @@ from anybit.kernels.bitwise import Config, Output, Path, Problem, Turns, Walk
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.planes import PlaneWeight
 from anybit.packing import QuantizedWeight
-from anybit.scheme import CODES, ActivationFormat, WeightFormat
+from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
 from cases import random_codes
 
 H200 = Device.named("sm_90a")
+EMULATED = replace(H200, sms=2)
+"""What the emulator is asked to be: so few multiprocessors that blocks of tiny products have several tiles."""
+DEPENDENT = ("activations", "activation_scale", "activation_sum", "activation_zero", "y")
+"""The parameters of a launch that the kernel ahead may still be writing or reading."""
 POISON = 0x5A
 
 
@@ -27,6 +32,24 @@ class Operands:
     exact: Tensor
     unit: Tensor
     """What V is multiplied with, float64 [m, n]."""
+
+
+def emulated(scheme: str, m: int, n: int, k: int, output: Output) -> Problem:
+    """A product by the text of its scheme, on the emulator."""
+    parsed = Scheme.parse(scheme)
+    return Problem(m, n, k, parsed.weights, parsed.activations, output, EMULATED)
+
+
+def on_host(given: Operands, y: Tensor, bias: Tensor | None, y_map: Any) -> bitwise.Params:
+    """The parameters of a launch in the emulator, which takes tensors for addresses."""
+    return replace(
+        bitwise.arguments(given.x, given.weight, y, bias),
+        activations=given.x.codes,
+        activation_scale=given.x.scale,
+        activation_sum=given.x.sum,
+        activation_zero=given.x.zero,
+        y_map=y_map,
+    )
 
 
 def operands(

@@ -1,25 +1,18 @@
 """bitwise.cuh on the CPU: every walk and kind of tile, the three code families, ragged in every dimension."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import emulate
-from anybit.device import Device
 from anybit.kernels import bitwise
 from anybit.kernels.bitwise import Config, Output, Problem, Turns, Walk
-from anybit.scheme import Scheme
-from cases_bitwise import large, once, operands, small
+from cases_bitwise import DEPENDENT, emulated, large, on_host, once, operands, small
 
 pytestmark = pytest.mark.emulate
-HOPPER = replace(Device.named("sm_90a"), sms=2)
-DEPENDENT = ("activations", "activation_scale", "activation_sum", "activation_zero", "y")
 
 
 def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.s32) -> Problem:
-    parsed = Scheme.parse(scheme)
-    return Problem(m, n, k, parsed.weights, parsed.activations, output, HOPPER)
+    return emulated(scheme, m, n, k, output)
 
 
 def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: bool = False) -> None:
@@ -28,15 +21,8 @@ def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: b
     given = operands(m, n, k, asked.weights, asked.activations, seed=seed)
     y = torch.full((m, n + padding), 77, dtype=asked.output.dtype)
     added = torch.linspace(-1, 1, n) if bias else None
-    x = given.x
-    params = replace(
-        bitwise.arguments(x, given.weight, y, added),
-        activations=x.codes,
-        activation_scale=x.scale,
-        activation_sum=x.sum,
-        activation_zero=x.zero,
-        y_map=emulate.Box(y[:, :n], 64, config.slab) if config.tensor else bytes(128),
-    )
+    y_map = emulate.Box(y[:, :n], 64, config.slab) if config.tensor else bytes(128)
+    params = on_host(given, y, added, y_map)
     emulate.run(bitwise.kernel(config), params, bitwise.grid(asked, config), seed=seed, dependent=DEPENDENT)
     assert bool((y[:, n:] == 77).all())
     y = y[:, :n]

@@ -1,22 +1,17 @@
 """bitwise_wide.cuh on the CPU: what blocks keep, rings of few slots, warpgroups that lag, ragged in every dimension."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import emulate
-from anybit.device import Device
-from anybit.kernels import bitwise, bitwise_wide
+from anybit.kernels import bitwise_wide
 from anybit.kernels.bitwise import Output, Problem
 from anybit.kernels.bitwise_wide import Keep
-from anybit.scheme import Scheme
-from cases_bitwise import operands, wide
+from cases_bitwise import DEPENDENT, emulated, on_host, operands, wide
 
 pytestmark = pytest.mark.emulate
-HOPPER = replace(Device.named("sm_90a"), sms=2)
-DEPENDENT = ("activations", "activation_scale", "activation_sum", "activation_zero", "y")
 
 
 def run(asked: Problem, config: bitwise_wide.Config, seed: int, bias: bool = False) -> None:
@@ -25,15 +20,7 @@ def run(asked: Problem, config: bitwise_wide.Config, seed: int, bias: bool = Fal
     given = operands(m, n, k, asked.weights, asked.activations, seed=seed)
     y = torch.full((m, n), 77, dtype=asked.output.dtype)
     added = torch.linspace(-1, 1, n) if bias else None
-    x = given.x
-    params = replace(
-        bitwise.arguments(x, given.weight, y, added),
-        activations=x.codes,
-        activation_scale=x.scale,
-        activation_sum=x.sum,
-        activation_zero=x.zero,
-        y_map=emulate.Box(y, 64, config.slab),
-    )
+    params = on_host(given, y, added, emulate.Box(y, 64, config.slab))
     grid = bitwise_wide.grid(asked, config)
     emulate.run(bitwise_wide.kernel(config), params, grid, seed=seed, dependent=DEPENDENT)
     expected = given.exact * given.unit + (0 if added is None else added.double())
@@ -42,8 +29,7 @@ def run(asked: Problem, config: bitwise_wide.Config, seed: int, bias: bool = Fal
 
 
 def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.f16) -> Problem:
-    parsed = Scheme.parse(scheme)
-    return Problem(m, n, k, parsed.weights, parsed.activations, output, HOPPER)
+    return emulated(scheme, m, n, k, output)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -144,7 +145,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     return None if config is None else _why_not_config(problem, config)
 
 
-def _why_not_config(problem: Problem, config: Config) -> str | None:
+def why_not_facts(problem: Problem, config: Any) -> str | None:
+    """Why what a config of bit planes repeats of its problem is not so, in a sentence; None if it is."""
     if (config.weight_bits, config.activation_bits) != (problem.weights.bits, problem.activations.bits):
         return "the config is for other widths"
     if (config.weight_code.value, config.activation_code.value) != (problem.weights.code, problem.activations.code):
@@ -153,6 +155,13 @@ def _why_not_config(problem: Problem, config: Config) -> str | None:
         return f"the config writes {config.output.value}, and {problem.output.value} is asked for"
     if config.short_sums and not short_sums(problem):
         return f"sums of K = {problem.k} may reach 2^22, and the config's are shorter"
+    return None
+
+
+def _why_not_config(problem: Problem, config: Config) -> str | None:
+    reason = why_not_facts(problem, config)
+    if reason is not None:
+        return reason
     if config.tokens % 8:
         return f"a tile of {config.tokens} tokens is not made of eights"
     reason = _WHY_NOT[config.path](problem, config)

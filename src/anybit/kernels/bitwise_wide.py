@@ -19,7 +19,7 @@ from anybit.errors import KernelError
 from anybit.jit import tensor_map
 from anybit.kernels import bitwise, planes
 from anybit.kernels.bitwise import Params
-from anybit.kernels.bitwise_rules import ROWS, SMALL_ROWS, Output, Problem, short_sums
+from anybit.kernels.bitwise_rules import ROWS, SMALL_ROWS, Output, Problem, short_sums, why_not_facts
 from anybit.kernels.pack import Packed
 from anybit.kernels.planes import Code
 from anybit.scheme import Scheme
@@ -89,15 +89,10 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
 
 
 def _why_not_config(problem: Problem, config: Config) -> str | None:
-    p, q, chunks = config.weight_bits, config.activation_bits, planes.chunks(problem.k)
-    if (p, q) != (problem.weights.bits, problem.activations.bits):
-        return "the config is for other widths"
-    if (config.weight_code.value, config.activation_code.value) != (problem.weights.code, problem.activations.code):
-        return "the config is for other codes"
-    if config.output is not problem.output:
-        return f"the config writes {config.output.value}, and {problem.output.value} is asked for"
-    if config.short_sums and not short_sums(problem):
-        return f"sums of K = {problem.k} may reach 2^22, and the config's are shorter"
+    p, chunks = config.weight_bits, planes.chunks(problem.k)
+    reason = why_not_facts(problem, config)
+    if reason is not None:
+        return reason
     if config.slab not in (32, 64) or config.tokens % config.slab:
         return f"32 or 64 tokens are staged at once, and a tile of {config.tokens} is not made of {config.slab}"
     if not 2 <= config.buffers <= 8:
