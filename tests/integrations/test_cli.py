@@ -283,3 +283,38 @@ def test_bad_texts_are_named(tmp_path: Path) -> None:
     for name, message in says.items():
         with pytest.raises(TextError, match=message):
             evaluate.read_text(tmp_path / name)
+
+
+def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def from_pretrained(path: Path, dtype: Any, **_: Any) -> Any:
+        asked.append(dtype)
+        raise OSError("far enough")
+
+    monkeypatch.setattr(loading, "_checked", lambda device: "cuda")
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+
+    def load(*words: Any, **more: Any) -> None:
+        with pytest.raises(anybit.AnyBitError, match="far enough"):
+            load_model(*words, **more)
+
+    with pytest.warns(
+        UserWarning, match="is in float32, and kernels take float16 or bfloat16: it is loaded as bfloat16"
+    ):
+        load(model, "w4a16g32")
+    config = json.loads((model / "config.json").read_text())
+    half = tmp_path / "half"
+    half.mkdir()
+    for file in model.iterdir():
+        (half / file.name).write_bytes(file.read_bytes())
+    (half / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    with warnings.catch_warnings(action="error"):
+        load(half, "w4a16g32")
+        load(model)  # nothing of it runs on kernels
+        load(model, "w4a16g32", backend="reference-packed")
+        load(model, "w4a16g32", dtype=torch.float16)
+    assert asked == [torch.bfloat16, torch.float16, "auto", "auto", torch.float16]

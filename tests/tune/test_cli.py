@@ -148,3 +148,43 @@ def test_tuning_takes_coarse_counts_first_and_ends_in_time(
     assert min(parts[-2][0]) == 12, "few tokens of 16-bit activations are not measured"
     code, _, err = run(monkeypatch, capsys, *words[:-1], "8", "-s", "w4a16g32")
     assert code == 1 and "ask for more tokens" in err
+
+
+@pytest.mark.parametrize(
+    ("stored", "runs"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]
+)
+def test_tuning_measures_in_the_dtype_that_the_model_runs_in(
+    stored: str, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny("llama", tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": stored}))
+    seen: set[torch.dtype] = set()
+
+    def search(products: Sequence[Product], *_: object, **__: object) -> Policy:
+        seen.update(product.dtype for product in products)
+        return Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("anybit.tune.search.search", search)
+    words = ("tune", str(tmp_path), "-o", str(tmp_path / "map.json"), "--most-tokens", "16", "-s", "w4a16g32")
+    assert run(monkeypatch, capsys, *words)[0] == 0
+    assert seen == {getattr(torch, runs)}
+    assert run(monkeypatch, capsys, *words, "--dtype", "float16")[0] == 0
+    assert seen == {getattr(torch, runs), torch.float16}
+    code, _, err = run(monkeypatch, capsys, *words, "--dtype", "float32")
+    assert code == 1 and "--dtype must be one of float16, bfloat16, not 'float32'" in err
+
+
+def test_explains_the_dtype_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parsed = Scheme.parse("w3a16")
+    one = Product(64, 4096, 14336, parsed.weights, parsed.activations, torch.bfloat16)
+    policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
+    policy.put(one, Point(12.5, 5.0, {"dequantize": Measured.of(builtin(one), one, 12.5)}))
+    save(policy, tmp_path / "map.json")
+    words = ("explain", "4096,14336", "-s", "w3a16", "-m", "64", "--policy", str(tmp_path / "map.json"), "--json")
+    found = [json.loads(run(monkeypatch, capsys, *words, *more)[1]) for more in ((), ("--dtype", "bfloat16"))]
+    dispatching.use()
+    assert [one["products"][0]["us"] for one in found] == [None, 12.5]

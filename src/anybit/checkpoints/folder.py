@@ -41,6 +41,21 @@ class Folder:
         """Size of all tensors."""
         return sum(entry.bytes for entry in self.entries.values())
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model is in where nobody asks for another: what config.json says, else its first float tensor."""
+        said = self.config.get("dtype") or self.config.get("torch_dtype")
+        named = getattr(torch, said.removeprefix("torch."), None) if isinstance(said, str) else None
+        if isinstance(named, torch.dtype):
+            return named
+        kinds = (entry.dtype for entry in self.entries.values())
+        return next((kind for kind in kinds if kind.is_floating_point and kind.itemsize > 1), torch.float32)
+
+    @property
+    def kernel_dtype(self) -> torch.dtype:
+        """What its layers run in on a GPU: kernels take 16-bit floats, and bfloat16 reaches as far as float32."""
+        return self.dtype if self.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+
     def read(self, name: str, *, finite: bool = False) -> Tensor:
         """Read a tensor; ``finite``: refuse NaN and infinity."""
         if name not in self.entries:

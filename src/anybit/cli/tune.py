@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 Allow = Annotated[
     list[str] | None,
-    typer.Option(help="What may be changed for speed: a8, 16-bit activations to 8 bits where that is faster."),
+    typer.Option(
+        help="a8: 16-bit activations may become 8-bit ones where that is faster; "
+        "copy: cuBLAS over dequantized weights is timed too, to compare."
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float16 or bfloat16, the type of activations and results; by default the model's own."),
 ]
 SchemeOption = Annotated[
     str | None, typer.Option("--scheme", "-s", help="For example w4a8; by default the model's own.")
@@ -38,7 +45,7 @@ def tune(
         bool, typer.Option("--exhaustive", help="Every legal config: hours, unless --seconds is given.")
     ] = False,
     allow: Allow = None,
-    dtype: Annotated[str, typer.Option(help="float16 or bfloat16: the type of activations and results.")] = "float16",
+    dtype: Dtype = None,
     seconds: Annotated[
         float | None, typer.Option(help="Begin nothing new after this long; run again to go on. By default 270.")
     ] = None,
@@ -55,9 +62,7 @@ def tune(
     anybit tune ./llama-3-8b-w4a8
     anybit tune ./llama-3-8b --scheme w4a16g128 --allow a8
     """
-    allowed = known(allow)
-    if dtype not in _DTYPES:
-        raise KernelError(f"--dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+    allowed, wanted = known(allow), _checked(dtype)
     import torch
 
     from anybit.device import Device
@@ -72,9 +77,9 @@ def tune(
     if not torch.cuda.is_available():
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")
     with status(f"Reading {model}"):
-        parsed, shapes, fused = _layers(model, scheme)
+        parsed, shapes, fused, own = _layers(model, scheme)
     all_counts = [
-        Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype))
+        Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, wanted or own))
         for n, k in shapes
         for m in STEPS
         if m <= most
@@ -121,10 +126,13 @@ def tune(
 
 
 def explain(
-    what: Annotated[str, typer.Argument(help="A model, or the shape of a layer as N,K: outputs, inputs.")],
+    what: Annotated[
+        str, typer.Argument(metavar="MODEL|N,K", help="A model, or the shape of a layer as N,K: outputs, inputs.")
+    ],
     scheme: SchemeOption = None,
     tokens: Annotated[list[int] | None, typer.Option("--m", "-m", min=1, help="Tokens; may be given again.")] = None,
     allow: Allow = None,
+    dtype: Dtype = None,
     policy: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Another map than this GPU's.")
     ] = None,
@@ -138,7 +146,7 @@ def explain(
     anybit explain 4096,14336 --scheme w4a8 --m 1 --m 512
     anybit explain ./llama-3-8b-w4a8 --m 16
     """
-    allowed, shape = known(allow), _shape(what)
+    allowed, shape, kind = known(allow), _shape(what), _checked(dtype) or _DTYPES[0]
     if shape is not None and scheme is None:
         raise SchemeError(f"the shape {what} needs a scheme: --scheme w4a8")
     wanted = None if scheme is None else Scheme.parse(scheme)
@@ -153,13 +161,14 @@ def explain(
         if shape is not None and wanted is not None:
             parsed, shapes = wanted, [shape]
         else:
-            parsed, shapes, _ = _layers(what, scheme)
+            parsed, shapes, _, own = _layers(what, scheme)
+            kind = dtype or own
         device = Device.of(torch.empty(0, device="cuda")) if torch.cuda.is_available() else Device.named("sm_90a")
         if policy is not None:
             dispatching.use(policy)
-        by = dispatching.dispatcher(device.name)
+        by, formats = dispatching.dispatcher(device.name), (parsed.weights, parsed.activations)
         found = [
-            explain_product(Product(m, n, k, parsed.weights, parsed.activations, device=device), by, allowed)
+            explain_product(Product(m, n, k, *formats, getattr(torch, kind), device), by, allowed)
             for n, k in shapes
             for m in tokens or [1, 16, 256, 4096]
         ]
@@ -184,6 +193,12 @@ def _gpu_of(hint: "Policy") -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else Device.named("sm_90a").name
 
 
+def _checked(dtype: str | None) -> str | None:
+    if dtype is not None and dtype not in _DTYPES:
+        raise KernelError(f"--dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}")
+    return dtype
+
+
 def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
@@ -199,10 +214,10 @@ def _shape(text: str) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]], tuple[tuple[int, int], ...]]:
+def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]], tuple[tuple[int, int], ...], str]:
     """The scheme, the shapes of a model's linear layers, as they are and as ``fuse`` joins them, and the latter alone.
 
-    Those come first, in the model's order.
+    Those come first, in the model's order. Last the dtype that they run in.
     """
     from anybit.checkpoints import Folder, local_folder
     from anybit.checkpoints.configuration import scheme_of
@@ -210,7 +225,7 @@ def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int
 
     with local_folder(model) as path:
         folder = Folder(path)
-        stored = scheme_of(folder.config)
+        stored, own = scheme_of(folder.config), str(folder.kernel_dtype).removeprefix("torch.")
         if scheme is None and stored is None:
             raise SchemeError(f"{model} is not quantized by anybit: say for which scheme, for example --scheme w4a8")
         empty = skeleton(path)
@@ -221,7 +236,7 @@ def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int
     shapes = dict.fromkeys([*fused, *((layer.n, layer.k) for layer in layers)])
     parsed = Scheme.parse(scheme) if scheme is not None else stored
     assert parsed is not None
-    return Scheme(parsed.weights, parsed.activations), list(shapes), fused
+    return Scheme(parsed.weights, parsed.activations), list(shapes), fused, own
 
 
 def _as_fused(layers: dict[str, tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """Load a model to run it: from a folder, a hub name or a GGUF file, quantized already, on the fly, or not at all."""
 
 import importlib.util
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ def load_model(
     """Load a causal language model and its tokenizer.
 
     scheme: quantize while loading; None takes the model as it is. device: by default a GPU if there is one.
-    dtype: of what is not quantized; by default float32 on a CPU (whose 16-bit arithmetic is slow), else the model's.
+    dtype: of what is not quantized; by default float32 on a CPU (whose 16-bit arithmetic is slow), else the model's. A
+        quantized model that is stored in float32 is loaded as bfloat16 onto a GPU, whose kernels take 16-bit floats; a
+        warning says so.
     Raises CheckpointError, naming the file and the tensor, for a checkpoint that is corrupt, incomplete or not finite,
     LayerError for a layer that the scheme does not fit, and KernelError for a backend that is unknown or cannot run it.
     """
@@ -54,6 +57,15 @@ def load_model(
         folder = Folder(path)
         skeleton(path)  # a configuration that transformers cannot build gets its own error
         stored = scheme_of(folder.config)
+        quantized = scheme is not None or stored is not None
+        if wanted == "auto" and quantized and not (backend or "").startswith("reference"):
+            wanted = folder.kernel_dtype
+            if wanted != folder.dtype:
+                here, there = (str(kind).removeprefix("torch.") for kind in (folder.dtype, wanted))
+                warnings.warn(
+                    f"{source} is in {here}, and kernels take float16 or bfloat16: it is loaded as {there}",
+                    stacklevel=2,
+                )
         arguments: dict[str, Any] = {}
         if scheme is not None:
             refuse_quantized(folder.config, str(source))
