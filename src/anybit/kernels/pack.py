@@ -254,10 +254,22 @@ def quantize(
     config: Config | None = None,
     pdl: bool = True,
 ) -> Packed:
-    """Code activations [m, k] on a GPU, per token; rows may be strided. Launches one kernel on the current stream."""
+    """Code activations, float16 or bfloat16 [m, k] on a GPU, per token, by one kernel on the current stream.
+
+    Rows may be further apart than k, but their values are adjacent. Raises KernelError for what no kernel codes, and
+    for a config that is not legal for it.
+    """
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise KernelError(f"x must be [m, k] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
+    if not x.is_cuda:
+        raise KernelError(f"x is on {x.device}, and quantize-and-pack needs a CUDA device")
     problem = problem_of(x, format, target)
+    config = config or default(problem)
+    reason = why_not(problem, config)
+    if reason is not None:
+        raise KernelError(f"no quantize-and-pack kernel: {reason}")
     packed = Packed(problem.m, problem.k, format, target, x.device)
-    launch(problem, config or default(problem), packed, x, pdl=pdl)
+    launch(problem, config, packed, x, pdl=pdl)
     return packed
 
 

@@ -139,21 +139,26 @@ def _dense(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _check(name: str, x: Tensor, gamma: Tensor) -> None:
-    if gamma.shape != x.shape[-1:] or gamma.dtype != x.dtype:
+def check_norm(x: Tensor, residual: Tensor | None, gamma: Tensor) -> None:
+    """Raise KernelError, naming both values, unless a kernel norms x + residual: x [..., K], gamma [K], all alike."""
+    if gamma.shape != x.shape[-1:] or gamma.dtype != x.dtype or gamma.device != x.device:
         raise KernelError(
-            f"gamma of {name} must be {x.dtype} [{x.shape[-1]}] as x is, not {gamma.dtype} {tuple(gamma.shape)}"
+            f"gamma must be {x.dtype} [{x.shape[-1]}] on {x.device} as x is, not {gamma.dtype} {tuple(gamma.shape)} on "
+            f"{gamma.device}"
+        )
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
+        raise KernelError(
+            f"residual must be {x.dtype} {tuple(x.shape)} on {x.device} as x is, not {residual.dtype} "
+            f"{tuple(residual.shape)} on {residual.device}"
         )
 
 
 def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor | None]:
-    _check("rms_norm", x, gamma)
+    check_norm(x, residual, gamma)
     rows = x.reshape(-1, x.shape[-1])
     y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     total = other = None
     if residual is not None:
-        if residual.shape != x.shape or residual.dtype != x.dtype:
-            raise KernelError(f"residual must be {x.dtype} {tuple(x.shape)} as x is, not {tuple(residual.shape)}")
         other = residual.reshape(-1, x.shape[-1])
         total = torch.empty(other.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:

@@ -26,8 +26,11 @@ def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None
         raise KernelError(f"x is on {x.device}, and the weight was prepared on {weight.device}: move one of them")
     if x.ndim < 1 or x.shape[-1] != spec.k:
         raise KernelError(f"x has shape {tuple(x.shape)}, and the layer takes {spec.k} features in its last dimension")
-    if bias is not None and bias.numel() != spec.n:
-        raise KernelError(f"the bias has shape {tuple(bias.shape)}, and the layer has {spec.n} outputs")
+    if bias is not None:
+        if bias.numel() != spec.n:
+            raise KernelError(f"the bias has shape {tuple(bias.shape)}, and the layer has {spec.n} outputs")
+        if bias.device != x.device:
+            raise KernelError(f"the bias is on {bias.device}, and x is on {x.device}: move one of them")
 
 
 def token_bucket(tokens: int) -> int:

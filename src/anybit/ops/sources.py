@@ -11,13 +11,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from anybit.errors import KernelError
 from anybit.kernels.pack import Problem, Source, why_not
 from anybit.kernels.packed_digits import NORM_TOKENS as NORM_TOKENS
 from anybit.kernels.packed_digits import Step
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.before import Before
-from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
+from anybit.ops.elementwise import add_rms_norm, check_norm, rms_norm, rotate_store, silu_mul
 from anybit.ops.packed import PackedTiles
 from anybit.scheme import ActivationFormat
 
@@ -63,6 +64,7 @@ def _norm_rotate_store(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parsed = LinearSpec.parse(spec)
     if parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
+        check_norm(x, residual, gamma)
         step = Step(cosine.contiguous(), sine.contiguous(), ring, lengths, sequences, query_heads, key_heads, tokens)
         backend: PackedTiles = backends[parsed.backend]  # type: ignore[assignment]
         found = backend.norm_rotate_store(x, residual, gamma, epsilon, weight, bias, parsed, step)
@@ -103,8 +105,10 @@ def _norm_linear(
     weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False, rotated: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parsed = LinearSpec.parse(spec)
-    backend = backends[parsed.backend]
-    if not _codes(x, parsed, rotated):
+    backend, codes = backends[parsed.backend], _codes(x, parsed, rotated)
+    if codes or x.is_cuda:
+        check_norm(x, residual, gamma)
+    if not codes:
         if not rotated and parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
             found = backend.norm_linear(x, residual, gamma, epsilon, weight, bias, parsed, silu)  # type: ignore[attr-defined]
             if found is not None:
@@ -136,6 +140,8 @@ def _silu_linear(
     if not _codes(gate_up, parsed, rotated):
         made = silu_mul(gate_up)
         return backend.linear(torch.ops.anybit.hadamard(made) if rotated else made, weight, bias, parsed)
+    if gate_up.shape[-1] != 2 * parsed.k:
+        raise KernelError(f"gate_up has shape {tuple(gate_up.shape)}, and the layer takes {parsed.k} features of each")
     rows = gate_up.reshape(-1, 2 * parsed.k).contiguous()
     gate, before = rows[:, : parsed.k], Before(Source.silu_mul, rows, rotated=rotated)
     y: Tensor = backend.linear(gate, weight, bias, parsed, before)  # type: ignore[call-arg]
