@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from anybit.tune import dispatcher as dispatching
 from anybit.tune.families import GRID, STEPS, Product
 from anybit.tune.plans import Options
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
+from anybit.tune.search import Progress
 from anybit.tune.space import builtin, space
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="explains the GPU that is present")
@@ -188,3 +190,27 @@ def test_explains_the_dtype_that_is_asked_for(
     found = [json.loads(run(monkeypatch, capsys, *words, *more)[1]) for more in ((), ("--dtype", "bfloat16"))]
     dispatching.use()
     assert [one["products"][0]["us"] for one in found] == [None, 12.5]
+
+
+def test_tuning_replaces_no_map_of_another_gpu_and_says_in_a_log_where_it_is(
+    tmp_path: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny("llama", tmp_path)
+    gpu = "NVIDIA H100"
+
+    def search(products: Sequence[Product], path: Any, options: Options, report: Any, **_: object) -> Policy:
+        path(gpu)
+        report(Progress(products[0], 3, 40, 75.0, 0))
+        return Policy(Origin.here(gpu, "sm_90a", "575.1", "2.11"))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("anybit.tune.search.search", search)
+    monkeypatch.setattr("anybit.cli.tune._SAY_SECONDS", -1.0)
+    words = ("tune", str(tmp_path), "-s", "w4a8", "--most-tokens", "1", "-o")
+    before = measured.read_text()
+    code, _, err = run(monkeypatch, capsys, *words, str(measured))
+    assert code == 1 and "map.json was measured on NVIDIA H200, and this is NVIDIA H100: choose another file" in err
+    assert measured.read_text() == before
+    code, _, err = run(monkeypatch, capsys, *words, str(tmp_path / "another.json"))
+    assert code == 0 and "3 of 40: w4a8 1 x 128 x 64, 75 s left" in err
+    assert run(monkeypatch, capsys, *words, str(tmp_path / "another.json"), "--seconds", "-1")[0] == 2

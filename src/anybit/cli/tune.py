@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,7 @@ SchemeOption = Annotated[
 ]
 _DTYPES = ("float16", "bfloat16")
 _USUAL_SECONDS = 270.0
+_SAY_SECONDS = 30.0
 
 
 def tune(
@@ -47,7 +49,7 @@ def tune(
     allow: Allow = None,
     dtype: Dtype = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Begin nothing new after this long; run again to go on. By default 270.")
+        float | None, typer.Option(min=0, help="Begin nothing new after this long; run again to go on. By default 270.")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure what the map has anew.")] = False,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map; by default this GPU's own.")] = None,
@@ -95,19 +97,23 @@ def tune(
     if seconds is None:
         seconds = math.inf if everything else _USUAL_SECONDS
     hints = [found for found in (policies.usable(file) for file in sorted(policies.SHIPPED.glob("*.json"))) if found]
-    began = time.perf_counter()
+    began = said = time.perf_counter()
     with progress_bar(f"Tuning {parsed}", counted=True) as update:
 
         def report(progress: "Progress") -> None:
+            nonlocal said
             left = "" if math.isnan(progress.seconds_left) else f", {_minutes(progress.seconds_left)} left"
             update(f"{progress.product}{left}", progress.done, progress.total)
+            if not errors.is_terminal and time.perf_counter() - said > _SAY_SECONDS:  # a log shows no bar
+                said = time.perf_counter()
+                errors.print(f"{progress.done} of {progress.total}: {progress.product}{left}", markup=False)
 
         options = Options(10**6 if everything else each, allowed, again=again, models=(fused,))
         for part, grid in ((coarse, GRID), (fine, STEPS)):
             left = max(0.0, seconds - (time.perf_counter() - began))
             if part:
                 how = replace(options, seconds=left, grid=grid)
-                policy = search(part, to or policies.own_file, how, hints=hints, report=report)
+                policy = search(part, partial(_map, to), how, hints=hints, report=report)
     gains = [
         point.default_us / min(measured.us for measured in point.strategies.values())
         for product in products
@@ -191,6 +197,18 @@ def _gpu_of(hint: "Policy") -> str:
     from anybit.device import Device
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else Device.named("sm_90a").name
+
+
+def _map(to: Path | None, gpu: str) -> Path:
+    """The map to write. Raises KernelError where it is of another GPU, which what is measured would replace."""
+    from anybit.tune import policy as policies
+
+    if to is None:
+        return policies.own_file(gpu)
+    measured = policies.read(to).origin.gpu if to.exists() else gpu
+    if measured != gpu:
+        raise KernelError(f"{to} was measured on {measured}, and this is {gpu}: choose another file with --output")
+    return to
 
 
 def _checked(dtype: str | None) -> str | None:
