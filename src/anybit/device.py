@@ -31,7 +31,7 @@ class Device:
 
     @staticmethod
     def named(arch: str) -> "Device":
-        """A typical GPU of an architecture, for planning and compiling without one."""
+        """A typical GPU of an architecture, to plan and compile for without one. Raises KernelError for another."""
         if arch not in _TYPICAL:
             raise KernelError(f"architecture {arch!r} is not known; anybit knows {', '.join(_TYPICAL)}")
         return _TYPICAL[arch]

@@ -110,7 +110,10 @@ class Plan:
 
 
 def promote(weight_parts: Partition, activation_parts: Partition, arch: str) -> Number:
-    """The hardware-aware promotion principle (equation 5): the narrowest native integer that holds the widest part."""
+    """The hardware-aware promotion principle (equation 5): the narrowest native integer that holds the widest part.
+
+    Raises KernelError where an architecture has none.
+    """
     widest = max(weight_parts.widths + activation_parts.widths)
     integers = [number for number in _native(arch) if number in ("b1", "u4", "u8") and _BITS[number] >= widest]
     if not integers:
@@ -175,6 +178,7 @@ def execute(plan: Plan, activations: Tensor, weights: Tensor) -> Tensor:
     """Carry a plan out in exact integers: codes X [M, K] and W [N, K] -> Y = X W^T, int64 [M, N].
 
     Every part is checked against the number it is promoted to, so a plan that could not run on hardware fails here.
+    Raises KernelError for that, and for a plan that is no integer product.
     """
     if plan.number in ("e4m3", "f16"):
         raise KernelError(f"a plan on {plan.number} is not an integer product, so it has no exact executor")

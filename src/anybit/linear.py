@@ -93,7 +93,10 @@ class QuantLinear(nn.Module):
     def from_weight(
         cls, weight: QuantizedWeight, scheme: Scheme | str, bias: Tensor | None = None, backend: str | None = None
     ) -> "QuantLinear":
-        """A layer that holds a quantized weight, on the weight's device."""
+        """A layer that holds a quantized weight, on the weight's device. bias: float [N].
+
+        Raises LayerError for a bias of another shape or of integers, and for a scheme of another weight format.
+        """
         n, k = weight.shape
         layer = cls(k, n, scheme, False, group_index=weight.group_index is not None, device="meta", backend=backend)
         layer.load_weight(weight)
@@ -123,7 +126,7 @@ class QuantLinear(nn.Module):
         return tensors
 
     def load_weight(self, weight: QuantizedWeight) -> None:
-        """Take over a quantized weight of this layer's shape and format."""
+        """Take over a quantized weight of this layer's shape and format; LayerError for another."""
         expected = (self.out_features, self.in_features)
         if weight.shape != expected or weight.format != self.scheme.weights:
             raise LayerError(
@@ -136,7 +139,7 @@ class QuantLinear(nn.Module):
             setattr(self, name, _frozen(tensor))
 
     def quantized_weight(self) -> QuantizedWeight:
-        """The layer's weight as codes, scales and zeros."""
+        """The layer's weight as codes, scales and zeros. Raises LayerError where it is on the meta device."""
         if self._prepared is not None:
             return self._prepared.restore()
         if self.weight_packed.is_meta:
@@ -202,7 +205,11 @@ class QuantLinear(nn.Module):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Y = x W^T + bias."""
+        """Y = x W^T + bias: x float [..., in_features] -> [..., out_features] in x's dtype.
+
+        On a GPU x is float16 or bfloat16. The first call prepares the weight, and raises KernelError where no backend
+        runs the layer on its device; an x of another dtype, width or device is refused before anything is launched.
+        """
         if self._prepared is None:
             self.prepare()
         assert self._prepared is not None

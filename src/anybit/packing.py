@@ -45,7 +45,10 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, length: int) -> Tensor:
-    """Unpack int32 words [..., ceil(length*bits/32)] into uint8 codes [..., length]; the inverse of ``pack_words``."""
+    """Unpack int32 words [..., ceil(length*bits/32)] into uint8 codes [..., length]; the inverse of ``pack_words``.
+
+    Raises LayerError for words of another type or number.
+    """
     _check_bits(bits)
     expected = words_per_row(length, bits)
     if words.dtype != torch.int32 or words.shape[-1] != expected:
@@ -164,7 +167,10 @@ class QuantizedWeight:
     def from_sparse_codes(
         cls, codes: Tensor, mask: Tensor, scale: Tensor, zero: Tensor | None, format: WeightFormat
     ) -> "QuantizedWeight":
-        """Pack a 2:4 sparse layer: codes uint8 [N, K] and a boolean mask [N, K] with two True in every four inputs."""
+        """Pack a 2:4 sparse layer: codes uint8 [N, K] and a boolean mask [N, K] with two True in every four inputs.
+
+        Raises LayerError for a mask that keeps more or fewer.
+        """
         n, k = codes.shape
         if k % 4 or not bool((mask.view(n, -1, 4).sum(-1) == 2).all()):
             raise LayerError(f"a 2:4 mask keeps two of every four inputs of a {n} x {k} layer; this one does not")

@@ -39,7 +39,7 @@ def quantize_activations(x: Tensor, format: ActivationFormat) -> QuantizedActiva
     """Quantize activations [..., K], any float dtype, per token; the kernels give the same codes bit for bit.
 
     Arithmetic is float32. A row of zeros gets scale 0; a row with NaN or infinity gets scale NaN, never garbage.
-    Returns codes [M, K] with the leading dimensions flattened.
+    Returns codes [M, K] with the leading dimensions flattened. Raises LayerError for a format of 16 bits.
     """
     if not format.quantized:
         raise LayerError("16-bit activations are not quantized")
@@ -90,7 +90,10 @@ def accumulate(activations: Tensor, weights: Tensor) -> Tensor:
 
 
 def integer_product(x: QuantizedActivations, weight: QuantizedWeight) -> Tensor:
-    """Sum over K of (uw - zw)(ux - zx) from codes and rank-1 terms, float64 [M, N], exact; whole-row scales only."""
+    """Sum over K of (uw - zw)(ux - zx) from codes and rank-1 terms, float64 [M, N], exact.
+
+    Raises LayerError for weights in groups: sums over whole rows do not know them.
+    """
     if weight.scale.shape[1] != 1:
         raise LayerError(f"{weight.format} has {weight.scale.shape[1]} groups a row; this needs whole rows")
     uw, zw = weight.codes().double(), weight.zeros().double()
@@ -118,7 +121,7 @@ def linear(
 
     decoded: what ``decode`` returned for this weight, to trade memory for speed; computed and dropped if None.
     Products of integers with whole-row scales are exact before the scales are applied; everything else is float32
-    (float64 if x is).
+    (float64 if x is). Raises LayerError for an x that is no float or of another width.
     """
     check_activations(x, weight.shape[1])
     work = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -131,7 +131,10 @@ def add_rms_norm(
 
 
 def silu_mul(x: Tensor, y: Tensor, paired: bool = False, pdl: bool = True) -> None:
-    """y[:] = silu(gate) * up, x [m, gate k | up k] -> y [m, k] dense; paired: x has 8 of gate and 8 of up in turn."""
+    """y[:] = silu(gate) * up, x [m, gate k | up k] -> y [m, k] dense; paired: x has 8 of gate and 8 of up in turn.
+
+    Raises KernelError for a dtype or a k that has no kernel.
+    """
     problem = problem_of(x, y.shape[1], y)
     if paired and problem.k % VECTOR:
         raise KernelError(f"gate and up of {problem.k} each do not lie in turns of {VECTOR}")

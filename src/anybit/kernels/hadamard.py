@@ -62,7 +62,7 @@ def why_not(problem: Problem) -> str | None:
 
 @cache
 def default(problem: Problem) -> Config:
-    """Four values a thread, as far as a block goes."""
+    """Four values a thread, as far as a block goes. Raises KernelError where no kernel rotates these vectors."""
     reason = why_not(problem)
     if reason is not None:
         raise KernelError(f"no kernel for the Hadamard transform: {reason}")

@@ -213,7 +213,10 @@ def configs(problem: Problem) -> list[Config]:
 
 @functools.cache
 def default(problem: Problem) -> Config:
-    """Measured on an H200: 4 vectors a thread; in longer rows few tokens want more threads, many want more vectors."""
+    """Measured on an H200: 4 vectors a thread; in longer rows few tokens want more threads, many want more vectors.
+
+    Raises KernelError, with the reason, where no kernel quantizes such rows.
+    """
     reason = why_not(problem)
     if reason is not None:
         raise KernelError(f"no quantize-and-pack kernel: {reason}")

@@ -87,7 +87,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def default(problem: Problem, gamma_offset: int = 0) -> Config:
-    """Few heads a block, so that a token's heads spread over many multiprocessors."""
+    """Few heads a block, so that a token's heads spread over many SMs. Raises KernelError for other heads."""
     reason = why_not(problem)
     if reason is not None:
         raise KernelError(f"no kernel for the rotary embedding: {reason}")

@@ -114,7 +114,11 @@ def _check_groups(weight: QuantizedWeight) -> None:
 
 
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
-    """Y = x W^T + bias: x float [..., K] -> y [..., N] in x's dtype, through the op ``anybit::linear``."""
+    """Y = x W^T + bias, through the op ``anybit::linear``: x float [..., K], bias float [N] -> y [..., N] in x's dtype.
+
+    Kernels take float16 and bfloat16. Raises KernelError (LayerError on the reference) before anything is launched for
+    an x of another dtype, width or device than the prepared weight takes; kernels also for such a bias.
+    """
     y: Tensor = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
     return y
 

@@ -78,7 +78,7 @@ backends: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> None:
-    """Add a backend; of those at the same cost the first registered is preferred."""
+    """Add a backend; of those at the same cost the first registered is preferred. KernelError for a name twice."""
     if backend.name in backends:
         raise KernelError(f"a backend named {backend.name!r} is registered already")
     backends[backend.name] = backend
@@ -95,7 +95,11 @@ def allow_fallback(allowed: bool = True) -> None:
 
 
 def choose(weight: QuantizedWeight, activations: ActivationFormat, wanted: str | None = None) -> str:
-    """The name of the backend that runs a layer: the one wanted, else the cheapest that can."""
+    """The name of the backend that runs a layer: the one wanted, else the cheapest that can.
+
+    Raises KernelError for a name that is unknown, and, with the reasons of all that were asked, where none can; after
+    ``allow_fallback`` that is "reference-packed", unless another was wanted.
+    """
     if wanted is not None and wanted not in backends:
         raise KernelError(f"backend {wanted!r} is unknown; there are {', '.join(backends)}")
     reasons = []
