@@ -1,4 +1,7 @@
-"""bitwise.cuh on the CPU: every walk and kind of tile, the three code families, ragged in every dimension."""
+"""bitwise.cuh on the CPU: every walk and kind of tile, the three code families, ragged in every dimension.
+
+Every 37th of the 192 pairs of widths and code families is tested, all with ANYBIT_EXHAUSTIVE=1 in the environment.
+"""
 
 import pytest
 import torch
@@ -6,9 +9,14 @@ import torch
 import emulate
 from anybit.kernels import bitwise
 from anybit.kernels.bitwise import Config, Output, Problem, Turns, Walk
-from cases_bitwise import DEPENDENT, emulated, large, on_host, once, operands, small
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+from cases import EXHAUSTIVE, PAIRS
+from cases_bitwise import DEPENDENT, code_pairs, emulated, large, on_host, once, operands, small
 
 pytestmark = pytest.mark.emulate
+
+EVERY = [(p, q, codes) for p, q in PAIRS for codes in code_pairs()[:3]]
+EVERY = EVERY if EXHAUSTIVE else EVERY[::37]
 
 
 def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.s32) -> Problem:
@@ -88,6 +96,14 @@ def test_few_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, objec
     asked = problem(scheme, m, n, k)
     for seed in range(2):
         run(asked, small(asked, **change), seed)
+
+
+@pytest.mark.parametrize(("p", "q", "codes"), EVERY)
+def test_every_pair_is_exact(p: int, q: int, codes: tuple[str, str]) -> None:
+    scheme = str(Scheme(WeightFormat(p, codes[0]), ActivationFormat(q, codes[1])))
+    few, many = problem(scheme, 11, 70, 1100), problem(scheme, 70, 132, 1031)
+    run(few, small(few, 8))
+    run(many, large(many, 64))
 
 
 @pytest.mark.parametrize(
