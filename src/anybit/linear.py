@@ -174,6 +174,11 @@ class QuantLinear(nn.Module):
                 setattr(self, name, _frozen(torch.empty_like(getattr(self, name), device="meta")))
         return self
 
+    @property
+    def runs_on(self) -> str | None:
+        """The backend that the weight is prepared for, by name; None before that."""
+        return None if self._prepared is None else self._prepared.spec.backend
+
     def stand_in_fused(self, fused: bool) -> None:
         """Whether the layer is a product of a fused layer, which decides how its kernels are placed."""
         self._fused = fused

@@ -318,3 +318,20 @@ def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(
         load(model, "w4a16g32", backend="reference-packed")
         load(model, "w4a16g32", dtype=torch.float16)
     assert asked == [torch.bfloat16, torch.float16, "auto", "auto", torch.float16]
+
+
+def test_an_allowance_that_changes_nothing_is_said(model: Path) -> None:
+    from anybit.tune import dispatcher
+
+    try:
+        dispatcher.allow("a8")
+        with pytest.warns(UserWarning, match="no policy map of this device says .* tune MODEL --scheme S --allow a8"):
+            loaded = load_model(model, "w4a16g32", device="cpu").model
+        assert {layer.runs_on for layer in loaded.modules() if isinstance(layer, QuantLinear)} == {"reference-decoded"}
+        with warnings.catch_warnings(action="error"):
+            load_model(model, "w4a8", device="cpu")
+            load_model(model, device="cpu")
+            dispatcher.allow()
+            load_model(model, "w4a16g32", device="cpu")
+    finally:
+        dispatcher.allow()

@@ -14,9 +14,11 @@ from anybit.checkpoints import Folder, local_folder
 from anybit.checkpoints.configuration import refuse_quantized, scheme_of
 from anybit.errors import CheckpointError, KernelError
 from anybit.integrations.transformers import AnyBitConfig
+from anybit.linear import QuantLinear
 from anybit.ops import backends
 from anybit.quantize.modules import skeleton
 from anybit.scheme import Scheme
+from anybit.tune.dispatcher import allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,20 @@ def load_model(
             why = " ".join(str(error).split())
             raise CheckpointError(f"{path} has no tokenizer that can be read: {why}") from error
     parsed = stored if scheme is None else Scheme.parse(scheme)
+    if parsed is not None and not parsed.activations.quantized and "a8" in allowed():
+        _say_without_effect(model)
     return Loaded(model.eval(), tokenizer, parsed, str(source))
+
+
+def _say_without_effect(model: nn.Module) -> None:
+    """Warn where 8-bit activations have been allowed, and no layer was measured to be faster with them."""
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    if not any(layer.runs_on == "packed+a8" for layer in layers):
+        warnings.warn(
+            "8-bit activations have been allowed (a8), and no policy map of this device says that a layer is faster "
+            "with them: activations stay as they are. `anybit tune MODEL --scheme S --allow a8` measures that on a GPU",
+            stacklevel=3,
+        )
 
 
 def _checked(device: str | None) -> str:
