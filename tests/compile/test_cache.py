@@ -1,6 +1,8 @@
 """jit.cache: many processes compile once, damage is noticed, and a folder that cannot be written only costs time."""
 
 import errno
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -92,6 +94,21 @@ def test_damaged_entries_are_rebuilt(folder: Path, compilations: list[str], dama
     cache.clear_memory()
     jit.cached(KERNEL, ARCH)
     assert len(compilations) == 2
+
+
+@pytest.mark.parametrize("figures", [{"arch": ARCH, "threads": 128}, {}, [1]], ids=str)
+def test_entries_of_another_version_are_rebuilt(
+    folder: Path, compilations: list[str], figures: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = jit.cached(KERNEL, ARCH)
+    (path,) = entries(folder)
+    header = json.dumps(figures).encode()
+    body = len(header).to_bytes(4, "little") + header + first.cubin
+    path.write_bytes(cache._MAGIC + hashlib.sha256(body).digest() + body)
+    cache.clear_memory()
+    assert replace(jit.cached(KERNEL, ARCH), seconds=first.seconds) == first
+    assert len(compilations) == 2
+    assert f"{path} was written by another version of anybit" in caplog.text
 
 
 def test_old_entries_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,9 +111,14 @@ def _load(path: Path) -> Compiled | None:
         _logger.warning("the cached kernel %s is damaged and is compiled anew", path)
         return None
     length = int.from_bytes(body[:4], "little")
+    try:
+        found = Compiled(cubin=body[4 + length :], **json.loads(body[4 : 4 + length]))
+    except (TypeError, ValueError):
+        _logger.warning("the cached kernel %s was written by another version of anybit and is compiled anew", path)
+        return None
     with contextlib.suppress(OSError):  # tells the removal of old entries that this one is in use
         os.utime(path)
-    return Compiled(cubin=body[4 + length :], **json.loads(body[4 : 4 + length]))
+    return found
 
 
 def _store(path: Path, compiled: Compiled) -> None:
