@@ -15,7 +15,7 @@ from anybit.linear import QuantLinear, use_backend
 from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.bitwise import Bitwise, why_not
-from anybit.scheme import CODES, Scheme, WeightFormat
+from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
 from anybit.tune.families import Product, tiles_of
 from anybit.tune.space import builtin
 from cases import BITS, random_weight, seeds
@@ -71,6 +71,49 @@ def test_where_tiles_run(scheme: str, arch: str, words: str | None) -> None:
         for m in (1, 3, 9, 70, 5000):
             product = Product(m, 64, 512, parsed.weights, parsed.activations, device=device)
             assert builtin(product, tiles_of(parsed.activations)).why_not(product) is None
+
+
+def documented(weights: WeightFormat, x: ActivationFormat, arch: str) -> bool:
+    """What the table of docs/schemes.md says."""
+    if not x.quantized:
+        return True
+    if not x.integer:
+        return arch == "sm_90a" and weights.bits <= (5 if weights.code == "sym" else 4)
+    if x.code == "sym" and x.bits > 1:
+        return arch != "sm_90a" or weights.group is None or weights.bits < 8 or weights.code == "sym"
+    return weights.group is None and arch not in ("sm_100a", "sm_120a")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(BITS),
+    st.sampled_from(CODES),
+    st.sampled_from([None, 32, 128, 256]),
+    st.sampled_from(["16", "8fp", *(f"{b}-x{c}" for b in BITS for c in ("asym", "bipolar")), *map(str, BITS)]),
+    st.sampled_from(["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"]),
+)
+def test_what_the_page_on_schemes_says_runs(bits: int, code: str, group: int | None, x: str, arch: str) -> None:
+    weights, activations = WeightFormat(bits, code, group), Scheme.parse(f"w4a{x}").activations
+    for m in (1, 5, 300):
+        product = Product(m, 64, 512, weights, activations, device=Device.named(arch))
+        if documented(weights, activations, arch):
+            assert builtin(product).why_not(product) is None
+        elif m == 300:  # a kernel for few tokens alone is no way to run a layer
+            with pytest.raises(KernelError):
+                builtin(product)
+
+
+@pytest.mark.parametrize(("scheme", "multiple"), [("w4a16g32", 8), ("w4a8", 1), ("w4a8g32", 16), ("w4a8fp", 16)])
+def test_what_it_says_of_the_inputs_of_a_layer(scheme: str, multiple: int) -> None:
+    parsed = Scheme.parse(scheme)
+    for k in (33, 96, 100, 104, 112):
+        for arch in ("sm_90a", "sm_80"):
+            product = Product(300, 64, k, parsed.weights, parsed.activations, device=Device.named(arch))
+            if scheme != "w4a8fp" if arch == "sm_80" else k % multiple == 0:
+                assert builtin(product).why_not(product) is None
+            else:
+                with pytest.raises(KernelError):
+                    builtin(product)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
