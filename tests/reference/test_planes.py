@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybit.errors import KernelError
 from anybit.kernels import planes
@@ -39,6 +40,30 @@ def test_correction(code: str) -> None:
     assert torch.equal(prepared.correction.double(), expected)
     assert torch.equal(planes.unpack(prepared.planes, 11, 300), weight.codes())
     assert (prepared.zero is None) == (code != "asym")
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_memory_beside_the_planes_does_not_grow_with_the_layer(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weight(205, 1100, WeightFormat(3, code))
+    whole = planes.prepare(weight)
+    monkeypatch.setattr(planes, "_ROWS_ELEMENTS", 24 * 2048)
+    with _Largest() as largest:
+        parts = planes.prepare(weight)
+    for name in ("planes", "scale", "correction"):
+        assert torch.equal(getattr(parts, name), getattr(whole, name)), name
+    assert largest.bytes <= max(4 * 24 * 2048, whole.planes.numel())
+
+
+class _Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation has made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.bytes = max(self.bytes, result.numel() * result.element_size())
+        return result
 
 
 def test_refuses_groups() -> None:

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.packing import QuantizedWeight
+from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import ActivationFormat, WeightFormat
 
 CHUNK = 1024
 """Columns of a chunk."""
 ROW_BYTES = CHUNK // 8
 _PIECES = 8
+_ROWS_ELEMENTS = 1 << 25
+"""Weights are prepared so many codes at a time: on the way a code takes several bytes, where its planes take bits."""
 
 
 class Code(Enum):
@@ -116,14 +118,21 @@ def prepare(weight: QuantizedWeight) -> PlaneWeight:
     reason = why_not(weight.format)
     if reason is not None:
         raise KernelError(f"{weight.format} cannot be laid out as planes: {reason}")
-    codes = weight.codes()
+    (n, k), bits = weight.shape, weight.format.bits
+    stored = torch.empty(chunks(k), bits, padded_rows(n), ROW_BYTES, dtype=torch.uint8, device=weight.words.device)
+    sums = torch.empty(n, dtype=torch.int64, device=weight.words.device)
+    step = max(8, _ROWS_ELEMENTS // (chunks(k) * CHUNK) // 8 * 8)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        codes = unpack_words(weight.words[start:stop], bits, k)
+        stored[:, :, start : padded_rows(stop)] = pack(codes, bits)
+        sums[start:stop] = codes.sum(1, dtype=torch.int64)
     double = int(weight.format.code == "bipolar")
     zero = (weight.zeros()[:, 0].double() * 2**double).to(torch.int64)
-    correction = weight.shape[1] * zero - (codes.sum(1, dtype=torch.int64) << double)
     return PlaneWeight(
-        pack(codes, weight.format.bits),
+        stored,
         weight.scale[:, 0].float().contiguous(),
-        correction.to(torch.int32),
+        (k * zero - (sums << double)).to(torch.int32),
         zero.to(torch.int32) if weight.format.code == "asym" else None,
         weight.shape,
         weight.format,
