@@ -435,6 +435,23 @@ def test_fewer_bits_run_on_tiles_what_was_measured_with_eight() -> None:
     assert by.choose(one, [Layout.planes]).candidate.layout is Layout.planes
 
 
+def test_bfloat16_runs_what_won_clearly_in_float16() -> None:
+    """The kernels differ in how codes are widened alone; the shipped map is of float16, and models are of bfloat16."""
+    measured, one = product("w4a16g128", 64), product("w4a16g128", 64, dtype=torch.bfloat16)
+    won = policy((measured, point(measured, {"packed_large": 10.0})))
+    choice = Dispatcher("NVIDIA H200", [won]).choose(one)
+    expected = won.exact(measured).strategies["dequantize"]
+    assert (choice.origin, choice.us) == ("nearest", 0.0) and "float16" in choice.source
+    assert choice.candidate == expected.candidate(one) != builtin(one)
+    hardly = policy((measured, point(measured, {"packed_large": 19.8})))
+    assert Dispatcher("NVIDIA H200", [hardly]).choose(one).candidate == builtin(one)
+    both = policy((measured, point(measured, {"packed_large": 10.0})), (one, point(one, {"packed_large": 19.0})))
+    assert Dispatcher("NVIDIA H200", [both]).choose(one).us == 19.0, "what was measured in its own type decides"
+    few = replace(measured, m=4), replace(one, m=4)
+    decided = policy((few[0], point(few[0], {"packed_small": 1.0})))
+    assert Dispatcher("NVIDIA H200", [decided]).choose(few[1]).candidate == builtin(few[1])
+
+
 def test_what_every_family_runs_can_be_read_back_where_it_was_measured() -> None:
     """Also of families that run many tokens alone: a map's points of planes side by side were passed over."""
     for scheme, m, n, k in (("w2a2", 4096, 16384, 4096), ("w4a8", 1, 4096, 4096), ("w4a16g128", 4096, 4096, 4096)):

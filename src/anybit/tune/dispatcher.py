@@ -92,16 +92,11 @@ class Dispatcher:
             return Choice(_builtin(product, layouts), "built in")
         if not decided_by_maps(product) and not allow:
             return Choice(_builtin(product, layouts), "built in")
-        between = self._between(product, layouts, allow)
-        if between is not None:
-            return between
-        found = self.point(product)
-        if found is not None and _holds(product, found[0]):
-            choice = _best(product, *found, layouts, allow)
-            if choice is not None:
-                return _beside_others(product, choice, found[0])
+        measured = self._measured(product, layouts, allow)
+        if measured is not None:
+            return measured
         own = _builtin(product, layouts)
-        alike = self._as_eight_bits(product, own)
+        alike = self._as_eight_bits(product, own) or self._in_the_other_type(product, own, layouts)
         if alike is not None:
             return alike
         estimated = own.kernel in FAMILIES and hasattr(FAMILIES[own.kernel].module, "estimate")
@@ -114,6 +109,17 @@ class Dispatcher:
                 if choice is not None and _holds(there, point):
                     return replace(choice, source=f"{choice.source} ({m} x {key[2]} x {key[3]}, {policy.path})")
         return Choice(own, "built in")
+
+    def _measured(self, product: Product, layouts: Collection[Layout] | None, allow: Collection[str]) -> Choice | None:
+        """What times of this very layer decide, at the product's token count or at those around it."""
+        between = self._between(product, layouts, allow)
+        if between is not None:
+            return between
+        found = self.point(product)
+        if found is None or not _holds(product, found[0]):
+            return None
+        choice = _best(product, *found, layouts, allow)
+        return None if choice is None else _beside_others(product, choice, found[0])
 
     def _between(self, product: Product, layouts: Collection[Layout] | None, allow: Collection[str]) -> Choice | None:
         """What is expected to be fastest at a token count between two that were measured; None where none decides."""
@@ -175,6 +181,27 @@ class Dispatcher:
         return Choice(
             candidate, "nearest", 0.0, f"measured with 8-bit activations, by the same kernels ({choice.source})"
         )
+
+    def _in_the_other_type(self, product: Product, own: Candidate, layouts: Collection[Layout] | None) -> Choice | None:
+        """What runs the same weights with the other of the 16-bit types, where it won clearly with that.
+
+        The kernels differ in how codes are widened alone; where the built-in choices differ, that decides nothing.
+        """
+        if product.activations.quantized:
+            return None
+        for dtype in _SIXTEEN:
+            there = replace(product, dtype=dtype)
+            choice = None if dtype == product.dtype else self._measured(there, layouts, ())
+            if choice is None or choice.candidate.kernel != own.kernel or not _same(own, product, there):
+                continue
+            found = self.point(there) if choice.origin == "map" else None  # else it was expected to win
+            gain = choice.us / found[0].default_us if found is not None else _CLEARLY
+            candidate = _legal(Measured.of(choice.candidate, there, 0.0), product, ())
+            if candidate is None or gain * _moved(product, own, there, candidate) > _CLEARLY:
+                continue
+            name = str(dtype).removeprefix("torch.")
+            return Choice(candidate, "nearest", 0.0, f"measured in {name}, by the same kernels ({choice.source})")
+        return None
 
     def layouts(self, product: Product, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:
         """How a layer's weights are to lie: in one layout, or in two where each wins by much at some token count.
@@ -248,6 +275,15 @@ def _holds(product: Product, point: Point) -> bool:
         return True
     own = builtin(product)
     return own.kernel == point.default.kernel and own.fields == dict(point.default.fields)
+
+
+def _same(own: Candidate, product: Product, there: Product) -> bool:
+    """Whether the built-in choice of another product is the config that one has here."""
+    try:
+        found = builtin(there, own.layout)
+        return Measured.of(found, there, 0.0).candidate(product) == own
+    except KernelError:
+        return False
 
 
 def _best(
