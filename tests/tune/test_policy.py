@@ -196,6 +196,8 @@ def test_the_fastest_measured_config_runs() -> None:
     map_ = policy((one, point(one, {"bitwise": 9.5, "packed_large": 8.25})))
     choice = Dispatcher("NVIDIA H200", [map_]).choose(one)
     assert (choice.origin, choice.candidate.kernel, choice.us) == ("map", "packed_large", 8.25)
+    by = explain(replace(one, m=13), Dispatcher("NVIDIA H200", [map_]))
+    assert "at M = 16, by" in by.why, "the count that was measured, not the one that was asked for"
     # In one layout, the fastest that reads it; for 13 tokens, what was measured for 16.
     choice = Dispatcher("NVIDIA H200", [map_]).choose(replace(one, m=13), [Layout.planes])
     assert (choice.origin, choice.candidate.kernel, choice.us) == ("map", "bitwise", 9.5)
@@ -331,6 +333,10 @@ def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with pytest.warns(UserWarning, match=r"stale.json is only a hint .* other kernels"):
         found = dispatching.dispatcher("NVIDIA H200")
     assert found.choose(one).origin == "built in"
+    monkeypatch.setattr(dispatching, "_given", [replace(foreign, path=Path("h100.json"))])
+    monkeypatch.setattr(dispatching, "_dispatchers", {})
+    with pytest.warns(UserWarning, match=r"h100.json is only a hint .* measured on NVIDIA H100"):
+        dispatching.dispatcher("NVIDIA H200")
     # What is measured anew does not mix with it.
     save(stale, tmp_path / "map.json")
     save(policy((product(m=2), Point(1.0, 1.0, {}))), tmp_path / "map.json")
@@ -421,6 +427,8 @@ def test_few_tokens_of_16_bit_activations_are_left_to_built_in_choices() -> None
         assert (chosen.origin == "map") == decided
         assert ("none of what was measured decides here" in explain(one, by).why) == (not decided)
         assert decided or chosen.candidate == builtin(one)
+        unknown = explain(one, Dispatcher("NVIDIA H200", [])).why
+        assert ("no map overrules" in unknown) == (not decided)
 
 
 def test_fewer_bits_run_on_tiles_what_was_measured_with_eight() -> None:

@@ -367,7 +367,7 @@ def dispatcher(gpu: str) -> Dispatcher:
     if found is None:
         found = _dispatchers[gpu] = Dispatcher(gpu, [*_given, *_files(gpu)])
         for policy in found.hints:
-            if policy.origin.gpu == gpu:
+            if policy.origin.gpu == gpu or policy in _given:
                 whole = policy.origin.foreign(gpu) is not None or not policy.current().points
                 part = "is" if whole else "is in part"
                 tell(

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from anybit.tune.dispatcher import Dispatcher
-from anybit.tune.families import MOST_TOKENS, Product, step
+from anybit.tune.families import Product
 from anybit.tune.floor import floor_us
-from anybit.tune.space import builtin, space
+from anybit.tune.space import builtin, decided_by_maps, space
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,17 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
         if others:
             runner_up = f"{others[0].strategy}, {others[0].us:.2f} us ({others[0].reason})"
         origin = policy.origin
-        m = min(step(product.m), MOST_TOKENS)
+        m = next(m for points in policy.layers.values() for m, one in points.items() if one is point)
         why = f"it was the fastest of {len(point.strategies)} strategies at M = {m}, by {choice.source}"
         why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"
         if choice.origin != "map":
             why = f"{choice.source or 'none of what was measured decides here: it is the built-in choice'}"
+    elif choice.origin != "built in":
+        why = choice.source
+    elif decided_by_maps(product) or allow:
+        why = "nothing was measured for it: it is the built-in choice"
     else:
-        why = "nothing was measured for it: it is the built-in choice" if choice.origin == "built in" else choice.source
+        why = "it is the built-in choice, which no map overrules to 8 tokens of 16-bit activations (docs/tuning.md)"
     for excluded in whole.excluded:
         name = f"{excluded.strategy} ({excluded.kernel})" if excluded.kernel else excluded.strategy
         others.append(Other(name, "", None, excluded.reason))
