@@ -17,6 +17,7 @@ from anybit.ops.backend import LinearSpec
 from anybit.scheme import Scheme
 from anybit.tune import dispatcher as dispatching
 from anybit.tune import policy as policies
+from anybit.tune.between import scaled
 from anybit.tune.dispatcher import Dispatcher
 from anybit.tune.explain import explain
 from anybit.tune.families import FAMILIES, GRID, STEPS, Layout, Product, bucket, step, steps_to
@@ -257,6 +258,16 @@ def test_between_two_measured_token_counts_runs_what_fills_the_last_round() -> N
     assert by.choose(here, [Layout.planes]).candidate.layout is Layout.planes
 
 
+def test_a_tile_of_planes_that_holds_more_tokens_is_expected_to_take_longer() -> None:
+    """Of w2a2 at 16384 x 2048 tiles of 256 tokens took 10.3 us with 128 of them and 13.4 with 140."""
+    there = product("w2a2", 128, n=16384, k=2048)
+    config = next(c for c in FAMILIES["bitwise"].configs(there) if c.tokens == 256)
+    wide = Candidate("bitwise", "bitwise", config, there.activations)
+    assert scaled(wide, 10.0, there, replace(there, m=140)) == pytest.approx(15.0)
+    assert scaled(wide, 10.0, replace(there, m=160), replace(there, m=140)) == pytest.approx(10.0)
+    assert scaled(wide, 10.0, replace(there, m=1024), replace(there, m=1020)) == pytest.approx(10.0)
+
+
 @pytest.mark.parametrize(("us", "origin"), [(200.0, "between"), (100.0, "built in")])
 def test_between_two_measured_token_counts_the_built_in_choice_must_be_beaten(us: float, origin: str) -> None:
     upper, here = product("w4a16g128", 1280, 4096, 16384), product("w4a16g128", 1056, 4096, 16384)
@@ -412,6 +423,11 @@ def test_a_search_tries_every_kind_of_bit_plane_tile(scheme: str, m: int) -> Non
     tried = {c.config for c in promising(one, 4)}
     assert tried.issuperset(kinds)
     assert not FAMILIES["packed_large"].kinds(one)
+    rings = FAMILIES["bitwise"].kinds(one, rings=True)
+    assert set(kinds) <= set(rings) <= whole
+    if 8 < m <= 64:  # what won on an H200 and had not been tried: two slots, and products that begin with two chunks
+        assert {2, 4, 6, 8} <= {config.slots for config in rings}
+        assert {1, 2} <= {config.early for config in rings if config.path.name == "once"}
     small = FAMILIES["bitwise"].kinds(product(scheme, 100, n=576, k=576))  # large tiles leave multiprocessors idle
     assert any(config.path.name == "once" for config in small)
 

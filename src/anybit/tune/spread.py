@@ -16,9 +16,15 @@ _MANY = 64
 less than it gains only where tiles for many would leave most multiprocessors idle (SmolLM2's layers to 256 tokens)."""
 
 
-_SLOTS, _SLOTS_OF_FEW = (4, 8), (3, 4, 6, 8)
+_SLOTS, _SLOTS_OF_FEW = (2, 4, 6, 8), (3, 4, 6, 8)
 """Of small tiles' rings, where every span is tried; the second to 8 tokens, which have few kinds of tile. Those that
-won on an H200, the deepest apart, had 2 to 8, and 12 for 6 cost 9 % (w2a4, 2 tokens, 4096 x 12288)."""
+won on an H200, the deepest apart, had 2 to 8; 12 for 6 cost 9 % (w2a4, 2 tokens, 4096 x 12288), and 4 for 2 cost 11 %
+(w2a2, 37 tokens, 5120 x 25600)."""
+_SLOTS_OF_MANY, _LEAST_OF_MANY = (4, 12), 32
+"""The same above 64 tokens, where large tiles would leave most multiprocessors idle, and the narrowest tile."""
+_EARLY = 2
+"""Of tiles that are loaded once, the most chunks that products begin with which is tried, beside 1: of w2a2 and w2a4 at
+9 to 43 tokens the best had 2 five times, up to 8 % faster than what has 1, and twice chunks dealt unevenly."""
 
 
 def representatives(
@@ -28,11 +34,12 @@ def representatives(
 
     half: shared memory of which a multiprocessor has two.  idle: whether large tiles leave most of these idle.
     Of small tiles the deepest rings that leave room for a second block, and with ``rings`` every span, in few and in
-    many slots; of large ones two and three chunks of either operand, with most room for results.
+    many slots, and of those loaded once every order; of large ones two and three chunks of either operand, with most
+    room for results.
     """
     kinds: dict[tuple[Any, ...], list[Config]] = {}
     for config in configs:
-        if _suits(config, tokens, own, idle):
+        if _suits(config, tokens, own, idle, rings):
             kinds.setdefault(_kind(config), []).append(config)
     ordered = sorted(kinds.values(), key=lambda some: _other_kind(some[0], own))
 
@@ -43,21 +50,23 @@ def representatives(
 
     found = [min(members, key=best) for members in ordered]
     if rings:
-        small = (config for members in ordered for config in members if config.path is Path.small)
-        slots = _SLOTS_OF_FEW if tokens <= 8 else _SLOTS
-        found += [config for config in small if config.slots in slots and config.blocks == 1]
+        slots = _SLOTS_OF_FEW if tokens <= 8 else _SLOTS if tokens <= _MANY else _SLOTS_OF_MANY
+        every = [config for members in ordered for config in members]
+        found += [one for one in every if one.path is Path.small and one.slots in slots and one.blocks == 1]
+        found += [one for one in every if one.path is Path.once and one.early <= _EARLY]
     return list(dict.fromkeys(found))
 
 
-def _suits(config: Config, tokens: int, own: Config, idle: bool) -> bool:
+def _suits(config: Config, tokens: int, own: Config, idle: bool, rings: bool) -> bool:
     if config.path is Path.large:
         turns = own.turns if own.path is Path.large else Turns.none
-        rings = config.weight_groups, config.activation_groups
-        ample = min(rings) >= 2 and max(rings) <= 3
+        groups = config.weight_groups, config.activation_groups
+        ample = min(groups) >= 2 and max(groups) <= 3
         ample = ample or config.weight_bits * config.activation_bits > 8 or turns is Turns.tiles
         return tokens > 8 and not config.resident and config.turns is turns and ample
     if tokens > _MANY:
-        return idle and config.path is Path.once
+        small = rings and config.path is Path.small and config.tokens >= _LEAST_OF_MANY
+        return idle and (small or config.path is Path.once)
     if config.walk is Walk.weights:
         return tokens <= 2 * config.tokens and config.tokens <= max(8, 4 * tokens)
     return tokens >= 8
