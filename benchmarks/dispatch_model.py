@@ -3,10 +3,12 @@
 A Llama-3-8B-shaped model with random codes holds its layers in both layouts (``bitwise+packed``); a variant is a
 dispatcher that answers in another way, so that all of them run the same tensors in the same process. A point is one
 CUDA graph of the whole model: embedding, norms, attention, every linear layer and the head of the last token. Prefill:
-a batch of prompts; decode: a token for each sequence of a batch, without a history, which is the same for all variants.
+a batch of prompts; decode: a step of ``generate`` over a static cache (kv16), a token for each sequence of a batch
+after a history of 512: the attention before the output projection decides which of its kernels is faster.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Collection
@@ -31,6 +33,10 @@ VARIANTS = ("dispatch", "static bitwise", "static padding", "built in", "one con
 the dispatcher, where no int4 tensor cores are."""
 _FIRST = [(batch, prompt) for batch in BATCHES for prompt in (1, 16, 128, 1024)]
 """Measured first, where time may run out."""
+CONTEXT = 512
+"""Tokens of the history of a decoding step."""
+_STEPS = 4
+"""Steps timed in a row, so that the GPU never waits for the host; the first is left out."""
 MOST_PADDED = 2048
 """One config is slow; beyond this many tokens it is not measured."""
 
@@ -107,19 +113,20 @@ def whole_models(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def _point(
-    model: Callable[..., Any], scheme: str, batch: int, prompt: int, variants: dict[str, Variant], gpu: str
-) -> dict[str, Any]:
+def _point(model: Any, scheme: str, batch: int, prompt: int, variants: dict[str, Variant], gpu: str) -> dict[str, Any]:
+    from generate_models import packed_cache
+
     ids = torch.arange(batch * prompt, device="cuda").view(batch, prompt)
-    graphs: dict[tuple[str, ...], _Graph] = {}
+    graphs: dict[tuple[str, ...], _Graph | _Step] = {}
     runs: dict[str, tuple[str, ...]] = {}
+    cache = packed_cache(model, "kv16", batch, CONTEXT) if prompt == 1 else None
     for name, variant in variants.items():
         if name == "one config" and batch * prompt > MOST_PADDED:
             continue
         key = runs[name] = _what_runs(variant, scheme, batch * prompt)
         if key not in graphs:
             _decide_by(variant, gpu)
-            graphs[key] = _Graph(model, ids, warm=not graphs)
+            graphs[key] = _Graph(model, ids, warm=not graphs) if cache is None else _Step(model, ids, cache)
     error = _compare(f"{scheme}, batch {batch}, prompt {prompt}", graphs, runs)
     times: dict[tuple[str, ...], list[float]] = {key: [] for key in graphs}
     longest, turns = 0.0, 0
@@ -135,13 +142,14 @@ def _point(
     row |= {"batch": batch, "prompt": None if prompt == 1 else prompt, "m": batch * prompt, "us": us["dispatch"]}
     row |= {"variants": us, "how": "a CUDA graph of the whole model; variants that run the same kernels share a time"}
     if prompt == 1:
+        row["how"] = f"a step of generate over a static cache (kv16) after {CONTEXT} tokens, {_STEPS} in a row"
         row["tokens_per_second"] = round(batch * 1e6 / us["dispatch"], 1)
     else:
         row["ttft_ms"] = round(us["dispatch"] / 1e3, 3)
     return row | {"checked": True, "check": f"logits of all variants within {error:.1e}"}
 
 
-def _compare(what: str, graphs: dict[tuple[str, ...], "_Graph"], runs: dict[str, tuple[str, ...]]) -> float:
+def _compare(what: str, graphs: dict[tuple[str, ...], Any], runs: dict[str, tuple[str, ...]]) -> float:
     """How far the variants' logits are from the first one's, at most.
 
     Raises ValueError where that is more than a turned code explains: it says which variants, and whether they part in
@@ -172,6 +180,40 @@ def _decide_by(variant: Variant, gpu: str) -> None:
     """Have all layers ask this dispatcher anew."""
     dispatching.use()
     dispatching._dispatchers[gpu] = variant
+
+
+class _Step:
+    """A step of ``generate`` by what is decided now, which the model captures at its first calls."""
+
+    def __init__(self, model: Any, ids: torch.Tensor, cache: Any) -> None:
+        self._decoder, self._cache = model._anybit_decoder, cache
+        self._call = lambda: model(input_ids=ids[:, :1], past_key_values=cache).logits
+        self._graphs: dict[Any, Any] = type(self._decoder.graphs)()
+        self._again()
+        for _ in range(3):
+            self._call()
+        self.out = torch.empty(0)
+        self.replay()
+
+    def _again(self) -> None:
+        """The history alone, and this step's own graph."""
+        self._decoder.graphs = self._graphs
+        for row in self._cache.rows:
+            self._cache.store.crop(row, CONTEXT)
+        self._cache.seen = CONTEXT
+
+    def replay(self) -> float:
+        """Microseconds of a step; ``out``: the logits of the first one after the history."""
+        self._again()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(_STEPS + 1)]
+        for i, mark in enumerate(marks):
+            mark.record()
+            if i < _STEPS:
+                logits = self._call()
+            if i == 0:
+                self.out = logits.clone()
+        torch.cuda.synchronize()
+        return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks[1:])) * 1e3
 
 
 class _Graph:
