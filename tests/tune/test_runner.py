@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from anybit.kernels.pack import Source
 from anybit.tune import runner
 from anybit.tune.runner import Bench
 
@@ -13,11 +12,11 @@ from anybit.tune.runner import Bench
 def bench(us: dict[str, float], log: list[str], company: Sequence[tuple[Any, Any]] = (), anchor: Any = None) -> Any:
     """One whose candidates are names; a call writes its name down."""
 
-    def again(name: str, source: Source = Source.plain) -> Callable[[int], object]:
+    def again(name: str) -> Callable[[int], object]:
         return lambda i: log.append(name)
 
     made: Any = object.__new__(Bench)
-    made.stream, made.company, made.anchor, made.again, made.source = None, company, anchor, again, Source.plain
+    made.stream, made.company, made.anchor, made.again = None, company, anchor, again
     return made
 
 

@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import pytest
 
 from anybit.device import Device
-from anybit.kernels.pack import Source
 from anybit.scheme import Scheme
 from anybit.tune import plans as planning
 from anybit.tune import policy as policies
 from anybit.tune.families import Product
 from anybit.tune.plans import Options, candidates_of
 from anybit.tune.policy import Policy, read
-from anybit.tune.runner import Company, Effort, Sieve, Time, WrongResultError, finalists
+from anybit.tune.runner import Effort, Sieve, Time, WrongResultError, finalists
 from anybit.tune.search import Child, company_of, excluded_name, search, sift
 from anybit.tune.space import Candidate, builtin
 
@@ -125,22 +124,10 @@ def test_the_best_of_every_strategy_is_found(tmp_path: Path) -> None:
 def test_few_tokens_are_timed_in_company_of_the_layers_that_follow() -> None:
     small, block = ((576, 576), (960, 576)), ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     follow = company_of(product(n=28672, m=4), (small, block))
-    shapes = [(other.n, other.k, other.m) for other, _, _ in follow.others]
-    assert shapes == [(4096, 14336, 4), (6144, 4096, 4), (4096, 4096, 4)]
-    assert all(candidate == builtin(other) for other, candidate, _ in follow.others)
-    assert not company_of(product(n=28672, m=64), (small, block))
-    assert not company_of(product(n=1024), (small, block))
-
-
-def test_few_tokens_are_coded_as_fused_layers_code_them() -> None:
-    llama, opt = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), ((4096, 4096), (16384, 4096))
-    down = company_of(product(n=4096, k=14336, m=1), (llama,))
-    assert down.source is Source.silu_mul
-    assert [source for _, _, source in down.others] == [Source.rms_norm, Source.plain, Source.rms_norm]
-    assert company_of(product(n=4096, k=4096, m=1), (llama,)).source is Source.plain
-    assert company_of(product(n=16384, k=4096, m=1), (opt,)) == Company(
-        ((product(n=4096, k=4096, m=1), builtin(product(n=4096, k=4096, m=1)), Source.plain),), Source.plain
-    )
+    assert [(other.n, other.k, other.m) for other, _ in follow] == [(4096, 14336, 4), (6144, 4096, 4), (4096, 4096, 4)]
+    assert all(candidate == builtin(other) for other, candidate in follow)
+    assert company_of(product(n=28672, m=64), (small, block)) == ()
+    assert company_of(product(n=1024), (small, block)) == ()
 
 
 @pytest.mark.parametrize("trouble", ["crash", "hang", "wrong", "fault", "crash while timed"])

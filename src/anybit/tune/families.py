@@ -29,7 +29,7 @@ from anybit.kernels import (
     packed_small,
 )
 from anybit.kernels.bitwise import Output
-from anybit.kernels.pack import Source, Target
+from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from anybit.tune.spread import representatives
 
@@ -342,10 +342,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def quantizer(product: Product, target: Target, source: Source = Source.plain) -> pack.Config:
+def quantizer(product: Product, target: Target) -> pack.Config:
     """How activations are quantized: the built-in choice."""
     p = product
-    return pack.default(pack.Problem(p.m, p.k, p.activations, p.dtype, source, target, p.aligned))
+    return pack.default(pack.Problem(p.m, p.k, p.activations, p.dtype, target=target, aligned=p.aligned))
 
 
 # -------- how many tokens count as the same

@@ -13,7 +13,7 @@ from anybit import jit, reference
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels import pack, packed_large, packed_layout, planes
-from anybit.kernels.pack import Packed, Source, Target
+from anybit.kernels.pack import Packed, Target
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.families import FAMILIES, Layout, Product, quantizer
@@ -63,21 +63,8 @@ class Sieve:
     alone: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class Company:
-    """The other layers of a model at one token count, in their order after the one that is timed: what runs each, and
-    what a fused layer does to its input while it codes it. source: the same of the one that is timed.
-    """
-
-    others: tuple[tuple[Product, Candidate, Source], ...] = ()
-    source: Source = Source.plain
-
-    def __bool__(self) -> bool:
-        return bool(self.others)
-
-
-ALONE = Company()
-"""None: each call follows another of its own."""
+Company = tuple[tuple[Product, Candidate], ...]
+"""The other layers of a model at one token count, in their order after the one that is timed, and what runs them."""
 
 
 class WrongResultError(Exception):
@@ -160,14 +147,10 @@ class Runner:
         found = Device.of(torch.empty(0, device=self.device))
         return {"device": found, "driver": _driver_version() or f"CUDA {version}", "torch": torch.__version__}
 
-    def prepare(self, product: Product, company: Company = ALONE) -> "Bench":
+    def prepare(self, product: Product, company: Company = ()) -> "Bench":
         """Inputs, outputs and expected values of a product; ``company``: what is run after each of its calls."""
-        count = len(company.others)
-        beside = [
-            (Bench(other, self._layer(other, count), self.stream, source=source), with_)
-            for other, with_, source in company.others
-        ]
-        return Bench(product, self._layer(product, count), self.stream, beside, company.source)
+        beside = [(Bench(other, self._layer(other, len(company)), self.stream), with_) for other, with_ in company]
+        return Bench(product, self._layer(product, len(company)), self.stream, beside)
 
     def _layer(self, product: Product, others: int) -> Layer:
         """The layer of a product; those not used for longest are given up, all but one where there is no company."""
@@ -203,10 +186,8 @@ class Bench:
         layer: Layer,
         stream: torch.cuda.Stream,
         company: "Sequence[tuple[Bench, Candidate]]" = (),
-        source: Source = Source.plain,
     ) -> None:
         self.product, self.layer, self.stream, self.company = product, layer, stream, company
-        self.source = source
         self.anchor = next(iter(builtins(product)), None) if company else None
         device = layer.rows.device
         m, n, k = product.m, product.n, product.k
@@ -218,8 +199,7 @@ class Bench:
             self.tokens = torch.cat((self.tokens[: _SAMPLE // 2], self.tokens[-_SAMPLE // 2 :]))
         self._expected: dict[ActivationFormat, Tensor] = {}
         self._codes: dict[tuple[ActivationFormat, Target], Packed] = {}
-        self._called: dict[tuple[Candidate, Source], Callable[[int], object]] = {}  # keeps what launches point to
-        self._recorded: dict[tuple[Candidate, Source], dict[int, list[jit.Recorded]]] = {}
+        self._recorded: dict[Candidate, dict[int, list[jit.Recorded]]] = {}
 
     def expected(self, activations: ActivationFormat) -> Tensor:
         """What the reference gives for the sampled tokens and rows, float64."""
@@ -232,11 +212,8 @@ class Bench:
             found = self._expected[activations] = inputs @ self.layer.sample.T
         return found
 
-    def call(self, candidate: Candidate, source: Source = Source.plain) -> Callable[[int], object]:
-        """What runs a candidate, quantization included, on the i-th copy of the weights.
-
-        source: what is done to the input while it is coded; with another than the plain one only for its time.
-        """
+    def call(self, candidate: Candidate) -> Callable[[int], object]:
+        """What runs a candidate, quantization included, on the i-th copy of the weights."""
         copies = self.layer.laid_out(candidate.layout, self.product.dtype)
         x, y, count = self.x, self.y, len(copies)
         if candidate.layout is Layout.dense:
@@ -248,27 +225,22 @@ class Bench:
                 return lambda i: packed_large.multiply(x, copies[i % count], None, y, candidate.config)
             return lambda i: family.module.launch(copies[i % count], x, y, config=candidate.config)
         codes = self._packed(candidate.activations, family.target)
-        if source is Source.silu_mul:
-            x = torch.cat((x, x), dim=1)
-        coded = pack.problem_of(x, candidate.activations, family.target, source)
-        quantize = quantizer(product, family.target, source)
+        source = pack.problem_of(x, candidate.activations, family.target)
+        quantize = quantizer(product, family.target)
         multiply = self._multiply(candidate, codes)
-        norm: dict[str, Any] = {}
-        if source is Source.rms_norm:
-            norm = {"gamma": torch.ones_like(x[0]), "epsilon": 1e-6, "residual": x, "residual_sum": torch.empty_like(x)}
 
         def call(i: int) -> None:
-            pack.launch(coded, quantize, codes, x, **norm)
+            pack.launch(source, quantize, codes, x)
             multiply(copies[i % count])
 
         return call
 
-    def again(self, candidate: Candidate, source: Source = Source.plain) -> Callable[[int], object]:
+    def again(self, candidate: Candidate) -> Callable[[int], object]:
         """``call`` for many calls: its launches are recorded at the first and repeated with the weights' copies."""
         if candidate.layout is Layout.dense:
             return self.call(candidate)
         copies = self.layer.laid_out(candidate.layout, self.product.dtype)
-        tapes = self._record(candidate, source)
+        tapes = self._record(candidate)
         count, home = len(copies), _address(copies[0])
 
         def call(i: int) -> None:
@@ -288,12 +260,12 @@ class Bench:
             self._record(candidate)
         torch.cuda.synchronize()
 
-    def _record(self, candidate: Candidate, source: Source = Source.plain) -> dict[int, list[jit.Recorded]]:
+    def _record(self, candidate: Candidate) -> dict[int, list[jit.Recorded]]:
         """The launches of a call, which is made if it never was."""
-        found = self._recorded.get((candidate, source))
+        found = self._recorded.get(candidate)
         if found is None:
-            call = self._called[candidate, source] = self.call(candidate, source)
-            found = self._recorded[candidate, source] = {0: jit.record(lambda: call(0))}
+            call = self.call(candidate)
+            found = self._recorded[candidate] = {0: jit.record(lambda: call(0))}
         return found
 
     def _packed(self, activations: ActivationFormat, target: Target) -> Packed:
@@ -337,7 +309,7 @@ class Bench:
         most replays; what is beyond ``margin`` of its strategy's best, or of a strategy far behind, goes at once, and
         ``keep`` (built-in choices) never.
         """
-        calls = [self.again(candidate, self.source) for candidate in candidates]
+        calls = [self.again(candidate) for candidate in candidates]
         once = guess_us > _ROUGH
         counts = [1 if once else self._count(effort.microseconds, guess_us)] * len(calls)
         us = self._race(calls, counts, min(1, effort.replays) if once else effort.replays)
@@ -386,13 +358,13 @@ class Bench:
                 try:
                     self._first(candidates[i])
                     if i in sieve.alone:
-                        self._race([self.again(candidates[i], self.source)], [_FEW_ALONE], 2)
+                        self._race([self.again(candidates[i])], [_FEW_ALONE], 2)
                     good.append(i)
                 except (KernelError, ValueError) as error:
                     wrong[i] = f"{error}".splitlines()[0]
             alive(good)
             guess = min(best, guess_us)
-            calls = [self.again(candidates[i], self.source) for i in good]
+            calls = [self.again(candidates[i]) for i in good]
             looks = self._race(calls, [4 if self.company else _few(guess)] * len(good), 2 if self.company else 0)
             found |= dict(zip(good, looks, strict=True))
         times = {i: Time(us, False) for i, us in found.items()}
@@ -402,7 +374,7 @@ class Bench:
         second += [i for i in keep if i not in second and i in found]
         alive(second)
         us = self._race(
-            [self.again(candidates[i], self.source) for i in second],
+            [self.again(candidates[i]) for i in second],
             [self._count(sieve.effort.microseconds, found[i]) for i in second],
             sieve.effort.replays,
         )
@@ -423,7 +395,7 @@ class Bench:
             except (WrongResultError, KernelError, ValueError) as error:
                 wrong[i] = f"{error}".splitlines()[0]
         alive(last)
-        calls = [self.again(candidates[i], self.source) for i in last]
+        calls = [self.again(candidates[i]) for i in last]
         counts = [self._count(2 * sieve.effort.microseconds, again[i]) for i in last]
         replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less
         careful = self._carefully(calls, counts, replays)
@@ -437,8 +409,8 @@ class Bench:
         """
         if not self.company or self.anchor is None or not calls:
             return _race(self.stream, calls, counts, replays)
-        others = [bench.again(candidate, bench.source) for bench, candidate in self.company]
-        anchor = self.again(self.anchor, self.source)
+        others = [bench.again(candidate) for bench, candidate in self.company]
+        anchor = self.again(self.anchor)
 
         def with_others(call: Callable[[int], object]) -> Callable[[int], object]:
             def chain(i: int) -> None:
@@ -450,8 +422,7 @@ class Bench:
 
         chains = [with_others(call) for call in (anchor, *calls)]
         most = max(counts)
-        alone = self.again(self.anchor)
-        own, base, *us = _race(self.stream, [alone, *chains], [2 * most, most, *counts], replays)
+        own, base, *us = _race(self.stream, [anchor, *chains], [2 * most, most, *counts], replays)
         return [max(own + time - base, _LEAST * own) for time in us]
 
     def _carefully(self, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int) -> list[float]:

@@ -24,14 +24,13 @@ import torch
 
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.pack import Source
 from anybit.scheme import Scheme
 from anybit.tune.between import scaled
 from anybit.tune.families import Product, steps_to
 from anybit.tune.floor import floor_us
 from anybit.tune.plans import Options, Plan, Planner, die_with_parent
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
-from anybit.tune.runner import ALONE, Company, Effort, Runner, Sieve, Time, WrongResultError
+from anybit.tune.runner import Company, Effort, Runner, Sieve, Time, WrongResultError
 from anybit.tune.space import FEW_TOKENS, Candidate, builtin, leaves_room
 
 _SAVE_SECONDS, _SAVE_SHARE = 2.0, 30
@@ -305,18 +304,11 @@ def company_of(product: Product, models: Sequence[Sequence[tuple[int, int]]]) ->
     model = next((model for model in models if shape in model), ()) if product.m <= FEW_TOKENS else ()
     found = []
     at = model.index(shape) if model else 0
-    sources = sources_of(model)
-    for (n, k), source in zip((*model[at + 1 :], *model[:at]), (*sources[at + 1 :], *sources[:at]), strict=True):
+    for n, k in (*model[at + 1 :], *model[:at]):
         other = replace(product, n=n, k=k, columns=0)
         with contextlib.suppress(KernelError):
-            found.append((other, builtin(other), source))
-    return Company(tuple(found), sources[at]) if found else ALONE
-
-
-def sources_of(model: Sequence[tuple[int, int]]) -> tuple[Source, ...]:
-    """What the kernel that codes a layer's input does before, in a fused model of these layers; of others nothing."""
-    gated = len(model) == 4 and model[2][0] == 2 * model[3][1]  # qkv, o, gate and up, down
-    return (Source.rms_norm, Source.plain, Source.rms_norm, Source.silu_mul) if gated else (Source.plain,) * len(model)
+            found.append((other, builtin(other)))
+    return tuple(found)
 
 
 class Winners:

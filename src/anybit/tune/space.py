@@ -15,7 +15,7 @@ from anybit import dpr
 from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.kernels import bitwise_wide, pack, packed_few, packed_repack
-from anybit.kernels.pack import Source, Target
+from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat
 from anybit.tune.families import (
     BETWEEN_FROM,
@@ -90,9 +90,8 @@ class Candidate:
         if family.target is Target.bytes:
             order = packed_repack.Config(product.weights.bits, self.activations.quantized)
             yield packed_repack.kernel(order)
-        if self.activations.quantized:  # few tokens are timed as fused layers code them, too
-            for source in Source if product.m <= FEW_TOKENS else (Source.plain,):
-                yield pack.kernel(quantizer(replace(product, activations=self.activations), family.target, source))
+        if self.activations.quantized:
+            yield pack.kernel(quantizer(replace(product, activations=self.activations), family.target))
         yield family.module.kernel(self.config)
 
 
