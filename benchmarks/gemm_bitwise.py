@@ -28,6 +28,8 @@ from timing import (
     calls_for,
     floor_us,
     merge_rows,
+    replays_at_full_clocks,
+    rest,
     rotations,
     stamp,
     time_graph,
@@ -119,8 +121,8 @@ def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str
     guess = time_graph(product, max(4, min(count, 8)), replays=1).us
     calls = calls_for(guess, count)
     graphs = [Captured(product, calls), Captured(both, calls)]
-    rest(case)
-    alone, with_pack = time_in_turns(graphs, 9)
+    rest(case.operations)
+    alone, with_pack = time_in_turns(graphs, replays_at_full_clocks(2 * calls * guess, 9))
     p, q = scheme.weights.bits, form.bits
     size = planes.size(case.n, case.k, p) + planes.size(case.m, case.k, q) + 2 * case.m * case.n
     return {
@@ -135,13 +137,6 @@ def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str
         "floor_us": round(floor_us(size, case.operations * p * q, "b1"), 3),
         "checked": True,
     }
-
-
-def rest(case: Case) -> None:
-    """Let the power cap of the products before be over: it lasts some tenths of a second, and slows by up to 7 %."""
-    if case.operations > 5e11:
-        torch.cuda.synchronize()
-        time.sleep(0.25)
 
 
 def main() -> None:
@@ -169,7 +164,6 @@ def main() -> None:
         if time.perf_counter() - began > options.seconds:
             print(f"out of time before {case}")
             break
-        rest(case)
         vendor = {} if options.every else baselines(case.m, case.n, case.k)
         rows: list[dict[str, Any]] = []
         for job in (job for job in jobs if job[0] is case):

@@ -2,8 +2,9 @@
 
     compute-sanitizer --tool memcheck --report-api-errors no python tests/gpu/sanitize.py
 
-(without API errors: a newer cuda-bindings asks an older driver for functions that it lacks). Each product is also
-compared with the reference, so that a tool that changes the timing changes nothing else.
+(without API errors: a newer cuda-bindings asks an older driver for functions that it lacks; racecheck with
+--kernel-name regex=bitwise --kernel-name regex=quantize, as it may fail on kernels that are not ours). Each product is
+also compared with the reference, so that a tool that changes the timing changes nothing else.
 """
 
 import sys
