@@ -124,7 +124,7 @@ def test_one_block_is_always_legal(scheme: str) -> None:
     [
         (5120, 25600, {3: packed_small, 4: packed_small, 8: None}),
         (8192, 28672, {3: packed_digits, 4: packed_digits, 5: packed_mid, 8: packed_mid, 9: None}),
-        (4096, 14336, {3: packed_mid, 4: packed_mid, 8: None}),
+        (4096, 14336, {3: packed_mid, 4: packed_mid, 6: packed_mid, 8: None}),
     ],
 )
 def test_layers_of_many_columns_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleType | None]) -> None:

@@ -258,6 +258,11 @@ def test_between_two_measured_token_counts_runs_what_fills_the_last_round() -> N
     assert by.choose(here, [Layout.planes]).candidate.layout is Layout.planes
 
 
+def test_5_and_6_tokens_of_4_bits_have_a_built_in_choice_of_their_own() -> None:
+    down = {m: builtin(product("w4a16g128", m, k=14336)).kernel for m in (4, 5, 6, 7, 8)}
+    assert down == {4: "packed_mid", 5: "packed_mid", 6: "packed_mid", 7: "packed_large", 8: "packed_large"}
+
+
 @pytest.mark.parametrize(
     ("m", "us", "kernel"), [(1, 9.0, "bitwise"), (1, 8.5, "packed_small"), (16, 9.0, "packed_large")]
 )

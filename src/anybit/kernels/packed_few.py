@@ -37,8 +37,8 @@ def kernel(problem: Problem) -> ModuleType | None:
     # 5120 x 25600 23.5, 23.6; 21.1, 21.8; 28.8, 28.9. 5120 x 17408 16.9, 16.9; 15.5, 15.8; 20.7, 20.7. 8192 x 28672
     # 33.6, 34.0; 33.2, 33.5; 31.8, 32.0, and from 5 to 8 tokens packed_mid 34.1 to 34.9, packed_large 34.9 to 37.2.
     tall = wide and units > 2 and p.weights.bits == 4 and p.activations != torch.int8
-    if tall and units > 3:
-        most = 8
+    if tall:
+        most = 4 if units == 3 else 8
     if p.m > most:
         return None
     if tall and 2 < p.m <= 4:

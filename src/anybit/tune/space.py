@@ -223,7 +223,9 @@ def builtin(product: Product, layout: Layout | None = None) -> Candidate:
     x = product.activations
     if layout is Layout.dense:
         return Candidate(_VENDOR, _VENDOR, None, x)
-    rounded = replace(product, m=(power_of_two if product.m <= _FEW else bucket)(product.m))
+    # w4a16, layers like down: 10.5 us at 5 tokens by the choice for 6, and 11.2 by that for 8 (docs/packed.md).
+    fine = product.m > _FEW or (not x.quantized and product.weights.bits == 4 and product.m in (5, 6))
+    rounded = replace(product, m=(bucket if fine else power_of_two)(product.m))
     if layout is Layout.planes:
         family = _planes_family(rounded)
         if family is None:
