@@ -30,8 +30,20 @@ def test_machine_code(scheme: str, m: int) -> None:
     check(bitwise.kernel(bitwise.default(problem(scheme, m))), "sm_90a", has=r"BGMMA.*AND\.POPC", lacks="BMMA")
 
 
+def test_threads_copy_tokens_of_four_planes() -> None:
+    check(bitwise.kernel(bitwise.default(problem("w3a4", 64))), "sm_90a", has="LDGSTS", lacks="LDL")
+    check(bitwise.kernel(bitwise.default(problem("w4a4", 64))), "sm_90a", has="UBLKCP", lacks="LDGSTS")
+
+
 @pytest.mark.parametrize(
-    ("scheme", "change"), [("w2a2", {"sets": 2}), ("w4a4", {"sets": 2}), ("w4a4", {"sets": 3}), ("w3a4", {"sets": 3})]
+    ("scheme", "change"),
+    [
+        ("w2a2", {"sets": 2}),
+        ("w4a4", {"sets": 2}),
+        ("w4a4", {"sets": 3}),
+        ("w3a4", {"sets": 3}),
+        ("w3a4", {"sets": 3, "early": 1, "threads_copy": True}),
+    ],
 )
 def test_products_of_several_sets_of_sums_overlap(scheme: str, change: dict[str, Any]) -> None:
     """The assembler waits after every product where it does not see that sums are left alone until they are there."""

@@ -118,6 +118,9 @@ def test_every_pair_is_exact(p: int, q: int, codes: tuple[str, str]) -> None:
         ("w4a2", 70, 128, 2100, {"tokens": 32, "walk": Walk.weights, "sets": 2, "early": 2}),
         ("w3a3asym", 64, 120, 2100, {"tokens": 32, "walk": Walk.weights, "sets": 3}),
         ("w4a4", 40, 64, 2100, {"tokens": 32, "walk": Walk.weights, "sets": 3, "early": 1}),
+        ("w3a4", 37, 136, 3100, {"tokens": 32, "walk": Walk.weights, "sets": 3, "early": 1, "threads_copy": True}),
+        ("w2a2-xasym", 70, 72, 2100, {"tokens": 32, "walk": Walk.tokens, "early": 2, "threads_copy": True}),
+        ("w1a4", 21, 100, 1100, {"tokens": 16, "walk": Walk.weights, "threads_copy": True}),
     ],
 )
 def test_everything_of_a_tile_at_once(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:

@@ -65,6 +65,8 @@ VARIANTS = [
     {"tokens": 32, "walk": Walk.weights, "path": Path.once, "even": True},
     {"tokens": 32, "walk": Walk.weights, "path": Path.once, "sets": 2, "early": 1, "even": True},
     {"tokens": 16, "walk": Walk.weights, "path": Path.once, "reserve": 4096},
+    {"tokens": 32, "walk": Walk.weights, "path": Path.once, "early": 1, "threads_copy": True},
+    {"tokens": 32, "walk": Walk.tokens, "path": Path.once, "sets": 2, "early": 2, "threads_copy": True},
     {"tokens": 32, "walk": Walk.tokens, "path": Path.once, "sets": 3, "early": 2},
     {"tokens": 32, "walk": Walk.tokens, "path": Path.once, "sets": 2},
 ]
@@ -72,6 +74,8 @@ AT_ONCE: list[dict[str, Any]] = [
     {"tokens": 32, "walk": Walk.weights, "even": True},
     {"tokens": 32, "walk": Walk.weights, "sets": 2, "early": 1, "even": True},
     {"tokens": 32, "walk": Walk.tokens, "sets": 2},
+    {"tokens": 32, "walk": Walk.weights, "sets": 2, "early": 1, "threads_copy": True},
+    {"tokens": 32, "walk": Walk.tokens, "sets": 2, "early": 1, "threads_copy": True},
     {"tokens": 16, "walk": Walk.weights, "sets": 2},
 ]
 CUTS = [

@@ -145,6 +145,8 @@ def _once_candidates(problem: Problem) -> Iterator[Config]:
             if reserve is not None:
                 yield replace(config, reserve=reserve, even=True)
                 yield replace(config, reserve=reserve)
+                if q > 2 and (walk, tokens, blocks) == (Walk.weights, 32, 1):  # fewer planes never won
+                    yield replace(config, reserve=reserve, even=reserve > 0, threads_copy=True)
 
 
 def _small_candidates(problem: Problem) -> Iterator[Config]:
@@ -309,6 +311,10 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
     return min(found, key=cost)
 
 
+_CHUNKS_COPIED = 4
+"""Chunks of k from which the threads copy the tokens: K = 3584 and 4096 were measured; w4a4 lost at K = 2048."""
+
+
 def _one_wave(problem: Problem, found: tuple[Config, ...]) -> Config | None:
     """33 to 64 tokens, and about a tile of 64 weights and 32 tokens a multiprocessor: all of its planes at once.
 
@@ -325,8 +331,11 @@ def _one_wave(problem: Problem, found: tuple[Config, ...]) -> Config | None:
         and 2 * (shared_bytes(config) + 1024) > problem.device.shared_bytes + 1024
     ]
     # The more comes in, the more of it may wait: 5.26 us with one chunk early in w4a4, 5.42 with two, 5.8 with all.
+    # Tokens of four planes weigh enough to be worth the threads' time; beside as many planes of weights they do not.
     chunks = planes.chunks(problem.k)
-    early = chunks if p * q <= 2 else 2 if p * q <= 8 else 1
+    threads_copy = q == 4 and p < 4 and chunks >= _CHUNKS_COPIED
+    early = chunks if p * q <= 2 else 2 if p * q <= (4 if threads_copy else 8) else 1
+    alone = [config for config in alone if config.threads_copy is threads_copy]
     return min(alone, key=lambda config: (-config.sets, abs(config.early - early)), default=None)
 
 

@@ -4,7 +4,8 @@
 // the other stand side by side. But there are no rings: a chunk of k has one barrier, which says that all its planes are
 // there, and every warp asks for some of them, since a copy takes its thread 60 cycles and more. What arrives at a
 // multiprocessor, some 40 bytes a cycle, is the limit, so chunks are asked for in the order of their use and multiplied
-// one by one: the weights of the first chunks before the kernel ahead has ended, the rest in turns with the activations.
+// one by one: the weights of the first chunks before the kernel ahead has ended, the rest in turns with the activations,
+// which the threads may copy themselves (`threads_copy`).
 #ifndef ANYBIT_BITWISE_ONCE_CUH
 #define ANYBIT_BITWISE_ONCE_CUH
 
@@ -52,11 +53,12 @@ template <class Config> struct Once {
     // A barrier for each chunk, which expects all planes.
     PTX void prepare() const {
         if (threadIdx.x == 0) {
-            for (int chunk = 0; chunk < p.chunks; chunk++) ptx::mbarrier_init(shared.full(chunk), 1);
+            for (int chunk = 0; chunk < p.chunks; chunk++) ptx::mbarrier_init(shared.full(chunk), Config::threads_copy ? 1 + Config::threads : 1);
             ptx::fence_mbarrier_init();
         }
         __syncthreads();
-        const int rows = P * min(S::rows, S::a_stored(p) - a_row) + Q * min(S::columns, S::b_stored(p) - b_row);
+        const int a_rows = P * min(S::rows, S::a_stored(p) - a_row), b_rows = Q * min(S::columns, S::b_stored(p) - b_row);
+        const int rows = !Config::threads_copy ? a_rows + b_rows : S::walk_weights ? a_rows : b_rows;
         // Copies that other warps ask for may arrive before their bytes are announced: the arrival is still to come.
         if (threadIdx.x < p.chunks) ptx::mbarrier_arrive_expect_tx(shared.full(threadIdx.x), rows * planes::row_bytes);
     }
@@ -74,6 +76,23 @@ template <class Config> struct Once {
             turn = turn == S::warps - 1 ? 0 : turn + 1;
         }
     }
+    // The tokens of a chunk by all threads, 16 bytes at a time: they take in 71 bytes a cycle where bulk copies have 45 to
+    // 55. Each thread arrives on the chunk's barrier when its copies have landed.
+    PTX void copy_tokens(int chunk) const {
+        constexpr bool a = !S::walk_weights;
+        constexpr int bits = a ? P : Q, tile = a ? S::rows : S::columns;
+        const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row;
+        const uint8_t* const from = p.activations + (static_cast<int64_t>(chunk) * bits * stored + first) * planes::row_bytes;
+        const int bytes = min(tile, stored - first) * planes::row_bytes;
+#pragma unroll
+        for (int bit = 0; bit < bits; bit++)
+#pragma unroll
+            for (int i = 0; i < tile * planes::row_bytes / (16 * Config::threads); i++) {
+                const int at = (i * Config::threads + static_cast<int>(threadIdx.x)) * 16;
+                if (at < bytes) ptx::cp_async<16>(shared.template plane<a>(chunk, bit) + at, from + static_cast<int64_t>(bit) * stored * planes::row_bytes + at);
+            }
+        ptx::cp_async_mbarrier_arrive_noinc(shared.full(chunk));
+    }
     // Copies arrive in about the order in which they are asked for: the weights of `early` chunks before the activations.
     PTX void load_early() const {
         if (ptx::lane_id() != 0) return;
@@ -81,8 +100,16 @@ template <class Config> struct Once {
         for (int chunk = 0; chunk < min(Config::early, p.chunks); chunk++) load<S::walk_weights>(chunk, turn);
     }
     PTX void load_rest() const {
-        if (ptx::lane_id() != 0) return;
         int turn = 0;
+        if constexpr (Config::threads_copy) {
+#pragma unroll
+            for (int chunk = 0; chunk < Config::stages; chunk++) {
+                copy_tokens(chunk);
+                if (chunk + Config::early < p.chunks && ptx::lane_id() == 0) load<S::walk_weights>(chunk + Config::early, turn);
+            }
+            return;
+        }
+        if (ptx::lane_id() != 0) return;
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             load<!S::walk_weights>(chunk, turn);
             if (chunk + Config::early < p.chunks) load<S::walk_weights>(chunk + Config::early, turn);
@@ -105,6 +132,7 @@ template <class Config> struct Once {
         for (int chunk = 0; chunk < chunks; chunk++) {
             const bool down = (chunks - chunk) & 1;
             ptx::mbarrier_wait_parity(shared.full(chunk), 0);
+            if constexpr (Config::threads_copy) ptx::fence_proxy_async();  // the threads' copies are ordinary writes
 #pragma unroll
             for (int order = 0; order < P; order++) {
                 const int plane = down ? P - 1 - order : order, set = plane % sets;

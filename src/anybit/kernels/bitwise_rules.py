@@ -86,7 +86,8 @@ class Config:
     tile, which for Walk.tokens are weights.
     once: as small, with ``stages`` for all chunks of k; the chunks whose weights are asked for before the kernel ahead
     has ended (``early``), the ``sets`` of sums (planes so far apart share one), ``reserve`` bytes of shared memory that
-    keep a multiprocessor from taking more blocks than are wanted, and idle blocks that fill the last round (``even``).
+    keep a multiprocessor from taking more blocks than are wanted, idle blocks that fill the last round (``even``), and
+    whether all threads copy the tokens, 16 bytes each, in place of bulk copies (``threads_copy``).
     """
 
     path: Path
@@ -120,6 +121,7 @@ class Config:
     even: bool = False
     sets: int = 1
     early: int = 0
+    threads_copy: bool = False
     starts: int = 1
 
     @property
