@@ -191,6 +191,24 @@ def test_a_search_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     assert found.points == read(path).points == 3
 
 
+def test_what_is_allowed_later_is_measured_then(tmp_path: Path) -> None:
+    """`anybit tune` and then `anybit tune --allow a8`: every product was known, and nothing of 8 bits."""
+    path, one, coded = tmp_path / "map.json", product("w4a16g128", 64), product("w4a8", 64)
+    run([one, coded], path)
+    seen: list[Product] = []
+
+    def again() -> Policy:
+        seen.clear()
+        how = Options(each=2, jobs=1, allow=("a8",))
+        return search([one, coded], path, how, report=lambda p: seen.append(p.product), factory=FakeRunner)
+
+    point = again().exact(one)
+    assert [p.scheme for p in seen] == [one.scheme]
+    assert point is not None and any(measured.activations for measured in point.strategies.values())
+    again()
+    assert not seen
+
+
 def test_no_product_is_begun_after_its_time(tmp_path: Path) -> None:
     assert run([product()], tmp_path / "map.json", seconds=-1.0).points == 0
 

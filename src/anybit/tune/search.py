@@ -246,7 +246,7 @@ def _search(
         known = None
     todo = [replace(product, device=device) for product in together(products)]
     if known is not None and not options.again:
-        todo = [product for product in todo if known.exact(product) is None]
+        todo = [product for product in todo if not _answers(known.exact(product), product, options)]
     began = saved = time.perf_counter()
     pause = _SAVE_SECONDS
     with Planner(maps, options) as planner:
@@ -284,6 +284,13 @@ def _search(
         known.merge(policy)
         return replace(known, origin=policy.origin)
     return policy
+
+
+def _answers(point: Point | None, product: Product, options: Options) -> bool:
+    """Whether a point holds all that is asked: 8-bit activations too where a search now allows them."""
+    if point is None or product.activations.quantized or "a8" not in options.allow:
+        return point is not None
+    return any(measured.activations for measured in point.strategies.values())
 
 
 def together(products: Sequence[Product]) -> list[Product]:
