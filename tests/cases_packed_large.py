@@ -95,6 +95,14 @@ def gpu_cases(every: int = 1) -> list[Case]:
     ):
         cases.append(Case(Problem(m, n, k, w4), (*cut, 0, None, False, 2)))  # two blocks a multiprocessor
     cases.append(Case(Problem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, 0, None, False, 2)))  # both of one launch
+    for m, n, k, activations in (
+        (32, 4096, 4096, A16),
+        (128, 4096, 8192, A16),
+        (16, 4096, 8192, INT8),
+        (50, 6144, 1024, INT8),
+    ):
+        problem = Problem(m, n, k, w4 if activations is A16 else WeightFormat(2), activations)
+        cases.append(Case(problem, cut_of(packed_large.default(problem))))  # stages of two steps
     for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
         problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
@@ -123,6 +131,7 @@ def tiny_cases() -> list[Case]:
         (20, 70, 640, WeightFormat(4, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1, 5)),
         (40, 130, 384, WeightFormat(4, "sym", None), INT8, torch.float16, (16, 1, 1, 1, 1, 2)),  # whole tiles too
         (20, 64, 256, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 1, 2, 1, 1)),
+        (20, 64, 1024, WeightFormat(4, "sym", None), INT8, torch.float16, (32, 1, 2, 1, 1)),  # span 2
         (12, 64, 256, WeightFormat(5, "sym", 64), INT8, torch.float16, (16, 1, 1, 1, 1)),
         (12, 64, 128, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),
         # The last tile lacks so many tokens that it is loaded in smaller boxes.

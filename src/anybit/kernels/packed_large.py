@@ -18,7 +18,7 @@ from anybit.errors import KernelError
 from anybit.jit import Int32, Kernel, Pointer, launch
 from anybit.jit.tensor_map import TensorMap, encode
 from anybit.kernels.pack import Packed
-from anybit.kernels.packed_large_estimate import estimate
+from anybit.kernels.packed_large_estimate import estimate, spans
 from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, tile_bytes
 from anybit.scheme import ActivationFormat, WeightFormat
 
@@ -193,7 +193,8 @@ def shared_bytes(config: Config) -> int:
     ring = config.stages * stage
     reduces = not config.stripes and config.k_warpgroups * config.k_blocks > 1
     share = _share_bytes(config) if reduces else 0
-    body = max(ring, share) + (config.k_blocks - 1) * share
+    outputs = config.row_warpgroups * -(-config.tokens // 8 // config.k_blocks) * 1024
+    body = max(ring, share + outputs * (reduces and config.k_warpgroups > 1)) + (config.k_blocks - 1) * share
     if config.stripes:
         body += (config.warpgroups - config.row_warpgroups) * config.tokens * 256
     if config.halves:
@@ -394,27 +395,11 @@ def config_for(
         resident=resident,
     )
     shared = problem.device.shared_bytes if resident == 1 else _MOST_BESIDE
-    if not stages and _spans(problem, config):
+    if not stages and spans(problem, config):
         found = _fitted(replace(config, span=2), min(_MOST_STAGES, -(-problem.units // 2 // k_blocks)), shared)
         if found.stages > max(2, k_warpgroups):
             return found
     return _fitted(config, 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks)), shared)
-
-
-def _spans(problem: Problem, config: Config) -> bool:
-    """Whether a stage holds two steps: of 135 instructions a step of 16 tokens some 14 are done once a stage, and fewer
-    waits (us: gate_up at 16, 32 and 64 tokens 16.7, 18.7 and 25.0 for 17.5, 19.4 and 27.0, down at 16 9.7 for 11.0,
-    qkv 5.7 for 6.1; o, whose warpgroups have 8 steps each and a multiprocessor, 4.5 as before).
-    """
-    if config.x_bytes != 2 or config.stripes or config.row_blocks > 1 or problem.units % 2 or config.tokens > 64:
-        return False
-    if config.halves:
-        return True
-    if config.tokens != 16 or config.row_warpgroups > 1 or config.warpgroups == 1 or config.k_blocks != 2:
-        return False
-    # 5120 x 17408, both long and of more blocks than multiprocessors: 18.5 for 15.3 to 16.1.
-    long, many = problem.units >= 32 * config.k_blocks, problem.weight_tiles * config.k_blocks > problem.device.sms
-    return long != many
 
 
 @lru_cache(maxsize=1 << 14)
@@ -438,7 +423,12 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
     early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
     if config.span > 1:
-        early = 1 if config.tokens > 32 else 2 if config.halves else config.stages // 2 if config.resident > 1 else 4
+        if config.x_bytes == 1:
+            early = 2 if config.tokens * config.row_warpgroups >= 256 else 4
+        elif config.tokens > 16:
+            early = 1 if config.halves and config.tokens > 32 else 3 if config.k_warpgroups == 4 else 2
+        else:
+            early = 2 if config.halves else config.stages // 2 if config.resident > 1 else 4
     elif config.x_bytes == 2 and 48 <= config.tokens <= 64:
         early = min(early, 3)
     elif config.halves:

@@ -1,4 +1,4 @@
-"""About how long packed_large takes: what its built-in choice goes by, fitted to what an H200 took (docs/packed.md)."""
+"""What packed_large's built-in choice goes by, from what an H200 took (docs/packed.md): how long, which stages."""
 
 from typing import TYPE_CHECKING
 
@@ -35,13 +35,15 @@ def estimate(problem: "Problem", config: "Config") -> float:
     else:
         # Weights that are widened once for all tokens cost less power (gate_up at 256: 85.6 us for 86.1).
         product = (4.2 if tokens == 256 and token_tiles == 1 else 4.3) * tokens
+    # int8 gains less from stages of two steps: only down at 16 tokens takes other tiles for it (10.6 us for 11.1).
+    spanned = config.x_bytes == 2 or (tokens == 16 and config.k_warpgroups == 3 and problem.units >= 64)
     stage = max(
         product * rows,
         widen * rows,
         # The chain of waiting, widening and multiplying in one warpgroup.
         (450 + 1.25 * product if few else 493) / config.k_warpgroups,
         # What it takes to bring a stage, however little it holds.
-        (270 + tokens * config.x_bytes) / config.span if few else 0,
+        (270 + tokens * config.x_bytes) / (config.span if spanned else 1) if few else 0,
         # What a multiprocessor takes in.
         (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow else 47.5),
     )
@@ -50,6 +52,8 @@ def estimate(problem: "Problem", config: "Config") -> float:
     waste = 1.0 if token_tiles == 1 or config.promotes or tokens in (16, 32, 64, 128, 256) else 1.05
     if token_tiles > 2 and tokens < 128:
         waste *= 1.06 if config.x_bytes == 2 else 1.02  # weights are read once for each of them
+    if config.x_bytes == 1 and not config.promotes and token_tiles == 2 and tokens < 128 and rows == 1:
+        waste *= 1.05  # 4096 x 11008 at 128 tokens: 16.1 and 16.8 us (2 and 4 bits), in one tile of 128 13.7 and 15.3
     if config.warpgroups == 1:  # nothing covers what its only warpgroup waits for, or does between products
         waste *= 1.6 if config.promotes else 1.04
     if tiles > 2 * problem.device.sms and config.warpgroups < 3 and tokens < 256:
@@ -70,6 +74,9 @@ def estimate(problem: "Problem", config: "Config") -> float:
         summing = 0.5 if config.x_bytes == 2 else -1.0 if problem.m > 64 else 2.2
     if config.k_blocks > 1:
         summing += (1.0 if few else 0.4 if config.x_bytes == 2 else 0.6) + 0.36 * partial + 0.54 * (config.k_blocks > 2)
+        if config.x_bytes == 1 and few and config.k_blocks > 2:
+            # down at 32 tokens: by threes 11.6 us, by pairs of blocks 11.3
+            summing += 1.0 if config.k_blocks == 3 else 0.1
     if waves > 1 and config.k_warpgroups * config.k_blocks > 1:
         waves *= 1.08  # blocks that add up sums do not walk on to a next tile: every wave starts anew
     units = -(-problem.units // config.k_blocks)
@@ -79,3 +86,27 @@ def estimate(problem: "Problem", config: "Config") -> float:
         known = config.x_bytes == 2 and config.cluster == 2 and (tokens == 16 or (tokens <= 32 and tiles > 66))
         ahead = 0.55 if known else -1.0
     return 1.0 + 0.5 * (config.row_blocks - 1) + summing * waves + waste * waves * one - ahead
+
+
+def spans(problem: "Problem", config: "Config") -> bool:
+    """Whether a stage holds two steps: of 135 instructions a step of 16 tokens some 14 are done once a stage, and fewer
+    waits (us: gate_up at 16, 32 and 64 tokens 16.7, 18.7 and 25.0 for 17.5, 19.4 and 27.0, down at 16 9.7 for 11.0,
+    qkv 5.7 for 6.1; o, whose warpgroups have 8 steps each and a multiprocessor, 4.5 as before).
+    """
+    if config.stripes or config.row_blocks > 1 or problem.units % 2 or config.tokens > 64 or config.promotes:
+        return False
+    # 5120 x 17408, both long and of more blocks than multiprocessors: 18.5 for 15.3 to 16.1.
+    long, many = problem.units >= 32 * config.k_blocks, problem.weight_tiles * config.k_blocks > problem.device.sms
+    if config.x_bytes == 1:
+        # w4a8: gate_up at 16 and 32 tokens 16.0 and 16.7 for 17.3 and 17.5, qkv at 64 and 256 7.2 and 14.7 for 7.9 and
+        # 15.3; qkv at 128, three row tiles and K over two blocks, 11.3 for 10.8.
+        return config.bits < 8 and not config.halves and (config.k_warpgroups > 1 or config.k_blocks == 1)
+    if config.halves:
+        return True
+    if config.k_blocks != 2 or config.warpgroups == 1:
+        return False
+    if config.tokens == 64:  # two tiles of tokens: down at 128 26.7 for 28.0, o 10.4 for 10.1
+        return config.row_warpgroups == 2 and problem.m > 64 and long
+    if config.tokens == 32:  # down 11.8 for 13.3 (by four warpgroups along K), o 5.1 for 5.3
+        return config.row_warpgroups == 1 and config.k_warpgroups in (2, 4) and config.resident == 1 and not many
+    return config.tokens == 16 and config.row_warpgroups == 1 and long != many

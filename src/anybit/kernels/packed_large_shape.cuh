@@ -57,7 +57,10 @@ struct PackedLargeShape {
     static constexpr int share = fours * 8;  // the last block's may be less
     static PTX int groups_of(int k_rank) { return max(min(groups - k_rank * fours, fours), 0); }
     static constexpr int share_bytes = reduces ? warpgroups * share * 256 : 0;
-    static constexpr int receive_offset = ring_bytes > share_bytes ? ring_bytes : share_bytes;
+    // Outputs of warpgroups along K, on their way to Y in whole lines, lie behind these sums.
+    static constexpr int output_bytes = reduces && Config::k_warpgroups > 1 ? Config::row_warpgroups * share * 128 : 0;
+    static constexpr int reduce_bytes = share_bytes + output_bytes;
+    static constexpr int receive_offset = ring_bytes > reduce_bytes ? ring_bytes : reduce_bytes;
     // Two blocks that halve a row tile finish half of its tokens each: one warpgroup's sums of those cross.
     static constexpr int half_bytes = Config::halves ? Config::tokens / 2 * 256 : 0;
     static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes + half_bytes;

@@ -150,45 +150,44 @@ PTX void add_four(Sum (&sum)[count], int i, uint4 v) {
     add_bits(sum[4 * i + 3], v.w);
 }
 
-// Eight tokens of 16 rows to Y, four values a lane: of its row and the eighth after it, two tokens each. Lanes of
-// neighbouring rows give each other a token, so that two rows are one store.
+// Eight tokens of 16 rows to shared memory, as outputs: four sums a lane, of its row and the eighth after it, two tokens each. Lanes
+// of neighbouring rows give each other a token, so that two rows are one word. 128 bytes of a token, 64 rows, lie together
+// (16-byte chunks swizzled by token % 8). i: which of the eights that terms were loaded for.
 template <class Config>
-PTX void packed_large_store_four(const Params& p, const float (&value)[4], int row, int token) {
+PTX void packed_large_put_four(uint32_t staging, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i) {
+    const int lane = ptx::lane_id();
+    float value[4];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const float token_scale = terms.of_token(i, lane % 4 * 2 + e);
+        const int token_sum = terms.sum_of_token(i, lane % 4 * 2 + e);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            value[2 * h + e] = fmaf(centered<Config>(total[2 * h + e], terms.twice_zero[h], token_sum) * token_scale,
+                                    terms.scale[h], terms.bias[h]);
+    }
     const auto pair = [](float a, float b) { return Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b); };
     const uint32_t first = pair(value[0], value[2]), second = pair(value[1], value[3]);  // of a token: rows g and g + 8
-    const bool odd = row & 1;
+    const int g = lane / 4, odd = g & 1, token = i * 8 + lane % 4 * 2 + odd;
     const uint32_t theirs = ptx::shfl_xor(odd ? first : second, 4), mine = odd ? second : first;
     const uint32_t low = odd ? theirs : mine, high = odd ? mine : theirs;
-    row &= ~1, token += odd;
-    if (token >= p.tokens) return;
 #pragma unroll
-    for (int h = 0; h < 2; h++, row += 8) {
-        const uint32_t v = ptx::prmt(low, high, h == 0 ? 0x5410 : 0x7632);
-        uint16_t* target = p.y + static_cast<size_t>(token) * p.rows + row;
-        if (p.rows % 2 == 0) {
-            if (row < p.rows) *reinterpret_cast<uint32_t*>(target) = v;
-        } else {
-            if (row < p.rows) target[0] = static_cast<uint16_t>(v);
-            if (row + 1 < p.rows) target[1] = static_cast<uint16_t>(v >> 16);
-        }
+    for (int h = 0; h < 2; h++) {
+        const int chunk = 2 * (threadIdx.x / 32 % 4) + h;
+        ptx::st_shared_u32(staging + token * 128 + ((chunk ^ (token & 7)) * 16) + (g & ~1) * 2, ptx::prmt(low, high, h == 0 ? 0x5410 : 0x7632));
     }
 }
 
-// From the sums of eight tokens, the i-th of those that terms were loaded for, to Y.
-template <class Config>
-PTX void packed_large_finish_four(const Params& p, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i,
-                                  int row, int token) {
-    float out[4];
+// From there to Y, in whole lines, by so many threads: in pieces of 16 bytes qkv's 256 tokens took a microsecond longer.
+template <class Config, int most, int threads>
+PTX void packed_large_store_lines(const Params& p, uint32_t staging, int thread, int first_row, int first_token, int tokens) {
+    const int chunk = thread % 8;
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-        const float token_scale = terms.of_token(i, ptx::lane_id() % 4 * 2 + e);
-        const int token_sum = terms.sum_of_token(i, ptx::lane_id() % 4 * 2 + e);
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            out[2 * h + e] = fmaf(centered<Config>(total[2 * h + e], terms.twice_zero[h], token_sum) * token_scale,
-                                  terms.scale[h], terms.bias[h]);
+    for (int first = 0; first < most; first += threads / 8) {
+        const int token = first + thread / 8;
+        if (token < tokens)
+            store_rows(p, first_row + chunk * 8, first_token + token, ptx::ld_shared_v4(staging + token * 128 + ((chunk ^ (token & 7)) * 16)));
     }
-    packed_large_store_four<Config>(p, out, row, token);
 }
 
 // The sums of a cluster's blocks and of their warpgroups along K, in a fixed order. Each block finishes a share of the
@@ -199,7 +198,7 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
                              int first_row, int first_token) {
     using Shape = PackedLargeShape<Config>;
     constexpr int k_blocks = Config::k_blocks, k_warpgroups = Config::k_warpgroups, fours = Shape::fours;
-    const int lane = ptx::lane_id(), k_rank = rank % k_blocks, row_rank = rank / k_blocks, thread = threadIdx.x % 128;
+    const int k_rank = rank % k_blocks, row_rank = rank / k_blocks, thread = threadIdx.x % 128;
     const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
     const uint32_t received = ring + Shape::receive_offset + thread * 16;
     if (k_blocks > 1 && Config::row_blocks == 1) {  // the others have begun, so their barriers are there
@@ -239,9 +238,13 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
             ptx::barrier_cluster_arrive();
         }
     }
+    const int groups = Shape::groups_of(k_rank);
+    // Of warpgroups along K all have left the ring. One alone has read what it received before it writes there.
+    const uint32_t staging = k_warpgroups > 1 ? ring + Shape::share_bytes + row_part * Shape::share * 128
+                                              : ring + Shape::receive_offset + warpgroup * fours * 2048;
 #pragma unroll
     for (int i = 0; i < fours; i++) {
-        if (i % k_warpgroups != k_part || i >= Shape::groups_of(k_rank)) continue;
+        if (i % k_warpgroups != k_part || i >= groups) continue;
         typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int source = 0; source < k_blocks; source++)
@@ -252,8 +255,22 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
                                                        : received + ((slot * Shape::warpgroups + other) * fours + i) * 2048;
                 add_four(total, 0, source == k_rank && k == k_part ? four_of(mine, i) : ptx::ld_shared_v4(from));
             }
-        packed_large_finish_four<Config>(p, total, terms, i, first_row + lane / 4, first_token + i * 8 + lane % 4 * 2);
+        if constexpr (k_warpgroups > 1)
+            packed_large_put_four<Config>(staging, total, terms, i);
+        else
+#pragma unroll
+            for (int e = 0; e < 4; e++) mine[4 * i + e] = total[e];
     }
+    if constexpr (k_warpgroups == 1) {
+        ptx::bar_sync(2 + warpgroup, 128);
+#pragma unroll
+        for (int i = 0; i < fours; i++) {
+            const typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
+            if (i < groups) packed_large_put_four<Config>(staging, total, terms, i);
+        }
+    }
+    ptx::bar_sync(6 + row_part, k_warpgroups * 128);
+    packed_large_store_lines<Config, Shape::share, k_warpgroups * 128>(p, staging, k_part * 128 + thread, first_row, first_token, groups * 8);
 }
 
 // The sums of the row tile that two blocks halve: each finishes half of the tokens.
@@ -262,7 +279,6 @@ PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum
                              uint32_t ring, const RingBarriers& barriers, int rank, int first_row, int first_token) {
     using Shape = PackedLargeShape<Config>;
     constexpr int fours = Config::tokens / 16;
-    const int lane = ptx::lane_id();
     const uint32_t received = ring + Shape::receive_offset + threadIdx.x % 128 * 16;
     __syncwarp();
     ptx::barrier_cluster_wait();  // the other has begun, so its barrier is there
@@ -276,11 +292,16 @@ PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum
     }
     ptx::mbarrier_wait_parity_acquire_cluster(barriers.received, 0);
 #pragma unroll
+    for (int i = 0; i < fours; i++) add_four(mine, i, ptx::ld_shared_v4(received + i * 2048));  // two summands: in whatever order
+    ptx::bar_sync(2 + threadIdx.x / 128, 128);  // all have read what was there
+    const uint32_t staging = ring + Shape::receive_offset;
+#pragma unroll
     for (int i = 0; i < fours; i++) {
-        typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
-        add_four(total, 0, ptx::ld_shared_v4(received + i * 2048));  // two summands: in whatever order
-        packed_large_finish_four<Config>(p, total, terms, i, first_row + lane / 4, first_token + i * 8 + lane % 4 * 2);
+        const typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
+        packed_large_put_four<Config>(staging, total, terms, i);
     }
+    ptx::bar_sync(2 + threadIdx.x / 128, 128);
+    packed_large_store_lines<Config, fours * 8, 128>(p, staging, threadIdx.x % 128, first_row, first_token, fours * 8);
 }
 
 // ---- Stripes ----------------------------------------------------------------------------------------------------------
