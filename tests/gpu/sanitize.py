@@ -42,6 +42,7 @@ WAYS: list[tuple[int, int, int, str, dict[str, Any]]] = [
     (64, 136, 2100, "w1a2", {"path": Path.once, "tokens": 32, "walk": Walk.weights, "even": True}),
     (70, 128, 2100, "w2a2", {"path": Path.once, "tokens": 32, "walk": Walk.weights, "sets": 2, "early": 1}),
     (64, 136, 2048, "w3a4", {"path": Path.once, "tokens": 32, "walk": Walk.tokens, "sets": 2}),
+    (64, 136, 3100, "w3a4", {"path": Path.once, "tokens": 32, "walk": Walk.weights, "early": 1, "threads_copy": True}),
 ]
 # Tiles of planes side by side, several of them a block.
 WIDE: list[tuple[int, int, int, str, dict[str, Any]]] = [

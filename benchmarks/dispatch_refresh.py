@@ -1,0 +1,211 @@
+"""The shipped map after kernels have changed: keep what still holds, measure the rest in the order of what it is worth.
+
+    python benchmarks/dispatch_refresh.py keep --since CHECKOUT      # no GPU; CHECKOUT: the library as the map knew it
+    python benchmarks/dispatch_refresh.py measure --work DIR --out MAP --seconds 300      # a process a GPU
+    python benchmarks/dispatch_refresh.py measure --work DIR --ahead              # plans and compiles for them, no GPU
+
+A map knows kernels by their sources. ``keep`` compiles every kernel that a point names in both checkouts: where all of
+a point's have the same machine code its times are still those of what runs, whatever else the sources have gained.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from anybit import jit
+from anybit.errors import KernelError
+from anybit.jit import Kernel
+from anybit.scheme import Scheme
+from anybit.tune.dispatcher import _holds
+from anybit.tune.families import Product
+from anybit.tune.plans import Options, compile_all
+from anybit.tune.policy import SHIPPED, Measured, Origin, Point, Policy, file_name, read, text
+from anybit.tune.runner import Effort
+from anybit.tune.search import Child, search
+from dispatch_layers import MAPPED, MODELS, SHAPES, _rank, of
+
+ARCH = "sm_90a"
+RANKS = {
+    name: tuple(m for m in MAPPED if _rank(m) == rank) for rank, name in enumerate(("powers", "halves", "quarters"))
+}
+ORDER = [(scheme, rank) for rank in RANKS for scheme in ("w4a16g128", "w4a8")]
+ORDER += [(scheme, rank) for rank in RANKS for scheme in ("w2a4", "w4a4", "w2a2")]
+ORDER += [(scheme, rank) for rank in ("powers", "halves") for scheme in ("w8a8", "w2a8", "w3a16g128", "w2a16g128")]
+WORTH = 15
+"""So many parts of the order are tried with more candidates than the rest."""
+
+
+# -------- keep
+
+
+def measured_of(point: Point) -> tuple[Measured, ...]:
+    """All configs that a point names."""
+    return (*point.strategies.values(), *point.also, *(() if point.default is None else (point.default,)))
+
+
+def named(policy: Policy) -> Iterator[tuple[str, Product, Measured]]:
+    """Every config of a map, with a name that two checkouts share, and a product that it runs."""
+    for (scheme, _, n, k), points in policy.layers.items():
+        form = Scheme.parse(scheme)
+        for m, point in points.items():
+            for one in measured_of(point):
+                yield name_of(scheme, one), Product(m, n, k, form.weights, form.activations), one
+
+
+def name_of(scheme: str, measured: Measured) -> str:
+    """What a config is called among those of a scheme. Fields that a later version added are not in it."""
+    return f"{scheme} {measured.kernel} {sorted(measured.fields)} {measured.activations}"
+
+
+def machine_code(kernel: Kernel) -> str:
+    """A hash of a kernel's instructions and constants, without its name and line numbers."""
+    cubin = jit.compile(kernel, ARCH).cubin
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
+    found = hashlib.sha256()
+    for section in sections:
+        start = sections[names][4] + section[0]
+        if cubin[start : cubin.index(b"\0", start)].startswith((b".text.", b".nv.constant0")):
+            found.update(cubin[section[4] : section[4] + section[5]])
+    return found.hexdigest()
+
+
+def codes(policy: Policy, jobs: int) -> dict[str, list[str]]:
+    """The machine code of each config's kernels; none of one that is not legal in this checkout."""
+    kernels: dict[str, list[Kernel]] = {}
+    for name, product, measured in named(policy):
+        if name not in kernels:
+            try:
+                kernels[name] = list(measured.candidate(product).kernels(product))
+            except KernelError:
+                kernels[name] = []
+    distinct = list({kernel for mine in kernels.values() for kernel in mine})
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        code = dict(zip(distinct, pool.map(machine_code, distinct, chunksize=4), strict=True))
+    return {name: [code[kernel] for kernel in mine] for name, mine in kernels.items()}
+
+
+def still_hold(policy: Policy, before: dict[str, list[str]], now: dict[str, list[str]]) -> Policy:
+    """The points whose kernels all have the machine code that they had, as points of the kernels of now."""
+    here = Origin.here(policy.origin.gpu, policy.origin.arch, policy.origin.driver, policy.origin.torch)
+    found = Policy(replace(here, date=policy.origin.date))
+    for key, points in policy.layers.items():
+        for m, point in points.items():
+            names = [name_of(key[0], measured) for measured in measured_of(point)]
+            if all(before.get(name) and before[name] == now.get(name) for name in names):
+                found.layers.setdefault(key, {})[m] = point
+    return found
+
+
+def keep(options: argparse.Namespace) -> None:
+    """Write the map with what still holds."""
+    policy = read(options.map)
+    now = codes(policy, options.jobs)
+    command = [sys.executable, __file__, "codes", "--map", str(options.map.resolve()), "--jobs", str(options.jobs)]
+    there = {**os.environ, "PYTHONPATH": str(options.since.resolve() / "src")}
+    done = subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE, text=True)
+    found = still_hold(policy, json.loads(done.stdout), now)
+    print(f"{found.points} of {policy.points} points have kernels of the same machine code", flush=True)
+    options.out.write_text(text(found), encoding="utf-8")
+
+
+# -------- measure
+
+
+def claim(work: Path, name: str) -> bool:
+    """Whether this process is the first that asks for ``name``."""
+    try:
+        os.close(os.open(work / f"{name}.claim", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure what holds no more, part by part; each part is of one process."""
+    began = time.perf_counter()
+    options.work.mkdir(parents=True, exist_ok=True)
+    shipped = read(options.map)
+    holding = Policy(shipped.origin)
+    for key, points in shipped.current().layers.items():
+        for product in of(key[0], (key[2:],), tuple(points)):
+            if _holds(product, points[product.m]):
+                holding.put(product, points[product.m])
+    print(f"{holding.points} of {shipped.points} points hold", flush=True)
+    models = tuple(MODELS.values())
+    how = Options(4, (), Effort(60.0, 2, 5, finalists=3), jobs=options.jobs, models=models, grid=MAPPED)
+    child: Child | None = None
+    for place, (scheme, rank) in enumerate(ORDER):
+        name = f"{scheme}-{rank}"
+        each = 6 if scheme in ("w4a16g128", "w4a8") else 4 if rank == "powers" and place < WORTH else 2
+        mine = [product for product in of(scheme, SHAPES, RANKS[rank]) if holding.exact(product) is None]
+        left = options.seconds - (time.perf_counter() - began)
+        if not mine or left < 1:
+            continue
+        plans = options.work / f"{name}.plans"
+        if options.ahead:
+            if not (options.work / f"{name}.claim").exists():
+                count = compile_all(mine, replace(how, each=each, plans=plans), [shipped])
+                plans.with_suffix(".done").touch()
+                print(f"{name}: {len(mine)} products, {count} candidates compiled", flush=True)
+            continue
+        if not claim(options.work, name):
+            continue
+        if child is None:
+            child = Child()
+            child.start()
+            if claim(options.work, "first"):
+                options.out.write_text(text(holding), encoding="utf-8")
+                (options.work / "first.done").touch()
+            while not (options.work / "first.done").exists():
+                time.sleep(0.05)
+        ready = plans if plans.with_suffix(".done").exists() else None
+        policy = search(
+            mine, options.out, replace(how, each=each, seconds=left, plans=ready), hints=[shipped], child=child
+        )
+        print(f"{name}: {policy.points} points, {time.perf_counter() - began:.1f} s", flush=True)
+        for what, why in policy.excluded.items():
+            print("excluded:", what, "--", why)
+    if child is not None:
+        child.stop()
+
+
+def main() -> None:
+    shipped = SHIPPED / file_name("NVIDIA H200")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="command", required=True)
+    for name in ("keep", "codes", "measure"):
+        command = kinds.add_parser(name)
+        command.add_argument("--map", type=Path, default=shipped)
+        command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+        if name == "keep":
+            command.add_argument("--out", type=Path, default=shipped)
+            command.add_argument(
+                "--since", type=Path, required=True, help="a checkout of what the map was measured with"
+            )
+        if name == "measure":
+            command.add_argument("--out", type=Path, help="the new map; all processes write into one")
+            command.add_argument("--work", type=Path, required=True, help="a new folder that all processes share")
+            command.add_argument("--seconds", type=float, default=300.0, help="begin no more products after this")
+            command.add_argument("--ahead", action="store_true", help="plan and compile ahead of those that measure")
+    options = parser.parse_args()
+    if options.command == "measure" and not (options.ahead or options.out):
+        parser.error("measure needs --out, the new map (or --ahead, to plan and compile alone)")
+    if options.command == "codes":
+        json.dump(codes(read(options.map), options.jobs), sys.stdout)
+    else:
+        {"keep": keep, "measure": measure}[options.command](options)
+
+
+if __name__ == "__main__":
+    main()

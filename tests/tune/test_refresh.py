@@ -1,0 +1,68 @@
+"""The map after a change of kernels: points whose kernels have the same machine code still hold (benchmarks)."""
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybit.device import Device
+from anybit.scheme import Scheme
+from anybit.tune import policy as policies
+from anybit.tune.families import Product
+from anybit.tune.policy import Measured, Origin, Point, Policy, read
+from anybit.tune.space import builtin, space
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def refresh(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("dispatch_refresh")
+
+
+def older_map() -> tuple[Policy, Product, Product]:
+    """Two points, of packed_small and of packed_large, measured with other sources than these."""
+    scheme, device = Scheme.parse("w4a8"), Device.named("sm_90a")
+    one, many = (Product(m, 4096, 4096, scheme.weights, scheme.activations, device=device) for m in (1, 64))
+    found = Policy(replace(Origin.here("NVIDIA H200", "sm_90a"), kernels={"packed_small": "0", "packed_large": "0"}))
+    for product, kernel in ((one, "packed_small"), (many, "packed_large")):
+        chosen = next(c for c in space(product).candidates if c.kernel == kernel)
+        measured, own = Measured.of(chosen, product, 5.0), Measured.of(builtin(product), product, 6.0)
+        found.put(product, Point(6.0, 1.0, {chosen.strategy: measured}, own))
+    return found, one, many
+
+
+def test_points_of_the_same_machine_code_hold(refresh: Any, tmp_path: Path) -> None:
+    older, one, many = older_map()
+    assert older.current().points == 0
+    now = refresh.codes(older, 1)
+    assert all(len(codes) >= 1 for codes in now.values()) and len(now) >= 2
+    kept = refresh.still_hold(older, now, now)
+    assert kept.points == kept.current().points == 2 and kept.origin.date == older.origin.date
+    changed = {name: ["another"] if " packed_large " in name else codes for name, codes in now.items()}
+    assert [bool(refresh.still_hold(older, changed, now).exact(p)) for p in (one, many)] == [True, False]
+    illegal = {name: [] for name in now}
+    assert refresh.still_hold(older, illegal, illegal).points == 0
+
+    path = tmp_path / "map.json"
+    path.write_text(policies.text(older), encoding="utf-8")
+    command = [sys.executable, str(ROOT / "benchmarks" / "dispatch_refresh.py")]
+    subprocess.run(
+        [*command, "keep", "--map", str(path), "--out", str(path), "--since", str(ROOT), "--jobs", "1"], check=True
+    )
+    assert read(path).current().points == 2
+
+
+def test_what_is_measured_is_asked_for(refresh: Any, tmp_path: Path) -> None:
+    assert {scheme for scheme, _ in refresh.ORDER} >= {"w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2"}
+    assert refresh.claim(tmp_path, "one") and not refresh.claim(tmp_path, "one")
+    command = [sys.executable, str(ROOT / "benchmarks" / "dispatch_refresh.py"), "measure", "--work", str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 2 and "--out" in done.stderr
+    assert json.dumps(sorted(refresh.RANKS)) == '["halves", "powers", "quarters"]'
