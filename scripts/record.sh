@@ -36,10 +36,11 @@ proofs_and_rows() {
     --tokens 511 512 513 1023 1024 1025 2047 2048 2049 4095 4096
 }
 
-map_and_check() { # WHICH OF
+map_and_check() {
   $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work" --ahead > "$OUT/log/ahead" 2>&1 &
+  local ahead=$!
   step map 700 $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work" --out "$MAP" --seconds "${MAP_SECONDS:-600}"
-  kill %1 2> "$OUT/log/kill"
+  kill $ahead 2> "$OUT/log/kill"
   step model 200 $PYTHON benchmarks/dispatch.py model --map "$MAP" --seconds 180
   step ablate 90 $PYTHON benchmarks/dispatch.py ablate --map "$MAP"
   step look_up 30 $PYTHON benchmarks/dispatch.py look-up
