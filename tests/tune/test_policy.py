@@ -285,6 +285,13 @@ def test_a_tile_of_planes_that_holds_more_tokens_is_expected_to_take_longer() ->
     assert scaled(wide, 10.0, replace(there, m=1024), replace(there, m=1020)) == pytest.approx(10.0)
 
 
+def test_tiles_of_mma_sync_are_expected_between_two_token_counts_too() -> None:
+    there = product("w2a2", 112, device=Device.named("sm_80"))
+    own = builtin(there)
+    assert own.kernel == "bitwise_sync"
+    assert scaled(own, 10.0, there, replace(there, m=128)) == pytest.approx(10.0)
+
+
 @pytest.mark.parametrize(("us", "origin"), [(200.0, "between"), (100.0, "built in")])
 def test_between_two_measured_token_counts_the_built_in_choice_must_be_beaten(us: float, origin: str) -> None:
     upper, here = product("w4a16g128", 1280, 4096, 16384), product("w4a16g128", 1056, 4096, 16384)
@@ -294,6 +301,10 @@ def test_between_two_measured_token_counts_the_built_in_choice_must_be_beaten(us
     choice = Dispatcher("NVIDIA H200", [found]).choose(here)
     assert choice.origin == origin
     assert choice.candidate == (other if origin == "between" else builtin(here))
+    # In the other 16-bit type the same decides, and says no more than is so.
+    alike = Dispatcher("NVIDIA H200", [found]).choose(replace(here, dtype=torch.bfloat16))
+    assert alike.origin == ("nearest" if origin == "between" else "built in")
+    assert (alike.candidate == builtin(replace(here, dtype=torch.bfloat16))) == (origin == "built in")
 
 
 def _tile(one: Candidate, row_warpgroups: int, tokens: int) -> bool:

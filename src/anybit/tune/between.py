@@ -23,7 +23,7 @@ _TOKENS = 64
 def scaled(candidate: Candidate, us: float, there: Product, here: Product) -> float | None:
     """Microseconds of a candidate ``here``, which took ``us`` for its layer ``there``; None: nothing is known, as where
     a family without an estimate would need more rounds of multiprocessors. Of such a family a tile that holds all
-    tokens is expected to take longer in proportion to them.
+    tokens is expected to take longer in proportion to them; tiles of mma.sync have no ``tokens``, and skip none.
     """
     if there.m == here.m:
         return us
@@ -34,7 +34,7 @@ def scaled(candidate: Candidate, us: float, there: Product, here: Product) -> fl
         one, other = _at_least(candidate, here), _at_least(candidate, there)
         if one > other:
             return None
-        if there.m < here.m <= candidate.config.tokens:
+        if there.m < here.m <= getattr(candidate.config, "tokens", 0):
             one = max(one, other * -(-here.m // _TOKENS) / -(-there.m // _TOKENS))
     return us * one / other
 
