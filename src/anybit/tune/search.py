@@ -31,7 +31,7 @@ from anybit.tune.floor import floor_us
 from anybit.tune.plans import Options, Plan, Planner, die_with_parent
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
 from anybit.tune.runner import Company, Effort, Runner, Sieve, Time, WrongResultError
-from anybit.tune.space import FEW_TOKENS, Candidate, builtin, leaves_room
+from anybit.tune.space import FEW_TOKENS, Candidate, builtin, leaves_room, promising
 
 _SAVE_SECONDS, _SAVE_SHARE = 2.0, 30
 """How often what was found is saved; at least so many times what saving it takes."""
@@ -287,10 +287,12 @@ def _search(
 
 
 def _answers(point: Point | None, product: Product, options: Options) -> bool:
-    """Whether a point holds all that is asked: 8-bit activations too where a search now allows them."""
+    """Whether a point holds all that is asked: 8-bit activations too where they are allowed now and a kernel runs."""
     if point is None or product.activations.quantized or "a8" not in options.allow:
         return point is not None
-    return any(measured.activations for measured in point.strategies.values())
+    if any(measured.activations for measured in point.strategies.values()):
+        return True
+    return all(one.activations == product.activations for one in promising(product, 1, allow=options.allow))
 
 
 def together(products: Sequence[Product]) -> list[Product]:
