@@ -141,6 +141,18 @@ def test_warpgroups_that_share_k_need_slots_for_all_planes() -> None:
     assert "need a slot for each" in (bitwise.why_not(asked, few) or "")
 
 
+def test_tokens_that_threads_copy_come_in_sixteens() -> None:
+    """128 threads copy 2048 bytes of a plane at a time: of a tile of 8 tokens they would copy nothing."""
+    asked = problem("w3a4", 64)
+    copied = bitwise.default(asked)
+    assert copied.threads_copy
+    for tokens, legal in ((8, False), (16, True), (24, False), (32, True)):
+        config = dataclasses.replace(copied, tokens=tokens, stacked=4 * tokens, early=0, sets=1)
+        said = bitwise.why_not(asked, config)
+        assert said is None if legal else "copy 16 tokens of a plane at a time" in (said or "")
+        assert bitwise.why_not(asked, dataclasses.replace(config, threads_copy=False)) is None
+
+
 def test_config_of_another_problem_is_refused() -> None:
     config = bitwise.default(problem("w2a2", 64))
     assert "other widths" in (bitwise.why_not(problem("w4a4", 64), config) or "")

@@ -277,6 +277,8 @@ def _why_not_once(problem: Problem, config: Config) -> str | None:
         return f"shared memory is kept in sixteens of bytes, not {config.reserve}"
     if config.stages != chunks or not 0 <= config.early <= chunks:
         return f"all {chunks} chunks of k lie in shared memory, and the config is for {config.stages}"
+    if config.threads_copy and config.walk is Walk.weights and config.tokens % 16:
+        return f"128 threads copy 16 tokens of a plane at a time, and a tile of {config.tokens} is not made of these"
     if config.groups > 1 or config.cluster > 1 or config.by_columns or config.multicast:
         return "one warpgroup multiplies a tile that is loaded once, and shares it with none"
     walked = config.weight_bits if config.walk is Walk.weights else config.activation_bits
