@@ -2,12 +2,13 @@
 # All that is proven and measured on a GPU, in the order of what it is worth: scripts/record.sh FOLDER
 #
 # Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, the new map to FOLDER.
-# With two GPUs the second measures the map and half of the check meanwhile. Kernels are compiled beside the steps;
+# FOLDER is a new one. With two GPUs the second measures the map and the check meanwhile. Kernels are compiled beside the steps;
 # some 15 minutes on two GPUs with 32 cores. A step that fails or runs out of its time costs the others nothing.
 set -u
+OUT=$(realpath -m "${1:?a folder for logs and the new map}")
 cd "$(dirname "$0")/.."
-OUT=${1:?a folder for logs and the new map}
-mkdir -p "$OUT/log" "$OUT/work"
+mkdir -p "$OUT/log"
+mkdir "$OUT/work" || exit 1 # what was measured into it before is claimed, and would not be measured again
 export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 PYTHON=${PYTHON:-python3} MAP=$OUT/nvidia-h200.json SEED=${SEED:-20261124}
 began=$(date +%s)
