@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import Kernel
@@ -28,7 +30,7 @@ from anybit.scheme import Scheme
 from anybit.tune.dispatcher import _holds
 from anybit.tune.families import Product
 from anybit.tune.plans import Options, compile_all
-from anybit.tune.policy import SHIPPED, Measured, Origin, Point, Policy, file_name, read, text
+from anybit.tune.policy import SHIPPED, Key, Measured, Origin, Point, Policy, file_name, read, text
 from anybit.tune.runner import Effort
 from anybit.tune.search import Child, search
 from dispatch_layers import MAPPED, MODELS, SHAPES, _rank, of
@@ -53,17 +55,27 @@ def measured_of(point: Point) -> tuple[Measured, ...]:
 
 
 def named(policy: Policy) -> Iterator[tuple[str, Product, Measured]]:
-    """Every config of a map, with a name that two checkouts share, and a product that it runs."""
-    for (scheme, _, n, k), points in policy.layers.items():
-        form = Scheme.parse(scheme)
+    """Every config of a map, with a name that two checkouts share, and the product that it was measured for."""
+    for key, points in policy.layers.items():
         for m, point in points.items():
+            product = product_of(key, m)
             for one in measured_of(point):
-                yield name_of(scheme, one), Product(m, n, k, form.weights, form.activations), one
+                yield name_of(product, one), product, one
 
 
-def name_of(scheme: str, measured: Measured) -> str:
-    """What a config is called among those of a scheme. Fields that a later version added are not in it."""
-    return f"{scheme} {measured.kernel} {sorted(measured.fields)} {measured.activations}"
+def product_of(key: Key, m: int) -> Product:
+    """A map's layer at a token count."""
+    scheme, dtype, n, k = key
+    form = Scheme.parse(scheme)
+    return Product(m, n, k, form.weights, form.activations, getattr(torch, dtype))
+
+
+def name_of(product: Product, measured: Measured) -> str:
+    """What a config is called: sizes decide what of its kernels it does not say, such as how tokens are coded.
+
+    Fields that a later version added are not in it.
+    """
+    return f"{product} {product.dtype} {measured.kernel} {sorted(measured.fields)} {measured.activations}"
 
 
 def machine_code(kernel: Kernel) -> str:
@@ -101,7 +113,7 @@ def still_hold(policy: Policy, before: dict[str, list[str]], now: dict[str, list
     found = Policy(replace(here, date=policy.origin.date))
     for key, points in policy.layers.items():
         for m, point in points.items():
-            names = [name_of(key[0], measured) for measured in measured_of(point)]
+            names = [name_of(product_of(key, m), measured) for measured in measured_of(point)]
             if all(before.get(name) and before[name] == now.get(name) for name in names):
                 found.layers.setdefault(key, {})[m] = point
     return found

@@ -59,6 +59,16 @@ def test_points_of_the_same_machine_code_hold(refresh: Any, tmp_path: Path) -> N
     assert read(path).current().points == 2
 
 
+def test_a_config_has_other_kernels_at_other_sizes(refresh: Any) -> None:
+    """What codes the tokens is not in a config: by its fields alone 256 of the shipped map's 1269 stood for several."""
+    _, _, few = older_map()
+    longer = replace(few, k=14336)
+    measured = Measured.of(builtin(few), few, 5.0)
+    kernels = [set(measured.candidate(one).kernels(one)) for one in (few, longer)]
+    assert kernels[0] != kernels[1]
+    assert refresh.name_of(few, measured) != refresh.name_of(longer, measured)
+
+
 def test_what_is_measured_is_asked_for(refresh: Any, tmp_path: Path) -> None:
     assert {scheme for scheme, _ in refresh.ORDER} >= {"w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2"}
     assert refresh.claim(tmp_path, "one") and not refresh.claim(tmp_path, "one")
