@@ -116,3 +116,25 @@ def test_eight_bits_run_where_they_won_and_it_is_said(monkeypatch: pytest.Monkey
         ops.linear(torch.randn(64, K).half(), ready)
     assert [spec.activations.bits for _, spec in wide.calls] == [16]
     assert [spec.activations.bits for _, spec in narrow.calls] == [8]
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        ((Layout.tiles_a16, Layout.tiles_a8), True),
+        ((Layout.tiles_a8,), True),  # 16-bit tiles stay for few tokens, which no map has times of
+        ((Layout.tiles_a16,), False),
+    ],
+)
+def test_eight_bits_that_won_everywhere_are_kept_too(
+    found: tuple[Layout, ...], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The map's one layout was not what the backend of both asked for: what had been allowed was never run."""
+    monkeypatch.setattr(several, "layouts_of", lambda *_: found)
+    monkeypatch.setattr(several, "_room", lambda weight: True)
+    parts = Part("test-16"), Part("test-8")
+    both = Several("test-a8", parts, (Layout.tiles_a16, Layout.tiles_a8), 6, ("cuda",))
+    parsed = Scheme.parse("w4a16g128")
+    assert (both.cost(random_weight(N, K, parsed.weights), parsed.activations) < 0) == wanted
+    planes = Several("test-both", parts, (Layout.planes, Layout.tiles_a8), 6, ("cuda",))
+    assert planes.cost(random_weight(N, K, parsed.weights), parsed.activations) > 0

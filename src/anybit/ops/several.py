@@ -77,10 +77,14 @@ class Several:
         return Layout.tiles_a16 in self.layouts
 
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
-        """Before all others where the policy map finds both layouts worth keeping, and there is room for them."""
+        """Before all others where the policy map finds both layouts worth keeping, and there is room for them.
+
+        Where 8-bit activations won at every count that was measured both are kept, too: few tokens are not measured.
+        """
         if not self.unasked:
             return _UNWANTED  # nor is room for it asked about, which tells where there is none
-        wanted = set(layouts_of(weight, activations)) == set(self.layouts)
+        found = set(layouts_of(weight, activations))
+        wanted = found == set(self.layouts) or (self.eight and found == {self.layouts[1]})
         return -1 if wanted and _room(weight) else _UNWANTED
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
