@@ -136,5 +136,8 @@ def test_eight_bits_that_won_everywhere_are_kept_too(
     both = Several("test-a8", parts, (Layout.tiles_a16, Layout.tiles_a8), 6, ("cuda",))
     parsed = Scheme.parse("w4a16g128")
     assert (both.cost(random_weight(N, K, parsed.weights), parsed.activations) < 0) == wanted
+    assert both.cost(random_weight(N, K, parsed.weights), Scheme.parse("w4a8").activations) == (
+        -1 if len(found) == 2 else several._UNWANTED
+    )
     planes = Several("test-both", parts, (Layout.planes, Layout.tiles_a8), 6, ("cuda",))
     assert planes.cost(random_weight(N, K, parsed.weights), parsed.activations) > 0

@@ -84,7 +84,8 @@ class Several:
         if not self.unasked:
             return _UNWANTED  # nor is room for it asked about, which tells where there is none
         found = set(layouts_of(weight, activations))
-        wanted = found == set(self.layouts) or (self.eight and found == {self.layouts[1]})
+        made_eight = self.eight and not activations.quantized
+        wanted = found == set(self.layouts) or (made_eight and found == {self.layouts[1]})
         return -1 if wanted and _room(weight) else _UNWANTED
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
