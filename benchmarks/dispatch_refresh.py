@@ -30,7 +30,7 @@ from anybit.scheme import Scheme
 from anybit.tune.dispatcher import _holds
 from anybit.tune.families import Product
 from anybit.tune.plans import Options, compile_all
-from anybit.tune.policy import SHIPPED, Key, Measured, Origin, Point, Policy, file_name, read, text
+from anybit.tune.policy import SHIPPED, Key, Measured, Origin, Policy, file_name, read, text
 from anybit.tune.runner import Effort
 from anybit.tune.search import Child, search
 from dispatch_layers import MAPPED, MODELS, SHAPES, _rank, of
@@ -49,17 +49,12 @@ WORTH = 15
 # -------- keep
 
 
-def measured_of(point: Point) -> tuple[Measured, ...]:
-    """All configs that a point names."""
-    return (*point.strategies.values(), *point.also, *(() if point.default is None else (point.default,)))
-
-
 def named(policy: Policy) -> Iterator[tuple[str, Product, Measured]]:
     """Every config of a map, with a name that two checkouts share, and the product that it was measured for."""
     for key, points in policy.layers.items():
         for m, point in points.items():
             product = product_of(key, m)
-            for one in measured_of(point):
+            for one in point.named():
                 yield name_of(product, one), product, one
 
 
@@ -113,7 +108,7 @@ def still_hold(policy: Policy, before: dict[str, list[str]], now: dict[str, list
     found = Policy(replace(here, date=policy.origin.date))
     for key, points in policy.layers.items():
         for m, point in points.items():
-            names = [name_of(product_of(key, m), measured) for measured in measured_of(point)]
+            names = [name_of(product_of(key, m), measured) for measured in point.named()]
             if all(before.get(name) and before[name] == now.get(name) for name in names):
                 found.layers.setdefault(key, {})[m] = point
     return found
@@ -150,9 +145,10 @@ def measure(options: argparse.Namespace) -> None:
     shipped = read(options.map)
     holding = Policy(shipped.origin)
     for key, points in shipped.current().layers.items():
-        for product in of(key[0], (key[2:],), tuple(points)):
-            if _holds(product, points[product.m]):
-                holding.put(product, points[product.m])
+        for m, point in points.items():
+            product = product_of(key, m)
+            if _holds(product, point):
+                holding.put(product, point)
     print(f"{holding.points} of {shipped.points} points hold", flush=True)
     models = tuple(MODELS.values())
     how = Options(4, (), Effort(60.0, 2, 5, finalists=3), jobs=options.jobs, models=models, grid=MAPPED)

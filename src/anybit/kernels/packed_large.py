@@ -193,8 +193,9 @@ def shared_bytes(config: Config) -> int:
     ring = config.stages * stage
     reduces = not config.stripes and config.k_warpgroups * config.k_blocks > 1
     share = _share_bytes(config) if reduces else 0
-    outputs = config.row_warpgroups * -(-config.tokens // 8 // config.k_blocks) * 1024
-    body = max(ring, share + outputs * (reduces and config.k_warpgroups > 1)) + (config.k_blocks - 1) * share
+    # Outputs take half of a sum's bytes, for one of the warpgroups along K.
+    outputs = share // (2 * config.k_warpgroups) if config.k_warpgroups > 1 else 0
+    body = max(ring, share + outputs) + (config.k_blocks - 1) * share
     if config.stripes:
         body += (config.warpgroups - config.row_warpgroups) * config.tokens * 256
     if config.halves:

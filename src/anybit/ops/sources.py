@@ -106,10 +106,11 @@ def _norm_linear(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parsed = LinearSpec.parse(spec)
     backend, codes = backends[parsed.backend], _codes(x, parsed, rotated)
-    if codes or x.is_cuda:
+    norms = not (codes or rotated) and parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel()
+    if codes or norms:  # a norm that is an op of its own checks this itself
         check_norm(x, residual, gamma)
     if not codes:
-        if not rotated and parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
+        if norms:
             found = backend.norm_linear(x, residual, gamma, epsilon, weight, bias, parsed, silu)  # type: ignore[attr-defined]
             if found is not None:
                 y, total = found

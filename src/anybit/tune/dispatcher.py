@@ -200,21 +200,19 @@ class Dispatcher:
         """
         if product.activations.quantized:
             return None
-        for dtype in _SIXTEEN:
-            there = replace(product, dtype=dtype)
-            choice = None if dtype == product.dtype else self._measured(there, layouts, ())
-            if choice is None or choice.candidate.kernel != own.kernel or not _same(own, product, there):
-                continue
-            if choice.origin == "built in":  # expected to be fastest between two token counts
-                return Choice(own, "built in")
-            found = self.point(there) if choice.origin == "map" else None  # else it was expected to win
-            gain = choice.us / found[0].default_us if found is not None else _CLEARLY
-            candidate = _legal(Measured.of(choice.candidate, there, 0.0), product, ())
-            if candidate is None or gain * _moved(product, own, there, candidate) > _CLEARLY:
-                continue
-            name = str(dtype).removeprefix("torch.")
-            return Choice(candidate, "nearest", 0.0, f"measured in {name}, by the same kernels ({choice.source})")
-        return None
+        there = replace(product, dtype=next(dtype for dtype in _SIXTEEN if dtype != product.dtype))
+        choice = self._measured(there, layouts, ())
+        if choice is None or choice.candidate.kernel != own.kernel or not _same(own, product, there):
+            return None
+        if choice.origin == "built in":  # expected to be fastest between two token counts
+            return Choice(own, "built in")
+        found = self.point(there) if choice.origin == "map" else None  # else it was expected to win
+        gain = choice.us / found[0].default_us if found is not None else _CLEARLY
+        candidate = _legal(Measured.of(choice.candidate, there, 0.0), product, ())
+        if candidate is None or gain * _moved(product, own, there, candidate) > _CLEARLY:
+            return None
+        name = str(there.dtype).removeprefix("torch.")
+        return Choice(candidate, "nearest", 0.0, f"measured in {name}, by the same kernels ({choice.source})")
 
     def layouts(self, product: Product, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:
         """How a layer's weights are to lie: in one layout, or in two where each wins by much at some token count.

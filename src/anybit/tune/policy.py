@@ -96,10 +96,13 @@ class Point:
         """Strategies, the fastest first."""
         return sorted(self.strategies.items(), key=lambda item: item[1].us)
 
+    def named(self) -> tuple[Measured, ...]:
+        """All configs that it names."""
+        return (*self.strategies.values(), *self.also, *(() if self.default is None else (self.default,)))
+
     def kernels(self) -> set[str]:
         """The kernels that it holds times of."""
-        found = {measured.kernel for measured in (*self.strategies.values(), *self.also)}
-        return found if self.default is None else found | {self.default.kernel}
+        return {measured.kernel for measured in self.named()}
 
 
 @dataclass
