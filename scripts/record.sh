@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# All that is proven and measured on a GPU, in the order of what it is worth: scripts/record.sh FOLDER
+# Proofs on a GPU, and rows of products, whole models and the tuner, the first worth most: scripts/record.sh FOLDER
 #
 # Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, the new map to FOLDER.
 # FOLDER is a new one. With two GPUs the second measures the map and the check meanwhile. Kernels are compiled beside the steps;
-# some 15 minutes on two GPUs with 32 cores. A step that fails or runs out of its time costs the others nothing.
+# the steps' limits add up to half an hour a GPU (one GPU takes both halves). A step that fails or runs out of its time costs the others nothing.
 set -u
 OUT=$(realpath -m "${1:?a folder for logs and the new map}")
 cd "$(dirname "$0")/.."
