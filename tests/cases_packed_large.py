@@ -141,6 +141,11 @@ def tiny_cases() -> list[Case]:
         (20, 64, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 1, 2, 2, 1)),
         (20, 70, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 3, 1)),  # tokens divide unevenly
         (9, 64, 512, WeightFormat(3, "sym", None), INT8, torch.float16, (16, 1, 1, 3, 1)),  # one finishes none
+        # Inputs that are no multiple of 8: rows of x have a pitch of their own.
+        (20, 70, 261, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1)),
+        (9, 64, 395, WeightFormat(3, "asym", None), A16, torch.bfloat16, (16, 1, 2, 1, 1)),
+        (20, 64, 33, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 1, 1, 1, 1)),
+        (12, 64, 129, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),
         # Two blocks halve a row tile: three tiles a pair, and a last pair that lacks some.
         (20, 190, 384, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1, 0, None, True)),
         (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, 0, None, True)),

@@ -54,6 +54,7 @@ class Box:
         matrix, size = self.matrix, self.matrix.element_size()
         assert self.columns * size == 128, "a row of a swizzled box has 128 bytes"
         rows, columns = matrix.shape
+        assert matrix.stride(0) * size % 16 == 0, "rows of a tensor map's matrix begin at multiples of 16 bytes"
         return struct.pack("<Q5I", address, rows, columns * size, matrix.stride(0) * size, self.rows, size)
 
 

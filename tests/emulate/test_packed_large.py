@@ -38,6 +38,11 @@ def emulated(case: Case, config: packed_large.Config, seed: int, header: Path | 
     workspace = packed_large.workspace_for(config, torch.device("cpu"))
     if workspace is not None:
         workspace.random_(generator=torch.Generator().manual_seed(seed))  # stripes ask for no clean memory
+    pitch = -(-p.k // 16) * 16
+    if p.k < pitch:  # rows that start on 16 bytes, and no number between them
+        wide = torch.full((p.m, pitch), 127 if operand.dtype == torch.int8 else torch.nan, dtype=operand.dtype)
+        wide[:, : p.k] = operand
+        operand = wide[:, : p.k]
     box = emulate.Box(operand, 128 // operand.element_size(), config.tokens // config.row_blocks)
     tail = emulate.Box(operand, 128 // operand.element_size(), config.tail_rows or 8)
     params = packed_large.params(p, config, None, packed, y, bias, x_scale, x_sum, workspace)

@@ -13,10 +13,12 @@ SCHEMES = ["w4a16g128", "w2a16g64asym", "w3a16bipolar", "w8a16", "w4a8", "w4a8g1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_like_the_reference(scheme, dtype):
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(576, torch.float16), (576, torch.bfloat16), (1003, torch.float16), (33, torch.bfloat16)]
+)
+def test_like_the_reference(scheme, k, dtype):
     parsed = Scheme.parse(scheme)
-    n, k = 200, 576
+    n = 200
     weight = quantize_weight((torch.randn(n, k) * 0.05).to(dtype), parsed.weights)
     bias = torch.randn(n).to(dtype)
     layer = QuantLinear.from_weight(weight, parsed, bias)

@@ -224,9 +224,6 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     refusal = _why_not_bytes(problem) if activations.quantized else None
     if refusal is not None:
         return refusal
-    pitch = problem.k * (1 if activations.quantized else 2)
-    if pitch % 16:
-        return f"rows of x must be multiples of 16 bytes, and k = {problem.k} makes them {pitch}: pad x with zeros"
     if config is None:
         return None
     if config.tokens not in TOKENS:
@@ -569,8 +566,9 @@ def multiply(
 ) -> None:
     """Write y[m, n] = x[m, k] W^T (+ bias): one launch on the current stream.
 
-    x: y's dtype, contiguous along k (in the order of the tiles' columns), or the bytes of ``pack`` with their scales.
-    bias: [n] in y's dtype. pdl: the launch may begin before the one ahead of it ends. Shapes were checked by ops.
+    x: y's dtype, contiguous along k (in the order of the tiles' columns), its rows a multiple of 16 bytes apart, or the
+    bytes of ``pack`` with their scales. bias: [n] in y's dtype. pdl: the launch may begin before the one ahead of it
+    ends. Shapes were checked by ops.
     """
     x_scale = x_sum = None
     activations = ActivationFormat()

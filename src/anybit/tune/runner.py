@@ -192,7 +192,8 @@ class Bench:
         device = layer.rows.device
         m, n, k = product.m, product.n, product.k
         generator = torch.Generator(device).manual_seed(m)
-        self.x = torch.randn(m, k, device=device, generator=generator).to(product.dtype)
+        pitch = -(-k // 8) * 8  # rows start on 16 bytes, as ops gives them to kernels
+        self.x = torch.randn(m, pitch, device=device, generator=generator).to(product.dtype)[:, :k]
         self.y = torch.empty(m, n, device=device, dtype=product.dtype)
         self.tokens = torch.arange(m, device=device)
         if m > _SAMPLE:
