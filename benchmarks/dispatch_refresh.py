@@ -30,7 +30,7 @@ from anybit.scheme import Scheme
 from anybit.tune.dispatcher import _holds
 from anybit.tune.families import Product
 from anybit.tune.plans import Options, compile_all
-from anybit.tune.policy import SHIPPED, Key, Measured, Origin, Policy, file_name, read, text
+from anybit.tune.policy import SHIPPED, Key, Measured, Origin, Point, Policy, file_name, read, text
 from anybit.tune.runner import Effort
 from anybit.tune.search import Child, search
 from dispatch_layers import MAPPED, MODELS, SHAPES, _rank, of
@@ -102,6 +102,20 @@ def codes(policy: Policy, jobs: int) -> dict[str, list[str]]:
     return {name: [code[kernel] for kernel in mine] for name, mine in kernels.items()}
 
 
+def whole(product: Product, point: Point) -> Point:
+    """A point whose configs have the fields that were added since, as they run now: choices are compared by fields."""
+
+    def of_now(one: Measured) -> Measured:
+        return replace(one, fields=tuple(one.candidate(product).fields.items()))
+
+    return replace(
+        point,
+        strategies={name: of_now(one) for name, one in point.strategies.items()},
+        default=None if point.default is None else of_now(point.default),
+        also=tuple(map(of_now, point.also)),
+    )
+
+
 def still_hold(policy: Policy, before: dict[str, list[str]], now: dict[str, list[str]]) -> Policy:
     """The points whose kernels all have the machine code that they had, as points of the kernels of now."""
     here = Origin.here(policy.origin.gpu, policy.origin.arch, policy.origin.driver, policy.origin.torch)
@@ -110,7 +124,7 @@ def still_hold(policy: Policy, before: dict[str, list[str]], now: dict[str, list
         for m, point in points.items():
             names = [name_of(product_of(key, m), measured) for measured in point.named()]
             if all(before.get(name) and before[name] == now.get(name) for name in names):
-                found.layers.setdefault(key, {})[m] = point
+                found.layers.setdefault(key, {})[m] = whole(product_of(key, m), point)
     return found
 
 

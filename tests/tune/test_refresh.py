@@ -47,6 +47,12 @@ def test_points_of_the_same_machine_code_hold(refresh: Any, tmp_path: Path) -> N
     assert kept.points == kept.current().points == 2 and kept.origin.date == older.origin.date
     changed = {name: ["another"] if " packed_large " in name else codes for name, codes in now.items()}
     assert [bool(refresh.still_hold(older, changed, now).exact(p)) for p in (one, many)] == [True, False]
+    lacking = replace(older, layers={key: dict(points) for key, points in older.layers.items()})
+    point = lacking.exact(many)
+    assert point is not None and point.default is not None
+    lacking.put(many, replace(point, default=replace(point.default, fields=point.default.fields[:-1])))
+    names = refresh.codes(lacking, 1)
+    assert refresh.still_hold(lacking, names, names).exact(many) == kept.exact(many), "a field added since"
     illegal = {name: [] for name in now}
     assert refresh.still_hold(older, illegal, illegal).points == 0
 
