@@ -326,7 +326,7 @@ def aims_dispatch() -> str:
     figures.append(Figure(what, 1.02, max(static, default=None), "x"))
     looked = [row["us"] for row in rows("dispatch") if row["case"] == "look-up"]
     tuned = [row["seconds"] for row in rows("dispatch") if row["case"].startswith("anybit tune")]
-    what = "`anybit tune` of a model of Llama-3-8B's shape, 236 token counts"
+    what = "`anybit tune` of a model of Llama-3-8B's shape, all token counts"
     figures.append(Figure(what, 300, max(tuned, default=None), " s"))
     figures.append(Figure("a look-up's host time", 1.0, max(looked, default=None), " us"))
     return _lines(figures)

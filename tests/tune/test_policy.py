@@ -96,18 +96,10 @@ def test_buckets() -> None:
 
 
 def test_plans_are_made_for_token_counts_within_three_percent() -> None:
-    assert [step(m) for m in (1, 5, 64, 65, 130, 1038, 2198, 8192, 9000)] == [
-        1,
-        6,
-        64,
-        66,
-        132,
-        1056,
-        2240,
-        8192,
-        16384,
-    ]
-    assert set(GRID) <= set(STEPS) and len(STEPS) == 12 + 7 * 32
+    assert [step(m) for m in (1, 5, 13, 17, 21, 35, 64, 65, 130, 1038, 2198, 8192, 9000)] == [
+        1, 6, 16, 20, 24, 40, 64, 66, 132, 1056, 2240, 8192, 16384,
+    ]  # fmt: skip
+    assert set(GRID) <= set(STEPS) and len(STEPS) == 16 + 7 * 32
     assert steps_to(1280, GRID) == (1280, 1216, 1152, 1088)
     assert steps_to(1280, STEPS) == (1280,) and steps_to(64, GRID) == (64,)
 

@@ -8,9 +8,37 @@ import torch
 from anybit.device import Device
 from anybit.scheme import Scheme
 from anybit.tune.families import GRID, Product
-from anybit.tune.policy import SHIPPED, file_name, read
+from anybit.tune.policy import SHIPPED, Policy, file_name, read
 
 MAPS = sorted(SHIPPED.glob("*.json"))
+_HOLD = 0.75
+"""The share of a shipped map's points that must be of the kernels as they are; the rest runs by built-in choices."""
+
+
+def stale(policy: Policy) -> str | None:
+    """What to do about a map of which too much was measured with kernels that have changed; None where there is not."""
+    if policy.current().points >= _HOLD * policy.points:
+        return None
+    return (
+        f"{policy.path}: {policy.why_hint(policy.origin.gpu)}; nothing runs by these any more. Keep those whose "
+        "machine code is the same: `python benchmarks/dispatch_refresh.py keep --since CHECKOUT_OF_BEFORE` (no GPU), "
+        "and measure the rest: `python benchmarks/dispatch_refresh.py measure --work DIR --out MAP` (on the map's GPU)"
+    )
+
+
+@pytest.mark.parametrize("path", MAPS, ids=lambda path: path.name)
+def test_most_points_are_of_the_kernels_as_they_are(path: Path) -> None:
+    reason = stale(read(path))
+    if reason is not None:
+        pytest.fail(reason)
+
+
+def test_a_map_that_has_gone_stale_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = read(SHIPPED / "nvidia-h200.json")
+    monkeypatch.setitem(older.origin.kernels, "packed_large", "of before")
+    reason = stale(older)
+    assert reason is not None
+    assert "nvidia-h200.json" in reason and "(packed_large)" in reason and "dispatch_refresh.py keep" in reason
 
 
 @pytest.mark.parametrize("path", MAPS, ids=lambda path: path.name)

@@ -54,6 +54,11 @@ def estimate(problem: "Problem", config: "Config") -> float:
         waste *= 1.06 if config.x_bytes == 2 else 1.02  # weights are read once for each of them
     if config.x_bytes == 1 and not config.promotes and token_tiles == 2 and tokens < 128 and rows == 1:
         waste *= 1.05  # 4096 x 11008 at 128 tokens: 16.1 and 16.8 us (2 and 4 bits), in one tile of 128 13.7 and 15.3
+    together = config.x_bytes == 1 and not config.promotes and few and config.k_warpgroups == 1 and config.k_blocks > 1
+    if together and problem.m > 16 and (problem.m <= 48 or config.k_blocks > 2):
+        # Three row tiles by fours and by pairs: down at 17 to 24 tokens 12.9 us, in two and two warpgroups along K by
+        # threes 11.2; 5120 x 17408 at 32 17.7 and 16.0 in two by pairs; 12288 x 4096 10.4 and 9.3 in two alone.
+        waste *= 1.18
     if config.warpgroups == 1:  # nothing covers what its only warpgroup waits for, or does between products
         waste *= 1.6 if config.promotes else 1.04
     if tiles > 2 * problem.device.sms and config.warpgroups < 3 and tokens < 256:

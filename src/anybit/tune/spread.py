@@ -16,12 +16,15 @@ _MANY = 64
 less than it gains only where tiles for many would leave most multiprocessors idle (SmolLM2's layers to 256 tokens)."""
 
 
-_SLOTS, _SLOTS_OF_FEW = (2, 4, 6, 8), (3, 4, 6, 8)
+_SLOTS, _SLOTS_OF_FEW = (2, 4, 6, 8), (2, 3, 4, 6, 8)
 """Of small tiles' rings, where every span is tried; the second to 8 tokens, which have few kinds of tile. Those that
 won on an H200, the deepest apart, had 2 to 8; 12 for 6 cost 9 % (w2a4, 2 tokens, 4096 x 12288), and 4 for 2 cost 11 %
 (w2a2, 37 tokens, 5120 x 25600)."""
 _SLOTS_OF_MANY, _LEAST_OF_MANY = (4, 12), 32
 """The same above 64 tokens, where large tiles would leave most multiprocessors idle, and the narrowest tile."""
+_LEAST_WIDE = 16
+"""Tiles of weights so wide are tried for any number of tokens: at 1 and 3 they were 5 to 8 % faster in three problems
+(w2a4 1 x 5120 x 5120, w2a2 3 x 10240 x 5120, 3 x 576 x 1536)."""
 _EARLY = 2
 """Of tiles that are loaded once, the most chunks that products begin with which is tried, beside 1: of w2a2 and w2a4 at
 9 to 43 tokens the best had 2 five times, up to 8 % faster than what has 1, and twice chunks dealt unevenly."""
@@ -68,7 +71,7 @@ def _suits(config: Config, tokens: int, own: Config, idle: bool, rings: bool) ->
         small = rings and config.path is Path.small and config.tokens >= _LEAST_OF_MANY
         return idle and (small or config.path is Path.once)
     if config.walk is Walk.weights:
-        return tokens <= 2 * config.tokens and config.tokens <= max(8, 4 * tokens)
+        return tokens <= 2 * config.tokens and config.tokens <= max(_LEAST_WIDE if rings else 8, 4 * tokens)
     return tokens >= 8
 
 
