@@ -21,6 +21,7 @@ complete are compared first, the others when time runs out.
 
 import argparse
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -222,6 +223,10 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
     marks = stamp(device.name)
     part, parts = options.part
     problems = [replace(one, device=device) for one in drawn(options.problems, options.seed)[part::parts]]
+    rows += _rows_of(options.check_rows, options.seed, marks)
+    done = {tuple(row[name] for name in KEY[1:]) for row in rows}
+    problems = [one for one in problems if (str(one.scheme), one.m, one.n, one.k) not in done]
+    print(f"{len(problems)} problems, {len(rows)} compared before", flush=True)
     for product in _in_turn(problems, spaces, compiled, began + options.verify_seconds):
         start = time.perf_counter()
         if start - began > options.verify_seconds:
@@ -281,6 +286,12 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
     print(f"{len(policy.excluded)} excluded; {_passed(began)}; {child.spent}")
     for name, reason in policy.excluded.items():
         print("excluded:", name, "--", reason)
+
+
+def _rows_of(path: Path, seed: int, marks: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a check of this seed and these kernels that was broken off has compared."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    return [row for row in rows if row["seed"] == seed and all(row.get(name) == marks[name] for name in marks)]
 
 
 def _by_point(product: Product, point: Any, child: Child) -> Dispatcher:

@@ -82,3 +82,13 @@ def test_what_is_measured_is_asked_for(refresh: Any, tmp_path: Path) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 2 and "--out" in done.stderr
     assert json.dumps(sorted(refresh.RANKS)) == '["halves", "powers", "quarters"]'
+
+
+def test_a_check_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    check = importlib.import_module("dispatch_check")
+    marks, path = {"gpu": "one", "commit": "a"}, tmp_path / "rows.json"
+    assert check._rows_of(path, 1, marks) == []
+    row = {"seed": 1, **marks}
+    path.write_text(json.dumps([row, row | {"seed": 2}, row | {"commit": "b"}]))
+    assert check._rows_of(path, 1, marks) == [row]
