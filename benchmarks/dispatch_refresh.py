@@ -16,6 +16,7 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -77,7 +78,7 @@ def name_of(product: Product, measured: Measured) -> str:
 
 def machine_code(kernel: Kernel) -> str:
     """A hash of a kernel's instructions and constants, without its name and line numbers."""
-    cubin = jit.compile(kernel, ARCH).cubin
+    cubin = jit.cached(kernel, ARCH).cubin
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * size) for i in range(count)]
@@ -118,6 +119,16 @@ def whole(product: Product, point: Point) -> Point:
     )
 
 
+def stale(policy: Policy) -> Policy:
+    """The points of a map that do not hold for these sources."""
+    current = policy.current().layers
+    layers = {
+        key: {m: point for m, point in points.items() if m not in current.get(key, {})}
+        for key, points in policy.layers.items()
+    }
+    return replace(policy, layers={key: points for key, points in layers.items() if points})
+
+
 def still_hold(policy: Policy, before: dict[str, list[str]], now: dict[str, list[str]]) -> Policy:
     """The points whose kernels all have the machine code that they had, as points of the kernels of now."""
     here = Origin.here(policy.origin.gpu, policy.origin.arch, policy.origin.driver, policy.origin.torch)
@@ -131,15 +142,29 @@ def still_hold(policy: Policy, before: dict[str, list[str]], now: dict[str, list
 
 
 def keep(options: argparse.Namespace) -> None:
-    """Write the map with what still holds."""
+    """Write the map with what still holds; only points of kernels whose sources have changed are looked at."""
     policy = read(options.map)
-    now = codes(policy, options.jobs)
-    command = [sys.executable, __file__, "codes", "--map", str(options.map.resolve()), "--jobs", str(options.jobs)]
-    there = {**os.environ, "PYTHONPATH": str(options.since.resolve() / "src")}
-    done = subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE, text=True)
-    found = still_hold(policy, json.loads(done.stdout), now)
+    found, changed = policy.current(), stale(policy)
+    if changed.points:
+        now = codes(changed, options.jobs)
+        before = json.loads(options.codes.read_text()) if options.codes else codes_there(changed, options)
+        kept = still_hold(changed, before, now)
+        kept.merge(found)
+        found = kept
     print(f"{found.points} of {policy.points} points have kernels of the same machine code", flush=True)
     options.out.write_text(text(found), encoding="utf-8")
+
+
+def codes_there(policy: Policy, options: argparse.Namespace) -> dict[str, list[str]]:
+    """``codes`` in the other checkout."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "stale.json"
+        path.write_text(text(policy), encoding="utf-8")
+        command = [sys.executable, __file__, "codes", "--map", str(path), "--jobs", str(options.jobs)]
+        there = {**os.environ, "PYTHONPATH": str(options.since.resolve() / "src")}
+        done = subprocess.run(command, env=there, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
 
 
 # -------- measure
@@ -221,9 +246,9 @@ def main() -> None:
         command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
         if name == "keep":
             command.add_argument("--out", type=Path, default=shipped)
-            command.add_argument(
-                "--since", type=Path, required=True, help="a checkout of what the map was measured with"
-            )
+            there = command.add_mutually_exclusive_group(required=True)
+            there.add_argument("--since", type=Path, help="a checkout of what the map was measured with")
+            there.add_argument("--codes", type=Path, help="what `codes` printed in one")
         if name == "measure":
             command.add_argument("--out", type=Path, help="the new map; all processes write into one")
             command.add_argument("--work", type=Path, required=True, help="a new folder that all processes share")

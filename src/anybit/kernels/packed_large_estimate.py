@@ -37,6 +37,8 @@ def estimate(problem: "Problem", config: "Config") -> float:
         product = (4.2 if tokens == 256 and token_tiles == 1 else 4.3) * tokens
     # int8 gains less from stages of two steps: only down at 16 tokens takes other tiles for it (10.6 us for 11.1).
     spanned = config.x_bytes == 2 or (tokens == 16 and config.k_warpgroups == 3 and problem.units >= 64)
+    # What a multiprocessor takes in.
+    intake = (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow else 47.5)
     stage = max(
         product * rows,
         widen * rows,
@@ -44,8 +46,7 @@ def estimate(problem: "Problem", config: "Config") -> float:
         (450 + 1.25 * product if few else 493) / config.k_warpgroups,
         # What it takes to bring a stage, however little it holds.
         (270 + tokens * config.x_bytes) / (config.span if spanned else 1) if few else 0,
-        # What a multiprocessor takes in.
-        (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow else 47.5),
+        intake,
     )
     partial = rows * config.k_warpgroups * tokens / 64
     around = 0.57 + 0.0055 * tokens  # to the first product and from the last one
@@ -72,6 +73,10 @@ def estimate(problem: "Problem", config: "Config") -> float:
     sharing = 1.0
     if config.resident > 1:  # blocks of the next launch wait beside these, or two of these share a multiprocessor
         sharing = 1.0 if tiles <= slots else 1.3 if config.cluster > 1 else 2.0
+        if tiles > slots and config.cluster > 1 and config.x_bytes == 2 and not 1.25 < tiles / slots < 1.6:
+            # Two take in twice as much: 8192 x 28672 at 48 tokens 71.5 us, alone in two row tiles 44.9, and 7168 x 5120
+            # at 64 14.4, alone 11.2; but 6144 x 4096 at 32 7.2, which nothing alone does.
+            sharing = max(sharing, 2.4 * intake / stage)
         slots *= 2
     waves = float(-(-tiles // slots))
     summing = 0.1 * partial if config.warpgroups > rows else 0.0

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from anybit.errors import KernelError
-from anybit.scheme import ActivationFormat
+from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.between import of_its_like, scaled
 from anybit.tune.families import (
     BETWEEN_FROM,
@@ -53,10 +53,15 @@ _LIKELY = 0.98
 _ANOTHER = 0.93
 """Of few tokens, what a config of another layout must take of the best one of the built-in layout: where products hide
 behind their neighbours, strategies were misjudged by 0.7 us of some 10 (docs/tuning.md)."""
+_OF_MORE_ROWS, _FEW_ROWS, _BOXES_FROM = 0.88, 8, 48
+"""What a config must take of the built-in choice's time where it was timed with more of its tile's rows, more than so
+many of which are not there now; wider tiles are loaded in boxes, which leave such rows out."""
 _WORTH_TWO = 1.03
 """Two layouts are kept where one of them alone would cost more than this at some token count."""
 _SIXTEEN = (torch.float16, torch.bfloat16)
 _BYTE = ActivationFormat(8, "sym")
+_MAPPED = WeightFormat(4, "sym", 128)
+"""The weights whose points stand for those of other codes."""
 _ORIGINS = Literal["map", "between", "nearest", "built in"]
 _logger = logging.getLogger(__name__)
 
@@ -82,6 +87,10 @@ class Dispatcher:
 
     def point(self, product: Product) -> tuple[Point, Policy] | None:
         """What was measured for this product, at the token count of the grid that stands for its own."""
+        found = self._found(product)
+        return None if found is None else found[1:]
+
+    def _found(self, product: Product) -> tuple[int, Point, Policy] | None:
         # A point on the way to the next power of two holds where its built-in choice is the product's own.
         least, most = min(step(product.m), MOST_TOKENS), min(power_of_two(product.m), MOST_TOKENS)
         for policy in self.policies:
@@ -89,7 +98,7 @@ class Dispatcher:
                 for dtype in _alike(product):
                     found = policy.exact(replace(product, m=m, dtype=dtype))
                     if found is not None:
-                        return found, policy
+                        return m, found, policy
         return None
 
     def choose(
@@ -108,6 +117,7 @@ class Dispatcher:
             return measured
         own = _builtin(product, layouts)
         alike = self._as_eight_bits(product, own) or self._in_the_other_type(product, own, layouts)
+        alike = alike or self._with_other_codes(product, own, layouts)
         if alike is not None:
             return alike
         estimated = own.kernel in FAMILIES and hasattr(FAMILIES[own.kernel].module, "estimate")
@@ -126,11 +136,17 @@ class Dispatcher:
         between = self._between(product, layouts, allow)
         if between is not None:
             return between
-        found = self.point(product)
-        if found is None or not _holds(product, found[0]):
+        found = self._found(product)
+        if found is None or not _holds(product, found[1]):
             return None
-        choice = _best(product, *found, layouts, allow)
-        return None if choice is None else _beside_others(product, choice, found[0])
+        m, point, policy = found
+        choice = _best(product, point, policy, layouts, allow)
+        if choice is None:
+            return None
+        if _lacks_rows(product, choice.candidate, m) and choice.us > _OF_MORE_ROWS * point.default_us:
+            own = _builtin(product, layouts)
+            return Choice(own, "built in") if _same(own, product, replace(product, m=m)) else choice
+        return _beside_others(product, choice, point)
 
     def _between(self, product: Product, layouts: Collection[Layout] | None, allow: Collection[str]) -> Choice | None:
         """What is expected to be fastest at a token count between two that were measured; None where none decides."""
@@ -201,8 +217,35 @@ class Dispatcher:
         if product.activations.quantized:
             return None
         there = replace(product, dtype=next(dtype for dtype in _SIXTEEN if dtype != product.dtype))
+        if not _same(own, product, there):
+            return None
+        return self._by_its_like(product, own, there, layouts, str(there.dtype).removeprefix("torch."))
+
+    def _with_other_codes(self, product: Product, own: Candidate, layouts: Collection[Layout] | None) -> Choice | None:
+        """What runs the layer with the weights that maps hold, 4 symmetric bits (in groups of 128), where it won there
+        clearly: narrower codes take as long to widen, and with 16-bit activations groups and zeros hardly longer.
+        """
+        w, quantized = product.weights, product.activations.quantized
+        if own.layout not in (Layout.tiles_a8, Layout.tiles_a16) or w.bits > _MAPPED.bits or w.sparse:
+            return None
+        if w.code not in ("sym", "asym") or (quantized and w.group is not None) or (not quantized and w.group is None):
+            return None
+        mapped = replace(_MAPPED, group=None if quantized else _MAPPED.group)
+        if w == mapped:
+            return None
+        for dtype in (product.dtype,) if quantized else (product.dtype, torch.float16):
+            there = replace(product, weights=mapped, dtype=dtype)
+            choice = self._by_its_like(product, own, there, layouts, str(there.scheme))
+            if choice is not None:
+                return choice
+        return None
+
+    def _by_its_like(
+        self, product: Product, own: Candidate, there: Product, layouts: Collection[Layout] | None, name: str
+    ) -> Choice | None:
+        """What runs ``there``, a product of the same kernels, where it won clearly and is expected to here."""
         choice = self._measured(there, layouts, ())
-        if choice is None or choice.candidate.kernel != own.kernel or not _same(own, product, there):
+        if choice is None or choice.candidate.kernel != own.kernel:
             return None
         if choice.origin == "built in":  # expected to be fastest between two token counts
             return Choice(own, "built in")
@@ -211,7 +254,6 @@ class Dispatcher:
         candidate = _legal(Measured.of(choice.candidate, there, 0.0), product, ())
         if candidate is None or gain * _moved(product, own, there, candidate) > _CLEARLY:
             return None
-        name = str(there.dtype).removeprefix("torch.")
         return Choice(candidate, "nearest", 0.0, f"measured in {name}, by the same kernels ({choice.source})")
 
     def layouts(self, product: Product, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:
@@ -310,6 +352,15 @@ def _best(
     usual = builtin_layout(product)
     same = next((choice for choice in found if choice.candidate.layout is usual), found[0])
     return same if product.m <= FEW_TOKENS and found[0].us > _ANOTHER * same.us else found[0]
+
+
+def _lacks_rows(product: Product, candidate: Candidate, m: int) -> bool:
+    """Whether many rows of a tile are not there for a product, which were for the ``m`` tokens that it was timed with:
+    a tile of 32 tokens takes 11.3 us with 24, 13.0 with 20 and 14.2 with 17 (w4a16g128, 4096 x 14336).
+    """
+    tile = getattr(candidate.config, "tokens", 0)
+    few = candidate.kernel == "packed_large" and tile < _BOXES_FROM
+    return few and product.m < m and tile - product.m > _FEW_ROWS
 
 
 def _beside_others(product: Product, choice: Choice, point: Point) -> Choice:

@@ -353,7 +353,7 @@ def quantizer(product: Product, target: Target) -> pack.Config:
 MOST_TOKENS = 8192
 BETWEEN_FROM = 64
 """To so many tokens a measured count stands for those below it: tiles are about as wide as all tokens."""
-_QUARTERS_FROM = 16
+_QUARTERS_FROM, _EIGHTHS_TO = 16, 24
 GRID: tuple[int, ...] = tuple(
     sorted(
         {1 << i for i in range(14)}
@@ -374,13 +374,14 @@ def bucket(tokens: int) -> int:
 @functools.cache
 def step(tokens: int) -> int:
     """The token count that a plan is made for: to 16 that of ``bucket``, to 64 the next quarter of the way between two
-    powers of two, above it the next 32nd, since what is fastest between two of a map's counts is neither's
-    (``tune.between``), and rows of a tile that are not there take their time, too: at 24 tokens a tile of 32 was nearly
-    as fast as one of 24, and at 20 it took 1.17 times as long (w4a16g128, 4096 x 12288).
+    powers of two (to 24 the next eighth), above it the next 32nd, since what is fastest between two of a map's counts
+    is neither's (``tune.between``), and rows of a tile that are not there take their time, too: at 24 tokens a tile of
+    32 was nearly as fast as one of 24, and at 20 it took 1.17 times as long (w4a16g128, 4096 x 12288).
     """
     if not _QUARTERS_FROM < tokens <= MOST_TOKENS:
         return bucket(tokens)
-    unit = power_of_two(tokens) // (64 if tokens > BETWEEN_FROM else 8)
+    parts = 64 if tokens > BETWEEN_FROM else 8 if tokens > _EIGHTHS_TO else 16
+    unit = power_of_two(tokens) // parts
     return -(-tokens // unit) * unit
 
 
