@@ -40,6 +40,9 @@ proofs_and_rows() {
 map_and_check() {
   $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work" --ahead > "$OUT/log/ahead" 2>&1 &
   local ahead=$!
+  nice -n 19 $PYTHON benchmarks/dispatch.py verify --compile --tune-each 16 --seed "$SEED" --plans "$OUT/work/check" \
+    > "$OUT/log/spaces" 2>&1 &
+  local spaces=$!
   step map 700 $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work" --out "$MAP" --seconds "${MAP_SECONDS:-600}"
   kill $ahead 2> "$OUT/log/kill"
   step model 200 $PYTHON benchmarks/dispatch.py model --map "$MAP" --seconds 180
@@ -47,8 +50,9 @@ map_and_check() {
   step look_up 30 $PYTHON benchmarks/dispatch.py look-up
   step generate 150 $PYTHON benchmarks/generate.py --record --seconds 130
   step clock 320 $PYTHON benchmarks/dispatch.py clock
-  step check 400 $PYTHON benchmarks/dispatch.py verify --beside --seed "$SEED" --plans "$OUT/work/check" --map "$MAP" \
+  step check 400 $PYTHON benchmarks/dispatch.py verify --tune-each 16 --seed "$SEED" --plans "$OUT/work/check" --map "$MAP" \
     --verify-seconds 380 --check-rows "$OUT/check.json"
+  kill $spaces 2>> "$OUT/log/kill"
 }
 
 if [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
