@@ -39,15 +39,55 @@ def kernel(problem: Problem) -> ModuleType | None:
     tall = wide and units > 2 and p.weights.bits == 4 and p.activations != torch.int8
     if tall:
         most = 4 if units == 3 else 8
+    four = p.weights.bits == 4 and p.activations != torch.int8
+    if four and not tall:
+        most = _most(p, units, most)
     if p.m > most:
         return None
-    if tall and 2 < p.m <= 4:
+    if four and (first := _first(p, units)) is not None:
+        order = [first, *(module for module in (packed_mid, packed_small) if module is not first)]
+    elif tall and 2 < p.m <= 4:
         order = [packed_small, packed_mid] if units == 3 else [packed_digits, packed_mid]
     elif p.m > (4 if p.weights.bits <= 3 and units > 3 else 2):
         order = [packed_mid, packed_small]
     else:
         order = [packed_digits, packed_small]
     return next((module for module in order if module.why_not(problem) is None), None)
+
+
+def _most(p: Problem, units: int, most: int) -> int:
+    """The most tokens of 4-bit weights and 16-bit activations that the kernels for few take, where it is not ``most``.
+
+    us at 5 or 6 and at 8 tokens in packed_mid, packed_large: 4096 x 4096 4.3, 4.5 and 5.6, 4.5; 37888 x 3584 20.4, 21.2
+    and 26.8, 26.3; 34816 x 5120 27.6, 27.8 and 34.3, 34.1; 51200 x 5120 39, 39 and 44, 44; 7168 x 5120 9.0, 9.1 and
+    8.4, 7.6; 8192 x 8192 12.4, 12.6 and 12.4, 11.6; 4096 x 11008 at 6 9.5 and 8.8.
+    """
+    wide = p.columns > 8192
+    if units >= 16 and not wide:
+        return 8
+    if (units == 2 and p.columns >= 2048 and not wide) or (units == 4 and not wide):
+        return 6
+    return 4 if wide and p.columns < 12288 and units == 2 else most
+
+
+def _first(p: Problem, units: int) -> ModuleType | None:
+    """The kernel of 4-bit weights and 16-bit activations that is tried first, where it is not the usual one.
+
+    us in it and in the usual one: 960 x 576 at 3 to 8 tokens packed_small 1.8 to 2.0, packed_mid 2.3 to 2.6; 2048 x
+    8192 at 1 and 2 packed_mid 4.7, 4.7, packed_digits 5.1, 7.0; at 1 packed_small 13.3 for 16.3 (5120 x 17408), 18.9
+    for 22.7 (5120 x 25600) and 6.7 for 7.6 (7168 x 5120); at 2 8.2 for 10.0 (5120 x 8192); at 3 and 4 packed_digits
+    7.6 for 8.7 (7168 x 5120), 9.1 for 10.6 (10240 x 5120), 8.0 for 9.5 (12288 x 4096), 14.2 for 17.1 (22016 x 4096).
+    """
+    if p.columns < 2048 and units <= 2:
+        return packed_small if p.m > 2 or (p.m == 2 and units == 1 and p.columns < 1024) else None
+    if p.m > 2:
+        return packed_digits if p.m <= 4 and 4 <= units <= 12 and p.columns <= 8192 else None
+    if units == 1:
+        return packed_mid if p.m == 2 or p.columns >= 8192 else None
+    if p.m == 2:
+        return packed_small if units == 3 and 5120 <= p.columns <= 8192 else None
+    long = (units == 3 and p.columns > 8192) or (units == 4 and 4096 < p.columns < 8192)
+    return packed_small if long else None
 
 
 def apart(config: Any, device: Device) -> Any:
