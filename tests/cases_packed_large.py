@@ -14,6 +14,10 @@ INT8 = ActivationFormat(8, "sym")
 FP8 = ActivationFormat(8, "float")
 
 
+_DIRECT = (0, None, False, 1)
+"""Between the blocks of a cut and how its weights come: no stripes, stages as fit, nothing halved, one block."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A problem and how it is cut: what config_for is given, in its order."""
@@ -103,6 +107,17 @@ def gpu_cases(every: int = 1) -> list[Case]:
     ):
         problem = Problem(m, n, k, w4 if activations is A16 else WeightFormat(2), activations)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))  # stages of two steps
+    for weights, m, n, k, cut in (  # weights past shared memory
+        (w4, 64, 4096, 14336, (64, 1, 2, 2, 1, *_DIRECT, 2)),
+        (WeightFormat(2, "asym", 64), 40, 1500, 4096, (48, 1, 2, 1, 1, *_DIRECT, 3)),
+        (WeightFormat(3, "sym", None), 50, 700, 4224, (64, 1, 3, 2, 1, *_DIRECT, 2)),
+        (WeightFormat(1, "bipolar", 128), 33, 4096, 1024, (48, 1, 2, 2, 1, *_DIRECT, 2)),
+        (WeightFormat(8, "asym", 32), 64, 700, 2048, (64, 1, 2, 1, 1, *_DIRECT, 1)),
+        (w4, 300, 6144, 2048, (128, 2, 1, 1, 1, *_DIRECT, 2)),
+        (w4, 64, 1500, 2048, (64, 1, 2, 1, 2, *_DIRECT, 2)),
+    ):
+        for dtype in (torch.float16, torch.bfloat16):
+            cases.append(Case(Problem(m, n, k, weights, A16, dtype), cut))
     for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
         problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
@@ -116,7 +131,8 @@ def gpu_cases(every: int = 1) -> list[Case]:
 
 def cut_of(config: Config) -> tuple[int | bool | None, ...]:
     c = config
-    return c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves, c.resident
+    return (c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves, c.resident,
+            c.direct)  # fmt: skip
 
 
 def tiny_cases() -> list[Case]:
@@ -151,10 +167,20 @@ def tiny_cases() -> list[Case]:
         (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, 0, None, True)),
         (13, 200, 512, WeightFormat(4, "asym", None), INT8, torch.float16, (16, 2, 1, 1, 1, 0, None, True)),
         (50, 190, 1024, WeightFormat(4, "asym", 64), A16, torch.float16, (64, 2, 1, 1, 1, 0, None, True)),  # span 2
+        # Weights past shared memory: batches of one, where every stage has code of its own, then of two.
+        (20, 64, 1152, WeightFormat(4, "asym", 64), A16, torch.float16, (32, 1, 2, 2, 1, *_DIRECT, 1)),
+        (20, 70, 1408, WeightFormat(3, "asym", 128), A16, torch.bfloat16, (32, 1, 3, 1, 1, *_DIRECT, 2)),
+        (20, 70, 520, WeightFormat(2, "sym", None), A16, torch.float16, (16, 2, 1, 1, 2, *_DIRECT, 2)),
     ]
     cases = [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
     # Two blocks a multiprocessor, and blocks without work on a small device.
     small = replace(Device.named("sm_90a"), sms=4)
     problem = Problem(12, 64, 384, WeightFormat(4, "sym", 128), device=small)
     spanned = Problem(13, 128, 1024, WeightFormat(4, "sym", 128), device=replace(small, sms=3))
-    return [*cases, Case(problem, (16, 1, 2, 2, 1, 0, None, False, 2)), Case(spanned, (16, 1, 2, 2, 1))]
+    walking = Problem(100, 200, 768, WeightFormat(4, "sym", 128), device=replace(small, sms=3))  # over three tiles
+    return [
+        *cases,
+        Case(problem, (16, 1, 2, 2, 1, 0, None, False, 2)),
+        Case(spanned, (16, 1, 2, 2, 1)),
+        Case(walking, (48, 2, 1, 1, 1, *_DIRECT, 2)),
+    ]

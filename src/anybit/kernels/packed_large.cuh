@@ -4,11 +4,12 @@
 // A block has Config::row_warpgroups x Config::k_warpgroups consumer warpgroups and a producer warp, or four. A stage of the ring
 // holds 128 inputs (a unit): Config::tokens rows of X, swizzled by tensor-map copies, and the packed tiles of the block's
 // rows, one bulk copy. Blocks of a cluster share K (k_blocks, sums sent through distributed shared memory) and, as
-// neighbours along the rows (row_blocks), each other's loads of X (multicast). Or blocks take equal stripes of all units
+// neighbours along the rows (row_blocks), each other's loads of X (multicast). Weights may go past the ring (direct). Or blocks take equal stripes of all units
 // of all tiles (stripes): sums of tiles that stripes share travel through L2.
 #ifndef ANYBIT_PACKED_LARGE_CUH
 #define ANYBIT_PACKED_LARGE_CUH
 
+#include "packed_large_direct.cuh"
 #include "packed_large_write.cuh"
 
 namespace packed {
@@ -133,7 +134,7 @@ struct Producer {
                 if (unit >= early) {
                     // A stage's first use waits for nothing: a fresh barrier counts as having completed parity 1.
                     ptx::mbarrier_wait_parity(barriers.empty + 8 * cursor.stage, cursor.parity ^ 1);
-                    load_w(weights, part.first + unit, cursor.stage);
+                    if constexpr (Config::direct == 0) load_w(weights, part.first + unit, cursor.stage);
                 }
                 load_x(place, part.first + unit, cursor.stage);
             }
@@ -261,6 +262,8 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
     static_assert(!Config::halves || (Config::k_blocks * Config::row_blocks * Config::k_warpgroups == 1 && Config::row_warpgroups > 1));
     static_assert(!Shape::striped || cluster_size == 1, "stripes are of blocks alone");
     static_assert(Config::span == 1 || !(Shape::striped || Sums<Config>::promotes), "stages of two units");
+    static_assert(Config::direct == 0 || !(Shape::striped || Config::halves || Shape::bytes_of_x || Config::span > 1), "weights past shared memory");
+    static_assert(Config::direct == 0 || (Config::early == 0 && Config::register_sets == 2 && Config::k_warpgroups < 4), "weights past shared memory");
     const int warp = ptx::warp_id(), lane = ptx::lane_id();
     const int rank = cluster_size > 1 ? blockIdx.x % cluster_size : 0;
     const int k_rank = rank % Config::k_blocks, row_rank = Config::halves ? 0 : rank / Config::k_blocks;
@@ -323,6 +326,7 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
             }
         };
         [[maybe_unused]] int turn = 0, ahead = k_part;  // of this warpgroup's next unit, from the next part's first
+        [[maybe_unused]] typename Choose<(Config::direct > 0), Batches<Config>, int>::type batches;
         Walk<Config> walk;
         for (Part part; walk.at(p, k_rank, part); walk.advance(part)) {
             TilePlace place = tile_place(p, part.tile);
@@ -352,6 +356,15 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
                     continue;
                 }
                 previous = -1;
+            } else if constexpr (Config::direct > 0) {
+                if (Shape::reduces || walk.position[0] == 0) batches.begin(p, part, row / 64, ahead);
+                previous = accumulate_direct<Config>(sum, widen, batches, ring, barriers, ahead, part.count, cursor, release);
+                if constexpr (!Shape::reduces) {  // the next tile's come while this one's sums leave
+                    Walk<Config> later = walk;
+                    Part next;
+                    later.advance(part);
+                    if (later.at(p, k_rank, next)) batches.begin(p, next, first_tile<Config>(tile_place(p, next.tile), row_rank, half) + row_part, 0);
+                }
             } else
                 previous = accumulate<Config>(sum, widen, ring, my_unit, barriers, ahead, part.count, cursor, release);
             if (previous >= 0) release(previous);

@@ -18,7 +18,7 @@ from anybit.errors import KernelError
 from anybit.jit import Int32, Kernel, Pointer, launch
 from anybit.jit.tensor_map import TensorMap, encode
 from anybit.kernels.pack import Packed
-from anybit.kernels.packed_large_estimate import estimate, spans
+from anybit.kernels.packed_large_estimate import PLAIN, batch, estimate, may_batch, spans, words_at_hand
 from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, tile_bytes
 from anybit.scheme import ActivationFormat, WeightFormat
 
@@ -99,6 +99,8 @@ class Config:
     registers to the others. halves: two blocks share one of their row tiles, half of its inputs each.
     resident: blocks that fit a multiprocessor, of this launch and of the next; then each of these gets one at least.
     span: steps of 128 inputs of a stage, 1 or 2: all that is done once a stage is done half as often with 2.
+    direct: steps of weights that a warpgroup asks for at a time, past shared memory, while it multiplies those before;
+    0: weights come through the ring.
     """
 
     operand: Operand
@@ -122,6 +124,7 @@ class Config:
     halves: bool = False
     resident: int = 1
     span: int = 1
+    direct: int = 0
 
     @property
     def x_bytes(self) -> int:
@@ -189,7 +192,8 @@ class Params:
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of a block: ring, partial sums or staging, barriers. The device code asserts the same."""
     x_bytes = config.tokens * 128 * config.x_bytes
-    stage = config.span * (x_bytes + -(-config.row_warpgroups * config.tile_bytes // 1024) * 1024)
+    weights = 0 if config.direct else -(-config.row_warpgroups * config.tile_bytes // 1024) * 1024
+    stage = config.span * (x_bytes + weights)
     ring = config.stages * stage
     reduces = not config.stripes and config.k_warpgroups * config.k_blocks > 1
     share = _share_bytes(config) if reduces else 0
@@ -266,6 +270,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
             return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
     if config.span not in (1, 2) or (config.span == 2 and (problem.units % 2 or config.promotes or config.stripes)):
         return f"a stage has 1 step of inputs, or 2 of an even number (no stripes, no promotion), not {config.span}"
+    if config.direct and not may_batch(config):
+        return f"weights go past shared memory only for 16-bit x and {PLAIN}"
     if config.k_blocks * config.span > problem.units:
         return f"{problem.units} steps of inputs do not divide among {config.k_blocks} blocks, {config.span} at a time"
     if config.resident not in _LEAST_SHARED:
@@ -331,7 +337,7 @@ def _registers(config: Config) -> int:
     summing = 4 * config.row_warpgroups if config.k_blocks > 1 else 0
     groups = 8 if config.group == 32 else 0  # four scales and zeros of two rows at a time
     walk = 4 if config.stripes else 0
-    return accumulators + widened + 2 * config.bits + 24 + summing + groups + walk - 4 * (config.resident > 1)
+    return accumulators + widened + words_at_hand(config) + 24 + summing + groups + walk - 4 * (config.resident > 1)
 
 
 def _at_launch(config: Config) -> int:
@@ -375,8 +381,9 @@ def config_for(
     stages: int | None = None,
     halves: bool = False,
     resident: int = 1,
+    direct: int | None = None,
 ) -> Config:
-    """A config of these tiles; as many stages as shared memory holds, at most 24, if none are asked for."""
+    """A config of these tiles; as many stages as fit, at most 24, if none are asked for, and `batch` for `direct`."""
     weights = problem.weights
     fields = (problem.operand, weights.bits, weights.group or 0, Code[weights.code], problem.dtype == torch.bfloat16)
     config = Config(
@@ -393,11 +400,17 @@ def config_for(
         resident=resident,
     )
     shared = problem.device.shared_bytes if resident == 1 else _MOST_BESIDE
+    most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
+    count = direct if direct is not None else 0 if stages else batch(problem, config)
+    if count:
+        found = _fitted(replace(config, direct=count, early=0), most, shared)
+        if direct or found.register_sets == 2:
+            return found
     if not stages and spans(problem, config):
         found = _fitted(replace(config, span=2), min(_MOST_STAGES, -(-problem.units // 2 // k_blocks)), shared)
         if found.stages > max(2, k_warpgroups):
             return found
-    return _fitted(config, 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks)), shared)
+    return _fitted(config, most, shared)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -417,7 +430,11 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
             break
     if most:
         stages, staged, places = _staging(config, most, shared)
+        whole = 2 * config.direct * config.k_warpgroups  # whole rounds of batches: each stage has code of its own
+        stages = min(stages, 12) // whole * whole or stages if whole else stages
         config = replace(config, stages=stages, staged=staged, places=places)
+    if config.direct:
+        return config
     # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
     early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
     if config.span > 1:

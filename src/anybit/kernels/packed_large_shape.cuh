@@ -45,7 +45,7 @@ struct PackedLargeShape {
     static constexpr int x_bytes = box_bytes * element_bytes;  // 128 inputs are one box of bytes, two of 16 bits
     // Rows beyond the matrix take a tensor-map copy twice as long as others: a tile that lacks many is loaded in these.
     static constexpr int tail_rows = Config::row_blocks > 1 || Config::tokens < 48 ? 0 : Config::tokens <= 64 ? 16 : 32;
-    static constexpr int w_bytes = Config::row_warpgroups * Config::tile_bytes;
+    static constexpr int w_bytes = Config::direct > 0 ? 0 : Config::row_warpgroups * Config::tile_bytes;
     static constexpr int unit_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
     static constexpr int stage_bytes = Config::span * unit_bytes;
     static constexpr int ring_bytes = Config::stages * stage_bytes;

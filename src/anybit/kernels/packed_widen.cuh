@@ -63,6 +63,18 @@ struct Widen16 {
         }
         if (parts == 1) prepare(0);
     }
+    // The same of words that have come from memory; zeros of two rows more among them.
+    PTX void take(const uint32_t (&from_words)[2 * bits], const uint32_t (&from_scales)[parts], const uint32_t (&from_zeros)[parts]) {
+#pragma unroll
+        for (int i = 0; i < 2 * bits; i++) words[i] = from_words[i];
+        if (Config::group == 0) return;
+#pragma unroll
+        for (int i = 0; i < parts; i++) {
+            scales[i] = from_scales[i];
+            if (Config::code == Code::asym) zeros[i] = from_zeros[i] >> (ptx::lane_id() & 4) * 4 & 0xffff;
+        }
+        if (parts == 1) prepare(0);
+    }
 
     PTX void prepare(int part) {
         const uint32_t pair[2] = {ptx::prmt(scales[part], 0, 0x1010), ptx::prmt(scales[part], 0, 0x3232)};
