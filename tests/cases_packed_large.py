@@ -118,6 +118,15 @@ def gpu_cases(every: int = 1) -> list[Case]:
     ):
         for dtype in (torch.float16, torch.bfloat16):
             cases.append(Case(Problem(m, n, k, weights, A16, dtype), cut))
+    for weights, m, n, k, activations, cut in (  # stages with code of their own
+        (w4, 128, 6144, 4096, A16, (64, 3, 1, 2, 1, *_DIRECT, 0, True)),
+        (w4, 64, 4096, 14336, A16, (64, 1, 2, 2, 1, *_DIRECT, 0, True)),
+        (WeightFormat(3, "asym", 64), 50, 700, 4224, A16, (48, 2, 1, 2, 1, *_DIRECT, 0, True)),
+        (WeightFormat(2), 100, 1500, 2048, INT8, (128, 1, 2, 2, 1, *_DIRECT, 0, True)),
+        (w4, 32, 6144, 4096, A16, (32, 1, 2, 2, 1, 0, None, False, 2, 0, True)),
+        (w4, 16, 4096, 14336, A16, (16, 1, 3, 2, 1, *_DIRECT, 0, True)),
+    ):
+        cases.append(Case(Problem(m, n, k, weights, activations, torch.float16), cut))
     for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
         problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
         cases.append(Case(problem, cut_of(packed_large.default(problem))))
@@ -132,7 +141,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
 def cut_of(config: Config) -> tuple[int | bool | None, ...]:
     c = config
     return (c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves, c.resident,
-            c.direct)  # fmt: skip
+            c.direct, c.unrolled)  # fmt: skip
 
 
 def tiny_cases() -> list[Case]:
@@ -169,8 +178,12 @@ def tiny_cases() -> list[Case]:
         (50, 190, 1024, WeightFormat(4, "asym", 64), A16, torch.float16, (64, 2, 1, 1, 1, 0, None, True)),  # span 2
         # Weights past shared memory: batches of one, where every stage has code of its own, then of two.
         (20, 64, 1152, WeightFormat(4, "asym", 64), A16, torch.float16, (32, 1, 2, 2, 1, *_DIRECT, 1)),
+        (48, 64, 1152, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 2, 2, 1, *_DIRECT, 1)),
         (20, 70, 1408, WeightFormat(3, "asym", 128), A16, torch.bfloat16, (32, 1, 3, 1, 1, *_DIRECT, 2)),
         (20, 70, 520, WeightFormat(2, "sym", None), A16, torch.float16, (16, 2, 1, 1, 2, *_DIRECT, 2)),
+        # Stages with code of their own.
+        (48, 70, 1152, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 2, 2, 1, *_DIRECT, 0, True)),
+        (20, 130, 896, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 2, 1, 3, 1, *_DIRECT, 0, True)),
     ]
     cases = [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
     # Two blocks a multiprocessor, and blocks without work on a small device.

@@ -120,6 +120,17 @@ struct Producer {
         const Weights weights = weights_of(tile_place(p, part.tile));
         for (int i = turn; i < min(Config::early, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
     }
+    // The first two steps of a tile that has all of its tokens: their halves by four threads side by side, so that they do not
+    // share what a multiprocessor takes in with later ones.
+    static constexpr bool halves_first = (Config::direct > 0 || (Config::unrolled && Config::early > 1)) && Shape::producers == 4 &&
+                                         Shape::reduces && Config::row_blocks == 1 && Config::span == 1 && Shape::element_bytes == 2;
+    PTX void load_first(const TilePlace& place, int unit) const {
+        const int stage = turn / 2, box = turn % 2;
+        const uint32_t barrier = barriers.full_x + 8 * stage;
+        if (box == 0) ptx::mbarrier_arrive_expect_tx(barrier, Shape::x_bytes);
+        ptx::cp_async_bulk_tensor_2d(ring + stage * Shape::stage_bytes + box * Shape::box_bytes, &p.x, (unit + stage) * 128 + box * 64,
+                                     place.token_tile * Config::tokens, barrier);
+    }
     PTX void run() const {
         ptx::griddepcontrol_wait();
         RingCursor<Config::stages> cursor;
@@ -128,7 +139,13 @@ struct Producer {
         for (Part part; walk.at(p, k_rank, part); walk.advance(part), early = 0) {
             const TilePlace place = tile_place(p, part.tile);
             const Weights weights = weights_of(place);
-            for (int unit = 0; unit < part.count; unit++, cursor.advance(1)) {
+            int unit = 0;
+            if constexpr (halves_first)
+                if (part.count > 1 && (Shape::tail_rows == 0 || p.tokens - place.token_tile * Config::tokens > Config::tokens - Shape::tail_rows)) {
+                    load_first(place, part.first);
+                    cursor.advance(unit = 2);
+                }
+            for (; unit < part.count; unit++, cursor.advance(1)) {
                 // A stage is always filled by the same thread, which so has seen all of its uses end.
                 if (cursor.stage % Shape::producers != turn) continue;
                 if (unit >= early) {
@@ -200,6 +217,45 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Wi
     if constexpr (Config::k_warpgroups < 4) ptx::wgmma_wait_group<0>();
     ptx::wgmma_touch(sum);
     return previous;
+}
+
+// The same of a block that has one tile, with code of its own for every stage: where it lies is known then, which an eighth of
+// the instructions of a unit are for.
+template <class Config, class Release>
+PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Widen<Config>& widen, uint32_t ring,
+                            uint32_t my_unit, const RingBarriers& barriers, int first, int units, const Release& release) {
+    using Shape = PackedLargeShape<Config>;
+    static_assert(Shape::reduces && Config::k_warpgroups < 4 && Config::register_sets == 2, "stages with code of their own");
+    constexpr int steps = Shape::steps, kw = Config::k_warpgroups, slots = Config::stages / kw;
+    uint32_t a0[steps][4], a1[steps][4];
+    const uint32_t mine = ring + first * Shape::stage_bytes, full_w = barriers.full_w + 8 * first, full_x = barriers.full_x + 8 * first;
+    const uint64_t first_b = ptx::wgmma_descriptor(mine, ptx::Swizzle::bytes_128, 1024);
+    uint32_t parity = 0;
+    ptx::wgmma_touch(sum);
+    for (int unit = first; unit < units; parity ^= 1) {
+#pragma unroll
+        for (int slot = 0; slot < slots; slot++) {
+            if (slot > 0 && unit >= units) break;
+            ptx::mbarrier_wait_parity(full_w + 8 * slot * kw, parity);
+#pragma unroll
+            for (int i = 0; i < Config::span; i++) {
+                const int at = slot * kw * Shape::stage_bytes + i * Shape::unit_bytes;
+                if (i > 0) ptx::mbarrier_wait_parity(full_w + 8 * slot * kw, parity);  // see accumulate
+                widen.load(mine + at + my_unit);
+                widen.template widen<0, steps * 4>(a0);
+                if (i == 0) ptx::mbarrier_wait_parity(full_x + 8 * slot * kw, parity);
+                const uint64_t b0 = ptx::wgmma_advance(first_b, at);
+                multiply_half<Config>(sum, a0, b0);
+                if (i == 0 && (slot > 0 || unit > first)) release(first + (slot > 0 ? slot - 1 : slots - 1) * kw);
+                widen.template widen<steps * 4, steps * 8>(a1);
+                multiply_half<Config>(sum, a1, ptx::wgmma_advance(b0, steps == 4 ? Shape::box_bytes : 64));
+            }
+            unit += kw;
+        }
+    }
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_touch(sum);
+    return -1;
 }
 
 // Stages of which a warpgroup reads nothing.
@@ -293,6 +349,15 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
         if constexpr (Shape::producers > 1) ptx::bar_sync(10, 128);
         if (produces) producer.begin();
     }
+    [[maybe_unused]] typename Choose<(Config::direct > 0), Batches<Config>, int>::type batches;
+    if constexpr (Config::direct > 0) {  // the first weights, too, before the block has met
+        const Walk<Config> walk;
+        Part part;
+        if (warp < Shape::warpgroups * 4 && walk.at(p, k_rank, part)) {
+            const int tile = first_tile<Config>(tile_place(p, part.tile), row_rank, half) + warp / 4 % Config::row_warpgroups;
+            batches.begin(p, part, tile, warp / 4 / Config::row_warpgroups);
+        }
+    }
     __syncthreads();
     if (cluster_size > 1) {  // waited for before others' barriers are used: at once for loads, late for partial sums
         ptx::barrier_cluster_arrive_relaxed();
@@ -326,7 +391,6 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
             }
         };
         [[maybe_unused]] int turn = 0, ahead = k_part;  // of this warpgroup's next unit, from the next part's first
-        [[maybe_unused]] typename Choose<(Config::direct > 0), Batches<Config>, int>::type batches;
         Walk<Config> walk;
         for (Part part; walk.at(p, k_rank, part); walk.advance(part)) {
             TilePlace place = tile_place(p, part.tile);
@@ -357,7 +421,6 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
                 }
                 previous = -1;
             } else if constexpr (Config::direct > 0) {
-                if (Shape::reduces || walk.position[0] == 0) batches.begin(p, part, row / 64, ahead);
                 previous = accumulate_direct<Config>(sum, widen, batches, ring, barriers, ahead, part.count, cursor, release);
                 if constexpr (!Shape::reduces) {  // the next tile's come while this one's sums leave
                     Walk<Config> later = walk;
@@ -365,7 +428,9 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) packed_larg
                     later.advance(part);
                     if (later.at(p, k_rank, next)) batches.begin(p, next, first_tile<Config>(tile_place(p, next.tile), row_rank, half) + row_part, 0);
                 }
-            } else
+            } else if constexpr (Config::unrolled)
+                previous = accumulate_unrolled<Config>(sum, widen, ring, my_unit, barriers, ahead, part.count, release);
+            else
                 previous = accumulate<Config>(sum, widen, ring, my_unit, barriers, ahead, part.count, cursor, release);
             if (previous >= 0) release(previous);
             if constexpr (Shape::reduces) {

@@ -18,7 +18,8 @@ from anybit.errors import KernelError
 from anybit.jit import Int32, Kernel, Pointer, launch
 from anybit.jit.tensor_map import TensorMap, encode
 from anybit.kernels.pack import Packed
-from anybit.kernels.packed_large_estimate import PLAIN, batch, estimate, may_batch, spans, words_at_hand
+from anybit.kernels.packed_large_estimate import estimate, spans
+from anybit.kernels.packed_large_loops import batch, refusal_of_loop, unrolls, words_at_hand
 from anybit.kernels.packed_layout import TILE_COLUMNS, TILE_ROWS, PackedWeight, tile_bytes
 from anybit.scheme import ActivationFormat, WeightFormat
 
@@ -100,7 +101,7 @@ class Config:
     resident: blocks that fit a multiprocessor, of this launch and of the next; then each of these gets one at least.
     span: steps of 128 inputs of a stage, 1 or 2: all that is done once a stage is done half as often with 2.
     direct: steps of weights that a warpgroup asks for at a time, past shared memory, while it multiplies those before;
-    0: weights come through the ring.
+    0: weights come through the ring. unrolled: each stage of the ring has code of its own, where a block has one tile.
     """
 
     operand: Operand
@@ -125,6 +126,7 @@ class Config:
     resident: int = 1
     span: int = 1
     direct: int = 0
+    unrolled: bool = False
 
     @property
     def x_bytes(self) -> int:
@@ -225,8 +227,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return "no kernel multiplies 2:4 sparse weights yet: the reference backends do"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"outputs are float16 or bfloat16, not {problem.dtype}"
-    refusal = _why_not_bytes(problem) if activations.quantized else None
-    if refusal is not None:
+    if activations.quantized and (refusal := _why_not_bytes(problem)):
         return refusal
     if config is None:
         return None
@@ -259,8 +260,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"1 or 2 neighbours share their loads of x, not {config.row_blocks}"
     if config.tokens % (8 * config.row_blocks):
         return f"{config.tokens} tokens do not divide among {config.row_blocks} blocks in eights"
-    refusal = _why_not_halves(problem, config) if config.halves else None
-    if refusal is not None:
+    if config.halves and (refusal := _why_not_halves(problem, config)):
         return refusal
     if config.stripes:
         if config.cluster > 1:
@@ -270,8 +270,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
             return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
     if config.span not in (1, 2) or (config.span == 2 and (problem.units % 2 or config.promotes or config.stripes)):
         return f"a stage has 1 step of inputs, or 2 of an even number (no stripes, no promotion), not {config.span}"
-    if config.direct and not may_batch(config):
-        return f"weights go past shared memory only for 16-bit x and {PLAIN}"
+    if refusal := refusal_of_loop(config):
+        return refusal
     if config.k_blocks * config.span > problem.units:
         return f"{problem.units} steps of inputs do not divide among {config.k_blocks} blocks, {config.span} at a time"
     if config.resident not in _LEAST_SHARED:
@@ -382,6 +382,7 @@ def config_for(
     halves: bool = False,
     resident: int = 1,
     direct: int | None = None,
+    unrolled: bool | None = None,
 ) -> Config:
     """A config of these tiles; as many stages as fit, at most 24, if none are asked for, and `batch` for `direct`."""
     weights = problem.weights
@@ -401,16 +402,15 @@ def config_for(
     )
     shared = problem.device.shared_bytes if resident == 1 else _MOST_BESIDE
     most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
-    count = direct if direct is not None else 0 if stages else batch(problem, config)
-    if count:
+    if count := direct if direct is not None else 0 if stages else batch(problem, config):
         found = _fitted(replace(config, direct=count, early=0), most, shared)
         if direct or found.register_sets == 2:
             return found
+    fitted = _fitted(config, most, shared)
     if not stages and spans(problem, config):
         found = _fitted(replace(config, span=2), min(_MOST_STAGES, -(-problem.units // 2 // k_blocks)), shared)
-        if found.stages > max(2, k_warpgroups):
-            return found
-    return _fitted(config, most, shared)
+        fitted = found if found.stages > max(2, k_warpgroups) else fitted
+    return replace(fitted, unrolled=unrolls(fitted) if unrolled is None else unrolled)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -1,6 +1,5 @@
 """What packed_large's built-in choice goes by, from what an H200 took (docs/packed.md): how long, which stages."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from anybit.kernels.packed_layout import TILE_ROWS
@@ -124,38 +123,3 @@ def spans(problem: "Problem", config: "Config") -> bool:
     if config.tokens == 32:  # down 11.8 for 13.3 (by four warpgroups along K), o 5.1 for 5.3
         return config.row_warpgroups == 1 and config.k_warpgroups in (2, 4) and config.resident == 1 and not many
     return config.tokens == 16 and config.row_warpgroups == 1 and long != many
-
-
-PLAIN = (
-    "2 register sets, stages of 1 step, none early, up to 3 warpgroups along K, no stripes, no halves, 1 block alone"
-)
-"""What configs are like whose weights go past shared memory."""
-
-
-def may_batch(config: "Config") -> bool:
-    """Whether weights can go past shared memory in batches."""
-    plain = config.stripes == 0 and not config.halves and config.span == config.resident == 1
-    return plain and config.x_bytes == 2 and config.k_warpgroups < 4 and config.register_sets == 2 and not config.early
-
-
-def words_at_hand(config: "Config") -> int:
-    """Registers of codes, scales and zeros that are not in use yet."""
-    if not config.direct:
-        return 2 * config.bits
-    parts = 128 // config.group if 0 < config.group < 128 else int(config.group > 0)
-    return 8 + 2 * config.direct * (2 * config.bits + parts * (1 + (config.code.name == "asym")))
-
-
-def batch(problem: "Problem", config: "Config") -> int:
-    """How many steps of weights a warpgroup asks for at a time, past shared memory; 0: they come through the ring.
-
-    Measured at 48 and 64 tokens, K over two warpgroups (us: qkv 9.0 for 9.7, down 15.8 for 16.6, o 6.4 for 6.5). At 16
-    and 32 tokens it loses 3 to 9 %, and with int8.
-    """
-    single = config.row_warpgroups == config.row_blocks == 1 and config.k_warpgroups == 2 and config.k_blocks <= 2
-    if not may_batch(replace(config, early=0)) or not single or config.bits > 4 or config.tokens not in (48, 64):
-        return 0
-    if problem.m > config.tokens:
-        return 0
-    steps = problem.units // (2 * config.k_blocks)  # of a warpgroup
-    return 3 if steps >= 16 and (config.bits < 4 or config.tokens == 48) else 2
