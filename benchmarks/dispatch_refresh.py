@@ -194,6 +194,9 @@ def measure(options: argparse.Namespace) -> None:
     with multiprocessing.get_context("fork").Pool(options.jobs) as pool:  # 4,000 built-in choices: 20 s of one core
         for found in pool.imap(held, shipped.current().layers.items(), chunksize=4):
             holding.merge(Policy(shipped.origin, dict([found] if found[1] else [])))
+    for (scheme, *_), points in holding.layers.items():
+        for m in [m for m in points if scheme in options.anew and options.least <= m <= options.most]:
+            del points[m]
     print(f"{holding.points} of {shipped.points} points hold", flush=True)
     models = tuple(MODELS.values())
     how = Options(4, (), Effort(60.0, 2, 5, finalists=3), jobs=options.jobs, models=models, grid=MAPPED)
@@ -254,6 +257,11 @@ def main() -> None:
             command.add_argument("--work", type=Path, required=True, help="a new folder that all processes share")
             command.add_argument("--seconds", type=float, default=300.0, help="begin no more products after this")
             command.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured")
+            command.add_argument(
+                "--anew", nargs="*", default=(), help="schemes whose points are measured though they hold"
+            )
+            command.add_argument("--least", type=int, default=1, help="of these, from so many tokens")
+            command.add_argument("--most", type=int, default=max(MAPPED), help="to so many")
             command.add_argument("--ahead", action="store_true", help="plan and compile ahead of those that measure")
     options = parser.parse_args()
     if options.command == "measure" and not (options.ahead or options.out):
