@@ -329,6 +329,15 @@ def test_unknown_fields_fall_back() -> None:
         FAMILIES["packed_large"].rebuild(one, {"tokens": "many"})
 
 
+def test_configs_of_maps_before_a_field_are_without_it() -> None:
+    """They were measured so; the built-in choice at one token may have it since."""
+    for n, k in ((4096, 4096), (1536, 576), (6144, 4096)):
+        old = FAMILIES["packed_large"].rebuild(product(n=n, k=k), {"tokens": 64, "row_warpgroups": 1})
+        assert (old.direct, old.unrolled) == (0, False)
+        new = FAMILIES["packed_large"].rebuild(product(n=n, k=k), {"tokens": 64, "unrolled": True})
+        assert new.unrolled
+
+
 def test_few_tokens_run_no_config_that_leaves_others_less_room_than_the_built_in_one() -> None:
     one = product("w4a8", 4, n=28672)
     own = builtin(one)

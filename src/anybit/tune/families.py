@@ -155,8 +155,8 @@ class Family:
     def rebuild(self, product: Product, fields: dict[str, FieldValue]) -> Any:
         """The config with these fields, for another product; not yet known to be legal there.
 
-        Fields that are missing are those of the default. Raises KernelError for one that is unknown or of the wrong
-        kind, and where the family has no default for the product.
+        Fields that are missing are those of the default, but for `_SINCE`: configs of before them are without. Raises
+        KernelError for one that is unknown or of the wrong kind, and where the family has no default for the product.
         """
         try:
             base = _base(
@@ -165,7 +165,7 @@ class Family:
         except KernelError:  # a family for many tokens alone
             base = _base(self, product)
         kinds = {f.name: type(getattr(base, f.name)) for f in dataclasses.fields(base)}
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(base) if f.name in _SINCE}
         for name, value in fields.items():
             if name == "split" and "activation" in kinds:
                 changes["activation"] = _split(base.activation, bool(value))
@@ -324,6 +324,8 @@ _PLANE_FACTS = ("weight_bits", "activation_bits", "weight_code", "activation_cod
 _SMALL_FACTS = ("activation", "output", "bits", "group", "asym", "bipolar", "gather", "ragged")
 _DIGITS_FACTS = ("source", "bits", "group", "code", "gather", "ragged")
 _MID_FACTS = ("operand", "bits", "group", "code", "gather", "ragged", "wide_store")
+_SINCE = ("direct", "unrolled")
+"""Fields that maps of before them lack."""
 _LARGE_FACTS = ("operand", "bits", "group", "code", "bfloat_out", "tile_bytes")
 _MARLIN_FACTS = ("operand", "output", "bits", "group", "code")
 
