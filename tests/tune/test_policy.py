@@ -255,16 +255,16 @@ def test_5_and_6_tokens_of_4_bits_have_a_built_in_choice_of_their_own() -> None:
     assert down == {4: "packed_mid", 5: "packed_mid", 6: "packed_mid", 7: "packed_large", 8: "packed_large"}
 
 
-@pytest.mark.parametrize(
-    ("m", "us", "kernel"), [(1, 9.0, "bitwise"), (1, 8.5, "packed_small"), (16, 9.0, "packed_large")]
-)
-def test_few_tokens_change_their_layout_for_a_clear_gain_alone(m: int, us: float, kernel: str) -> None:
-    """Of w2a4 at one token tiles were 5 % faster beside other layers, and no faster in a model."""
+@pytest.mark.parametrize(("m", "us", "kernel"), [(1, 8.0, "bitwise"), (16, 9.0, "packed_large")])
+def test_few_tokens_do_not_change_their_layout(m: int, us: float, kernel: str) -> None:
+    """Of w2a4 at one token tiles took 0.87 of the time of planes in gate_up, and the model was 2 % slower with them."""
     one = product("w2a4", m)
     tiles = "packed_small" if m == 1 else "packed_large"
     measured = point(one, {"bitwise": 9.42, tiles: us}, 9.42)
     measured = replace(measured, default=Measured.of(builtin(one), one, 9.42))
-    assert Dispatcher("NVIDIA H200", [policy((one, measured))]).choose(one).candidate.kernel == kernel
+    by = Dispatcher("NVIDIA H200", [policy((one, measured))])
+    assert by.choose(one).candidate.kernel == kernel
+    assert by.choose(one, [Layout.tiles_a8]).candidate.kernel == tiles, "where it lies in tiles it runs from them"
 
 
 @pytest.mark.parametrize(("m", "us", "own"), [(2, 9.4, True), (2, 9.2, False), (8, 9.4, True), (16, 9.4, False)])
@@ -366,6 +366,17 @@ def test_few_tokens_run_no_config_that_leaves_others_less_room_than_the_built_in
         assert (choice.candidate, choice.origin) == (runs, "map")
         assert choice.us == (20.0 if runs is own else 5.0)
     assert leaves_room(replace(one, m=64), deeper)
+
+
+def test_few_tokens_run_no_two_blocks_on_a_multiprocessor_where_one_is_built_in() -> None:
+    here = product("w4a8", 8)
+    own = builtin(here)
+    assert own.kernel == "packed_large" and own.config.resident == 1
+    two = replace(own, config=next(c for c in FAMILIES["packed_large"].configs(here) if c.resident == 2))
+    assert not leaves_room(here, two) and leaves_room(replace(here, m=16), two)
+    measured = Point(5.11, 2.0, {"padding to int8": Measured.of(two, here, 4.57)}, Measured.of(own, here, 5.11))
+    choice = Dispatcher("NVIDIA H200", [policy((here, measured))]).choose(here)
+    assert choice.candidate == own and choice.us == 5.11
 
 
 def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -105,6 +105,12 @@ def run(products: list[Product], path: Path | None, **options: Any) -> Policy:
     return search(products, path, Options(**{"each": 3, "jobs": 1, "limit": 1.0, **options}), factory=FakeRunner)
 
 
+def test_a_time_of_few_tokens_below_its_bound_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anybit.tune.search.lower_bound_us", lambda product, candidate: 1e9)
+    found = run([product(m=1), product(m=64)], tmp_path / "map.json")
+    assert [list(points) for points in found.layers.values()] == [[64]]
+
+
 def test_the_best_of_every_strategy_is_found(tmp_path: Path) -> None:
     wanted = [product(m=m) for m in (1, 64)]
     found = run(wanted, tmp_path / "map.json")

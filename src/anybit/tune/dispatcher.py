@@ -51,9 +51,9 @@ expected of both, here, less so much for each power of two that the point is awa
 _LIKELY = 0.98
 """What a config must be expected to take of the built-in choice's time to be used between two measured token counts."""
 _CLEARLY_FEW = 0.93
-"""Of few tokens, what a config must take of the built-in one's time to be used instead, and one of another layout of
-the best of the built-in layout: where products hide behind their neighbours, configs were misjudged by 0.7 us of some
-10 (docs/tuning.md). In steps of Llama-3-8B built-in ones were 0.5 to 2.9 % faster than those that had won by less."""
+"""Of few tokens, what a config must take of the built-in one's time to be used instead; another layout never is. Where
+products hide behind their neighbours, configs were misjudged by 0.7 us of some 10, layouts by 2 (docs/tuning.md). In
+steps of Llama-3-8B built-in configs were 0.5 to 2.9 % faster than those that had won by less, one layout than two."""
 _OF_MORE_ROWS, _FEW_ROWS, _BOXES_FROM = 0.88, 8, 48
 """What a config must take of the built-in choice's time where it was timed with more of its tile's rows, more than so
 many of which are not there now; wider tiles are loaded in boxes, which leave such rows out."""
@@ -353,10 +353,10 @@ def _best(
     if product.m > FEW_TOKENS:
         return found[0]
     usual, own = builtin_layout(product), point.default and _legal(point.default, product, allow)
-    same = next((choice for choice in found if choice.candidate.layout is usual), found[0])
-    if own and own.layout is same.candidate.layout and same.us > _CLEARLY_FEW * point.default_us:
-        same = replace(same, candidate=own, us=point.default_us)
-    return same if found[0].us > _CLEARLY_FEW * same.us else found[0]
+    best = next((choice for choice in found if choice.candidate.layout is usual), found[0])
+    if own and own.layout is best.candidate.layout and best.us > _CLEARLY_FEW * point.default_us:
+        return replace(best, candidate=own, us=point.default_us)
+    return best
 
 
 def _lacks_rows(product: Product, candidate: Candidate, m: int) -> bool:

@@ -26,6 +26,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.scheme import Scheme
 from anybit.tune.between import scaled
+from anybit.tune.bounds import lower_bound_us
 from anybit.tune.families import Product, steps_to
 from anybit.tune.floor import floor_us
 from anybit.tune.plans import Options, Plan, Planner, die_with_parent
@@ -510,8 +511,14 @@ def _point(
     default: Candidate | None,
     grid: Sequence[int],
 ) -> Point | None:
-    """The best of each strategy; built-in choices are preferred within the noise."""
+    """The best of each strategy; built-in choices are preferred within the noise.
+
+    None where nothing was timed, or a time of few tokens is shorter than reading and multiplying takes: beside other
+    products it is a difference, into which a neighbour's time has gone.
+    """
     if not times:
+        return None
+    if product.m <= FEW_TOKENS and any(time.us < lower_bound_us(product, candidate) for candidate, time in times):
         return None
     floor = round(floor_us(product), 3)
     strategies = {}
