@@ -16,7 +16,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Pointer
 from anybit.kernels import packed_layout
-from anybit.kernels.packed_large import Code, Operand
+from anybit.kernels.packed_large_rules import Code, Operand
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.kernels.packed_small import Output
 from anybit.scheme import WeightFormat

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from anybit.kernels.packed_layout import TILE_ROWS
 
 if TYPE_CHECKING:
-    from anybit.kernels.packed_large import Config, Problem
+    from anybit.kernels.packed_large_rules import Config, Problem
 
 
 def estimate(problem: "Problem", config: "Config") -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from anybit.kernels.packed_large import Config, Problem
+    from anybit.kernels.packed_large_rules import Config, Problem
 
 
 def refusal_of_loop(config: "Config") -> str | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.kernels import packed_layout
-from anybit.kernels.packed_large import Code, Operand
+from anybit.kernels.packed_large_rules import Code, Operand
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.kernels.packed_small import (
     Params,
