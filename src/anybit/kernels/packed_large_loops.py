@@ -20,7 +20,8 @@ def refusal_of_loop(config: "Config") -> str | None:
     if config.unrolled and not _may_unroll(config):
         return (
             "stages have code of their own where up to 3 warpgroups or some blocks share the inputs, with 2 register "
-            "sets, and weights that come through the ring to be multiplied without promotion"
+            "sets, weights that come through the ring to be multiplied without promotion, and no zeros of groups with "
+            "two blocks a multiprocessor"
         )
     return None
 
@@ -33,6 +34,8 @@ def _may_batch(config: "Config") -> bool:
 def _may_unroll(config: "Config") -> bool:
     """A block has one tile, so that the ring begins with it."""
     shared = config.k_warpgroups * config.k_blocks > 1 and config.k_warpgroups < 4
+    if config.resident == 2 and config.tokens > 16 and config.code.name == "asym":
+        return False  # with zeros of groups the 80 registers do not do
     return shared and not (config.stripes or config.promotes or config.direct) and config.register_sets == 2
 
 
@@ -59,10 +62,7 @@ def unrolls(config: "Config") -> bool:
     for 12.72, o at 64 and 128 6.11 for 6.31 and 9.40 for 9.67). Nothing in tiles of 128, nor, of blocks that have a
     multiprocessor each, in stages of two steps or tiles of 16.
     """
-    if config.resident == 2:  # with 32 tokens and zeros of groups the 80 registers do not do
-        few = config.tokens == 16 or config.code.name != "asym"
-    else:
-        few = 24 <= config.tokens < 128 and config.span == 1
+    few = config.resident == 2 or (24 <= config.tokens < 128 and config.span == 1)
     return few and config.k_blocks < 4 and config.x_bytes == 2 and _may_unroll(config)
 
 

@@ -279,14 +279,17 @@ class Dispatcher:
             return (builtin_layout(product),)
         tokens = sorted({m for mine in times.values() for m in mine})
 
+        def us(kept: Collection[Layout], m: int) -> float:
+            """What runs of two, as `choose` has it: of few tokens, the built-in layout."""
+            if most > 1 and m <= FEW_TOKENS:
+                usual = builtin_layout(replace(product, m=m))
+                if usual in kept and m in times.get(usual, {}):
+                    return times[usual][m]
+            return min((times[layout][m] for layout in kept if m in times[layout]), default=float("inf"))
+
         def cost(kept: tuple[Layout, ...]) -> float:
             """The most that keeping these alone costs at a token count, against keeping all."""
-            worst = 1.0
-            for m in tokens:
-                best = min(mine[m] for mine in times.values() if m in mine)
-                here = min((times[layout][m] for layout in kept if m in times[layout]), default=float("inf"))
-                worst = max(worst, here / best)
-            return worst
+            return max(1.0, *(us(kept, m) / us(times, m) for m in tokens))
 
         alone = min(((layout,) for layout in times), key=cost)
         if most < 2 or cost(alone) <= _WORTH_TWO:

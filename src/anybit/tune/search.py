@@ -8,6 +8,7 @@ what the file already has.
 import contextlib
 import ctypes
 import heapq
+import logging
 import math
 import multiprocessing
 import os
@@ -33,6 +34,8 @@ from anybit.tune.plans import Options, Plan, Planner, die_with_parent
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
 from anybit.tune.runner import Company, Effort, Runner, Sieve, Time, WrongResultError
 from anybit.tune.space import FEW_TOKENS, Candidate, builtin, leaves_room, promising
+
+_logger = logging.getLogger(__name__)
 
 _SAVE_SECONDS, _SAVE_SHARE = 2.0, 30
 """How often what was found is saved; at least so many times what saving it takes."""
@@ -518,7 +521,9 @@ def _point(
     """
     if not times:
         return None
-    if product.m <= FEW_TOKENS and any(time.us < lower_bound_us(product, candidate) for candidate, time in times):
+    looked_at = [(candidate, time) for candidate, time in times if time.final or candidate == default]
+    if product.m <= FEW_TOKENS and any(time.us < lower_bound_us(product, candidate) for candidate, time in looked_at):
+        _logger.info("%s is not written down: beside others it took less than reading its weights takes", product)
         return None
     floor = round(floor_us(product), 3)
     strategies = {}
