@@ -275,16 +275,15 @@ class Dispatcher:
                         mine[m] = min(measured.us, mine.get(m, float("inf")))
             if times:
                 break
+        usual = builtin_layout(product)
         if not times:
-            return (builtin_layout(product),)
+            return (usual,)
         tokens = sorted({m for mine in times.values() for m in mine})
 
         def us(kept: Collection[Layout], m: int) -> float:
             """What runs of two, as `choose` has it: of few tokens, the built-in layout."""
-            if most > 1 and m <= FEW_TOKENS:
-                usual = builtin_layout(replace(product, m=m))
-                if usual in kept and m in times.get(usual, {}):
-                    return times[usual][m]
+            if most > 1 and m <= FEW_TOKENS and usual in kept and m in times.get(usual, {}):
+                return times[usual][m]
             return min((times[layout][m] for layout in kept if m in times[layout]), default=float("inf"))
 
         def cost(kept: tuple[Layout, ...]) -> float:
