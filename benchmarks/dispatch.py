@@ -73,7 +73,6 @@ def measure_map(options: argparse.Namespace) -> None:
         plans=options.plans,
         limit=options.limit,
         jobs=options.jobs,
-        models=tuple(MODELS.values()),
     )
 
     def for_part(part: Sequence[Product], each: int, seconds: float = float("inf")) -> Options:
@@ -438,6 +437,9 @@ def main() -> None:
         command.add_argument("--map", type=Path, help="the map to choose by; by default the shipped one")
     whole = kinds.add_parser("model", help="the variants in whole models")
     whole.add_argument("--schemes", nargs="*", default=list(ABLATED))
+    gated = [name for name, layers in MODELS.items() if len(layers) == 4 and layers[2][0] == 2 * layers[3][1]]
+    whole.add_argument("--model", choices=gated, default="Llama-3-8B", help="whose layers it has")
+    whole.add_argument("--without", nargs="*", default=[], help="variants that are not measured")
     whole.add_argument("--layers", type=int, default=32)
     whole.add_argument("--seconds", type=float, default=60.0, help="begin no more points after this")
     whole.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS))

@@ -12,9 +12,6 @@ side with three choices:
     tuned     what a search as ``anybit tune`` does it finds at the token count that stands for the problem's
     built in  what runs without any map
 
-With few tokens all are timed in company of the other layers of the problem's model, as a search times them; those of
-16-bit activations, where no search decides and built-in choices run, each call after another of its own.
-
 ``verify --compile`` compiles spaces problem by problem in processes of its own until it is ended; problems that are
 complete are compared first, the others when time runs out.
 """
@@ -45,8 +42,8 @@ from anybit.tune.plans import Options, Plan, candidates_of, compile_one, die_wit
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
 from anybit.tune.runner import Effort, Sieve
 from anybit.tune.search import Child, Winners, measure, sift
-from anybit.tune.space import Candidate, builtin, decided_by_maps, leaves_room, promising
-from dispatch_layers import MODELS, drawn
+from anybit.tune.space import Candidate, builtin, leaves_room, promising
+from dispatch_layers import drawn
 from timing import merge_rows, stamp
 
 KEY = ("case", "scheme", "m", "n", "k")
@@ -89,7 +86,7 @@ _usual = Options()
 def whole_space(product: Product) -> Space:
     """The space of a problem."""
     near = replace(product, m=step(product.m))
-    plan = plan_of(near, candidates_of(near, (), _usual) if decided_by_maps(near) else [])
+    plan = plan_of(near, candidates_of(near, (), _usual))
     legal = promising(product, 10**6)
     candidates = tuple(candidate for candidate in legal if leaves_room(product, candidate))
     kernels = [list(candidate.kernels(product)) for candidate in candidates]
@@ -213,9 +210,7 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
     while compiling is not None and not _spaces(options.plans).exists():
         time.sleep(0.2)
     spaces: dict[Any, Space] = _read(_spaces(options.plans))
-    usual = Options(
-        options.tune_each, effort=Effort(60, 2, 5), limit=options.limit, models=tuple(MODELS.values()), grid=STEPS
-    )
+    usual = Options(options.tune_each, effort=Effort(60, 2, 5), limit=options.limit, grid=STEPS)
     policy, winners, compiled = Policy(Origin.here(device.name, device.arch)), Winners(), Compiled()
     if found is not None:
         winners.learn(found)
@@ -235,22 +230,17 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         near, names, before = replace(space.near, device=device), compiled.names(), {*policy.excluded}
         planned = enumerate(zip(space.plan.candidates, space.plan_names, strict=True))
         plan = plan_of(near, [one for i, (one, needs) in planned if i in space.plan.own or names.issuperset(needs)])
-        chosen = dict.fromkeys(CHOICES, builtin(product))
-        how = usual
-        if decided_by_maps(near):
-            point = measure(child, near, plan, usual, policy, winners.near(near, plan))
-            if point is None:
-                print(f"{product}: a search found nothing", flush=True)
-                continue
-            chosen["map"] = by.choose(near).candidate
-            chosen["tuned"] = _by_point(near, point, child).choose(near).candidate
-        else:  # nothing stands between these in a model: each call after another of its own, as their rows are timed
-            how = replace(usual, models=())
+        point = measure(child, near, plan, usual, policy, winners.near(near, plan))
+        if point is None:
+            print(f"{product}: a search found nothing", flush=True)
+            continue
+        chosen = {"map": by.choose(near).candidate, "tuned": _by_point(near, point, child).choose(near).candidate}
+        chosen["built in"] = builtin(product)
         searched = time.perf_counter() - start
         there = [one for one, needs in zip(space.candidates, space.names, strict=True) if names.issuperset(needs)]
         candidates = list(dict.fromkeys([*chosen.values(), *there[: options.most]]))
         sieve = Sieve(bounds=tuple(lower_bound_us(product, candidate) for candidate in candidates))
-        times, _ = sift(child, product, candidates, how, policy, list(chosen.values()), sieve)
+        times, _ = sift(child, product, candidates, usual, policy, list(chosen.values()), sieve)
         final = {candidate: time.us for candidate, time in times if time.final}
         if not all(candidate in final for candidate in chosen.values()):
             print(f"{product}: {policy.excluded.get(str(product), 'a choice was wrong')}", flush=True)

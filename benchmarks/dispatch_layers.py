@@ -4,7 +4,6 @@ import random
 
 from anybit.scheme import Scheme
 from anybit.tune.families import GRID, Product
-from anybit.tune.space import decided_by_maps
 
 # Linear layers as they are served, projections that share an input fused: (N, K). The most used ones first.
 MODELS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -35,10 +34,9 @@ PICTURED_SHAPES = ((4096, 4096), (28672, 4096))
 
 
 def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> list[Product]:
-    """The products of layers in a scheme, layer by layer; without those that no map decides."""
+    """The products of layers in a scheme, layer by layer."""
     s = Scheme.parse(scheme)
-    found = [Product(m, n, k, s.weights, s.activations) for n, k in shapes for m in tokens]
-    return [product for product in found if decided_by_maps(product)]
+    return [Product(m, n, k, s.weights, s.activations) for n, k in shapes for m in tokens]
 
 
 def tokens_of(scheme: str, tokens: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The variants of a dispatcher in whole models: time to first token and tokens a second.
 
-A Llama-3-8B-shaped model with random codes holds its layers in both layouts (``bitwise+packed``); a variant is a
+A model of Llama-3-8B's or another's shape with random codes holds its layers in both layouts (``bitwise+packed``; with
+16-bit activations in tiles); a variant is a
 dispatcher that answers in another way, so that all of them run the same tensors in the same process. A point is one
 CUDA graph of the whole model: embedding, norms, attention, every linear layer and the head of the last token. Prefill:
 a batch of prompts; decode: a step of ``generate`` over a static cache (kv16), a token for each sequence of a batch
@@ -23,7 +24,7 @@ from anybit.tune.dispatcher import Choice, Dispatcher
 from anybit.tune.families import FAMILIES, Layout, Product, tiles_of
 from anybit.tune.policy import Policy, read
 from anybit.tune.space import Candidate, builtin
-from cases import LLAMA3_8B
+from dispatch_layers import MODELS
 from timing import merge_rows, stamp, worst_of
 
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
@@ -78,20 +79,23 @@ class Variant(Dispatcher):
 def whole_models(options: argparse.Namespace) -> None:
     """Measure the variants at all points, in turns at each; rows are written scheme by scheme."""
     import anybit
-    from generate_models import random_model
+    from generate_models import random_model, sizes_of
 
     began = time.perf_counter()
     gpu = torch.cuda.get_device_name()
     policies = [read(options.map)] if options.map else dispatching.dispatcher(gpu).policies
     marks = stamp()
+    shapes = MODELS[options.model]
     for share, scheme in enumerate(options.schemes, 1):
-        model = random_model(scheme, options.layers, prepare=False)
+        model = random_model(scheme, options.layers, prepare=False, sizes=sizes_of(shapes))
         anybit.fuse(model)
-        anybit.use_backend(model, "bitwise+packed")
+        planes = Scheme.parse(scheme).activations.quantized
+        anybit.use_backend(model, "bitwise+packed" if planes else "packed")
         torch.cuda.synchronize()
         passed = time.perf_counter() - began
         print(f"{scheme} is there: {torch.cuda.memory_allocated() >> 20} MiB, {passed:.1f} s", flush=True)
-        variants = {name: Variant(gpu, policies, name) for name in VARIANTS}
+        names = VARIANTS if planes else ("dispatch", "built in")
+        variants = {name: Variant(gpu, policies, name) for name in names if name not in options.without}
         points = [(batch, 1) for batch in options.batches]
         points += [(batch, prompt) for prompt in options.prompts for batch in options.batches]
         points.sort(key=lambda point: point not in _FIRST)
@@ -101,7 +105,7 @@ def whole_models(options: argparse.Namespace) -> None:
                 print(f"{scheme}: no time for batch {batch}, prompt {prompt} and what follows", flush=True)
                 break
             try:
-                row = _point(model, scheme, batch, prompt, variants, gpu)
+                row = _point(model, options.model, scheme, batch, prompt, variants, gpu)
             except ValueError as error:
                 print(f"WRONG, left out: {error}", flush=True)
                 continue
@@ -113,7 +117,9 @@ def whole_models(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def _point(model: Any, scheme: str, batch: int, prompt: int, variants: dict[str, Variant], gpu: str) -> dict[str, Any]:
+def _point(
+    model: Any, shape: str, scheme: str, batch: int, prompt: int, variants: dict[str, Variant], gpu: str
+) -> dict[str, Any]:
     from generate_models import packed_cache
 
     ids = torch.arange(batch * prompt, device="cuda").view(batch, prompt)
@@ -123,7 +129,7 @@ def _point(model: Any, scheme: str, batch: int, prompt: int, variants: dict[str,
     for name, variant in variants.items():
         if name == "one config" and batch * prompt > MOST_PADDED:
             continue
-        key = runs[name] = _what_runs(variant, scheme, batch * prompt)
+        key = runs[name] = _what_runs(variant, shape, scheme, batch * prompt)
         if key not in graphs:
             _decide_by(variant, gpu)
             graphs[key] = _Graph(model, ids, warm=not graphs) if cache is None else _Step(model, ids, cache)
@@ -136,9 +142,11 @@ def _point(model: Any, scheme: str, batch: int, prompt: int, variants: dict[str,
             longest = max(longest, times[key][-1])
         turns += 1
     us = {name: round(statistics.median(times[key]) if turns > 2 else min(times[key]), 1) for name, key in runs.items()}
-    us["rule by M"] = us["static bitwise" if batch * prompt <= 8 else "static padding"]
-    us["without split"] = us["dispatch"]
-    row: dict[str, Any] = {"case": f"llama-3-8b whole, {'decode' if prompt == 1 else 'prefill'}", "scheme": scheme}
+    if {"static bitwise", "static padding"} <= us.keys():
+        us["rule by M"] = us["static bitwise" if batch * prompt <= 8 else "static padding"]
+        us["without split"] = us["dispatch"]
+    case = f"{shape.lower()} whole, {'decode' if prompt == 1 else 'prefill'}"
+    row: dict[str, Any] = {"case": case, "scheme": scheme}
     row |= {"batch": batch, "prompt": None if prompt == 1 else prompt, "m": batch * prompt, "us": us["dispatch"]}
     row |= {"variants": us, "how": "a CUDA graph of the whole model; variants that run the same kernels share a time"}
     if prompt == 1:
@@ -168,10 +176,10 @@ def _compare(what: str, graphs: dict[tuple[str, ...], Any], runs: dict[str, tupl
     return max(found.values())
 
 
-def _what_runs(variant: Variant, scheme: str, m: int) -> tuple[str, ...]:
+def _what_runs(variant: Variant, shape: str, scheme: str, m: int) -> tuple[str, ...]:
     """The configs of the four layers: variants that agree in all of them are the same."""
     s = Scheme.parse(scheme)
-    products = [Product(m, n, k, s.weights, s.activations) for n, k in LLAMA3_8B.values()]
+    products = [Product(m, n, k, s.weights, s.activations) for n, k in MODELS[shape]]
     both = (Layout.planes, tiles_of(s.activations))
     return tuple(variant.choose(product, both).candidate.name for product in products)
 

@@ -34,7 +34,7 @@ from anybit.tune.plans import Options, compile_all
 from anybit.tune.policy import SHIPPED, Key, Measured, Origin, Point, Policy, file_name, read, text
 from anybit.tune.runner import Effort
 from anybit.tune.search import Child, search
-from dispatch_layers import MAPPED, MODELS, SHAPES, _rank, of
+from dispatch_layers import MAPPED, SHAPES, _rank, of
 
 ARCH = "sm_90a"
 RANKS = {
@@ -198,16 +198,16 @@ def measure(options: argparse.Namespace) -> None:
         for m in [m for m in points if scheme in options.anew and options.least <= m <= options.most]:
             del points[m]
     print(f"{holding.points} of {shipped.points} points hold", flush=True)
-    models = tuple(MODELS.values())
-    how = Options(4, (), Effort(60.0, 2, 5, finalists=3), jobs=options.jobs, models=models, grid=MAPPED)
+    how = Options(4, (), Effort(60.0, 2, 5, finalists=3), jobs=options.jobs, grid=MAPPED)
     child: Child | None = None
     order = [one for one, name in zip(ORDER, PARTS, strict=True) if name in options.parts]
     if options.ahead:  # those that measure begin with the first
         order = order[1:] + order[:1]
     for scheme, rank in order:
         name = f"{scheme}-{rank}"
-        each = 6 if scheme in ("w4a16g128", "w4a8") else 4 if rank == "powers" else 2
-        mine = [product for product in of(scheme, SHAPES, RANKS[rank]) if holding.exact(product) is None]
+        each = options.each or (6 if scheme in ("w4a16g128", "w4a8") else 4 if rank == "powers" else 2)
+        counts = tuple(m for m in RANKS[rank] if options.least <= m <= options.most)
+        mine = [product for product in of(scheme, SHAPES, counts) if holding.exact(product) is None]
         left = options.seconds - (time.perf_counter() - began)
         if not mine or left < 1:
             continue
@@ -260,8 +260,9 @@ def main() -> None:
             command.add_argument(
                 "--anew", nargs="*", default=(), help="schemes whose points are measured though they hold"
             )
-            command.add_argument("--least", type=int, default=1, help="of these, from so many tokens")
+            command.add_argument("--least", type=int, default=1, help="measure from so many tokens")
             command.add_argument("--most", type=int, default=max(MAPPED), help="to so many")
+            command.add_argument("--each", type=int, default=0, help="candidates of each family; by default 2 to 6")
             command.add_argument("--ahead", action="store_true", help="plan and compile ahead of those that measure")
     options = parser.parse_args()
     if options.command == "measure" and not (options.ahead or options.out):

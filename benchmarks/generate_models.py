@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
 from timing import worst_of
 
-LLAMA_3_8B = {
+LLAMA_3_8B: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -31,12 +31,23 @@ LLAMA_3_8B = {
 }
 
 
-def random_model(scheme: str | None, layers: int, prepare: bool = True) -> LlamaForCausalLM:
+def sizes_of(shapes: Sequence[tuple[int, int]]) -> dict[str, int]:
+    """What a model of these layers (qkv, o, gate_up and down: N, K) differs in from Llama-3-8B; heads of 128, or 64."""
+    (qkv, hidden), (_, inner), _, (_, intermediate) = shapes
+    head = 64 if inner % 128 else 128
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "head_dim": head}
+    return sizes | {"num_attention_heads": inner // head, "num_key_value_heads": (qkv - inner) // (2 * head)}
+
+
+def random_model(
+    scheme: str | None, layers: int, prepare: bool = True, sizes: dict[str, int] | None = None
+) -> LlamaForCausalLM:
     """A Llama-3-8B-shaped model on the GPU, in fp16 or in a scheme, with random weights of the usual size.
 
     prepare: put quantized weights into their kernel's layout; not for a model that is fused at once.
+    sizes: what another model has instead.
     """
-    config = LlamaConfig(**{**LLAMA_3_8B, "num_hidden_layers": layers}, dtype=torch.float16)
+    config = LlamaConfig(**{**LLAMA_3_8B, **(sizes or {}), "num_hidden_layers": layers}, dtype=torch.float16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.float16).eval()
     if scheme is not None:
@@ -69,10 +80,12 @@ def fill(layer: QuantLinear, prepare: bool = True) -> None:
         layer.prepare()
 
 
-def history(layer: int, batch: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+def history(
+    layer: int, batch: int, context: int, heads: int = LLAMA_3_8B["num_key_value_heads"], head: int = 128
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Random keys and values [batch, kv_heads, context, head_dim] of a layer, the same for every model."""
     generator = torch.Generator("cuda").manual_seed(layer)
-    shape = (batch, LLAMA_3_8B["num_key_value_heads"], context, 128)
+    shape = (batch, heads, context, head)
     k, v = (torch.randn(shape, dtype=torch.float16, device="cuda", generator=generator) for _ in range(2))
     return k, v
 
@@ -80,8 +93,9 @@ def history(layer: int, batch: int, context: int) -> tuple[torch.Tensor, torch.T
 def packed_cache(model: LlamaForCausalLM, kv: str, batch: int, context: int) -> AnyBitCache:
     """A static cache that holds the random history."""
     cache = AnyBitCache(kv, config=model.config, capacity=context + 512, static=True)
+    heads = model.config.num_key_value_heads, model.config.head_dim
     for layer in range(model.config.num_hidden_layers):
-        k, v = (x.transpose(1, 2) for x in history(layer, batch, context))
+        k, v = (x.transpose(1, 2) for x in history(layer, batch, context, *heads))
         if layer == 0:
             cache._allocate(k.transpose(1, 2))
             cache.store.extend(cache.rows, context)

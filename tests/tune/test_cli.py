@@ -147,9 +147,7 @@ def test_tuning_takes_coarse_counts_first_and_ends_in_time(
     assert run(monkeypatch, capsys, *words, "-s", "w4a8", "--exhaustive")[0] == 0
     assert parts[-1][1] == float("inf")
     run(monkeypatch, capsys, *words, "-s", "w4a16g32")
-    assert min(parts[-2][0]) == 12, "few tokens of 16-bit activations are not measured"
-    code, _, err = run(monkeypatch, capsys, *words[:-1], "8", "-s", "w4a16g32")
-    assert code == 1 and "ask for more tokens" in err
+    assert min(parts[-2][0]) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from anybit.tune.families import Product
 from anybit.tune.plans import Options, candidates_of
 from anybit.tune.policy import Policy, read
 from anybit.tune.runner import Effort, Sieve, Time, WrongResultError, finalists
-from anybit.tune.search import Child, company_of, excluded_name, search, sift
+from anybit.tune.search import Child, excluded_name, search, sift
 from anybit.tune.space import Candidate, builtin, leaves_room
 
 H200 = Device.named("sm_90a")
@@ -87,7 +87,7 @@ class FakeRunner:
     def describe(self) -> dict[str, Any]:
         return {"device": H200, "driver": "1.2", "torch": "0"}
 
-    def prepare(self, product: Product, company: object = ()) -> FakeBench:
+    def prepare(self, product: Product) -> FakeBench:
         return FakeBench(self, product)
 
 
@@ -126,15 +126,6 @@ def test_the_best_of_every_strategy_is_found(tmp_path: Path) -> None:
         assert point.default_us == pytest.approx(made_up_us(builtin(one)), abs=1e-3)
         assert min(m.us for m in point.strategies.values()) <= point.default_us
     assert policies.text(read(tmp_path / "map.json")) == policies.text(found)
-
-
-def test_few_tokens_are_timed_in_company_of_the_layers_that_follow() -> None:
-    small, block = ((576, 576), (960, 576)), ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-    follow = company_of(product(n=28672, m=4), (small, block))
-    assert [(other.n, other.k, other.m) for other, _ in follow] == [(4096, 14336, 4), (6144, 4096, 4), (4096, 4096, 4)]
-    assert all(candidate == builtin(other) for other, candidate in follow)
-    assert company_of(product(n=28672, m=64), (small, block)) == ()
-    assert company_of(product(n=1024), (small, block)) == ()
 
 
 @pytest.mark.parametrize("trouble", ["crash", "hang", "wrong", "fault", "crash while timed"])

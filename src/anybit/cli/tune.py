@@ -72,28 +72,22 @@ def tune(
     from anybit.tune.families import GRID, STEPS, Product
     from anybit.tune.plans import Options
     from anybit.tune.search import exclusions, search
-    from anybit.tune.space import decided_by_maps
 
     if to is not None:
         policies.check_target(to)
     if not torch.cuda.is_available():
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")
     with status(f"Reading {model}"):
-        parsed, shapes, fused, own = _layers(model, scheme)
-    all_counts = [
+        parsed, shapes, own = _layers(model, scheme)
+    products = [
         Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, wanted or own))
         for n, k in shapes
         for m in STEPS
         if m <= most
     ]
-    products = [product for product in all_counts if allowed or decided_by_maps(product)]
     # First the counts of the coarser grid, of all layers, then those between: where time is up a whole map is there.
     coarse = [product for product in products if product.m in GRID]
     fine = [product for product in products if product.m not in GRID]
-    if not products:
-        raise KernelError(
-            f"to {most} tokens built-in choices run in {parsed}, whatever is measured: ask for more tokens"
-        )
     if seconds is None:
         seconds = math.inf if everything else _USUAL_SECONDS
     hints = [found for found in (policies.usable(file) for file in sorted(policies.SHIPPED.glob("*.json"))) if found]
@@ -108,7 +102,7 @@ def tune(
                 said = time.perf_counter()
                 errors.print(f"{progress.done} of {progress.total}: {progress.product}{left}", markup=False)
 
-        options = Options(10**6 if everything else each, allowed, again=again, models=(fused,))
+        options = Options(10**6 if everything else each, allowed, again=again)
         for part, grid in ((coarse, GRID), (fine, STEPS)):
             left = max(0.0, seconds - (time.perf_counter() - began))
             if part:
@@ -167,7 +161,7 @@ def explain(
         if shape is not None and wanted is not None:
             parsed, shapes = wanted, [shape]
         else:
-            parsed, shapes, _, own = _layers(what, scheme)
+            parsed, shapes, own = _layers(what, scheme)
             kind = dtype or own
         device = Device.of(torch.empty(0, device="cuda")) if torch.cuda.is_available() else Device.named("sm_90a")
         if policy is not None:
@@ -232,11 +226,8 @@ def _shape(text: str) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]], tuple[tuple[int, int], ...], str]:
-    """The scheme, the shapes of a model's linear layers, as they are and as ``fuse`` joins them, and the latter alone.
-
-    Those come first, in the model's order. Last the dtype that they run in.
-    """
+def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]], str]:
+    """The scheme, the shapes of a model's linear layers, first as ``fuse`` joins them, and the dtype they run in."""
     from anybit.checkpoints import Folder, local_folder
     from anybit.checkpoints.configuration import scheme_of
     from anybit.quantize.modules import kept_modules, linear_layers, skeleton
@@ -250,11 +241,11 @@ def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int
         quantization = folder.config.get("quantization_config") or {}
         kept = quantization.get("modules_to_not_convert") if stored else None
         layers = linear_layers(empty, kept if kept is not None else kept_modules(empty, None))
-    fused = tuple(dict.fromkeys(_as_fused({layer.name: (layer.n, layer.k) for layer in layers})))
+    fused = _as_fused({layer.name: (layer.n, layer.k) for layer in layers})
     shapes = dict.fromkeys([*fused, *((layer.n, layer.k) for layer in layers)])
     parsed = Scheme.parse(scheme) if scheme is not None else stored
     assert parsed is not None
-    return Scheme(parsed.weights, parsed.activations), list(shapes), fused, own
+    return Scheme(parsed.weights, parsed.activations), list(shapes), own
 
 
 def _as_fused(layers: dict[str, tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -35,7 +35,6 @@ from anybit.tune.space import (
     Candidate,
     builtin,
     builtin_layout,
-    decided_by_maps,
     leaves_room,
     refuse_unknown,
 )
@@ -51,9 +50,8 @@ expected of both, here, less so much for each power of two that the point is awa
 _LIKELY = 0.98
 """What a config must be expected to take of the built-in choice's time to be used between two measured token counts."""
 _CLEARLY_FEW = 0.93
-"""Of few tokens, what a config must take of the built-in one's time to be used instead; another layout never is. Where
-products hide behind their neighbours, configs were misjudged by 0.7 us of some 10, layouts by 2 (docs/tuning.md). In
-steps of Llama-3-8B built-in configs were 0.5 to 2.9 % faster than those that had won by less, one layout than two."""
+"""Of few tokens, what a config must take of the built-in one's time to be used instead: there products hide behind
+their neighbours, and what one of them takes in a chain of itself is off by 0.8 us of some 10 (docs/tuning.md)."""
 _OF_MORE_ROWS, _FEW_ROWS, _BOXES_FROM = 0.88, 8, 48
 """What a config must take of the built-in choice's time where it was timed with more of its tile's rows, more than so
 many of which are not there now; wider tiles are loaded in boxes, which leave such rows out."""
@@ -111,14 +109,16 @@ class Dispatcher:
         """
         if product.act_order or not (product.aligned or product.activations.quantized):
             return Choice(_builtin(product, layouts), "built in")
-        if not decided_by_maps(product) and not allow:
-            return Choice(_builtin(product, layouts), "built in")
         measured = self._measured(product, layouts, allow)
         if measured is not None:
             return measured
         own = _builtin(product, layouts)
         alike = self._as_eight_bits(product, own) or self._in_the_other_type(product, own, layouts)
-        alike = alike or self._with_other_codes(product, own, layouts)
+        if alike is not None:
+            return alike
+        if product.m <= FEW_TOKENS and not product.activations.quantized:
+            return Choice(own, "built in")  # chosen for each layer as its own bits of weights want it (packed_few)
+        alike = self._with_other_codes(product, own, layouts)
         if alike is not None:
             return alike
         estimated = own.kernel in FAMILIES and hasattr(FAMILIES[own.kernel].module, "estimate")
@@ -281,10 +281,10 @@ class Dispatcher:
         tokens = sorted({m for mine in times.values() for m in mine})
 
         def us(kept: Collection[Layout], m: int) -> float:
-            """What runs of two, as `choose` has it: of few tokens, the built-in layout."""
-            if most > 1 and m <= FEW_TOKENS and usual in kept and m in times.get(usual, {}):
-                return times[usual][m]
-            return min((times[layout][m] for layout in kept if m in times[layout]), default=float("inf"))
+            """What runs of these, as `choose` has it: of few tokens what is built in, where it is not far behind."""
+            best = min((times[layout][m] for layout in kept if m in times[layout]), default=float("inf"))
+            own = times[usual].get(m, best) if m <= FEW_TOKENS and usual in kept and usual in times else best
+            return own if best > _CLEARLY_FEW * own else best
 
         def cost(kept: tuple[Layout, ...]) -> float:
             """The most that keeping these alone costs at a token count, against keeping all."""
@@ -352,13 +352,10 @@ def _best(
             found.append(Choice(candidate, "map", measured.us, str(policy.path or "a map")))
     if not found:
         return None
-    if product.m > FEW_TOKENS:
-        return found[0]
-    usual, own = builtin_layout(product), point.default and _legal(point.default, product, allow)
-    best = next((choice for choice in found if choice.candidate.layout is usual), found[0])
-    if own and own.layout is best.candidate.layout and best.us > _CLEARLY_FEW * point.default_us:
-        return replace(best, candidate=own, us=point.default_us)
-    return best
+    best, own = found[0], None if point.default is None else _legal(point.default, product, allow)
+    if product.m > FEW_TOKENS or own is None or not (layouts is None or own.layout in layouts):
+        return best
+    return best if best.us <= _CLEARLY_FEW * point.default_us else replace(best, candidate=own, us=point.default_us)
 
 
 def _lacks_rows(product: Product, candidate: Candidate, m: int) -> bool:

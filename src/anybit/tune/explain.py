@@ -7,7 +7,7 @@ from typing import Any
 from anybit.tune.dispatcher import Dispatcher
 from anybit.tune.families import Product
 from anybit.tune.floor import floor_us
-from anybit.tune.space import builtin, decided_by_maps, space
+from anybit.tune.space import builtin, space
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ class Explanation:
         return "\n".join(lines)
 
 
+def _slower(ratio: float) -> str:
+    return f"{abs(ratio - 1):.0%} {'slower' if ratio >= 1 else 'faster'}"
+
+
 def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Explanation:
     """How a product would run on the device that it names. Raises KernelError, in a sentence, if it cannot."""
     choice = by.choose(product, allow=allow)
@@ -78,7 +82,7 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
         for name, measured in point.ordered():
             if name == choice.candidate.strategy:
                 continue
-            slower = f"{measured.us / choice.us - 1:.0%} slower" if choice.us else "measured"
+            slower = _slower(measured.us / choice.us) if choice.us else "measured"
             if measured.activations and "a8" not in allow:
                 slower = "not allowed (allow a8)"
             if measured.kernel == "cuBLAS":
@@ -90,15 +94,14 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
         origin = policy.origin
         m = next(m for points in policy.layers.values() for m, one in points.items() if one is point)
         why = f"it was the fastest of {len(point.strategies)} strategies at M = {m}, by {choice.source}"
+        faster = (one for one in point.strategies.values() if one.us < choice.us and one.kernel != "cuBLAS")
+        if choice.candidate == own and any(not one.activations or "a8" in allow for one in faster):  # of few tokens
+            why = f"it is the built-in choice, and nothing was clearly faster at M = {m}, by {choice.source}"
         why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"
         if choice.origin != "map":
             why = f"{choice.source or 'none of what was measured decides here: it is the built-in choice'}"
-    elif choice.origin != "built in":
-        why = choice.source
-    elif decided_by_maps(product) or allow:
-        why = "nothing was measured for it: it is the built-in choice"
     else:
-        why = "it is the built-in choice, which no map overrules to 8 tokens of 16-bit activations (docs/tuning.md)"
+        why = choice.source or "nothing was measured for it: it is the built-in choice"
     for excluded in whole.excluded:
         name = f"{excluded.strategy} ({excluded.kernel})" if excluded.kernel else excluded.strategy
         others.append(Other(name, "", None, excluded.reason))

@@ -38,7 +38,6 @@ class Options:
     seconds: no new product is begun after this long.  limit: seconds that one candidate may take, compiled.
     again: measure anew what the file has.  jobs: processes that compile.
     plans: a file of what ``compile_all`` planned, for the same products and maps.
-    models: shapes (N, K) of the layers of models, in their order: few tokens are timed in their company.
     grid: the token counts that are measured, to know which lie between two of them.
     """
 
@@ -50,7 +49,6 @@ class Options:
     again: bool = False
     jobs: int = 0
     plans: Path | None = None
-    models: tuple[tuple[tuple[int, int], ...], ...] = ()
     grid: tuple[int, ...] = GRID
 
 

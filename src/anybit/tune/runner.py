@@ -17,7 +17,7 @@ from anybit.kernels.pack import Packed, Target
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.families import FAMILIES, Layout, Product, quantizer
-from anybit.tune.space import Candidate, builtins
+from anybit.tune.space import Candidate
 
 _ROTATE_BYTES = 160 << 20
 """Weights rotate through at least this much: 2.7 times the L2 of an H200, so that none is found there again."""
@@ -61,10 +61,6 @@ class Sieve:
     bounds: tuple[float, ...] = ()
     effort: Effort = field(default_factory=lambda: Effort(80.0, 3, 9))
     alone: frozenset[int] = frozenset()
-
-
-Company = tuple[tuple[Product, Candidate], ...]
-"""The other layers of a model at one token count, in their order after the one that is timed, and what runs them."""
 
 
 class WrongResultError(Exception):
@@ -127,17 +123,13 @@ def _rotations(size: int) -> int:
     return max(2, min(256, -(-_ROTATE_BYTES // max(size, 1))))
 
 
-_MOST_LAYERS = 8
-"""Layers whose weights are kept at a time: one, and those that it is timed in company of."""
-
-
 class Runner:
-    """Checks and times candidates on the current CUDA device; weights of the last few layers are kept."""
+    """Checks and times candidates on the current CUDA device; the weights of the last layer are kept."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
-        self._layers: dict[tuple[int, int, WeightFormat], Layer] = {}
+        self._layer: Layer | None = None
 
     def describe(self) -> dict[str, Any]:
         """The device as kernels see it, and what a map says of where it comes from."""
@@ -147,24 +139,15 @@ class Runner:
         found = Device.of(torch.empty(0, device=self.device))
         return {"device": found, "driver": _driver_version() or f"CUDA {version}", "torch": torch.__version__}
 
-    def prepare(self, product: Product, company: Company = ()) -> "Bench":
-        """Inputs, outputs and expected values of a product; ``company``: what is run after each of its calls."""
-        beside = [(Bench(other, self._layer(other, len(company)), self.stream), with_) for other, with_ in company]
-        return Bench(product, self._layer(product, len(company)), self.stream, beside)
-
-    def _layer(self, product: Product, others: int) -> Layer:
-        """The layer of a product; those not used for longest are given up, all but one where there is no company."""
-        key = product.n, product.k, product.weights
-        layer = self._layers.pop(key, None)
-        if layer is None:
-            given_up = list(self._layers)[: len(self._layers) + 1 - (_MOST_LAYERS if others else 1)]
-            for old in given_up:
-                del self._layers[old]
-            if given_up:
+    def prepare(self, product: Product) -> "Bench":
+        """Inputs, outputs and expected values of a product."""
+        key, layer = (product.n, product.k, product.weights), self._layer
+        if layer is None or (layer.n, layer.k, layer.format) != key:
+            if layer is not None:
+                self._layer = layer = None
                 torch.cuda.empty_cache()
-            layer = Layer.random(*key, self.device)
-        self._layers[key] = layer
-        return layer
+            layer = self._layer = Layer.random(*key, self.device)
+        return Bench(product, layer, self.stream)
 
 
 def _driver_version() -> str:
@@ -180,15 +163,8 @@ def _driver_version() -> str:
 class Bench:
     """One product on the GPU."""
 
-    def __init__(
-        self,
-        product: Product,
-        layer: Layer,
-        stream: torch.cuda.Stream,
-        company: "Sequence[tuple[Bench, Candidate]]" = (),
-    ) -> None:
-        self.product, self.layer, self.stream, self.company = product, layer, stream, company
-        self.anchor = next(iter(builtins(product)), None) if company else None
+    def __init__(self, product: Product, layer: Layer, stream: torch.cuda.Stream) -> None:
+        self.product, self.layer, self.stream = product, layer, stream
         device = layer.rows.device
         m, n, k = product.m, product.n, product.k
         generator = torch.Generator(device).manual_seed(m)
@@ -312,8 +288,8 @@ class Bench:
         """
         calls = [self.again(candidate) for candidate in candidates]
         once = guess_us > _ROUGH
-        counts = [1 if once else self._count(effort.microseconds, guess_us)] * len(calls)
-        us = self._race(calls, counts, min(1, effort.replays) if once else effort.replays)
+        counts = [1 if once else _count(effort.microseconds, guess_us)] * len(calls)
+        us = _race(self.stream, calls, counts, min(1, effort.replays) if once else effort.replays)
         alive, microseconds, last = list(range(len(calls))), effort.microseconds, len(calls) == 1
         while effort.final_replays and not last:
             names = [candidates[i].strategy for i in alive]
@@ -324,9 +300,9 @@ class Bench:
             )
             microseconds *= 2
             replays = max(2, min(effort.final_replays, round(4000 / min(us)))) if last else effort.replays
-            counts = [self._count(microseconds, us[i]) for i in alive]
-            race = self._carefully if last else self._race
-            for i, found in zip(alive, race([calls[i] for i in alive], counts, replays), strict=True):
+            counts = [_count(microseconds, us[i]) for i in alive]
+            race = _carefully if last else _race
+            for i, found in zip(alive, race(self.stream, [calls[i] for i in alive], counts, replays), strict=True):
                 us[i] = found
         return [Time(found, i in alive) for i, found in enumerate(us)]
 
@@ -359,14 +335,14 @@ class Bench:
                 try:
                     self._first(candidates[i])
                     if i in sieve.alone:
-                        self._race([self.again(candidates[i])], [_FEW_ALONE], 2)
+                        _race(self.stream, [self.again(candidates[i])], [_FEW_ALONE], 2)
                     good.append(i)
                 except (KernelError, ValueError) as error:
                     wrong[i] = f"{error}".splitlines()[0]
             alive(good)
             guess = min(best, guess_us)
             calls = [self.again(candidates[i]) for i in good]
-            looks = self._race(calls, [4 if self.company else _few(guess)] * len(good), 2 if self.company else 0)
+            looks = _race(self.stream, calls, [_few(guess)] * len(good), 1 if guess < _SHORT else 0)
             found |= dict(zip(good, looks, strict=True))
         times = {i: Time(us, False) for i, us in found.items()}
         order = sorted(found, key=found.__getitem__)
@@ -374,9 +350,10 @@ class Bench:
         second = [i for i in order if found[i] <= sieve.first * best][: sieve.most]
         second += [i for i in keep if i not in second and i in found]
         alive(second)
-        us = self._race(
+        us = _race(
+            self.stream,
             [self.again(candidates[i]) for i in second],
-            [self._count(sieve.effort.microseconds, found[i]) for i in second],
+            [_count(sieve.effort.microseconds, found[i]) for i in second],
             sieve.effort.replays,
         )
         again = dict(zip(second, us, strict=True))
@@ -397,61 +374,11 @@ class Bench:
                 wrong[i] = f"{error}".splitlines()[0]
         alive(last)
         calls = [self.again(candidates[i]) for i in last]
-        counts = [self._count(2 * sieve.effort.microseconds, again[i]) for i in last]
+        counts = [_count(2 * sieve.effort.microseconds, again[i]) for i in last]
         replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less
-        careful = self._carefully(calls, counts, replays)
+        careful = _carefully(self.stream, calls, counts, replays)
         times |= {i: Time(us, True) for i, us in zip(last, careful, strict=True)}
         return {i: time for i, time in times.items() if i not in wrong}, wrong, left_out
-
-    def _race(self, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int) -> list[float]:
-        """Microseconds of each call; in company: of the built-in choice alone, and what the chain takes more or less.
-
-        What the chain takes more than the company alone is no time of a call: without it others follow one another.
-        """
-        if not self.company or self.anchor is None or not calls:
-            return _race(self.stream, calls, counts, replays)
-        others = [bench.again(candidate) for bench, candidate in self.company]
-        anchor = self.again(self.anchor)
-
-        def with_others(call: Callable[[int], object]) -> Callable[[int], object]:
-            def chain(i: int) -> None:
-                call(i)
-                for other in others:
-                    other(i)
-
-            return chain
-
-        chains = [with_others(call) for call in (anchor, *calls)]
-        most = max(counts)
-        own, base, *us = _race(self.stream, [anchor, *chains], [2 * most, most, *counts], replays)
-        return [max(own + time - base, _LEAST * own) for time in us]
-
-    def _carefully(self, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int) -> list[float]:
-        """``_race``; in company with more replays, and in several orders: what a chain takes more or less is a small
-        difference of long times, and depends on where in the graph it stands.
-        """
-        if not self.company:
-            return self._race(calls, counts, replays)
-        found: list[list[float]] = [[] for _ in calls]
-        places = list(range(len(calls)))
-        half = len(places) // 2
-        for order in (places, places[::-1], places[half:] + places[:half]):
-            us = self._race([calls[i] for i in order], [counts[i] for i in order], _MORE_REPLAYS * replays)
-            for i, time in zip(order, us, strict=True):
-                found[i].append(time)
-        return [statistics.median(times) for times in found]
-
-    def _count(self, microseconds: float, guess_us: float) -> int:
-        """Calls in a graph; fewer in company, which takes several times as long."""
-        count = _count(microseconds, guess_us)
-        return min(count, _IN_COMPANY) if self.company else count
-
-
-_IN_COMPANY = 6
-_MORE_REPLAYS = 2
-"""Of the careful round in company, in each of three orders."""
-_LEAST = 0.3
-"""Of the built-in choice's time: no call takes less, whatever a chain says."""
 
 
 def _address(weight: Any) -> int:
@@ -491,9 +418,13 @@ def _count(microseconds: float, guess_us: float) -> int:
     return max(1 if guess_us > _LONG else 2, min(16, round(microseconds / max(guess_us, 0.5))))
 
 
+_SHORT = 20.0
+"""Microseconds of a call whose time depends on what stands before it, and on the ticks of the GPU's clock."""
+
+
 def _few(guess_us: float) -> int:
     """Calls for a first look."""
-    return 1 if guess_us > 100 else 2
+    return 1 if guess_us > 100 else 2 if guess_us > _SHORT else 4
 
 
 def _race(
@@ -528,3 +459,19 @@ def _race(
             found.append([begin.elapsed_time(end) for begin, end in marks])
     rows = found[1:] or found
     return [statistics.median(row[i] for row in rows) * 1e3 / count for i, count in enumerate(counts)]
+
+
+def _carefully(
+    stream: torch.cuda.Stream, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int
+) -> list[float]:
+    """``_race``; of short calls in three orders, since their times depend on where in the graph they stand."""
+    places = list(range(len(calls)))
+    half = len(places) // 2
+    found: list[list[float]] = [[] for _ in calls]
+    for order in (places, places[::-1], places[half:] + places[:half]):
+        us = _race(stream, [calls[i] for i in order], [counts[i] for i in order], replays)
+        for i, time in zip(order, us, strict=True):
+            found[i].append(time)
+        if min(us, default=_SHORT) >= _SHORT:
+            break
+    return [statistics.median(times) for times in found]

@@ -32,8 +32,8 @@ from anybit.tune.families import Product, steps_to
 from anybit.tune.floor import floor_us
 from anybit.tune.plans import Options, Plan, Planner, die_with_parent
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
-from anybit.tune.runner import Company, Effort, Runner, Sieve, Time, WrongResultError
-from anybit.tune.space import FEW_TOKENS, Candidate, builtin, leaves_room, promising
+from anybit.tune.runner import Effort, Runner, Sieve, Time, WrongResultError
+from anybit.tune.space import FEW_TOKENS, Candidate, leaves_room, promising
 
 _logger = logging.getLogger(__name__)
 
@@ -156,7 +156,6 @@ def _serve_one(
     effort: Effort | Sieve,
     guess_us: float,
     together: bool,
-    company: Company,
 ) -> None:
     times_of: dict[str, float] = {}
     mark = time.perf_counter()
@@ -167,7 +166,7 @@ def _serve_one(
         times_of[what] = times_of.get(what, 0.0) + now - mark
         mark = now
 
-    bench = runner.prepare(product, company)
+    bench = runner.prepare(product)
     passed("prepare")
     if isinstance(effort, Sieve):
         sifted, wrong, left_out = bench.sift(
@@ -307,23 +306,6 @@ def together(products: Sequence[Product]) -> list[Product]:
     return [product for group in layers.values() for product in group]
 
 
-def company_of(product: Product, models: Sequence[Sequence[tuple[int, int]]]) -> Company:
-    """The layers that follow a product's in the first of these models that has it, and their built-in choices.
-
-    Empty for more than ``FEW_TOKENS``, and where no model has it. A config that takes more shared memory keeps blocks
-    of the next layer from starting beside its own: alone it was 4 % faster, and in a model the step 7 % slower.
-    """
-    shape = product.n, product.k
-    model = next((model for model in models if shape in model), ()) if product.m <= FEW_TOKENS else ()
-    found = []
-    at = model.index(shape) if model else 0
-    for n, k in (*model[at + 1 :], *model[:at]):
-        other = replace(product, n=n, k=k, columns=0)
-        with contextlib.suppress(KernelError):
-            found.append((other, builtin(other)))
-    return tuple(found)
-
-
 class Winners:
     """What won so far in a search: tried at products nearby, since their kernels are compiled."""
 
@@ -400,8 +382,7 @@ def race(
         if not todo:
             break
         kept = [i for i, candidate in enumerate(todo) if candidate in keep]
-        job = (product, todo, kept, options.effort, 1.5 * floor_us(product), not one_by_one)
-        child.connection.send((*job, company_of(product, options.models)))
+        child.connection.send((product, todo, kept, options.effort, 1.5 * floor_us(product), not one_by_one))
         if not turn:
             meanwhile()
         times, gone, fault = _listen(child, options.limit)
@@ -444,8 +425,7 @@ def sift(
         alone = frozenset(i for i, c in enumerate(todo) if c in suspects)
         sieve = replace(sieve, bounds=tuple(bounds[c] for c in todo), alone=alone)
         kept = [i for i, candidate in enumerate(todo) if candidate in keep]
-        company = company_of(product, options.models)
-        child.connection.send((product, todo, kept, sieve, 1.5 * floor_us(product), True, company))
+        child.connection.send((product, todo, kept, sieve, 1.5 * floor_us(product), True))
         times, gone, fault = _listen(child, options.limit)
         for i, reason in gone.items():
             policy.excluded[excluded_name(product, todo[i])] = reason
@@ -516,14 +496,13 @@ def _point(
 ) -> Point | None:
     """The best of each strategy; built-in choices are preferred within the noise.
 
-    None where nothing was timed, or a time of few tokens is shorter than reading and multiplying takes: beside other
-    products it is a difference, into which a neighbour's time has gone.
+    None where nothing was timed, or a time of few tokens is shorter than reading and multiplying takes.
     """
     if not times:
         return None
     looked_at = [(candidate, time) for candidate, time in times if time.final or candidate == default]
     if product.m <= FEW_TOKENS and any(time.us < lower_bound_us(product, candidate) for candidate, time in looked_at):
-        _logger.info("%s is not written down: beside others it took less than reading its weights takes", product)
+        _logger.info("%s is not written down: it took less than reading its weights takes", product)
         return None
     floor = round(floor_us(product), 3)
     strategies = {}

@@ -250,24 +250,14 @@ FEW_TOKENS = 8
 """To so many tokens a product is over before the next one's blocks could all have started beside its own."""
 
 
-def decided_by_maps(product: Product) -> bool:
-    """Whether what was measured decides: to 8 tokens of 16-bit activations the built-in choice does.
-
-    Nothing stands between such products, and no way of timing a candidate among others gave its time in a model: on an
-    H200 searches in company found configs below the floor, and what they chose took 1.1 to 1.3 times the built-in
-    config's time in chains of layers (w4a16g128, one token: 5.4 us for 4.1, 15.7 for 14.5).
-    """
-    return product.m > FEW_TOKENS or product.activations.quantized
-
-
 def leaves_room(product: Product, candidate: Candidate) -> bool:
     """Whether, of few tokens, it takes no more shared memory than its kernel's built-in config, and no more blocks.
 
     More of it keeps the kernels that follow in a model from starting early, which no product timed by itself shows: on
     an H200 a ring of 10 stages for 7 (w4a8 gate_up, one token) was 1 % faster among the layers of a model, and made
-    each layer of the model's step 5 us slower, where small kernels stand between them. Two blocks on a multiprocessor,
-    one of them of the next launch, were 11 % faster there (w4a8, 4096 x 4096 at 8 tokens), and in a chain of this
-    layer 14 % slower.
+    each layer of the model's step 5 us slower, where small kernels stand between them. Blocks that leave room for a
+    second one are placed two on the multiprocessors that are free first, and none on others (o in w4a8 at 5 to 8
+    tokens: 5.5 to 5.8 us for 4.8).
     """
     family = FAMILIES.get(candidate.kernel)
     if product.m > FEW_TOKENS or family is None:

@@ -25,9 +25,6 @@ _SLOTS_OF_MANY, _LEAST_OF_MANY = (4, 12), 32
 _LEAST_WIDE = 16
 """Tiles of weights so wide are tried for any number of tokens: at 1 and 3 they were 5 to 8 % faster in three problems
 (w2a4 1 x 5120 x 5120, w2a2 3 x 10240 x 5120, 3 x 576 x 1536)."""
-_EARLY = 2
-"""Of tiles that are loaded once, the most chunks that products begin with which is tried, beside 1: of w2a2 and w2a4 at
-9 to 43 tokens the best had 2 five times, up to 8 % faster than what has 1, and twice chunks dealt unevenly."""
 
 
 def representatives(
@@ -37,8 +34,9 @@ def representatives(
 
     half: shared memory of which a multiprocessor has two.  idle: whether large tiles leave most of these idle.
     Of small tiles the deepest rings that leave room for a second block, and with ``rings`` every span, in few and in
-    many slots, and of those loaded once every order; of large ones two and three chunks of either operand, with most
-    room for results.
+    many slots, and of those loaded once all (of w2a2 and w2a4 at 9 to 43 tokens the best began with two chunks five
+    times, up to 8 % faster than with one, and once with all, 10 % faster); of large ones two and three chunks of either
+    operand, with most room for results.
     """
     kinds: dict[tuple[Any, ...], list[Config]] = {}
     for config in configs:
@@ -56,7 +54,7 @@ def representatives(
         slots = _SLOTS_OF_FEW if tokens <= 8 else _SLOTS if tokens <= _MANY else _SLOTS_OF_MANY
         every = [config for members in ordered for config in members]
         found += [one for one in every if one.path is Path.small and one.slots in slots and one.blocks == 1]
-        found += [one for one in every if one.path is Path.once and one.early <= _EARLY]
+        found += [one for one in every if one.path is Path.once]
     return list(dict.fromkeys(found))
 
 
