@@ -41,13 +41,13 @@ def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]
 
 def tokens_of(scheme: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
     """Which of these token counts are measured of a scheme."""
-    return tokens if scheme in CHECKED else tuple(m for m in tokens if _rank(m) < _QUARTERS)
+    return tokens if scheme in CHECKED else tuple(m for m in tokens if rank_of(m) < _QUARTERS)
 
 
 _POWERS, _HALVES, _QUARTERS = 0, 1, 2
 
 
-def _rank(tokens: int) -> int:
+def rank_of(tokens: int) -> int:
     """Whether a count is a power of two, half way between two of them, or a quarter of the way."""
     return min(_QUARTERS, tokens.bit_count() - 1) if tokens % 3 == 0 else _QUARTERS * (tokens.bit_count() > 1)
 
@@ -70,13 +70,13 @@ def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: 
     ):
         for rank in (_POWERS, _HALVES, _QUARTERS):
             for scheme in several:
-                counts = tuple(m for m in tokens_of(scheme, tokens) if _rank(m) == rank)
+                counts = tuple(m for m in tokens_of(scheme, tokens) if rank_of(m) == rank)
                 if rank == _POWERS and scheme in CHECKED:
                     found.append((of(scheme, first, counts), each))
                     found.append((of(scheme, rest, counts), max(each - 2, 0)))
                 else:
                     found.append((of(scheme, first + rest, counts), max(each - 2, 0)))
-    powers = tuple(m for m in tokens if _rank(m) == _POWERS)
+    powers = tuple(m for m in tokens if rank_of(m) == _POWERS)
     pictured = tuple(shape for shape in PICTURED_SHAPES if shape in shapes)
     found += [(of(scheme, pictured, powers), 1) for scheme in schemes if scheme in PICTURED]
     return [(products, count) for products, count in found if products]

@@ -28,17 +28,17 @@ from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.scheme import Scheme
-from anybit.tune.dispatcher import _holds
+from anybit.tune.dispatcher import holds
 from anybit.tune.families import Product
 from anybit.tune.plans import Options, compile_all
 from anybit.tune.policy import SHIPPED, Key, Measured, Origin, Point, Policy, file_name, read, text
 from anybit.tune.runner import Effort
 from anybit.tune.search import Child, search
-from dispatch_layers import MAPPED, SHAPES, _rank, of
+from dispatch_layers import MAPPED, SHAPES, of, rank_of
 
 ARCH = "sm_90a"
 RANKS = {
-    name: tuple(m for m in MAPPED if _rank(m) == rank) for rank, name in enumerate(("powers", "halves", "quarters"))
+    name: tuple(m for m in MAPPED if rank_of(m) == rank) for rank, name in enumerate(("powers", "halves", "quarters"))
 }
 ORDER = [(scheme, rank) for rank in RANKS for scheme in ("w4a16g128", "w4a8")]
 ORDER += [(scheme, rank) for scheme in ("w2a4", "w2a2") for rank in ("powers", "halves")]
@@ -182,7 +182,7 @@ def claim(work: Path, name: str) -> bool:
 def held(layer: tuple[Key, dict[int, Point]]) -> tuple[Key, dict[int, Point]]:
     """A layer's points whose built-in choice is the one of now."""
     key, points = layer
-    return key, {m: point for m, point in points.items() if _holds(product_of(key, m), point)}
+    return key, {m: point for m, point in points.items() if holds(product_of(key, m), point)}
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 mkdir -p "$OUT/log"
 mkdir "$OUT/work" || exit 1 # what was measured into it before is claimed, and would not be measured again
 export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} # tests and compilers share the cores with what is timed
 PYTHON=${PYTHON:-python3} MAP=$OUT/nvidia-h200.json SEED=${SEED:-20261124}
 began=$(date +%s)
 

@@ -128,7 +128,7 @@ class Dispatcher:
                     continue  # tiles are about as wide as all tokens: those for 64 took 1.26 times as long for 46
                 there = replace(product, m=m, n=key[2], k=key[3], columns=0)
                 choice = _nearest(product, own, there, point, layouts, _CLEARLY - _FARTHER * distance)
-                if choice is not None and _holds(there, point):
+                if choice is not None and holds(there, point):
                     return replace(choice, source=f"{choice.source} ({m} x {key[2]} x {key[3]}, {policy.path})")
         return Choice(own, "built in")
 
@@ -138,7 +138,7 @@ class Dispatcher:
         if between is not None:
             return between
         found = self._found(product)
-        if found is None or not _holds(product, found[1]):
+        if found is None or not holds(product, found[1]):
             return None
         m, point, policy = found
         choice = _best(product, point, policy, layouts, allow)
@@ -167,7 +167,7 @@ class Dispatcher:
                 owns: list[float] = []
                 for m in (m for m in (upper, lower) if m):
                     there, point = replace(product, m=m), points[m]
-                    if not _holds(there, point):
+                    if not holds(there, point):
                         continue
                     default = () if point.default is None else (point.default,)
                     for measured in default:
@@ -325,7 +325,7 @@ def _legal(measured: Measured, product: Product, allow: Collection[str]) -> Cand
         return None
 
 
-def _holds(product: Product, point: Point) -> bool:
+def holds(product: Product, point: Point) -> bool:
     """Whether the built-in choice is the one that a point was measured beside: another may be faster than all of it."""
     if point.default is None:
         return True
