@@ -268,6 +268,19 @@ def test_few_tokens_change_their_layout_for_a_clear_gain_alone(m: int, us: float
     assert by.choose(one, [Layout.tiles_a8]).candidate.kernel == tiles, "where it lies in tiles it runs from them"
 
 
+@pytest.mark.parametrize(("us", "kernel"), [(8.6, "bitwise"), (8.2, "packed_small")])
+def test_few_tokens_take_another_config_rather_than_another_layout(us: float, kernel: str) -> None:
+    one = product("w2a4", 1)
+    measured = point(one, {"bitwise": 9.0, "packed_small": us}, 9.9)
+    other = next(
+        c for c in space(one).candidates if c.kernel == "bitwise" and c != builtin(one) and leaves_room(one, c)
+    )
+    strategies = measured.strategies | {"bitwise": Measured.of(other, one, 9.0)}
+    measured = replace(measured, default=Measured.of(builtin(one), one, 9.9), strategies=strategies)
+    chosen = Dispatcher("NVIDIA H200", [policy((one, measured))]).choose(one).candidate
+    assert chosen.kernel == kernel and (kernel != "bitwise" or chosen == other)
+
+
 @pytest.mark.parametrize(("m", "us", "own"), [(2, 9.4, True), (2, 9.2, False), (8, 9.4, True), (16, 9.4, False)])
 def test_few_tokens_leave_the_built_in_config_for_a_clear_gain_alone(m: int, us: float, own: bool) -> None:
     """In steps of a model built-in configs of w4a8 and w2a4 were faster than those that had won by 1 to 5 %."""

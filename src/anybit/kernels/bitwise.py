@@ -287,14 +287,19 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
     walk = Walk.tokens if m > 32 and p == q == 2 else Walk.weights
     tokens = 16 if m > 32 and p * q <= 2 else min(32, max(8, 1 << (m - 1).bit_length()))
     half = problem.device.shared_bytes // 2 - 1024  # so that the next kernel's block fits beside this one's
-    # Long rows of 2-bit weights: four blocks with a slot for every plane were faster than two (4096 x 14336 at M = 1).
+    # Long rows of 2-bit weights: four blocks with a slot for every plane were faster than two (4096 x 14336 at M = 1;
+    # 4096 x 11008 at two tokens 5.2 us for 6.2); in w2a4 those of 3584 x 18944 alone, 7.7 for 10.5.
     chunks = planes.chunks(problem.k)
-    four = tokens == 8 and walk is Walk.weights and p == q == 2 and 12 <= chunks <= 16
+    least, most = (8, 16) if p == q == 2 else (17, 19)
+    four = tokens == 8 and walk is Walk.weights and p == 2 and q in (2, 4) and least <= chunks <= most
+    four = four and 2 * -(-problem.n // SMALL_ROWS) <= problem.device.sms
+    # Two blocks on most multiprocessors read the longest rows faster than one: 8192 x 28672 17.6 us for 23.0.
+    full = (1.0 if tokens == 8 and chunks > 24 else 0.9) * problem.device.sms
 
     def cost(config: Config) -> tuple[float, ...]:
         columns, rows, _ = grid(problem, config)
-        alone = columns // blocks_sharing_k(config) * rows < 0.9 * problem.device.sms
-        slots = (8 if four else 12 if tokens == 8 else 8) if alone else 4
+        alone = columns // blocks_sharing_k(config) * rows < full
+        slots = (8 if four and chunks > 8 else 12 if tokens == 8 else 8) if alone else 4
         if m > 16:
             slots = min(8, planes.chunks(problem.k) * (p if walk is Walk.weights else q))
         return (
@@ -302,7 +307,7 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
             abs(config.tokens - tokens),
             config.groups,
             config.blocks,
-            config.cluster != (4 if four and alone else 1 + alone),
+            config.cluster != (4 if four and alone else 1 + (alone and (chunks > 1 or tokens > 8))),
             shared_bytes(config) > half,
             -config.span,
             abs(config.slots - slots),

@@ -21,6 +21,7 @@ from anybit.kernels.packed_small import (
     Params,
     Problem,
     arguments,
+    block_units,
     checked_problem,
     problem_why_not,
     sixteen_bits_why_not,
@@ -186,7 +187,7 @@ def fitted(
     p: Problem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0, **changes: int
 ) -> Config:
     """A config of these warps, whose rings have about ``kibibytes`` together; prefetch 0 chooses one."""
-    mine = min(-(-_units(p) // p.device.sms), 16)
+    mine = block_units(_units(p), p.device)
     stage_units = min(stage_units, mine)
     blocks = -(-p.columns // 128 // warps)
     base = Config(
@@ -233,7 +234,7 @@ def _default(p: Problem) -> Config:
     slower SMs are still at work. Copies of 4 KB; the narrowest widths, whose rings hold much of the layer, let the next
     kernel start when their last copy has been started.
     """
-    units, bits = min(-(-_units(p) // p.device.sms), 16), p.weights.bits
+    units, bits = block_units(_units(p), p.device), p.weights.bits
     blocks, many = p.columns // 128, units > 6
     if units <= 3:
         # Three units are two copies: such rings stay beside the layer ahead (packed_few.apart), 4.4 us of qkv for 5.6.

@@ -17,7 +17,10 @@ from anybit.scheme import WeightFormat
 
 MOST_TOKENS = 16
 """Above this many tokens other kernels are faster, and this one's shared memory and registers run out."""
-_MOST_UNITS = 16
+_MOST_UNITS, _MOST_IN_A_WAVE = 16, 18
+"""Units of a block, at most, and where all blocks run at once with a few more: of 16, 34816 x 5120 and 37888 x 3584
+had 136 and 148 blocks for 132 multiprocessors, and took 34.1 and 26.3 us at two tokens of int8 where rings so small
+that two fit took 25.6 and 19.6."""
 _RESIDENT_BYTES = 56 << 10
 """Activations of a block are all at hand if they are no larger than this."""
 _UNIT_ROWS = packed_layout.UNIT_ROWS
@@ -249,6 +252,12 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     return max(min(problem.device.sms, units), -(-units // most)), 1, 1
 
 
+def block_units(units: int, device: Device) -> int:
+    """How many of a layer's units a block takes."""
+    mine = -(-units // device.sms)
+    return mine if mine <= _MOST_IN_A_WAVE else _MOST_UNITS
+
+
 def configs(problem: Problem) -> Iterator[Config]:
     """Every config worth trying, legal ones alone; the default first."""
     first = default(problem)
@@ -305,7 +314,7 @@ def _fitted(
     p: Problem, warps: int, row_warps: int, row_units: int, ring_bytes: int, prefetch: int, split: bool
 ) -> Config:
     """A config for these warps, whose rings have about ``ring_bytes`` together; prefetch 0 chooses one."""
-    units = min(-(-_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS // p.device.sms), _MOST_UNITS)
+    units = block_units(_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS, p.device)
     mine = -(-units // row_warps)
     row_units = min(row_units, mine)
     k_warps = warps // row_warps

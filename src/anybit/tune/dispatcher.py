@@ -50,8 +50,9 @@ expected of both, here, less so much for each power of two that the point is awa
 _LIKELY = 0.98
 """What a config must be expected to take of the built-in choice's time to be used between two measured token counts."""
 _CLEARLY_FEW = 0.93
-"""Of few tokens, what a config must take of the built-in one's time to be used instead: there products hide behind
-their neighbours, and what one of them takes in a chain of itself is off by 0.8 us of some 10 (docs/tuning.md)."""
+"""Of few tokens, what a config must take of the built-in one's time to be used instead, and of the time of the best in
+the built-in layout to be used in another: there products hide behind their neighbours, and what one of them takes in a
+chain of itself is off by 0.8 us of some 10 (docs/tuning.md)."""
 _OF_MORE_ROWS, _FEW_ROWS, _BOXES_FROM = 0.88, 8, 48
 """What a config must take of the built-in choice's time where it was timed with more of its tile's rows, more than so
 many of which are not there now; wider tiles are loaded in boxes, which leave such rows out."""
@@ -353,9 +354,13 @@ def _best(
     if not found:
         return None
     best, own = found[0], None if point.default is None else _legal(point.default, product, allow)
-    if product.m > FEW_TOKENS or own is None or not (layouts is None or own.layout in layouts):
+    if product.m > FEW_TOKENS:
         return best
-    return best if best.us <= _CLEARLY_FEW * point.default_us else replace(best, candidate=own, us=point.default_us)
+    near = best.us / _CLEARLY_FEW
+    if own is not None and (layouts is None or own.layout in layouts) and point.default_us <= near:
+        return replace(best, candidate=own, us=point.default_us)
+    usual = builtin_layout(product)
+    return next((choice for choice in found if choice.candidate.layout is usual and choice.us <= near), best)
 
 
 def _lacks_rows(product: Product, candidate: Candidate, m: int) -> bool:
