@@ -34,6 +34,8 @@ VARIANTS = ("dispatch", "static bitwise", "static padding", "built in", "one con
 the dispatcher, where no int4 tensor cores are."""
 _FIRST = [(batch, prompt) for batch in BATCHES for prompt in (1, 16, 128, 1024)]
 """Measured first, where time may run out."""
+LAYERS = 32
+"""Of a whole model."""
 CONTEXT = 512
 """Tokens of the history of a decoding step."""
 _STEPS = 4
@@ -105,7 +107,7 @@ def whole_models(options: argparse.Namespace) -> None:
                 print(f"{scheme}: no time for batch {batch}, prompt {prompt} and what follows", flush=True)
                 break
             try:
-                row = _point(model, options.model, scheme, batch, prompt, variants, gpu)
+                row = _point(model, options.model, scheme, batch, prompt, variants, gpu, options.layers)
             except ValueError as error:
                 print(f"WRONG, left out: {error}", flush=True)
                 continue
@@ -118,7 +120,7 @@ def whole_models(options: argparse.Namespace) -> None:
 
 
 def _point(
-    model: Any, shape: str, scheme: str, batch: int, prompt: int, variants: dict[str, Variant], gpu: str
+    model: Any, shape: str, scheme: str, batch: int, prompt: int, variants: dict[str, Variant], gpu: str, layers: int
 ) -> dict[str, Any]:
     from generate_models import packed_cache
 
@@ -145,7 +147,8 @@ def _point(
     if {"static bitwise", "static padding"} <= us.keys():
         us["rule by M"] = us["static bitwise" if batch * prompt <= 8 else "static padding"]
         us["without split"] = us["dispatch"]
-    case = f"{shape.lower()} whole, {'decode' if prompt == 1 else 'prefill'}"
+    what = "whole" if layers == LAYERS else f"{layers} layers"
+    case = f"{shape.lower()} {what}, {'decode' if prompt == 1 else 'prefill'}"
     row: dict[str, Any] = {"case": case, "scheme": scheme}
     row |= {"batch": batch, "prompt": None if prompt == 1 else prompt, "m": batch * prompt, "us": us["dispatch"]}
     row |= {"variants": us, "how": "a CUDA graph of the whole model; variants that run the same kernels share a time"}

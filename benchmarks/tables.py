@@ -138,6 +138,20 @@ def shipped_map() -> str:
     return table(["scheme", "layers", "products", "map over built in, mean", "most", "won by"], body)
 
 
+def dispatch_steps() -> str:
+    """Steps of several models: microseconds by the dispatcher, and the time of other choices over it, least to most."""
+    found = [row for row in rows("dispatch") if row["case"].endswith(" 8 layers, decode")]
+    body = []
+    for case, scheme in dict.fromkeys((row["case"], row["scheme"]) for row in found):
+        mine = sorted((r for r in found if (r["case"], r["scheme"]) == (case, scheme)), key=lambda row: row["batch"])
+        cells = [case.partition(" ")[0], scheme, *(f"{row['us']:.0f}" for row in mine)]
+        for names in (("built in",), ("static bitwise", "static padding")):
+            ratios = [min(r["variants"][n] for n in names) / r["us"] for r in mine if names[0] in r["variants"]]
+            cells.append(f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "")
+        body.append(cells)
+    return table(["model", "scheme", *(f"batch {b}, us" for b in (1, 2, 4, 8)), "built in", "faster static"], body)
+
+
 def dispatch_model() -> str:
     """Whole models by the dispatcher: time to first token, and tokens a second."""
     found = [row for row in rows("dispatch") if row["case"].startswith("llama-3-8b whole") and row["batch"] in (1, 8)]
@@ -397,8 +411,8 @@ TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
         headline, *tables_linear.MAKERS, generate, generate_models, shipped_map, ablation, ablation_model,
-        dispatch_model, dispatch_check, decode_attention, decode_formats, decode_variants, kv_store, kv_perplexity,
-        kv_widths, kv_kernel, kv_needle, quantizers, quantizers_kernels, rotations, peers, *aims.MAKERS,
+        dispatch_model, dispatch_steps, dispatch_check, decode_attention, decode_formats, decode_variants, kv_store,
+        kv_perplexity, kv_widths, kv_kernel, kv_needle, quantizers, quantizers_kernels, rotations, peers, *aims.MAKERS,
     )
 }  # fmt: skip
 _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
