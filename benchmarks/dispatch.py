@@ -6,6 +6,7 @@
     python benchmarks/dispatch.py model                    # whole models at some of the same points
     python benchmarks/dispatch.py draw                     # docs/dispatch.svg, docs/crossover.svg
     python benchmarks/dispatch.py verify --problems 20     # against whole spaces, problems at random
+    python benchmarks/dispatch.py replay                   # what a map chooses now where it was compared (no GPU)
     python benchmarks/dispatch.py look-up                  # host time of a look-up
     python benchmarks/dispatch.py clock                    # anybit tune by the clock
     python benchmarks/dispatch.py record --plans plans --seconds 250               # map and ablate in one process
@@ -38,7 +39,7 @@ from anybit.tune.runner import Effort
 from anybit.tune.search import Child, race, search
 from anybit.tune.space import Candidate, builtin
 from cases import LLAMA3_8B
-from dispatch_check import compile_spaces, verify
+from dispatch_check import compile_spaces, replay, verify
 from dispatch_layers import MAPPED, MODELS, PICTURED, SCHEMES, parts, tokens_of
 from dispatch_model import BATCHES, PROMPTS, one_config, whole_models
 from timing import RESULTS, merge_rows, stamp
@@ -435,6 +436,9 @@ def main() -> None:
         command.add_argument("--compile", action="store_true", help="only compile")
         command.add_argument("--limit", type=float, default=20.0, help="seconds that one candidate may take")
         command.add_argument("--map", type=Path, help="the map to choose by; by default the shipped one")
+    replaying = kinds.add_parser("replay", help="what a map chooses now in problems that were compared; needs no GPU")
+    replaying.add_argument("--check-rows", type=Path, default=RESULTS / "h200" / "dispatch_check.json")
+    replaying.add_argument("--map", type=Path, help="by default the shipped one")
     whole = kinds.add_parser("model", help="the variants in whole models")
     whole.add_argument("--schemes", nargs="*", default=list(ABLATED))
     gated = [name for name, layers in MODELS.items() if len(layers) == 4 and layers[2][0] == 2 * layers[3][1]]
@@ -461,7 +465,7 @@ def main() -> None:
         show(read(options.path))
         return
     commands = {"map": measure_map, "record": measure_map, "ablate": ablate, "verify": check}
-    commands |= {"model": whole_models, "draw": draw, "look-up": look_up, "clock": clock}
+    commands |= {"replay": replay, "model": whole_models, "draw": draw, "look-up": look_up, "clock": clock}
     commands[options.command](options)
 
 

@@ -13,7 +13,8 @@ side with three choices:
     built in  what runs without any map
 
 ``verify --compile`` compiles spaces problem by problem in processes of its own until it is ended; problems that are
-complete are compared first, the others when time runs out.
+complete are compared first, the others when time runs out. ``replay`` tells, without a GPU, what a map of today would
+choose in problems that were compared, and how far that was from the best where the comparison timed it.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from typing import Any
 from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.jit.cache import folder, key
+from anybit.scheme import Scheme
 from anybit.tune.bounds import lower_bound_us
 from anybit.tune.dispatcher import Dispatcher
 from anybit.tune.families import STEPS, Product, step
@@ -210,6 +212,8 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
     while compiling is not None and not _spaces(options.plans).exists():
         time.sleep(0.2)
     spaces: dict[Any, Space] = _read(_spaces(options.plans))
+    if not spaces:
+        sys.exit(f"{_spaces(options.plans)} holds no spaces: `verify --compile` writes them, or give --beside")
     usual = Options(options.tune_each, effort=Effort(60, 2, 5), limit=options.limit, grid=STEPS)
     policy, winners, compiled = Policy(Origin.here(device.name, device.arch)), Winners(), Compiled()
     if found is not None:
@@ -269,13 +273,38 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         compiling.wait()
     for label, some in (("all", rows), ("whole spaces", [row for row in rows if not row["untried"]])):
         for name in CHOICES if some else ():
-            values = sorted(row["ratios"][name] for row in some)
-            tenth = values[int(0.9 * (len(values) - 1))]
-            print(f"{label}, {name}: median {statistics.median(values):.3f}, ", end="")
-            print(f"nine in ten {tenth:.3f}, worst {values[-1]:.3f} of {len(values)} problems")
+            print(f"{label}, {name}: {_summary([row['ratios'][name] for row in some])} of {len(some)} problems")
     print(f"{len(policy.excluded)} excluded; {_passed(began)}; {child.spent}")
     for name, reason in policy.excluded.items():
         print("excluded:", name, "--", reason)
+
+
+def replay(options: argparse.Namespace) -> None:
+    """Print what a map chooses now in problems that were compared; a row has the times of the best and of its choices.
+
+    Rows are of the kernels of their commit: where these have changed since, what is printed tells nothing.
+    """
+    device = Device.named("sm_90a")
+    by = Dispatcher(device.name, [read(options.map or SHIPPED / file_name(device.name))])
+    compared = json.loads(options.check_rows.read_text())
+    known: list[tuple[float, str]] = []
+    for row in compared:
+        scheme = Scheme.parse(row["scheme"])
+        product = Product(row["m"], row["n"], row["k"], scheme.weights, scheme.activations, device=device)
+        times = {row["best"]: 1.0} | {row["chosen"][name]: row["ratios"][name] for name in CHOICES}
+        chosen = by.choose(product).candidate.name
+        if chosen in times:
+            known.append((times[chosen], f"{product}: {times[chosen]:.3f} (then {row['ratios']['map']:.3f})"))
+    known.sort(reverse=True)
+    for _, line in known[:10]:
+        print(line)
+    print(f"of {len(known)} of {len(compared)} problems: {_summary([ratio for ratio, _ in known])}")
+
+
+def _summary(ratios: list[float]) -> str:
+    ratios = sorted(ratios)
+    tenth = ratios[int(0.9 * (len(ratios) - 1))]
+    return f"median {statistics.median(ratios):.3f}, nine in ten {tenth:.3f}, worst {ratios[-1]:.3f}"
 
 
 def _rows_of(path: Path, seed: int, marks: dict[str, Any]) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ docs/quantizers.svg from the rows (needs matplotlib).
 
 import argparse
 import datetime
-import fcntl
 import json
 import os
 import subprocess
@@ -36,7 +35,7 @@ from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from anybit.quantize.methods import METHODS, quantize_folder
-from rows import commit, publish
+from rows import commit, locked, publish
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -142,8 +141,7 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, An
 
 def add(row: dict[str, Any], file: Path) -> None:
     """Put a row into a file in place of an older one of its kind; several processes may."""
-    with (Path(tempfile.gettempdir()) / "anybit-quantizers.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(file):
         rows = json.loads(file.read_text()) if file.exists() else []
         key = ("case", "scheme", "method", "options")
         rows = [old for old in rows if any(old.get(k) != row.get(k) for k in key)] + [row]

@@ -1,9 +1,13 @@
 """The rows in results/, and tables of them."""
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,15 @@ def publish(path: Path, text: str) -> None:
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes of this machine from a file that is read, changed and published; the lock lies elsewhere."""
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    with (Path(tempfile.gettempdir()) / f"anybit-rows-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def find(found: Iterable[Row], **wanted: object) -> Row | None:

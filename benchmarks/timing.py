@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from anybit.tune.floor import RATES, read_us
-from rows import commit, publish
+from rows import commit, locked, publish
 
 ROTATE_BYTES = 256 << 20
 """Operands rotate through at least this much: four times the L2 of an H200, so that none is found there again."""
@@ -265,7 +265,8 @@ def stamp(gpu: str = "") -> dict[str, str]:
 
 
 def merge_rows(path: Path, rows: Sequence[dict[str, object]], key: Sequence[str] = ("case", "scheme", "m", "n", "k")):
-    """Write ``rows`` into the JSON list at ``path``: a row replaces an older one with the same ``key``.
+    """Write ``rows`` into the JSON list at ``path``: a row replaces an older one with the same ``key``. Processes that
+    write to one file lose nothing.
 
     Raises ValueError for a row whose ``checked`` is not True: nobody has seen its result to be right. A kernel that
     leaves out a part on purpose, to time the rest, says so in ``ablation`` and has ``checked`` False.
@@ -274,6 +275,7 @@ def merge_rows(path: Path, rows: Sequence[dict[str, object]], key: Sequence[str]
         if row.get("checked") is not True and not (row.get("checked") is False and row.get("ablation")):
             named = ", ".join(str(row.get(name)) for name in key)
             raise ValueError(f"{named}: checked is {row.get('checked')!r}, and only a checked result is written down")
-    old = json.loads(path.read_text()) if path.exists() else []
-    merged = {tuple(row.get(name) for name in key): row for row in [*old, *rows]}
-    publish(path, "[\n" + ",\n".join(json.dumps(row) for row in merged.values()) + "\n]\n")
+    with locked(path):
+        old = json.loads(path.read_text()) if path.exists() else []
+        merged = {tuple(row.get(name) for name in key): row for row in [*old, *rows]}
+        publish(path, "[\n" + ",\n".join(json.dumps(row) for row in merged.values()) + "\n]\n")

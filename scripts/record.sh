@@ -1,20 +1,38 @@
 #!/usr/bin/env bash
-# Proofs on a GPU, and rows of products, whole models and the tuner, the first worth most: scripts/record.sh FOLDER
+# Proofs on a GPU, and rows of products, whole models and the tuner, the first worth most: scripts/record.sh FOLDER [STEP...]
 #
-# Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, the new map to FOLDER.
-# FOLDER is a new one. With two GPUs the second measures the map and the check meanwhile. Kernels are compiled beside the steps;
-# the steps' limits add up to half an hour a GPU (one GPU takes both halves). A step that fails or runs out of its time costs the others nothing.
+# Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, those of the check and the
+# new map to FOLDER. Without names all steps are run; their limits add up to half an hour a GPU (one GPU takes both halves).
+# With two GPUs the second measures the map and the tuner meanwhile, and both take half of the check. Kernels are compiled
+# beside the steps. A step that fails or runs out of its time costs the others nothing; a check that was broken off goes on
+# where FOLDER/check.json ends, if that is of this commit. MAP=FILE: the map that the later steps choose by, if none is measured.
 set -u
 OUT=$(realpath -m "${1:?a folder for logs and the new map}")
+shift
+STEPS=" $* "
+ALL=" look_up bitwise memcheck memcheck_bitwise racecheck_bitwise tests packed steady sweep sweep_steady
+  map model ablate generate clock check "
+for name in "$@"; do
+  [[ $ALL == *" $name "* || $ALL == *" $name"$'\n'* ]] || { echo "no step is called '$name'; there are:$ALL" >&2; exit 2; }
+done
 cd "$(dirname "$0")/.."
-mkdir -p "$OUT/log"
-mkdir "$OUT/work" || exit 1 # what was measured into it before is claimed, and would not be measured again
+mkdir -p "$OUT/log" "$OUT/work"
 export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} # tests and compilers share the cores with what is timed
-PYTHON=${PYTHON:-python3} MAP=$OUT/nvidia-h200.json SEED=${SEED:-20261124}
+PYTHON=${PYTHON:-python3} SEED=${SEED:-20261125}
+GPUS=$(nvidia-smi -L | wc -l)
 began=$(date +%s)
 
+wanted() { # NAME
+  [[ $STEPS == "  " || $STEPS == *" $1 "* ]]
+}
+
 step() { # NAME SECONDS COMMAND...
+  wanted "$1" || return 0
+  timed "$@"
+}
+
+timed() { # LOG SECONDS COMMAND...
   local name=$1 seconds=$2 start
   shift 2
   start=$(date +%s)
@@ -38,29 +56,58 @@ proofs_and_rows() {
     --tokens 511 512 513 1023 1024 1025 2047 2048 2049 4095 4096
 }
 
-map_and_check() {
-  $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work" --ahead > "$OUT/log/ahead" 2>&1 &
-  local ahead=$!
-  nice -n 19 $PYTHON benchmarks/dispatch.py verify --compile --tune-each 16 --seed "$SEED" --plans "$OUT/work/check" \
-    > "$OUT/log/spaces" 2>&1 &
-  local spaces=$!
-  step map 700 $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work" --out "$MAP" --seconds "${MAP_SECONDS:-600}"
-  kill $ahead 2> "$OUT/log/kill"
-  step model 200 $PYTHON benchmarks/dispatch.py model --map "$MAP" --seconds 180
-  step ablate 90 $PYTHON benchmarks/dispatch.py ablate --map "$MAP"
-  step look_up 30 $PYTHON benchmarks/dispatch.py look-up
+map_and_models() {
+  local ahead
+  if wanted map; then
+    mkdir "$OUT/work/map" || exit 1 # what was measured into it before is claimed, and would not be measured again
+    $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work/map" --ahead > "$OUT/log/ahead" 2>&1 &
+    ahead=$!
+    step map 700 $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work/map" --out "$OUT/nvidia-h200.json" \
+      --seconds "${MAP_SECONDS:-600}"
+    kill $ahead 2> "$OUT/log/kill"
+  fi
+  by_map
+  step model 200 $PYTHON benchmarks/dispatch.py model "${BY[@]}" --seconds 180
+  step ablate 90 $PYTHON benchmarks/dispatch.py ablate "${BY[@]}"
   step generate 150 $PYTHON benchmarks/generate.py --record --seconds 130
   step clock 320 $PYTHON benchmarks/dispatch.py clock
-  step check 400 $PYTHON benchmarks/dispatch.py verify --tune-each 16 --seed "$SEED" --plans "$OUT/work/check" --map "$MAP" \
-    --verify-seconds 380 --check-rows "$OUT/check.json"
-  kill $spaces 2>> "$OUT/log/kill"
 }
 
-if [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
-  (export CUDA_VISIBLE_DEVICES=1; map_and_check) &
+by_map() { # the map that was just measured, or MAP, or the shipped one
+  local map=${MAP:-}
+  [ -f "$OUT/nvidia-h200.json" ] && map=$OUT/nvidia-h200.json
+  BY=(${map:+--map "$map"})
+}
+
+check() { # PART PARTS
+  wanted check || return 0
+  by_map
+  until [ -f "$OUT/work/check.spaces" ] || ! kill -0 $spaces; do sleep 1; done # what is to be compiled is planned first
+  timed "check$1" $((${CHECK_SECONDS:-380} + 20)) $PYTHON benchmarks/dispatch.py verify --tune-each 16 --seed "$SEED" \
+    --plans "$OUT/work/check" "${BY[@]}" --part "$1" "$2" --verify-seconds "${CHECK_SECONDS:-380}" --check-rows "$OUT/check.json"
+}
+
+step look_up 30 $PYTHON benchmarks/dispatch.py look-up # host time: on a machine that does nothing else
+if wanted check; then
+  nice -n 19 $PYTHON benchmarks/dispatch.py verify --compile --tune-each 16 --seed "$SEED" --plans "$OUT/work/check" \
+    > "$OUT/log/spaces" 2>&1 &
+  spaces=$!
+fi
+if [ "$GPUS" -ge 2 ]; then
+  (export CUDA_VISIBLE_DEVICES=1; map_and_models) &
+  models=$!
   (export CUDA_VISIBLE_DEVICES=0; proofs_and_rows)
-  wait
+  wait $models
+  (export CUDA_VISIBLE_DEVICES=1; check 1 2) &
+  half=$!
+  (export CUDA_VISIBLE_DEVICES=0; check 0 2)
+  wait $half
 else
   proofs_and_rows
-  map_and_check
+  map_and_models
+  check 0 1
 fi
+if wanted check; then
+  kill $spaces 2>> "$OUT/log/kill"
+fi
+true

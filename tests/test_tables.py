@@ -38,3 +38,15 @@ def test_a_result_that_was_not_checked_is_not_written(
     with pytest.raises(ValueError, match=r"a: checked is .*, and only a checked result is written down"):
         timing.merge_rows(tmp_path / "rows.json", [{"case": "a", "us": 0.5, "checked": checked}], ("case",))
     assert (tmp_path / "rows.json").read_text() == before
+
+
+def test_two_that_write_rows_at_once_lose_nothing(tmp_path: Path) -> None:
+    path, count = tmp_path / "rows.json", 40
+    script = "import sys, timing; from pathlib import Path\n"
+    script += f"for i in range({count}):\n"
+    script += "    timing.merge_rows(Path(sys.argv[1]), [{'case': f'{sys.argv[2]} {i}', 'checked': True}], ('case',))"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", script, str(path), name], cwd=BENCHMARKS) for name in ("one", "other")
+    ]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert len(json.loads(path.read_text())) == 2 * count
