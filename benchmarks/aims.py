@@ -184,7 +184,7 @@ def aims_widths() -> str:
             if row["scheme"] == "w4a8"
         ]
         ratios = [ratio for two, four in pairs if (ratio := _over(two, four))]
-        words = f"w2a8 over w4a8, the worst of {len(ratios)} products of one run"
+        words = f"w2a8 over w4a8, the worst of {len(ratios)} products, each pair of one run"
         yield Figure(words, 1.0, max(ratios, default=None))
         sweep = rows("gemm_packed_sweep")
         for scheme in dict.fromkeys(["w4a16g128", *(row["scheme"] for row in sweep)]):
@@ -311,13 +311,14 @@ def _timed(row: Row | None) -> str:
 def aims_dispatch() -> str:
     """Choices beside the best there is, variants in whole models, and a look-up."""
     found = rows("dispatch_check")
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in found))
     figures = []
     for name, words, middle, worst in (
         ("tuned", "after a search", 1.03, 1.10),
-        ("map", "by the shipped map alone", 1.10, 1.25),
+        ("map", "by the map alone", 1.10, 1.25),
     ):
         ratios = sorted(row["ratios"][name] for row in found)
-        count = f"of {len(ratios)} random problems"
+        count = f"of {len(ratios)} random problems (commit {commits})"
         figures.append(Figure(f"{words}, over the best: the median {count}", middle, _at(ratios, 0.5), "x"))
         figures.append(Figure(f"{words}, over the best: the worst {count}", worst, _at(ratios, 1.0), "x"))
     models = [row["variants"] for row in rows("dispatch") if row["case"].startswith("llama-3-8b whole")]

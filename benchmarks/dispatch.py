@@ -13,7 +13,7 @@
 
 ``map --compile --plans plans`` plans and compiles what ``record --plans plans`` measures, without a GPU.
 
-The map that is shipped (src/anybit/tune/policies) is made by ``map`` over all layers and schemes below.
+The map that is shipped (src/anybit/tune/policies) is measured anew, where kernels have changed, by dispatch_refresh.py.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from anybit.tune.space import Candidate, builtin
 from cases import LLAMA3_8B
 from dispatch_check import compile_spaces, replay, verify
 from dispatch_layers import MAPPED, MODELS, PICTURED, SCHEMES, parts, tokens_of
-from dispatch_model import BATCHES, PROMPTS, one_config, whole_models
+from dispatch_model import BATCHES, LAYERS, PROMPTS, TIMED, one_config, whole_models
 from timing import RESULTS, merge_rows, stamp
 
 
@@ -194,7 +194,6 @@ def clock(options: argparse.Namespace) -> None:
 
 ABLATED = ("w4a8", "w2a4")
 ROW_KEY = ("case", "scheme", "batch", "prompt")
-LAYERS = 32
 _HOW = "sum of the linear layers of 32 decoder layers, each timed by itself after a check against the reference"
 VARIANTS = ("dispatch", "static bitwise", "static padding", "rule by M", "without split", "built in", "one config")
 """rule by M: bitwise to 8 tokens, split to 64, padding above; where there is no split, padding takes its place.
@@ -443,8 +442,8 @@ def main() -> None:
     whole.add_argument("--schemes", nargs="*", default=list(ABLATED))
     gated = [name for name, layers in MODELS.items() if len(layers) == 4 and layers[2][0] == 2 * layers[3][1]]
     whole.add_argument("--model", choices=gated, default="Llama-3-8B", help="whose layers it has")
-    whole.add_argument("--without", nargs="*", default=[], help="variants that are not measured")
-    whole.add_argument("--layers", type=int, default=32)
+    whole.add_argument("--without", nargs="*", choices=TIMED[1:], default=[], help="variants that are not measured")
+    whole.add_argument("--layers", type=int, default=LAYERS)
     whole.add_argument("--seconds", type=float, default=60.0, help="begin no more points after this")
     whole.add_argument("--prompts", type=int, nargs="*", default=list(PROMPTS))
     whole.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))

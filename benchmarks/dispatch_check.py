@@ -1,7 +1,7 @@
 """How near chosen configs are to the best there is: problems at random against a search of whole spaces.
 
-A problem is a layer of one of ten models, one of five schemes and a number of tokens between 1 and 8192 that need not
-be one of a map's. Its space is every legal config of every family. Left out are only configs that provably lose
+A problem is a layer of one of eleven models, one of five schemes and a number of tokens between 1 and 8192 that need
+not be one of a map's. Its space is every legal config of every family. Left out are only configs that provably lose
 (``bounds.lower_bound_us`` of them is more than the best time measured), those of few tokens that no map is obeyed in
 (``space.leaves_room``), and, where the compiler did not come so far, those whose kernels are not there; a row says how
 many of each. Everything else is timed (``runner.Sieve``: all of it

@@ -1,4 +1,4 @@
-"""What maps are made of: the layers of ten models, schemes and token counts; and problems drawn at random."""
+"""What maps are made of: the layers of eleven models, schemes and token counts; and problems drawn at random."""
 
 import random
 
@@ -22,9 +22,9 @@ MODELS: dict[str, tuple[tuple[int, int], ...]] = {
 SHAPES = tuple(dict.fromkeys(shape for layers in MODELS.values() for shape in layers))
 
 SCHEMES = ("w4a16g128", "w4a8", "w2a4", "w4a4", "w2a2", "w8a8", "w2a8", "w2a16g128", "w3a16g128")
-"""What a map holds for every layer, in the order of measurement."""
+"""What a map may hold for every layer, in the order of measurement; the shipped one lacks the last two."""
 CHECKED = SCHEMES[:5]
-"""Measured at every one of ``MAPPED``, the others at powers of two; and the schemes of the problems at random."""
+"""Measured at every one of ``MAPPED``, the others at powers of two and half way between; and of problems at random."""
 MAPPED = tuple(m for m in GRID if m <= 1024 or m % 3 == 0 or m.bit_count() == 1)
 """Token counts of a map: above 1024 without the quarters, which take long, and where tiles fill most rounds anyhow."""
 

@@ -191,7 +191,7 @@ def measure(options: argparse.Namespace) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     shipped = read(options.map)
     holding = Policy(shipped.origin)
-    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:  # 4,000 built-in choices: 20 s of one core
+    with multiprocessing.get_context("fork").Pool(options.jobs) as pool:  # 7,000 built-in choices: a minute of one core
         for found in pool.imap(held, shipped.current().layers.items(), chunksize=4):
             holding.merge(Policy(shipped.origin, dict([found] if found[1] else [])))
     for (scheme, *_), points in holding.layers.items():

@@ -141,15 +141,18 @@ def shipped_map() -> str:
 def dispatch_steps() -> str:
     """Steps of several models: microseconds by the dispatcher, and the time of other choices over it, least to most."""
     found = [row for row in rows("dispatch") if row["case"].endswith(" 8 layers, decode")]
+    batches = sorted({row["batch"] for row in found})
     body = []
     for case, scheme in dict.fromkeys((row["case"], row["scheme"]) for row in found):
-        mine = sorted((r for r in found if (r["case"], r["scheme"]) == (case, scheme)), key=lambda row: row["batch"])
-        cells = [case.partition(" ")[0], scheme, *(f"{row['us']:.0f}" for row in mine)]
-        for names in (("built in",), ("static bitwise", "static padding")):
-            ratios = [min(r["variants"][n] for n in names) / r["us"] for r in mine if names[0] in r["variants"]]
+        mine = {row["batch"]: row for row in found if (row["case"], row["scheme"]) == (case, scheme)}
+        cells = [case.partition(" ")[0], scheme, *(f"{mine[b]['us']:.0f}" if b in mine else "" for b in batches)]
+        for names in ({"built in"}, {"static bitwise", "static padding"}):
+            whole = [row for row in mine.values() if names <= row["variants"].keys()]
+            ratios = [min(row["variants"][name] for name in names) / row["us"] for row in whole]
             cells.append(f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "")
         body.append(cells)
-    return table(["model", "scheme", *(f"batch {b}, us" for b in (1, 2, 4, 8)), "built in", "faster static"], body)
+    heads = [f"batch {batch}, us" for batch in batches]
+    return table(["model", "scheme", *heads, "built in", "faster static"], body) if body else ""
 
 
 def dispatch_model() -> str:
@@ -165,12 +168,6 @@ def dispatch_model() -> str:
     return table(["scheme", "batch", *head], body) if body else ""
 
 
-def _mapped() -> set[str]:
-    """The schemes of the shipped map."""
-    found = json.loads((ROOT / "src/anybit/tune/policies/nvidia-h200.json").read_text())
-    return {layer["scheme"] for layer in found["layers"]}
-
-
 def dispatch_check() -> str:
     """How far choices are from the best of whole spaces."""
     found = rows("dispatch_check")
@@ -180,7 +177,6 @@ def dispatch_check() -> str:
         "whole spaces": [row for row in found if not row["untried"]],
         "more than 8 tokens": [row for row in found if row["m"] > 8],
         "to 8 tokens": [row for row in found if row["m"] <= 8],
-        "of schemes in the map": [row for row in found if row["scheme"] in _mapped() and row["m"] > 8],
     }
     for what, some in groups.items():
         for name in ("tuned", "map", "built in"):

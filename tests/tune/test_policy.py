@@ -277,8 +277,10 @@ def test_few_tokens_take_another_config_rather_than_another_layout(us: float, ke
     )
     strategies = measured.strategies | {"bitwise": Measured.of(other, one, 9.0)}
     measured = replace(measured, default=Measured.of(builtin(one), one, 9.9), strategies=strategies)
-    chosen = Dispatcher("NVIDIA H200", [policy((one, measured))]).choose(one).candidate
+    by = Dispatcher("NVIDIA H200", [policy((one, measured))])
+    chosen = by.choose(one).candidate
     assert chosen.kernel == kernel and (kernel != "bitwise" or chosen == other)
+    assert ("the fastest of the built-in layout" in explain(one, by).why) == (kernel == "bitwise")
 
 
 @pytest.mark.parametrize(("m", "us", "own"), [(2, 9.4, True), (2, 9.2, False), (8, 9.4, True), (16, 9.4, False)])

@@ -8,6 +8,17 @@ import pytest
 from anybit.tune import runner
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_two_calls_and_more_stand_first_as_often(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def race(stream: Any, calls: Sequence[Callable[[int], Any]], *_: Any) -> list[float]:
+        return [5.0 + 0.5 * (place == 0) for place, _ in enumerate(calls)]
+
+    monkeypatch.setattr(runner, "_race", race)
+    calls: Any = [lambda i: None] * count
+    found = runner._carefully(None, calls, [1] * count, 5)  # type: ignore[arg-type]
+    assert found == pytest.approx([found[0]] * count)
+
+
 @pytest.mark.parametrize(("us", "orders"), [(5.0, 3), (50.0, 1)])
 def test_what_short_calls_take_does_not_depend_on_where_they_stand(
     us: float, orders: int, monkeypatch: pytest.MonkeyPatch

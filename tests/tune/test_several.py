@@ -122,7 +122,7 @@ def test_eight_bits_run_where_they_won_and_it_is_said(monkeypatch: pytest.Monkey
     ("found", "wanted"),
     [
         ((Layout.tiles_a16, Layout.tiles_a8), True),
-        ((Layout.tiles_a8,), True),  # 16-bit tiles stay for few tokens, which no map has times of
+        ((Layout.tiles_a8,), True),  # 16-bit tiles stay for what no map decides
         ((Layout.tiles_a16,), False),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 
 from anybit.device import Device
 from anybit.scheme import Scheme
+from anybit.tune.dispatcher import holds
 from anybit.tune.families import GRID, Product
 from anybit.tune.policy import SHIPPED, Policy, file_name, read
 
@@ -58,3 +59,20 @@ def test_every_config_is_legal_where_it_was_measured(path: Path) -> None:
             for measured in point.strategies.values():
                 measured.candidate(product)  # raises where it is not legal
     assert seen == policy.points > 0
+
+
+@pytest.mark.parametrize("path", MAPS, ids=lambda path: path.name)
+def test_points_were_measured_beside_the_built_in_choices_of_now(path: Path) -> None:
+    """A change of a built-in choice must not leave what was measured unused and unsaid: measure those points anew."""
+    policy, lost = read(path), []
+    device, count = Device.named(policy.origin.arch), 0
+    for (scheme, dtype, n, k), points in policy.layers.items():
+        parsed = Scheme.parse(scheme)
+        for m, point in points.items():
+            count += 1
+            if m > 8 and count % 11:
+                continue  # all would take a minute
+            product = Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype), device)
+            if not holds(product, point):
+                lost.append(str(product))
+    assert not lost, f"{len(lost)} points no longer decide, the first of them: {', '.join(lost[:5])}"

@@ -287,13 +287,15 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
     walk = Walk.tokens if m > 32 and p == q == 2 else Walk.weights
     tokens = 16 if m > 32 and p * q <= 2 else min(32, max(8, 1 << (m - 1).bit_length()))
     half = problem.device.shared_bytes // 2 - 1024  # so that the next kernel's block fits beside this one's
-    # Long rows of 2-bit weights: four blocks with a slot for every plane were faster than two (4096 x 14336 at M = 1;
-    # 4096 x 11008 at two tokens 5.2 us for 6.2); in w2a4 those of 3584 x 18944 alone, 7.7 for 10.5.
-    chunks = planes.chunks(problem.k)
-    least, most = (8, 16) if p == q == 2 else (17, 19)
-    four = tokens == 8 and walk is Walk.weights and p == 2 and q in (2, 4) and least <= chunks <= most
-    four = four and 2 * -(-problem.n // SMALL_ROWS) <= problem.device.sms
-    # Two blocks on most multiprocessors read the longest rows faster than one: 8192 x 28672 17.6 us for 23.0.
+    # Blocks that share k, where tiles alone leave multiprocessors idle: four of long rows of 2-bit weights whose tiles
+    # take half of them at most (w2a2 4096 x 11008 at two tokens 5.2 us for 6.2; w2a4 3584 x 18944 7.7 for 10.5, and of
+    # its other lengths none), one of 8 tokens and one chunk, which a second would have nothing of, else two.
+    chunks, few = planes.chunks(problem.k), tokens == 8 and walk is Walk.weights
+    long = p == 2 and chunks in {2: range(8, 17), 4: range(17, 20)}.get(q, ())
+    four = few and long and 2 * -(-problem.n // SMALL_ROWS) <= problem.device.sms
+    sharing = 4 if four else 1 if chunks == 1 and tokens == 8 else 2
+    # The longest rows are read faster by two blocks on most multiprocessors than by one: 8192 x 28672 at two tokens
+    # w2a2 17.6 us for 22.8, w2a4 20.0 for 24.0.
     full = (1.0 if tokens == 8 and chunks > 24 else 0.9) * problem.device.sms
 
     def cost(config: Config) -> tuple[float, ...]:
@@ -307,7 +309,7 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
             abs(config.tokens - tokens),
             config.groups,
             config.blocks,
-            config.cluster != (4 if four and alone else 1 + (alone and (chunks > 1 or tokens > 8))),
+            config.cluster != (sharing if alone else 1),
             shared_bytes(config) > half,
             -config.span,
             abs(config.slots - slots),

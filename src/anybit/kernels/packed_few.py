@@ -31,7 +31,8 @@ def kernel(problem: Problem) -> ModuleType | None:
         # tokens 6.3, 5.0 and 12.2 and in packed_small 5.7, 4.6 and 11.6, at 8 tokens 7.0, 5.1 and 12.8;
         # 7168 x 5120, whose blocks have four units in two chunks, 7.4 (2 bits: 5.9) at 4 tokens and 8.0 (8.4).
         most = 2 if units == 4 or (units > 4 and p.weights.bits < 3) else 4 if units > 4 or p.weights.bits < 4 else 6
-        # Small layers, 6 and 8 tokens: 2.7 for 3.8 us (576 x 576), 2.9 for 3.8 (960 x 576), 3.2 for 3.9 (3072 x 576).
+        # Small layers, w4a8 at 6 and 8 tokens: 2.7 for 3.8 us (576 x 576), 2.9 for 3.8 (960 x 576), 3.2 for 3.9 (3072 x
+        # 576); other widths and up to 2047 columns as these.
         if units <= 2 and p.columns < 2048:
             most = 8
     else:

@@ -17,10 +17,11 @@ from anybit.scheme import WeightFormat
 
 MOST_TOKENS = 16
 """Above this many tokens other kernels are faster, and this one's shared memory and registers run out."""
-_MOST_UNITS, _MOST_IN_A_WAVE = 16, 18
-"""Units of a block, at most, and where all blocks run at once with a few more: of 16, 34816 x 5120 and 37888 x 3584
-had 136 and 148 blocks for 132 multiprocessors, and took 34.1 and 26.3 us at two tokens of int8 where rings so small
-that two fit took 25.6 and 19.6."""
+_MOST_UNITS = 16
+"""Units of a block where a layer has more blocks than there are multiprocessors anyway."""
+_MOST_IN_A_WAVE = 18
+"""And where so many leave one block for each: with 16, 34816 x 5120 and 37888 x 3584 had 136 and 148 blocks for 132
+multiprocessors (int8, two tokens: 34.1 and 26.3 us, for 25.6 and 19.6)."""
 _RESIDENT_BYTES = 56 << 10
 """Activations of a block are all at hand if they are no larger than this."""
 _UNIT_ROWS = packed_layout.UNIT_ROWS

@@ -79,7 +79,8 @@ class Several:
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
         """Before all others where the policy map finds both layouts worth keeping, and there is room for them.
 
-        Where 8-bit activations won at every count that was measured both are kept, too: few tokens are not measured.
+        Where 8-bit activations won at every count that was measured both are kept, too: what no map decides (inputs
+        that are not aligned) runs with 16-bit ones.
         """
         if not self.unasked:
             return _UNWANTED  # nor is room for it asked about, which tells where there is none

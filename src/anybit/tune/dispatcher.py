@@ -1,9 +1,10 @@
 """What runs a product: looked up in the maps of its GPU, decided once, and kept by whoever asked.
 
 Maps are found in this order: those given to ``use``, the user's own for this GPU (``policy.own_file``), the shipped
-one. A point for exactly this product decides; between two token counts of its layer what is expected to be fastest by
-both; else the nearest points of the same scheme whose configs are legal here and won clearly where they were measured;
-else the built-in choice.
+one. A point for exactly this product decides, of few tokens where something won clearly; between two token counts of
+its layer what is expected to be fastest by both; else what was measured of kernels alike (other activations, the other
+16-bit type, other codes), or nearby, where it won clearly and is legal here; else the built-in choice. The rules one
+by one: docs/tuning.md.
 """
 
 import logging
@@ -52,7 +53,7 @@ _LIKELY = 0.98
 _CLEARLY_FEW = 0.93
 """Of few tokens, what a config must take of the built-in one's time to be used instead, and of the time of the best in
 the built-in layout to be used in another: there products hide behind their neighbours, and what one of them takes in a
-chain of itself is off by 0.8 us of some 10 (docs/tuning.md)."""
+chain of itself is off by 0.8 us of some 10 (docs/tuning_check.md)."""
 _OF_MORE_ROWS, _FEW_ROWS, _BOXES_FROM = 0.88, 8, 48
 """What a config must take of the built-in choice's time where it was timed with more of its tile's rows, more than so
 many of which are not there now; wider tiles are loaded in boxes, which leave such rows out."""
@@ -68,12 +69,16 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs a product, and by which right. us: of a call where it was measured, else 0."""
+    """What runs a product, and by which right.
+
+    us: of a call where it was measured, else 0.  kept: what it is, where it was not the fastest that was measured.
+    """
 
     candidate: Candidate
     origin: _ORIGINS
     us: float = 0.0
     source: str = ""
+    kept: str = ""
 
 
 class Dispatcher:
@@ -282,7 +287,7 @@ class Dispatcher:
         tokens = sorted({m for mine in times.values() for m in mine})
 
         def us(kept: Collection[Layout], m: int) -> float:
-            """What runs of these, as `choose` has it: of few tokens what is built in, where it is not far behind."""
+            """About what `choose` has run of these: of few tokens what is built in, where it is not far behind."""
             best = min((times[layout][m] for layout in kept if m in times[layout]), default=float("inf"))
             own = times[usual].get(m, best) if m <= FEW_TOKENS and usual in kept and usual in times else best
             return own if best > _CLEARLY_FEW * own else best
@@ -358,9 +363,12 @@ def _best(
         return best
     near = best.us / _CLEARLY_FEW
     if own is not None and (layouts is None or own.layout in layouts) and point.default_us <= near:
-        return replace(best, candidate=own, us=point.default_us)
+        kept = "the built-in choice, and nothing was clearly faster"
+        return replace(best, candidate=own, us=point.default_us, kept=kept if own != best.candidate else "")
     usual = builtin_layout(product)
-    return next((choice for choice in found if choice.candidate.layout is usual and choice.us <= near), best)
+    near_by = next((choice for choice in found if choice.candidate.layout is usual and choice.us <= near), best)
+    kept = f"the fastest of the built-in layout ({usual.value}), and no other layout was clearly faster"
+    return replace(near_by, kept=kept if near_by != best else "")
 
 
 def _lacks_rows(product: Product, candidate: Candidate, m: int) -> bool:
@@ -383,7 +391,8 @@ def _beside_others(product: Product, choice: Choice, point: Point) -> Choice:
         return choice
     if own.kernel != chosen.kernel or own == chosen:
         return choice
-    return replace(choice, candidate=own, us=point.default_us if own == builtin(product) else 0.0)
+    kept = f"the built-in config of {own.kernel}, since the one that won leaves less room to the kernels after it"
+    return replace(choice, candidate=own, us=point.default_us if own == builtin(product) else 0.0, kept=kept)
 
 
 def _nearest(

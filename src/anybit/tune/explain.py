@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from anybit.tune.dispatcher import Dispatcher
+from anybit.tune.dispatcher import Dispatcher, holds
 from anybit.tune.families import Product
 from anybit.tune.floor import floor_us
 from anybit.tune.space import builtin, space
@@ -93,10 +93,8 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
             runner_up = f"{others[0].strategy}, {others[0].us:.2f} us ({others[0].reason})"
         origin = policy.origin
         m = next(m for points in policy.layers.values() for m, one in points.items() if one is point)
-        why = f"it was the fastest of {len(point.strategies)} strategies at M = {m}, by {choice.source}"
-        faster = (one for one in point.strategies.values() if one.us < choice.us and one.kernel != "cuBLAS")
-        if choice.candidate == own and any(not one.activations or "a8" in allow for one in faster):  # of few tokens
-            why = f"it is the built-in choice, and nothing was clearly faster at M = {m}, by {choice.source}"
+        what = f"was the fastest of {len(point.strategies)} strategies"
+        why = f"it {f'is {choice.kept}' if choice.kept else what} at M = {m}, by {choice.source}"
         why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"
         if choice.origin != "map":
             why = f"{choice.source or 'none of what was measured decides here: it is the built-in choice'}"
@@ -118,7 +116,7 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
         why=why,
         runner_up=runner_up,
         builtin=own.name,
-        builtin_us=found[0].default_us if found is not None else None,
+        builtin_us=found[0].default_us if found is not None and found[0].default and holds(product, found[0]) else None,
         floor_us=round(floor_us(product), 3),
         others=tuple(others),
         candidates=len(whole.candidates),

@@ -344,6 +344,8 @@ class Bench:
             calls = [self.again(candidates[i]) for i in good]
             looks = _race(self.stream, calls, [_few(guess)] * len(good), 1 if guess < _SHORT else 0)
             found |= dict(zip(good, looks, strict=True))
+        if not found:
+            return {}, wrong, left_out
         times = {i: Time(us, False) for i, us in found.items()}
         order = sorted(found, key=found.__getitem__)
         best = found[order[0]]
@@ -372,6 +374,8 @@ class Bench:
                 best = min(best or again[i], again[i])
             except (WrongResultError, KernelError, ValueError) as error:
                 wrong[i] = f"{error}".splitlines()[0]
+        if not last:
+            return {}, wrong, left_out
         alive(last)
         calls = [self.again(candidates[i]) for i in last]
         counts = [_count(2 * sieve.effort.microseconds, again[i]) for i in last]
@@ -424,7 +428,7 @@ _SHORT = 20.0
 
 def _few(guess_us: float) -> int:
     """Calls for a first look."""
-    return 1 if guess_us > 100 else 2 if guess_us > _SHORT else 4
+    return 1 if guess_us > 100 else 2 if guess_us >= _SHORT else 4
 
 
 def _race(
@@ -464,14 +468,15 @@ def _race(
 def _carefully(
     stream: torch.cuda.Stream, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int
 ) -> list[float]:
-    """``_race``; of short calls in three orders, since their times depend on where in the graph they stand."""
+    """``_race``; in three orders where one is short, since its time depends on where in the graph it stands."""
     places = list(range(len(calls)))
     half = len(places) // 2
     found: list[list[float]] = [[] for _ in calls]
-    for order in (places, places[::-1], places[half:] + places[:half]):
+    orders = (places, places[::-1], places[half:] + places[:half])
+    for order in orders[: len(places)]:  # of two calls each stands first once
         us = _race(stream, [calls[i] for i in order], [counts[i] for i in order], replays)
         for i, time in zip(order, us, strict=True):
             found[i].append(time)
-        if min(us, default=_SHORT) >= _SHORT:
+        if min(us) >= _SHORT:
             break
     return [statistics.median(times) for times in found]
