@@ -91,15 +91,16 @@ def inverse(x: Tensor) -> Tensor:
 @cache
 def _whole(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The transpose of the matrix of signs, [size, size]."""
-    with torch.autocast(device.type, enabled=False):
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
         whole: Tensor = (transform(torch.eye(size)) * size**0.5).round()
-    return whole.to(device, dtype)
+        return whole.to(device, dtype)
 
 
 @cache
 def _signs_on(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Kept where it is used: a copy in every call would stall a GPU, and cannot be captured in a graph."""
-    return signs(order).to(device, dtype)
+    with torch.inference_mode(False):  # a tensor of inference mode could not be saved for a gradient later
+        return signs(order).to(device, dtype, copy=True)
 
 
 @cache

@@ -1,5 +1,6 @@
 """QuantLinear: a linear layer whose weight is a QuantizedWeight."""
 
+import threading
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from anybit.kernels.packed_digits import Step
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
 from anybit.scheme import Scheme
+
+_preparing = threading.RLock()
+"""Held while a layer's weight changes its form: between two forms it is in neither."""
 
 
 class QuantLinear(nn.Module):
@@ -161,6 +165,11 @@ class QuantLinear(nn.Module):
         On a GPU it waits until that is done, so that the layer can be called on any stream. Raises LayerError in a
         CUDA graph that is being captured.
         """
+        with _preparing:  # of several threads at a layer's first call one prepares it
+            self._prepare()
+        return self
+
+    def _prepare(self) -> None:
         if self._prepared is None:
             weight = self.quantized_weight()
             if weight.words.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -168,11 +177,12 @@ class QuantLinear(nn.Module):
                     "a layer whose weight is not prepared is in a CUDA graph: call its prepare(), or it, before"
                 )
             prepared = ops.prepare(weight, self.scheme.activations, self.backend, self._fused)
+            if self.hadamard:
+                ops.prepare_rotation(self.in_features, weight.words.device)
             _wait_for(weight.words)
             self._prepared = prepared
             for name in self.tensors_of(weight):
                 setattr(self, name, _frozen(torch.empty_like(getattr(self, name), device="meta")))
-        return self
 
     @property
     def runs_on(self) -> str | None:
@@ -197,6 +207,12 @@ class QuantLinear(nn.Module):
         """The weights that the codes stand for, [N, K]."""
         weight = self.quantized_weight().dequantize(dtype)
         return weight if self.input_scale is None else weight * self.input_scale.to(dtype)
+
+    def effective_weight(self) -> Tensor:
+        """What x is multiplied with, its scaling and its rotation included: y = x W^T + bias. float32 [N, K]."""
+        weight = self.quantized_weight().dequantize(torch.float32)
+        weight = inverse(weight) if self.hadamard else weight
+        return weight if self.input_scale is None else weight * self.input_scale.float()
 
     @property
     def weight(self) -> Tensor:
@@ -341,9 +357,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """The gradient of x, in the dtype of Y's."""
         layer: QuantLinear = ctx.layer
-        weight = layer.dequantize(torch.float32)
-        weight = inverse(weight) if layer.hadamard else weight
-        return (gradient.float() @ weight).to(gradient.dtype), None
+        return (gradient.float() @ layer.effective_weight()).to(gradient.dtype), None
 
 
 def use_backend(model: nn.Module, backend: str | None) -> nn.Module:

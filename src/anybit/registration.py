@@ -6,7 +6,6 @@ for: where it is not loaded yet, anybit registers right after somebody has.
 """
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -40,13 +39,15 @@ class _Watch(MetaPathFinder):
         """The spec that the other finders have for ``MODELS``, its loader followed by ``register``."""
         if fullname != MODELS:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((found for found in others if found is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 register()
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -56,6 +57,11 @@ def test_memory_then_disk(folder: Path, compilations: list[str]) -> None:
     assert again == first
     assert compilations == [ARCH]
     assert not list(folder.glob(".new-*"))
+
+
+def test_entries_of_a_shared_folder_can_be_read_by_all(folder: Path) -> None:
+    jit.cached(KERNEL, ARCH)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in entries(folder)] == [0o644]
 
 
 def test_key_follows_content(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

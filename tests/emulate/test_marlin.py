@@ -7,7 +7,7 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels import marlin
+from anybit.kernels import marlin, packed_layout
 from anybit.scheme import WeightFormat
 from cases_packed import TOLERANCE, product
 
@@ -20,7 +20,7 @@ def run(
 ) -> None:  # fmt: skip
     case = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=seed)
     y = case.empty()
-    ordered = marlin.in_order(case.packed, case.x)
+    ordered = packed_layout.in_order(case.packed, case.x)
     device = replace(Device.named(arch), sms=sms)
     problem = marlin.Problem(m, n, ordered.shape[1], format, dtype, case.output, device)
     config = replace(marlin.default(problem), **changes)

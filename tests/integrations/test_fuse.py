@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 import anybit
 from anybit import QuantLinear
 from anybit.errors import LayerError
+from anybit.integrations import fuse as fusing
 from anybit.kernels.packed_digits import Step
 from anybit.kernels.rope import paired_channels
 from anybit.ops.elementwise import rotate_store
@@ -173,3 +174,24 @@ def test_a_product_that_turns_and_stores_says_the_same_in_two_steps(tokens):
     assert torch.equal(total, same)
     assert torch.allclose(q, wanted, atol=1e-5) and torch.allclose(rings[0], rings[1], atol=1e-5)
     assert rings[0].count_nonzero() == tokens * kv_heads * 2 * dim
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_fusing_that_runs_out_of_memory_leaves_the_model_as_it_was(at, tmp_path, monkeypatch):
+    model = quantized(LlamaConfig(**SIZES, head_dim=64), "w4a16g32", tmp_path)
+    ids, joined, calls = torch.randint(0, 128, (1, 5)), fusing._joined, []
+    expected = model(ids).logits
+
+    def short_of_memory(*arguments):
+        calls.append(arguments)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return joined(*arguments)
+
+    monkeypatch.setattr(fusing, "_joined", short_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        anybit.fuse(model)
+    assert torch.equal(model(ids).logits, expected)
+    monkeypatch.setattr(fusing, "_joined", joined)
+    anybit.fuse(model)
+    assert torch.allclose(model(ids).logits, expected, atol=1e-6)

@@ -210,3 +210,16 @@ except AttributeError as error:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "module 'anybit' has no attribute 'nothing'\n"
+
+
+def test_who_looks_for_transformers_first_does_not_keep_anybit_out():
+    """``find_spec`` of a package's part imports the package, and must not use up what waits for the part."""
+    script = (
+        "import importlib.util, anybit\n"
+        "importlib.util.find_spec('transformers.modeling_utils')\n"
+        "import transformers.modeling_utils\n"
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
+        "assert 'anybit' in AUTO_QUANTIZER_MAPPING\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from anybit import jit, ops
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
+from anybit.hadamard import transform
 from anybit.linear import QuantLinear, use_backend
 from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
@@ -198,13 +199,40 @@ def test_layers_of_impossible_shapes_are_refused() -> None:
         QuantLinear.from_weight(random_weight(8, 32, WeightFormat(4)), "w4a16", torch.zeros(3))
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("scheme", "hadamard"), [("w4a16", False), ("w4a16", True), ("w4a8", False)])
-def test_gradients_reach_the_input(scheme: str, hadamard: bool) -> None:
-    layer = QuantLinear.from_weight(random_weight(8, 32, WeightFormat(4)), scheme)
-    layer.hadamard = hadamard
-    x = torch.randn(3, 32, requires_grad=True)
+def test_gradients_reach_the_input(scheme: str, hadamard: bool, scaled: bool) -> None:
+    """Of 24 inputs, whose rotation is not its own inverse; the Jacobian is what the layer without rounding gives."""
+    k = 24
+    layer = QuantLinear(k, 8, scheme, bias=False, hadamard=hadamard, input_scale=scaled)
+    layer.load_weight(random_weight(8, k, WeightFormat(4)))
+    if scaled:
+        layer.input_scale.data = torch.rand(k) + 0.5
+    x, upstream = torch.randn(3, k, requires_grad=True), torch.randn(3, 8)
     with warnings.catch_warnings(action="error"):
-        layer(x).sum().backward()
-    weight = layer.dequantize()
-    expected = (ops.hadamard(weight) if hadamard else weight).sum(0)
-    torch.testing.assert_close(x.grad, expected.expand(3, 32), rtol=1e-4, atol=1e-4)
+        layer(x).backward(upstream)
+    plain = QuantLinear(k, 8, "w4a16", bias=False, hadamard=hadamard, input_scale=scaled)
+    plain.load_weight(layer.quantized_weight())
+    plain.input_scale = layer.input_scale
+    with torch.no_grad():
+        jacobian = plain(torch.eye(k))  # row i: y of the i-th unit vector
+    torch.testing.assert_close(x.grad, upstream @ jacobian.T, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rotation_made_in_inference_mode_serves_gradients_later() -> None:
+    with torch.inference_mode():
+        ops.hadamard(torch.randn(1, 44))
+        transform(torch.randn(1, 44))
+    x = torch.randn(1, 44, requires_grad=True)
+    transform(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_strided_bias_is_added_value_by_value() -> None:
+    weight, bias, x = random_weight(8, 32, WeightFormat(4)), torch.randn(8, 2)[:, 0], torch.randn(3, 32)
+    assert bias.stride() == (2,)
+    layer = QuantLinear.from_weight(weight, "w4a16", bias)
+    assert torch.equal(layer(x), QuantLinear.from_weight(weight, "w4a16", bias.clone())(x))
+    for dtype in (torch.float32, torch.float16):  # what a kernel gets, which goes by the address alone
+        given = packed._in_type(bias, x.to(dtype))
+        assert given is not None and given.is_contiguous() and torch.equal(given, bias.to(dtype))

@@ -133,12 +133,14 @@ def _spoiled(text: str) -> dict[str, str]:
         "unknown kernel": {"configs": {"fastest/1": {}}},
         "config of objects": {"configs": {"bitwise/1": {"tokens": {}}}},
         "no layers": {"layers": {"x": 1}},
+        "odd dtype": {"layers": [content["layers"][0] | {"dtype": "float61"}]},
     }.items():
         spoiled[name] = json.dumps(content | change)
     for name, (field, value) in {
         "negative time": ("us", -1.0),
         "time is a word": ("us", "fast"),
         "time is infinite": ("us", float("inf")),
+        "time beyond all floats": ("us", 10**400),
         "missing config": ("config", "packed_large/77"),
         "odd activations": ("activations", "4"),
     }.items():

@@ -1,11 +1,20 @@
 """What a search makes of times; the timing itself needs a GPU (tests/gpu/test_tune.py)."""
 
+import gc
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from anybit import jit
+from anybit.device import Device
+from anybit.kernels import marlin, packed_layout
+from anybit.scheme import WeightFormat
 from anybit.tune import runner
+from cases import random_weight
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -38,3 +47,40 @@ def test_what_short_calls_take_does_not_depend_on_where_they_stand(
     assert [set(order) for order, _, _ in seen] == [set(times)] * orders
     assert all(counts == [list(times).index(name) + 1 for name in order] for order, counts, _ in seen)
     assert all(replays == 5 for *_, replays in seen)
+
+
+class _FakeLauncher:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __call__(self, params: Any) -> None:
+        pass
+
+    def last(self) -> bytes:
+        return bytes(8)
+
+
+def test_a_recorded_launch_keeps_the_memory_that_it_was_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """marlin's sums and locks have no other owner: launched again, it waited on what others had written there."""
+    scratch, made = marlin.scratch, []
+
+    def watched(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        found = scratch(*arguments)
+        made.extend(weakref.ref(one) for one in found if one is not None)
+        return found
+
+    monkeypatch.setattr(marlin, "scratch", watched)
+    monkeypatch.setattr(sys.modules["anybit.jit.launch"], "Launcher", _FakeLauncher)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named("sm_80")))
+    weight = packed_layout.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
+    x, y = torch.zeros(4, 128, dtype=torch.half), torch.empty(4, 64, dtype=torch.half)
+    tape = jit.record(lambda: marlin.launch(weight, x, y))
+    moved = [launch.moved(0, 1) for launch in tape]
+    gc.collect()
+    assert made and all(one() is not None for one in made)
+    del tape
+    gc.collect()
+    assert all(one() is not None for one in made), "those that were moved keep it, too"
+    del moved
+    gc.collect()
+    assert all(one() is None for one in made)

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import pickle
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
@@ -12,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from anybit.device import Device
+from anybit.errors import KernelError
 from anybit.scheme import Scheme
 from anybit.tune import plans as planning
 from anybit.tune import policy as policies
@@ -273,3 +276,57 @@ def test_two_searches_at_once_lose_nothing(tmp_path: Path) -> None:
         assert process.exitcode == 0
     found = read(path)
     assert sorted(found.layers["w4a8", "float16", 4096, 4096]) == [1, 2, 4, 8, 16, 32, 64]
+
+
+class DyingBench(FakeBench):
+    """A bench whose process dies soon after it has answered, as by a fault that shows late."""
+
+    def times(self, *arguments: Any) -> list[Time]:
+        found = super().times(*arguments)
+        threading.Timer(0.05, lambda: os._exit(1)).start()
+        return found
+
+
+class DyingRunner(FakeRunner):
+    def prepare(self, product: Product) -> FakeBench:
+        return DyingBench(self, product)
+
+
+class SlowRunner(FakeRunner):
+    def __init__(self) -> None:
+        time.sleep(30)
+
+
+def test_a_child_that_dies_between_two_jobs_is_begun_anew() -> None:
+    products = [product(m=m) for m in (1, 2, 4)]
+    options = Options(each=1, jobs=1, limit=1.0)
+    found = search(products, None, options, factory=DyingRunner, report=lambda _: time.sleep(0.3))
+    assert found.points == len(products)
+
+
+def test_a_child_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Child.start
+    monkeypatch.setattr(Child, "start", lambda self: start(self, limit=0.5))
+    before = set(multiprocessing.active_children())
+    with pytest.raises(KernelError, match="could not begin"):
+        search([product()], None, Options(each=1, jobs=1), factory=SlowRunner)
+    assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps([1, 2])])
+def test_a_file_that_holds_no_plans_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "plans.pkl"
+    path.write_bytes(content)
+    with pytest.raises(KernelError, match=r"plans.pkl is no file of plans"):
+        planning.plans_in(path)
+
+
+def test_what_is_excluded_falls_with_its_own_kernels_alone() -> None:
+    """A change of bitwise.cuh must not bring back what crashed in bitwise_wide."""
+    names = [f"w2a2 {kernel}(tokens=8)" for kernel in ("bitwise", "bitwise_wide")] + ["w4a16g128 packed_small(warps=8)"]
+    found = Policy(policies.Origin.here("NVIDIA H200", "sm_90a"), excluded=dict.fromkeys(names, "it hung"))
+    found.origin.kernels["bitwise"] = "of before"
+    assert list(found.current().excluded) == names[1:]
+    found.origin.kernels["bitwise"] = policies.fingerprints()["bitwise"]
+    found.origin.kernels["pack"] = "of before"  # which codes activations
+    assert list(found.current().excluded) == names[2:]

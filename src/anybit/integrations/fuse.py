@@ -226,6 +226,9 @@ def fuse(model: nn.Module) -> nn.Module:
         except LayerError as error:  # found while joining, as other activation orders of layers side by side
             _restore(layers)
             raise LayerError(f"layer {index} cannot be fused: {error}") from None
+        except BaseException:  # memory that does not suffice: a model of both kinds of layers would not run
+            _restore(layers)
+            raise
     body.norm = FusedNorm(body.norm)
     body.rotary_emb = _rotary_of(body) or body.rotary_emb
     graph.install(model, layers[0].qkv.scheme.kv)

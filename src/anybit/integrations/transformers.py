@@ -16,7 +16,6 @@ from transformers.quantizers.quantizers_utils import get_module_from_name, shoul
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from anybit.errors import KernelError, LayerError, OptionError
-from anybit.hadamard import inverse
 from anybit.integrations import graph
 from anybit.linear import QuantLinear
 from anybit.ops import backends
@@ -155,9 +154,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             if isinstance(module, QuantLinear):
                 with torch.device("meta"):
                     linear = nn.Linear(module.in_features, module.out_features, bias=False)
-                weight = module.dequantize(torch.float32)
-                # Without the rotation of the input, the weight has to carry it.
-                weight = (inverse(weight) if module.hadamard else weight).to(dtype or torch.float32)
+                weight = module.effective_weight().to(dtype or torch.float32)
                 linear.weight = nn.Parameter(weight, requires_grad=False)
                 linear.bias = module.bias  # type: ignore[assignment]
                 model.set_submodule(name, linear)

@@ -130,6 +130,7 @@ def _store(path: Path, compiled: Compiled) -> None:
             try:
                 file.write(_MAGIC + hashlib.sha256(body).digest() + body)
                 file.close()
+                Path(file.name).chmod(0o644)  # made for its owner alone, and the folder may be shared
                 Path(file.name).replace(path)
             except OSError:
                 Path(file.name).unlink(missing_ok=True)

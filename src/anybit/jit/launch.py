@@ -45,19 +45,22 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
         launcher = _launchers.setdefault((kernel, device, grid, pdl), Launcher(kernel, device, grid, pdl))
     launcher(params)
     if _tape is not None:
-        _tape.append(Recorded(launcher, launcher.last()))
+        _tape.append(Recorded(launcher, launcher.last(), params))
 
 
 _tape: "list[Recorded] | None" = None
 
 
 class Recorded:
-    """A launch that was made, to be made again without what Python needs to find its parameters."""
+    """A launch that was made, to be made again without what Python needs to find its parameters.
 
-    __slots__ = ("_launcher", "_values")
+    It keeps the tensors that it was made with: scratch memory has no other owner.
+    """
 
-    def __init__(self, launcher: "Launcher", values: bytes) -> None:
-        self._launcher, self._values = launcher, values
+    __slots__ = ("_launcher", "_params", "_values")
+
+    def __init__(self, launcher: "Launcher", values: bytes, params: Any) -> None:
+        self._launcher, self._values, self._params = launcher, values, params
 
     def __call__(self) -> None:
         """Launch again on the current stream; the tensors must be where they were."""
@@ -65,7 +68,8 @@ class Recorded:
 
     def moved(self, old: int, new: int) -> "Recorded":
         """The same launch with one address in place of another."""
-        return Recorded(self._launcher, self._values.replace(old.to_bytes(8, "little"), new.to_bytes(8, "little")))
+        values = self._values.replace(old.to_bytes(8, "little"), new.to_bytes(8, "little"))
+        return Recorded(self._launcher, values, self._params)
 
 
 def record(call: Callable[[], object]) -> list[Recorded]:

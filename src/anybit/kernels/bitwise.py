@@ -35,7 +35,7 @@ from anybit.kernels.bitwise_rules import (
     stacked_columns,
     why_not,
 )
-from anybit.kernels.pack import Packed
+from anybit.kernels.pack import Packed, Target
 from anybit.kernels.planes import Code
 from anybit.scheme import Scheme
 
@@ -384,6 +384,24 @@ def arguments(
     )
 
 
+def output_of(x: Packed, weight: planes.PlaneWeight, output: Output, bias: Tensor | None, y: Tensor | None) -> Tensor:
+    """Where a product of planes goes: ``y``, or a new [m, n]. Raises KernelError for operands that do not fit."""
+    n, k = weight.shape
+    if x.target is not Target.planes or x.k != k:
+        raise KernelError(f"x must be {k} columns of codes in planes, and these are {x.k} in {x.target.value}")
+    if bias is not None and (bias.shape != (n,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
+        raise KernelError(f"bias must be a dense float32 [{n}], not {bias.dtype} {tuple(bias.shape)}")
+    if y is None:
+        return torch.empty(x.m, n, dtype=output.dtype, device=weight.device)
+    adjacent = n == 1 or y.stride(-1) == 1
+    if y.shape != (x.m, n) or y.dtype != output.dtype or not adjacent or y.device != weight.device:
+        raise KernelError(
+            f"y must be {output.dtype} [{x.m}, {n}] on {weight.device} with adjacent columns, not {y.dtype} "
+            f"{tuple(y.shape)} strided {y.stride()} on {y.device}"
+        )
+    return y
+
+
 def multiply(
     x: Packed,
     weight: planes.PlaneWeight,
@@ -396,12 +414,11 @@ def multiply(
 ) -> Tensor:
     """Y = X W^T + bias on the current stream: coded activations [m, k] in planes times prepared weights -> y [m, n].
 
-    bias: float32 [n].  y: where to write, of ``output``'s dtype, its last dimension contiguous.
+    bias: float32 [n].  y: where to write, of ``output``'s dtype, its last dimension contiguous.  config: legal for this
+    (``why_not``), and not asked again.  Raises KernelError for operands that do not fit each other.
     """
-    n, _ = weight.shape
-    if y is None:
-        y = torch.empty(x.m, n, dtype=output.dtype, device=weight.device)
-    problem = Problem(x.m, n, x.k, weight.format, x.format, output, Device.of(y))
+    y = output_of(x, weight, output, bias, y)
+    problem = Problem(x.m, weight.shape[0], x.k, weight.format, x.format, output, Device.of(y))
     config = config or default(problem)
     if config.tensor and (y.stride(0) % 8 or y.data_ptr() % 16):
         config = _by_threads(config)

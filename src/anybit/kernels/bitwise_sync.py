@@ -3,14 +3,13 @@
 import functools
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels import planes
-from anybit.kernels.bitwise import Output, Params, arguments
+from anybit.kernels.bitwise import Output, Params, arguments, output_of
 from anybit.kernels.pack import Packed
 from anybit.kernels.planes import Code
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
@@ -187,9 +186,7 @@ def multiply(
     pdl: bool = True,
 ) -> Tensor:
     """Y = X W^T: coded activations [m, k] in planes times prepared weights -> y [m, n] on the current stream."""
-    n, _ = weight.shape
-    if y is None:
-        y = torch.empty(x.m, n, dtype=output.dtype, device=weight.device)
+    n, y = weight.shape[0], output_of(x, weight, output, bias, y)
     vector = 16 // y.element_size()
     aligned = not (n % _ALIGNED or y.stride(0) % vector or y.data_ptr() % 16)
     problem = Problem(x.m, n, x.k, weight.format, x.format, output, Device.of(y), aligned)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import torch
 from torch import Tensor
 
 from anybit import jit
@@ -205,9 +204,7 @@ def multiply(
     pdl: bool = True,
 ) -> Tensor:
     """Y = X W^T + bias on the current stream, as ``bitwise.multiply``; rows of ``y`` start on 16 bytes."""
-    n, _ = weight.shape
-    if y is None:
-        y = torch.empty(x.m, n, dtype=output.dtype, device=weight.device)
+    n, y = weight.shape[0], bitwise.output_of(x, weight, output, bias, y)
     if y.stride(0) % 8 or y.data_ptr() % 16:
         raise KernelError(
             f"y has rows {y.stride(0)} elements apart from address {y.data_ptr():#x}, and tensor maps store rows that "

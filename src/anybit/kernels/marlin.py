@@ -232,24 +232,11 @@ def launch(
     Activation order costs a gather of x first. KernelError where it cannot be done.
     """
     packed_layout.check_operands(weight, x, y, x_scale, bias)
-    x = in_order(weight, x)
+    x = packed_layout.in_order(weight, x)
     problem = Problem(x.shape[0], y.shape[1], x.shape[1], weight.format, x.dtype, y.dtype, Device.of(x))
     config = packed_layout.checked_config(problem, config, default, why_not)
     params = arguments(weight, x, y, x_scale, bias, *scratch(problem, config, x.device))
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
-
-
-def in_order(weight: PackedWeight, x: Tensor) -> Tensor:
-    """X with the tiles' order of columns, and rows that start on 16 bytes."""
-    if weight.permutation is not None:
-        index = weight.permutation.long()
-        x = torch.where(index >= 0, x[:, index.clamp(min=0)], x.new_zeros(()))
-    if x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
-        step = 16 // x.element_size()
-        room = x.new_empty(x.shape[0], -(-x.shape[1] // step) * step)
-        room[:, : x.shape[1]] = x
-        x = room[:, : x.shape[1]]
-    return x
 
 
 def arguments(

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Kernel, Pointer, launch
 from anybit.jit.tensor_map import TensorMap, encode
@@ -32,7 +33,7 @@ from anybit.kernels.packed_large_rules import (
     unwidened,
     why_not,
 )
-from anybit.kernels.packed_layout import PackedWeight, tile_bytes
+from anybit.kernels.packed_layout import PackedWeight, rows_aligned, tile_bytes
 from anybit.scheme import ActivationFormat
 
 __all__ = [
@@ -288,6 +289,19 @@ def workspace_for(config: Config, device: torch.device) -> Tensor | None:
     return torch.empty(slots * (config.tokens * 256 + 8), dtype=torch.uint8, device=device)
 
 
+def _check_operands(x: Tensor, weight: PackedWeight, bias: Tensor | None, y: Tensor) -> None:
+    n, k = weight.shape[0], weight.shape[1] if weight.permutation is None else weight.padded[1]
+    if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1 or not rows_aligned(x):
+        raise KernelError(
+            f"x must be [m, {k}] of adjacent columns, its rows on 16 bytes, not {tuple(x.shape)} strided {x.stride()} "
+            f"from address {x.data_ptr():#x}"
+        )
+    if y.shape != (x.shape[0], n) or not y.is_contiguous():
+        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {n}], not {tuple(y.shape)} strided {y.stride()}")
+    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
+        raise KernelError(f"bias must be a dense [{n}], not {tuple(bias.shape)} strided {bias.stride()}")
+
+
 def multiply(
     x: Tensor | Packed,
     weight: PackedWeight,
@@ -300,8 +314,8 @@ def multiply(
     """Write y[m, n] = x[m, k] W^T (+ bias): one launch on the current stream.
 
     x: y's dtype, contiguous along k (in the order of the tiles' columns), its rows a multiple of 16 bytes apart, or the
-    bytes of ``pack`` with their scales. bias: [n] in y's dtype. pdl: the launch may begin before the one ahead of it
-    ends. Shapes were checked by ops.
+    bytes of ``pack`` with their scales. y: contiguous. bias: [n]. config: legal for this (``why_not``), and not asked
+    again. pdl: the launch may begin before the one ahead of it ends. Raises KernelError for operands that do not fit.
     """
     x_scale = x_sum = None
     activations = ActivationFormat()
@@ -309,7 +323,8 @@ def multiply(
         bias = bias.to(y.dtype)
     if isinstance(x, Packed):
         activations, x_scale, x_sum, x = x.format, x.scale, x.sum, x.codes[:, : x.k]
-    problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype)
+    _check_operands(x, weight, bias, y)
+    problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype, Device.of(y))
     config = config or default(problem)
     workspace = workspace_for(config, y.device)
     arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum, workspace)

@@ -424,6 +424,32 @@ def _reason(problem: Any, config: Any, why_not: Callable[[Any, Any], str | None]
     return why_not(problem, config)
 
 
+_ROW_START = 16
+"""Bytes: where rows start that kernels load by vectors and tensor maps."""
+
+
+def pitch(columns: int, element_bytes: int = 2) -> int:
+    """How far apart rows of so many values lie, in values, so that each of them starts on 16 bytes."""
+    return -(-columns * element_bytes // _ROW_START) * _ROW_START // element_bytes
+
+
+def rows_aligned(x: Tensor) -> bool:
+    """Whether every row of a matrix starts on 16 bytes."""
+    return not (x.data_ptr() % _ROW_START or x.stride(0) * x.element_size() % _ROW_START)
+
+
+def in_order(weight: PackedWeight, x: Tensor) -> Tensor:
+    """X [m, k] with the tiles' order of columns, and rows that start on 16 bytes; a copy where it must be one."""
+    if weight.permutation is not None:
+        index = weight.permutation.long()
+        x = torch.where(index >= 0, x[:, index.clamp(min=0)], x.new_zeros(()))
+    if not rows_aligned(x):
+        room = x.new_zeros(x.shape[0], pitch(x.shape[1], x.element_size()))
+        room[:, : x.shape[1]] = x
+        x = room[:, : x.shape[1]]
+    return x
+
+
 def check_operands(
     weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, outputs: int = 0
 ) -> None:
@@ -441,8 +467,8 @@ def check_operands(
         raise KernelError(f"y must be a contiguous [{x.shape[0]}, {outputs or n}], not {tuple(y.shape)}")
     if (x_scale is not None) != (x.dtype == torch.int8):
         raise KernelError(f"x_scale goes with int8 activations, and x is {_name(x)}")
-    if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,)):
-        raise KernelError(f"bias must be {_name(y)} [{n}], not {_name(bias)} {tuple(bias.shape)}")
+    if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,) or not bias.is_contiguous()):
+        raise KernelError(f"bias must be a dense {_name(y)} [{n}], not {_name(bias)} {tuple(bias.shape)}")
     if weight.order != ("a8" if x.dtype == torch.int8 else "a16"):
         raise KernelError(f"tiles were prepared for {weight.order} activations, and x is {_name(x)}")
 

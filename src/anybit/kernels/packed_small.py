@@ -356,8 +356,7 @@ def checked_problem(
     """The problem that these operands pose, after `packed_layout.check_operands`."""
     packed_layout.check_operands(weight, x, y, x_scale, bias, outputs)
     problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-    return problem if aligned else replace(problem, aligned=False)
+    return problem if packed_layout.rows_aligned(x) else replace(problem, aligned=False)
 
 
 def launch(

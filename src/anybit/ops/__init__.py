@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import LayerError
-from anybit.hadamard import transform
+from anybit.hadamard import factor, transform
 from anybit.kernels import hadamard as hadamard_kernel
 from anybit.ops import bitwise, packed
 from anybit.ops.autocast import under_autocast
@@ -77,6 +77,9 @@ class Prepared:
     spec_text: str
     number: int = field(default_factory=itertools.count().__next__)
 
+    def __reduce__(self) -> tuple[type["Prepared"], tuple[list[Tensor], LinearSpec, str]]:
+        return Prepared, (self.tensors, self.spec, self.spec_text)  # a copy is another one, and has its own number
+
     def restore(self) -> QuantizedWeight:
         """The packed weight again, exactly as it was before it was prepared."""
         return backends[self.spec.backend].restore(self.tensors, self.spec)
@@ -101,6 +104,12 @@ def prepare(
     _check_groups(weight)
     spec = LinearSpec(name, n, k, weight.format, activations, fused)
     return Prepared(backends[name].prepare(weight, activations), spec, str(spec))
+
+
+def prepare_rotation(k: int, device: torch.device) -> None:
+    """Put what rotations of k values read onto a GPU: in a CUDA graph that is being captured nothing can be copied."""
+    if device.type == "cuda":
+        hadamard_kernel.signs(factor(k)[0], device)
 
 
 def _check_groups(weight: QuantizedWeight) -> None:
@@ -155,5 +164,5 @@ for _device in ("CPU", "CUDA"):
 _library.impl("hadamard", transform, "CPU")
 _library.impl("hadamard", _hadamard_cuda, "CUDA")
 under_autocast(_library, "linear", "hadamard")
-torch.library.register_fake("anybit::hadamard", torch.empty_like)
+torch.library.register_fake("anybit::hadamard", lambda x: x.new_empty(x.shape))
 torch.library.register_fake("anybit::linear", _linear_fake)

@@ -41,8 +41,17 @@ def _spec_text(spec: LinearSpec) -> str:
     return f"{text}:fused" if spec.fused else text
 
 
-@cache
+_specs: dict[str, LinearSpec] = {}
+
+
 def _parse_spec(text: str) -> LinearSpec:
+    found = _specs.get(text)
+    if found is None:  # one object a text, whichever thread comes first: plans go by its identity
+        found = _specs.setdefault(text, _parsed_spec(text))
+    return found
+
+
+def _parsed_spec(text: str) -> LinearSpec:
     backend, shape, scheme, *rest = text.split(":")
     n, k = map(int, shape.split("x"))
     parsed = Scheme.parse(scheme)

@@ -12,7 +12,7 @@ from anybit.kernels.bitwise import Output
 from anybit.kernels.pack import Packed, Target
 from anybit.ops.backend import LinearSpec
 from anybit.ops.before import Before
-from anybit.ops.inputs import check_input, layouts_of, product_of, token_bucket
+from anybit.ops.inputs import check_input, layouts_of, product_of, rows_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatcher import dispatcher, forget_with_maps
@@ -85,9 +85,7 @@ class Bitwise:
     ) -> Tensor:
         """Two launches: quantize-and-pack, then the product with its whole epilogue."""
         check_input(x, tensors[0], spec, bias)
-        rows = x.reshape(-1, spec.k)
-        if rows.stride(-1) != 1:
-            rows = rows.contiguous()
+        rows = rows_of(x, spec.k)
         m = rows.shape[0]
         y = torch.empty(m, spec.n, dtype=x.dtype, device=x.device)
         if m:
@@ -101,7 +99,7 @@ class Bitwise:
             weight = planes.PlaneWeight(
                 stored, scale, correction, zero if zero.numel() else None, (spec.n, spec.k), spec.weights
             )
-            single = None if bias is None else bias.float()
+            single = None if bias is None else bias.float().contiguous()
             plan.family.multiply(packed, weight, plan.output, bias=single, y=y, config=plan.gemm_config)
         return y.view(*x.shape[:-1], spec.n)
 

@@ -90,12 +90,12 @@ def rotate_store(
 
 
 def _rms_norm_cpu(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
-    wide = x.float()
+    wide = x.float().contiguous()  # results are dense on every device, as the fakes say
     return gamma * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 def _add_rms_norm_cpu(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
+    total = (x + residual).contiguous()
     return _rms_norm_cpu(total, gamma, epsilon), total
 
 
@@ -105,7 +105,7 @@ def _silu_mul_cpu(gate_up: Tensor, paired: bool = False) -> Tensor:
     else:
         gate, up = gate_up.chunk(2, dim=-1)
     y: Tensor = torch.nn.functional.silu(gate) * up
-    return y
+    return y.contiguous()
 
 
 def _rotate_cpu(
@@ -141,6 +141,8 @@ def _dense(rows: Tensor) -> Tensor:
 
 def check_norm(x: Tensor, residual: Tensor | None, gamma: Tensor) -> None:
     """Raise KernelError, naming both values, unless a kernel norms x + residual: x [..., K], gamma [K], all alike."""
+    if not gamma.is_contiguous():  # kernels go by its address alone
+        raise KernelError(f"gamma must have its values side by side, and they are {gamma.stride()} apart")
     if gamma.shape != x.shape[-1:] or gamma.dtype != x.dtype or gamma.device != x.device:
         raise KernelError(
             f"gamma must be {x.dtype} [{x.shape[-1]}] on {x.device} as x is, not {gamma.dtype} {tuple(gamma.shape)} on "
@@ -183,7 +185,7 @@ def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
     y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
     if rows.shape[0]:
         elementwise.silu_mul(_dense(rows), y, paired)
-    return y.view(*gate_up.shape[:-1], -1)
+    return y.view(*gate_up.shape[:-1], y.shape[1])
 
 
 def _rotate_cuda(
@@ -199,12 +201,13 @@ def _rotate_cuda(
 ) -> tuple[Tensor, Tensor]:
     tokens, dim = cosine.shape
     _check_heads(qkv, tokens, query_heads, key_heads, dim)
+    check_rotary(qkv, cosine, sine, q_gamma, k_gamma)
     q = torch.empty(tokens, query_heads, dim, dtype=qkv.dtype, device=qkv.device)
     k = torch.empty(tokens, key_heads, dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
         problem = rope.Problem(tokens, query_heads, key_heads, dim, qkv.dtype, paired=paired)
         cosine, sine = cosine.contiguous(), sine.contiguous()
-        rope.launch(problem, rope.default(problem), qkv, cosine, sine, q, k, q_gamma, k_gamma, epsilon)
+        rope.launch(problem, rope.default(problem), _dense(qkv), cosine, sine, q, k, q_gamma, k_gamma, epsilon)
     return q, k
 
 
@@ -256,15 +259,20 @@ def _rotate_store_cuda(
 ) -> Tensor:
     rows, dim = cosine.shape
     _check_heads(qkv, rows, query_heads, key_heads, dim)
+    check_rotary(qkv, cosine, sine, q_gamma, k_gamma)
+    check_counts(lengths, sequences, qkv.device)
     if residual.dtype != qkv.dtype or not residual.is_contiguous() or residual.shape[1] != key_heads:
         raise KernelError(
             f"residual must be a layer's {qkv.dtype} [sequences, {key_heads}, 2, ring * {dim}], not {residual.dtype} "
             f"{tuple(residual.shape)}"
         )
     q = torch.empty(rows, query_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if not rows:
+        return q
     problem = rope.Problem(rows, query_heads, key_heads, dim, qkv.dtype, stores=True, paired=paired)
+    cosine, sine = cosine.contiguous(), sine.contiguous()
     rope.launch(
-        problem, rope.default(problem), qkv, cosine.contiguous(), sine.contiguous(), q, None, q_gamma, k_gamma, epsilon,
+        problem, rope.default(problem), _dense(qkv), cosine, sine, q, None, q_gamma, k_gamma, epsilon,
         residual=residual, lengths=lengths, sequences=sequences, tokens=tokens, ring=residual.shape[-1] // dim,
     )  # fmt: skip
     return q
@@ -276,6 +284,36 @@ def _check_heads(qkv: Tensor, tokens: int, query_heads: int, key_heads: int, dim
             f"qkv must be [{tokens}, {(query_heads + 2 * key_heads) * dim}] for {query_heads} query and {key_heads} "
             f"key heads of {dim}, not {tuple(qkv.shape)}"
         )
+
+
+def check_rotary(
+    qkv: Tensor, cosine: Tensor, sine: Tensor, q_gamma: Tensor | None = None, k_gamma: Tensor | None = None
+) -> None:
+    """Raise KernelError, naming both, unless tables [tokens, dim] and gammas [dim] are as their kernel reads them."""
+    tables, gammas = {"cosine": cosine, "sine": sine}, {"q_gamma": q_gamma, "k_gamma": k_gamma}
+    for name, found in (tables | gammas).items():
+        if found is None:
+            continue
+        shape = cosine.shape if name in tables else cosine.shape[1:]
+        if found.dtype != qkv.dtype or found.shape != shape or found.device != qkv.device:
+            raise KernelError(
+                f"{name} must be {qkv.dtype} {tuple(shape)} on {qkv.device} as qkv is, not {found.dtype} "
+                f"{tuple(found.shape)} on {found.device}"
+            )
+        if name in gammas and not found.is_contiguous():
+            raise KernelError(f"{name} must have its values side by side, and they are {found.stride()} apart")
+
+
+def check_counts(lengths: Tensor, sequences: Tensor | None, device: torch.device) -> None:
+    """Raise KernelError unless lengths and sequences are int32 on ``device``, one after another."""
+    for name, found in (("lengths", lengths), ("sequences", sequences)):
+        if found is not None and (
+            found.dtype != torch.int32 or found.device != device or found.dim() != 1 or not found.is_contiguous()
+        ):
+            raise KernelError(
+                f"{name} must be a dense int32 vector on {device}, not {found.dtype} {tuple(found.shape)} strided "
+                f"{found.stride()} on {found.device}"
+            )
 
 
 def _rotate_fake(
@@ -320,9 +358,9 @@ for _signature, _cpu, _cuda in (
     _name = _signature.partition("(")[0]
     _library.impl(_name, _cpu, "CPU")
     _library.impl(_name, _cuda, "CUDA")
-torch.library.register_fake("anybit::rms_norm", lambda x, gamma, epsilon: torch.empty_like(x))
+torch.library.register_fake("anybit::rms_norm", lambda x, gamma, epsilon: x.new_empty(x.shape))
 torch.library.register_fake(
-    "anybit::add_rms_norm", lambda x, residual, gamma, epsilon: (torch.empty_like(x), torch.empty_like(x))
+    "anybit::add_rms_norm", lambda x, residual, gamma, epsilon: (x.new_empty(x.shape), x.new_empty(x.shape))
 )
 torch.library.register_fake(
     "anybit::silu_mul", lambda gate_up, paired=False: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)

@@ -28,10 +28,18 @@ def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None
     if x.ndim < 1 or x.shape[-1] != spec.k:
         raise KernelError(f"x has shape {tuple(x.shape)}, and the layer takes {spec.k} features in its last dimension")
     if bias is not None:
-        if bias.numel() != spec.n:
+        if bias.shape != (spec.n,):
             raise KernelError(f"the bias has shape {tuple(bias.shape)}, and the layer has {spec.n} outputs")
         if bias.device != x.device:
             raise KernelError(f"the bias is on {bias.device}, and x is on {x.device}: move one of them")
+
+
+def rows_of(x: Tensor, k: int) -> Tensor:
+    """X [..., k] as rows [M, k] that do not overlap, of adjacent values; a copy where it must be one."""
+    rows = x.reshape(-1, k)
+    if rows.stride(1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < k):
+        return rows.contiguous()
+    return rows
 
 
 def token_bucket(tokens: int) -> int:

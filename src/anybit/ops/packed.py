@@ -19,7 +19,7 @@ from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.ops.backend import LinearSpec
 from anybit.ops.before import Before
-from anybit.ops.inputs import check_input, product_of, token_bucket
+from anybit.ops.inputs import check_input, product_of, rows_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatcher import dispatcher, forget_with_maps
@@ -86,9 +86,7 @@ class PackedTiles:
         """One launch; with quantized activations another before it, that quantizes them."""
         check_input(x, tensors[0], spec, bias)
         bias = _in_type(bias, x)
-        rows = x.reshape(-1, spec.k)
-        if rows.stride(-1) != 1:
-            rows = rows.contiguous()
+        rows = rows_of(x, spec.k)
         m = rows.shape[0]
         y = torch.empty(m, spec.n, dtype=x.dtype, device=x.device)
         if m == 0:
@@ -97,7 +95,7 @@ class PackedTiles:
         plan = _plan(spec, rows, weight)
         if plan.quantizer is not None:
             if weight.permutation is not None:  # a token's scale is the same in any order
-                rows = _ordered(rows, weight)
+                rows = packed_layout.in_order(weight, rows)
             codes = Packed(m, rows.shape[1], spec.activations, Target.bytes, x.device)
             if before is None:
                 pack.launch(pack.problem_of(rows, spec.activations, Target.bytes), plan.quantizer, codes, rows)
@@ -105,7 +103,7 @@ class PackedTiles:
                 before.code(codes, Target.bytes)
             _multiply_bytes(codes, weight, bias, y, plan)
         elif plan.kernel is packed_large:
-            packed_large.multiply(_ordered(rows, weight), weight, bias, y, plan.config)
+            packed_large.multiply(packed_layout.in_order(weight, rows), weight, bias, y, plan.config)
         elif plan.kernel is marlin:
             marlin.launch(weight, rows, y, bias=bias, config=plan.config)
         else:
@@ -128,7 +126,7 @@ class PackedTiles:
         y = torch.empty(len(rows), n, dtype=x.dtype, device=x.device)
         bias = _in_type(bias, x)
         packed_digits.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config, silu=silu)
-        summed = x.clone() if total is None else total.view(x.shape)
+        summed = x.clone(memory_format=torch.contiguous_format) if total is None else total.view(x.shape)
         return y.view(*x.shape[:-1], n), summed
 
     def norm_rotate_store(
@@ -143,7 +141,7 @@ class PackedTiles:
         q = torch.empty(len(rows), step.query_heads * step.cosine.shape[1], dtype=x.dtype, device=x.device)
         bias = _in_type(bias, x)
         packed_digits.launch_rotary(weight, rows, q, gamma, epsilon, other, total, bias, config, step)
-        return q, x.clone() if total is None else total.view(x.shape)
+        return q, x.clone(memory_format=torch.contiguous_format) if total is None else total.view(x.shape)
 
     def _normed(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, tensors: list[Tensor], spec: LinearSpec
@@ -178,7 +176,7 @@ def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> packed
     m = rows.shape[0]
     if not 0 < m <= packed_digits.NORM_TOKENS or spec.activations.quantized or weight.permutation is not None:
         return None
-    aligned = not (rows.data_ptr() % 16 or rows.stride(0) % 8)
+    aligned = packed_layout.rows_aligned(rows)
     key = (id(spec), m, rows.dtype, aligned, rows.get_device())
     if key not in _norm_configs:
         device = Device.of(rows)
@@ -213,21 +211,10 @@ def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y:
         plan.kernel.launch(weight, codes.codes[:, : codes.k], y, codes.scale, bias, plan.config)
 
 
-def _ordered(rows: Tensor, weight: PackedWeight) -> Tensor:
-    """Activations in the order of the tiles' columns, on 16 bytes, as the tensor maps of `packed_large` need them."""
-    if weight.permutation is not None:
-        gathered = rows[:, weight.permutation.clamp(min=0)]
-        return torch.where(weight.permutation >= 0, gathered, gathered.new_zeros(()))
-    if rows.data_ptr() % 16 or rows.stride(0) % 8:
-        width = -(-rows.shape[1] // 8) * 8
-        return torch.nn.functional.pad(rows, (0, width - rows.shape[1]))[:, : rows.shape[1]]
-    return rows
-
-
 def _plan(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> _Plan:
     """The kernel and config for this many tokens; chosen once."""
     bucket = token_bucket(rows.shape[0])
-    aligned = not (rows.data_ptr() % 16 or rows.stride(0) % 8)
+    aligned = packed_layout.rows_aligned(rows)
     # Specs are parsed once for each text and kept, so that their identity stands for them.
     columns = 0 if weight.permutation is None else weight.permutation.numel()
     key = (id(spec), bucket, rows.dtype, aligned, rows.get_device(), columns)
@@ -257,8 +244,8 @@ def _weight(tensors: list[Tensor], spec: LinearSpec) -> PackedWeight:
 
 
 def _in_type(bias: Tensor | None, x: Tensor) -> Tensor | None:
-    """The bias as kernels add it: in the type of x and of the result."""
-    return bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
+    """The bias as kernels add it: in the type of x and of the result, one value after another."""
+    return None if bias is None else bias.to(x.dtype).contiguous()
 
 
 def _optional(tensor: Tensor) -> Tensor | None:

@@ -18,7 +18,16 @@ from anybit.kernels.packed_digits import Step
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.before import Before
-from anybit.ops.elementwise import add_rms_norm, check_norm, rms_norm, rotate_store, silu_mul
+from anybit.ops.elementwise import (
+    add_rms_norm,
+    check_counts,
+    check_norm,
+    check_rotary,
+    rms_norm,
+    rotate_store,
+    silu_mul,
+)
+from anybit.ops.inputs import rows_of
 from anybit.ops.packed import PackedTiles
 from anybit.scheme import ActivationFormat
 
@@ -65,6 +74,14 @@ def _norm_rotate_store(
     parsed = LinearSpec.parse(spec)
     if parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
         check_norm(x, residual, gamma)
+        check_rotary(x, cosine, sine)
+        check_counts(lengths, sequences, x.device)
+        rows, outputs = x.numel() // parsed.k, (query_heads + 2 * key_heads) * cosine.shape[1]
+        if (len(cosine), parsed.n) != (rows, outputs):
+            raise KernelError(
+                f"cosine has {len(cosine)} tokens and x {rows}; {query_heads} query and {key_heads} key heads of "
+                f"{cosine.shape[1]} have {outputs} outputs and the layer {parsed.n}: both must be alike"
+            )
         step = Step(cosine.contiguous(), sine.contiguous(), ring, lengths, sequences, query_heads, key_heads, tokens)
         backend: PackedTiles = backends[parsed.backend]  # type: ignore[assignment]
         found = backend.norm_rotate_store(x, residual, gamma, epsilon, weight, bias, parsed, step)
@@ -86,6 +103,11 @@ def hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: 
     """Linear of ``anybit::hadamard`` of x: [..., K] -> [..., N]."""
     y: Tensor = torch.ops.anybit.hadamard_linear(x, weight, bias, spec)
     return y
+
+
+def _copy(x: Tensor) -> Tensor:
+    """X again, dense, as the fakes say: an op must not return what it was given."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _codes(x: Tensor, spec: LinearSpec, rotated: bool) -> bool:
@@ -115,7 +137,7 @@ def _norm_linear(
             if found is not None:
                 y, total = found
                 return y, total
-        normed, total = (rms_norm(x, gamma, epsilon), x.clone()) if residual is None else (
+        normed, total = (rms_norm(x, gamma, epsilon), _copy(x)) if residual is None else (
             add_rms_norm(x, residual, gamma, epsilon)
         )  # fmt: skip
         normed = torch.ops.anybit.hadamard(normed) if rotated else normed
@@ -123,7 +145,7 @@ def _norm_linear(
         return silu_mul(y, paired=True) if silu else y, total
     rows = x.reshape(-1, parsed.k).contiguous()
     if residual is None:
-        total, before = x.clone(), Before(Source.rms_norm, rows, gamma, epsilon, rotated=rotated)
+        total, before = _copy(x), Before(Source.rms_norm, rows, gamma, epsilon, rotated=rotated)
     else:
         other = residual.reshape(rows.shape).contiguous()
         total = torch.empty_like(other)
@@ -154,8 +176,7 @@ def _hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec:
     backend = backends[parsed.backend]
     if not _codes(x, parsed, True):
         return backend.linear(torch.ops.anybit.hadamard(x), weight, bias, parsed)
-    rows = x.reshape(-1, parsed.k)
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    rows = rows_of(x, parsed.k)
     before = Before(Source.plain, rows, rotated=True)
     y: Tensor = backend.linear(rows, weight, bias, parsed, before)  # type: ignore[call-arg]
     return y.view(*x.shape[:-1], parsed.n)
@@ -183,14 +204,14 @@ torch.library.register_fake(
     "anybit::norm_linear",
     lambda x, residual, gamma, epsilon, weight, bias, spec, silu=False, rotated=False: (
         x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n // (1 + silu)),
-        torch.empty_like(x),
+        x.new_empty(x.shape),
     ),
 )
 torch.library.register_fake(
     "anybit::norm_rotate_store",
     lambda x, residual, gamma, epsilon, weight, bias, spec, cosine, sine, query_heads, *_: (
         x.new_empty(cosine.shape[0], query_heads, cosine.shape[1]),
-        torch.empty_like(x),
+        x.new_empty(x.shape),
     ),
 )
 torch.library.register_fake(

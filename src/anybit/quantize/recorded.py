@@ -31,7 +31,7 @@ class Recorder:
             return function(*tensors)
         # As they will be in a recording, so that the first call gives the same bits.
         tensors = tuple(tensor.contiguous() for tensor in tensors)
-        key = (key, tensors[0].device, *(tensor.shape for tensor in tensors))
+        key = (key, tensors[0].device, *((tensor.shape, tensor.dtype) for tensor in tensors))
         self._seen[key] += 1
         if key not in self._graphs:
             if self._seen[key] == 1 or len(self._graphs) == _MOST:

@@ -51,7 +51,8 @@ class Folder:
         layers = {}
         for name, (n, k) in shapes.items():
             words, scale, zero, group_index, indices = (tensors.get(f"{name}.{part}") for part in _PARTS)
-            assert words is not None and scale is not None
+            if words is None or scale is None:
+                return None
             layers[name] = QuantizedWeight(words, scale, zero, (n, k), format, group_index, indices)
         return layers
 

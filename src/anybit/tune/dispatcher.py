@@ -180,7 +180,7 @@ class Dispatcher:
                         candidate = _legal(measured, there, allow)
                         us = of_its_like(candidate, measured.us, there, own, product) if candidate else None
                         owns += [] if us is None else [us]
-                    for measured in (*point.strategies.values(), *point.also, *default):
+                    for measured in dict.fromkeys((*point.strategies.values(), *point.also, *default)):
                         candidate = _legal(measured, product, allow)
                         if candidate is None or not (layouts is None or candidate.layout in layouts):
                             continue
@@ -499,10 +499,16 @@ def generation() -> int:
 
 
 def allow(*words: str) -> None:
-    """Allow what changes results or memory (``space.ALLOWANCES``) in layers prepared from now on; none: nothing."""
+    """Allow what changes results or memory (``space.ALLOWANCES``); none: nothing.
+
+    Layers that are prepared from now on may be kept for it; those that are kept for it already do as it says from
+    their next call on, but for CUDA graphs.
+    """
     refuse_unknown(words)
     _allowed.clear()
     _allowed.update(words)
+    for decided in _decisions:
+        decided.clear()
 
 
 def allowed() -> frozenset[str]:

@@ -87,14 +87,18 @@ def tiles_of(activations: ActivationFormat) -> Layout:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of kernels; ``facts``: the fields of its configs that repeat the problem."""
+    """A family of kernels.
+
+    facts: the fields of its configs that repeat the problem.  target: what activations are quantized into, if they are.
+    since: fields that maps of before them lack.
+    """
 
     name: str
     module: ModuleType
     facts: frozenset[str]
     problem: Callable[[Product], Any]
     target: Target
-    """What activations are quantized into, if they are."""
+    since: frozenset[str] = frozenset()
 
     def layout(self, activations: ActivationFormat) -> Layout:
         """Where the weights must lie."""
@@ -155,7 +159,7 @@ class Family:
     def rebuild(self, product: Product, fields: dict[str, FieldValue]) -> Any:
         """The config with these fields, for another product; not yet known to be legal there.
 
-        Fields that are missing are those of the default, but for `_SINCE`: configs of before them are without. Raises
+        Fields that are missing are those of the default, but for ``since``: configs of before them are without. Raises
         KernelError for one that is unknown or of the wrong kind, and where the family has no default for the product.
         """
         try:
@@ -165,7 +169,7 @@ class Family:
         except KernelError:  # a family for many tokens alone
             base = _base(self, product)
         kinds = {f.name: type(getattr(base, f.name)) for f in dataclasses.fields(base)}
-        changes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(base) if f.name in _SINCE}
+        changes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(base) if f.name in self.since}
         for name, value in fields.items():
             if name == "split" and "activation" in kinds:
                 changes["activation"] = _split(base.activation, bool(value))
@@ -316,16 +320,20 @@ def _beside(family: Family, product: Product) -> str | None:
     return None
 
 
-def _family(module: ModuleType, problem: Callable[[Product], Any], target: Target, facts: Iterable[str]) -> Family:
-    return Family(module.__name__.rpartition(".")[2], module, frozenset(facts), problem, target)
+def _family(
+    module: ModuleType,
+    problem: Callable[[Product], Any],
+    target: Target,
+    facts: Iterable[str],
+    since: Iterable[str] = (),
+) -> Family:
+    return Family(module.__name__.rpartition(".")[2], module, frozenset(facts), problem, target, frozenset(since))
 
 
 _PLANE_FACTS = ("weight_bits", "activation_bits", "weight_code", "activation_code", "output", "short_sums", "aligned")
 _SMALL_FACTS = ("activation", "output", "bits", "group", "asym", "bipolar", "gather", "ragged")
 _DIGITS_FACTS = ("source", "bits", "group", "code", "gather", "ragged")
 _MID_FACTS = ("operand", "bits", "group", "code", "gather", "ragged", "wide_store")
-_SINCE = ("direct", "unrolled")
-"""Fields that maps of before them lack."""
 _LARGE_FACTS = ("operand", "bits", "group", "code", "bfloat_out", "tile_bytes")
 _MARLIN_FACTS = ("operand", "output", "bits", "group", "code")
 
@@ -338,7 +346,7 @@ FAMILIES: dict[str, Family] = {
         _family(packed_digits, few_tokens, Target.bytes, _DIGITS_FACTS),
         _family(packed_small, few_tokens, Target.bytes, _SMALL_FACTS),
         _family(packed_mid, few_tokens, Target.bytes, _MID_FACTS),
-        _family(packed_large, _large, Target.bytes, _LARGE_FACTS),
+        _family(packed_large, _large, Target.bytes, _LARGE_FACTS, since=("direct", "unrolled")),
         _family(marlin, _marlin, Target.bytes, _MARLIN_FACTS),
     )
 }

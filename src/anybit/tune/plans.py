@@ -105,6 +105,17 @@ def plan(product: Product) -> Plan:
     return plan_of(product, choose(product, maps, options))
 
 
+def plans_in(path: Path) -> dict[tuple[object, ...], Plan]:
+    """The plans of a file that ``compile_all`` wrote, by ``plan_key``. Raises KernelError for another file."""
+    try:
+        found = pickle.loads(path.read_bytes())
+    except (OSError, EOFError, AttributeError, ImportError, IndexError, pickle.UnpicklingError) as error:
+        raise KernelError(f"{path} is no file of plans: {error}; remove it, and plans are made anew") from None
+    if not isinstance(found, dict):
+        raise KernelError(f"{path} is no file of plans: it holds a {type(found).__name__}")
+    return found
+
+
 class Planner:
     """Processes that plan and compile some products ahead of the measurement; they touch no GPU.
 
@@ -120,7 +131,7 @@ class Planner:
         self._kernels: dict[tuple[jit.Kernel, str], Future[str | None]] = {}
         self._known: dict[tuple[object, ...], Plan] = {}
         if options.plans is not None and options.plans.exists():
-            self._known = pickle.loads(options.plans.read_bytes())
+            self._known = plans_in(options.plans)
 
     def __enter__(self) -> "Planner":
         return self
@@ -240,7 +251,7 @@ def compile_all(
     The plans join those in the file ``options.plans``, for a search later.
     """
     path, count, saved, pause = options.plans, 0, time.perf_counter(), _SAVE_SECONDS
-    plans: dict[tuple[object, ...], Plan] = pickle.loads(path.read_bytes()) if path and path.exists() else {}
+    plans = plans_in(path) if path and path.exists() else {}
 
     def keep() -> None:
         if path is not None:

@@ -37,6 +37,7 @@ FORMAT = "anybit policy map 1"
 SHIPPED = Path(__file__).parent / "policies"
 _VENDOR = "cuBLAS"
 _QUANTIZER = "pack"
+_DTYPES = ("float16", "bfloat16")
 
 Key = tuple[str, str, int, int]
 """Scheme, dtype, N, K."""
@@ -190,7 +191,8 @@ class Policy:
             if kept:
                 found.layers[key] = kept
         for name, reason in self.excluded.items():
-            if not any(f" {kernel}" in name for kernel in changed):
+            coded = _QUANTIZER in changed and "a16" not in name.partition(" ")[0]
+            if not coded and not any(f" {kernel}(" in name for kernel in changed):
                 found.excluded[name] = reason
         return found
 
@@ -265,7 +267,7 @@ def read(path: Path) -> Policy:
         raise PolicyError(f"{path} cannot be read as a policy map: {error}") from None
     try:
         return _parse(content, path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise PolicyError(f"{path} is not a whole policy map: {what}") from None
 
@@ -288,7 +290,9 @@ def _parse(content: Any, path: Path) -> Policy:
     policy = Policy(origin, path=path)
     for layer in content["layers"]:
         scheme = Scheme.parse(layer["scheme"])
-        key = str(scheme), str(layer["dtype"]), _positive(layer["n"], int), _positive(layer["k"], int)
+        if layer["dtype"] not in _DTYPES:
+            raise ValueError(f"dtype {layer['dtype']!r} is unknown; there are {', '.join(_DTYPES)}")
+        key = str(scheme), layer["dtype"], _positive(layer["n"], int), _positive(layer["k"], int)
         points = policy.layers.setdefault(key, {})
         for m, point in layer["tokens"].items():
             points[_positive(int(m), int)] = _parse_point(point, configs)

@@ -168,7 +168,7 @@ class Bench:
         device = layer.rows.device
         m, n, k = product.m, product.n, product.k
         generator = torch.Generator(device).manual_seed(m)
-        pitch = -(-k // 8) * 8  # rows start on 16 bytes, as ops gives them to kernels
+        pitch = packed_layout.pitch(k)  # as ops gives rows to kernels
         self.x = torch.randn(m, pitch, device=device, generator=generator).to(product.dtype)[:, :k]
         self.y = torch.empty(m, n, device=device, dtype=product.dtype)
         self.tokens = torch.arange(m, device=device)

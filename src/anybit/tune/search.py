@@ -93,6 +93,14 @@ class Child:
             raise KernelError(f"the process that measures could not begin: {what}")
         self.facts = message[1]
 
+    def send(self, job: tuple[Any, ...]) -> None:
+        """Hand over a job; a child that has died since the last one is begun anew."""
+        try:
+            self.connection.send(job)
+        except OSError:
+            self.start()
+            self.connection.send(job)
+
     def receive(self, limit: float) -> Any:
         """The next message; None if there is none within ``limit`` seconds or the process has died."""
         try:
@@ -219,9 +227,9 @@ def search(
     options = options or Options()
     mine = child is None
     child = child or Child(factory)
-    if mine:
-        child.start()
     try:
+        if mine:
+            child.start()
         file = path(child.facts["device"].name) if callable(path) else path
         return _search(child, products, file, options, hints, report)
     finally:
@@ -382,7 +390,7 @@ def race(
         if not todo:
             break
         kept = [i for i, candidate in enumerate(todo) if candidate in keep]
-        child.connection.send((product, todo, kept, options.effort, 1.5 * floor_us(product), not one_by_one))
+        child.send((product, todo, kept, options.effort, 1.5 * floor_us(product), not one_by_one))
         if not turn:
             meanwhile()
         times, gone, fault = _listen(child, options.limit)
@@ -425,7 +433,7 @@ def sift(
         alone = frozenset(i for i, c in enumerate(todo) if c in suspects)
         sieve = replace(sieve, bounds=tuple(bounds[c] for c in todo), alone=alone)
         kept = [i for i, candidate in enumerate(todo) if candidate in keep]
-        child.connection.send((product, todo, kept, sieve, 1.5 * floor_us(product), True))
+        child.send((product, todo, kept, sieve, 1.5 * floor_us(product), True))
         times, gone, fault = _listen(child, options.limit)
         for i, reason in gone.items():
             policy.excluded[excluded_name(product, todo[i])] = reason

@@ -1,0 +1,73 @@
+"""Several threads at a layer's first calls: one object a spec, one thread that prepares, nobody without a weight."""
+
+import copy
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from anybit.linear import QuantLinear
+from anybit.ops.backend import LinearSpec
+from anybit.scheme import WeightFormat
+from cases import random_weight
+
+THREADS = 4
+
+
+@pytest.fixture(autouse=True)
+def threads_that_change_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_once(call: Callable[[], object]) -> list[object]:
+    """What ``call`` gave, or raised, in each of several threads that begin together."""
+    barrier, found = threading.Barrier(THREADS), []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            found.append(call())
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_spec_is_one_object_whoever_asks_first() -> None:
+    """Plans go by its identity: another one at the address of one that was dropped got another layer's plan."""
+    for n in range(64, 1064):
+        found = at_once(lambda n=n: LinearSpec.parse(f"packed:{n}x128:w4a16g64"))
+        assert len({id(one) for one in found}) == 1
+
+
+def test_a_layers_first_call_from_several_threads() -> None:
+    weight, x = random_weight(64, 128, WeightFormat(4, "sym", 64)), torch.randn(1, 128)
+    expected = QuantLinear.from_weight(weight, "w4a16g64")(x)
+    for _ in range(60):
+        layer = QuantLinear.from_weight(weight, "w4a16g64")
+        for y in at_once(lambda layer=layer: layer(x)):
+            assert isinstance(y, torch.Tensor), y
+            assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_of_a_prepared_layer_is_another_one(copied: Callable[[QuantLinear], QuantLinear]) -> None:
+    """CUDA graphs are thrown away where the numbers of a model's layers are others than they were."""
+    layer = QuantLinear.from_weight(random_weight(8, 64, WeightFormat(4)), "w4a16").prepare()
+    other = copied(layer)
+    assert layer._prepared is not None and other._prepared is not None
+    assert other._prepared.number != layer._prepared.number
+    assert other._prepared.spec == layer._prepared.spec
+    x = torch.randn(2, 64)
+    assert torch.equal(other(x), layer(x))
