@@ -35,3 +35,8 @@ class CalibrationError(AnyBitError, ValueError):
 
 class OptionError(AnyBitError, ValueError):
     """An option of a quantization method that is unknown or has an impossible value."""
+
+
+def dtype_name(dtype: object) -> str:
+    """A dtype as messages and files name it: "float16"."""
+    return str(dtype).removeprefix("torch.")

@@ -18,6 +18,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit.cache import cached
 from anybit.jit.compile import Compiled
+from anybit.jit.driver import checked, driver
 from anybit.jit.params import layout_of
 from anybit.jit.source import Kernel
 
@@ -99,7 +100,7 @@ class Launcher:
         self._pointers = [i for i, field in enumerate(self._layout.fields) if field.type.code == "P"]
         self._function = _function(kernel, device)
         self._configs: dict[int, Any] = {}
-        self._launch = _driver().cuLaunchKernelEx
+        self._launch = driver().cuLaunchKernelEx
         self._scratch = _Scratch(self._layout.size)
 
     def __call__(self, params: Any) -> None:
@@ -145,7 +146,7 @@ class Launcher:
             self._retry(status, config)
 
     def _retry(self, status: Any, config: Any) -> None:
-        if status == _driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used the device yet
+        if status == driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used the device yet
             torch.cuda.set_device(torch.cuda.current_device())
             with torch.cuda.device(self.device):
                 (status,) = self._launch(config, self._function, self._scratch.address, 0)
@@ -164,21 +165,21 @@ class Launcher:
         )
 
     def _config(self, stream: int) -> Any:
-        driver, kernel = _driver(), self.kernel
-        config = driver.CUlaunchConfig()
+        cuda, kernel = driver(), self.kernel
+        config = cuda.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
         config.sharedMemBytes = kernel.shared_bytes
-        config.hStream = driver.CUstream(stream)
+        config.hStream = cuda.CUstream(stream)
         attributes = []
         if kernel.cluster > 1:
-            cluster = driver.CUlaunchAttribute()
-            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster = cuda.CUlaunchAttribute()
+            cluster.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = kernel.cluster, 1, 1
             attributes.append(cluster)
         if self.pdl:
-            overlap = driver.CUlaunchAttribute()
-            overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap = cuda.CUlaunchAttribute()
+            overlap.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             overlap.value.programmaticStreamSerializationAllowed = 1
             attributes.append(overlap)
         config.attrs, config.numAttrs = attributes, len(attributes)
@@ -194,35 +195,19 @@ class _Scratch(threading.local):
         self.address = ctypes.addressof(self.pointers)
 
 
-@cache
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise KernelError("launching a kernel needs cuda-bindings: pip install 'anybit[cuda]'") from error
-    return driver
-
-
-def _checked(result: tuple[Any, ...], what: str) -> Any:
-    status, *values = result
-    if status:
-        raise KernelError(f"{what} failed: {status.name}")
-    return values[0] if values else None
-
-
 def _function(kernel: Kernel, device: int) -> Any:
     """The driver's handle of a kernel, its attributes set for `device`."""
     compiled = cached(kernel, _device(device).arch)
     torch.cuda.set_device(torch.cuda.current_device())  # makes sure that this thread has a context
-    driver = _driver()
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    cuda = driver()
+    relaxed = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     # Loading code may do what a strict stream capture forbids; it belongs to no stream, so the capture can allow it.
-    before = _checked(driver.cuThreadExchangeStreamCaptureMode(relaxed), "entering relaxed capture")
+    before = checked(cuda.cuThreadExchangeStreamCaptureMode(relaxed), "entering relaxed capture")
     try:
         with _loading:
             handle = _load(compiled)
-            number = _checked(driver.cuDeviceGet(device), f"finding device {device}")
-            attributes = driver.CUfunction_attribute
+            number = checked(cuda.cuDeviceGet(device), f"finding device {device}")
+            attributes = cuda.CUfunction_attribute
             settings = []
             if kernel.shared_bytes > 48 << 10:
                 settings.append((attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes))
@@ -230,10 +215,10 @@ def _function(kernel: Kernel, device: int) -> Any:
                 settings.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
             for attribute, value in settings:
                 what = f"setting {attribute.name} = {value} of {kernel.entry}"
-                _checked(driver.cuKernelSetAttribute(attribute, value, handle, number), what)
+                checked(cuda.cuKernelSetAttribute(attribute, value, handle, number), what)
     finally:
-        driver.cuThreadExchangeStreamCaptureMode(before)
-    return driver.CUfunction(int(handle))  # launches take either kind of handle, but the binding this one
+        cuda.cuThreadExchangeStreamCaptureMode(before)
+    return cuda.CUfunction(int(handle))  # launches take either kind of handle, but the binding this one
 
 
 _libraries: dict[int, tuple[Any, Any, Compiled]] = {}
@@ -243,9 +228,9 @@ def _load(compiled: Compiled) -> Any:
     """The kernel of a cubin. A library is loaded once a process; the driver brings it to each device at first use."""
     found = _libraries.get(id(compiled))
     if found is None:
-        driver, name = _driver(), compiled.entry
-        library = _checked(driver.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0), f"loading {name}")
-        handle = _checked(driver.cuLibraryGetKernel(library, name.encode()), f"finding {name}")
+        cuda, name = driver(), compiled.entry
+        library = checked(cuda.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0), f"loading {name}")
+        handle = checked(cuda.cuLibraryGetKernel(library, name.encode()), f"finding {name}")
         found = _libraries[id(compiled)] = library, handle, compiled
     return found[1]
 

@@ -2,11 +2,12 @@
 
 import ctypes
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated
 
 from torch import Tensor
 
 from anybit.errors import KernelError
+from anybit.jit.driver import driver
 from anybit.jit.params import CType
 
 TensorMap = Annotated[bytes, CType("128s", 128)]
@@ -28,21 +29,21 @@ def encode(matrix: Tensor, box_columns: int, box_rows: int) -> bytes:
 def _encode(
     address: int, element_bytes: int, rows: int, columns: int, pitch: int, box_columns: int, box_rows: int
 ) -> bytes:
-    driver = _driver()
-    kinds = driver.CUtensorMapDataType
+    cuda = driver()
+    kinds = cuda.CUtensorMapDataType
     kind = {1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16}[element_bytes]
-    status, encoded = driver.cuTensorMapEncodeTiled(
+    status, encoded = cuda.cuTensorMapEncodeTiled(
         kind,
         2,
         address,
-        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-        [driver.cuuint64_t(pitch)],
-        [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        [cuda.cuuint64_t(columns), cuda.cuuint64_t(rows)],
+        [cuda.cuuint64_t(pitch)],
+        [cuda.cuuint32_t(box_columns), cuda.cuuint32_t(box_rows)],
+        [cuda.cuuint32_t(1), cuda.cuuint32_t(1)],
+        cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
         raise KernelError(
@@ -50,11 +51,3 @@ def _encode(
             f"{pitch}, was refused ({status.name}): rows must begin at multiples of 16 bytes"
         )
     return ctypes.string_at(encoded.getPtr(), 128)
-
-
-def _driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise KernelError("launching a kernel needs cuda-bindings: pip install 'anybit[cuda]'") from error
-    return driver

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.device import Device
-from anybit.errors import KernelError
+from anybit.errors import KernelError, dtype_name
 from anybit.jit import Int32, Pointer
 from anybit.kernels import packed_layout
 from anybit.kernels.packed_large_rules import Code, Operand
@@ -95,11 +95,11 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     if p.weights.sparse:
         return "no kernel multiplies 2:4 sparse weights yet: the reference backends do"
     if p.activations not in (torch.float16, torch.bfloat16, torch.int8):
-        return f"activations must be float16, bfloat16 or int8, not {_name(p.activations)}"
+        return f"activations must be float16, bfloat16 or int8, not {dtype_name(p.activations)}"
     if p.output not in (torch.float16, torch.bfloat16):
-        return f"the output must be float16 or bfloat16, not {_name(p.output)}"
+        return f"the output must be float16 or bfloat16, not {dtype_name(p.output)}"
     if p.activations.is_floating_point and p.activations != p.output:
-        return f"16-bit activations and output must agree, not {_name(p.activations)} and {_name(p.output)}"
+        return f"16-bit activations and output must agree, not {dtype_name(p.activations)} and {dtype_name(p.output)}"
     if config is None:
         return None
     c = config
@@ -123,10 +123,6 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     if size > p.device.shared_bytes:
         return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _facts(p: Problem) -> dict[str, object]:

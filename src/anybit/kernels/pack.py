@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.errors import KernelError
+from anybit.errors import KernelError, dtype_name
 from anybit.hadamard import factor
 from anybit.jit import Float32, Int32, Int64, Pointer
 from anybit.kernels import hadamard, planes
@@ -158,7 +158,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     form = problem.format
     if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"activations must be float16 or bfloat16, not {_name(problem.dtype)}"
+        return f"activations must be float16 or bfloat16, not {dtype_name(problem.dtype)}"
     if form.quantized == (problem.target is Target.values):
         return f"{form.bits}-bit activations do not go with the target {problem.target.value}"
     if problem.target is Target.values and problem.source is Source.plain:
@@ -352,7 +352,3 @@ def _width(problem: Problem) -> int:
 def pitch(k: int) -> int:
     """Bytes between rows of byte codes: K rounded up to 16, so that every row can be copied in 16-byte pieces."""
     return -(-k // 16) * 16
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import Float32, Int32, Pointer
 from anybit.kernels import packed_layout
-from anybit.kernels.packed_layout import PackedWeight
+from anybit.kernels.packed_layout import PackedWeight, round_up
 from anybit.kernels.packed_small import (
     Params,
     Problem,
@@ -129,10 +129,6 @@ def _config_why_not(p: Problem, c: Config) -> str | None:
     return None
 
 
-def _up(size: int, to: int) -> int:
-    return -(-size // to) * to
-
-
 def _facts(p: Problem, c: Config) -> Config:
     """``c`` with what the problem decides."""
     return replace(
@@ -161,8 +157,8 @@ def shared_bytes(config: Config) -> int:
     c = config
     rows, columns = c.stage_units * c.chunks * _UNIT_ROWS, _columns(c)
     flushes = max(1, packed_layout.subgroups(c.group or None))
-    ring = _up(max(c.stages * c.stage_units * _unit_bytes(c), c.tokens * rows * 4), 128)
-    slot = _up(c.tokens * (columns * 144 + flushes * 8), 16)
+    ring = round_up(max(c.stages * c.stage_units * _unit_bytes(c), c.tokens * rows * 4), 128)
+    slot = round_up(c.tokens * (columns * 144 + flushes * 8), 16)
     return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.least_shared)
 
 
@@ -180,7 +176,7 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
 
 
 def _units(p: Problem) -> int:
-    return _up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
+    return round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
 
 
 def fitted(

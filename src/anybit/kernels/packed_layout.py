@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from anybit.errors import KernelError
+from anybit.errors import KernelError, dtype_name
 from anybit.kernels import packed_repack
 from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import WeightFormat
@@ -130,7 +130,7 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
     format, (n, k) = weight.format, weight.shape
     permutation, column_group = _columns(weight)
     columns = k if permutation is None else permutation.numel()
-    padded_n, padded_k = _up(n, TILE_ROWS), _up(columns, TILE_COLUMNS)
+    padded_n, padded_k = round_up(n, TILE_ROWS), round_up(columns, TILE_COLUMNS)
     if permutation is not None:
         permutation = torch.nn.functional.pad(permutation, (0, padded_k - columns), value=-1)
     tiles = torch.empty(
@@ -198,7 +198,8 @@ def _units(tiles: Tensor, format: WeightFormat) -> Tensor:
     return tiles.view(*tiles.shape[:2], 4, unit_bytes(format))
 
 
-def _up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple that is no less."""
     return -(-value // multiple) * multiple
 
 
@@ -466,12 +467,10 @@ def check_operands(
     if tuple(y.shape) != (x.shape[0], outputs or n) or not y.is_contiguous():
         raise KernelError(f"y must be a contiguous [{x.shape[0]}, {outputs or n}], not {tuple(y.shape)}")
     if (x_scale is not None) != (x.dtype == torch.int8):
-        raise KernelError(f"x_scale goes with int8 activations, and x is {_name(x)}")
+        raise KernelError(f"x_scale goes with int8 activations, and x is {dtype_name(x.dtype)}")
     if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,) or not bias.is_contiguous()):
-        raise KernelError(f"bias must be a dense {_name(y)} [{n}], not {_name(bias)} {tuple(bias.shape)}")
+        raise KernelError(
+            f"bias must be a dense {dtype_name(y.dtype)} [{n}], not {dtype_name(bias.dtype)} {tuple(bias.shape)}"
+        )
     if weight.order != ("a8" if x.dtype == torch.int8 else "a16"):
-        raise KernelError(f"tiles were prepared for {weight.order} activations, and x is {_name(x)}")
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+        raise KernelError(f"tiles were prepared for {weight.order} activations, and x is {dtype_name(x.dtype)}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from anybit import jit
 from anybit.kernels import packed_layout
 from anybit.kernels.packed_large_rules import Code, Operand
-from anybit.kernels.packed_layout import PackedWeight
+from anybit.kernels.packed_layout import PackedWeight, round_up
 from anybit.kernels.packed_small import (
     Params,
     Problem,
@@ -92,10 +92,6 @@ def _config_why_not(p: Problem, c: Config) -> str | None:
     return None
 
 
-def _up(size: int, to: int) -> int:
-    return -(-size // to) * to
-
-
 def _facts(p: Problem, c: Config) -> Config:
     """``c`` with what the problem decides."""
     return replace(
@@ -115,11 +111,11 @@ def shared_bytes(config: Config) -> int:
     c = config
     rows = c.block_units * _UNIT_ROWS
     unit = packed_layout.unit_bytes_of(c.bits, c.group or None, c.code is Code.asym)
-    body = c.warps * _up(c.stages * c.stage_units * unit, 128) + c.k_warps * c.x_stages * c.tokens * 272
+    body = c.warps * round_up(c.stages * c.stage_units * unit, 128) + c.k_warps * c.x_stages * c.tokens * 272
     sums = c.k_warps * c.tokens * (rows + 4) * 4
     received = (c.cluster - 1) * (c.tokens // c.cluster) * rows * 4
     barriers = (c.warps * c.stages + c.k_warps * c.x_stages + 1) * 8
-    return max(_up(max(body, sums), 128) + rows * 8 + received + barriers, c.least_shared)
+    return max(round_up(max(body, sums), 128) + rows * 8 + received + barriers, c.least_shared)
 
 
 @functools.cache
@@ -142,7 +138,7 @@ def _owners(sms: int, cluster: int) -> int:
 
 
 def _units(p: Problem) -> int:
-    return _up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
+    return round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
 
 
 def fitted(
@@ -157,7 +153,7 @@ def fitted(
         mine, units = 8, 8 * row_warps
     stage_units = min(stage_units, mine)
     base = Config(
-        Operand.f16, 1, 0, Code.sym, False, False, False, tokens=_up(p.m, 8), row_warps=row_warps, k_warps=k_warps,
+        Operand.f16, 1, 0, Code.sym, False, False, False, tokens=round_up(p.m, 8), row_warps=row_warps, k_warps=k_warps,
         block_units=units, stage_units=stage_units, chunks=-(-mine // stage_units), stages=1, x_stages=1, prefetch=1,
         cluster=cluster,
     )  # fmt: skip

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.device import Device
+from anybit.errors import dtype_name
 from anybit.jit import Int32, Pointer
 from anybit.kernels import packed_layout
-from anybit.kernels.packed_layout import PackedWeight
+from anybit.kernels.packed_layout import PackedWeight, round_up
 from anybit.scheme import WeightFormat
 
 MOST_TOKENS = 16
@@ -157,11 +158,11 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     if reason is not None:
         return reason
     if p.activations not in (torch.float16, torch.bfloat16, torch.int8):
-        return f"activations must be float16, bfloat16 or int8, not {_name(p.activations)}"
+        return f"activations must be float16, bfloat16 or int8, not {dtype_name(p.activations)}"
     if p.output not in (torch.float16, torch.bfloat16):
-        return f"the output must be float16 or bfloat16, not {_name(p.output)}"
+        return f"the output must be float16 or bfloat16, not {dtype_name(p.output)}"
     if p.activations.is_floating_point and p.activations != p.output:
-        return f"16-bit activations and output must agree, not {_name(p.activations)} and {_name(p.output)}"
+        return f"16-bit activations and output must agree, not {dtype_name(p.activations)} and {dtype_name(p.output)}"
     if p.activations == torch.int8 and p.columns * (2**p.weights.bits) * 128 * 2 >= 2**32:
         return f"sums over K = {p.k} of {p.weights.bits}-bit weights and int8 activations may not fit int32"
     return None if config is None else _config_why_not(p, config)
@@ -193,14 +194,6 @@ def _config_why_not(p: Problem, c: Config) -> str | None:
     return None
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _up(size: int, to: int = 128) -> int:
-    return -(-size // to) * to
-
-
 def _facts(p: Problem, c: Config) -> Config:
     """``c`` with what the problem decides."""
     activation = {
@@ -227,12 +220,16 @@ def shared_bytes(config: Config) -> int:
     pitch = 128 if c.activation.split or c.activation is Activation.s8 else 256
     pitch += 16 if c.tokens > 1 or c.activation.split else 0
     slot = c.tokens * (2 * pitch if c.activation.split else pitch) + (
-        _up(c.tokens * 4, 16) if c.activation.split else 0
+        round_up(c.tokens * 4, 16) if c.activation.split else 0
     )
     units = c.row_units * c.row_chunks
-    ring = _up(max(c.stages * c.row_units * _unit_bytes(c), units * 16 * c.tokens * 4))
+    ring = round_up(max(c.stages * c.row_units * _unit_bytes(c), units * 16 * c.tokens * 4), 128)
     rows = c.warps // c.k_warps * units * 16
-    size = c.warps * (ring + c.x_stages * slot) + _up(rows * 8 + c.tokens * 4) + _up(c.warps * c.stages * 8)
+    size = (
+        c.warps * (ring + c.x_stages * slot)
+        + round_up(rows * 8 + c.tokens * 4, 128)
+        + round_up(c.warps * c.stages * 8, 128)
+    )
     return max(size, c.least_shared)
 
 
@@ -248,7 +245,7 @@ def kernel(config: Config) -> jit.Kernel:
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
-    units = _up(problem.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
+    units = round_up(problem.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
     most = config.warps // config.k_warps * config.row_units * config.row_chunks
     return max(min(problem.device.sms, units), -(-units // most)), 1, 1
 
@@ -287,7 +284,7 @@ def _default(p: Problem) -> Config:
     """What won on an H200 (docs/packed.md): a layer whose weights fit the SMs' shared memory is fetched whole, before
     the kernel ahead has ended; others in rings that leave room for the next kernel's, or have more warps instead.
     """
-    units = -(-_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS // p.device.sms)
+    units = -(-round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS // p.device.sms)
     whole = units <= 3 and units * (p.columns // 128) * (256 * p.weights.bits + 48) <= 108 << 10
     # Taking out 1-bit and 2-bit codes for fp16 takes longer than reading them: see docs/packed.md.
     split = p.m <= 2 and p.weights.bits <= 2 and units > 3 and p.activations.is_floating_point
@@ -315,7 +312,7 @@ def _fitted(
     p: Problem, warps: int, row_warps: int, row_units: int, ring_bytes: int, prefetch: int, split: bool
 ) -> Config:
     """A config for these warps, whose rings have about ``ring_bytes`` together; prefetch 0 chooses one."""
-    units = block_units(_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS, p.device)
+    units = block_units(round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS, p.device)
     mine = -(-units // row_warps)
     row_units = min(row_units, mine)
     k_warps = warps // row_warps

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from anybit.errors import KernelError
+from anybit.errors import KernelError, dtype_name
 from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.between import of_its_like, scaled
 from anybit.tune.families import (
@@ -226,7 +226,7 @@ class Dispatcher:
         there = replace(product, dtype=next(dtype for dtype in _SIXTEEN if dtype != product.dtype))
         if not _same(own, product, there):
             return None
-        return self._by_its_like(product, own, there, layouts, str(there.dtype).removeprefix("torch."))
+        return self._by_its_like(product, own, there, layouts, dtype_name(there.dtype))
 
     def _with_other_codes(self, product: Product, own: Candidate, layouts: Collection[Layout] | None) -> Choice | None:
         """What runs the layer with the weights that maps hold, 4 symmetric bits (in groups of 128), where it won there

@@ -24,9 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from anybit.errors import KernelError
+from anybit.errors import KernelError, dtype_name
 from anybit.jit.cache import folder
 from anybit.jit.source import KERNELS
 from anybit.scheme import Scheme
@@ -165,7 +163,7 @@ class Policy:
             if key[0] != scheme:
                 continue
             shape = abs(math.log2(key[2] / product.n)) + abs(math.log2(key[3] / product.k))
-            shape += 0.25 * (key[1] != _name(product.dtype))
+            shape += 0.25 * (key[1] != dtype_name(product.dtype))
             for m, point in points.items():
                 distance = shape + 2 * abs(math.log2(m / product.m))
                 if distance <= most:
@@ -219,11 +217,7 @@ def _kernels(point: Point) -> set[str]:
 
 def key_of(product: Product) -> Key:
     """What a layer is called in a map."""
-    return str(product.scheme), _name(product.dtype), product.n, product.k
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return str(product.scheme), dtype_name(product.dtype), product.n, product.k
 
 
 def library() -> str:
