@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -148,6 +149,35 @@ def test_a_static_cache_that_is_kept_is_not_used_again(llama):
     assert first is not second and first.seen == second.seen == 138
 
 
+@pytest.mark.parametrize("scheme", ["w4a16g32", "w4a16g32-kv4"])
+def test_threads_share_a_model(llama, scheme):
+    """A kept cache serves one call at a time, and no pass sees another one's attention."""
+    model = quantized(llama, scheme)
+    assert anybit.accelerate(model)
+    calls = [{"cache_implementation": "static"}, {}] * 3
+    prompts = [prompt(1, 5 + i) for i in range(len(calls))]
+
+    def answer(i):
+        return model.generate(prompts[i], **GREEDY, **calls[i])
+
+    expected = [answer(i) for i in range(len(calls))]
+    for _ in range(3):
+        with ThreadPoolExecutor(len(calls)) as pool:
+            for found, wanted in zip(pool.map(answer, range(len(calls))), expected, strict=True):
+                assert torch.equal(found, wanted)
+
+
+def test_a_generation_config_given_by_place_is_seen(llama, monkeypatch):
+    model = quantized(llama, "w4a16g32")
+    wanted = model.generate(prompt(), **GREEDY)
+    assert anybit.accelerate(model)
+    monkeypatch.setattr(type(model), "_sample", None)  # the usual loop is not called
+    config = hf.GenerationConfig(**GREEDY, cache_implementation="static")
+    config.min_new_tokens = None
+    agree(model.generate(prompt(), config), wanted, exact=False)
+    assert isinstance(next(iter(model._anybit_decoder.caches.values())), AnyBitCache)
+
+
 def test_graphs_are_forgotten_with_the_weights_that_they_read(llama):
     model = anybit.fuse(quantized(llama, "w4a16g32"))
     call = {**GREEDY, "cache_implementation": "static"}
@@ -201,6 +231,10 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, llama):
     model = quantized(folder_of(odd, tmp_path), "w4a16g32-kv4")
     with pytest.raises(LayerError, match="the KV format kv4 cannot serve this model"):
         model.generate(prompt(), **GREEDY)
+    plain = quantized(tmp_path, "w4a16g32")
+    assert not anybit.accelerate(plain)
+    with pytest.warns(UserWarning, match="transformers' own static cache serves this model, .*: head_dim must be"):
+        plain.generate(prompt(), **GREEDY, cache_implementation="static")
     with pytest.raises(LayerError, match="capacity of at least 1 token"):
         AnyBitCache("kv4", static=True)
     model = quantized(llama, "w4a16g32")

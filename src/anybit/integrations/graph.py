@@ -10,8 +10,11 @@ A greedy generate needs no host between tokens (``greedy.py``). Prompts, and ste
 they always do.
 """
 
+import contextlib
 import functools
+import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -129,7 +132,12 @@ class GreedyGraph(StepGraph):
 
 
 class Decoder:
-    """What a model remembers between calls of ``generate``: its static caches and their graphs."""
+    """What a model remembers between calls of ``generate``: its static caches and their graphs.
+
+    Threads may share the model. A forward pass is one thread's (``attention``), since the model's configuration says
+    meanwhile which attention runs; a ``generate`` over a static cache is, too (``turn``), since that is kept and used
+    again.
+    """
 
     def __init__(self, model: Any, kv: KVFormat | None) -> None:
         self._model, self.kv = weakref.ref(model), kv
@@ -138,6 +146,21 @@ class Decoder:
         self.graphs: weakref.WeakKeyDictionary[AnyBitCache, StepGraph] = weakref.WeakKeyDictionary()
         self.greedy: weakref.WeakKeyDictionary[AnyBitCache, GreedyGraph] = weakref.WeakKeyDictionary()
         self._weights: list[int] = []
+        self.attention, self._turns = threading.RLock(), threading.RLock()
+        self._ended: torch.cuda.Event | None = None
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """One thread's use of the kept caches, on its current stream; others wait."""
+        on_gpu = self.model.device.type == "cuda"
+        with self._turns:
+            if on_gpu and self._ended is not None:  # the last one's may have been another stream
+                torch.cuda.current_stream(self.model.device).wait_event(self._ended)
+            try:
+                yield
+            finally:
+                if on_gpu:
+                    self._ended = torch.cuda.current_stream(self.model.device).record_event()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Decoder":
         return Decoder(memo[id(self.model)], self.kv)  # a copied model has caches and graphs of its own
@@ -202,7 +225,7 @@ class Decoder:
             graph = self.greedy[cache] = GreedyGraph(self.model, self.forward, cache)
         made = graph.tokens(first, positions)
         while True:
-            with _Packed(cache):
+            with self.attention, _Packed(cache):
                 ids = next(made)
             yield ids
 
@@ -247,9 +270,11 @@ def install(model: Any, kv: KVFormat | None) -> None:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         decoder: Decoder = self._anybit_decoder
         cache = kwargs.get("past_key_values")
+        alone = contextlib.nullcontext() if torch.compiler.is_compiling() else decoder.attention
         if not isinstance(cache, AnyBitCache) or cache.config is None:
-            return decoder.forward(*args, **kwargs)
-        with _Packed(cache):
+            with alone:
+                return decoder.forward(*args, **kwargs)
+        with alone, _Packed(cache):
             ids = kwargs.get("input_ids")
             if not args and ids is not None and _is_step(cache, ids, kwargs):
                 positions = kwargs.get("position_ids")
@@ -268,6 +293,8 @@ def install(model: Any, kv: KVFormat | None) -> None:
         free = free and not getattr(generation_config, "is_assistant", False)
         reason = why_not(self, decoder.kv or _SIXTEEN_BITS) if free else None
         static = wanted == "static" and reason is None
+        if free and wanted == "static" and reason is not None and decoder.kv is None:
+            warnings.warn(f"transformers' own static cache serves this model, at its own speed: {reason}", stacklevel=2)
         if free and decoder.kv is not None and wanted in (None, "dynamic", "static") and reason is not None:
             raise LayerError(f"the KV format {decoder.kv} cannot serve this model: {reason}")
         if not free or not (static or (decoder.kv is not None and wanted in (None, "dynamic"))):
@@ -283,10 +310,14 @@ def install(model: Any, kv: KVFormat | None) -> None:
 
     @functools.wraps(type(model).generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if greedy.wanted(self, kwargs) and why_not(self, self._anybit_decoder.kv or _SIXTEEN_BITS) is None:
-            steps, streamer = self._anybit_decoder.tokens, kwargs.pop("streamer", None)
-            kwargs["custom_generate"] = functools.partial(greedy.generate, steps=steps, streamer=streamer)
-        return type(self).generate(self, *args, **kwargs)
+        decoder: Decoder = self._anybit_decoder
+        given = kwargs | ({"generation_config": args[1]} if len(args) > 1 else {})  # as transformers orders them
+        static = greedy.setting(self, given, "cache_implementation") == "static"
+        if greedy.wanted(self, given) and why_not(self, decoder.kv or _SIXTEEN_BITS) is None:
+            streamer = kwargs.pop("streamer", None)
+            kwargs["custom_generate"] = functools.partial(greedy.generate, steps=decoder.tokens, streamer=streamer)
+        with decoder.turn() if static else contextlib.nullcontext():
+            return type(self).generate(self, *args, **kwargs)
 
     model._anybit_decoder = Decoder(model, kv)
     model.generate = types.MethodType(generate, model)

@@ -5,6 +5,7 @@ Here tokens are looked at eight at a time, while the next eight are being made. 
 end of a sequence are replaced by padding, and a text ends where all its rows have.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,13 +19,15 @@ _KNOWN_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
 _KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
 
 
+def setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """A setting of a call of ``generate``: its own, else its configuration's, else the model's."""
+    config = kwargs.get("generation_config") or model.generation_config
+    return kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
+
+
 def wanted(model: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a call of ``generate`` is greedy, over a static cache, and asks for tokens alone."""
-    config = kwargs.get("generation_config") or model.generation_config
-
-    def value(name: str) -> Any:
-        return kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None)
-
+    value = functools.partial(setting, model, kwargs)
     plain = not value("do_sample") and (value("num_beams") or 1) == 1 and (value("num_return_sequences") or 1) == 1
     extra = value("return_dict_in_generate") or value("prompt_lookup_num_tokens") or value("penalty_alpha")
     given = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model", "past_key_values"))
