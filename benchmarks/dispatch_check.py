@@ -122,7 +122,7 @@ def _expected_us(product: Product) -> float:
             wider = replace(product, weights=replace(w, bits=bits[0]), activations=replace(x, bits=bits[1]))
             point = by.point(wider)
             if point is not None:
-                found = min(found, point[0].ordered()[0][1].us)
+                found = min(found, point[1].ordered()[0][1].us)
     return found
 
 

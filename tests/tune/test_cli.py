@@ -104,15 +104,18 @@ def test_tuning_overwrites_no_file_that_is_no_map(
     tmp_path: Path, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "notes.json").write_text("[1, 2]")
-    for file, said in (
-        (tmp_path / "notes.json", "notes.json is not a whole policy map: its format is not"),
-        (Path("/proc/none/map.json"), "/proc/none/map.json cannot be written: No such file or directory"),
-        (measured, "anybit tune measures on an NVIDIA GPU"),
+    for file, gpu, said in (
+        (tmp_path / "notes.json", True, "notes.json is not a whole policy map: its format is not"),
+        (Path("/proc/none/map.json"), True, "/proc/none/map.json cannot be written: No such file or directory"),
+        (measured, False, "anybit tune measures on an NVIDIA GPU"),
+        (tmp_path / "new" / "map.json", False, "anybit tune measures on an NVIDIA GPU"),
     ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         code, _, err = run(monkeypatch, capsys, "tune", "model", "-s", "w4a8", "-o", str(file))
         assert code == 1
         assert said in err
     assert (tmp_path / "notes.json").read_text() == "[1, 2]"
+    assert not (tmp_path / "new").exists(), "where nothing is measured nothing is made"
 
 
 def test_tuning_needs_a_gpu(

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import timeit
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from anybit.tune import policy as policies
 from anybit.tune.between import scaled
 from anybit.tune.dispatcher import Dispatcher
 from anybit.tune.explain import explain
-from anybit.tune.families import FAMILIES, GRID, STEPS, Layout, Product, bucket, step, steps_to
-from anybit.tune.policy import Measured, Origin, Point, Policy, PolicyError, read, save, usable
+from anybit.tune.families import FAMILIES, GRID, MOST_TOKENS, STEPS, Layout, Product, bucket, step, steps_to
+from anybit.tune.policy import SHIPPED, Measured, Origin, Point, Policy, PolicyError, read, save, usable
 from anybit.tune.space import Candidate, builtin, builtin_layout, leaves_room, promising, space
 
 H200 = Device.named("sm_90a")
@@ -127,12 +128,19 @@ def test_a_map_survives_the_disk(tmp_path: Path) -> None:
 def _spoiled(text: str) -> dict[str, str]:
     content = json.loads(text)
     spoiled = {"truncated": text[: len(text) // 2], "empty": "", "binary": "\0\1", "list": "[]", "number": "3"}
+    spoiled["deep"] = "[" * 200_000
     for name, change in {
         "another format": {"format": "anybit policy map 99"},
         "no origin": {"measured": None},
         "unknown kernel": {"configs": {"fastest/1": {}}},
         "config of objects": {"configs": {"bitwise/1": {"tokens": {}}}},
         "no layers": {"layers": {"x": 1}},
+        "part of a row": {"layers": [content["layers"][0] | {"n": 576.7}]},
+        "endless rows": {"layers": [content["layers"][0] | {"n": 10**400}]},
+        "unknown field": {"configs": {name: fields | {"deeper": 1} for name, fields in content["configs"].items()}},
+        "field of another kind": {
+            "configs": {name: fields | {"tokens": "8"} for name, fields in content["configs"].items()}
+        },
         "odd dtype": {"layers": [content["layers"][0] | {"dtype": "float61"}]},
     }.items():
         spoiled[name] = json.dumps(content | change)
@@ -163,6 +171,53 @@ def test_a_file_that_is_no_map_is_named_and_ignored(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="ignored"):  # and is replaced by what is measured
             save(policy((one, point(one, {"packed_large": 8.0}))), path)
         assert read(path).points == 1
+        assert (tmp_path / f"{name}.json.bad").read_text() == text, "what was there may be somebody's"
+
+
+def test_fields_of_kernels_that_have_changed_since_make_a_hint(tmp_path: Path) -> None:
+    """A map of before may name fields that are no more; one that says it is of these kernels may not."""
+    one = product()
+    content = json.loads(policies.text(policy((one, point(one, {"packed_large": 8.25})))))
+    (name,) = (name for name in content["configs"] if name.startswith("packed_large/"))
+    content["configs"][name]["deeper"] = 3
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(PolicyError, match="packed_large has no field 'deeper'"):
+        read(path)
+    content["measured"]["kernels"]["packed_large"] = "of before"
+    path.write_text(json.dumps(content))
+    assert read(path).why_hint("NVIDIA H200")
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling", "itself", "unreadable"])
+def test_a_users_own_map_that_cannot_be_read_is_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "policies" / "nvidia-h200.json"
+    path.parent.mkdir()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "unreadable":
+        path.write_text("{}")
+
+        def refuse(self: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "lstat", refuse)
+    else:
+        path.symlink_to(path if kind == "itself" else tmp_path / "nowhere")
+    monkeypatch.setattr(dispatching, "own_file", lambda gpu: path)
+    with pytest.warns(UserWarning, match=r"policies/nvidia-h200.json .*ignored"):
+        found = list(dispatching._files("NVIDIA H200"))
+    assert [one.path for one in found] == [SHIPPED / "nvidia-h200.json"]
+
+
+def test_no_map_of_ones_own_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (tmp_path / "policies" / "none.json", tmp_path / "file" / "none.json"):
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(dispatching, "own_file", lambda gpu, path=path: path)
+        with warnings.catch_warnings(action="error"):
+            assert len(list(dispatching._files("NVIDIA H200"))) == 1
 
 
 def _add(path: Path, first: int) -> None:
@@ -597,3 +652,42 @@ def test_what_every_family_runs_can_be_read_back_where_it_was_measured() -> None
                 seen.add(candidate.kernel)
                 assert Measured.of(candidate, one, 1.0).candidate(one) == candidate
         assert scheme != "w2a2" or "bitwise_wide" in seen
+
+
+def test_beyond_all_counts_of_a_map_no_time_is_claimed() -> None:
+    here = product("w4a8", MOST_TOKENS)
+    measured = point(here, {"packed_large": 199.4}, 199.4)
+    by = Dispatcher("NVIDIA H200", [policy((here, measured))])
+    assert explain(here, by).us == 199.4
+    beyond = explain(replace(here, m=2 * MOST_TOKENS), by)
+    assert beyond.us is None and beyond.builtin_us is None and beyond.runner_up == "not measured"
+    assert "measured at 8192 tokens" in beyond.why
+    assert beyond.config == explain(here, by).config
+
+
+def test_the_time_of_another_built_in_choice_is_not_given() -> None:
+    """Where another is built in now, what was measured as built in was its predecessor's."""
+    here = product("w4a8", 64)
+    own = builtin(here)
+    other = next(c for c in space(here).candidates if c.kernel == own.kernel and c != own)
+    measured = Point(9.0, 5.0, {"padding to int8": Measured.of(other, here, 8.0)}, Measured.of(other, here, 9.0))
+    found = explain(here, Dispatcher("NVIDIA H200", [policy((here, measured))]))
+    assert found.builtin == own.name and found.builtin_us is None
+
+
+def test_a_config_that_is_named_twice_at_a_count_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the built-in choice won it stands among the strategies, too, and its time there counted double."""
+    monkeypatch.setattr(dispatching, "scaled", lambda candidate, us, there, product: us)
+    monkeypatch.setattr(dispatching, "of_its_like", lambda candidate, us, there, own, product: us)
+    lower, here, upper = (product("w4a8", m, 28672, 4096) for m in (1024, 1152, 1280))
+    own = builtin(here)
+    assert own == builtin(lower) == builtin(upper)
+    other = next(c for c in space(here).candidates if c.kernel == own.kernel and c != own)
+
+    def at(one: Product, own_us: float, other_us: float, won: Candidate) -> tuple[Product, Point]:
+        default, rival = Measured.of(own, one, own_us), Measured.of(other, one, other_us)
+        best, also = (default, (rival,)) if won == own else (rival, ())
+        return one, Point(own_us, 5.0, {"padding to int8": best}, default, also)
+
+    found = policy(at(lower, 30.0, 12.0, other), at(upper, 10.0, 26.0, own))  # 20 us in the mean, and 19
+    assert Dispatcher("NVIDIA H200", [found]).choose(here).candidate == other

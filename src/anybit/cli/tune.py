@@ -73,10 +73,10 @@ def tune(
     from anybit.tune.plans import Options
     from anybit.tune.search import exclusions, search
 
-    if to is not None:
-        policies.check_target(to)
     if not torch.cuda.is_available():
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")
+    if to is not None:
+        policies.check_target(to)
     with status(f"Reading {model}"):
         parsed, shapes, own = _layers(model, scheme)
     products = [

@@ -7,6 +7,7 @@ its layer what is expected to be fastest by both; else what was measured of kern
 by one: docs/tuning.md.
 """
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Collection, Iterator
@@ -90,12 +91,11 @@ class Dispatcher:
         self.policies = [policy for policy in mine if policy.points]
         self.hints = [policy for policy in policies if policy.why_hint(gpu) is not None]
 
-    def point(self, product: Product) -> tuple[Point, Policy] | None:
-        """What was measured for this product, at the token count of the grid that stands for its own."""
-        found = self._found(product)
-        return None if found is None else found[1:]
+    def point(self, product: Product) -> tuple[int, Point, Policy] | None:
+        """What was measured for this product, and at which token count: that of the grid which stands for its own.
 
-    def _found(self, product: Product) -> tuple[int, Point, Policy] | None:
+        Beyond ``MOST_TOKENS`` the one of these.
+        """
         # A point on the way to the next power of two holds where its built-in choice is the product's own.
         least, most = min(step(product.m), MOST_TOKENS), min(power_of_two(product.m), MOST_TOKENS)
         for policy in self.policies:
@@ -143,7 +143,7 @@ class Dispatcher:
         between = self._between(product, layouts, allow)
         if between is not None:
             return between
-        found = self._found(product)
+        found = self.point(product)
         if found is None or not holds(product, found[1]):
             return None
         m, point, policy = found
@@ -257,7 +257,7 @@ class Dispatcher:
         if choice.origin == "built in":  # expected to be fastest between two token counts
             return Choice(own, "built in")
         found = self.point(there) if choice.origin == "map" else None  # else it was expected to win
-        gain = choice.us / found[0].default_us if found is not None else _CLEARLY
+        gain = choice.us / found[1].default_us if found is not None else _CLEARLY
         candidate = _legal(Measured.of(choice.candidate, there, 0.0), product, ())
         if candidate is None or gain * _moved(product, own, there, candidate) > _CLEARLY:
             return None
@@ -464,7 +464,13 @@ def dispatcher(gpu: str) -> Dispatcher:
 
 def _files(gpu: str) -> Iterator[Policy]:
     for path in (own_file(gpu), SHIPPED / file_name(gpu)):
-        if path.is_file():
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                path.lstat()  # a link that leads nowhere is there, and is named
+            except NotADirectoryError:
+                continue
+            except PermissionError:
+                pass  # what is in the way is named, too
             policy = usable(path)
             if policy is not None:
                 yield policy

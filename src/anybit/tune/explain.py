@@ -1,7 +1,7 @@
 """Why a product runs as it does: the choice, its time, the runner-up, the floor, and why the others lost or are out."""
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from anybit.tune.dispatcher import Dispatcher, holds
@@ -77,8 +77,11 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
     own = builtin(product)
     others: list[Other] = []
     runner_up = "not measured"
+    if found is not None and found[0] < product.m:  # beyond all counts that maps have
+        choice = replace(choice, origin="nearest", us=0.0, source=f"measured at {found[0]} tokens, by {choice.source}")
+        found = None
     if found is not None:
-        point, policy = found
+        m, point, policy = found
         for name, measured in point.ordered():
             if name == choice.candidate.strategy:
                 continue
@@ -92,7 +95,6 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
         if others:
             runner_up = f"{others[0].strategy}, {others[0].us:.2f} us ({others[0].reason})"
         origin = policy.origin
-        m = next(m for points in policy.layers.values() for m, one in points.items() if one is point)
         what = f"was the fastest of {len(point.strategies)} strategies"
         why = f"it {f'is {choice.kept}' if choice.kept else what} at M = {m}, by {choice.source}"
         why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"
@@ -116,7 +118,7 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
         why=why,
         runner_up=runner_up,
         builtin=own.name,
-        builtin_us=found[0].default_us if found is not None and found[0].default and holds(product, found[0]) else None,
+        builtin_us=found[1].default_us if found is not None and found[1].default and holds(product, found[1]) else None,
         floor_us=round(floor_us(product), 3),
         others=tuple(others),
         candidates=len(whole.candidates),

@@ -6,7 +6,8 @@ is legal is what its ``why_not`` says, and nothing here knows better.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
@@ -168,24 +169,29 @@ class Family:
             )  # what a problem decides of a config does not depend on its tokens
         except KernelError:  # a family for many tokens alone
             base = _base(self, product)
-        kinds = {f.name: type(getattr(base, f.name)) for f in dataclasses.fields(base)}
         changes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(base) if f.name in self.since}
+        changes |= self.parsed(fields)
+        if "split" in changes:
+            changes["activation"] = _split(base.activation, changes.pop("split"))
+        return replace(base, **changes)
+
+    def parsed(self, fields: Mapping[str, FieldValue]) -> dict[str, Any]:
+        """Fields as a config holds them. Raises KernelError for one that is unknown or of the wrong kind."""
+        kinds = _kinds(self)
+        found: dict[str, Any] = {}
         for name, value in fields.items():
-            if name == "split" and "activation" in kinds:
-                changes["activation"] = _split(base.activation, bool(value))
-                continue
             kind = kinds.get(name)
-            if kind is None or name in self.facts:
+            if kind is None:
                 raise KernelError(f"{self.name} has no field {name!r}")
             if issubclass(kind, Enum):
                 if value not in kind.__members__:
                     raise KernelError(f"{name} of {self.name} is one of {', '.join(kind.__members__)}, not {value!r}")
-                changes[name] = kind[str(value)]
+                found[name] = kind[str(value)]
             elif type(value) is not kind:
                 raise KernelError(f"{name} of {self.name} is of type {kind.__name__}, not {value!r}")
             else:
-                changes[name] = value
-        return replace(base, **changes)
+                found[name] = value
+        return found
 
     def estimate(self, product: Product, config: Any) -> float | None:
         """About how many microseconds a config takes, by the family's own estimate; None where it has none."""
@@ -235,6 +241,14 @@ class Family:
         half = product.device.shared_bytes // 2 - 1024
         idle = -(-product.m // _TILE) * -(-product.n // _TILE) <= product.device.sms // 2
         return representatives(self.configs(product), product.m, half, own, idle, rings)
+
+
+@functools.cache
+def _kinds(family: Family) -> dict[str, type]:
+    """What a search may choose of a family's configs, by name: bool, int, or an enum whose members are named."""
+    hints = typing.get_type_hints(family.module.Config)
+    kinds = {name: kind for name, kind in hints.items() if name not in family.facts}
+    return kinds | ({"split": bool} if "activation" in hints else {})
 
 
 _FEW_SEEDS = 3

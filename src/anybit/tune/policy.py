@@ -257,11 +257,11 @@ def read(path: Path) -> Policy:
     """Read a map. Raises PolicyError, naming the file and what is wrong with it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PolicyError(f"{path} cannot be read as a policy map: {error}") from None
     try:
         return _parse(content, path)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, KernelError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise PolicyError(f"{path} is not a whole policy map: {what}") from None
 
@@ -280,6 +280,8 @@ def _parse(content: Any, path: Path) -> Policy:
             raise ValueError(f"config {name!r} is of a kernel that does not exist; there are {', '.join(FAMILIES)}")
         if not all(isinstance(value, (int, bool, str)) for value in fields.values()):
             raise ValueError(f"config {name!r} holds something that is no number, word or truth")
+        if kernel in FAMILIES and kernel not in origin.changed:  # of other kernels it is but a hint
+            FAMILIES[kernel].parsed(fields)
         configs[name] = kernel, tuple(fields.items())
     policy = Policy(origin, path=path)
     for layer in content["layers"]:
@@ -317,6 +319,8 @@ def _parse_point(point: dict[str, Any], configs: dict[str, Any]) -> Point:
 def _positive(value: Any, kind: type) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{value!r} is not a positive number")
+    if kind is int and not isinstance(value, int):
+        raise ValueError(f"{value!r} is no whole number")
     return kind(value)
 
 
@@ -389,8 +393,8 @@ def check_target(path: Path) -> None:
 def save(policy: Policy, path: Path) -> None:
     """Merge a map into the file at ``path``, so that what another process has written there is kept.
 
-    The file is replaced as a whole, under a lock. What was there of another GPU or other kernels is dropped.
-    Raises PolicyError where it cannot be written.
+    The file is replaced as a whole, under a lock. What was there of another GPU or other kernels is dropped; a file
+    that is no map is kept beside it (``.bad``). Raises PolicyError where it cannot be written.
     """
     try:
         _save(policy, path)
@@ -404,7 +408,9 @@ def _save(policy: Policy, path: Path) -> None:
         whole = policy
         if path.exists():
             before = usable(path)
-            if before is not None and before.origin.foreign(policy.origin.gpu) is None:
+            if before is None:
+                path.replace(path.with_name(f"{path.name}.bad"))
+            elif before.origin.foreign(policy.origin.gpu) is None:
                 before = before.current()
                 before.merge(policy)
                 before.origin = policy.origin
