@@ -1,0 +1,34 @@
+"""Products, points and maps of the tuner's tests."""
+
+from typing import Any
+
+from anybit.scheme import Scheme
+from anybit.tune.families import Product
+from anybit.tune.policy import Measured, Origin, Point, Policy
+from anybit.tune.space import Candidate, builtin, space
+
+
+def product(scheme: str = "w4a8", m: int = 16, n: int = 4096, k: int = 4096, **more: Any) -> Product:
+    parsed = Scheme.parse(scheme)
+    return Product(m, n, k, parsed.weights, parsed.activations, **more)
+
+
+def other_than_default(one: Product, kernel: str) -> Candidate:
+    own = builtin(one)
+    return next(c for c in space(one).candidates if c.kernel == kernel and c != own)
+
+
+def point(one: Product, us: dict[str, float], default_us: float = 20.0) -> Point:
+    """A point whose kernels take these microseconds, none of them by a built-in config."""
+    found = {}
+    for kernel, time in us.items():
+        candidate = other_than_default(one, kernel)
+        found[candidate.strategy] = Measured.of(candidate, one, time)
+    return Point(default_us, 1.0, found)
+
+
+def policy(*points: tuple[Product, Point], gpu: str = "NVIDIA H200") -> Policy:
+    found = Policy(Origin.here(gpu, "sm_90a", "1.0", "2.0"))
+    for one, what in points:
+        found.put(one, what)
+    return found
