@@ -1,0 +1,191 @@
+"""What ops hand to the launcher, without a GPU: all operands are accepted, all launches can be packed and have blocks.
+
+Nothing runs: devices are named, tensor maps are empty, and a launch is written down.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.device import Device
+from anybit.jit import tensor_map
+from anybit.jit.params import layout_of
+from anybit.kernels import packed_large
+from anybit.kernels.packed_digits import Step
+from anybit.ops import backends, bitwise, elementwise, packed
+from anybit.ops.backend import LinearSpec
+from anybit.packing import QuantizedWeight
+from anybit.scheme import Scheme
+from anybit.tune import dispatcher as dispatching
+from cases import random_weight
+
+N, K = 192, 256
+TOKENS = (1, 2, 3, 4, 5, 8, 9, 16, 33, 64, 100, 300)
+SCHEMES = (
+    "w4a16g128", "w3a16g64asym", "w8a16g32", "w1a16g128", "w4a8", "w8a8", "w4a8fp", "w2a8", "w2a2", "w2a4", "w1a1",
+    "w4a4", "w3a4bipolar-xasym",
+)  # fmt: skip
+
+
+class Launches:
+    """Launches that were asked for; each is packed as the driver would get it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.kernels: list[str] = []
+
+    def __call__(self, kernel: jit.Kernel, params: Any, grid: tuple[int, int, int], **more: Any) -> None:
+        layout = layout_of(kernel.params)
+        values = []
+        for field in layout.fields:
+            value = getattr(params, field.name)
+            if field.type.code == "P":
+                value = value.data_ptr() if isinstance(value, Tensor) else value or 0
+            values.append(value)
+        layout.packer.pack(*values)
+        assert min(grid) >= 1 and grid[0] % kernel.cluster == 0
+        assert kernel.shared_bytes <= self.device.shared_bytes
+        self.kernels.append(kernel.entry)
+
+
+@pytest.fixture(params=["sm_90a", "sm_80", "sm_89", "sm_100a"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    device = Device.named(request.param)
+    found = Launches(device)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
+    monkeypatch.setattr(jit, "launch", found)
+    monkeypatch.setattr(packed_large, "launch", found)
+    for module in (tensor_map, packed_large):
+        monkeypatch.setattr(module, "encode", lambda *_: bytes(128))
+    forget()
+    yield found
+    forget()
+
+
+def forget() -> None:
+    """What was decided for devices of other tests."""
+    packed._norm_configs.clear()
+    dispatching.use()
+
+
+def inputs(m: int, dtype: torch.dtype) -> list[Tensor]:
+    """Dense rows, rows apart, rows that start anywhere, columns, rows on top of each other, and three dimensions."""
+    return [
+        torch.randn(m, K).to(dtype),
+        torch.randn(m, K + 8).to(dtype)[:, :K],
+        torch.randn(m, K + 3).to(dtype)[:, 3:],
+        torch.randn(K, m).to(dtype).t(),
+        torch.randn(1, K).to(dtype).expand(m, K),
+        torch.randn(1, m, K).to(dtype),
+    ]
+
+
+def prepared(name: str, weight: QuantizedWeight, scheme: Scheme) -> tuple[list[Tensor], LinearSpec] | None:
+    """A weight as a backend reads it, where one of the kernels runs it on the device."""
+    n, k = weight.shape
+    device = Device.of(weight.words)
+    reasons = {
+        "packed": lambda: packed.why_not(weight, scheme.activations, device),
+        "bitwise": lambda: bitwise.why_not(n, k, weight, scheme.activations, device),
+    }
+    if "bitwise" in name and not scheme.activations.quantized:
+        return None
+    if any(reasons[part]() is not None for part in name.split("+")):
+        return None
+    spec = LinearSpec.parse(str(LinearSpec(name, n, k, scheme.weights, scheme.activations)))
+    return backends[name].prepare(weight, scheme.activations), spec
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_linear_layers(scheme: str, launches: Launches) -> None:
+    parsed, ran = Scheme.parse(scheme), 0
+    for name in ("packed", "bitwise", "bitwise+packed"):
+        found = prepared(name, random_weight(N, K, parsed.weights), parsed)
+        for m in TOKENS if found else ():
+            tensors, spec = found
+            for dtype, bias in ((torch.float16, None), (torch.bfloat16, torch.randn(2 * N).bfloat16()[::2])):
+                for x in inputs(m, dtype):
+                    for _ in range(2):  # the second time by what the first one decided
+                        before = len(launches.kernels)
+                        y = backends[name].linear(x, tensors, bias, spec)
+                        assert y.shape == (*x.shape[:-1], N) and y.dtype == dtype
+                        assert len(launches.kernels) > before
+                        ran += 1
+    assert ran or launches.device.arch != "sm_90a"
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g64", "w3a16g64asym", "w4a8g64"])
+def test_layers_with_an_activation_order(scheme: str, launches: Launches) -> None:
+    parsed = Scheme.parse(scheme)
+    weight = random_weight(N, K, parsed.weights)
+    weight = replace(weight, group_index=torch.randperm(K).to(torch.int32) // 64)
+    found = prepared("packed", weight, parsed)
+    for m in TOKENS if found else ():
+        for x in inputs(m, torch.float16):
+            before = len(launches.kernels)
+            assert backends["packed"].linear(x, found[0], None, found[1]).shape == (*x.shape[:-1], N)
+            assert len(launches.kernels) > before
+    assert found or launches.device.arch != "sm_90a"
+
+
+@pytest.mark.parametrize("k", [252, 250, 247])
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a8", "w2a2"])
+def test_layers_of_ragged_inputs(scheme: str, k: int, launches: Launches) -> None:
+    parsed = Scheme.parse(scheme)
+    for name in ("packed", "bitwise"):
+        found = prepared(name, random_weight(N, k, parsed.weights), parsed)
+        for m in TOKENS if found else ():
+            x = torch.randn(m, k).half()
+            assert backends[name].linear(x, found[0], None, found[1]).shape == (m, N)
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("scheme", ["w4a16g64", "w2a16g64", "w4a16g32"])
+def test_products_that_norm_their_inputs(scheme: str, silu: bool, launches: Launches) -> None:
+    parsed = Scheme.parse(scheme)
+    found = prepared("packed", random_weight(N, K, parsed.weights), parsed)
+    if found is None:
+        return
+    tensors, spec = found
+    for m in (1, 2):
+        x, gamma = torch.randn(m, K).half(), torch.ones(K).half()
+        for residual in (None, torch.randn(m, K).half()):
+            made = backends["packed"].norm_linear(x, residual, gamma, 1e-5, tensors, None, spec, silu)
+            if made is not None:
+                assert [one.shape for one in made] == [(m, N // (1 + silu)), (m, K)]
+    assert launches.kernels or launches.device.arch != "sm_90a"
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_products_that_turn_and_store(batch: int, launches: Launches) -> None:
+    parsed, heads, dim = Scheme.parse("w4a16g64"), (2, 1), 64
+    found = prepared("packed", random_weight(sum(heads) * dim + heads[1] * dim, K, parsed.weights), parsed)
+    if found is None:
+        return
+    x, gamma = torch.randn(batch, K).half(), torch.ones(K).half()
+    tables = torch.randn(batch, dim).half(), torch.randn(batch, dim).half()
+    ring, lengths = torch.zeros(batch, heads[1], 2, 128 * dim).half(), torch.ones(batch, dtype=torch.int32)
+    step = Step(*tables, ring, lengths, None, *heads, 1)
+    made = backends["packed"].norm_rotate_store(x, x, gamma, 1e-5, found[0], None, found[1], step)
+    assert made is None or made[0].numel() == batch * heads[0] * dim
+    q = elementwise._rotate_store_cuda(
+        torch.randn(batch, 4 * dim).half(), *tables, *heads, ring, lengths, None, 1, None, None, 1e-5
+    )
+    assert q.shape == (batch, heads[0], dim) and launches.kernels
+
+
+def test_kernels_between_products(launches: Launches) -> None:
+    x, gamma = torch.randn(3, 5, 64).half().transpose(0, 1), torch.ones(64).half()
+    assert elementwise._rms_norm_cuda(x, gamma, 1e-5).shape == x.shape
+    assert elementwise._add_rms_norm_cuda(x, x, gamma, 1e-5)[1].shape == x.shape
+    assert elementwise._silu_mul_cuda(x).shape == (5, 3, 32)
+    tables = torch.randn(6, 64).half(), torch.randn(6, 64).half()
+    gammas = torch.ones(64).half(), torch.ones(64).half()
+    q, k = elementwise._rotate_cuda(torch.randn(6, 256).half(), *tables, 2, 1, *gammas, 1e-5)
+    assert (q.shape, k.shape) == ((6, 2, 64), (6, 1, 64))
+    assert len(launches.kernels) == 4
