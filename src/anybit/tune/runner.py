@@ -316,15 +316,39 @@ class Bench:
     ) -> tuple[dict[int, Time], dict[int, str], int]:
         """Times of a whole space, reasons of what failed, and how many were left out by their bounds.
 
-        Only finalists, ``keep`` among them, are checked: what is wrong can but look fast. alive: told which candidates
-        are about to run.
+        Only finalists, ``keep`` among them, are checked: what is wrong can but look fast. Where none passes there are
+        no times. alive: told which candidates are about to run.
         """
-        found: dict[int, float] = {}
         wrong: dict[int, str] = {}
+        once, left_out = self._each_once(candidates, keep, sieve, guess_us, alive, wrong)
+        again = self._near_the_best(candidates, keep, sieve, once, alive)
+        last = self._finalists(candidates, keep, sieve, again, alive, wrong)
+        if not last:
+            return {}, wrong, left_out
+        alive(last)
+        calls = [self.again(candidates[i]) for i in last]
+        counts = [_count(2 * sieve.effort.microseconds, again[i]) for i in last]
+        best = min(again[i] for i in last)
+        replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less
+        careful = dict(zip(last, _carefully(self.stream, calls, counts, replays), strict=True))
+        times = {i: Time(us, i in careful) for i, us in (once | again | careful).items() if i not in wrong}
+        return times, wrong, left_out
+
+    def _each_once(
+        self,
+        candidates: Sequence[Candidate],
+        keep: Collection[int],
+        sieve: Sieve,
+        guess_us: float,
+        alive: Callable[[Sequence[int]], object],
+        wrong: dict[int, str],
+    ) -> tuple[dict[int, float], int]:
+        """Microseconds of a first look at what may be the best by its bound, and how many may not."""
+        found: dict[int, float] = {}
         left_out = 0
         bounds = sieve.bounds or (0.0,) * len(candidates)
-        first = list(dict.fromkeys([*keep, *sorted(range(len(candidates)), key=bounds.__getitem__)]))
-        for chunk in (first[at : at + _CHUNK] for at in range(0, len(first), _CHUNK)):
+        order = list(dict.fromkeys([*keep, *sorted(range(len(candidates)), key=bounds.__getitem__)]))
+        for chunk in (order[at : at + _CHUNK] for at in range(0, len(order), _CHUNK)):
             best = min(found.values(), default=float("inf"))
             good = []
             for i in chunk:
@@ -339,27 +363,44 @@ class Bench:
                     good.append(i)
                 except (KernelError, ValueError) as error:
                     wrong[i] = f"{error}".splitlines()[0]
+            if not good:
+                continue
             alive(good)
             guess = min(best, guess_us)
             calls = [self.again(candidates[i]) for i in good]
-            looks = _race(self.stream, calls, [_few(guess)] * len(good), 1 if guess < _SHORT else 0)
-            found |= dict(zip(good, looks, strict=True))
-        if not found:
-            return {}, wrong, left_out
-        times = {i: Time(us, False) for i, us in found.items()}
-        order = sorted(found, key=found.__getitem__)
-        best = found[order[0]]
-        second = [i for i in order if found[i] <= sieve.first * best][: sieve.most]
-        second += [i for i in keep if i not in second and i in found]
-        alive(second)
-        us = _race(
-            self.stream,
-            [self.again(candidates[i]) for i in second],
-            [_count(sieve.effort.microseconds, found[i]) for i in second],
-            sieve.effort.replays,
-        )
-        again = dict(zip(second, us, strict=True))
-        times |= {i: Time(us, False) for i, us in again.items()}
+            us = _race(self.stream, calls, [_few(guess)] * len(good), 1 if guess < _SHORT else 0)
+            found |= dict(zip(good, us, strict=True))
+        return found, left_out
+
+    def _near_the_best(
+        self,
+        candidates: Sequence[Candidate],
+        keep: Collection[int],
+        sieve: Sieve,
+        once: dict[int, float],
+        alive: Callable[[Sequence[int]], object],
+    ) -> dict[int, float]:
+        """Microseconds, with more replays, of what a first look found near the best, and of ``keep``."""
+        if not once:
+            return {}
+        best = min(once.values())
+        near = [i for i in sorted(once, key=once.__getitem__) if once[i] <= sieve.first * best][: sieve.most]
+        near += [i for i in keep if i not in near and i in once]
+        alive(near)
+        calls = [self.again(candidates[i]) for i in near]
+        counts = [_count(sieve.effort.microseconds, once[i]) for i in near]
+        return dict(zip(near, _race(self.stream, calls, counts, sieve.effort.replays), strict=True))
+
+    def _finalists(
+        self,
+        candidates: Sequence[Candidate],
+        keep: Collection[int],
+        sieve: Sieve,
+        again: dict[int, float],
+        alive: Callable[[Sequence[int]], object],
+        wrong: dict[int, str],
+    ) -> list[int]:
+        """``keep``, and what is nearest to the best of those whose results are the reference's."""
         last: list[int] = []
         best = 0.0
         for i in [*(i for i in keep if i in again), *sorted(again, key=again.__getitem__)]:
@@ -374,15 +415,7 @@ class Bench:
                 best = min(best or again[i], again[i])
             except (WrongResultError, KernelError, ValueError) as error:
                 wrong[i] = f"{error}".splitlines()[0]
-        if not last:
-            return {}, wrong, left_out
-        alive(last)
-        calls = [self.again(candidates[i]) for i in last]
-        counts = [_count(2 * sieve.effort.microseconds, again[i]) for i in last]
-        replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less
-        careful = _carefully(self.stream, calls, counts, replays)
-        times |= {i: Time(us, True) for i, us in zip(last, careful, strict=True)}
-        return {i: time for i, time in times.items() if i not in wrong}, wrong, left_out
+        return last
 
 
 def _address(weight: Any) -> int:
