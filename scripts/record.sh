@@ -11,7 +11,7 @@ OUT=$(realpath -m "${1:?a folder for logs and the new map}")
 shift
 STEPS=" $* "
 ALL=" look_up bitwise memcheck memcheck_bitwise racecheck_bitwise tests packed steady sweep sweep_steady
-  map model ablate generate clock check "
+  map model steps ablate generate clock check "
 for name in "$@"; do
   [[ $ALL == *" $name "* || $ALL == *" $name"$'\n'* ]] || { echo "no step is called '$name'; there are:$ALL" >&2; exit 2; }
 done
@@ -68,6 +68,14 @@ map_and_models() {
   fi
   by_map
   step model 200 $PYTHON benchmarks/dispatch.py model "${BY[@]}" --seconds 180
+  if wanted steps; then
+    for model in Qwen3-14B SmolLM2-1.7B Qwen2.5-7B Llama-2-7B Llama-3-8B; do # w4a8 and w2a4 of the last are of step model
+      schemes="w4a16g128 w4a4 w2a2"
+      [ $model = Llama-3-8B ] || schemes="w4a16g128 w4a8 w2a4 w4a4 w2a2"
+      timed "steps_$model" 60 $PYTHON benchmarks/dispatch.py model "${BY[@]}" --model $model --layers 8 --schemes $schemes \
+        --without "one config" --prompts --seconds 55
+    done
+  fi
   step ablate 90 $PYTHON benchmarks/dispatch.py ablate "${BY[@]}"
   step generate 150 $PYTHON benchmarks/generate.py --record --seconds 130
   step clock 320 $PYTHON benchmarks/dispatch.py clock

@@ -1,5 +1,6 @@
 """Spaces of products, and maps on disk: what is obeyed, what is only a hint, what is ignored by name."""
 
+import dataclasses
 import json
 import multiprocessing
 import warnings
@@ -13,7 +14,7 @@ from anybit.errors import KernelError
 from anybit.tune import dispatcher as dispatching
 from anybit.tune import policy as policies
 from anybit.tune.dispatcher import Dispatcher
-from anybit.tune.families import GRID, STEPS, bucket, step, steps_to
+from anybit.tune.families import FAMILIES, GRID, STEPS, Family, bucket, step, steps_to
 from anybit.tune.policy import SHIPPED, Measured, Point, PolicyError, read, save, usable
 from anybit.tune.space import builtin, promising, space
 from cases_tune import other_than_default, point, policy, product
@@ -70,6 +71,12 @@ def test_plans_are_made_for_token_counts_within_three_percent() -> None:
     assert set(GRID) <= set(STEPS) and len(STEPS) == 18 + 7 * 32
     assert steps_to(1280, GRID) == (1280, 1216, 1152, 1088)
     assert steps_to(1280, STEPS) == (1280,) and steps_to(64, GRID) == (64,)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_facts_and_newer_fields_are_fields(family: Family) -> None:
+    fields = {field.name for field in dataclasses.fields(family.module.Config)}
+    assert family.facts <= fields and family.since <= fields - family.facts
 
 
 # -------- files

@@ -171,10 +171,10 @@ def _locked(path: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            import fcntl
-
             locks = path.parent / "locks"
             locks.mkdir(parents=True, exist_ok=True)
+            import fcntl
+
             file: IO[bytes] = stack.enter_context((locks / path.name[:3]).open("ab"))
             fcntl.flock(file, fcntl.LOCK_EX)
         except (OSError, ImportError) as error:

@@ -43,7 +43,7 @@ def _room(weight: QuantizedWeight) -> bool:
 
 
 class Several:
-    """Two backends in one; ``kept`` says how many tensors of each are kept, ``layouts`` what they are."""
+    """Two backends in one; ``layouts``: what each reads, ``first``: how many of the tensors are the first one's."""
 
     def __init__(
         self,

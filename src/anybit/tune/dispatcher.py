@@ -34,6 +34,7 @@ from anybit.tune.families import (
 from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
 from anybit.tune.space import (
     FEW_TOKENS,
+    VENDOR,
     Candidate,
     builtin,
     builtin_layout,
@@ -322,7 +323,7 @@ def _builtin(product: Product, layouts: Collection[Layout] | None) -> Candidate:
 
 def _legal(measured: Measured, product: Product, allow: Collection[str]) -> Candidate | None:
     """The candidate that a point names, if it is allowed and legal for this product."""
-    if (measured.activations and "a8" not in allow) or measured.kernel == "cuBLAS":  # which is compared, not run
+    if (measured.activations and "a8" not in allow) or measured.kernel == VENDOR:  # which is compared, not run
         return None
     try:
         return measured.candidate(product)

@@ -7,7 +7,7 @@ from typing import Any
 from anybit.tune.dispatcher import Dispatcher, holds
 from anybit.tune.families import Product
 from anybit.tune.floor import floor_us
-from anybit.tune.space import builtin, space
+from anybit.tune.space import VENDOR, builtin, space
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Ex
             slower = _slower(measured.us / choice.us) if choice.us else "measured"
             if measured.activations and "a8" not in allow:
                 slower = "not allowed (allow a8)"
-            if measured.kernel == "cuBLAS":
+            if measured.kernel == VENDOR:
                 slower += ", and only compared"
             fields = ", ".join(f"{key}={value}" for key, value in measured.fields)
             others.append(Other(name, f"{measured.kernel}({fields})", measured.us, slower))

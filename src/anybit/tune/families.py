@@ -344,7 +344,7 @@ def _family(
     return Family(module.__name__.rpartition(".")[2], module, frozenset(facts), problem, target, frozenset(since))
 
 
-_PLANE_FACTS = ("weight_bits", "activation_bits", "weight_code", "activation_code", "output", "short_sums", "aligned")
+_PLANE_FACTS = ("weight_bits", "activation_bits", "weight_code", "activation_code", "output")
 _SMALL_FACTS = ("activation", "output", "bits", "group", "asym", "bipolar", "gather", "ragged")
 _DIGITS_FACTS = ("source", "bits", "group", "code", "gather", "ragged")
 _MID_FACTS = ("operand", "bits", "group", "code", "gather", "ragged", "wide_store")
@@ -354,9 +354,9 @@ _MARLIN_FACTS = ("operand", "output", "bits", "group", "code")
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        _family(bitwise, _bitwise, Target.planes, _PLANE_FACTS),
-        _family(bitwise_wide, _bitwise, Target.planes, _PLANE_FACTS),
-        _family(bitwise_sync, _bitwise_sync, Target.planes, _PLANE_FACTS),
+        _family(bitwise, _bitwise, Target.planes, (*_PLANE_FACTS, "short_sums")),
+        _family(bitwise_wide, _bitwise, Target.planes, (*_PLANE_FACTS, "short_sums")),
+        _family(bitwise_sync, _bitwise_sync, Target.planes, (*_PLANE_FACTS, "aligned")),
         _family(packed_digits, few_tokens, Target.bytes, _DIGITS_FACTS),
         _family(packed_small, few_tokens, Target.bytes, _SMALL_FACTS),
         _family(packed_mid, few_tokens, Target.bytes, _MID_FACTS),

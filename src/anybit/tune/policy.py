@@ -29,11 +29,10 @@ from anybit.jit.cache import folder
 from anybit.jit.source import KERNELS
 from anybit.scheme import Scheme
 from anybit.tune.families import FAMILIES, FieldValue, Product
-from anybit.tune.space import STRATEGIES, Candidate, strategy_of
+from anybit.tune.space import STRATEGIES, VENDOR, Candidate, strategy_of
 
 FORMAT = "anybit policy map 1"
 SHIPPED = Path(__file__).parent / "policies"
-_VENDOR = "cuBLAS"
 _QUANTIZER = "pack"
 _DTYPES = ("float16", "bfloat16")
 
@@ -60,8 +59,8 @@ class Measured:
         activations = product.activations
         if self.activations:
             activations = Scheme.parse(f"w8a{self.activations}").activations
-        if self.kernel == _VENDOR:
-            return Candidate(_VENDOR, _VENDOR, None, activations)
+        if self.kernel == VENDOR:
+            return Candidate(VENDOR, VENDOR, None, activations)
         effective = replace(product, activations=activations)
         config = FAMILIES[self.kernel].rebuild(effective, dict(self.fields))
         found = Candidate(strategy_of(activations, self.kernel, config), self.kernel, config, activations)
@@ -276,7 +275,7 @@ def _parse(content: Any, path: Path) -> Policy:
     configs: dict[str, tuple[str, tuple[tuple[str, FieldValue], ...]]] = {}
     for name, fields in content["configs"].items():
         kernel = name.partition("/")[0]
-        if kernel not in FAMILIES and kernel != _VENDOR:
+        if kernel not in FAMILIES and kernel != VENDOR:
             raise ValueError(f"config {name!r} is of a kernel that does not exist; there are {', '.join(FAMILIES)}")
         if not all(isinstance(value, (int, bool, str)) for value in fields.values()):
             raise ValueError(f"config {name!r} holds something that is no number, word or truth")

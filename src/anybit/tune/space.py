@@ -34,7 +34,9 @@ from anybit.tune.families import (
     tiles_of,
 )
 
-STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "cuBLAS")
+VENDOR = "cuBLAS"
+"""The strategy, and the kernel, that is compared and never run."""
+STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", VENDOR)
 """Ways of carrying a product out (ADAngel, section 4.3), and the vendor's product over weights dequantized for good."""
 
 ALLOWANCES = {
@@ -43,7 +45,6 @@ ALLOWANCES = {
 }
 """What a user may allow, since it changes results or memory."""
 
-_VENDOR = "cuBLAS"
 _HALVES = (torch.float16, torch.bfloat16)
 _INT8, _FP8 = ActivationFormat(8, "sym"), ActivationFormat(8, "float")
 # Plane by plane a product costs bits * bits / 8 of the same product in int8. At a tie planes win at nearly every number
@@ -63,12 +64,12 @@ class Candidate:
     @property
     def layout(self) -> Layout:
         """Where the weights must lie."""
-        return Layout.dense if self.kernel == _VENDOR else FAMILIES[self.kernel].layout(self.activations)
+        return Layout.dense if self.kernel == VENDOR else FAMILIES[self.kernel].layout(self.activations)
 
     @property
     def fields(self) -> dict[str, FieldValue]:
         """What is chosen of the config, by name."""
-        return {} if self.kernel == _VENDOR else FAMILIES[self.kernel].fields(self.config)
+        return {} if self.kernel == VENDOR else FAMILIES[self.kernel].fields(self.config)
 
     @property
     def name(self) -> str:
@@ -78,13 +79,13 @@ class Candidate:
 
     def why_not(self, product: Product) -> str | None:
         """Why it cannot run a product; None if it can."""
-        if self.kernel == _VENDOR:
+        if self.kernel == VENDOR:
             return _why_not_vendor(product)
         return FAMILIES[self.kernel].why_not(replace(product, activations=self.activations), self.config)
 
     def kernels(self, product: Product) -> Iterator[Kernel]:
         """What is to be compiled before it can run."""
-        if self.kernel == _VENDOR:
+        if self.kernel == VENDOR:
             return
         family = FAMILIES[self.kernel]
         if family.target is Target.bytes:
@@ -131,8 +132,8 @@ class Space:
 
 def strategy_of(activations: ActivationFormat, kernel: str, config: Any = None) -> str:
     """The name of what a family does with activations."""
-    if kernel == _VENDOR:
-        return _VENDOR
+    if kernel == VENDOR:
+        return VENDOR
     if FAMILIES[kernel].target is Target.planes:
         return "bitwise"
     if getattr(config, "nibbles", False):
@@ -157,7 +158,7 @@ def space(product: Product, allow: Collection[str] = ()) -> Space:
                 reason = family.why_not(effective) or "none of its configs fits this product and device"
                 excluded.append(Excluded(strategy_of(activations, family.name), family.name, reason))
     if "copy" in allow and _why_not_vendor(product) is None:
-        found.append(Candidate(_VENDOR, _VENDOR, None, product.activations))
+        found.append(Candidate(VENDOR, VENDOR, None, product.activations))
     excluded += _excluded_strategies(product, allow)
     return Space(product, tuple(found), tuple(excluded))
 
@@ -180,7 +181,7 @@ def _excluded_strategies(product: Product, allow: Collection[str]) -> Iterator[E
     reason = _why_not_vendor(product) or (None if "copy" in allow else "a dequantized copy of the weights has not been "
                                           "allowed (allow copy)")  # fmt: skip
     if reason is not None:
-        yield Excluded(_VENDOR, "", reason)
+        yield Excluded(VENDOR, "", reason)
 
 
 def _why_not_vendor(product: Product) -> str | None:
@@ -222,7 +223,7 @@ def builtin(product: Product, layout: Layout | None = None) -> Candidate:
     layout = layout or builtin_layout(product)
     x = product.activations
     if layout is Layout.dense:
-        return Candidate(_VENDOR, _VENDOR, None, x)
+        return Candidate(VENDOR, VENDOR, None, x)
     # w4a16, layers like down: 10.5 us at 5 tokens by the choice for 6, and 11.2 by that for 8 (docs/packed.md).
     fine = product.m > _FEW or (not x.quantized and product.weights.bits == 4 and product.m in (5, 6))
     rounded = replace(product, m=(bucket if fine else power_of_two)(product.m))
@@ -333,7 +334,7 @@ def builtins_of(product: Product, allow: Collection[str] = ()) -> list[Candidate
             except KernelError:
                 continue
     if "copy" in allow and _why_not_vendor(product) is None:
-        chosen.append(Candidate(_VENDOR, _VENDOR, None, product.activations))
+        chosen.append(Candidate(VENDOR, VENDOR, None, product.activations))
     return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]
 
 
@@ -356,7 +357,7 @@ def promising(
         chosen += builtins_of(replace(product, m=power_of_two(product.m)), allow)
     if each < _EVERY_KIND and product.m > _MANY_TOKENS:
         chosen = [one for one in chosen if one == chosen[0] or not _hopeless(product, one)]
-    chosen += [hint for hint in hints if hint.activations in targets and (hint.kernel != _VENDOR or "copy" in allow)]
+    chosen += [hint for hint in hints if hint.activations in targets and (hint.kernel != VENDOR or "copy" in allow)]
     if each >= _EVERY_KIND:
         for activations in targets:
             effective = replace(product, activations=activations)
