@@ -17,7 +17,7 @@ from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
 from anybit.kernels import packed_large
 from anybit.kernels.packed_digits import Step
-from anybit.ops import backends, bitwise, elementwise, packed
+from anybit.ops import backends, bitwise, elementwise, packed, sources
 from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
@@ -189,3 +189,27 @@ def test_kernels_between_products(launches: Launches) -> None:
     q, k = elementwise._rotate_cuda(torch.randn(6, 256).half(), *tables, 2, 1, *gammas, 1e-5)
     assert (q.shape, k.shape) == ((6, 2, 64), (6, 1, 64))
     assert len(launches.kernels) == 4
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("scheme", ["w4a8", "w2a4", "w2a2", "w4a8fp"])
+def test_products_whose_inputs_are_made_while_they_are_coded(
+    scheme: str, rotated: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_codes", lambda *_: True)  # as on a GPU
+    parsed, ran = Scheme.parse(scheme), 0
+    for name in sources.CODING_BACKENDS:
+        found = prepared(name, random_weight(N, K, parsed.weights), parsed)
+        for m in TOKENS if found else ():
+            tensors, spec = found
+            for x in inputs(m, torch.float16):
+                gamma, text = torch.ones(K).half(), str(spec)
+                for residual in (None, torch.randn(x.shape).half()):
+                    y, total = sources._norm_linear(x, residual, gamma, 1e-5, tensors, None, text, rotated=rotated)
+                    assert y.shape == (*x.shape[:-1], N)
+                    assert total.shape == x.shape and total.is_contiguous() and total.data_ptr() != x.data_ptr()
+                assert sources._hadamard_linear(x, tensors, None, text).shape == (*x.shape[:-1], N)
+                both = torch.cat((x, x), -1)
+                assert sources._silu_linear(both, tensors, None, text, rotated).shape == (*x.shape[:-1], N)
+                ran += 1
+    assert ran or launches.device.arch != "sm_90a"
