@@ -63,8 +63,11 @@ class QuantLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.scheme = Scheme.parse(scheme)
-        if min(in_features, out_features) < 1:
-            raise LayerError(f"a layer has at least 1 input and 1 output, not {in_features} and {out_features}")
+        if not all(isinstance(count, int) and count >= 1 for count in (in_features, out_features)):
+            raise LayerError(
+                f"a layer has at least 1 input and 1 output, not {in_features!r} and {out_features!r}: in_features and "
+                "out_features are whole numbers"
+            )
         self.in_features, self.out_features = in_features, out_features
         self.backend, self.hadamard, self._fused = backend, hadamard, False
         fmt = self.scheme.weights
@@ -99,12 +102,20 @@ class QuantLinear(nn.Module):
     ) -> "QuantLinear":
         """A layer that holds a quantized weight, on the weight's device. bias: float [N].
 
-        Raises LayerError for a bias of another shape or of integers, and for a scheme of another weight format.
+        Raises LayerError for a weight that is not quantized, a bias of another shape or of integers, and a scheme of
+        another weight format.
         """
+        if not isinstance(weight, QuantizedWeight):
+            raise LayerError(
+                f"weight must be a QuantizedWeight, not {type(weight).__name__}: quantize_weight(tensor, "
+                "Scheme.parse(scheme).weights) makes one"
+            )
         n, k = weight.shape
         layer = cls(k, n, scheme, False, group_index=weight.group_index is not None, device="meta", backend=backend)
         layer.load_weight(weight)
         if bias is not None:
+            if not isinstance(bias, Tensor):
+                raise LayerError(f"the bias must be a torch.Tensor of {n} floats, not {type(bias).__name__}")
             if bias.shape != (n,):
                 raise LayerError(f"the bias has shape {tuple(bias.shape)}, and the layer has {n} outputs")
             if not bias.is_floating_point():
@@ -163,13 +174,22 @@ class QuantLinear(nn.Module):
         """Put the weight into the layout of the backend that will run it; frees the saved layout.
 
         On a GPU it waits until that is done, so that the layer can be called on any stream. Raises LayerError in a
-        CUDA graph that is being captured.
+        CUDA graph that is being captured. It is never part of a graph of torch.compile: with fullgraph=True it has to
+        be called before.
         """
-        with _preparing:  # of several threads at a layer's first call one prepares it
+        if torch.compiler.is_dynamo_compiling():
+            told = "this weight is not prepared: call prepare(), or the layer, before torch.compile(fullgraph=True)"
+            torch._dynamo.graph_break(msg=told)
+            torch.compiler.disable(self._prepare)()  # Dynamo would compile how words are unpacked
+        else:
             self._prepare()
         return self
 
     def _prepare(self) -> None:
+        with _preparing:  # of several threads at a layer's first call one prepares it
+            self._prepare_alone()
+
+    def _prepare_alone(self) -> None:
         if self._prepared is None:
             weight = self.quantized_weight()
             if weight.words.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -231,6 +251,8 @@ class QuantLinear(nn.Module):
         On a GPU x is float16 or bfloat16. The first call prepares the weight, and raises KernelError where no backend
         runs the layer on its device; an x of another dtype, width or device is refused before anything is launched.
         """
+        if not isinstance(x, Tensor):
+            raise LayerError(f"x must be a torch.Tensor [..., {self.in_features}], not {type(x).__name__}")
         if self._prepared is None:
             self.prepare()
         assert self._prepared is not None
@@ -334,9 +356,15 @@ class QuantLinear(nn.Module):
             if own is not None:
                 destination[prefix + name] = own if keep_vars else own.detach()
 
-    def _load_from_state_dict(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):  # type: ignore[no-untyped-def]
+        shape = state_dict.get(f"{prefix}weight_shape")
+        own = [self.out_features, self.in_features]
+        # Words and scales may have the same shapes in a layer of another width: a row's last word and group are ragged.
+        if isinstance(shape, Tensor) and not shape.is_meta and shape.flatten().tolist() != own:
+            errors.append(f"{prefix}weight_shape says {shape.tolist()}, and the layer is {own} (outputs, inputs)")
+            return
         self.unprepare()
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def extra_repr(self) -> str:
         """What a printed model shows."""
@@ -364,9 +392,11 @@ def use_backend(model: nn.Module, backend: str | None) -> nn.Module:
     """Run every QuantLinear of a model on a backend, by name; None lets each layer choose. Returns the model.
 
     On a CPU "reference-decoded" trades memory for speed and "reference-packed" the other way.
-    Raises KernelError for a backend that is unknown or cannot run a layer. After that or any other error, memory that
-    does not suffice among them, all layers are on what they were on.
+    Raises LayerError for what is no model, KernelError for a backend that is unknown or cannot run a layer. After that
+    or any other error, memory that does not suffice among them, all layers are on what they were on.
     """
+    if not isinstance(model, nn.Module):
+        raise LayerError(f"model must be a torch.nn.Module whose layers change, not {type(model).__name__}")
     changed: list[tuple[QuantLinear, str | None]] = []
     try:
         for module in model.modules():

@@ -18,6 +18,7 @@ The three codes differ in the zero alone (bipolar-INT is APT-LLM's format, secti
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,11 @@ def fixed_zero(code: str, bits: int) -> float | None:
     return float(2 ** (bits - 1)) if code == "sym" else (2**bits - 1) / 2
 
 
+def _is_one_of(value: object, allowed: Collection[int]) -> bool:
+    """Whether a value is an int that is allowed: True and 4.0 equal ints, and would be written as they are."""
+    return type(value) is int and value in allowed
+
+
 def _default_code(bits: int) -> Code:
     # One signed bit would be {-1, 0}: a sign and a scale is what every 1-bit method means.
     return "bipolar" if bits == 1 else "sym"
@@ -59,13 +65,13 @@ class WeightFormat:
     sparse: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in range(1, 9):
-            raise SchemeError(f"weight bits must be 1 to 8, not {self.bits}")
+        if not _is_one_of(self.bits, range(1, 9)):
+            raise SchemeError(f"weight bits must be 1 to 8, not {self.bits!r}")
         if self.code not in CODES:
             raise SchemeError(f"weight code must be one of {', '.join(CODES)}, not {self.code!r}")
-        if self.group is not None and self.group not in GROUPS:
+        if self.group is not None and not _is_one_of(self.group, GROUPS):
             raise SchemeError(
-                f"group must be 32, 64, 128 or 256 input channels, or absent for whole rows, not {self.group}"
+                f"group must be 32, 64, 128 or 256 input channels, or absent for whole rows, not {self.group!r}"
             )
         if self.sparse and self.code == "bipolar":
             raise SchemeError(
@@ -94,8 +100,8 @@ class ActivationFormat:
     code: ActivationCode = "float"
 
     def __post_init__(self) -> None:
-        if self.bits not in (1, 2, 3, 4, 5, 6, 7, 8, 16):
-            raise SchemeError(f"activation bits must be 1 to 8, or 16, not {self.bits}")
+        if not _is_one_of(self.bits, (1, 2, 3, 4, 5, 6, 7, 8, 16)):
+            raise SchemeError(f"activation bits must be 1 to 8, or 16, not {self.bits!r}")
         if self.code not in (*CODES, "float"):
             raise SchemeError(f"activation code must be sym, asym, bipolar or float, not {self.code!r}")
         if (self.bits == 16) != (self.code == "float") and not (self.bits == 8 and self.code == "float"):
@@ -142,12 +148,12 @@ class KVFormat:
         if self.float4 and (self.key_bits, self.value_bits, self.key_axis, self.group) != (4, 4, "token", 64):
             raise SchemeError("a KV cache of 4-bit floats has its own groups of 16: write kvfp4 and nothing else")
         for name, bits in (("key", self.key_bits), ("value", self.value_bits)):
-            if bits not in KV_BITS:
-                raise SchemeError(f"{name} bits of the KV cache must be 2, 4, 8 or 16, not {bits}")
+            if not _is_one_of(bits, KV_BITS):
+                raise SchemeError(f"{name} bits of the KV cache must be 2, 4, 8 or 16, not {bits!r}")
         if self.key_axis not in ("channel", "token"):
             raise SchemeError(f"key_axis must be 'channel' or 'token', not {self.key_axis!r}")
-        if self.group not in KV_GROUPS:
-            raise SchemeError(f"KV groups must be 32, 64 or 128, not {self.group}")
+        if not _is_one_of(self.group, KV_GROUPS):
+            raise SchemeError(f"KV groups must be 32, 64 or 128, not {self.group!r}")
 
     @property
     def quantized(self) -> bool:
@@ -164,6 +170,8 @@ class KVFormat:
     @classmethod
     def parse(cls, text: str) -> "KVFormat":
         """Read a KV format, for example ``kv4``, ``k4v2g32``, ``kv2t`` or ``kv4rot``."""
+        if not isinstance(text, str):
+            raise SchemeError(f"a KV format is a string such as 'kv4', not {type(text).__name__}")
         if text in ("kvfp4", "kvfp4rot"):
             return cls(4, 4, "token", 64, text.endswith("rot"), float4=True)
         match = _KV.fullmatch(text)
@@ -202,6 +210,16 @@ class Scheme:
     weights: WeightFormat
     activations: ActivationFormat = ActivationFormat()
     kv: KVFormat | None = None
+
+    def __post_init__(self) -> None:
+        parts = (("weights", WeightFormat, True), ("activations", ActivationFormat, True), ("kv", KVFormat, False))
+        for name, kind, needed in parts:
+            part = getattr(self, name)
+            if not isinstance(part, kind) and (needed or part is not None):
+                raise SchemeError(
+                    f"{name} of a scheme must be of type {kind.__name__}{'' if needed else ' or None'}, not {part!r}; "
+                    "Scheme.parse('w4a16g128') reads a scheme in words"
+                )
 
     @classmethod
     def parse(cls, text: "str | Scheme") -> "Scheme":

@@ -4,14 +4,16 @@ import copy
 import io
 import pickle
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+import torch._dynamo
 
 from anybit.errors import KernelError, LayerError
 from anybit.kernels.packed_layout import prepare as prepare_tiles
-from anybit.linear import QuantLinear
+from anybit.linear import QuantLinear, use_backend
 from anybit.ops import elementwise
 from anybit.ops.backend import LinearSpec
 from anybit.ops.inputs import check_input
@@ -133,3 +135,48 @@ def test_what_kernels_would_read_beyond_is_named() -> None:
         check_input(x, tiles, spec, torch.zeros(7))
     with pytest.raises(KernelError, match="a row of 7 has no two halves"):
         elementwise._silu_mul_cuda(torch.zeros(1, 7, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda weight: QuantLinear.from_weight(torch.zeros(8, 64), "w4a16"),
+            "must be a QuantizedWeight, not Tensor",
+        ),
+        (lambda weight: QuantLinear.from_weight(weight, "w4a16", [0.0] * 8), "a torch.Tensor of 8 floats, not list"),
+        (lambda weight: QuantLinear.from_weight(weight, "w4a16")([1.0]), r"x must be a torch.Tensor .* 64\], not list"),
+        (lambda weight: use_backend("abc", "reference-packed"), "model must be a torch.nn.Module .* not str"),
+    ],
+)
+def test_what_is_no_tensor_is_named(call: Callable[[QuantizedWeight], object], words: str) -> None:
+    with pytest.raises(LayerError, match=words):
+        call(random_weight(8, 64, Scheme.parse("w4a16").weights))
+
+
+def test_tensors_of_another_layer_are_not_loaded() -> None:
+    """Words and a scale a row have the same shapes for 62 and 64 inputs of 4 bits."""
+    layer, x = layer_of("w4a16", 8, 64), torch.randn(2, 64)
+    y, other = layer(x), layer_of("w4a16", 8, 62)
+    for state in (other.state_dict(), {**layer.state_dict(), "weight_shape": torch.tensor([64, 8])}):
+        with pytest.raises(RuntimeError, match=r"weight_shape says \[\d+, \d+\], and the layer is \[8, 64\] \(outputs"):
+            layer.load_state_dict(state)
+    assert torch.equal(layer(x), y)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g32", "w3a8asym"])
+def test_a_layer_prepares_itself_outside_of_a_graph(scheme: str) -> None:
+    x, graphs = torch.randn(2, 256), []
+
+    def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    wanted = layer_of(scheme)(x)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call prepare\(\), or the layer, before"):
+        torch.compile(layer_of(scheme), backend=keep, fullgraph=True)(x)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer_of(scheme), backend=keep)
+    assert torch.equal(compiled(x), wanted)
+    assert graphs == [["anybit.linear"]]  # and nothing of how words are unpacked
+    assert torch.equal(torch.compile(layer_of(scheme).prepare(), backend=keep, fullgraph=True)(x), wanted)

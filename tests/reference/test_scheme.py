@@ -1,5 +1,7 @@
 """The grammar of schemes: what is written is read back, and what is impossible is refused in a sentence."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,9 +66,26 @@ def test_refusals_say_what_is_allowed(text: str, why: str) -> None:
         Scheme.parse(text)
 
 
-def test_other_types_are_refused() -> None:
-    with pytest.raises(SchemeError, match="not int"):
-        Scheme.parse(4)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Scheme.parse(4), "not int"),
+        (lambda: KVFormat.parse(4), "a KV format is a string such as 'kv4', not int"),
+        (lambda: WeightFormat("4"), "weight bits must be 1 to 8, not '4'"),
+        (lambda: WeightFormat(4.0), r"weight bits must be 1 to 8, not 4\.0"),
+        (lambda: WeightFormat(True), "weight bits must be 1 to 8, not True"),
+        (lambda: WeightFormat(4, "sym", "32"), "for whole rows, not '32'"),
+        (lambda: ActivationFormat("8", "sym"), "must be 1 to 8, or 16, not '8'"),
+        (lambda: KVFormat(4.0), r"key bits of the KV cache must be 2, 4, 8 or 16, not 4\.0"),
+        (lambda: KVFormat(group="64"), "KV groups must be 32, 64 or 128, not '64'"),
+        (lambda: Scheme("w4a16"), r"weights .* of type WeightFormat, not 'w4a16'; Scheme\.parse\('w4a16g128'\) reads"),
+        (lambda: Scheme(WeightFormat(4), "x"), "activations of a scheme must be of type ActivationFormat, not 'x'"),
+        (lambda: Scheme(WeightFormat(4), kv="kv4"), "kv of a scheme must be of type KVFormat or None, not 'kv4'"),
+    ],
+)
+def test_other_types_are_refused(make: Callable[[], object], why: str) -> None:
+    with pytest.raises(SchemeError, match=why):
+        make()
 
 
 @given(st.text(max_size=12))
