@@ -17,6 +17,8 @@ def configs() -> dict[str, Any]:
     t = transformers
     return {
         "llama": t.LlamaConfig(**_LLAMA, **_SIZES, num_key_value_heads=2),
+        # Heads as wide as a KV format needs.
+        "llama-wide": t.LlamaConfig(**_LLAMA, **_SIZES, num_key_value_heads=2, head_dim=64),
         "llama-tied": t.LlamaConfig(**_LLAMA, **_SIZES, num_key_value_heads=2, tie_word_embeddings=True),
         "qwen2": t.Qwen2Config(**_LLAMA, **_SIZES, num_key_value_heads=2),
         "qwen3": t.Qwen3Config(**_LLAMA, **_SIZES, num_key_value_heads=2, head_dim=16),

@@ -47,6 +47,8 @@ class KVCache:
         residual  dtype [layers, sequences, kv_heads, 2, ring * head_dim], K and V in the order of the tensor cores
         table     int32 [sequences, capacity / page], -1 where there is no page
         lengths   int32 [sequences], tokens of each sequence, the newest included
+
+    Raises LayerError for sizes that are no sizes and for a head that the format does not divide.
     """
 
     def __init__(
@@ -66,9 +68,13 @@ class KVCache:
     ) -> None:
         if dtype not in (torch.float16, torch.bfloat16):
             raise LayerError(f"a KV cache keeps its newest tokens in float16 or bfloat16, not {dtype}")
-        if slack % 32:
-            raise LayerError(f"slack must be a multiple of 32 tokens, not {slack}")
-        self.format = KVFormat.parse(format) if isinstance(format, str) else format
+        sizes = {"layers": layers, "kv_heads": kv_heads, "sequences": sequences, "capacity": capacity, "pages": pages}
+        for name, size in sizes.items():
+            if not (isinstance(size, int) and size >= 1) and not (name == "pages" and size is None):
+                raise LayerError(f"{name} of a KV cache must be a whole number from 1, not {size!r}")
+        if not isinstance(slack, int) or slack % 32 or slack < 0:
+            raise LayerError(f"slack must be a multiple of 32 tokens, 0 or more, not {slack!r}")
+        self.format = format if isinstance(format, KVFormat) else KVFormat.parse(format)
         self.layout = PageLayout(self.format, head_dim, page)
         self.window = min(page, WINDOW)
         per_sequence = -(-capacity // page)
@@ -417,6 +423,30 @@ def _aligned(x: Tensor) -> Tensor:
     """X itself if rows can be read sixteen bytes at a time, else a copy."""
     fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:3])
     return x if fits else x.contiguous()
+
+
+def why_not(model: Any, format: KVFormat) -> str | None:
+    """Why generation of a transformers model cannot keep its keys and values in a format; None if it can.
+
+    Asked of models without weights too: before one is quantized.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"{type(model).__name__} has an encoder, and AnyBitCache holds the keys of a decoder alone"
+    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+        return f"{type(model).__name__} keeps a state of its own instead of keys and values"
+    heads = getattr(config, "num_attention_heads", None)
+    dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"it has layers of {', '.join(sorted(kinds))}"
+    try:
+        PageLayout(format, dim)
+        if format.rotate:
+            hadamard(dim)
+    except LayerError as error:
+        return str(error)
+    return None
 
 
 def hadamard(size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:

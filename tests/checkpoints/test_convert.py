@@ -21,7 +21,7 @@ from anybit.scheme import Scheme
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
-    return {name: save_tiny(name, folder / name) for name in ("llama", "qwen2", "bloom", "gpt2")}
+    return {name: save_tiny(name, folder / name) for name in ("llama", "llama-wide", "qwen2", "bloom", "gpt2")}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_compressed_tensors_gives_the_same_tokens(
         ("llama", "w1a16", "cannot express w1a16: bipolar codes"),
         ("llama", "w4a8", "cannot express w4a8: 8-bit activations"),
         ("llama", "w4a16s24", "cannot express w4a16s24: 2:4 sparse"),
-        ("llama", "w4a16-kv4", "the KV format kv4"),
+        ("llama-wide", "w4a16-kv4", "the KV format kv4"),
         ("llama", "w4a16g64", r"layer model\.layers\.0\.mlp\.down_proj has 96 inputs, .* quantize with g32, or"),
         ("gpt2", "w4a16", r"layer transformer\.h\.0\.attn\.c_attn was a Conv1D"),
     ],

@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from tests.cases_models import ARCHITECTURES, save_tiny, tokens_of
+from tests.cases_models import ARCHITECTURES, save_tiny, tiny_model, tokens_of
 from transformers import AutoModelForCausalLM
 
 import anybit
+from anybit import kvcache
 from anybit.checkpoints import Folder
 from anybit.errors import CheckpointError, LayerError, OptionError, SchemeError
+from anybit.integrations import graph
 from anybit.integrations.loading import load_model
 from anybit.quantize.methods import quantize_folder
 from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import KVFormat, Scheme
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +224,55 @@ def test_a_scheme_that_does_not_fit_a_layer(tmp_path: Path) -> None:
 def test_a_format_in_words_is_told_apart():
     with pytest.raises(TypeError, match=r"format must be a WeightFormat.*not 'w4a16g128'"):
         quantize_weight(torch.randn(8, 64), "w4a16g128")
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.zeros(0, 96), r"a weight of shape \(0, 96\) has no values to quantize"),
+        (torch.zeros(64, 0), r"a weight of shape \(64, 0\) has no values to quantize"),
+        (torch.zeros(8, 64, device="meta"), "is on the meta device: it has no values yet, load it first"),
+        ([[1.0, 2.0]], "must be a floating-point matrix, a torch.Tensor, not list"),
+    ],
+)
+def test_a_weight_without_values_is_refused(weight: torch.Tensor, message: str) -> None:
+    with pytest.raises(LayerError, match=message):
+        quantize_weight(weight, Scheme.parse("w4a16g32").weights)
+
+
+def test_arguments_of_another_type_are_named(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"the folder of a model must be a path, as text or .* not None"):
+        quantize_folder(None, tmp_path / "out", "w4a16g32")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"the output must be a path, as text or .* not None"):
+        quantize_folder(llama, None, "w4a16g32")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"a model's source must be a path, as text or .* not None"):
+        load_model(None)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"options of a method are a dict of names and values, not \[1\]"):
+        quantize_folder(llama, tmp_path / "out", "w4a16g32", options=[1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"quantize_folder\(\) got an unexpected keyword argument 'speed'"):
+        quantize_folder(llama, tmp_path / "out", "w4a16g32", speed=3)  # type: ignore[call-arg]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_kv_format_that_cannot_run_is_not_saved(llama: Path, tmp_path: Path) -> None:
+    message = r"the KV format kv4 cannot serve this model: head_dim must be .* not 16; leave out -kv4 to keep"
+    with pytest.raises(LayerError, match=message):
+        quantize_folder(llama, tmp_path / "out", "w4a16g32-kv4")
+    assert not list(tmp_path.iterdir())
+    saved = quantize_folder(save_tiny("llama-wide", tmp_path / "wide"), tmp_path / "out", "w4a16g32-kv4")
+    assert tokens_of(AutoModelForCausalLM.from_pretrained(saved.folder).eval())
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama-wide"])
+def test_what_is_refused_before_is_what_is_refused_later(architecture: str) -> None:
+    model = tiny_model(architecture)
+    for text in ("kv4", "kv2g128", "kv16", "kv4rot", "kvfp4"):
+        format = KVFormat.parse(text)
+        assert kvcache.why_not(model, format) == graph.why_not(model, format)
+
+
+def test_rotated_heads_of_a_width_without_a_matrix_are_refused_before() -> None:
+    model = tiny_model("llama-wide")
+    model.config.head_dim = 96
+    assert kvcache.why_not(model, KVFormat.parse("k4v4g32")) is None
+    assert "a Hadamard matrix here has a power of two" in str(kvcache.why_not(model, KVFormat.parse("k4v4g32rot")))

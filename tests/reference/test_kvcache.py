@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anybit.attention import Masks, attend, decode
-from anybit.errors import LayerError
+from anybit.errors import LayerError, SchemeError
 from anybit.kvcache import KVCache, hadamard
 from anybit.kvpool import CacheError
 
@@ -166,3 +166,10 @@ def test_what_does_not_fit_is_refused_in_words():
         cache.extend([s], 64)
     with pytest.raises(LayerError, match="power of two"):
         make("k4v4g32rot", head_dim=96)
+    for name, size in (("layers", -1), ("capacity", 0), ("sequences", 2.0), ("kv_heads", "2"), ("pages", 0)):
+        with pytest.raises(LayerError, match=f"{name} of a KV cache must be a whole number from 1, not {size!r}"):
+            make(**{name: size})
+    with pytest.raises(LayerError, match="slack must be a multiple of 32 tokens, 0 or more, not -32"):
+        make(slack=-32)
+    with pytest.raises(SchemeError, match="a KV format is a string such as 'kv4', not int"):
+        make(4)

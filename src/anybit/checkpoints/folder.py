@@ -1,6 +1,7 @@
 """A model folder as Hugging Face lays it out: config.json and safetensors, one file or many with an index."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,18 @@ _WEIGHTS = (
 )
 
 
+def path_of(place: Path | str, name: str) -> Path:
+    """A place as a path. Raises CheckpointError, by the argument's name, for what is none."""
+    if not isinstance(place, (str, os.PathLike)):
+        raise CheckpointError(f"{name} must be a path, as text or as a pathlib.Path, not {place!r}")
+    return Path(place)
+
+
 class Folder:
     """A model folder, open for reading; tensors are read one at a time. Raises CheckpointError, naming the file."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path = path_of(path, "the folder of a model")
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is not a folder")
         self.config = read_json(self.path / "config.json")

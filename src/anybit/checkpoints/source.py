@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from anybit.checkpoints.folder import path_of
 from anybit.errors import CheckpointError
 
 # What a model folder is made of; pickles and other frameworks' weights are not even fetched.
@@ -20,7 +21,7 @@ def local_folder(model: str | Path) -> Iterator[Path]:
     model: a folder, the name of a model on the Hugging Face hub, or a GGUF file. A GGUF file is dequantized to 16-bit
     floats into a temporary folder, which lives as long as the context; the others are used where they are.
     """
-    path = Path(model).expanduser()
+    path = path_of(model, "a model's source").expanduser()
     if path.is_dir():
         yield path
     elif path.is_file():

@@ -1,6 +1,7 @@
 """The ways to find codes for a model's weights, by name. What they need is loaded when they run."""
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from anybit.errors import OptionError, SchemeError
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
-    from anybit.quantize.stream import Job, Saved
+    from anybit.quantize.stream import Job, Progress, Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +51,33 @@ def quantize_folder(
     scheme: Scheme | str,
     method: str = "rtn",
     modules_to_not_convert: list[str] | None = None,
-    **rest: Any,
+    *,
+    overwrite: bool = False,
+    progress: "Progress | None" = None,
+    shard_bytes: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> "Saved":
     """Quantize a model folder into another folder.
 
     modules_to_not_convert: layers that stay as they are; by default the output head, which always does if it is tied
-    to the embedding. rest: ``overwrite``, ``progress``, ``shard_bytes`` and the ``options`` of the method
-    (``anybit.quantize.stream.Job``).
+    to the embedding. overwrite: replace the output if it is there. progress: called with the layer just done, the
+    weights done so far, and all there are. shard_bytes: the most a file of the output holds. options: of the method.
     Raises CheckpointError for what is wrong with the source or the place to write to, LayerError for a layer that the
     scheme does not fit or a name that no layer has, SchemeError for an unknown scheme or method, OptionError for an
     option that the method does not have; nothing is left behind then.
     """
     if method not in METHODS:
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"options of a method are a dict of names and values, not {options!r}")
+    options = dict(options or {})
     if not METHODS[method].calibrated:
         for name in ("text", "tokens"):
-            if name in (rest.get("options") or {}):
+            if name in options:
                 looking = ", ".join(other for other in METHODS if METHODS[other].calibrated)
                 raise OptionError(f"method {method} looks at no text: leave out {name}, or take one of {looking}")
     from anybit.quantize.stream import Job
 
+    rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
+    rest |= {"overwrite": overwrite, "progress": progress, "options": options}
     return METHODS[method].run(Job.of(source, output, scheme, method, modules_to_not_convert, **rest))

@@ -38,13 +38,19 @@ def quantize_weight(
         cubes for groups and fourth powers for whole rows, as measured.
     Scales are stored in the weight's dtype if that has 16 bits, else in float32, and codes are those that are nearest
     under the stored scale. 2:4 sparse formats keep the two largest of every four weights.
-    Raises LayerError for NaN, infinity, a weight that is not a matrix, or inputs that do not come in fours (2:4);
-    TypeError where the format is a text.
+    Raises LayerError for NaN, infinity, a weight that is not a matrix, has no values or is on the meta device, or
+    inputs that do not come in fours (2:4); TypeError where the format is a text.
     """
     if not isinstance(format, WeightFormat):
         raise TypeError(f"format must be a WeightFormat, as in Scheme.parse('w4a16g128').weights, not {format!r}")
+    if not isinstance(weight, Tensor):
+        raise LayerError(f"a weight must be a floating-point matrix, a torch.Tensor, not {type(weight).__name__}")
     if weight.ndim != 2 or not weight.is_floating_point():
         raise LayerError(f"a weight must be a floating-point matrix, not {weight.dtype} of shape {tuple(weight.shape)}")
+    if not weight.numel():
+        raise LayerError(f"a weight of shape {tuple(weight.shape)} has no values to quantize")
+    if weight.is_meta:
+        raise LayerError(f"the weight {tuple(weight.shape)} is on the meta device: it has no values yet, load it first")
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise LayerError(f"the weight has {bad} values that are NaN or infinite; quantizing them would hide the fault")
@@ -52,7 +58,7 @@ def quantize_weight(
     if power not in (2, 3, 4):
         raise LayerError(f"the search sums squares, cubes or fourth powers (2, 3, 4) of errors, not power {power}")
     mask = magnitude_mask(weight) if format.sparse else None
-    rows = max(_CHUNK // max(weight.shape[1], 1), 1)
+    rows = max(_CHUNK // weight.shape[1], 1)
     scale_dtype = weight.dtype if weight.dtype.itemsize == 2 else torch.float32
     chunks = []
     for start in range(0, weight.shape[0], rows):

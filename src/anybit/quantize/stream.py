@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+from anybit import kvcache
 from anybit.checkpoints.configuration import configuration, refuse_quantized
-from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.folder import Folder, path_of
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, new_folder
 from anybit.errors import CheckpointError, LayerError, OptionError
@@ -94,6 +95,7 @@ class Job:
     ) -> "Job":
         """Open the source and check it. Raises CheckpointError, LayerError or SchemeError."""
         scheme = Scheme.parse(scheme)
+        output = path_of(output, "the output")
         folder = Folder(source)
         refuse_quantized(folder.config, str(folder.path))
         model = skeleton(folder.path)
@@ -102,8 +104,13 @@ class Job:
         layers = linear_layers(model, kept)
         for layer in layers:
             _check_fit(layer, scheme)
+        if scheme.kv is not None and (reason := kvcache.why_not(model, scheme.kv)) is not None:
+            raise LayerError(
+                f"the KV format {scheme.kv} cannot serve this model: {reason}; leave out -{scheme.kv} to keep its keys "
+                "and values as they are"
+            )
         names = _match(folder, model, layers)
-        return cls(folder, Path(output), scheme, method, model, kept, layers, names, **rest)
+        return cls(folder, output, scheme, method, model, kept, layers, names, **rest)
 
 
 def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None = None) -> Saved:
