@@ -152,7 +152,13 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
         (["generate", "MODEL", "-p", "x", "--device", "cuda:99"], "device 'cuda:99' is not here: torch sees"),
         (["generate", "MODEL", "-p", "x", "--device", "tpu"], "device 'tpu' is unknown; write cpu, cuda"),
         (["eval", "MODEL", "-t", "nothing.txt"], "text nothing.txt cannot be read"),
-        (["eval", "MODEL", "-t", "TEXT", "--context", "4096"], "tokens, and one window of 4096 need 4096"),
+        (["eval", "MODEL", "-t", "TEXT", "--context", "2000"], "tokens, and one window of 2000 need 2000"),
+        (["eval", "MODEL", "-t", "TEXT", "--context", "4096"], "--context 4096 is more than the 2048 positions that"),
+        (["eval", "MODEL", "-t", "TEXT", "-s", "w4a16-kv4"], "error: the KV format kv4 cannot serve"),
+        (
+            ["quantize", "MODEL", "-s", "w4a16-kv4", "-o", "OUT"],
+            "error: the KV format kv4 cannot serve this model",
+        ),
         (["convert", "MODEL", "--to", "compressed-tensors"], "is not a model that anybit quantized"),
         (["info", "w2"], "error: scheme 'w2' is not understood"),
         (["explain", "4096,0", "-s", "w4a8"], "4096,0 is no shape of a layer: write N,K"),
@@ -171,6 +177,51 @@ def test_errors_are_one_sentence(
     assert "Traceback" not in err
     assert out == ""
     assert not (tmp_path / "out").exists()
+
+
+def renamed(model: Path, folder: Path, config: Any) -> Path:
+    """A model of another configuration with the tokenizer of one."""
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_answers_longer_than_a_model_was_made_for_are_said(run: Any, model: Path, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"max_position_embeddings": 16, "eos_token_id": None}
+    rotary = renamed(model, tmp_path / "rotary", transformers.LlamaConfig(intermediate_size=96, **sizes))
+    table = renamed(model, tmp_path / "table", transformers.GPT2Config(**sizes))
+    words = ("-p", "Hello", "--raw", "--device", "cpu", "-n")
+    for folder, made, says in (
+        (rotary, 20, "what comes after them may make no sense"),
+        (table, 11, "ends after 11"),
+    ):
+        assert "note:" not in run("generate", folder, *words, 11)[2]
+        code, _, err = run("generate", folder, *words, 20)
+        assert (code, err.count("note:")) == (0, 1)
+        assert f"5 tokens of prompt and up to 20 new ones are more than the 16 positions that {folder}" in err
+        assert says in err
+        assert f"{made} tokens, " in err
+    code, _, err = run("generate", table, "-p", "sixteen letters!", "--raw", "-n", 1)
+    assert code == 1
+    assert "a prompt of 16 tokens leaves no room in the 16 positions" in err
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (transformers.LlamaConfig(max_position_embeddings=64), 64),
+        (transformers.LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), None),
+        (transformers.Gemma3TextConfig(max_position_embeddings=64), 64),
+        (transformers.GPT2Config(n_positions=64), 64),
+        (transformers.FalconConfig(alibi=True), None),
+        (transformers.BloomConfig(), None),
+        (transformers.MambaConfig(), None),
+    ],
+)
+def test_how_many_positions_a_model_was_made_for(config: Any, positions: int | None) -> None:
+    assert loading.Loaded(SimpleNamespace(config=config), None, None, "it").positions == positions
 
 
 def test_warnings_are_notes_of_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ def answer(
     ids = inputs["input_ids"].to(model.device)
     if not ids.numel():
         raise TextError("the prompt has no tokens: write something to go on from")
+    max_new_tokens = _fitting(loaded, ids.shape[1], max_new_tokens)
     torch.manual_seed(seed)
     printer = _Printer(tokenizer, silent)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
@@ -98,6 +100,25 @@ def answer(
         "tokens_per_second": (count - 1) / (end - first) if count > 1 else 1 / (end - start),
     }
     return printer.text, figures
+
+
+def _fitting(loaded: Loaded, prompt: int, new: int) -> int:
+    """How many tokens to make of those asked for; warns where they may be more than the model was made for.
+
+    Raises TextError where a model without further positions has none left for an answer.
+    """
+    positions = loaded.positions
+    if positions is None or prompt + new <= positions:
+        return new
+    made_for = f"the {positions} positions that {loaded.name} was made for (max_position_embeddings in its config.json)"
+    told = f"{prompt} tokens of prompt and up to {new} new ones are more than {made_for}"
+    if not loaded.positions_end:
+        warnings.warn(f"{told}: what comes after them may make no sense; --max-new-tokens limits it", stacklevel=3)
+        return new
+    if prompt >= positions:
+        raise TextError(f"a prompt of {prompt} tokens leaves no room in {made_for}: shorten it")
+    warnings.warn(f"{told}, and it has no others: the answer ends after {positions - prompt} tokens", stacklevel=3)
+    return positions - prompt
 
 
 def scheme_of(loaded: Loaded) -> str | None:

@@ -20,7 +20,7 @@ from anybit.cli.common import (
     progress_bar,
     status,
 )
-from anybit.errors import TextError
+from anybit.errors import LayerError, TextError
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def evaluate(
     content = measure.read_text(text)
     with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
         loaded = load_model(model, parsed, backend=backend, device=device)
+    _refuse_beyond(loaded, context)
     ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
     first = _bos(loaded.tokenizer, bos)
     rows = measure.windows_of(ids, context, windows, first)
@@ -74,6 +75,7 @@ def evaluate(
     if baseline is not None:
         with status(f"Loading {baseline}"):
             other = load_model(baseline, backend=backend, device=device)
+        _refuse_beyond(other, context)
         with progress_bar("Comparing", counted=True) as update:
             compared = measure.agreement(
                 loaded.model,
@@ -101,12 +103,24 @@ def evaluate(
         )
 
 
+def _refuse_beyond(loaded: "Loaded", context: int) -> None:
+    """Raise TextError for windows longer than a model was made for: their perplexity would say nothing of the text."""
+    if loaded.positions is not None and context > loaded.positions:
+        raise TextError(
+            f"--context {context} is more than the {loaded.positions} positions that {loaded.name} was made for "
+            f"(max_position_embeddings in its config.json): take --context {loaded.positions} or less"
+        )
+
+
 def _cache(loaded: "Loaded", context: int) -> "Callable[[], AnyBitCache] | None":
-    """What makes the KV cache of a window, where the model's scheme has one."""
+    """What makes the KV cache of a window, where the model's scheme has one; LayerError where it cannot serve it."""
     from anybit.integrations.cache import AnyBitCache
+    from anybit.integrations.graph import why_not
 
     if loaded.scheme is None or loaded.scheme.kv is None:
         return None
+    if (reason := why_not(loaded.model, loaded.scheme.kv)) is not None:
+        raise LayerError(f"the KV format {loaded.scheme.kv} cannot serve {loaded.name}: {reason}")
     return partial(AnyBitCache, loaded.scheme, config=loaded.model.config, capacity=context)
 
 

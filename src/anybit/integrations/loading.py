@@ -30,6 +30,30 @@ class Loaded:
     scheme: Scheme | None
     name: str
 
+    @property
+    def positions(self) -> int | None:
+        """How many positions the model was made for; None where its configuration does not bind it to a number.
+
+        Attention that is biased by distance (ALiBi) has no last position, and where rotary embeddings are scaled the
+        number may be that of before or of after.
+        """
+        config = self.model.config.get_text_config(decoder=True)
+        count, rotary = getattr(config, "max_position_embeddings", None), self._rotary
+        kinds = rotary.values() if all(isinstance(kind, dict) for kind in rotary.values()) else [rotary]
+        scaled = any(kind.get("rope_type", "default") != "default" for kind in kinds)
+        if scaled or getattr(config, "alibi", False) or not isinstance(count, int) or count < 1:
+            return None
+        return count
+
+    @property
+    def positions_end(self) -> bool:
+        """Whether the model has no position after its last one, as rotary embeddings do: it keeps a table of them."""
+        return self.positions is not None and not self._rotary
+
+    @property
+    def _rotary(self) -> dict[str, Any]:
+        return getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+
 
 def load_model(
     source: str | Path,
