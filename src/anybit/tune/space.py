@@ -220,6 +220,7 @@ def builtin(product: Product, layout: Layout | None = None) -> Candidate:
     kernels; with many the next of the grid, since tiles of tokens that do not fit cost up to a quarter of the time.
     Raises KernelError, in a sentence, where nothing can run it.
     """
+    anywhere = layout is None
     layout = layout or builtin_layout(product)
     x = product.activations
     if layout is Layout.dense:
@@ -243,7 +244,11 @@ def builtin(product: Product, layout: Layout | None = None) -> Candidate:
         if family.why_not(rounded) is None:
             config = family.default(rounded)
             return Candidate(strategy_of(x, family.name, config), family.name, config, x)
-    reasons = "; ".join(f"{name}: {FAMILIES[name].why_not(rounded)}" for name in names)
+    shown = (*names, "bitwise") if anywhere else names
+    reasons = "; ".join(f"{name}: {FAMILIES[name].why_not(rounded)}" for name in shown)
+    if anywhere:
+        reference = "the reference does, slowly, after anybit.ops.allow_fallback()"
+        raise KernelError(f"no kernel runs {product}: {reasons}; {reference}")
     raise KernelError(f"no kernel over tiles runs {product}: {reasons}")
 
 
