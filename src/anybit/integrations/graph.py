@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
+from anybit import kvcache
 from anybit.errors import LayerError
 from anybit.integrations import greedy
 from anybit.integrations.cache import NAME, AnyBitCache
-from anybit.kernels.kvpage import PageLayout
 from anybit.linear import QuantLinear
 from anybit.scheme import KVFormat
 
@@ -356,23 +356,7 @@ def serves(model: Any) -> bool:
 
 def why_not(model: Any, kv: KVFormat) -> str | None:
     """Why a model cannot keep its keys and values in an AnyBitCache of a format, in a sentence; None if it can."""
-    config = model.config.get_text_config(decoder=True)
-    if getattr(model.config, "is_encoder_decoder", False):
-        return f"{type(model).__name__} has an encoder, and AnyBitCache holds the keys of a decoder alone"
-    if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
-        return f"{type(model).__name__} keeps a state of its own instead of keys and values"
-    heads = getattr(config, "num_attention_heads", None)
-    dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        return f"it has layers of {', '.join(sorted(kinds))}"
-    if (reason := on_several_devices(model)) is not None:
-        return reason
-    try:
-        PageLayout(kv, dim, 128)
-    except LayerError as error:
-        return str(error)
-    return None
+    return kvcache.why_not(model, kv) or on_several_devices(model)
 
 
 def on_several_devices(model: Any) -> str | None:
