@@ -197,10 +197,12 @@ def test_new_folders_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "deep" / "out" / "file").read_text() == "new"
     with pytest.raises(CheckpointError, match="exists already and is not empty"), new_folder(tmp_path / "deep" / "out"):
         pass
+    (tmp_path / "deep" / "out" / "file").unlink()
+    (tmp_path / "deep" / "out" / "config.json").write_text('{"model_type": "old"}')
     with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "deep" / "out", overwrite=True) as work:
-        (work / "file").write_text("half")
+        (work / "config.json").write_text("half")
         raise KeyboardInterrupt
-    assert (tmp_path / "deep" / "out" / "file").read_text() == "new"
+    assert (tmp_path / "deep" / "out" / "config.json").read_text() == '{"model_type": "old"}'
     with new_folder(tmp_path / "deep" / "out", overwrite=True) as work:
         (work / "other").write_text("newer")
     assert [f.name for f in (tmp_path / "deep" / "out").iterdir()] == ["other"]
@@ -227,11 +229,30 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    process = slow_command(tmp_path)
+    for _ in range(1 if number == signal.SIGINT else 3):  # a terminal that closes may send more than one
+        process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nohup_is_obeyed(tmp_path: Path) -> None:
+    process = slow_command(tmp_path, "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+
+
+def slow_command(tmp_path: Path, before: str = "") -> subprocess.Popen[bytes]:
+    """A command that is writing a folder; before: what runs ahead of it."""
     script = (
-        # Tests that run in the background ignore SIGINT, and so would what they start.
+        # Tests that run in the background ignore some signals, and so would what they start.
         "import signal, sys, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"signal.signal(signal.SIGHUP, signal.SIG_DFL)\n{before}\n"
         "from anybit import cli; from anybit.checkpoints import new_folder\n"
         "def slow(*a, **k):\n"
         "    with new_folder(sys.argv[1]) as work:\n"
@@ -245,6 +266,4 @@ def test_an_interrupted_command_leaves_nothing(tmp_path: Path, number: signal.Si
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".out*/half")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait(60) == 128 + number
-    assert list(tmp_path.iterdir()) == []
+    return process

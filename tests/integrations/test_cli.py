@@ -5,6 +5,7 @@ import io
 import json
 import math
 import sys
+import time
 import tomllib
 import warnings
 from pathlib import Path
@@ -144,7 +145,12 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
     [
         (["quantize", "MODEL", "-s", "w9a16", "-o", "OUT"], "error: scheme 'w9a16' is impossible"),
         (["quantize", "nowhere", "-o", "OUT"], "error: nowhere is neither a folder"),
-        (["quantize", "MODEL", "-o", "MODEL"], "exists already and is not empty"),
+        (["quantize", "MODEL", "-o", "MODEL"], "holds the model that is read"),
+        (["quantize", "MODEL", "-o", "FULL"], "exists already and is not empty"),
+        (
+            ["quantize", "MODEL", "-o", "FULL", "--overwrite"],
+            "is not overwritten: it holds text.txt, which",
+        ),
         (["quantize", "MODEL", "-o", "/proc/anybit"], "/proc/anybit cannot be written"),
         (["quantize", "MODEL", "-o", "OUT", "--method", "magic"], "method 'magic' is unknown"),
         (["quantize", "MODEL", "-o", "OUT", "--set", "speed"], "--set 'speed' is not understood: write NAME=VALUE"),
@@ -168,7 +174,7 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
 def test_errors_are_one_sentence(
     run: Any, model: Path, text: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    names = {"MODEL": model, "OUT": tmp_path / "out", "TEXT": text}
+    names = {"MODEL": model, "OUT": tmp_path / "out", "TEXT": text, "FULL": tmp_path}
     if "magic" in arguments and "generate" in arguments:
         arguments = [*arguments, "-s", "w4a16"]
     code, out, err = run(*(names.get(argument, argument) for argument in arguments))
@@ -222,6 +228,18 @@ def test_answers_longer_than_a_model_was_made_for_are_said(run: Any, model: Path
 )
 def test_how_many_positions_a_model_was_made_for(config: Any, positions: int | None) -> None:
     assert loading.Loaded(SimpleNamespace(config=config), None, None, "it").positions == positions
+
+
+def test_the_time_of_a_job_is_that_of_all_of_it(run: Any, model: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([[i % 200 for i in range(64)]] * 16))
+    words = ("-s", "w4a16g32", "--method", "gptq", "-t", ids, "--set", "device=cpu", "--json")
+    began = time.perf_counter()
+    code, out, err = run("quantize", model, "-o", tmp_path / "out", *words)
+    took = time.perf_counter() - began
+    assert code == 0, err
+    # Writing a few layers takes a fiftieth of it.
+    assert took / 4 < json.loads(out)["seconds"] <= took
 
 
 def test_warnings_are_notes_of_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,14 +76,19 @@ class Folder:
 
     def companions(self) -> list[Path]:
         """The files that go with the weights: tokenizer, templates, generation settings. Never a pickle."""
-        return sorted(
-            file
-            for file in self.path.iterdir()
-            if file.is_file()
-            and file.name != "config.json"
-            and not file.name.startswith(".")
-            and not any(file.match(pattern) for pattern in _WEIGHTS)
-        )
+        return companions(self.path)
+
+
+def companions(path: Path) -> list[Path]:
+    """What goes with the weights of a model folder: see ``Folder.companions``."""
+    return sorted(
+        file
+        for file in path.iterdir()
+        if file.is_file()
+        and file.name != "config.json"
+        and not file.name.startswith(".")
+        and not any(file.match(pattern) for pattern in _WEIGHTS)
+    )
 
 
 def refuse_not_finite(tensor: Tensor, entry: Entry) -> None:

@@ -10,25 +10,49 @@ from pathlib import Path
 
 from torch import Tensor
 
-from anybit.checkpoints.folder import INDEX, SINGLE
+from anybit.checkpoints.folder import INDEX, SINGLE, companions, read_json
 from anybit.checkpoints.safetensors import FileWriter
 from anybit.errors import CheckpointError
 
 SHARD_BYTES = 4 << 30
+# What anybit and transformers write into a model folder, and the papers that go with it. What is replaced is deleted,
+# so the list is a narrow one: no pickles, no scripts, no *.txt of any name.
+_OWN = (
+    SINGLE,
+    INDEX,
+    "model-*-of-*.safetensors",
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "README.md",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+    ".gitattributes",
+)
 
 
 @contextmanager
-def new_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(path: Path | str, overwrite: bool = False, source: Path | None = None) -> Iterator[Path]:
     """A folder to write into, which becomes ``path`` in one step at the end, or vanishes if anything fails.
 
-    overwrite: an existing folder at ``path`` is replaced, at the end; otherwise it is refused unless it is empty.
+    overwrite, source: see ``check_place``, which says what is refused. A link is followed: the folder that it points to
+    is written.
     Raises CheckpointError for a place that cannot be written to.
     """
-    path = Path(path).absolute()
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path} is a file, and a folder shall be written there")
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
-        raise CheckpointError(f"{path} exists already and is not empty: choose another folder, or overwrite it")
+    path = check_place(path, overwrite, source)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{path.name}.unfinished-", dir=path.parent))
@@ -40,25 +64,102 @@ def new_folder(path: Path | str, overwrite: bool = False) -> Iterator[Path]:
         os.umask(umask)
         work.chmod(0o777 & ~umask)
         yield work
+        check_place(path, overwrite, source)  # much may have come there since
         _publish(work, path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
+        reason = error.strerror or error
+        other = _other_file(error, (work, path))
+        what = f"{path} cannot be written" if other is None else f"{other} cannot be read, and {path} is not written"
+        raise CheckpointError(f"{what}: {reason}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _publish(work: Path, path: Path) -> None:
+def check_place(path: Path | str, overwrite: bool = False, source: Path | None = None) -> Path:
+    """Where a folder would be written; raises CheckpointError where that would destroy what is no earlier result.
+
+    overwrite: a model folder at ``path`` may be replaced, if all that it holds is what models are made of; otherwise
+    the place has to be free or an empty folder.  source: the model folder that is read, which is never replaced.
+    """
+    given = Path(path)
+    try:
+        path = _real(given)
+        here = [Path.cwd(), *Path.cwd().parents]
+    except OSError as error:
+        raise CheckpointError(f"{given} cannot be written: the current directory is gone ({error.strerror})") from None
+    if path.is_symlink():
+        raise CheckpointError(f"{given} cannot be written: it is a link that leads back to itself")
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file, and a folder shall be written there")
+    if path in here:
+        which = "the current directory" if path == here[0] else "a folder around the current directory"
+        raise CheckpointError(f"{path} is {which}, which cannot be replaced: name a folder inside it")
+    if source is not None and path.is_dir():
+        # Files may be links out of their folder, as in the cache of the hub.
+        for read in (source, *source.iterdir()):
+            if path in (_real(read), *_real(read).parents):
+                raise CheckpointError(f"{path} holds the model that is read ({read}): choose another folder")
     if path.is_dir() and any(path.iterdir()):
-        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
-        path.rename(old)
-        try:
-            work.rename(path)
-        except BaseException:
-            old.rename(path)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    else:
+        if not overwrite:
+            raise CheckpointError(f"{path} exists already and is not empty: choose another folder, or overwrite it")
+        _refuse_to_replace(path, source)
+    return path
+
+
+def _real(path: Path) -> Path:
+    """Links followed, as far as they lead; Path.resolve raises for those in a circle, in some versions of Python."""
+    return Path(os.path.realpath(path))
+
+
+def _refuse_to_replace(path: Path, source: Path | None) -> None:
+    """Raise CheckpointError for a folder that holds more than a model."""
+    # What goes with the source was copied from it, or is about to be.
+    copied = {file.name for file in companions(source)} if source is not None else set()
+    strangers = sorted(
+        entry.name
+        for entry in path.iterdir()
+        if not (entry.is_file() and (entry.name in copied or any(map(entry.match, _OWN))))
+    )
+    if strangers:
+        named = ", ".join(strangers[:3]) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
+        raise CheckpointError(
+            f"{path} is not overwritten: it holds {named}, which anybit does not write into a model folder and which "
+            "would be lost; choose another folder, or move it away"
+        )
+    try:
+        known = "model_type" in read_json(path / "config.json")
+    except CheckpointError:
+        known = False
+    if not known:
+        raise CheckpointError(
+            f"{path} is not overwritten: it has no config.json with a model_type, so it is no model folder; choose "
+            "another folder, or remove this one yourself"
+        )
+
+
+def _other_file(error: OSError, ours: tuple[Path, ...]) -> str | None:
+    """The file that an error is about, if it is none of what is written: a copy fails where it reads, too."""
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, str | bytes | os.PathLike)]
+    files = [Path(os.fsdecode(name)).absolute() for name in names]
+    if not files or any(place in (file, *file.parents) for file in files for place in ours):
+        return None
+    return str(files[0])
+
+
+def _publish(work: Path, path: Path) -> None:
+    if not path.is_dir() or not any(path.iterdir()):
         work.rename(path)  # an empty folder in its place is replaced
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
+    try:
+        path.rename(old)
+        work.rename(path)
+    finally:
+        # Whatever went wrong, and when: one of the two is there, and nothing else is left.
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(path)
 
 
 def write_text(file: Path, text: str) -> None:

@@ -1,6 +1,6 @@
 """The command line: quantize, generate, chat, eval, tune, explain, convert, info.
 
-Exit codes: 0 done; 1 an error, told in one line; 2 wrong usage; 130 interrupted; 143 terminated.
+Exit codes: 0 done; 1 an error, told in one line; 2 wrong usage; 129 hung up; 130 interrupted; 143 terminated.
 """
 
 import signal
@@ -51,13 +51,19 @@ app.command()(checkpoints.convert)
 app.command()(checkpoints.info)
 
 
+# What ends a command from outside; a terminal that closes sends SIGHUP, which Windows does not have.
+_ENDS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 class _Terminated(BaseException):
-    """SIGTERM, as an exception: what is half written is cleaned up on the way out."""
+    """A signal of ``_ENDS``, as an exception: what is half written is cleaned up on the way out."""
 
 
 def main() -> None:
     """Run the command line."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in _ENDS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _terminate)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _note
@@ -67,8 +73,8 @@ def main() -> None:
     except KeyboardInterrupt:
         errors.print("interrupted")
         sys.exit(130)
-    except _Terminated:
-        sys.exit(143)
+    except _Terminated as terminated:
+        sys.exit(128 + int(terminated.args[0]))
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
@@ -84,7 +90,9 @@ def _fail(message: str) -> NoReturn:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
+    for other in _ENDS:  # a terminal that closes may send more than one: cleaning up is not cut short
+        signal.signal(other, signal.SIG_IGN)
+    raise _Terminated(number)
 
 
 def _note(message: Warning | str, *where: Any, **more: Any) -> None:

@@ -32,7 +32,9 @@ def quantize(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method; may be repeated.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the folder if it exists and is a model's.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a model and save it: one layer at a time, and nothing half-written is left if it fails.
@@ -63,7 +65,7 @@ def quantize(
     output.print(
         f"saved {saved.folder}: {megabytes(saved.bytes_before)} -> {megabytes(saved.bytes_after)}; "
         f"{saved.layers} layers in {saved.scheme}, {saved.bits_per_weight:.2f} bits per weight; "
-        f"{saved.seconds:.1f} s, {speed:.0f} million weights/s",
+        f"{saved.seconds:.1f} s, {speed:.3g} million weights/s",
         markup=False,
     )
 

@@ -205,9 +205,6 @@ def _run(job: Job, method: str) -> Saved:
     if options.block_passes is None:
         # A GPU goes over more text, some two hundred steps in all.
         options = replace(options, block_passes=(6 if options.on_gpu else 4) if method == "block" else 0)
-    if job.output.is_dir() and any(job.output.iterdir()) and not job.overwrite:
-        # Found now, not after an hour.
-        raise CheckpointError(f"{job.output} exists already and is not empty: choose another folder, or overwrite it")
     learn, distillation = options.learning(method, job.scheme)
     passes = options.block_passes
     refine = BlockLearning(passes, options.place_rate, options.scale_rate) if passes else None

@@ -60,8 +60,9 @@ def quantize_folder(
     """Quantize a model folder into another folder.
 
     modules_to_not_convert: layers that stay as they are; by default the output head, which always does if it is tied
-    to the embedding. overwrite: replace the output if it is there. progress: called with the layer just done, the
-    weights done so far, and all there are. shard_bytes: the most a file of the output holds. options: of the method.
+    to the embedding. overwrite: replace the output if it is a model folder, never another folder, nor the source.
+    progress: called with the layer just done, the weights done so far, and all there are. shard_bytes: the most a file
+    of the output holds. options: of the method.
     Raises CheckpointError for what is wrong with the source or the place to write to, LayerError for a layer that the
     scheme does not fit or a name that no layer has, SchemeError for an unknown scheme or method, OptionError for an
     option that the method does not have; nothing is left behind then.

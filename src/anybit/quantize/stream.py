@@ -17,7 +17,7 @@ from anybit import kvcache
 from anybit.checkpoints.configuration import configuration, refuse_quantized
 from anybit.checkpoints.folder import Folder, path_of
 from anybit.checkpoints.safetensors import header_room
-from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, new_folder
+from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight
@@ -49,7 +49,10 @@ QuantizeLayer = Callable[[LinearLayer, Tensor], QuantizedWeight]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a quantized model came to. ``bytes``: of all tensors; ``bits_per_weight``: of the quantized layers."""
+    """What a quantized model came to.
+
+    bytes: of all tensors.  bits_per_weight: of the quantized layers.  seconds: of the whole job, calibration included.
+    """
 
     folder: str
     scheme: str
@@ -66,8 +69,8 @@ class Saved:
 class Job:
     """A model to quantize: where it is, where it goes, and how.
 
-    Made by ``Job.of``, which checks all it can before any work is done: the layers against the scheme, the tensors of
-    the checkpoint against the model.
+    Made by ``Job.of``, which checks all it can before any work is done: the place to write to, the layers against the
+    scheme, the tensors of the checkpoint against the model.  began: when, by ``time.perf_counter``.
     """
 
     source: Folder
@@ -82,6 +85,7 @@ class Job:
     progress: Progress | None = None
     shard_bytes: int = SHARD_BYTES
     options: dict[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
 
     @classmethod
     def of(
@@ -94,9 +98,11 @@ class Job:
         **rest: Any,
     ) -> "Job":
         """Open the source and check it. Raises CheckpointError, LayerError or SchemeError."""
+        began = time.perf_counter()
         scheme = Scheme.parse(scheme)
         output = path_of(output, "the output")
         folder = Folder(source)
+        check_place(output, rest.get("overwrite", False), folder.path)  # now, not after an hour
         refuse_quantized(folder.config, str(folder.path))
         model = skeleton(folder.path)
         check_kept(model, modules_to_not_convert)
@@ -110,13 +116,12 @@ class Job:
                 "and values as they are"
             )
         names = _match(folder, model, layers)
-        return cls(folder, output, scheme, method, model, kept, layers, names, **rest)
+        return cls(folder, output, scheme, method, model, kept, layers, names, began=began, **rest)
 
 
 def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None = None) -> Saved:
     """Write a job's model, each linear layer through ``quantize`` and everything else as it is, but for ``changes``."""
     changes = changes or Changes()
-    start = time.perf_counter()
     layers = {f"{layer.name}.weight": layer for layer in job.layers}
     total = sum(layer.n * layer.k for layer in job.layers)
     done = quantized_bytes = 0
@@ -124,7 +129,7 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
     names = [f"{name}{suffix}" for name in job.names for suffix in ("", "_packed", "_scale", "_zero_point", "_shape")]
     new = [name for name in changes.tensors if name not in job.names]
     names += [*new, *(f"{name}{suffix}" for name in layers for suffix in ("_g_idx", "_indices"))]
-    with new_folder(job.output, job.overwrite) as folder:
+    with new_folder(job.output, job.overwrite, job.source.path) as folder:
         with ShardWriter(folder, header_room(names), job.shard_bytes) as writer:
             # In the order of the files, so that the source is read from front to back.
             for name, stored in sorted(job.names.items(), key=lambda item: _place(job.source, item[1])):
@@ -147,7 +152,6 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
                 writer.add(name, changes.tensors[name].contiguous())
         _write_companions(job, folder, group_index, changes)
         after = writer.bytes
-    seconds = time.perf_counter() - start
     return Saved(
         str(job.output),
         str(job.scheme),
@@ -157,7 +161,7 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
         job.source.bytes,
         after,
         8 * quantized_bytes / total,
-        seconds,
+        time.perf_counter() - job.began,
     )
 
 

@@ -1,0 +1,187 @@
+"""Where a folder may be written: nothing that is no model is replaced, nor what is read, and links are followed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.cases_models import save_tiny
+
+from anybit.checkpoints import new_folder, writing
+from anybit.errors import CheckpointError
+from anybit.quantize import stream
+from anybit.quantize.methods import quantize_folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+def model_at(path: Path, *more: str) -> Path:
+    """What looks like a model folder, with more files in it."""
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    for name in ("model.safetensors", "tokenizer.json", *more):
+        (path / name).write_text("old")
+    return path
+
+
+def refused(path: Path, message: str, source: Path | None = None) -> None:
+    """Replacing a folder is refused, and changes nothing."""
+    before = sorted(path.rglob("*"))
+    with pytest.raises(CheckpointError, match=message), new_folder(path, overwrite=True, source=source):
+        pass
+    assert sorted(path.rglob("*")) == before
+    assert [f.name for f in path.parent.glob(".*")] == []
+
+
+def test_only_what_is_a_models_is_replaced(tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "thesis.tex").write_text("years of work")
+    refused(thesis, r"thesis is not overwritten: it holds thesis\.tex, which anybit does not write")
+    refused(model_at(tmp_path / "a", "notes.txt"), r"it holds notes\.txt, which")
+    refused(
+        model_at(tmp_path / "b", "train.py", "optimizer.pt", "c.bin", "d"), r"holds c\.bin, d, optimizer\.pt and 1 m"
+    )
+    (model_at(tmp_path / "c") / "checkpoint-500").mkdir()
+    refused(tmp_path / "c", "it holds checkpoint-500, which")
+    for index, text in enumerate(('{"name": "website"}', "{", None)):
+        other = model_at(tmp_path / f"other{index}")
+        (other / "config.json").unlink()
+        if text is not None:
+            (other / "config.json").write_text(text)
+        refused(other, r"no config\.json with a model_type, so it is no model folder")
+    with new_folder(
+        model_at(tmp_path / "model", "LICENSE", "model-00001-of-00002.safetensors"), overwrite=True
+    ) as work:
+        (work / "config.json").write_text("new")
+    assert [f.name for f in (tmp_path / "model").iterdir()] == ["config.json"]
+
+
+def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    for overwrite, message in ((False, "exists already and is not empty"), (True, r"it holds thesis\.tex")):
+        with pytest.raises(CheckpointError, match=message), new_folder(tmp_path / "out", overwrite):
+            (tmp_path / "out").mkdir(exist_ok=True)
+            (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    assert [f.name for f in tmp_path.rglob("*")] == ["out", "thesis.tex"]
+
+
+def test_what_was_copied_from_the_source_is_replaced(llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(llama, source)
+    (source / "figure.png").write_bytes(b"of the model card")
+    (source / "pytorch_model.bin").write_bytes(b"its pickles")
+    quantize_folder(source, tmp_path / "out", "w4a16g32")
+    assert (tmp_path / "out" / "figure.png").exists()
+    quantize_folder(source, tmp_path / "out", "w2a16g32", overwrite=True)
+    (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"never copied")
+    with pytest.raises(CheckpointError, match=r"it holds pytorch_model\.bin"):
+        quantize_folder(source, tmp_path / "out", "w4a16g32", overwrite=True)
+
+
+def test_the_source_is_never_replaced(llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "around" / "source"
+    shutil.copytree(llama, source)
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "link").symlink_to(source)
+    for output in (source, source / "..", tmp_path / "link", source / "x" / ".."):
+        with pytest.raises(CheckpointError, match=r"holds the model that is read \(.*source\): choose another folder"):
+            quantize_folder(source, output, "w4a16g32", overwrite=True)
+    with pytest.raises(CheckpointError, match="holds the model that is read"):
+        quantize_folder(tmp_path / "link", source, "w4a16g32", overwrite=True)
+    (tmp_path / "link").unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+    # A folder of links, as in the cache of the hub: what is read lies where they point.
+    links = tmp_path / "links"
+    links.mkdir()
+    for file in source.iterdir():
+        (links / file.name).symlink_to(file)
+    with pytest.raises(CheckpointError, match="holds the model that is read"):
+        quantize_folder(links, source, "w4a16g32", overwrite=True)
+    quantize_folder(source, source / "w4", "w4a16g32")  # beside its files there is room
+
+
+def test_the_current_directory_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = model_at(tmp_path / "model") / "inner"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    for place, message in (
+        (".", "is the current directory"),
+        ("", "is the current"),
+        ("..", "a folder around the curr"),
+    ):
+        with pytest.raises(CheckpointError, match=message), new_folder(place, overwrite=True):
+            pass
+    with new_folder("out"):
+        pass
+    assert (inner / "out").is_dir()
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    real = model_at(tmp_path / "real")
+    (tmp_path / "link").symlink_to(real)
+    (tmp_path / "dangling").symlink_to(tmp_path / "later")
+    with pytest.raises(CheckpointError, match="real exists already and is not empty"), new_folder(tmp_path / "link"):
+        pass
+    for name, target in (("link", real), ("dangling", tmp_path / "later")):
+        with new_folder(tmp_path / name, overwrite=True) as work:
+            (work / "file").write_text("new")
+        assert (tmp_path / name).is_symlink()
+        assert [f.name for f in target.iterdir()] == ["file"]
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(CheckpointError, match="a link that leads back to itself"), new_folder(tmp_path / "round"):
+        pass
+    (tmp_path / "round").unlink()
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["dangling", "later", "link", "real"]
+
+
+@pytest.mark.parametrize("fails", ["first", "second"])
+def test_replacing_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    old, rename = model_at(tmp_path / "out"), Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if (path == old) == (fails == "first") and ".old-" not in path.name:
+            raise OSError(16, "Device or resource busy", str(path), None, str(target))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with (
+        pytest.raises(CheckpointError, match="out cannot be written: Device or resource busy"),
+        new_folder(old, overwrite=True) as work,
+    ):
+        (work / "config.json").write_text("{}")
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+    assert json.loads((old / "config.json").read_text()) == {"model_type": "llama"}
+
+
+def test_the_file_that_fails_is_named(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(llama, source)
+    (source / "tokenizer.json").write_text("{}")
+
+    def unreadable(file: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    def full(file: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device", str(file), None, str(target))
+
+    monkeypatch.setattr(stream.shutil, "copyfile", unreadable)
+    message = r"source/\S+ cannot be read, and \S+/out is not written: Permission denied"
+    with pytest.raises(CheckpointError, match=message):
+        quantize_folder(source, tmp_path / "out", "w4a16g32")
+    monkeypatch.setattr(stream.shutil, "copyfile", full)
+    with pytest.raises(CheckpointError, match=r"^\S+/out cannot be written: No space left on device"):
+        quantize_folder(source, tmp_path / "out", "w4a16g32")
+    assert [f.name for f in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_current_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(CheckpointError, match="out cannot be written: the current directory is gone"):
+        writing.check_place("out")
