@@ -1,6 +1,7 @@
 """Calibrated methods from folder to folder: they save, reload, convert and refuse as rounding does, and lose less."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,11 @@ def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tm
         ({"mix_heads": "perhaps"}, OptionError, "mix_heads"),
         (FAST | {"order": "random"}, OptionError, "order"),
         (FAST | {"start": "zero"}, OptionError, "start must be gptq or nearest"),
+        (FAST | {"drift": None}, OptionError, r"option drift cannot be null: leave it out, and it is 0\.5"),
+        ({"tokens": math.inf}, OptionError, "tokens"),
+        (FAST | {"seed": 2**64}, OptionError, "seed must be at least 0 and at most 18446744073709551615"),
+        (FAST | {"resume": "/proc/x"}, CalibrationError, "/proc/x cannot be one: No such file or directory; name ano"),
+        (FAST | {"resume": __file__}, CalibrationError, r"test_methods\.py cannot be one: File exists; name another"),
     ],
 )
 def test_bad_options_are_refused_and_leave_nothing(options, error, match, llama: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from anybit.errors import CalibrationError, TextError
-from anybit.quantize import gptq
+from anybit.quantize import gptq, resume
 from anybit.quantize.blocks import Store
 from anybit.quantize.calibrate import Calibration, batched, calibrate, read_sequences, read_text
 from anybit.quantize.rtn import quantize_weight
@@ -83,6 +83,18 @@ def test_resumed_equals_uninterrupted(tmp_path, stop_after):
     resumed = calibrate(model, tokens, SCHEME, names_of(model), counting, settings)
     assert len(calls) == 4 * (3 - stop_after)
     assert same(resumed, calibrate(model, tokens, SCHEME, names_of(model), quantizer))
+
+
+def test_blocks_that_cannot_be_kept_are_named_and_leave_nothing(tmp_path, monkeypatch):
+    def full(tensors, file, **more):
+        file.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(resume, "save_file", full)
+    folder = resume.Folder(tmp_path, "key")
+    with pytest.raises(CalibrationError, match=r"block-0000\.safetensors cannot be written: No space left on device"):
+        folder.write(0, {})
+    assert [file.name for file in tmp_path.iterdir()] == ["calibration.json"]
 
 
 def test_resume_refuses_another_text_and_repairs_a_damaged_block(tmp_path):

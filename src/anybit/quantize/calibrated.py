@@ -13,6 +13,7 @@ Any of them also learns if it is given ``block_passes`` or ``learn_tokens``; the
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args
 
 import torch
@@ -100,17 +101,20 @@ class Options:
             if name not in known:
                 raise OptionError(f"option {name!r} is unknown; there are {', '.join(known)}")
             kinds = (known[name].type, *get_args(known[name].type))
+            if value is None and NoneType not in kinds:
+                raise OptionError(f"option {name} cannot be null: leave it out, and it is {known[name].default!r}")
             kind = next((kind for kind in (bool, int, float, str, Path) if kind in kinds), None)
             try:
                 read = _truth if kind is bool else kind
                 values[name] = value if value is None or read is None else read(value)
-            except (TypeError, ValueError, KeyError):
+            except (TypeError, ValueError, KeyError, OverflowError):
                 wanted = "" if kind is None else kind.__name__
                 raise OptionError(f"option {name} must be of type {wanted}, and {value!r} is not") from None
         options = cls(**values)
         if options.start not in ("gptq", "nearest"):
             raise OptionError(f"option start must be gptq or nearest, not {options.start!r}")
-        for name, low, high in (("tokens", 1, None), ("length", 2, None), ("drift", 0, 1), ("strength", 0, 1)):
+        ranges = (("tokens", 1, None), ("length", 2, None), ("drift", 0, 1), ("strength", 0, 1), ("seed", 0, 2**64 - 1))
+        for name, low, high in ranges:
             value = getattr(options, name)
             if value is not None and (value < low or (high is not None and value > high)):
                 most = "" if high is None else f" and at most {high}"

@@ -1,5 +1,6 @@
 """A folder that remembers finished blocks, so that an interrupted calibration goes on where it stopped."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ class Folder:
 
     def __init__(self, path: Path, key: str) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        _make(path)
         note = path / "calibration.json"
         if note.exists():
             try:
@@ -87,14 +88,30 @@ def remembered(path: Path | None, key: str, make: Callable[[], list[Tensor]]) ->
                 return [stored.get_tensor(f"{i:05d}") for i in range(len(stored.keys()))]
         except (SafetensorError, AttributeError):
             pass  # damaged: found again
+    _make(path)  # before the work, not after
     found = make()
-    path.mkdir(parents=True, exist_ok=True)
     tensors = {f"{i:05d}": tensor.contiguous() for i, tensor in enumerate(found)}
     _publish(file, lambda file: save_file(tensors, file, metadata={"key": key}))
     return found
 
 
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CalibrationError(
+            f"option resume is a folder for finished blocks, and {path} cannot be one: {error.strerror}; name another"
+        ) from None
+
+
 def _publish(file: Path, write) -> None:  # type: ignore[no-untyped-def]
     beside = file.with_name(file.name + ".part")
-    write(beside)
-    beside.replace(file)
+    try:
+        write(beside)
+        beside.replace(file)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CalibrationError(f"option resume: {file} cannot be written: {reason}") from None
+    finally:
+        with contextlib.suppress(OSError):  # gone where all went well
+            beside.unlink(missing_ok=True)
