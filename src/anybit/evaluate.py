@@ -117,7 +117,8 @@ def agreement(
 def bits_per_weight(model: nn.Module) -> float:
     """Bits a weight of the quantized layers in a 16-bit checkpoint, scales and zeros included; else of all Linears.
 
-    Scales count 16 bits though they be wider here: a model that runs in float32 was stored in 16 bits as a rule.
+    Scales, and weights that are not quantized, count 16 bits though they be wider here: a model that runs in float32
+    (on a CPU all do) was stored in 16 bits as a rule.
     """
     bits, weights = 0.0, 0
     for module in model.modules():
@@ -130,7 +131,7 @@ def bits_per_weight(model: nn.Module) -> float:
         return bits / weights
     linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     count = sum(weight.numel() for weight in linears)
-    return sum(8 * weight.nbytes for weight in linears) / count if count else math.nan
+    return sum(min(8 * weight.element_size(), 16) * weight.numel() for weight in linears) / count if count else math.nan
 
 
 def _logits(model: Any, window: Tensor, cache: Callable[[], Any] | None, step: int) -> Tensor:

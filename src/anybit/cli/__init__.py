@@ -3,6 +3,8 @@
 Exit codes: 0 done; 1 an error, told in one line; 2 wrong usage; 129 hung up; 130 interrupted; 143 terminated.
 """
 
+import contextlib
+import os
 import signal
 import sys
 import warnings
@@ -78,6 +80,8 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        _fail(_of_system(error))
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not be loaded to look for it
             raise
@@ -87,6 +91,18 @@ def main() -> None:
 def _fail(message: str) -> NoReturn:
     errors.print(f"[bold red]error:[/] {_plain(message)}", highlight=False, soft_wrap=True)
     sys.exit(1)
+
+
+def _of_system(error: OSError) -> str:
+    """What the system refused, as FILE: reason."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What could not be written would be tried once more at the end, and fail with words of the interpreter's own.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason if error.filename is None else f"{error.filename}: {reason}"
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

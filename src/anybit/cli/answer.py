@@ -1,6 +1,5 @@
 """What ``anybit generate`` and ``anybit chat`` do: load a model, answer a prompt while it is made, keep the time."""
 
-import sys
 import time
 import warnings
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from anybit.cli.common import status
+from anybit.cli.common import status, stdout
 from anybit.errors import TextError
 from anybit.integrations.fuse import accelerate
 from anybit.integrations.graph import serves
@@ -37,8 +36,8 @@ class _Printer(TextStreamer):  # type: ignore[misc]
         """Text whose words are complete."""
         self.text += text
         if not self.silent:
-            sys.stdout.write(text + ("\n" if stream_end else ""))
-            sys.stdout.flush()
+            stdout.write(text + ("\n" if stream_end else ""))
+            stdout.flush()
 
 
 def load(model: str, scheme: Scheme | None, backend: str | None, device: str | None) -> Loaded:

@@ -12,7 +12,7 @@ from anybit.scheme import KVFormat, Scheme
 
 
 def convert(
-    folder: Annotated[Path, typer.Argument(help="The folder of a quantized model; its config.json is rewritten.")],
+    folder: Annotated[str, typer.Argument(help="The folder of a quantized model; its config.json is rewritten.")],
     to: Annotated[str, typer.Option(help="compressed-tensors or anybit.")],
     as_json: JsonOption = False,
 ) -> None:
@@ -25,12 +25,16 @@ def convert(
     anybit convert smollm2-w4 --to anybit
     """
     from anybit.checkpoints.convert import convert as convert_folder
+    from anybit.checkpoints.source import refuse_unnamed
 
+    refuse_unnamed(folder)
     quantization = convert_folder(folder, to)
     if as_json:
         print_json(quantization)
     else:
-        output.print(f"{folder / 'config.json'} now describes the model for {to}; no tensor was touched", markup=False)
+        output.print(
+            f"{Path(folder) / 'config.json'} now describes the model for {to}; no tensor was touched", markup=False
+        )
 
 
 def info(
@@ -46,12 +50,12 @@ def info(
     anybit info smollm2-w4 --json
     """
     scheme = None
-    if not Path(what).expanduser().exists():
+    if what.strip() and not Path(what).expanduser().exists():
         try:
             scheme = Scheme.parse(what)
-        except SchemeError:
+        except SchemeError as error:
             if "/" not in what:
-                raise
+                raise SchemeError(f"{error}; and there is no file or folder {what!r}") from None
     figures = _model(what) if scheme is None else _scheme(scheme)
     if as_json:
         print_json(figures)

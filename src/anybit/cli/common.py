@@ -6,9 +6,10 @@ and mistyped schemes are answered at once.
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -16,8 +17,36 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 
 from anybit.errors import KernelError
 
+
+class _StandardOutput:
+    """sys.stdout as it is at the moment; its errors, which have no name of a file, say whose they are."""
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        with _named():
+            return sys.stdout.write(text)
+
+    def flush(self) -> None:
+        """Hand on what has been written."""
+        with _named():
+            sys.stdout.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or "standard output"
+        raise
+
+
+stdout = cast(IO[str], _StandardOutput())
 # Results go to stdout; progress, notes and errors go to stderr, so that stdout can be piped.
-output = Console(soft_wrap=True, highlight=False)
+output = Console(file=stdout, soft_wrap=True, highlight=False)
 errors = Console(stderr=True, highlight=False)
 
 Model = Annotated[str, typer.Argument(help="A folder, a Hugging Face hub name, or a GGUF file.")]

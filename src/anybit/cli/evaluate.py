@@ -53,7 +53,7 @@ def evaluate(
     """
     parsed = None if scheme is None else Scheme.parse(scheme)
     from anybit import evaluate as measure
-    from anybit.integrations.loading import load_model
+    from anybit.integrations.loading import load_model, stored_scheme
 
     content = measure.read_text(text)
     with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
@@ -74,7 +74,9 @@ def evaluate(
     }
     if baseline is not None:
         with status(f"Loading {baseline}"):
-            other = load_model(baseline, backend=backend, device=device)
+            # The backend is that of quantized layers, which a baseline need not have.
+            theirs = None if backend is None or stored_scheme(baseline) is None else backend
+            other = load_model(baseline, backend=theirs, device=device)
         _refuse_beyond(other, context)
         with progress_bar("Comparing", counted=True) as update:
             compared = measure.agreement(

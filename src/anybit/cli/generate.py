@@ -20,7 +20,9 @@ from anybit.scheme import Scheme
 
 MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="The most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")]
-Seed = Annotated[int, typer.Option(help="Of the random choices, where the temperature is above 0.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**64 - 1, help="Of the random choices, where the temperature is above 0.")
+]
 
 
 def generate(
@@ -47,6 +49,7 @@ def generate(
     anybit generate model.gguf --scheme w3a16g64asym -p "Once upon a time" --raw -n 200
     """
     parsed = None if scheme is None else Scheme.parse(scheme)
+    _refuse_broken("--prompt", prompt)
     from anybit.cli import answer
 
     loaded = answer.load(model, parsed, backend, device)
@@ -78,6 +81,7 @@ def chat(
     anybit chat ./llama --scheme w4a16g128 --system "Answer in rhymes." --temperature 0.7
     """
     parsed = None if scheme is None else Scheme.parse(scheme)
+    _refuse_broken("--system", system or "")
     from anybit.cli import answer
 
     loaded = answer.load(model, parsed, backend, device)
@@ -86,10 +90,22 @@ def chat(
     messages = [{"role": "system", "content": system}] if system else []
     while True:
         errors.print("> ", end="", style="bold")
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise TextError(f"standard input is not UTF-8: {error}") from None
+        _refuse_broken("standard input", line)
         if line.strip() in ("", "/quit", "/exit"):
             return
         messages.append({"role": "user", "content": line.strip()})
         text, figures = answer.answer(loaded, messages, max_new_tokens, temperature, seed, silent=False)
         messages.append({"role": "assistant", "content": text})
         errors.print(answer.speed(loaded, figures), style="dim", markup=False)
+
+
+def _refuse_broken(what: str, text: str) -> None:
+    """Raise TextError for bytes that were no UTF-8: Python hands them on as characters that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TextError(f"{what} is not UTF-8: {text[error.start]!r} at character {error.start}") from None

@@ -76,7 +76,9 @@ def _options(method: str, text: Path | None, tokens: int | None, settings: list[
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
     if METHODS[method].calibrated and text is None:
         raise TextError(f"method {method} looks at text: give it a file with --text")
-    options: dict[str, Any] = {"text": text, "tokens": tokens}
+    options: dict[str, Any] = {
+        name: value for name, value in {"text": text, "tokens": tokens}.items() if value is not None
+    }
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
@@ -85,4 +87,4 @@ def _options(method: str, text: Path | None, tokens: int | None, settings: list[
             options[name.replace("-", "_")] = json.loads(value)
         except ValueError:
             options[name.replace("-", "_")] = value
-    return {name: value for name, value in options.items() if value is not None}
+    return options

@@ -217,11 +217,13 @@ def _minutes(seconds: float) -> str:
 
 def _shape(text: str) -> tuple[int, int] | None:
     """N,K (or NxK); None for what is no numbers. Raises SchemeError for numbers that are no shape."""
-    parts = text.replace("x", ",").split(",")
-    if Path(text).expanduser().exists() or not all(re.fullmatch(r"\s*-?\d+\s*", part) for part in parts):
+    # Digits and what stands around them, or a number and a comma: meant as a shape, be it a wrong one.
+    meant = re.fullmatch(r"[\d\s.,x-]*\d[\d\s.,x-]*", text) or re.match(r"\s*\d+\s*,", text)
+    if Path(text).expanduser().exists() or not meant:
         return None
-    sizes = [int(part) for part in parts]
-    if len(sizes) != 2 or min(sizes) < 1:
+    parts = text.replace("x", ",").split(",")
+    sizes = [int(part) for part in parts if re.fullmatch(r"\s*\d+\s*", part)]
+    if len(sizes) != 2 or len(parts) != 2 or min(sizes) < 1:
         raise SchemeError(f"{text} is no shape of a layer: write N,K, its outputs and inputs, for example 4096,14336")
     return sizes[0], sizes[1]
 

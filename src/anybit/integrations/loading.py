@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from anybit.checkpoints import Folder, local_folder
 from anybit.checkpoints.configuration import refuse_quantized, scheme_of
+from anybit.checkpoints.folder import read_json
 from anybit.errors import CheckpointError, KernelError
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
@@ -71,7 +72,8 @@ def load_model(
         quantized model that is stored in float32 is loaded as bfloat16 onto a GPU, whose kernels take 16-bit floats; a
         warning says so.
     Raises CheckpointError, naming the file and the tensor, for a checkpoint that is corrupt, incomplete or not finite,
-    LayerError for a layer that the scheme does not fit, and KernelError for a backend that is unknown or cannot run it.
+    LayerError for a layer that the scheme does not fit, and KernelError for a backend that is unknown or cannot run it,
+    or that is named for a model that is not quantized.
     """
     device = _checked(device)
     wanted: Any = dtype or (torch.float32 if device == "cpu" else "auto")
@@ -84,6 +86,11 @@ def load_model(
         skeleton(path)  # a configuration that transformers cannot build gets its own error
         stored = scheme_of(folder.config)
         quantized = scheme is not None or stored is not None
+        if backend is not None and not quantized:
+            raise KernelError(
+                f"backend {backend!r} is for layers that anybit quantized, and {source} has none: leave the backend "
+                "out, or name a scheme to quantize while loading"
+            )
         if wanted == "auto" and quantized and not (backend or "").startswith("reference"):
             wanted = folder.kernel_dtype
             if wanted != folder.dtype:
@@ -123,6 +130,14 @@ def load_model(
     if parsed is not None and not parsed.activations.quantized and "a8" in allowed():
         _say_without_effect(model)
     return Loaded(model.eval(), tokenizer, parsed, str(source))
+
+
+def stored_scheme(source: str | Path) -> Scheme | None:
+    """What anybit quantized a model to, by its config.json alone; None for a model that is not quantized by it."""
+    if Path(source).expanduser().is_file():
+        return None  # a GGUF file, which becomes 16-bit floats
+    with local_folder(source) as path:
+        return scheme_of(read_json(path / "config.json"))
 
 
 def _say_without_effect(model: nn.Module) -> None:

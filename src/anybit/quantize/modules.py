@@ -73,13 +73,26 @@ def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None)
         try:
             matched = any(not should_convert_module(name, [pattern]) for name in names)
         except re.error as error:
-            raise LayerError(f"{pattern!r} is no layer to leave as it is, nor a pattern of some: {error}") from None
+            raise LayerError(
+                f"{pattern!r} is no layer to leave as it is, nor a pattern of some: {error}; patterns are regular "
+                "expressions, in which .* stands for any text" + _mended(pattern)
+            ) from None
         if not matched:
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _linear_names(model)))
             raise LayerError(
                 f"{pattern!r} matches no layer of {type(model).__name__} to leave as it is; its linear layers' names "
                 f"end in {known}"
             )
+
+
+def _mended(pattern: str) -> str:
+    """What a pattern of a shell would be as a regular expression, to end a sentence with."""
+    mended = re.sub(r"(?<!\.)\*", ".*", pattern)
+    try:
+        re.compile(mended)
+    except re.error:
+        return ""
+    return f": {mended!r}?" if mended != pattern else ""
 
 
 def tied_names(model: Any) -> set[str]:
