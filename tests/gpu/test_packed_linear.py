@@ -1,11 +1,14 @@
 """QuantLinear on the packed kernels against the reference: every kind of scheme, few tokens and many."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from anybit.linear import QuantLinear
 from anybit.quantize.rtn import quantize_weight
 from anybit.scheme import Scheme
+from cases import random_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -49,3 +52,38 @@ def test_gradients_reach_the_input(scheme):
     gradient = _input(7, 200).to("cuda", torch.float16)
     y.backward(gradient)
     torch.testing.assert_close(x.grad.float(), gradient.float() @ layer.dequantize(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("backend", ["packed", "bitwise"])
+@pytest.mark.parametrize("m", [1, 5, 40, 300])
+def test_operands_that_lie_otherwise_give_the_same(m, backend):
+    """A strided bias, rows on top of each other, rows apart or anywhere, columns: kernels go by addresses alone."""
+    scheme, n, k = "w4a8", 200, 576
+    weight = quantize_weight((torch.randn(n, k) * 0.05).half(), Scheme.parse(scheme).weights).to("cuda")
+    both = torch.randn(n, 2, device="cuda").half()
+    strided, dense = (
+        QuantLinear.from_weight(weight, scheme, bias, backend) for bias in (both[:, 0], both[:, 0].contiguous())
+    )
+    x = _input(m, k).to("cuda", torch.float16)
+    wide = torch.zeros(m, k + 11, device="cuda", dtype=torch.float16)
+    wide[:, 3 : k + 3] = x
+    for other in (x, wide[:, 3 : k + 3], x.t().contiguous().t()):
+        assert torch.equal(strided(other), dense(x))
+    row = x[:1].expand(m, k)
+    assert torch.equal(strided(row), dense(row.contiguous()))
+
+
+def test_first_calls_from_two_threads():
+    """Two layers of different widths, called first at once: each runs by its own plan."""
+    widths, k = [64 * i for i in range(1, 25)], 512
+    x = _input(2, k).to("cuda", torch.float16)
+    for backend in ("packed", "bitwise"):
+        layers = [
+            QuantLinear.from_weight(random_weight(n, k, Scheme.parse("w2a4").weights).to("cuda"), "w2a4", None, backend)
+            for n in widths
+        ]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda layer: layer(x), [*layers, *reversed(layers)]))
+        torch.cuda.synchronize()
+        for layer, one, other in zip(layers, found, reversed(found), strict=False):
+            assert torch.equal(one, layer(x)) and torch.equal(other, layer(x))
