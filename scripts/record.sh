@@ -2,7 +2,7 @@
 # Proofs on a GPU, and rows of products, whole models and the tuner, the first worth most: scripts/record.sh FOLDER [STEP...]
 #
 # Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, those of the check and the
-# new map to FOLDER. Without names all steps are run; their limits add up to half an hour a GPU (one GPU takes both halves).
+# new map to FOLDER. Without names all steps are run; their limits add up to 26 and 36 minutes on two GPUs, with the check (one GPU takes it all).
 # With two GPUs the second measures the map and the tuner meanwhile, and both take half of the check. Kernels are compiled
 # beside the steps. A step that fails or runs out of its time costs the others nothing; a check that was broken off goes on
 # where FOLDER/check.json ends, if that is of this commit. MAP=FILE: the map that the later steps choose by, if none is measured.
@@ -21,11 +21,17 @@ export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} # tests and compilers share the cores with what is timed
 PYTHON=${PYTHON:-python3} SEED=${SEED:-20261125}
 GPUS=$(nvidia-smi -L | wc -l)
+PLANS=$OUT/work/check-$SEED-${ANYBIT_COMMIT:-$(git rev-parse --short HEAD)} # of these problems, and of these kernels
 began=$(date +%s)
 
 wanted() { # NAME
   [[ $STEPS == "  " || $STEPS == *" $1 "* ]]
 }
+
+if wanted map && [ -e "$OUT/work/map" ]; then # what was measured into it before is claimed, and would not be measured again
+  echo "$OUT/work/map is there: name another folder" >&2
+  exit 2
+fi
 
 step() { # NAME SECONDS COMMAND...
   wanted "$1" || return 0
@@ -59,7 +65,7 @@ proofs_and_rows() {
 map_and_models() {
   local ahead
   if wanted map; then
-    mkdir "$OUT/work/map" || exit 1 # what was measured into it before is claimed, and would not be measured again
+    mkdir "$OUT/work/map"
     $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work/map" --ahead > "$OUT/log/ahead" 2>&1 &
     ahead=$!
     step map 700 $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work/map" --out "$OUT/nvidia-h200.json" \
@@ -90,14 +96,14 @@ by_map() { # the map that was just measured, or MAP, or the shipped one
 check() { # PART PARTS
   wanted check || return 0
   by_map
-  until [ -f "$OUT/work/check.spaces" ] || ! kill -0 $spaces; do sleep 1; done # what is to be compiled is planned first
+  until [ -f "$PLANS.spaces" ] || ! kill -0 $spaces; do sleep 1; done # what is to be compiled is planned first
   timed "check$1" $((${CHECK_SECONDS:-380} + 20)) $PYTHON benchmarks/dispatch.py verify --tune-each 16 --seed "$SEED" \
-    --plans "$OUT/work/check" "${BY[@]}" --part "$1" "$2" --verify-seconds "${CHECK_SECONDS:-380}" --check-rows "$OUT/check.json"
+    --plans "$PLANS" "${BY[@]}" --part "$1" "$2" --verify-seconds "${CHECK_SECONDS:-380}" --check-rows "$OUT/check.json"
 }
 
 step look_up 30 $PYTHON benchmarks/dispatch.py look-up # host time: on a machine that does nothing else
 if wanted check; then
-  nice -n 19 $PYTHON benchmarks/dispatch.py verify --compile --tune-each 16 --seed "$SEED" --plans "$OUT/work/check" \
+  nice -n 19 $PYTHON benchmarks/dispatch.py verify --compile --tune-each 16 --seed "$SEED" --plans "$PLANS" \
     > "$OUT/log/spaces" 2>&1 &
   spaces=$!
 fi

@@ -70,9 +70,10 @@ class KVCache:
             raise LayerError(f"a KV cache keeps its newest tokens in float16 or bfloat16, not {dtype}")
         sizes = {"layers": layers, "kv_heads": kv_heads, "sequences": sequences, "capacity": capacity, "pages": pages}
         for name, size in sizes.items():
-            if not (isinstance(size, int) and size >= 1) and not (name == "pages" and size is None):
+            fits = name == "pages" if size is None else hasattr(size, "__index__") and size >= 1
+            if not fits:
                 raise LayerError(f"{name} of a KV cache must be a whole number from 1, not {size!r}")
-        if not isinstance(slack, int) or slack % 32 or slack < 0:
+        if not hasattr(slack, "__index__") or slack % 32 or slack < 0:
             raise LayerError(f"slack must be a multiple of 32 tokens, 0 or more, not {slack!r}")
         self.format = format if isinstance(format, KVFormat) else KVFormat.parse(format)
         self.layout = PageLayout(self.format, head_dim, page)

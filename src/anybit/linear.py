@@ -63,7 +63,7 @@ class QuantLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.scheme = Scheme.parse(scheme)
-        if not all(isinstance(count, int) and count >= 1 for count in (in_features, out_features)):
+        if not all(hasattr(count, "__index__") and count >= 1 for count in (in_features, out_features)):
             raise LayerError(
                 f"a layer has at least 1 input and 1 output, not {in_features!r} and {out_features!r}: in_features and "
                 "out_features are whole numbers"

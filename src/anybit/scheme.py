@@ -42,8 +42,8 @@ def fixed_zero(code: str, bits: int) -> float | None:
 
 
 def _is_one_of(value: object, allowed: Collection[int]) -> bool:
-    """Whether a value is an int that is allowed: True and 4.0 equal ints, and would be written as they are."""
-    return type(value) is int and value in allowed
+    """Whether a value is a whole number that is allowed: True and 4.0 equal some, and would be written as they are."""
+    return hasattr(value, "__index__") and not isinstance(value, bool) and value in allowed
 
 
 def _default_code(bits: int) -> Code:

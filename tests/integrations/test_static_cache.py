@@ -4,13 +4,14 @@ import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit import AnyBitCache
+from anybit import AnyBitCache, QuantLinear
 from anybit.errors import LayerError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,6 +166,29 @@ def test_threads_share_a_model(llama, scheme):
         with ThreadPoolExecutor(len(calls)) as pool:
             for found, wanted in zip(pool.map(answer, range(len(calls))), expected, strict=True):
                 assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g32", "w4a16g32-kv4"])
+def test_graphs_of_torch_compile_may_break_in_a_shared_model(llama, scheme):
+    """Dynamo cannot go on inside of a lock: a first call prepares its layers outside of the graph."""
+    model = anybit.accelerate(wanted := quantized(llama, scheme)) and wanted
+    ids = prompt(1, 9)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for module in model.modules():
+            if isinstance(module, QuantLinear):
+                module.unprepare()
+        found = torch.compile(model, backend="eager")(ids).logits
+    assert torch.allclose(found, expected, atol=1e-3)
+
+
+def test_whole_numbers_of_numpy_are_sizes(llama):
+    model = quantized(llama, "w4a16g32")
+    assert anybit.accelerate(model)
+    found = model.generate(
+        prompt(), max_new_tokens=np.int64(4), do_sample=False, pad_token_id=0, cache_implementation="static"
+    )
+    assert found.shape[1] == prompt().shape[1] + 4
 
 
 def test_a_generation_config_given_by_place_is_seen(llama, monkeypatch):

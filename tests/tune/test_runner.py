@@ -12,8 +12,10 @@ import torch
 from anybit import jit
 from anybit.device import Device
 from anybit.kernels import marlin, packed_layout
-from anybit.scheme import WeightFormat
+from anybit.scheme import Scheme, WeightFormat
 from anybit.tune import runner
+from anybit.tune.families import FAMILIES, Product
+from anybit.tune.space import space
 from cases import random_weight
 
 
@@ -84,6 +86,26 @@ def test_a_recorded_launch_keeps_the_memory_that_it_was_made_with(monkeypatch: p
     del moved
     gc.collect()
     assert all(one() is None for one in made)
+
+
+def test_candidates_of_marlin_share_one_set_of_sums_and_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kept its own, some 10 GB for one product of many tokens."""
+    device, scheme = Device.named("sm_80"), Scheme.parse("w4a8")
+    monkeypatch.setattr(sys.modules["anybit.jit.launch"], "Launcher", _FakeLauncher)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
+    rooms: list[Any] = []
+    launch = marlin.launch
+    monkeypatch.setattr(marlin, "launch", lambda *a, **more: rooms.append(more["room"]) or launch(*a, **more))
+    product = Product(16, 192, 256, scheme.weights, scheme.activations, device=device)
+    layer = runner.Layer.random(192, 256, scheme.weights, torch.device("cpu"))
+    bench = runner.Bench(product, layer, None)  # type: ignore[arg-type]
+    candidates = [one for one in space(product).candidates if one.kernel == "marlin"][:12]
+    for one in candidates:
+        bench._record(one)
+        problem = FAMILIES["marlin"].problem(product)
+        needed = marlin.scratch(problem, one.config, torch.device("cpu"))
+        assert all(given.numel() >= least.numel() for given, least in zip(rooms[-1], needed, strict=True))
+    assert len(candidates) == 12 and len({id(room) for room in rooms}) == 1
 
 
 class _Bench(runner.Bench):

@@ -25,9 +25,15 @@ _OWN = (
     "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
     "tokenizer_config.json",
     "tokenizer.json",
     "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
@@ -41,6 +47,7 @@ _OWN = (
     "NOTICE*",
     "USE_POLICY*",
     ".gitattributes",
+    ".DS_Store",
 )
 
 
@@ -151,14 +158,16 @@ def _publish(work: Path, path: Path) -> None:
         work.rename(path)  # an empty folder in its place is replaced
         return
     old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
+    moved = False
     try:
         path.rename(old)
         work.rename(path)
+        moved = True
     finally:
-        # Whatever went wrong, and when: one of the two is there, and nothing else is left.
-        if path.exists():
+        # Whatever went wrong, and when: what was there is there again, or beside what somebody else has put there.
+        if moved or not any(old.iterdir()):
             shutil.rmtree(old, ignore_errors=True)
-        else:
+        elif not path.exists():
             old.rename(path)
 
 

@@ -321,9 +321,9 @@ def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> QuantLinea
         raise LayerError("some of the layers that share an input have a bias, and some have none")
     if rows is not None:
         weight, bias = reorder(weight, rows), None if bias is None else bias[rows.to(bias.device)]
-    joined = QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend).prepare()
+    joined = QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend)
     joined.hadamard = layers[0].hadamard
-    return joined
+    return joined.prepare()
 
 
 def _split(fused: QuantLinear, parent: nn.Module, shares: dict[str, int], rows: Tensor | None = None) -> None:
@@ -335,9 +335,9 @@ def _split(fused: QuantLinear, parent: nn.Module, shares: dict[str, int], rows: 
         whole, bias = reorder(whole, before), None if bias is None else bias[before.to(bias.device)]
     biases = [None] * len(outputs) if bias is None else list(bias.split(outputs))
     for name, weight, part in zip(shares, unstack(whole, outputs), biases, strict=True):
-        layer = QuantLinear.from_weight(weight, fused.scheme, part, fused.backend).prepare()
+        layer = QuantLinear.from_weight(weight, fused.scheme, part, fused.backend)
         layer.hadamard = fused.hadamard
-        setattr(parent, name, layer)
+        setattr(parent, name, layer.prepare())
 
 
 def _norm(hidden: Hidden, norm: Any) -> tuple[Tensor, Tensor]:

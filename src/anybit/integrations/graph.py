@@ -266,21 +266,25 @@ def install(model: Any, kv: KVFormat | None) -> None:
     if "_anybit_decoder" in model.__dict__ or not hasattr(model, "_prepare_cache_for_generation"):
         return
 
-    @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        decoder: Decoder = self._anybit_decoder
+    def attending(decoder: Decoder, args: Any, kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
-        alone = contextlib.nullcontext() if torch.compiler.is_compiling() else decoder.attention
         if not isinstance(cache, AnyBitCache) or cache.config is None:
-            with alone:
-                return decoder.forward(*args, **kwargs)
-        with alone, _Packed(cache):
+            return decoder.forward(*args, **kwargs)
+        with _Packed(cache):
             ids = kwargs.get("input_ids")
             if not args and ids is not None and _is_step(cache, ids, kwargs):
                 positions = kwargs.get("position_ids")
                 logits = decoder.step(cache, ids, cache.seen if positions is None else positions)
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
             return decoder.forward(*args, **kwargs)
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decoder: Decoder = self._anybit_decoder
+        if torch.compiler.is_compiling():  # whose graph may break anywhere, and not while a lock is held
+            return attending(decoder, args, kwargs)
+        with decoder.attention:
+            return attending(decoder, args, kwargs)
 
     @functools.wraps(type(model)._prepare_cache_for_generation)
     def prepare_cache(

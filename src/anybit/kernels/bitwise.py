@@ -394,7 +394,7 @@ def output_of(x: Packed, weight: planes.PlaneWeight, output: Output, bias: Tenso
     if y is None:
         return torch.empty(x.m, n, dtype=output.dtype, device=weight.device)
     adjacent = n == 1 or y.stride(-1) == 1
-    if y.shape != (x.m, n) or y.dtype != output.dtype or not adjacent or y.device != weight.device:
+    if y.shape != (x.m, n) or y.dtype != output.dtype or not adjacent or y.get_device() != weight.planes.get_device():
         raise KernelError(
             f"y must be {output.dtype} [{x.m}, {n}] on {weight.device} with adjacent columns, not {y.dtype} "
             f"{tuple(y.shape)} strided {y.stride()} on {y.device}"

@@ -212,6 +212,15 @@ def _config(p: Problem, tokens: int, units: int, row_warps: int, k_warps: int, s
     return replace(base, **_facts(p))  # type: ignore[arg-type]
 
 
+def room_for_all(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A ``scratch`` that is large enough for every config of a problem."""
+    lines = [(config, *_line(problem, config)[:2]) for config in configs(problem)]
+    sums = max(tokens * rows * config.rows * config.tokens for config, tokens, rows in lines)
+    locks = max(tokens * rows for _, tokens, rows in lines)
+    partial = torch.empty(sums, dtype=torch.float32, device=device)
+    return partial, torch.zeros(locks, dtype=torch.int32, device=device)
+
+
 def scratch(problem: Problem, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
     """Room for unfinished sums, float32, and locks, int32 and zero: as they were again when the kernel has ended."""
     tokens, rows, _ = _line(problem, config)
@@ -221,17 +230,18 @@ def scratch(problem: Problem, config: Config, device: torch.device) -> tuple[Ten
 
 def launch(
     weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
-    config: Config | None = None, pdl: bool = False,
+    config: Config | None = None, pdl: bool = False, room: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """y[:] = x W^T + bias. x [m, k] float16, bfloat16, or int8 with x_scale float32 [m]; y [m, n], bias [n].
 
-    Activation order costs a gather of x first. KernelError where it cannot be done.
+    Activation order costs a gather of x first. room: a ``scratch`` that is large enough, for launches one after
+    another. KernelError where it cannot be done.
     """
     packed_layout.check_operands(weight, x, y, x_scale, bias)
     x = packed_layout.in_order(weight, x)
     problem = Problem(x.shape[0], y.shape[1], x.shape[1], weight.format, x.dtype, y.dtype, Device.of(x))
     config = packed_layout.checked_config(problem, config, default, why_not)
-    params = arguments(weight, x, y, x_scale, bias, *scratch(problem, config, x.device))
+    params = arguments(weight, x, y, x_scale, bias, *(room or scratch(problem, config, x.device)))
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from anybit.errors import KernelError
 from anybit.kernels import elementwise, rope
 from anybit.kernels.kvpage import ring_places
+from anybit.kernels.packed_digits import Step
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -290,18 +291,34 @@ def check_rotary(
     qkv: Tensor, cosine: Tensor, sine: Tensor, q_gamma: Tensor | None = None, k_gamma: Tensor | None = None
 ) -> None:
     """Raise KernelError, naming both, unless tables [tokens, dim] and gammas [dim] are as their kernel reads them."""
-    tables, gammas = {"cosine": cosine, "sine": sine}, {"q_gamma": q_gamma, "k_gamma": k_gamma}
-    for name, found in (tables | gammas).items():
-        if found is None:
-            continue
-        shape = cosine.shape if name in tables else cosine.shape[1:]
-        if found.dtype != qkv.dtype or found.shape != shape or found.device != qkv.device:
-            raise KernelError(
-                f"{name} must be {qkv.dtype} {tuple(shape)} on {qkv.device} as qkv is, not {found.dtype} "
-                f"{tuple(found.shape)} on {found.device}"
-            )
-        if name in gammas and not found.is_contiguous():
-            raise KernelError(f"{name} must have its values side by side, and they are {found.stride()} apart")
+    _check_like("cosine", cosine, qkv, cosine.shape)
+    _check_like("sine", sine, qkv, cosine.shape)
+    for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
+        if gamma is not None:
+            _check_like(name, gamma, qkv, cosine.shape[1:])
+            if not gamma.is_contiguous():
+                raise KernelError(f"{name} must have its values side by side, and they are {gamma.stride()} apart")
+
+
+def _check_like(name: str, found: Tensor, qkv: Tensor, shape: torch.Size) -> None:
+    if found.dtype != qkv.dtype or found.shape != shape or found.get_device() != qkv.get_device():
+        raise KernelError(
+            f"{name} must be {qkv.dtype} {tuple(shape)} on {qkv.device} as qkv is, not {found.dtype} "
+            f"{tuple(found.shape)} on {found.device}"
+        )
+
+
+def check_step(x: Tensor, outputs: int, step: Step) -> None:
+    """Raise KernelError unless a step fits a product of rows x [M, K] with so many outputs: ``check_rotary`` for it."""
+    check_rotary(x, step.cosine, step.sine)
+    check_counts(step.lengths, step.sequences, x.device)
+    tokens, dim = step.cosine.shape
+    wanted = (step.query_heads + 2 * step.key_heads) * dim
+    if tokens != len(x) or outputs != wanted:
+        raise KernelError(
+            f"cosine has {tokens} tokens and x {len(x)}; {step.query_heads} query and {step.key_heads} key heads of "
+            f"{dim} have {wanted} outputs and the layer {outputs}: both must be alike"
+        )
 
 
 def check_counts(lengths: Tensor, sequences: Tensor | None, device: torch.device) -> None:

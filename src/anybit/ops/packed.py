@@ -19,6 +19,7 @@ from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
 from anybit.ops.backend import LinearSpec
 from anybit.ops.before import Before
+from anybit.ops.elementwise import check_step
 from anybit.ops.inputs import check_input, product_of, rows_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
@@ -138,6 +139,7 @@ class PackedTiles:
         if found is None or spec.n % packed_layout.UNIT_ROWS or step.ring.dtype != x.dtype:
             return None
         rows, other, total, weight, config = found
+        check_step(rows, spec.n, step)
         q = torch.empty(len(rows), step.query_heads * step.cosine.shape[1], dtype=x.dtype, device=x.device)
         bias = _in_type(bias, x)
         packed_digits.launch_rotary(weight, rows, q, gamma, epsilon, other, total, bias, config, step)
@@ -245,7 +247,9 @@ def _weight(tensors: list[Tensor], spec: LinearSpec) -> PackedWeight:
 
 def _in_type(bias: Tensor | None, x: Tensor) -> Tensor | None:
     """The bias as kernels add it: in the type of x and of the result, one value after another."""
-    return None if bias is None else bias.to(x.dtype).contiguous()
+    if bias is None or (bias.dtype == x.dtype and bias.is_contiguous()):
+        return bias
+    return bias.to(x.dtype).contiguous()
 
 
 def _optional(tensor: Tensor) -> Tensor | None:

@@ -20,9 +20,7 @@ from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.before import Before
 from anybit.ops.elementwise import (
     add_rms_norm,
-    check_counts,
     check_norm,
-    check_rotary,
     rms_norm,
     rotate_store,
     silu_mul,
@@ -74,14 +72,6 @@ def _norm_rotate_store(
     parsed = LinearSpec.parse(spec)
     if parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
         check_norm(x, residual, gamma)
-        check_rotary(x, cosine, sine)
-        check_counts(lengths, sequences, x.device)
-        rows, outputs = x.numel() // parsed.k, (query_heads + 2 * key_heads) * cosine.shape[1]
-        if (len(cosine), parsed.n) != (rows, outputs):
-            raise KernelError(
-                f"cosine has {len(cosine)} tokens and x {rows}; {query_heads} query and {key_heads} key heads of "
-                f"{cosine.shape[1]} have {outputs} outputs and the layer {parsed.n}: both must be alike"
-            )
         step = Step(cosine.contiguous(), sine.contiguous(), ring, lengths, sequences, query_heads, key_heads, tokens)
         backend: PackedTiles = backends[parsed.backend]  # type: ignore[assignment]
         found = backend.norm_rotate_store(x, residual, gamma, epsilon, weight, bias, parsed, step)

@@ -12,7 +12,7 @@ from torch import Tensor
 from anybit import jit, reference
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels import pack, packed_large, packed_layout, planes
+from anybit.kernels import marlin, pack, packed_large, packed_layout, planes
 from anybit.kernels.pack import Packed, Target
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import ActivationFormat, WeightFormat
@@ -177,6 +177,7 @@ class Bench:
         self._expected: dict[ActivationFormat, Tensor] = {}
         self._codes: dict[tuple[ActivationFormat, Target], Packed] = {}
         self._recorded: dict[Candidate, dict[int, list[jit.Recorded]]] = {}
+        self._rooms: dict[ActivationFormat, tuple[Tensor, Tensor]] = {}
 
     def expected(self, activations: ActivationFormat) -> Tensor:
         """What the reference gives for the sampled tokens and rows, float64."""
@@ -200,7 +201,8 @@ class Bench:
         if not candidate.activations.quantized:
             if candidate.kernel == "packed_large":
                 return lambda i: packed_large.multiply(x, copies[i % count], None, y, candidate.config)
-            return lambda i: family.module.launch(copies[i % count], x, y, config=candidate.config)
+            more = self._more(candidate)
+            return lambda i: family.module.launch(copies[i % count], x, y, config=candidate.config, **more)
         codes = self._packed(candidate.activations, family.target)
         source = pack.problem_of(x, candidate.activations, family.target)
         quantize = quantizer(product, family.target)
@@ -245,6 +247,15 @@ class Bench:
             found = self._recorded[candidate] = {0: jit.record(lambda: call(0))}
         return found
 
+    def _more(self, candidate: Candidate) -> dict[str, Any]:
+        """What a family's launch takes beside: of marlin's sums and locks there is one set, since launches keep it."""
+        if candidate.kernel != "marlin":
+            return {}
+        if candidate.activations not in self._rooms:
+            problem = FAMILIES["marlin"].problem(replace(self.product, activations=candidate.activations))
+            self._rooms[candidate.activations] = marlin.room_for_all(problem, self.x.device)
+        return {"room": self._rooms[candidate.activations]}
+
     def _packed(self, activations: ActivationFormat, target: Target) -> Packed:
         key = activations, target
         if key not in self._codes:
@@ -258,7 +269,10 @@ class Bench:
             return lambda weight: packed_large.multiply(codes, weight, None, y, config)
         family = FAMILIES[candidate.kernel]
         if family.target is Target.bytes:
-            return lambda weight: family.module.launch(weight, codes.codes[:, :k], y, codes.scale, config=config)
+            more = self._more(candidate)
+            return lambda weight: family.module.launch(
+                weight, codes.codes[:, :k], y, codes.scale, config=config, **more
+            )
         output = family.problem(replace(self.product, activations=candidate.activations)).output
         return lambda weight: family.module.multiply(codes, weight, output, y=y, config=config)
 

@@ -191,7 +191,7 @@ def _serve_one(
         try:
             bench.check(candidate)
             good.append(i)
-        except (WrongResultError, KernelError, ValueError) as error:
+        except (WrongResultError, KernelError, ValueError, torch.OutOfMemoryError) as error:
             connection.send(("failed", i, f"{error}".splitlines()[0]))
         except RuntimeError as error:
             # After a fault the context is of no more use: a new process is.
