@@ -24,7 +24,7 @@ from anybit.errors import KernelError, LayerError
 from anybit.kernels import kvpack, kvpage
 from anybit.kernels.kvpage import PageLayout, ring_places
 from anybit.kvpool import Action, CacheError, CopyPage, CopyRing, Ledger, Unpack
-from anybit.scheme import KVFormat
+from anybit.scheme import KVFormat, is_whole
 
 WINDOW = 128
 """Tokens that are packed at a time, at most: Eq. 1 of BitDecoding for 4 bits (8 tokens x 4 warps x 4 codes a word)."""
@@ -70,10 +70,10 @@ class KVCache:
             raise LayerError(f"a KV cache keeps its newest tokens in float16 or bfloat16, not {dtype}")
         sizes = {"layers": layers, "kv_heads": kv_heads, "sequences": sequences, "capacity": capacity, "pages": pages}
         for name, size in sizes.items():
-            fits = name == "pages" if size is None else hasattr(size, "__index__") and size >= 1
+            fits = name == "pages" if size is None else is_whole(size) and size >= 1
             if not fits:
                 raise LayerError(f"{name} of a KV cache must be a whole number from 1, not {size!r}")
-        if not hasattr(slack, "__index__") or slack % 32 or slack < 0:
+        if not is_whole(slack) or slack % 32 or slack < 0:
             raise LayerError(f"slack must be a multiple of 32 tokens, 0 or more, not {slack!r}")
         self.format = format if isinstance(format, KVFormat) else KVFormat.parse(format)
         self.layout = PageLayout(self.format, head_dim, page)

@@ -12,7 +12,7 @@ from anybit.hadamard import inverse
 from anybit.kernels.packed_digits import Step
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
-from anybit.scheme import Scheme
+from anybit.scheme import Scheme, is_whole
 
 _preparing = threading.RLock()
 """Held while a layer's weight changes its form: between two forms it is in neither."""
@@ -63,7 +63,7 @@ class QuantLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.scheme = Scheme.parse(scheme)
-        if not all(hasattr(count, "__index__") and count >= 1 for count in (in_features, out_features)):
+        if not all(is_whole(count) and count >= 1 for count in (in_features, out_features)):
             raise LayerError(
                 f"a layer has at least 1 input and 1 output, not {in_features!r} and {out_features!r}: in_features and "
                 "out_features are whole numbers"
@@ -187,10 +187,8 @@ class QuantLinear(nn.Module):
 
     def _prepare(self) -> None:
         with _preparing:  # of several threads at a layer's first call one prepares it
-            self._prepare_alone()
-
-    def _prepare_alone(self) -> None:
-        if self._prepared is None:
+            if self._prepared is not None:
+                return
             weight = self.quantized_weight()
             if weight.words.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise LayerError(

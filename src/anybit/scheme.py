@@ -41,9 +41,13 @@ def fixed_zero(code: str, bits: int) -> float | None:
     return float(2 ** (bits - 1)) if code == "sym" else (2**bits - 1) / 2
 
 
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python's or another kind: True and 4.0 equal some, and are none."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
 def _is_one_of(value: object, allowed: Collection[int]) -> bool:
-    """Whether a value is a whole number that is allowed: True and 4.0 equal some, and would be written as they are."""
-    return hasattr(value, "__index__") and not isinstance(value, bool) and value in allowed
+    return is_whole(value) and value in allowed
 
 
 def _default_code(bits: int) -> Code:

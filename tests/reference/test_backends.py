@@ -16,6 +16,7 @@ from anybit.linear import QuantLinear, use_backend
 from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.bitwise import Bitwise, why_not
+from anybit.ops.inputs import dense_bias
 from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
 from anybit.tune.families import Product, tiles_of
 from anybit.tune.space import builtin
@@ -236,5 +237,5 @@ def test_a_strided_bias_is_added_value_by_value() -> None:
     layer = QuantLinear.from_weight(weight, "w4a16", bias)
     assert torch.equal(layer(x), QuantLinear.from_weight(weight, "w4a16", bias.clone())(x))
     for dtype in (torch.float32, torch.float16):  # what a kernel gets, which goes by the address alone
-        given = packed._in_type(bias, x.to(dtype))
+        given = dense_bias(bias, dtype)
         assert given is not None and given.is_contiguous() and torch.equal(given, bias.to(dtype))

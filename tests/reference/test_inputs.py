@@ -131,8 +131,8 @@ def test_rows_in_order_start_on_16_bytes(k: int, dtype: torch.dtype) -> None:
     weight = packed_layout.prepare(random_weight(64, k, WeightFormat(4)), "a16")
     for x in (torch.randint(-9, 9, (5, k)).to(dtype), torch.randint(-9, 9, (5, k + 1)).to(dtype)[:, 1:]):
         found = packed_layout.in_order(weight, x)
-        assert torch.equal(found, x) and packed_layout.rows_aligned(found)
-        assert found.stride(0) in (x.stride(0), packed_layout.pitch(k, x.element_size()))
+        assert torch.equal(found, x) and pack.rows_aligned(found)
+        assert found.stride(0) in (x.stride(0), pack.pitch(k, x.element_size()))
 
 
 ROTARY = {"cosine": half(3, 16), "sine": half(3, 16), "q_gamma": half(16), "k_gamma": half(16)}
@@ -236,12 +236,12 @@ def test_products_of_planes(family: Any, changes: dict[str, Any], said: str) -> 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"x": half(2, 60)}, r"x must be \[m, 64\] of adjacent columns, its rows on 16 bytes, not \(2, 60\)"),
-        ({"x": half(2, 65)[:, :64]}, r"its rows on 16 bytes, not \(2, 64\) strided \(65, 1\)"),
-        ({"x": half(64, 2).t()}, r"of adjacent columns, .* strided \(1, 2\)"),
+        ({"x": half(2, 60)}, r"x must be \[m, 64\] with adjacent columns, not \(2, 60\) strided \(60, 1\)"),
+        ({"x": half(2, 65)[:, :64]}, "rows of x must start on 16 bytes, not 65 values apart"),
+        ({"x": half(64, 2).t()}, r"with adjacent columns, not \(2, 64\) strided \(1, 2\)"),
         ({"y": half(2, 16)[:, :8]}, r"y must be a contiguous \[2, 8\], not \(2, 8\) strided \(16, 1\)"),
         ({"y": half(3, 8)}, r"y must be a contiguous \[2, 8\]"),
-        ({"bias": half(16)[::2]}, r"bias must be a dense \[8\], not \(8,\) strided \(2,\)"),
+        ({"bias": half(16)[::2]}, r"bias must be a dense float16 \[8\], not float16 \(8,\) strided \(2,\)"),
     ],
 )
 def test_products_of_large_tiles(changes: dict[str, Tensor], said: str) -> None:

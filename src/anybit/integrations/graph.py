@@ -297,10 +297,10 @@ def install(model: Any, kv: KVFormat | None) -> None:
         free = free and not getattr(generation_config, "is_assistant", False)
         reason = why_not(self, decoder.kv or _SIXTEEN_BITS) if free else None
         static = wanted == "static" and reason is None
-        if free and wanted == "static" and reason is not None and decoder.kv is None:
-            warnings.warn(f"transformers' own static cache serves this model, at its own speed: {reason}", stacklevel=2)
-        if free and decoder.kv is not None and wanted in (None, "dynamic", "static") and reason is not None:
+        if reason is not None and decoder.kv is not None and wanted in (None, "dynamic", "static"):
             raise LayerError(f"the KV format {decoder.kv} cannot serve this model: {reason}")
+        if reason is not None and wanted == "static":
+            warnings.warn(f"transformers' own static cache serves this model, at its own speed: {reason}", stacklevel=2)
         if not free or not (static or (decoder.kv is not None and wanted in (None, "dynamic"))):
             prepare = type(self)._prepare_cache_for_generation
             return prepare(self, generation_config, model_kwargs, mode, batch_size, length, *rest)

@@ -10,7 +10,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels import planes
 from anybit.kernels.bitwise import Output, Params, arguments, output_of
-from anybit.kernels.pack import Packed
+from anybit.kernels.pack import Packed, rows_aligned
 from anybit.kernels.planes import Code
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
@@ -187,8 +187,7 @@ def multiply(
 ) -> Tensor:
     """Y = X W^T: coded activations [m, k] in planes times prepared weights -> y [m, n] on the current stream."""
     n, y = weight.shape[0], output_of(x, weight, output, bias, y)
-    vector = 16 // y.element_size()
-    aligned = not (n % _ALIGNED or y.stride(0) % vector or y.data_ptr() % 16)
+    aligned = n % _ALIGNED == 0 and rows_aligned(y)
     problem = Problem(x.m, n, x.k, weight.format, x.format, output, Device.of(y), aligned)
     config = config or default(problem)
     params = arguments(x, weight, y, bias)

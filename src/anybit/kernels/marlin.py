@@ -214,18 +214,24 @@ def _config(p: Problem, tokens: int, units: int, row_warps: int, k_warps: int, s
 
 def room_for_all(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
     """A ``scratch`` that is large enough for every config of a problem."""
-    lines = [(config, *_line(problem, config)[:2]) for config in configs(problem)]
-    sums = max(tokens * rows * config.rows * config.tokens for config, tokens, rows in lines)
-    locks = max(tokens * rows for _, tokens, rows in lines)
-    partial = torch.empty(sums, dtype=torch.float32, device=device)
-    return partial, torch.zeros(locks, dtype=torch.int32, device=device)
+    sums, locks = zip(*(_sizes(problem, config) for config in configs(problem)), strict=True)
+    return _room(max(sums), max(locks), device)
 
 
 def scratch(problem: Problem, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
     """Room for unfinished sums, float32, and locks, int32 and zero: as they were again when the kernel has ended."""
+    return _room(*_sizes(problem, config), device)
+
+
+def _sizes(problem: Problem, config: Config) -> tuple[int, int]:
+    """How many unfinished sums and locks a launch needs."""
     tokens, rows, _ = _line(problem, config)
-    partial = torch.empty(tokens * rows * config.rows * config.tokens, dtype=torch.float32, device=device)
-    return partial, torch.zeros(tokens * rows, dtype=torch.int32, device=device)
+    return tokens * rows * config.rows * config.tokens, tokens * rows
+
+
+def _room(sums: int, locks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    partial = torch.empty(sums, dtype=torch.float32, device=device)
+    return partial, torch.zeros(locks, dtype=torch.int32, device=device)
 
 
 def launch(

@@ -245,7 +245,7 @@ def problem_of(
     """The problem of quantizing a matrix: x float16 or bfloat16 [m, k], or [m, 2k] (gate beside up) for silu_mul."""
     m, k = x.shape
     k = k // 2 if source is Source.silu_mul else k
-    aligned = not (k % VECTOR or x.stride(0) % VECTOR or x.data_ptr() % 16)
+    aligned = k % VECTOR == 0 and rows_aligned(x)
     return Problem(m, k, format, x.dtype, source, target, aligned, rotated)
 
 
@@ -349,6 +349,15 @@ def _width(problem: Problem) -> int:
     return pitch(problem.k)
 
 
-def pitch(k: int) -> int:
-    """Bytes between rows of byte codes: K rounded up to 16, so that every row can be copied in 16-byte pieces."""
-    return -(-k // 16) * 16
+_ROW_START = 16
+"""Bytes: where rows start that are loaded by vectors, in bulk or by tensor maps."""
+
+
+def pitch(columns: int, element_bytes: int = 1) -> int:
+    """How far apart rows of so many values lie, in values, so that each of them starts on 16 bytes."""
+    return -(-columns * element_bytes // _ROW_START) * _ROW_START // element_bytes
+
+
+def rows_aligned(x: Tensor) -> bool:
+    """Whether every row of a matrix starts on 16 bytes."""
+    return not (x.data_ptr() % _ROW_START or x.stride(0) * x.element_size() % _ROW_START)

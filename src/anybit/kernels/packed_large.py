@@ -33,7 +33,7 @@ from anybit.kernels.packed_large_rules import (
     unwidened,
     why_not,
 )
-from anybit.kernels.packed_layout import PackedWeight, rows_aligned, tile_bytes
+from anybit.kernels.packed_layout import PackedWeight, check_operands, tile_bytes
 from anybit.scheme import ActivationFormat
 
 __all__ = [
@@ -289,19 +289,6 @@ def workspace_for(config: Config, device: torch.device) -> Tensor | None:
     return torch.empty(slots * (config.tokens * 256 + 8), dtype=torch.uint8, device=device)
 
 
-def _check_operands(x: Tensor, weight: PackedWeight, bias: Tensor | None, y: Tensor) -> None:
-    n, k = weight.shape[0], weight.shape[1] if weight.permutation is None else weight.padded[1]
-    if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1 or not rows_aligned(x):
-        raise KernelError(
-            f"x must be [m, {k}] of adjacent columns, its rows on 16 bytes, not {tuple(x.shape)} strided {x.stride()} "
-            f"from address {x.data_ptr():#x}"
-        )
-    if y.shape != (x.shape[0], n) or not y.is_contiguous():
-        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {n}], not {tuple(y.shape)} strided {y.stride()}")
-    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
-        raise KernelError(f"bias must be a dense [{n}], not {tuple(bias.shape)} strided {bias.stride()}")
-
-
 def multiply(
     x: Tensor | Packed,
     weight: PackedWeight,
@@ -323,7 +310,7 @@ def multiply(
         bias = bias.to(y.dtype)
     if isinstance(x, Packed):
         activations, x_scale, x_sum, x = x.format, x.scale, x.sum, x.codes[:, : x.k]
-    _check_operands(x, weight, bias, y)
+    check_operands(weight, x, y, x_scale, bias, ordered=True)
     problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype, Device.of(y))
     config = config or default(problem)
     workspace = workspace_for(config, y.device)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from anybit.errors import KernelError, dtype_name
 from anybit.kernels import packed_repack
+from anybit.kernels.pack import pitch, rows_aligned
 from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import WeightFormat
 
@@ -425,20 +426,6 @@ def _reason(problem: Any, config: Any, why_not: Callable[[Any, Any], str | None]
     return why_not(problem, config)
 
 
-_ROW_START = 16
-"""Bytes: where rows start that kernels load by vectors and tensor maps."""
-
-
-def pitch(columns: int, element_bytes: int = 2) -> int:
-    """How far apart rows of so many values lie, in values, so that each of them starts on 16 bytes."""
-    return -(-columns * element_bytes // _ROW_START) * _ROW_START // element_bytes
-
-
-def rows_aligned(x: Tensor) -> bool:
-    """Whether every row of a matrix starts on 16 bytes."""
-    return not (x.data_ptr() % _ROW_START or x.stride(0) * x.element_size() % _ROW_START)
-
-
 def in_order(weight: PackedWeight, x: Tensor) -> Tensor:
     """X [m, k] with the tiles' order of columns, and rows that start on 16 bytes; a copy where it must be one."""
     if weight.permutation is not None:
@@ -452,25 +439,38 @@ def in_order(weight: PackedWeight, x: Tensor) -> Tensor:
 
 
 def check_operands(
-    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, outputs: int = 0
+    weight: PackedWeight,
+    x: Tensor,
+    y: Tensor,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
+    outputs: int = 0,
+    ordered: bool = False,
 ) -> None:
-    """Raise KernelError unless y[m, n] = x[m, k] W^T + bias[n] (x_scale [m] for int8 x) is what the operands allow.
+    """Raise KernelError unless y[m, n] = x[m, k] W^T + bias[n] (x_scale [m] for x of bytes) is what the operands allow.
 
     Rows of x may be further apart than k; y must be contiguous; bias has y's type. outputs: y's columns, where the
-    kernel makes something else of the n outputs; these are whole units of 16 then.
+    kernel makes something else of the n outputs; these are whole units of 16 then. ordered: x comes from ``in_order``.
     """
     n, k = weight.shape
+    if ordered and weight.permutation is not None:
+        k = weight.padded[1]
     if outputs and n % UNIT_ROWS:
         raise KernelError(f"outputs of which something else is made are a multiple of {UNIT_ROWS}, not {n}")
     if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1:
         raise KernelError(f"x must be [m, {k}] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
+    if ordered and not rows_aligned(x):
+        raise KernelError(f"rows of x must start on 16 bytes, not {x.stride(0)} values apart from {x.data_ptr():#x}")
     if tuple(y.shape) != (x.shape[0], outputs or n) or not y.is_contiguous():
-        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {outputs or n}], not {tuple(y.shape)}")
-    if (x_scale is not None) != (x.dtype == torch.int8):
-        raise KernelError(f"x_scale goes with int8 activations, and x is {dtype_name(x.dtype)}")
+        found = f"{tuple(y.shape)} strided {y.stride()}"
+        raise KernelError(f"y must be a contiguous [{x.shape[0]}, {outputs or n}], not {found}")
+    coded = x.element_size() == 1
+    if (x_scale is not None) != coded:
+        raise KernelError(f"x_scale goes with 8-bit activations, and x is {dtype_name(x.dtype)}")
     if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,) or not bias.is_contiguous()):
         raise KernelError(
-            f"bias must be a dense {dtype_name(y.dtype)} [{n}], not {dtype_name(bias.dtype)} {tuple(bias.shape)}"
+            f"bias must be a dense {dtype_name(y.dtype)} [{n}], not {dtype_name(bias.dtype)} {tuple(bias.shape)} "
+            f"strided {bias.stride()}"
         )
-    if weight.order != ("a8" if x.dtype == torch.int8 else "a16"):
+    if weight.order != ("a8" if coded else "a16"):
         raise KernelError(f"tiles were prepared for {weight.order} activations, and x is {dtype_name(x.dtype)}")

@@ -13,6 +13,7 @@ from anybit.device import Device
 from anybit.errors import dtype_name
 from anybit.jit import Int32, Pointer
 from anybit.kernels import packed_layout
+from anybit.kernels.pack import rows_aligned
 from anybit.kernels.packed_layout import PackedWeight, round_up
 from anybit.scheme import WeightFormat
 
@@ -353,7 +354,7 @@ def checked_problem(
     """The problem that these operands pose, after `packed_layout.check_operands`."""
     packed_layout.check_operands(weight, x, y, x_scale, bias, outputs)
     problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
-    return problem if packed_layout.rows_aligned(x) else replace(problem, aligned=False)
+    return problem if rows_aligned(x) else replace(problem, aligned=False)
 
 
 def launch(

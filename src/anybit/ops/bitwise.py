@@ -12,7 +12,7 @@ from anybit.kernels.bitwise import Output
 from anybit.kernels.pack import Packed, Target
 from anybit.ops.backend import LinearSpec
 from anybit.ops.before import Before
-from anybit.ops.inputs import check_input, layouts_of, product_of, rows_of, token_bucket
+from anybit.ops.inputs import check_input, dense_bias, layouts_of, product_of, rows_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatcher import dispatcher, forget_with_maps
@@ -99,8 +99,8 @@ class Bitwise:
             weight = planes.PlaneWeight(
                 stored, scale, correction, zero if zero.numel() else None, (spec.n, spec.k), spec.weights
             )
-            single = None if bias is None else bias.float().contiguous()
-            plan.family.multiply(packed, weight, plan.output, bias=single, y=y, config=plan.gemm_config)
+            bias = dense_bias(bias, torch.float32)
+            plan.family.multiply(packed, weight, plan.output, bias=bias, y=y, config=plan.gemm_config)
         return y.view(*x.shape[:-1], spec.n)
 
 
@@ -126,7 +126,7 @@ def _plan(spec: LinearSpec, rows: Tensor) -> _Plan:
     """The kernels and configs for this many tokens; chosen once."""
     m = rows.shape[0]
     bucket = token_bucket(m)
-    aligned = not (rows.stride(0) % pack.VECTOR or rows.data_ptr() % 16 or spec.k % pack.VECTOR)
+    aligned = spec.k % pack.VECTOR == 0 and pack.rows_aligned(rows)
     # Specs are parsed once for each text and kept, so that their identity stands for them.
     key = (id(spec), bucket, rows.dtype, aligned, spec.n % 8 == 0, rows.get_device())
     found = _plans.get(key)

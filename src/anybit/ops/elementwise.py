@@ -142,8 +142,7 @@ def _dense(rows: Tensor) -> Tensor:
 
 def check_norm(x: Tensor, residual: Tensor | None, gamma: Tensor) -> None:
     """Raise KernelError, naming both values, unless a kernel norms x + residual: x [..., K], gamma [K], all alike."""
-    if not gamma.is_contiguous():  # kernels go by its address alone
-        raise KernelError(f"gamma must have its values side by side, and they are {gamma.stride()} apart")
+    _refuse_strided("gamma", gamma)
     if gamma.shape != x.shape[-1:] or gamma.dtype != x.dtype or gamma.device != x.device:
         raise KernelError(
             f"gamma must be {x.dtype} [{x.shape[-1]}] on {x.device} as x is, not {gamma.dtype} {tuple(gamma.shape)} on "
@@ -296,8 +295,12 @@ def check_rotary(
     for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
         if gamma is not None:
             _check_like(name, gamma, qkv, cosine.shape[1:])
-            if not gamma.is_contiguous():
-                raise KernelError(f"{name} must have its values side by side, and they are {gamma.stride()} apart")
+            _refuse_strided(name, gamma)
+
+
+def _refuse_strided(name: str, gamma: Tensor) -> None:
+    if not gamma.is_contiguous():  # kernels go by its address alone
+        raise KernelError(f"{name} must have its values side by side, and they are {gamma.stride()} apart")
 
 
 def _check_like(name: str, found: Tensor, qkv: Tensor, shape: torch.Size) -> None:

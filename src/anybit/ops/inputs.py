@@ -42,6 +42,18 @@ def rows_of(x: Tensor, k: int) -> Tensor:
     return rows
 
 
+def copy_of(x: Tensor) -> Tensor:
+    """X again, dense, as the fakes say: an op must not return what it was given."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def dense_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The bias as kernels add it: in their type, one value after another."""
+    if bias is None or (bias.dtype == dtype and bias.is_contiguous()):
+        return bias
+    return bias.to(dtype).contiguous()
+
+
 def token_bucket(tokens: int) -> int:
     """The token count that kernels are chosen for: one of the policy maps' grid, or of four between two of it."""
     return step(tokens)

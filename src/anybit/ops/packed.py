@@ -20,7 +20,7 @@ from anybit.kernels.packed_layout import PackedWeight
 from anybit.ops.backend import LinearSpec
 from anybit.ops.before import Before
 from anybit.ops.elementwise import check_step
-from anybit.ops.inputs import check_input, product_of, rows_of, token_bucket
+from anybit.ops.inputs import check_input, copy_of, dense_bias, product_of, rows_of, token_bucket
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatcher import dispatcher, forget_with_maps
@@ -86,7 +86,7 @@ class PackedTiles:
     ) -> Tensor:
         """One launch; with quantized activations another before it, that quantizes them."""
         check_input(x, tensors[0], spec, bias)
-        bias = _in_type(bias, x)
+        bias = dense_bias(bias, x.dtype)
         rows = rows_of(x, spec.k)
         m = rows.shape[0]
         y = torch.empty(m, spec.n, dtype=x.dtype, device=x.device)
@@ -125,9 +125,9 @@ class PackedTiles:
         rows, other, total, weight, config = found
         n = spec.n // 2 if silu else spec.n
         y = torch.empty(len(rows), n, dtype=x.dtype, device=x.device)
-        bias = _in_type(bias, x)
+        bias = dense_bias(bias, x.dtype)
         packed_digits.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config, silu=silu)
-        summed = x.clone(memory_format=torch.contiguous_format) if total is None else total.view(x.shape)
+        summed = copy_of(x) if total is None else total.view(x.shape)
         return y.view(*x.shape[:-1], n), summed
 
     def norm_rotate_store(
@@ -141,9 +141,9 @@ class PackedTiles:
         rows, other, total, weight, config = found
         check_step(rows, spec.n, step)
         q = torch.empty(len(rows), step.query_heads * step.cosine.shape[1], dtype=x.dtype, device=x.device)
-        bias = _in_type(bias, x)
+        bias = dense_bias(bias, x.dtype)
         packed_digits.launch_rotary(weight, rows, q, gamma, epsilon, other, total, bias, config, step)
-        return q, x.clone(memory_format=torch.contiguous_format) if total is None else total.view(x.shape)
+        return q, copy_of(x) if total is None else total.view(x.shape)
 
     def _normed(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, tensors: list[Tensor], spec: LinearSpec
@@ -178,7 +178,7 @@ def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> packed
     m = rows.shape[0]
     if not 0 < m <= packed_digits.NORM_TOKENS or spec.activations.quantized or weight.permutation is not None:
         return None
-    aligned = packed_layout.rows_aligned(rows)
+    aligned = pack.rows_aligned(rows)
     key = (id(spec), m, rows.dtype, aligned, rows.get_device())
     if key not in _norm_configs:
         device = Device.of(rows)
@@ -216,7 +216,7 @@ def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y:
 def _plan(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> _Plan:
     """The kernel and config for this many tokens; chosen once."""
     bucket = token_bucket(rows.shape[0])
-    aligned = packed_layout.rows_aligned(rows)
+    aligned = pack.rows_aligned(rows)
     # Specs are parsed once for each text and kept, so that their identity stands for them.
     columns = 0 if weight.permutation is None else weight.permutation.numel()
     key = (id(spec), bucket, rows.dtype, aligned, rows.get_device(), columns)
@@ -243,13 +243,6 @@ def _weight(tensors: list[Tensor], spec: LinearSpec) -> PackedWeight:
     tiles, row_scale, row_zero, permutation = tensors[:4]
     shape, order = (spec.n, spec.k), "a8" if spec.activations.quantized else "a16"
     return PackedWeight(tiles, row_scale, _optional(row_zero), _optional(permutation), shape, spec.weights, order)  # type: ignore[arg-type]
-
-
-def _in_type(bias: Tensor | None, x: Tensor) -> Tensor | None:
-    """The bias as kernels add it: in the type of x and of the result, one value after another."""
-    if bias is None or (bias.dtype == x.dtype and bias.is_contiguous()):
-        return bias
-    return bias.to(x.dtype).contiguous()
 
 
 def _optional(tensor: Tensor) -> Tensor | None:

@@ -18,14 +18,8 @@ from anybit.kernels.packed_digits import Step
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.before import Before
-from anybit.ops.elementwise import (
-    add_rms_norm,
-    check_norm,
-    rms_norm,
-    rotate_store,
-    silu_mul,
-)
-from anybit.ops.inputs import rows_of
+from anybit.ops.elementwise import add_rms_norm, check_norm, rms_norm, rotate_store, silu_mul
+from anybit.ops.inputs import copy_of, rows_of
 from anybit.ops.packed import PackedTiles
 from anybit.scheme import ActivationFormat
 
@@ -95,11 +89,6 @@ def hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: 
     return y
 
 
-def _copy(x: Tensor) -> Tensor:
-    """X again, dense, as the fakes say: an op must not return what it was given."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _codes(x: Tensor, spec: LinearSpec, rotated: bool) -> bool:
     """Whether a kernel codes rows of a layer and makes them as well."""
     coding = spec.activations.quantized and spec.backend in CODING_BACKENDS and x.is_cuda and x.numel() > 0
@@ -127,7 +116,7 @@ def _norm_linear(
             if found is not None:
                 y, total = found
                 return y, total
-        normed, total = (rms_norm(x, gamma, epsilon), _copy(x)) if residual is None else (
+        normed, total = (rms_norm(x, gamma, epsilon), copy_of(x)) if residual is None else (
             add_rms_norm(x, residual, gamma, epsilon)
         )  # fmt: skip
         normed = torch.ops.anybit.hadamard(normed) if rotated else normed
@@ -135,7 +124,7 @@ def _norm_linear(
         return silu_mul(y, paired=True) if silu else y, total
     rows = x.reshape(-1, parsed.k).contiguous()
     if residual is None:
-        total, before = _copy(x), Before(Source.rms_norm, rows, gamma, epsilon, rotated=rotated)
+        total, before = copy_of(x), Before(Source.rms_norm, rows, gamma, epsilon, rotated=rotated)
     else:
         other = residual.reshape(rows.shape).contiguous()
         total = torch.empty_like(other)

@@ -168,7 +168,7 @@ class Bench:
         device = layer.rows.device
         m, n, k = product.m, product.n, product.k
         generator = torch.Generator(device).manual_seed(m)
-        pitch = packed_layout.pitch(k)  # as ops gives rows to kernels
+        pitch = pack.pitch(k, 2)  # as ops gives rows to kernels
         self.x = torch.randn(m, pitch, device=device, generator=generator).to(product.dtype)[:, :k]
         self.y = torch.empty(m, n, device=device, dtype=product.dtype)
         self.tokens = torch.arange(m, device=device)
