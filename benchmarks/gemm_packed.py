@@ -37,11 +37,10 @@ from anybit.errors import KernelError
 from anybit.kernels import pack, packed_few, packed_large, packed_layout, packed_repack
 from anybit.kernels.pack import Packed, Target
 from anybit.kernels.packed_layout import PackedWeight
-from anybit.ops.inputs import token_bucket
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import Scheme
 from anybit.tune.dispatcher import dispatcher
-from anybit.tune.families import FAMILIES, Product, tiles_of
+from anybit.tune.families import FAMILIES, Product, step, tiles_of
 from cases import LLAMA3_8B, MODELS, Case
 from timing import (
     RESULTS,
@@ -99,7 +98,7 @@ def job_of(asked: tuple[Case, str, str]) -> Job | None:
     case, text, family = asked
     scheme, device = Scheme.parse(text), Device.named("sm_90a")
     x = scheme.activations
-    product = Product(token_bucket(case.m), case.n, case.k, scheme.weights, x, device=device)
+    product = Product(step(case.m), case.n, case.k, scheme.weights, x, device=device)
     if family != "default":
         name = f"packed_{family}"
         if FAMILIES[name].why_not(product) is not None:

@@ -360,4 +360,4 @@ def pitch(columns: int, element_bytes: int = 1) -> int:
 
 def rows_aligned(x: Tensor) -> bool:
     """Whether every row of a matrix starts on 16 bytes."""
-    return not (x.data_ptr() % _ROW_START or x.stride(0) * x.element_size() % _ROW_START)
+    return not (x.data_ptr() % _ROW_START or x.stride()[0] * x.itemsize % _ROW_START)  # asked at every call

@@ -12,11 +12,11 @@ from anybit.kernels.bitwise import Output
 from anybit.kernels.pack import Packed, Target
 from anybit.ops.backend import LinearSpec
 from anybit.ops.before import Before
-from anybit.ops.inputs import check_input, dense_bias, layouts_of, product_of, rows_of, token_bucket
+from anybit.ops.inputs import check_input, dense_bias, layouts_of, product_of, rows_of
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatcher import dispatcher, forget_with_maps
-from anybit.tune.families import FAMILIES, Layout, quantizer
+from anybit.tune.families import FAMILIES, Layout, quantizer, step
 
 TENSORS = 6
 """How many tensors ``prepare`` gives."""
@@ -33,7 +33,7 @@ class _Plan:
     gemm_config: Any
 
 
-_plans: dict[tuple[int, int, torch.dtype, bool, bool, int], _Plan] = {}
+_plans: dict[tuple[int, int, torch.dtype, bool, int], _Plan] = {}
 forget_with_maps(_plans)
 
 
@@ -124,11 +124,10 @@ def why_not(
 
 def _plan(spec: LinearSpec, rows: Tensor) -> _Plan:
     """The kernels and configs for this many tokens; chosen once."""
-    m = rows.shape[0]
-    bucket = token_bucket(m)
+    bucket = step(rows.shape[0])
     aligned = spec.k % pack.VECTOR == 0 and pack.rows_aligned(rows)
     # Specs are parsed once for each text and kept, so that their identity stands for them.
-    key = (id(spec), bucket, rows.dtype, aligned, spec.n % 8 == 0, rows.get_device())
+    key = (id(spec), bucket, rows.dtype, aligned, rows.get_device())
     found = _plans.get(key)
     if found is None:
         product = product_of(spec, bucket, rows, aligned=aligned)

@@ -1,4 +1,4 @@
-"""What every CUDA backend asks of its input, and how token counts are bucketed."""
+"""What every CUDA backend asks of its input, and what kernels are chosen for."""
 
 import functools
 
@@ -11,7 +11,7 @@ from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.dispatcher import allowed, dispatcher, generation
-from anybit.tune.families import Layout, Product, step
+from anybit.tune.families import Layout, Product
 from anybit.tune.space import builtin_layout
 
 
@@ -52,11 +52,6 @@ def dense_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if bias is None or (bias.dtype == dtype and bias.is_contiguous()):
         return bias
     return bias.to(dtype).contiguous()
-
-
-def token_bucket(tokens: int) -> int:
-    """The token count that kernels are chosen for: one of the policy maps' grid, or of four between two of it."""
-    return step(tokens)
 
 
 def product_of(

@@ -20,11 +20,11 @@ from anybit.kernels.packed_layout import PackedWeight
 from anybit.ops.backend import LinearSpec
 from anybit.ops.before import Before
 from anybit.ops.elementwise import check_step
-from anybit.ops.inputs import check_input, copy_of, dense_bias, product_of, rows_of, token_bucket
+from anybit.ops.inputs import check_input, copy_of, dense_bias, product_of, rows_of
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatcher import dispatcher, forget_with_maps
-from anybit.tune.families import FAMILIES, Product, quantizer, tiles_of
+from anybit.tune.families import FAMILIES, Product, quantizer, step, tiles_of
 
 TENSORS = 7
 """How many tensors ``prepare`` gives."""
@@ -215,7 +215,7 @@ def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y:
 
 def _plan(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> _Plan:
     """The kernel and config for this many tokens; chosen once."""
-    bucket = token_bucket(rows.shape[0])
+    bucket = step(rows.shape[0])
     aligned = pack.rows_aligned(rows)
     # Specs are parsed once for each text and kept, so that their identity stands for them.
     columns = 0 if weight.permutation is None else weight.permutation.numel()

@@ -13,11 +13,11 @@ from torch import Tensor
 from anybit.device import Device
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.before import Before
-from anybit.ops.inputs import layouts_of, product_of, token_bucket
+from anybit.ops.inputs import layouts_of, product_of
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme
 from anybit.tune.dispatcher import allowed, dispatcher, forget_with_maps, tell
-from anybit.tune.families import Layout
+from anybit.tune.families import Layout, step
 
 _UNWANTED = 9
 """A cost above every other backend's: it runs only when it is named."""
@@ -104,7 +104,7 @@ class Several:
     ) -> Tensor:
         """The faster of the two at this many tokens."""
         tokens = x.numel() // spec.k if spec.k else 0
-        key = id(spec), token_bucket(tokens), x.dtype, x.get_device()
+        key = id(spec), step(tokens), x.dtype, x.get_device()
         found = _decided.get(key)
         if found is None:
             found = _decided[key] = self._decide(x, spec, tokens)
@@ -116,7 +116,7 @@ class Several:
         return y
 
     def _decide(self, x: Tensor, spec: LinearSpec, tokens: int) -> _Decided:
-        product = product_of(spec, token_bucket(max(tokens, 1)), x)
+        product = product_of(spec, step(max(tokens, 1)), x)
         chosen = dispatcher(Device.of(x).name).choose(product, self.layouts, allowed()).candidate
         which = self.layouts.index(chosen.layout)
         if chosen.activations != spec.activations:
