@@ -284,24 +284,16 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
     if whole is not None:
         return whole
     p, q, m = problem.weights.bits, problem.activations.bits, problem.m
+    if m <= 8:
+        return _default_few(problem, found)
     walk = Walk.tokens if m > 32 and p == q == 2 else Walk.weights
-    tokens = 16 if m > 32 and p * q <= 2 else min(32, max(8, 1 << (m - 1).bit_length()))
+    tokens = 16 if m > 32 and p * q <= 2 else min(32, 1 << (m - 1).bit_length())
     half = problem.device.shared_bytes // 2 - 1024  # so that the next kernel's block fits beside this one's
-    # Blocks that share k, where tiles alone leave multiprocessors idle: four of long rows of 2-bit weights whose tiles
-    # take half of them at most (w2a2 4096 x 11008 at two tokens 5.2 us for 6.2; w2a4 3584 x 18944 7.7 for 10.5, and of
-    # its other lengths none), one of 8 tokens and one chunk, which a second would have nothing of, else two.
-    chunks, few = planes.chunks(problem.k), tokens == 8 and walk is Walk.weights
-    long = p == 2 and chunks in {2: range(8, 17), 4: range(17, 20)}.get(q, ())
-    four = few and long and 2 * -(-problem.n // SMALL_ROWS) <= problem.device.sms
-    sharing = 4 if four else 1 if chunks == 1 and tokens == 8 else 2
-    # The longest rows are read faster by two blocks on most multiprocessors than by one: 8192 x 28672 at two tokens
-    # w2a2 17.6 us for 22.8, w2a4 20.0 for 24.0.
-    full = (1.0 if tokens == 8 and chunks > 24 else 0.9) * problem.device.sms
 
     def cost(config: Config) -> tuple[float, ...]:
         columns, rows, _ = grid(problem, config)
-        alone = columns // blocks_sharing_k(config) * rows < full
-        slots = (8 if four and chunks > 8 else 12 if tokens == 8 else 8) if alone else 4
+        alone = columns // blocks_sharing_k(config) * rows < 0.9 * problem.device.sms
+        slots = 8 if alone else 4
         if m > 16:
             slots = min(8, planes.chunks(problem.k) * (p if walk is Walk.weights else q))
         return (
@@ -309,13 +301,62 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
             abs(config.tokens - tokens),
             config.groups,
             config.blocks,
-            config.cluster != (sharing if alone else 1),
+            config.cluster != (2 if alone else 1),
             shared_bytes(config) > half,
             -config.span,
             abs(config.slots - slots),
         )
 
     return min(found, key=cost)
+
+
+_AHEAD = range(16, 25)
+"""Planes of 64 weights, 8 KB each, that a multiprocessor's blocks of few tokens load ahead together: with 4 of them
+8192 x 8192 took 1.08 to 1.28 times as long."""
+_PACKED = 0.9
+"""The share of the room for blocks that those which share k may take: clusters do not fill it (w2a4 4096 x 11008 in
+256 blocks of 264: 9.1 us, and 5.3 with room for 396)."""
+
+
+def _default_few(problem: Problem, found: list[Config]) -> Config:
+    """To 8 tokens: enough planes ahead on every multiprocessor, in blocks that all run at once.
+
+    Of some 100 configs each of 158 products (w2a2, w2a4, w1a2 and w3a4 in 35 layers, H200) it names one that takes
+    1.011 times the best's time in the geometric mean and 1.08 in the worst.
+    """
+    device, chunks = problem.device, planes.chunks(problem.k)
+    sharing = _sharing_few(-(-problem.n // SMALL_ROWS), chunks, device.sms)
+    most = 16 if sharing == 1 else 8
+
+    def cost(config: Config) -> tuple[float, ...]:
+        blocks = grid(problem, config)[0]
+        each = -(-blocks // device.sms)
+        room = device.sms * ((device.shared_bytes + 1024) // (shared_bytes(config) + 1024))  # the runtime keeps 1024
+        ahead = each * config.slots
+        outside = max(0, ahead - _AHEAD[-1], min(_AHEAD[0], most) - ahead) + max(0, config.slots - most)
+        return (
+            config.walk is not Walk.weights,
+            config.tokens,
+            config.groups,
+            config.blocks,
+            config.cluster != sharing,
+            blocks > room * (1.0 if sharing == 1 else _PACKED),
+            outside,
+            -config.span,
+            -config.slots,
+        )
+
+    return min(found, key=cost)
+
+
+def _sharing_few(tiles: int, chunks: int, sms: int) -> int:
+    """How many blocks share k: four while a multiprocessor has three of them or, of long rows, five; two while it has
+    some; one of short rows, whose blocks would wait for each other longer than they read, and of the longest.
+    """
+    each = -(-4 * tiles // sms)
+    if chunks >= 4 and (each <= 3 or (each <= 5 and 8 <= chunks <= 24)):
+        return 4
+    return 2 if 3 <= chunks <= 24 and 2 * tiles <= 2.5 * sms else 1
 
 
 _CHUNKS_COPIED = 4

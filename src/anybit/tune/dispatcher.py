@@ -52,7 +52,7 @@ _CLEARLY, _FARTHER = 0.97, 0.1
 expected of both, here, less so much for each power of two that the point is away."""
 _LIKELY = 0.98
 """What a config must be expected to take of the built-in choice's time to be used between two measured token counts."""
-_CLEARLY_FEW = 0.93
+_CLEARLY_FEW, _OTHER_LAYOUT = 0.95, 0.94
 """Of few tokens, what a config must take of the built-in one's time to be used instead, and of the time of the best in
 the built-in layout to be used in another: there products hide behind their neighbours, and what one of them takes in a
 chain of itself is off by 0.8 us of some 10 (docs/tuning_check.md)."""
@@ -291,7 +291,7 @@ class Dispatcher:
             """About what `choose` has run of these: of few tokens what is built in, where it is not far behind."""
             best = min((times[layout][m] for layout in kept if m in times[layout]), default=float("inf"))
             own = times[usual].get(m, best) if m <= FEW_TOKENS and usual in kept and usual in times else best
-            return own if best > _CLEARLY_FEW * own else best
+            return own if best > _OTHER_LAYOUT * own else best
 
         def cost(kept: tuple[Layout, ...]) -> float:
             """The most that keeping these alone costs at a token count, against keeping all."""
@@ -362,11 +362,11 @@ def _best(
     best, own = found[0], None if point.default is None else _legal(point.default, product, allow)
     if product.m > FEW_TOKENS:
         return best
-    near = best.us / _CLEARLY_FEW
+    usual = builtin_layout(product)
+    near = best.us / (_CLEARLY_FEW if best.candidate.layout is usual else _OTHER_LAYOUT)
     if own is not None and (layouts is None or own.layout in layouts) and point.default_us <= near:
         kept = "the built-in choice, and nothing was clearly faster"
         return replace(best, candidate=own, us=point.default_us, kept=kept if own != best.candidate else "")
-    usual = builtin_layout(product)
     near_by = next((choice for choice in found if choice.candidate.layout is usual and choice.us <= near), best)
     kept = f"the fastest of the built-in layout ({usual.value}), and no other layout was clearly faster"
     return replace(near_by, kept=kept if near_by != best else "")
