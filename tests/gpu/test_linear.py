@@ -199,11 +199,13 @@ def test_autocast_reaches_the_kernels() -> None:
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8", "w2a2"])
 def test_results_beyond_two_to_the_31(scheme: str) -> None:
     on_gpu = chosen(scheme, 4096, 64)
-    x = torch.randn(2**31 // 4096 + 8, 64, device="cuda", dtype=torch.float16)
+    generator = torch.Generator("cuda").manual_seed(7)
+    x = torch.randn(2**31 // 4096 + 8, 64, device="cuda", dtype=torch.float16, generator=generator)
     y = on_gpu(x)
     assert y.numel() > 2**31
+    # Few tokens run another kernel. Results are 2.4 in the mean; weights times scales, rounded, change them by 0.005.
     for rows in (slice(0, 8), slice(-8, None)):
-        torch.testing.assert_close(y[rows], on_gpu(x[rows].contiguous()), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(y[rows], on_gpu(x[rows].contiguous()), rtol=2e-3, atol=1e-2)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
