@@ -59,6 +59,10 @@ class Variant(Dispatcher):
         super().__init__(gpu, policies)
         self.name = name
 
+    def in_fused(self, product: Product, layouts: Collection[Layout]) -> Collection[Layout]:
+        """All of them, but for what is not a variant."""
+        return super().in_fused(product, layouts) if self.name in ("dispatch", "another") else layouts
+
     def choose(
         self, product: Product, layouts: Collection[Layout] | None = None, allow: Collection[str] = ()
     ) -> Choice:
@@ -194,7 +198,7 @@ def _what_runs(variant: Variant, shape: str, scheme: str, m: int) -> tuple[str, 
     s = Scheme.parse(scheme)
     products = [Product(m, n, k, s.weights, s.activations) for n, k in MODELS[shape]]
     both = (Layout.planes, tiles_of(s.activations))
-    return tuple(variant.choose(product, both).candidate.name for product in products)
+    return tuple(variant.choose(p, variant.in_fused(p, both)).candidate.name for p in products)
 
 
 def _decide_by(variant: Variant, gpu: str) -> None:

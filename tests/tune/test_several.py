@@ -101,6 +101,18 @@ def test_each_token_count_runs_the_part_that_won(monkeypatch: pytest.MonkeyPatch
     assert both.linear(torch.zeros(0, K).half(), ready.tensors, None, LinearSpec.parse(ready.spec_text)).shape == (0, N)
 
 
+@pytest.mark.parametrize(("m", "fused", "which"), [(2, False, 1), (2, True, 0), (16, True, 1)])
+def test_few_tokens_of_a_fused_layer_run_the_built_in_layout(
+    m: int, fused: bool, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Part("bitwise"), Part("packed")
+    both = Several("test-both", parts, (Layout.planes, Layout.tiles_a8), 6)
+    monkeypatch.setitem(ops.backends, both.name, both)
+    obey(monkeypatch, "w2a4", {m: {"bitwise": 3.0, "padding to int8": 2.0}})
+    ops.linear(torch.randn(m, K).half(), prepared(both, "w2a4")[1].in_fused(fused))
+    assert [len(part.calls) for part in parts] == [1 - which, which]
+
+
 def test_eight_bits_run_where_they_won_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     wide, narrow = Part("packed"), Part("packed")
     both = Several("test-a8", (wide, narrow), (Layout.tiles_a16, Layout.tiles_a8), 6)

@@ -117,7 +117,9 @@ class Several:
 
     def _decide(self, x: Tensor, spec: LinearSpec, tokens: int) -> _Decided:
         product = product_of(spec, step(max(tokens, 1)), x)
-        chosen = dispatcher(Device.of(x).name).choose(product, self.layouts, allowed()).candidate
+        by = dispatcher(Device.of(x).name)
+        layouts = by.in_fused(product, self.layouts) if spec.fused else self.layouts
+        chosen = by.choose(product, layouts, allowed()).candidate
         which = self.layouts.index(chosen.layout)
         if chosen.activations != spec.activations:
             scheme = Scheme(spec.weights, spec.activations)
