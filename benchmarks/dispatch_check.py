@@ -290,7 +290,8 @@ def replay(options: argparse.Namespace) -> None:
     known: list[tuple[float, str]] = []
     for row in compared:
         scheme = Scheme.parse(row["scheme"])
-        product = Product(row["m"], row["n"], row["k"], scheme.weights, scheme.activations, device=device)
+        shape = row["n"], row["k"]
+        product = Product(step(row["m"]), *shape, scheme.weights, scheme.activations, device=device)  # as layers ask
         times = {row["best"]: 1.0} | {row["chosen"][name]: row["ratios"][name] for name in CHOICES}
         chosen = by.choose(product).candidate.name
         if chosen in times:
