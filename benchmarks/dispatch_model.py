@@ -60,7 +60,7 @@ class Variant(Dispatcher):
         self.name = name
 
     def in_fused(self, product: Product, layouts: Collection[Layout]) -> Collection[Layout]:
-        """All of them, but for what is not a variant."""
+        """All of them for the other variants; the dispatcher goes by its own rule."""
         return super().in_fused(product, layouts) if self.name in ("dispatch", "another") else layouts
 
     def choose(

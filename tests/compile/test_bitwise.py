@@ -165,7 +165,7 @@ def test_config_of_another_problem_is_refused() -> None:
         ("w2a2", 4096, 2048, 1, 16),  # two chunks of k: blocks would wait for each other longer than they read
         ("w2a2", 4096, 2049, 2, 8),
         ("w2a2", 4096, 4096, 4, 8),
-        ("w2a4", 4096, 11008, 4, 6),  # 8 planes ahead, and two blocks a multiprocessor would have no room to spare
+        ("w2a4", 4096, 11008, 4, 6),  # with 8 slots clusters would need all of the room
         ("w2a2", 8192, 8192, 4, 4),
         ("w2a2", 7168, 5120, 2, 8),  # 448 blocks of short rows are too many
         ("w2a2", 10240, 5120, 2, 8),
@@ -176,7 +176,7 @@ def test_config_of_another_problem_is_refused() -> None:
     ],
 )
 def test_blocks_of_few_tokens(scheme: str, n: int, k: int, cluster: int, slots: int) -> None:
-    """All run at once, and load 16 to 24 planes ahead on a multiprocessor: 8192 x 8192 took 1.28 times as long by 4."""
+    """All run at once, with 8 to 24 planes ahead on a multiprocessor: 8192 x 8192 took 1.28 times as long by 4."""
     for m in (1, 8):
         asked = problem(scheme, m, n, k)
         config = bitwise.default(asked)

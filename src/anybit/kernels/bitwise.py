@@ -311,18 +311,19 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
 
 
 _AHEAD = range(16, 25)
-"""Planes of 64 weights, 8 KB each, that a multiprocessor's blocks of few tokens load ahead together: with 4 of them
-8192 x 8192 took 1.08 to 1.28 times as long."""
-_PACKED = 0.9
+"""Planes of 64 weights, 8 KB each, that a multiprocessor's blocks of few tokens load ahead together, and at least 8
+where blocks share k: with 4 of them 8192 x 8192 took 1.08 to 1.28 times as long."""
+_ROOM_FOR_CLUSTERS = 0.9
 """The share of the room for blocks that those which share k may take: clusters do not fill it (w2a4 4096 x 11008 in
 256 blocks of 264: 9.1 us, and 5.3 with room for 396)."""
 
 
 def _default_few(problem: Problem, found: list[Config]) -> Config:
-    """To 8 tokens: enough planes ahead on every multiprocessor, in blocks that all run at once.
+    """To 8 tokens: enough planes ahead on a multiprocessor, in blocks that all run at once where there is room.
 
     Of some 100 configs each of 158 products (w2a2, w2a4, w1a2 and w3a4 in 35 layers, H200) it names one that takes
-    1.011 times the best's time in the geometric mean and 1.08 in the worst.
+    1.011 times the best's time in the geometric mean and 1.08 in the worst. Rings may take more than half of a
+    multiprocessor's shared memory: steps of SmolLM2-1.7B, whose layers have two chunks of k, took 3 % less so.
     """
     device, chunks = problem.device, planes.chunks(problem.k)
     sharing = _sharing_few(-(-problem.n // SMALL_ROWS), chunks, device.sms)
@@ -340,7 +341,7 @@ def _default_few(problem: Problem, found: list[Config]) -> Config:
             config.groups,
             config.blocks,
             config.cluster != sharing,
-            blocks > room * (1.0 if sharing == 1 else _PACKED),
+            blocks > room * (1.0 if sharing == 1 else _ROOM_FOR_CLUSTERS),
             outside,
             -config.span,
             -config.slots,
@@ -350,8 +351,8 @@ def _default_few(problem: Problem, found: list[Config]) -> Config:
 
 
 def _sharing_few(tiles: int, chunks: int, sms: int) -> int:
-    """How many blocks share k: four while a multiprocessor has three of them or, of long rows, five; two while it has
-    some; one of short rows, whose blocks would wait for each other longer than they read, and of the longest.
+    """How many blocks share k: four while a multiprocessor has three of them at most or, of 8 to 24 chunks, five; two
+    while it has two or three; one of one or two chunks, whose blocks would wait for each other longer than they read.
     """
     each = -(-4 * tiles // sms)
     if chunks >= 4 and (each <= 3 or (each <= 5 and 8 <= chunks <= 24)):

@@ -19,9 +19,9 @@ _TOKENS = 64
 """Tokens of which a tile of bit planes skips those that are not there: 256 with 128 of them took 10.3 us, and with 140
 13.4, which no number of tiles tells (w2a2, 16384 x 2048)."""
 _ROWS, _RAGGED = 16, 1.1
-"""Tokens that a tile may lack of the box that its last ones are loaded in, and what it is expected to take where it
-lacks more: 24 to 31 of them cost up to 28 % in a third of 60 configs of two and four tiles, and in one 40 % (17.9 us
-with 161 tokens, 13.1 with 160; w4a16g128, 2048 x 8192), and nothing in the others."""
+"""Tokens that a tile may lack of the box that its last ones are loaded in (of the tile, where it is loaded whole), and
+what it is expected to take where it lacks more: 24 to 31 cost 5 to 28 % in a third of 65 configs, nothing in the
+others, and 40 % in one (17.9 us with 161 tokens, 13.1 with 160; w4a16g128, 2048 x 8192)."""
 
 
 def scaled(candidate: Candidate, us: float, there: Product, here: Product) -> float | None:

@@ -268,8 +268,8 @@ class Dispatcher:
         """Which of its layouts a product of a fused layer may run: of few tokens and coded inputs the built-in one.
 
         A map's times are of products that quantize for themselves, one after another. In a fused layer the kernel
-        before does that, and steps took up to 3.5 % longer where one product of a layer ran in another layout than its
-        neighbours, by a gain of 6 to 12 % in the map (docs/tuning_check.md).
+        before does that, and where one product of a layer ran in another layout than its neighbours, by a gain of 6 to
+        21 % in the map, steps took up to 3.5 % longer, and 1.4 % less at most (docs/tuning_check.md).
         """
         usual = builtin_layout(product)
         few = product.m <= FEW_TOKENS and product.activations.quantized
@@ -370,17 +370,20 @@ def _best(
             found.append(Choice(candidate, "map", measured.us, str(policy.path or "a map")))
     if not found:
         return None
-    best, own = found[0], None if point.default is None else _legal(point.default, product, allow)
+    best = found[0]
     if product.m > FEW_TOKENS:
         return best
     usual = builtin_layout(product)
-    near = best.us / (_CLEARLY_FEW if best.candidate.layout is usual else _OTHER_LAYOUT)
-    if own is not None and (layouts is None or own.layout in layouts) and point.default_us <= near:
+    own = None if point.default is None else _legal(point.default, product, allow)
+    near = next((choice for choice in found if choice.candidate.layout is usual), None)
+    behind = near is None or near.us >= _CLEARLY_FEW * point.default_us
+    if behind and own is not None and (layouts is None or own.layout in layouts):
         kept = "the built-in choice, and nothing was clearly faster"
-        return replace(best, candidate=own, us=point.default_us, kept=kept if own != best.candidate else "")
-    near_by = next((choice for choice in found if choice.candidate.layout is usual and choice.us <= near), best)
+        near = replace(best, candidate=own, us=point.default_us, kept=kept if own != best.candidate else "")
+    if near is None or (best.candidate.layout is not usual and best.us < _OTHER_LAYOUT * near.us):
+        return best
     kept = f"the fastest of the built-in layout ({usual.value}), and no other layout was clearly faster"
-    return replace(near_by, kept=kept if near_by != best else "")
+    return near if near.kept or near.candidate == best.candidate else replace(near, kept=kept)
 
 
 def _lacks_rows(product: Product, candidate: Candidate, m: int) -> bool:

@@ -465,8 +465,8 @@ _LONG = 300.0
 
 
 _CALLS, _MOST_CALLS = 16, 48
-"""The most calls of one candidate in a graph; the second in the last round, where a call of 3 to 10 us is told from
-another that takes 5 % more by events that are off by some tenths."""
+"""The most calls of one candidate in a graph; the second in the last round, where short calls are told
+from others that take 5 % more by events that are off by some tenths of a microsecond."""
 
 
 def _count(microseconds: float, guess_us: float, most: int = _CALLS) -> int:

@@ -263,7 +263,8 @@ def leaves_room(product: Product, candidate: Candidate) -> bool:
     an H200 a ring of 10 stages for 7 (w4a8 gate_up, one token) was 1 % faster among the layers of a model, and made
     each layer of the model's step 5 us slower, where small kernels stand between them. Blocks that leave room for a
     second one are placed two on the multiprocessors that are free first, and none on others (o in w4a8 at 5 to 8
-    tokens: 5.5 to 5.8 us for 4.8). Bit planes, whose blocks share a multiprocessor, may take half of it each.
+    tokens: 5.5 to 5.8 us for 4.8). Bit planes, several blocks of which share a multiprocessor, may take
+    half of it each in any case.
     """
     family = FAMILIES.get(candidate.kernel)
     if product.m > FEW_TOKENS or family is None:
