@@ -28,7 +28,9 @@ from anybit.kernels.bitwise_rules import (
     Turns,
     Walk,
     blocks_sharing_k,
+    blocks_that_fit,
     grid,
+    half_bytes,
     reserved,
     shared_bytes,
     short_sums,
@@ -152,7 +154,7 @@ def _once_candidates(problem: Problem) -> Iterator[Config]:
 def _small_candidates(problem: Problem) -> Iterator[Config]:
     p, q, chunks = problem.weights.bits, problem.activations.bits, planes.chunks(problem.k)
     codes = Code(problem.weights.code), Code(problem.activations.code)
-    half = problem.device.shared_bytes // 2 - 1024
+    half = half_bytes(problem.device)
     tiles = [
         (Walk.weights, 8),
         (Walk.weights, 16),
@@ -288,7 +290,7 @@ def _default_small(problem: Problem, found: list[Config]) -> Config:
         return _default_few(problem, found)
     walk = Walk.tokens if m > 32 and p == q == 2 else Walk.weights
     tokens = 16 if m > 32 and p * q <= 2 else min(32, 1 << (m - 1).bit_length())
-    half = problem.device.shared_bytes // 2 - 1024  # so that the next kernel's block fits beside this one's
+    half = half_bytes(problem.device)
 
     def cost(config: Config) -> tuple[float, ...]:
         columns, rows, _ = grid(problem, config)
@@ -332,7 +334,7 @@ def _default_few(problem: Problem, found: list[Config]) -> Config:
     def cost(config: Config) -> tuple[float, ...]:
         blocks = grid(problem, config)[0]
         each = -(-blocks // device.sms)
-        room = device.sms * ((device.shared_bytes + 1024) // (shared_bytes(config) + 1024))  # the runtime keeps 1024
+        room = device.sms * blocks_that_fit(config, device)
         ahead = each * config.slots
         outside = max(0, ahead - _AHEAD[-1], min(_AHEAD[0], most) - ahead) + max(0, config.slots - most)
         return (
@@ -377,7 +379,7 @@ def _one_wave(problem: Problem, found: tuple[Config, ...]) -> Config | None:
         for config in found
         if (config.path, config.walk, config.tokens) == (Path.once, Walk.weights, 32)
         and config.even == (config.reserve > 0)  # alone by its size: idle blocks would only be in other kernels' way
-        and 2 * (shared_bytes(config) + 1024) > problem.device.shared_bytes + 1024
+        and blocks_that_fit(config, problem.device) < 2
     ]
     # The more comes in, the more of it may wait: 5.26 us with one chunk early in w4a4, 5.42 with two, 5.8 with all.
     # Tokens of four planes weigh enough to be worth the threads' time; beside as many planes of weights they do not.

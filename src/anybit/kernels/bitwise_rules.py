@@ -342,6 +342,20 @@ def shared_bytes(config: Config) -> int:
     return slots + received + 16 * (config.slots + config.stages) + 16
 
 
+_RUNTIME_BYTES = 1024
+"""What the runtime keeps of a multiprocessor's shared memory for each block."""
+
+
+def blocks_that_fit(config: Config, device: Device) -> int:
+    """Blocks of a config that a multiprocessor's shared memory holds at once."""
+    return (device.shared_bytes + _RUNTIME_BYTES) // (shared_bytes(config) + _RUNTIME_BYTES)
+
+
+def half_bytes(device: Device) -> int:
+    """Shared memory of which a block leaves room for another of as much, as the next kernel's."""
+    return device.shared_bytes // 2 - _RUNTIME_BYTES
+
+
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """large: as many blocks as run at once, each taking tile after tile; small: a cluster a tile."""
     if config.path is Path.large:
@@ -366,7 +380,7 @@ def reserved(config: Config, blocks: int, device: Device) -> int | None:
     Where a block of each of so many kernels fits, those to come wait with their weights loaded. Where more fit, some
     multiprocessors take two blocks of one kernel, and all others wait for them.
     """
-    whole, each = device.shared_bytes + 1024, 1024  # the runtime keeps a kilobyte of each block
+    whole, each = device.shared_bytes + _RUNTIME_BYTES, _RUNTIME_BYTES
     taken = shared_bytes(config)
     if taken > whole // blocks - each:
         return None

@@ -137,6 +137,12 @@ class Config:
         """Rows of the boxes that a tile is loaded in if it lacks many of its tokens; 0: such tiles are loaded whole."""
         return 0 if self.row_blocks > 1 or self.tokens < 48 else 16 if self.tokens <= 64 else 32
 
+    def missing_rows(self, tokens: int) -> int:
+        """Rows that the last tile of so many tokens is loaded with, and that are not there (load_x of the kernel)."""
+        last, box = tokens % self.tokens or self.tokens, self.tail_rows
+        boxed = -(-last // box) * box if box else self.tokens
+        return (boxed if boxed <= self.tokens - box else self.tokens) - last
+
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""

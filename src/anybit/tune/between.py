@@ -57,12 +57,8 @@ def of_its_like(candidate: Candidate, us: float, there: Product, own: Candidate,
 
 def _ragged(candidate: Candidate, tokens: int) -> float:
     """What the last tile's missing tokens cost, as a factor."""
-    if candidate.kernel != "packed_large":
-        return 1.0
-    tile, box = candidate.config.tokens, candidate.config.tail_rows
-    last = tokens % tile or tile
-    loaded = -(-last // box) * box if box else tile
-    return _RAGGED if (loaded if loaded <= tile - box else tile) - last > _ROWS else 1.0
+    ragged = candidate.kernel == "packed_large" and candidate.config.missing_rows(tokens) > _ROWS
+    return _RAGGED if ragged else 1.0
 
 
 def _estimated(candidate: Candidate, product: Product) -> float | None:

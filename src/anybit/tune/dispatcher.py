@@ -376,14 +376,14 @@ def _best(
     usual = builtin_layout(product)
     own = None if point.default is None else _legal(point.default, product, allow)
     near = next((choice for choice in found if choice.candidate.layout is usual), None)
+    kept = f"the fastest of the built-in layout ({usual.value}), and no other layout was clearly faster"
     behind = near is None or near.us >= _CLEARLY_FEW * point.default_us
     if behind and own is not None and (layouts is None or own.layout in layouts):
+        near = replace(best, candidate=own, us=point.default_us)
         kept = "the built-in choice, and nothing was clearly faster"
-        near = replace(best, candidate=own, us=point.default_us, kept=kept if own != best.candidate else "")
     if near is None or (best.candidate.layout is not usual and best.us < _OTHER_LAYOUT * near.us):
         return best
-    kept = f"the fastest of the built-in layout ({usual.value}), and no other layout was clearly faster"
-    return near if near.kept or near.candidate == best.candidate else replace(near, kept=kept)
+    return near if near.candidate == best.candidate else replace(near, kept=kept)
 
 
 def _lacks_rows(product: Product, candidate: Candidate, m: int) -> bool:

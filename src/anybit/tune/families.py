@@ -30,6 +30,7 @@ from anybit.kernels import (
     packed_small,
 )
 from anybit.kernels.bitwise import Output
+from anybit.kernels.bitwise_rules import half_bytes
 from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from anybit.tune.spread import representatives
@@ -238,7 +239,7 @@ class Family:
         if self.name != "bitwise" or self.why_not(product) is not None:
             return []
         own = self.default(product)
-        half = product.device.shared_bytes // 2 - 1024
+        half = half_bytes(product.device)
         idle = -(-product.m // _TILE) * -(-product.n // _TILE) <= product.device.sms // 2
         return representatives(self.configs(product), product.m, half, own, idle, rings)
 

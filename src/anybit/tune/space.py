@@ -15,6 +15,7 @@ from anybit import dpr
 from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.kernels import bitwise_wide, pack, packed_few, packed_large, packed_repack
+from anybit.kernels.bitwise_rules import half_bytes
 from anybit.kernels.pack import Target
 from anybit.scheme import ActivationFormat
 from anybit.tune.families import (
@@ -263,8 +264,8 @@ def leaves_room(product: Product, candidate: Candidate) -> bool:
     an H200 a ring of 10 stages for 7 (w4a8 gate_up, one token) was 1 % faster among the layers of a model, and made
     each layer of the model's step 5 us slower, where small kernels stand between them. Blocks that leave room for a
     second one are placed two on the multiprocessors that are free first, and none on others (o in w4a8 at 5 to 8
-    tokens: 5.5 to 5.8 us for 4.8). Bit planes, several blocks of which share a multiprocessor, may take
-    half of it each in any case.
+    tokens: 5.5 to 5.8 us for 4.8). Bit planes, several blocks of which share a multiprocessor, may take half of it
+    each in any case.
     """
     family = FAMILIES.get(candidate.kernel)
     if product.m > FEW_TOKENS or family is None:
@@ -277,7 +278,7 @@ def leaves_room(product: Product, candidate: Candidate) -> bool:
         return False
     most: int = family.module.shared_bytes(own)
     if family.name == "bitwise":
-        most = max(most, product.device.shared_bytes // 2 - 1024)
+        most = max(most, half_bytes(product.device))
     return bool(family.module.shared_bytes(candidate.config) <= most)
 
 
