@@ -263,7 +263,12 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         )  # fmt: skip
         counts = f"{len(times)} timed, {len(lose)} lose, {len(untried)} untried of {space.legal}"
         took = f"{searched:.2f} + {time.perf_counter() - start - searched:.2f} s"
-        print(f"{product}: {counts}, {took}; {ratios}; {final[best]:.2f} us {best.name}", flush=True)
+        found_us = f"{point.default_us:.2f} -> {point.ordered()[0][1].us:.2f} us by the search at {near.m} tokens"
+        print(f"{product}: {counts}, {took}; {ratios}; {found_us}; {final[best]:.2f} us {best.name}", flush=True)
+        if options.times:
+            with options.times.open("a") as file:
+                us = {candidate.name: round(time.us, 3) for candidate, time in times}
+                print(json.dumps({name: rows[-1][name] for name in KEY} | {"us": us}), file=file)
         if len(rows) % 10 == 0:
             merge_rows(options.check_rows, rows, KEY)
     if rows:
@@ -280,19 +285,26 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
 
 
 def replay(options: argparse.Namespace) -> None:
-    """Print what a map chooses now in problems that were compared; a row has the times of the best and of its choices.
+    """Print what a map chooses now in problems that were compared; a row has the times of the best and of its choices,
+    ``--times`` those of all, most of them of one call alone.
 
     Rows are of the kernels of their commit: where these have changed since, what is printed tells nothing.
     """
     device = Device.named("sm_90a")
     by = Dispatcher(device.name, [read(options.map or SHIPPED / file_name(device.name))])
     compared = json.loads(options.check_rows.read_text())
+    timed: dict[tuple[Any, ...], dict[str, float]] = {}
+    for path in options.times:
+        for line in map(json.loads, path.read_text().splitlines()):
+            timed[tuple(line[name] for name in KEY)] = line["us"]
     known: list[tuple[float, str]] = []
     for row in compared:
         scheme = Scheme.parse(row["scheme"])
         shape = row["n"], row["k"]
         product = Product(step(row["m"]), *shape, scheme.weights, scheme.activations, device=device)  # as layers ask
-        times = {row["best"]: 1.0} | {row["chosen"][name]: row["ratios"][name] for name in CHOICES}
+        all_times = timed.get(tuple(row[name] for name in KEY), {})
+        times = {name: us / row["us"] for name, us in all_times.items()}
+        times |= {row["best"]: 1.0} | {row["chosen"][name]: row["ratios"][name] for name in CHOICES}
         chosen = by.choose(product).candidate.name
         if chosen in times:
             known.append((times[chosen], f"{product}: {times[chosen]:.3f} (then {row['ratios']['map']:.3f})"))

@@ -138,16 +138,30 @@ def test_another_layout_does_not_keep_the_built_in_config(tiles: float | None, k
     assert chosen.kernel == kernel and (kernel != "bitwise" or chosen == other)
 
 
-@pytest.mark.parametrize(("m", "us", "own"), [(2, 9.6, True), (2, 9.4, False), (8, 9.6, True), (16, 9.6, False)])
-def test_few_tokens_leave_the_built_in_config_for_a_clear_gain_alone(m: int, us: float, own: bool) -> None:
-    """In steps of a model built-in configs of w4a8 and w2a4 were faster than those that had won by 1 to 5 %."""
+@pytest.mark.parametrize(
+    ("m", "built_in", "us", "own"),
+    [
+        (2, 10.0, 9.6, True),
+        (2, 10.0, 9.4, False),
+        (8, 10.0, 9.6, True),
+        (16, 10.0, 9.6, False),
+        (2, 40.0, 39.1, True),
+        (2, 40.0, 38.9, False),
+    ],
+)
+def test_few_tokens_leave_the_built_in_config_for_a_clear_gain_alone(
+    m: int, built_in: float, us: float, own: bool
+) -> None:
+    """In steps of a model built-in configs of w4a8 and w2a4 were faster than those that had won by 1 to 5 %; what a
+    chain of one product is off by is less than a microsecond, however long the product is."""
     here = product("w4a8", m)
     rooms = (c for c in space(here).candidates if c.kernel == builtin(here).kernel and c != builtin(here))
     other = next(c for c in rooms if leaves_room(here, c))
-    found = Point(10.0, 5.0, {"padding to int8": Measured.of(other, here, us)}, Measured.of(builtin(here), here, 10.0))
+    default = Measured.of(builtin(here), here, built_in)
+    found = Point(built_in, 5.0, {"padding to int8": Measured.of(other, here, us)}, default)
     choice = Dispatcher("NVIDIA H200", [policy((here, found))]).choose(here)
     assert choice.candidate == (builtin(here) if own else other)
-    assert choice.us == (10.0 if own else us)
+    assert choice.us == (built_in if own else us)
     why = explain(here, Dispatcher("NVIDIA H200", [policy((here, found))])).why
     assert ("nothing was clearly faster at M = " in why) == own
 

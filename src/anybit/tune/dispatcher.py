@@ -52,10 +52,10 @@ _CLEARLY, _FARTHER = 0.97, 0.1
 expected of both, here, less so much for each power of two that the point is away."""
 _LIKELY = 0.98
 """What a config must be expected to take of the built-in choice's time to be used between two measured token counts."""
-_CLEARLY_FEW, _OTHER_LAYOUT = 0.95, 0.94
-"""Of few tokens, what a config must take of the built-in one's time to be used instead, and of the time of the best in
-the built-in layout to be used in another: there products hide behind their neighbours, and what one of them takes in a
-chain of itself is off by 0.8 us of some 10 (docs/tuning_check.md)."""
+_CLEARLY_FEW, _CLEARLY_FEW_US, _OTHER_LAYOUT = 0.95, 1.0, 0.94
+"""Of few tokens, what a config must take of the built-in one's time to be used instead, or how many microseconds less;
+and of the time of the best in the built-in layout to be used in another: there products hide behind their neighbours,
+and what one of them takes in a chain of itself is off by 0.8 us of some 10 (docs/tuning_check.md)."""
 _OF_MORE_ROWS, _FEW_ROWS, _BOXES_FROM = 0.88, 8, 48
 """What a config must take of the built-in choice's time where it was timed with more of its tile's rows, more than so
 many of which are not there now; wider tiles are loaded in boxes, which leave such rows out."""
@@ -377,7 +377,8 @@ def _best(
     own = None if point.default is None else _legal(point.default, product, allow)
     near = next((choice for choice in found if choice.candidate.layout is usual), None)
     kept = f"the fastest of the built-in layout ({usual.value}), and no other layout was clearly faster"
-    behind = near is None or near.us >= _CLEARLY_FEW * point.default_us
+    clearly_us = max(_CLEARLY_FEW * point.default_us, point.default_us - _CLEARLY_FEW_US)
+    behind = near is None or near.us >= clearly_us
     if behind and own is not None and (layouts is None or own.layout in layouts):
         near = replace(best, candidate=own, us=point.default_us)
         kept = "the built-in choice, and nothing was clearly faster"
