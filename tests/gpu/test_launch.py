@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -135,15 +135,23 @@ def test_first_use_and_disk(empty_cache: None) -> None:
     assert times["disk"] < 0.020
 
 
-def test_host_cost_of_a_launch() -> None:
-    x, y = inputs()
-    kernel, grid = row_sums.kernel(row_sums.Config()), (10, 1, 1)
-    best = 1.0
-    for _ in range(20):  # the host may be busy with other tests
+def host_us(call: Callable[[], object]) -> float:
+    """Microseconds of host time that a call takes, the least of 20 times: the host may be busy with other tests."""
+    best = float("inf")
+    for _ in range(20):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(200):
-            jit.launch(kernel, row_sums.Params(x, y, ROWS, COLUMNS, 2.0), grid)
+            call()
         best = min(best, (time.perf_counter() - start) / 200)
-    print(f"one launch, its parameters included: {1e6 * best:.2f} us of host time")
-    assert best < 10e-6
+    return 1e6 * best
+
+
+def test_host_cost_of_a_launch() -> None:
+    """Beside what torch's smallest operation takes on the same host: some are half as fast as others."""
+    x, y = inputs()
+    kernel, grid = row_sums.kernel(row_sums.Config()), (10, 1, 1)
+    torchs = host_us(lambda: torch.add(y, y, out=y))
+    ours = host_us(lambda: jit.launch(kernel, row_sums.Params(x, y, ROWS, COLUMNS, 2.0), grid))
+    print(f"one launch, its parameters included: {ours:.2f} us of host time, an addition in torch {torchs:.2f}")
+    assert ours < 4 * torchs

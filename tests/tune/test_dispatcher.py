@@ -8,6 +8,7 @@ import torch
 
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.kernels import packed_large
 from anybit.ops import bitwise
 from anybit.ops.backend import LinearSpec
 from anybit.scheme import Scheme
@@ -256,15 +257,22 @@ def test_few_tokens_run_no_config_that_leaves_others_less_room_than_the_built_in
     deeper = replace(own, config=replace(own.config, stages=own.config.stages + 2))
     least = min(own.config.prefetch, own.config.stages - 2)
     flatter = replace(own, config=replace(own.config, stages=own.config.stages - 2, prefetch=least))
-    large = next(c for c in space(one).candidates if c.kernel == "packed_large")
-    for won, runs in ((deeper, own), (flatter, flatter), (large, large)):
+    share = 0.75 * one.device.shared_bytes  # what another kernel may take
+    large = {c: packed_large.shared_bytes(c.config) for c in space(one).candidates if c.kernel == "packed_large"}
+    within = next(c for c, size in large.items() if size <= share)
+    family = FAMILIES["packed_large"]
+    most = family.module.shared_bytes(family.default(one))
+    beyond = next(c for c, size in large.items() if share < size <= most and c.config.resident == 1)
+    for won, runs in ((deeper, own), (flatter, flatter), (within, within), (beyond, own)):
         assert won.why_not(one) is None
-        assert leaves_room(one, won) is (won is not deeper)
+        assert leaves_room(one, won) is (runs is not own)
         found = Point(20.0, 1.0, {won.strategy: Measured.of(won, one, 5.0)}, Measured.of(own, one, 20.0))
         choice = Dispatcher("NVIDIA H200", [policy((one, found))]).choose(one)
         assert (choice.candidate, choice.origin) == (runs, "map")
         assert choice.us == (20.0 if runs is own else 5.0)
     assert leaves_room(replace(one, m=64), deeper)
+    eight = product("w4a8", 8, n=28672)
+    assert builtin(eight).kernel == "packed_large" and leaves_room(eight, builtin(eight))
 
 
 def test_bit_planes_of_few_tokens_may_take_half_of_a_multiprocessor() -> None:

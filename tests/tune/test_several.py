@@ -17,7 +17,7 @@ from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme
 from anybit.tune import dispatcher as dispatching
 from anybit.tune.dispatcher import Dispatcher
-from anybit.tune.families import Layout, Product
+from anybit.tune.families import Layout, Product, step
 from anybit.tune.policy import Measured, Origin, Point, Policy
 from anybit.tune.space import space
 from cases import random_weight
@@ -101,15 +101,28 @@ def test_each_token_count_runs_the_part_that_won(monkeypatch: pytest.MonkeyPatch
     assert both.linear(torch.zeros(0, K).half(), ready.tensors, None, LinearSpec.parse(ready.spec_text)).shape == (0, N)
 
 
-@pytest.mark.parametrize(("m", "fused", "which"), [(2, False, 1), (2, True, 0), (16, True, 1)])
-def test_few_tokens_of_a_fused_layer_run_the_built_in_layout(
-    m: int, fused: bool, which: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("scheme", "m", "fused", "which"),
+    [
+        ("w2a4", 2, False, 1),
+        ("w2a4", 2, True, 0),
+        ("w2a4", 16, True, 1),
+        ("w4a4", 4, True, 1),
+        ("w4a4", 5, True, 0),
+        ("w4a4", 8, False, 1),
+        ("w4a4", 9, True, 1),
+        ("w4a8", 8, True, 1),
+    ],
+)
+def test_few_tokens_of_a_fused_layer_run_one_layout(
+    scheme: str, m: int, fused: bool, which: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The built-in one, and planes of w4a4 from 5 tokens to 8."""
     parts = Part("bitwise"), Part("packed")
     both = Several("test-both", parts, (Layout.planes, Layout.tiles_a8), 6)
     monkeypatch.setitem(ops.backends, both.name, both)
-    obey(monkeypatch, "w2a4", {m: {"bitwise": 3.0, "padding to int8": 2.0}})
-    ops.linear(torch.randn(m, K).half(), prepared(both, "w2a4")[1].in_fused(fused))
+    obey(monkeypatch, scheme, {step(m): {"bitwise": 3.0, "padding to int8": 2.0}})
+    ops.linear(torch.randn(m, K).half(), prepared(both, scheme)[1].in_fused(fused))
     assert [len(part.calls) for part in parts] == [1 - which, which]
 
 

@@ -61,6 +61,9 @@ _OF_MORE_ROWS, _FEW_ROWS, _BOXES_FROM = 0.88, 8, 48
 many of which are not there now; wider tiles are loaded in boxes, which leave such rows out."""
 _WORTH_TWO = 1.03
 """Two layouts are kept where one of them alone would cost more than this at some token count."""
+_EVEN_PLANES, _EVEN_FROM = 16, 5
+"""Products of planes (w4a4), and tokens, from which planes are as fast as tiles or faster to ``FEW_TOKENS``: steps of
+seven models with 8 took 0.96 to 1.02 times as long with planes, 0.99 in the mean, and with 4 tokens 0.99 to 1.03."""
 _SIXTEEN = (torch.float16, torch.bfloat16)
 _BYTE = ActivationFormat(8, "sym")
 _MAPPED = WeightFormat(4, "sym", 128)
@@ -265,15 +268,19 @@ class Dispatcher:
         return Choice(candidate, "nearest", 0.0, f"measured in {name}, by the same kernels ({choice.source})")
 
     def in_fused(self, product: Product, layouts: Collection[Layout]) -> Collection[Layout]:
-        """Which of its layouts a product of a fused layer may run: of few tokens and coded inputs the built-in one.
+        """Which of its layouts a product of a fused layer may run: of few tokens and coded inputs the built-in one, or
+        bit planes where these are as fast.
 
         A map's times are of products that quantize for themselves, one after another. In a fused layer the kernel
         before does that, and where one product of a layer ran in another layout than its neighbours, by a gain of 6 to
         21 % in the map, steps took up to 3.5 % longer, and 1.4 % less at most (docs/tuning_check.md).
         """
-        usual = builtin_layout(product)
-        few = product.m <= FEW_TOKENS and product.activations.quantized
-        return (usual,) if few and usual in layouts else layouts
+        w, x = product.weights, product.activations
+        if product.m > FEW_TOKENS or not x.quantized:
+            return layouts
+        even = x.integer and w.bits * x.bits == _EVEN_PLANES and product.m >= _EVEN_FROM
+        usual = Layout.planes if even and Layout.planes in layouts else builtin_layout(product)
+        return (usual,) if usual in layouts else layouts
 
     def layouts(self, product: Product, allow: Collection[str] = (), most: int = 2) -> tuple[Layout, ...]:
         """How a layer's weights are to lie: in one layout, or in two where each wins by much at some token count.
@@ -397,7 +404,7 @@ def _lacks_rows(product: Product, candidate: Candidate, m: int) -> bool:
 
 
 def _beside_others(product: Product, choice: Choice, point: Point) -> Choice:
-    """The built-in config of the kernel that was chosen, where that leaves more room to others (``leaves_room``)."""
+    """The built-in choice of the layout, where what was chosen leaves less room to others (``leaves_room``)."""
     chosen = choice.candidate
     if leaves_room(product, chosen):
         return choice
@@ -405,9 +412,10 @@ def _beside_others(product: Product, choice: Choice, point: Point) -> Choice:
         own = builtin(replace(product, activations=chosen.activations), chosen.layout)
     except KernelError:
         return choice
-    if own.kernel != chosen.kernel or own == chosen:
+    if own == chosen:
         return choice
-    kept = f"the built-in config of {own.kernel}, since the one that won leaves less room to the kernels after it"
+    what = "config of" if own.kernel == chosen.kernel else "choice,"
+    kept = f"the built-in {what} {own.kernel}, since the one that won leaves less room to the kernels after it"
     return replace(choice, candidate=own, us=point.default_us if own == builtin(product) else 0.0, kept=kept)
 
 
