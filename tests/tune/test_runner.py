@@ -30,7 +30,7 @@ def test_two_calls_and_more_stand_first_as_often(count: int, monkeypatch: pytest
     assert found == pytest.approx([found[0]] * count)
 
 
-@pytest.mark.parametrize(("us", "orders"), [(5.0, 3), (50.0, 1)])
+@pytest.mark.parametrize(("us", "orders"), [(5.0, 3), (50.0, 3), (70.0, 1)])
 def test_what_short_calls_take_does_not_depend_on_where_they_stand(
     us: float, orders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
