@@ -48,7 +48,7 @@ from anybit.tune.space import Candidate, builtin, leaves_room, promising
 from dispatch_layers import drawn
 from timing import merge_rows, stamp
 
-KEY = ("case", "scheme", "m", "n", "k")
+KEY = ("case", "seed", "scheme", "m", "n", "k")
 CHOICES = ("map", "tuned", "built in")
 _SECONDS = 1.0
 """About what a problem takes, until some are compared: kept back for each that is not begun."""
@@ -223,7 +223,7 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
     part, parts = options.part
     problems = [replace(one, device=device) for one in drawn(options.problems, options.seed)[part::parts]]
     rows += _rows_of(options.check_rows, options.seed, marks)
-    done = {tuple(row[name] for name in KEY[1:]) for row in rows}
+    done = {tuple(row[name] for name in KEY[2:]) for row in rows}
     problems = [one for one in problems if (str(one.scheme), one.m, one.n, one.k) not in done]
     print(f"{len(problems)} problems, {len(rows)} compared before", flush=True)
     for product in _in_turn(problems, spaces, compiled, began + options.verify_seconds):

@@ -173,7 +173,7 @@ def dispatch_check() -> str:
     found = rows("dispatch_check")
     body = []
     groups = {
-        "all": found,
+        **{f"seed {seed}": [row for row in found if row["seed"] == seed] for seed in sorted({r["seed"] for r in found})},
         "whole spaces": [row for row in found if not row["untried"]],
         "more than 8 tokens": [row for row in found if row["m"] > 8],
         "to 8 tokens": [row for row in found if row["m"] <= 8],
