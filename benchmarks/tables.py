@@ -172,8 +172,9 @@ def dispatch_check() -> str:
     """How far choices are from the best of whole spaces."""
     found = rows("dispatch_check")
     body = []
+    seeds = sorted({row["seed"] for row in found})
     groups = {
-        **{f"seed {seed}": [row for row in found if row["seed"] == seed] for seed in sorted({r["seed"] for r in found})},
+        **{f"seed {seed}": [row for row in found if row["seed"] == seed] for seed in seeds},
         "whole spaces": [row for row in found if not row["untried"]],
         "more than 8 tokens": [row for row in found if row["m"] > 8],
         "to 8 tokens": [row for row in found if row["m"] <= 8],
