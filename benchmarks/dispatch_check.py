@@ -27,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,8 +42,8 @@ from anybit.tune.dispatcher import Dispatcher
 from anybit.tune.families import STEPS, Product, step
 from anybit.tune.plans import Options, Plan, candidates_of, compile_one, die_with_parent, plan_key, plan_of
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
-from anybit.tune.runner import Effort, Sieve
-from anybit.tune.search import Child, Winners, measure, sift
+from anybit.tune.runner import Effort, Sieve, Time
+from anybit.tune.search import Child, Winners, point_of, sift, timed
 from anybit.tune.space import Candidate, builtin, leaves_room, promising
 from dispatch_layers import drawn
 from timing import merge_rows, stamp
@@ -234,7 +234,8 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         near, names, before = replace(space.near, device=device), compiled.names(), {*policy.excluded}
         planned = enumerate(zip(space.plan.candidates, space.plan_names, strict=True))
         plan = plan_of(near, [one for i, (one, needs) in planned if i in space.plan.own or names.issuperset(needs)])
-        point = measure(child, near, plan, usual, policy, winners.near(near, plan))
+        searched_times = timed(child, near, plan, usual, policy, winners.near(near, plan))
+        point = point_of(near, plan, usual, searched_times)
         if point is None:
             print(f"{product}: a search found nothing", flush=True)
             continue
@@ -257,7 +258,7 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
             {"case": "random problem", "scheme": str(product.scheme), "m": product.m, "n": product.n, "k": product.k}
             | {"us": round(final[best], 3), "best": best.name, "legal": space.legal, "timed": len(times)}
             | {"no_room": space.legal - len(space.candidates), "lose": len(lose), "untried": len(untried)}
-            | {"timed_carefully": len(final), "ratios": ratios}
+            | {"timed_carefully": len(final), "ratios": ratios, "search": _of_best(best, searched_times)}
             | {"excluded": {name: policy.excluded[name] for name in policy.excluded.keys() - before}}
             | {"chosen": {n: c.name for n, c in chosen.items()}, "seed": options.seed, "checked": True} | marks
         )  # fmt: skip
@@ -324,6 +325,14 @@ def _rows_of(path: Path, seed: int, marks: dict[str, Any]) -> list[dict[str, Any
     """What a check of this seed and these kernels that was broken off has compared."""
     rows = json.loads(path.read_text()) if path.exists() else []
     return [row for row in rows if row["seed"] == seed and all(row.get(name) == marks[name] for name in marks)]
+
+
+def _of_best(best: Candidate, times: Sequence[tuple[Candidate, Time]]) -> dict[str, Any] | None:
+    """What a search found of the config that is the best: None where it did not try it, ``final`` where it came to the
+    careful round.
+    """
+    found = next((time for candidate, time in times if candidate.name == best.name), None)
+    return None if found is None else {"us": round(found.us, 3), "final": found.final}
 
 
 def _by_point(product: Product, point: Any, child: Child) -> Dispatcher:

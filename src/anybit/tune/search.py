@@ -363,12 +363,29 @@ def measure(
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Point | None:
     """Check and time what is planned, and ``more``, in the child, and what a map says of it; exclusions go into
-    ``policy``. Of few tokens only what leaves room to others. meanwhile: called once, while the child is at work.
+    ``policy``. meanwhile: called once, while the child is at work.
     """
+    return point_of(product, plan, options, timed(child, product, plan, options, policy, more, meanwhile))
+
+
+def timed(
+    child: Child,
+    product: Product,
+    plan: Plan,
+    options: Options,
+    policy: Policy,
+    more: Sequence[Candidate] = (),
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[tuple[Candidate, Time]]:
+    """Times of what is planned, and ``more``, of few tokens only of what leaves room to others; see ``measure``."""
     own = [plan.candidates[i] for i in plan.own]
     candidates = [one for one in (*plan.candidates, *more) if one in own or leaves_room(product, one)]
-    times = race(child, product, candidates, options, policy, own, meanwhile)
-    return _point(product, times, own, plan.default, options.grid)
+    return race(child, product, candidates, options, policy, own, meanwhile)
+
+
+def point_of(product: Product, plan: Plan, options: Options, times: Sequence[tuple[Candidate, Time]]) -> Point | None:
+    """What a map says of times; None where they tell nothing."""
+    return _point(product, times, [plan.candidates[i] for i in plan.own], plan.default, options.grid)
 
 
 def race(
