@@ -294,17 +294,17 @@ def replay(options: argparse.Namespace) -> None:
     device = Device.named("sm_90a")
     by = Dispatcher(device.name, [read(options.map or SHIPPED / file_name(device.name))])
     compared = json.loads(options.check_rows.read_text())
-    timed: dict[tuple[Any, ...], dict[str, float]] = {}
+    kept: dict[tuple[Any, ...], dict[str, float]] = {}
     for path in options.times:
         for line in map(json.loads, path.read_text().splitlines()):
-            timed[tuple(line[name] for name in KEY)] = line["us"]
+            kept[tuple(line[name] for name in KEY)] = line["us"]
     known: list[tuple[float, str]] = []
     for row in compared:
         scheme = Scheme.parse(row["scheme"])
         shape = row["n"], row["k"]
         product = Product(step(row["m"]), *shape, scheme.weights, scheme.activations, device=device)  # as layers ask
-        all_times = timed.get(tuple(row[name] for name in KEY), {})
-        times = {name: us / row["us"] for name, us in all_times.items()}
+        us_of = kept.get(tuple(row[name] for name in KEY), {})
+        times = {name: us / row["us"] for name, us in us_of.items()}
         times |= {row["best"]: 1.0} | {row["chosen"][name]: row["ratios"][name] for name in CHOICES}
         chosen = by.choose(product).candidate.name
         if chosen in times:

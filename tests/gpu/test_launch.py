@@ -154,4 +154,4 @@ def test_host_cost_of_a_launch() -> None:
     torchs = host_us(lambda: torch.add(y, y, out=y))
     ours = host_us(lambda: jit.launch(kernel, row_sums.Params(x, y, ROWS, COLUMNS, 2.0), grid))
     print(f"one launch, its parameters included: {ours:.2f} us of host time, an addition in torch {torchs:.2f}")
-    assert ours < 4 * torchs
+    assert ours < 2 * torchs

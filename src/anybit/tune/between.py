@@ -44,7 +44,7 @@ def scaled(candidate: Candidate, us: float, there: Product, here: Product) -> fl
             return None
         if there.m < here.m <= getattr(candidate.config, "tokens", 0):
             one = max(one, other * -(-here.m // _TOKENS) / -(-there.m // _TOKENS))
-    return us * _moved(one, other)
+    return us * _changed(one, other)
 
 
 def of_its_like(candidate: Candidate, us: float, there: Product, own: Candidate, here: Product) -> float | None:
@@ -55,10 +55,10 @@ def of_its_like(candidate: Candidate, us: float, there: Product, own: Candidate,
     one, other = _estimated(own, here), _estimated(candidate, there)
     if one is None or other is None:
         one, other = _at_least(own, here), _at_least(candidate, there)
-    return us * _moved(one, other)
+    return us * _changed(one, other)
 
 
-def _moved(here: float, there: float) -> float:
+def _changed(here: float, there: float) -> float:
     """How a measured time changes where what is expected does."""
     return here / there if here >= there else (here / there) ** _SAVED
 

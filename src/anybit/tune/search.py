@@ -279,7 +279,8 @@ def _search(
             for i, reason in plan.refused.items():
                 policy.excluded[excluded_name(product, plan.candidates[i])] = reason
             ahead: list[tuple[Product, Plan, list[Candidate]] | None] = []
-            point = measure(child, product, plan, options, policy, more, lambda: ahead.append(following()))  # noqa: B023
+            times = timed(child, product, plan, options, policy, more, lambda: ahead.append(following()))  # noqa: B023
+            point = point_of(product, plan, options, times)
             if point is not None:
                 policy.put(product, point)
                 won.add(product, point)
@@ -353,21 +354,6 @@ def excluded_name(product: Product, candidate: Candidate) -> str:
     return f"{product.scheme} {candidate.name}"
 
 
-def measure(
-    child: Child,
-    product: Product,
-    plan: Plan,
-    options: Options,
-    policy: Policy,
-    more: Sequence[Candidate] = (),
-    meanwhile: Callable[[], object] = lambda: None,
-) -> Point | None:
-    """Check and time what is planned, and ``more``, in the child, and what a map says of it; exclusions go into
-    ``policy``. meanwhile: called once, while the child is at work.
-    """
-    return point_of(product, plan, options, timed(child, product, plan, options, policy, more, meanwhile))
-
-
 def timed(
     child: Child,
     product: Product,
@@ -377,15 +363,13 @@ def timed(
     more: Sequence[Candidate] = (),
     meanwhile: Callable[[], object] = lambda: None,
 ) -> list[tuple[Candidate, Time]]:
-    """Times of what is planned, and ``more``, of few tokens only of what leaves room to others; see ``measure``."""
+    """Check and time what is planned, and ``more``, in the child; exclusions go into ``policy``.
+
+    Of few tokens only what leaves room to others. meanwhile: called once, while the child is at work.
+    """
     own = [plan.candidates[i] for i in plan.own]
     candidates = [one for one in (*plan.candidates, *more) if one in own or leaves_room(product, one)]
     return race(child, product, candidates, options, policy, own, meanwhile)
-
-
-def point_of(product: Product, plan: Plan, options: Options, times: Sequence[tuple[Candidate, Time]]) -> Point | None:
-    """What a map says of times; None where they tell nothing."""
-    return _point(product, times, [plan.candidates[i] for i in plan.own], plan.default, options.grid)
 
 
 def race(
@@ -399,7 +383,7 @@ def race(
 ) -> list[tuple[Candidate, Time]]:
     """Check and time candidates in the child, as often as it takes; those excluded are left out.
 
-    keep: candidates that are timed carefully however they begin, as built-in choices are. meanwhile: see ``measure``.
+    keep: candidates that are timed carefully however they begin, as built-in choices are. meanwhile: see ``timed``.
     """
     todo = [c for c in candidates if excluded_name(product, c) not in policy.excluded]
     one_by_one = False
@@ -512,19 +496,14 @@ def _said(traceback_: object) -> str:
     return next((line for line in lines if line[0] != " " and not line.startswith("Traceback")), lines[-1]).strip()
 
 
-def _point(
-    product: Product,
-    times: Sequence[tuple[Candidate, Time]],
-    own: Collection[Candidate],
-    default: Candidate | None,
-    grid: Sequence[int],
-) -> Point | None:
-    """The best of each strategy; built-in choices are preferred within the noise.
+def point_of(product: Product, plan: Plan, options: Options, times: Sequence[tuple[Candidate, Time]]) -> Point | None:
+    """What a map says of times: the best of each strategy; built-in choices are preferred within the noise.
 
     None where nothing was timed, or a time of few tokens is shorter than reading and multiplying takes.
     """
     if not times:
         return None
+    own, default = [plan.candidates[i] for i in plan.own], plan.default
     looked_at = [(candidate, time) for candidate, time in times if time.final or candidate == default]
     if product.m <= FEW_TOKENS and any(time.us < lower_bound_us(product, candidate) for candidate, time in looked_at):
         _logger.info("%s is not written down: it took less than reading its weights takes", product)
@@ -539,7 +518,7 @@ def _point(
             if candidate in own and found.us <= _TIE * best_time.us:
                 best, best_time = candidate, found
         strategies[strategy] = Measured.of(best, product, best_time.us)
-    also = _between(product, times, strategies, grid)
+    also = _between(product, times, strategies, options.grid)
     for candidate, found in times:
         if candidate == default:
             us = round(found.us, 3)

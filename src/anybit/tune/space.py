@@ -267,7 +267,7 @@ def leaves_room(product: Product, candidate: Candidate) -> bool:
     second one are placed two on the multiprocessors that are free first, and none on others (o in w4a8 at 5 to 8
     tokens: 5.5 to 5.8 us for 4.8). Bit planes, several blocks of which share a multiprocessor, may take half of it
     each in any case. Another kernel than the layout's built-in one may take as much as that, or three quarters of a
-    multiprocessor: in 9 of 10 steps ``packed_large`` with 208 KB and more, 5 to 10 % faster by itself, was 0.2 to
+    multiprocessor: in 9 of 10 steps ``packed_large`` with 208 KB and more, 4 to 10 % faster by itself, was 0.2 to
     1.5 us slower a layer than the built-in ``packed_small`` with 123 to 137 KB (gate_up, int8, 2 and 4 tokens).
     """
     if product.m > FEW_TOKENS or candidate.kernel not in FAMILIES:
