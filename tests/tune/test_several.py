@@ -112,6 +112,7 @@ def test_each_token_count_runs_the_part_that_won(monkeypatch: pytest.MonkeyPatch
         ("w4a4", 8, False, 1),
         ("w4a4", 9, True, 1),
         ("w4a8", 8, True, 1),
+        ("w2a8", 8, True, 1),
     ],
 )
 def test_few_tokens_of_a_fused_layer_run_one_layout(

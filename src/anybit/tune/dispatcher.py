@@ -61,9 +61,10 @@ _OF_MORE_ROWS, _FEW_ROWS, _BOXES_FROM = 0.88, 8, 48
 many of which are not there now; wider tiles are loaded in boxes, which leave such rows out."""
 _WORTH_TWO = 1.03
 """Two layouts are kept where one of them alone would cost more than this at some token count."""
-_EVEN_PLANES, _EVEN_FROM = 16, 5
-"""Products of planes (w4a4), and tokens, from which planes are as fast as tiles or faster to ``FEW_TOKENS``: steps of
-seven models with 8 took 0.96 to 1.02 times as long with planes, 0.99 in the mean, and with 4 tokens 0.99 to 1.03."""
+_EVEN, _EVEN_FROM = (4, 4), 5
+"""Bits of weights and activations (w4a4), and tokens, from which planes are as fast as tiles or faster to
+``FEW_TOKENS``: steps of seven models with 8 took 0.96 to 1.02 times as long with planes, 0.99 in the mean, and with 4
+tokens 0.99 to 1.03."""
 _SIXTEEN = (torch.float16, torch.bfloat16)
 _BYTE = ActivationFormat(8, "sym")
 _MAPPED = WeightFormat(4, "sym", 128)
@@ -278,7 +279,7 @@ class Dispatcher:
         w, x = product.weights, product.activations
         if product.m > FEW_TOKENS or not x.quantized:
             return layouts
-        even = x.integer and w.bits * x.bits == _EVEN_PLANES and product.m >= _EVEN_FROM
+        even = x.integer and (w.bits, x.bits) == _EVEN and product.m >= _EVEN_FROM
         usual = Layout.planes if even and Layout.planes in layouts else builtin_layout(product)
         return (usual,) if usual in layouts else layouts
 
