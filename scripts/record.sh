@@ -98,7 +98,8 @@ check() { # PART PARTS
   by_map
   until [ -f "$PLANS.spaces" ] || ! kill -0 $spaces; do sleep 1; done # what is to be compiled is planned first
   timed "check$1" $((${CHECK_SECONDS:-380} + 20)) $PYTHON benchmarks/dispatch.py verify --tune-each 16 --seed "$SEED" \
-    --plans "$PLANS" "${BY[@]}" --part "$1" "$2" --verify-seconds "${CHECK_SECONDS:-380}" --check-rows "$OUT/check.json"
+    --plans "$PLANS" "${BY[@]}" --part "$1" "$2" --verify-seconds "${CHECK_SECONDS:-380}" --check-rows "$OUT/check.json" \
+    --times "$OUT/times$1.jsonl"
 }
 
 step look_up 30 $PYTHON benchmarks/dispatch.py look-up # host time: on a machine that does nothing else

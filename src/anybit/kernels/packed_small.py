@@ -335,11 +335,7 @@ def _fitted(
     prefetch = prefetch or ((20 << 10) if whole else (36 << 10)) // stage
     prefetch = max(1, min(stages, prefetch))
     late = not whole and warps == 8 and base.tokens <= 2
-    fits = base.row_chunks == 1 and steps * stage <= 108 << 10
-    paced = fits or base.tokens <= 2
-    if not paced:
-        prefetch = stages
-    return replace(base, stages=stages, prefetch=prefetch, trigger=int(late), paced=paced)
+    return replace(base, stages=stages, prefetch=prefetch, trigger=int(late))
 
 
 def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.dtype, device: Device) -> Problem:
