@@ -1,7 +1,6 @@
 """y = x W^T for few tokens and packed weights of 1 to 8 bits, each read once. Host side of packed_small.cuh."""
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -268,11 +267,12 @@ def configs(problem: Problem) -> Iterator[Config]:
         for row_warps in (1, 2):
             for row_units in (1, 2, 3, 4):
                 for kibibytes in (48, 72, 96, 160):
-                    for prefetch, split, paced in itertools.product((1, 2, 4), splits, (None, True)):
-                        found = _fitted(problem, warps, row_warps, row_units, kibibytes << 10, prefetch, split, paced)
-                        if found not in seen and why_not(problem, found) is None:
-                            seen.add(found)
-                            yield found
+                    for prefetch in (1, 2, 4):
+                        for split in splits:
+                            found = _fitted(problem, warps, row_warps, row_units, kibibytes << 10, prefetch, split)
+                            if found not in seen and why_not(problem, found) is None:
+                                seen.add(found)
+                                yield found
 
 
 def default(problem: Problem) -> Config:
@@ -310,16 +310,9 @@ def _default(p: Problem) -> Config:
 
 
 def _fitted(
-    p: Problem,
-    warps: int,
-    row_warps: int,
-    row_units: int,
-    ring_bytes: int,
-    prefetch: int,
-    split: bool,
-    paced: bool | None = None,
+    p: Problem, warps: int, row_warps: int, row_units: int, ring_bytes: int, prefetch: int, split: bool
 ) -> Config:
-    """A config for these warps, whose rings have about ``ring_bytes`` together; prefetch 0 and paced None choose."""
+    """A config for these warps, whose rings have about ``ring_bytes`` together; prefetch 0 chooses one."""
     units = block_units(round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS, p.device)
     mine = -(-units // row_warps)
     row_units = min(row_units, mine)
@@ -342,11 +335,7 @@ def _fitted(
     prefetch = prefetch or ((20 << 10) if whole else (36 << 10)) // stage
     prefetch = max(1, min(stages, prefetch))
     late = not whole and warps == 8 and base.tokens <= 2
-    if paced is None:
-        # Several chunks a block, one such product right after another: 17.2 us for 14.3 (gate_up, int8, 4 tokens).
-        paced = base.row_chunks == 1 or base.tokens <= 2
-        prefetch = prefetch if paced else stages
-    return replace(base, stages=stages, prefetch=prefetch, trigger=int(late), paced=paced)
+    return replace(base, stages=stages, prefetch=prefetch, trigger=int(late))
 
 
 def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.dtype, device: Device) -> Problem:
