@@ -87,6 +87,8 @@ def test_small_rings(seed: int) -> None:
     format = WeightFormat(4, "sym", 128)
     run(format, 4, 192, 1024, seed=seed, stages=2, prefetch=1, x_stages=1, x_resident=False, warps=4, k_warps=2)
     run(format, 1, 192, 1024, seed=seed, stages=3, prefetch=2, warps=4, k_warps=4, x_stages=2, trigger=1)
+    paced = {"stages": 3, "prefetch": 1, "row_units": 2, "row_chunks": 3, "warps": 4, "k_warps": 4, "x_stages": 2}
+    run(WeightFormat(4, "sym", None), 4, 192, 1024, torch.int8, seed=seed, **paced)
 
 
 def test_refusals() -> None:
@@ -98,3 +100,20 @@ def test_refusals() -> None:
     assert "another problem" in str(packed_small.why_not(problem, replace(config, bits=3)))
     assert "shared memory" in str(packed_small.why_not(problem, replace(config, stages=4000)))
     assert all(packed_small.why_not(problem, c) is None for c in packed_small.configs(problem))
+
+
+def test_copies_are_paced() -> None:
+    """Built in, as all that is searched: with all copies at once int8 took 6.7 us for 5.7 (5120 x 5120, 4 tokens)."""
+    format = WeightFormat(4, "sym", None)
+    for m, n, k in ((5, 5120, 5120), (4, 28672, 4096), (8, 4096, 14336)):
+        problem = packed_small.Problem(
+            m, n, k, format, torch.int8, torch.float16, Device.named("sm_90a"), packed_layout.round_up(k, 128)
+        )
+        own = packed_small.default(problem)
+        assert own.paced and own.prefetch < own.stages
+        assert all(config.paced for config in packed_small.configs(problem))
+    found = [
+        (c.row_units, c.row_chunks, c.stages, c.prefetch)
+        for c in packed_small.configs(replace(problem, m=5, n=5120, k=5120, columns=5120))
+    ]
+    assert (3, 1, 3, 1) in found
