@@ -19,7 +19,7 @@ cd "$(dirname "$0")/.."
 mkdir -p "$OUT/log" "$OUT/work"
 export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} # tests and compilers share the cores with what is timed
-PYTHON=${PYTHON:-python3} SEED=${SEED:-20261129}
+PYTHON=${PYTHON:-python3} SEED=${SEED:-20261130}
 GPUS=$(nvidia-smi -L | wc -l)
 PLANS=$OUT/work/check-$SEED-${ANYBIT_COMMIT:-$(git rev-parse --short HEAD)} # of these problems, and of these kernels
 began=$(date +%s)
