@@ -30,8 +30,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from anybit import jit
 from anybit.attention import decode_kernel, decode_reference
 from anybit.device import Device
-from anybit.kernels import decode, kvpack, kvpage
-from anybit.kernels.kvpage import PageLayout
+from anybit.kernels.attention import (
+    decode,
+    kv_page,
+    kv_quantize,
+)
+from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kvcache import KVCache
 from anybit.scheme import KVFormat
 from timing import RESULTS, merge_rows, read_floor_us, stamp, time_graph
@@ -60,9 +64,9 @@ class Row:
     how: str = ""
 
     @property
-    def layout(self) -> kvpage.PageLayout:
+    def layout(self) -> kv_page.PageLayout:
         """The pages."""
-        return kvpage.PageLayout(KVFormat.parse(self.kv), DIM, self.page)
+        return kv_page.PageLayout(KVFormat.parse(self.kv), DIM, self.page)
 
     @property
     def bytes(self) -> int:
@@ -151,7 +155,7 @@ def _fill(row: Row) -> tuple[KVCache, list[int]]:
     )  # fmt: skip
     generator = torch.Generator("cuda").manual_seed(0)
     k, v = (torch.randn(64 * row.page, DIM, device="cuda", generator=generator).half() for _ in range(2))
-    pages = kvpage.encode(cache.layout, k, v).reshape(64, -1)
+    pages = kv_page.encode(cache.layout, k, v).reshape(64, -1)
     for layer in range(layers):
         for head in range(row.kv_heads):
             drawn = torch.randint(64, (cache.pages.shape[1],), device="cuda", generator=generator)
@@ -248,7 +252,7 @@ def pack_prompt(kv: str) -> Iterator[Callable[[], dict[str, object]]]:
         cache.add()
         cache.extend([0], 131072)
         cache.write(0, [0], k, v)
-        expected = kvpage.encode(cache.layout, k[0, :128].transpose(0, 1), v[0, :128].transpose(0, 1)).flatten(1)
+        expected = kv_page.encode(cache.layout, k[0, :128].transpose(0, 1), v[0, :128].transpose(0, 1)).flatten(1)
         if not torch.equal(cache.pages[0, cache.ledger.entry(0).pages[0]], expected):
             raise AssertionError(f"{kv}: the first page is not what the reference packs")
         us = time_graph(lambda i: cache.write(0, [0], k, v), calls=4, replays=5).us
@@ -274,7 +278,7 @@ def pack_steps(kv: str, batch: int = 32) -> Iterator[Callable[[], dict[str, obje
             if length % 128 == 0:
                 window = [cache.read_ring(0, every[-1], part, length - 128, length) for part in (0, 1)]
                 page = cache.ledger.entry(every[-1]).pages[length // 128 - 1]
-                if not torch.equal(cache.pages[0, page], kvpage.encode(cache.layout, *window).flatten(1)):
+                if not torch.equal(cache.pages[0, page], kv_page.encode(cache.layout, *window).flatten(1)):
                     raise AssertionError(f"{kv}, {case}: the page is not what the reference packs")
             us = time_graph(lambda i: cache.write(0, every, k, v), calls=64, replays=5).us
             read = batch * 8 * 2 * DIM * 2 * (128 if length % 128 == 0 else 1)
@@ -295,7 +299,11 @@ def kernels_of(wanted: list[Row], packs: Sequence[str]) -> list[tuple[jit.Kernel
     device = Device.named("sm_90a")
     stored = [PageLayout(KVFormat.parse(kv), DIM, 128) for kv in packs]
     kernels = [decode.kernel(config_of(row, device), row.layout) for row in wanted]
-    kernels += [kvpack.kernel(kvpack.default(kvpack.Problem(layout, 1, 8, n))) for layout in stored for n in (1, 2)]
+    kernels += [
+        kv_quantize.kernel(kv_quantize.default(kv_quantize.Problem(layout, 1, 8, n)))
+        for layout in stored
+        for n in (1, 2)
+    ]
     return [(kernel, device.arch) for kernel in dict.fromkeys(kernels)]
 
 

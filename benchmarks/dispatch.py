@@ -30,14 +30,18 @@ from pathlib import Path
 from typing import Any
 
 from anybit.scheme import Scheme
-from anybit.tune.dispatcher import Dispatcher, dispatcher
-from anybit.tune.families import Layout, Product, tiles_of
-from anybit.tune.floor import floor_us
+from anybit.tune.dispatch import Dispatcher, dispatcher
 from anybit.tune.plans import Options, compile_all, compile_candidates
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
-from anybit.tune.runner import Effort
-from anybit.tune.search import Child, race, search
+from anybit.tune.registry import (
+    Layout,
+    LinearProblem,
+    tiles_of,
+)
+from anybit.tune.roofline import floor_us
+from anybit.tune.search import Worker, race, search
 from anybit.tune.space import Candidate, builtin
+from anybit.tune.worker import TimingBudget
 from cases import LLAMA3_8B
 from dispatch_check import compile_spaces, replay, verify
 from dispatch_layers import MAPPED, MODELS, PICTURED, SCHEMES, parts, tokens_of
@@ -69,14 +73,14 @@ def measure_map(options: argparse.Namespace) -> None:
     how = Options(
         options.each,
         tuple(options.allow),
-        Effort(options.microseconds, options.replays, options.final_replays, finalists=3),
+        TimingBudget(options.microseconds, options.replays, options.final_replays, finalists=3),
         again=options.again,
         plans=options.plans,
         limit=options.limit,
         jobs=options.jobs,
     )
 
-    def for_part(part: Sequence[Product], each: int, seconds: float = float("inf")) -> Options:
+    def for_part(part: Sequence[LinearProblem], each: int, seconds: float = float("inf")) -> Options:
         grid = tokens_of(str(part[0].scheme), tuple(options.tokens))
         return replace(how, each=each, seconds=seconds, grid=grid)
 
@@ -87,7 +91,7 @@ def measure_map(options: argparse.Namespace) -> None:
             passed = time.perf_counter() - began
             print(f"{part[0].scheme}: {len(part)} products, {count} candidates compiled, {passed:.1f} s", flush=True)
         return
-    child = Child()
+    child = Worker()
     child.start()
     print(f"the GPU answers after {time.perf_counter() - began:.1f} s", flush=True)
     policy: Policy | None = None
@@ -201,15 +205,15 @@ without split: the same as dispatch where split is illegal. one config: scheduli
 the built-in config of padding for 64 tokens of a 4096 x 4096 layer runs everything."""
 
 
-def ablated(schemes: Sequence[str]) -> Iterator[tuple[str, list[Product]]]:
+def ablated(schemes: Sequence[str]) -> Iterator[tuple[str, list[LinearProblem]]]:
     """The products of each scheme, layer by layer."""
     tokens = sorted({*BATCHES, *(batch * prompt for batch in BATCHES for prompt in PROMPTS)})
     for scheme in schemes:
         s = Scheme.parse(scheme)
-        yield scheme, [Product(m, n, k, s.weights, s.activations) for n, k in LLAMA3_8B.values() for m in tokens]
+        yield scheme, [LinearProblem(m, n, k, s.weights, s.activations) for n, k in LLAMA3_8B.values() for m in tokens]
 
 
-def contestants(product: Product, by: Dispatcher) -> dict[str, Candidate]:
+def contestants(product: LinearProblem, by: Dispatcher) -> dict[str, Candidate]:
     """What each variant that is measured runs for a product."""
     tiles = tiles_of(product.activations)
     return {
@@ -221,7 +225,9 @@ def contestants(product: Product, by: Dispatcher) -> dict[str, Candidate]:
     }
 
 
-def time_variants(child: Child, product: Product, by: Dispatcher, options: Options, policy: Policy) -> dict[str, float]:
+def time_variants(
+    child: Worker, product: LinearProblem, by: Dispatcher, options: Options, policy: Policy
+) -> dict[str, float]:
     """Microseconds of a call in each variant, all measured side by side."""
     named = contestants(product, by)
     candidates = list(dict.fromkeys(named.values()))
@@ -229,7 +235,7 @@ def time_variants(child: Child, product: Product, by: Dispatcher, options: Optio
     return {name: us[candidate] for name, candidate in named.items()}
 
 
-def ablate(options: argparse.Namespace, child: Child | None = None, policy: Policy | None = None) -> None:
+def ablate(options: argparse.Namespace, child: Worker | None = None, policy: Policy | None = None) -> None:
     """Time to first token and tokens a second, summed over the linear layers of a model from measured products."""
     began = time.perf_counter()
     if options.compile:
@@ -242,7 +248,7 @@ def ablate(options: argparse.Namespace, child: Child | None = None, policy: Poli
     child = child or _started()
     device = child.facts["device"]
     by = _dispatcher(options, policy, device.name)
-    how = Options(effort=Effort(120.0, 1, 7), limit=options.limit)
+    how = Options(effort=TimingBudget(120.0, 1, 7), limit=options.limit)
     excluded = Policy(Origin.here(device.name, device.arch))
     rows: list[dict[str, Any]] = []
     marks = stamp(device.name)
@@ -282,8 +288,8 @@ def ablate(options: argparse.Namespace, child: Child | None = None, policy: Poli
     print(f"{time.perf_counter() - began:.1f} s")
 
 
-def _started() -> Child:
-    child = Child()
+def _started() -> Worker:
+    child = Worker()
     child.start()
     return child
 

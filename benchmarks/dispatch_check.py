@@ -4,7 +4,7 @@ A problem is a layer of one of eleven models, one of five schemes and a number o
 not be one of a map's. Its space is every legal config of every family. Left out are only configs that provably lose
 (``bounds.lower_bound_us`` of them is more than the best time measured), those of few tokens that no map is obeyed in
 (``space.leaves_room``), and, where the compiler did not come so far, those whose kernels are not there; a row says how
-many of each. Everything else is timed (``runner.Sieve``: all of it
+many of each. Everything else is timed (``runner.StagedPruning``: all of it
 once, what is within 25 % of the best again, what is within 8 % carefully, and checked against the reference), side by
 side with three choices:
 
@@ -37,14 +37,22 @@ from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.jit.cache import folder, key
 from anybit.scheme import Scheme
-from anybit.tune.bounds import lower_bound_us
-from anybit.tune.dispatcher import Dispatcher
-from anybit.tune.families import STEPS, Product, step
+from anybit.tune.dispatch import Dispatcher
+from anybit.tune.lower_bound import lower_bound_us
 from anybit.tune.plans import Options, Plan, candidates_of, compile_one, die_with_parent, plan_key, plan_of
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, read
-from anybit.tune.runner import Effort, Sieve, Time
-from anybit.tune.search import Child, Winners, point_of, sift, timed
+from anybit.tune.registry import (
+    STEPS,
+    LinearProblem,
+    step,
+)
+from anybit.tune.search import NeighborHints, Worker, point_of, sift, timed
 from anybit.tune.space import Candidate, builtin, leaves_room, promising
+from anybit.tune.worker import (
+    StagedPruning,
+    Time,
+    TimingBudget,
+)
 from dispatch_layers import drawn
 from timing import merge_rows, stamp
 
@@ -66,7 +74,7 @@ class Space:
     bounds: tuple[float, ...]
     expected_us: float
     """What the best surely takes no more than, by a map of before: what cannot be faster is not compiled."""
-    near: Product
+    near: LinearProblem
     plan: Plan
     plan_names: tuple[tuple[str, ...], ...]
 
@@ -85,7 +93,7 @@ _older: list[Policy] = []
 _usual = Options()
 
 
-def whole_space(product: Product) -> Space:
+def whole_space(product: LinearProblem) -> Space:
     """The space of a problem."""
     near = replace(product, m=step(product.m))
     plan = plan_of(near, candidates_of(near, (), _usual))
@@ -100,7 +108,7 @@ def whole_space(product: Product) -> Space:
     return Space(candidates, len(legal), by_name[0], bounds, _expected_us(product), near, plan, by_name[1])
 
 
-def _wanted_kernels(product: Product, space: Space) -> dict[str, Kernel]:
+def _wanted_kernels(product: LinearProblem, space: Space) -> dict[str, Kernel]:
     """The kernels of what is to be compiled, by name: the search's first."""
     found: dict[str, Kernel] = {}
     asked = [(one, names, space.near) for one, names in zip(space.plan.candidates, space.plan_names, strict=True)]
@@ -111,7 +119,7 @@ def _wanted_kernels(product: Product, space: Space) -> dict[str, Kernel]:
     return found
 
 
-def _expected_us(product: Product) -> float:
+def _expected_us(product: LinearProblem) -> float:
     """The best time of a product by a map of before, of this scheme or of one with more bits."""
     w, x = product.weights, product.activations
     found = float("inf")
@@ -187,7 +195,9 @@ class Compiled:
         return self._names
 
 
-def _in_turn(problems: list[Product], spaces: dict[Any, Space], compiled: Compiled, end: float) -> Iterator[Product]:
+def _in_turn(
+    problems: list[LinearProblem], spaces: dict[Any, Space], compiled: Compiled, end: float
+) -> Iterator[LinearProblem]:
     """Problems whose spaces are complete, as they become so; what is left when time becomes short, as it is."""
     left = [problem for problem in problems if plan_key(problem) in spaces]
     done, busy = 1, _SECONDS
@@ -204,7 +214,7 @@ def _in_turn(problems: list[Product], spaces: dict[Any, Space], compiled: Compil
         done, busy = done + 1, busy + time.perf_counter() - start
 
 
-def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Policy | None = None) -> None:
+def verify(options: argparse.Namespace, child: Worker, by: Dispatcher, found: Policy | None = None) -> None:
     """Compare; rows go to ``options.check_rows``. found: the map just measured, whose winners a search tries, too."""
     began = time.perf_counter()
     device: Device = child.facts["device"]
@@ -214,8 +224,8 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
     spaces: dict[Any, Space] = _read(_spaces(options.plans))
     if not spaces:
         sys.exit(f"{_spaces(options.plans)} holds no spaces: `verify --compile` writes them, or give --beside")
-    usual = Options(options.tune_each, effort=Effort(60, 2, 5), limit=options.limit, grid=STEPS)
-    policy, winners, compiled = Policy(Origin.here(device.name, device.arch)), Winners(), Compiled()
+    usual = Options(options.tune_each, effort=TimingBudget(60, 2, 5), limit=options.limit, grid=STEPS)
+    policy, winners, compiled = Policy(Origin.here(device.name, device.arch)), NeighborHints(), Compiled()
     if found is not None:
         winners.learn(found)
     rows: list[dict[str, Any]] = []
@@ -244,7 +254,7 @@ def verify(options: argparse.Namespace, child: Child, by: Dispatcher, found: Pol
         searched = time.perf_counter() - start
         there = [one for one, needs in zip(space.candidates, space.names, strict=True) if names.issuperset(needs)]
         candidates = list(dict.fromkeys([*chosen.values(), *there[: options.most]]))
-        sieve = Sieve(bounds=tuple(lower_bound_us(product, candidate) for candidate in candidates))
+        sieve = StagedPruning(bounds=tuple(lower_bound_us(product, candidate) for candidate in candidates))
         times, _ = sift(child, product, candidates, usual, policy, list(chosen.values()), sieve)
         final = {candidate: time.us for candidate, time in times if time.final}
         if not all(candidate in final for candidate in chosen.values()):
@@ -302,7 +312,9 @@ def replay(options: argparse.Namespace) -> None:
     for row in compared:
         scheme = Scheme.parse(row["scheme"])
         shape = row["n"], row["k"]
-        product = Product(step(row["m"]), *shape, scheme.weights, scheme.activations, device=device)  # as layers ask
+        product = LinearProblem(
+            step(row["m"]), *shape, scheme.weights, scheme.activations, device=device
+        )  # as layers ask
         us_of = kept.get(tuple(row[name] for name in KEY), {})
         times = {name: us / row["us"] for name, us in us_of.items()}
         times |= {row["best"]: 1.0} | {row["chosen"][name]: row["ratios"][name] for name in CHOICES}
@@ -335,7 +347,7 @@ def _of_best(best: Candidate, times: Sequence[tuple[Candidate, Time]]) -> dict[s
     return None if found is None else {"us": round(found.us, 3), "final": found.final}
 
 
-def _by_point(product: Product, point: Any, child: Child) -> Dispatcher:
+def _by_point(product: LinearProblem, point: Any, child: Worker) -> Dispatcher:
     """What chooses by a map that holds the point just measured."""
     device = child.facts["device"]
     mine = Policy(Origin.here(device.name, device.arch))

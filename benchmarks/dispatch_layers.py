@@ -3,7 +3,7 @@
 import random
 
 from anybit.scheme import Scheme
-from anybit.tune.families import GRID, Product
+from anybit.tune.registry import GRID, LinearProblem
 
 # Linear layers as they are served, projections that share an input fused: (N, K). The most used ones first.
 MODELS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -33,10 +33,10 @@ PICTURED_SHAPES = ((4096, 4096), (28672, 4096))
 """More schemes at two layers, powers of two of tokens alone: for the crossover map."""
 
 
-def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> list[Product]:
+def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> list[LinearProblem]:
     """The products of layers in a scheme, layer by layer."""
     s = Scheme.parse(scheme)
-    return [Product(m, n, k, s.weights, s.activations) for n, k in shapes for m in tokens]
+    return [LinearProblem(m, n, k, s.weights, s.activations) for n, k in shapes for m in tokens]
 
 
 def tokens_of(scheme: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -52,7 +52,9 @@ def rank_of(tokens: int) -> int:
     return min(_QUARTERS, tokens.bit_count() - 1) if tokens % 3 == 0 else _QUARTERS * (tokens.bit_count() > 1)
 
 
-def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: int) -> list[tuple[list[Product], int]]:
+def parts(
+    models: list[str], schemes: list[str], tokens: tuple[int, ...], each: int
+) -> list[tuple[list[LinearProblem], int]]:
     """What is measured, in this order, where time may run out, and how many candidates of each family.
 
     Every power of two of all layers and schemes of ``CHECKED`` first, then what lies half way between two of them, then
@@ -82,12 +84,12 @@ def parts(models: list[str], schemes: list[str], tokens: tuple[int, ...], each: 
     return [(products, count) for products, count in found if products]
 
 
-def drawn(problems: int, seed: int) -> list[Product]:
+def drawn(problems: int, seed: int) -> list[LinearProblem]:
     """Products at random: a layer, a scheme, and any number of tokens from 1 to 8192, small ones as often as large."""
     generator = random.Random(seed)
-    found: dict[Product, None] = {}
+    found: dict[LinearProblem, None] = {}
     while len(found) < problems:
         (n, k), scheme = generator.choice(SHAPES), Scheme.parse(generator.choice(CHECKED))
         m = min(max(GRID), round(2 ** generator.uniform(0, 13)))
-        found[Product(m, n, k, scheme.weights, scheme.activations)] = None
+        found[LinearProblem(m, n, k, scheme.weights, scheme.activations)] = None
     return list(found)

@@ -19,10 +19,15 @@ from typing import Any
 import torch
 
 from anybit.scheme import Scheme
-from anybit.tune import dispatcher as dispatching
-from anybit.tune.dispatcher import Choice, Dispatcher
-from anybit.tune.families import FAMILIES, Layout, Product, tiles_of
+from anybit.tune import dispatch as dispatching
+from anybit.tune.dispatch import Choice, Dispatcher
 from anybit.tune.policy import Policy, read
+from anybit.tune.registry import (
+    FAMILIES,
+    Layout,
+    LinearProblem,
+    tiles_of,
+)
 from anybit.tune.space import Candidate, builtin
 from dispatch_layers import MODELS
 from timing import merge_rows, stamp, worst_of
@@ -44,12 +49,12 @@ MOST_PADDED = 2048
 """One config is slow; beyond this many tokens it is not measured."""
 
 
-def one_config(product: Product) -> Candidate:
+def one_config(product: LinearProblem) -> Candidate:
     """Scheduling without mapping: the built-in config of padding for 64 tokens of a 4096 x 4096 layer, for all."""
-    family = FAMILIES["packed_large"]
+    family = FAMILIES["sm90_packed_gemm"]
     fields = family.fields(family.default(replace(product, m=64, n=4096, k=4096)))
     config = family.rebuild(product, fields | ({"stripes": 0} if "stripes" in fields else {}))
-    return Candidate("padding to int8", "packed_large", config, product.activations)
+    return Candidate("padding to int8", "sm90_packed_gemm", config, product.activations)
 
 
 class Variant(Dispatcher):
@@ -59,12 +64,12 @@ class Variant(Dispatcher):
         super().__init__(gpu, policies)
         self.name = name
 
-    def in_fused(self, product: Product, layouts: Collection[Layout]) -> Collection[Layout]:
+    def in_fused(self, product: LinearProblem, layouts: Collection[Layout]) -> Collection[Layout]:
         """All of them for the other variants; the dispatcher goes by its own rule."""
         return super().in_fused(product, layouts) if self.name in ("dispatch", "another") else layouts
 
     def choose(
-        self, product: Product, layouts: Collection[Layout] | None = None, allow: Collection[str] = ()
+        self, product: LinearProblem, layouts: Collection[Layout] | None = None, allow: Collection[str] = ()
     ) -> Choice:
         """The choice of the variant; of a backend that has but one layout, what it would be there."""
         tiles = tiles_of(product.activations)
@@ -196,7 +201,7 @@ def _compare(what: str, graphs: dict[tuple[str, ...], Any], runs: dict[str, tupl
 def _what_runs(variant: Variant, shape: str, scheme: str, m: int) -> tuple[str, ...]:
     """The configs of the four layers: variants that agree in all of them are the same."""
     s = Scheme.parse(scheme)
-    products = [Product(m, n, k, s.weights, s.activations) for n, k in MODELS[shape]]
+    products = [LinearProblem(m, n, k, s.weights, s.activations) for n, k in MODELS[shape]]
     both = (Layout.planes, tiles_of(s.activations))
     return tuple(variant.choose(p, variant.in_fused(p, both)).candidate.name for p in products)
 

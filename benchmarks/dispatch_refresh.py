@@ -28,12 +28,12 @@ from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.scheme import Scheme
-from anybit.tune.dispatcher import holds
-from anybit.tune.families import Product
+from anybit.tune.dispatch import holds
 from anybit.tune.plans import Options, compile_all
 from anybit.tune.policy import SHIPPED, Key, Measured, Origin, Point, Policy, file_name, read, text
-from anybit.tune.runner import Effort
-from anybit.tune.search import Child, search
+from anybit.tune.registry import LinearProblem
+from anybit.tune.search import Worker, search
+from anybit.tune.worker import TimingBudget
 from dispatch_layers import MAPPED, SHAPES, of, rank_of
 
 ARCH = "sm_90a"
@@ -52,7 +52,7 @@ PARTS = tuple(f"{scheme}-{rank}" for scheme, rank in ORDER)
 # -------- keep
 
 
-def named(policy: Policy) -> Iterator[tuple[str, Product, Measured]]:
+def named(policy: Policy) -> Iterator[tuple[str, LinearProblem, Measured]]:
     """Every config of a map, with a name that two checkouts share, and the product that it was measured for."""
     for key, points in policy.layers.items():
         for m, point in points.items():
@@ -61,14 +61,14 @@ def named(policy: Policy) -> Iterator[tuple[str, Product, Measured]]:
                 yield name_of(product, one), product, one
 
 
-def product_of(key: Key, m: int) -> Product:
+def product_of(key: Key, m: int) -> LinearProblem:
     """A map's layer at a token count."""
     scheme, dtype, n, k = key
     form = Scheme.parse(scheme)
-    return Product(m, n, k, form.weights, form.activations, getattr(torch, dtype))
+    return LinearProblem(m, n, k, form.weights, form.activations, getattr(torch, dtype))
 
 
-def name_of(product: Product, measured: Measured) -> str:
+def name_of(product: LinearProblem, measured: Measured) -> str:
     """What a config is called: sizes decide what of its kernels it does not say, such as how tokens are coded.
 
     Fields that a later version added are not in it.
@@ -105,7 +105,7 @@ def codes(policy: Policy, jobs: int) -> dict[str, list[str]]:
     return {name: [code[kernel] for kernel in mine] for name, mine in kernels.items()}
 
 
-def whole(product: Product, point: Point) -> Point:
+def whole(product: LinearProblem, point: Point) -> Point:
     """A point whose configs have the fields that were added since, as they run now: choices are compared by fields."""
 
     def of_now(one: Measured) -> Measured:
@@ -198,8 +198,8 @@ def measure(options: argparse.Namespace) -> None:
         for m in [m for m in points if scheme in options.anew and options.least <= m <= options.most]:
             del points[m]
     print(f"{holding.points} of {shipped.points} points hold", flush=True)
-    how = Options(4, (), Effort(60.0, 2, 5, finalists=3), jobs=options.jobs, grid=MAPPED)
-    child: Child | None = None
+    how = Options(4, (), TimingBudget(60.0, 2, 5, finalists=3), jobs=options.jobs, grid=MAPPED)
+    child: Worker | None = None
     order = [one for one, name in zip(ORDER, PARTS, strict=True) if name in options.parts]
     if options.ahead:  # those that measure begin with the first
         order = order[1:] + order[:1]
@@ -221,7 +221,7 @@ def measure(options: argparse.Namespace) -> None:
         if not claim(options.work, name):
             continue
         if child is None:
-            child = Child()
+            child = Worker()
             child.start()
             if claim(options.work, "first"):
                 options.out.write_text(text(holding), encoding="utf-8")

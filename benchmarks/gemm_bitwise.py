@@ -16,9 +16,15 @@ import torch
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels import bitwise, bitwise_sync, bitwise_wide, pack, planes
-from anybit.kernels.bitwise import Output
-from anybit.kernels.planes import PlaneWeight
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.gemm import (
+    bitplane_layout,
+    sm80_bitplane_gemm,
+    sm90_bitplane,
+    sm90_bitplane_stacked,
+)
+from anybit.kernels.gemm.bitplane_layout import PlaneWeight
+from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.scheme import Scheme
 from cases import BITWISE_SCHEMES, GEMM, PAPERS, Case, select
 from timing import (
@@ -38,7 +44,7 @@ from timing import (
 
 # Shapes in the order of what they say: large products, few tokens, one token; then the papers' tables, then the rest.
 FIRST = [(4096, 28672, 4096), (64, 4096, 4096), (1024, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)]
-FAMILIES: dict[str, ModuleType] = {"wgmma": bitwise, "mma.sync": bitwise_sync}
+FAMILIES: dict[str, ModuleType] = {"wgmma": sm90_bitplane, "mma.sync": sm80_bitplane_gemm}
 
 
 def problem_of(family: ModuleType, case: Case, scheme: Scheme, device: Device) -> Any:
@@ -48,8 +54,10 @@ def problem_of(family: ModuleType, case: Case, scheme: Scheme, device: Device) -
 
 def module_of(name: str, problem: Any) -> ModuleType:
     """The kernels that a layer would run: wgmma's are two families, of which one is preferred."""
-    wide = name == "wgmma" and bitwise_wide.why_not(problem) is None and bitwise_wide.preferred(problem)
-    return bitwise_wide if wide else FAMILIES[name]
+    wide = (
+        name == "wgmma" and sm90_bitplane_stacked.why_not(problem) is None and sm90_bitplane_stacked.preferred(problem)
+    )
+    return sm90_bitplane_stacked if wide else FAMILIES[name]
 
 
 Job = tuple[Case, str, str, bool]
@@ -64,7 +72,12 @@ def compiled_configs(job: Job) -> list[Any]:
         return []
     family = module_of(name, problem)
     configs = list(family.configs(problem)) if every else [family.default(problem)]
-    jit.cached(pack.kernel(pack.default(pack.Problem(case.m, case.k, scheme.activations))), device.arch)
+    jit.cached(
+        quantize_activations.kernel(
+            quantize_activations.default(quantize_activations.Problem(case.m, case.k, scheme.activations))
+        ),
+        device.arch,
+    )
     for config in configs:
         jit.cached(family.kernel(config), device.arch)
     return configs
@@ -78,7 +91,7 @@ def random_weight(case: Case, scheme: Scheme) -> tuple[PlaneWeight, torch.Tensor
     zero = int(2**double * (scheme.weights.zero or 0))
     correction = (case.k * zero - (codes.sum(1, dtype=torch.int64) << double)).int()
     scale = torch.rand(case.n, device="cuda") * 0.01 + 0.005
-    weight = PlaneWeight(planes.pack(codes, bits), scale, correction, None, (case.n, case.k), scheme.weights)
+    weight = PlaneWeight(bitplane_layout.pack(codes, bits), scale, correction, None, (case.n, case.k), scheme.weights)
     return weight, codes
 
 
@@ -87,9 +100,9 @@ def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str
     weight, codes = random_weight(case, scheme)
     x = torch.randn(case.m, case.k, device="cuda").half()
     form = scheme.activations
-    problem = pack.problem_of(x, form)
-    pack_config = pack.default(problem)
-    packed = pack.Packed(case.m, case.k, form, pack.Target.planes, x.device)
+    problem = quantize_activations.problem_of(x, form)
+    pack_config = quantize_activations.default(problem)
+    packed = quantize_activations.Packed(case.m, case.k, form, quantize_activations.Target.planes, x.device)
     y = torch.empty(case.m, case.n, device="cuda", dtype=torch.float16)
     count = rotations(weight.planes.numel(), 128)
     weights = [weight] + [
@@ -98,7 +111,7 @@ def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str
     ]
 
     def quantize() -> None:
-        pack.launch(problem, pack_config, packed, x)
+        quantize_activations.launch(problem, pack_config, packed, x)
 
     def product(i: int) -> None:
         family.multiply(packed, weights[i % count], Output.f16, y=y, config=config)
@@ -111,7 +124,7 @@ def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str
         y.fill_(torch.nan)
         both(0)
         rows = torch.randint(0, case.n, (64,), device="cuda")
-        ux = planes.unpack(packed.codes, case.m, case.k).double() - (form.zero or 0)
+        ux = bitplane_layout.unpack(packed.codes, case.m, case.k).double() - (form.zero or 0)
         uw = codes[rows].double() - (scheme.weights.zero or 0)
         expected = (ux @ uw.T) * packed.scale.double()[:, None] * weight.scale[rows].double()
         torch.testing.assert_close(y[:, rows].double(), expected, rtol=2e-3, atol=2e-3)
@@ -124,7 +137,7 @@ def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str
     rest(case.operations)
     alone, with_pack = time_in_turns(graphs, replays_at_full_clocks(2 * calls * guess, 9))
     p, q = scheme.weights.bits, form.bits
-    size = planes.size(case.n, case.k, p) + planes.size(case.m, case.k, q) + 2 * case.m * case.n
+    size = bitplane_layout.size(case.n, case.k, p) + bitplane_layout.size(case.m, case.k, q) + 2 * case.m * case.n
     return {
         "case": case.name,
         "scheme": str(scheme),
@@ -168,7 +181,7 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for job in (job for job in jobs if job[0] is case):
             for config in configs[job]:
-                family = bitwise_wide if isinstance(config, bitwise_wide.Config) else FAMILIES[job[2]]
+                family = sm90_bitplane_stacked if isinstance(config, sm90_bitplane_stacked.Config) else FAMILIES[job[2]]
                 row = run(case, Scheme.parse(job[1]), family, config)
                 row |= {"kernel": job[2], "baselines": vendor} | marks
                 shown = [row[key] for key in ("case", "scheme", "m", "n", "k", "us", "us_with_pack", "tops")]

@@ -34,13 +34,24 @@ import humming_layer
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels import pack, packed_few, packed_large, packed_layout, packed_repack
-from anybit.kernels.pack import Packed, Target
-from anybit.kernels.packed_layout import PackedWeight
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.elementwise.quantize_activations import Packed, Target
+from anybit.kernels.gemm import (
+    heuristics,
+    packed_layout,
+    repack,
+    sm90_packed_gemm,
+)
+from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import Scheme
-from anybit.tune.dispatcher import dispatcher
-from anybit.tune.families import FAMILIES, Product, step, tiles_of
+from anybit.tune.dispatch import dispatcher
+from anybit.tune.registry import (
+    FAMILIES,
+    LinearProblem,
+    step,
+    tiles_of,
+)
 from cases import LLAMA3_8B, MODELS, Case
 from timing import (
     RESULTS,
@@ -98,7 +109,7 @@ def job_of(asked: tuple[Case, str, str]) -> Job | None:
     case, text, family = asked
     scheme, device = Scheme.parse(text), Device.named("sm_90a")
     x = scheme.activations
-    product = Product(step(case.m), case.n, case.k, scheme.weights, x, device=device)
+    product = LinearProblem(step(case.m), case.n, case.k, scheme.weights, x, device=device)
     if family != "default":
         name = f"packed_{family}"
         if FAMILIES[name].why_not(product) is not None:
@@ -107,14 +118,14 @@ def job_of(asked: tuple[Case, str, str]) -> Job | None:
     else:
         # As ops/packed.py chooses.
         chosen = dispatcher(device.name).choose(product, (tiles_of(x),)).candidate
-        name, config = chosen.kernel, packed_few.apart(chosen.config, device)
+        name, config = chosen.kernel, heuristics.apart(chosen.config, device)
     kernels = [FAMILIES[name].module.kernel(config)]
     if getattr(config, "least_shared", 0):
         kernels.append(FAMILIES[name].module.kernel(replace(config, least_shared=0)))
-    kernels.append(packed_repack.kernel(packed_repack.Config(scheme.weights.bits, x.quantized)))
+    kernels.append(repack.kernel(repack.Config(scheme.weights.bits, x.quantized)))
     if x.quantized:
-        problem = pack.Problem(case.m, case.k, x, target=Target.bytes)
-        kernels.append(pack.kernel(pack.default(problem)))
+        problem = quantize_activations.Problem(case.m, case.k, x, target=Target.bytes)
+        kernels.append(quantize_activations.kernel(quantize_activations.default(problem)))
     for kernel in kernels:
         jit.cached(kernel, device.arch)
     return Job(case, text, name, config)
@@ -170,8 +181,8 @@ class Run:
         case, self.scheme = job.case, Scheme.parse(job.scheme)
         x = self.scheme.activations
         self.codes = Packed(case.m, case.k, x, Target.bytes, x0.device) if x.quantized else None
-        self.problem = pack.problem_of(x0, x, Target.bytes)
-        self.quantizer = pack.default(self.problem) if x.quantized else None
+        self.problem = quantize_activations.problem_of(x0, x, Target.bytes)
+        self.quantizer = quantize_activations.default(self.problem) if x.quantized else None
         self.module = FAMILIES[job.family].module
         self.error = self.check()
         size = weights.copies[0].tiles.numel() + case.m * case.k * (1 if x.quantized else 2) + 2 * case.m * case.n
@@ -188,9 +199,9 @@ class Run:
         weight = self.weights.copies[i % len(self.weights.copies)]
         config, coded = config or self.job.config, self.codes
         if coded is not None and codes:
-            pack.launch(self.problem, self.quantizer, coded, x)
-        if self.module is packed_large:
-            packed_large.multiply(coded if coded is not None else x, weight, None, y, config)
+            quantize_activations.launch(self.problem, self.quantizer, coded, x)
+        if self.module is sm90_packed_gemm:
+            sm90_packed_gemm.multiply(coded if coded is not None else x, weight, None, y, config)
         elif coded is not None:
             self.module.launch(weight, coded.codes[:, : self.job.case.k], y, coded.scale, config=config)
         else:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 import anybit
 from anybit import AnyBitCache, attention, reference
 from anybit.integrations.transformers import replace_linears
-from anybit.kernels.packed_digits import Step
+from anybit.kernels.gemm.sm90_packed_gemv import Step
 from anybit.linear import QuantLinear
 from anybit.ops import elementwise
 from anybit.packing import QuantizedWeight
@@ -189,14 +189,14 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
         return reference.linear(x, layer.quantized_weight(), layer.scheme.activations, layer.bias).float()
 
     def compare(layer: QuantLinear) -> None:
-        forward, norm, silu, turn = layer.forward, layer.after_norm, layer.after_silu, layer.after_norm_turned
+        forward, norm, silu, turn = layer.forward, layer.norm_linear, layer.silu_linear, layer.norm_linear_rope
 
         def plain(x: torch.Tensor) -> torch.Tensor:
             y = forward(x)
             errors.append(apart(y, expected(layer, x)))
             return y
 
-        def after_norm(x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, silu: bool = False) -> Any:
+        def norm_linear(x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, silu: bool = False) -> Any:
             y, total = norm(x, residual, gamma, epsilon, silu)
             added = x if residual is None else x + residual
             errors.append(apart(total, added.float()))
@@ -204,7 +204,7 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
             errors.append(apart(y, elementwise._silu_mul_cpu(wanted.to(y.dtype), paired=True) if silu else wanted))
             return y, total
 
-        def after_norm_turned(x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, step: Step) -> Any:
+        def norm_linear_rope(x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, step: Step) -> Any:
             new = torch.zeros_like(step.ring)
             q, total = turn(x, residual, gamma, epsilon, step)
             added = x if residual is None else x + residual
@@ -218,13 +218,13 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
             errors.append(apart(step.ring[stored], new[stored].float()))
             return q, total
 
-        def after_silu(gate_up: torch.Tensor) -> torch.Tensor:
+        def silu_linear(gate_up: torch.Tensor) -> torch.Tensor:
             y = silu(gate_up)
             errors.append(apart(y, expected(layer, elementwise._silu_mul_cpu(gate_up))))
             return y
 
-        layer.forward, layer.after_norm, layer.after_silu = plain, after_norm, after_silu
-        layer.after_norm_turned = after_norm_turned
+        layer.forward, layer.norm_linear, layer.silu_linear = plain, norm_linear, silu_linear
+        layer.norm_linear_rope = norm_linear_rope
 
     kernel = attention.decode
 
@@ -241,7 +241,7 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
     finally:
         attention.decode = kernel
         for layer in layers:
-            for name in ("forward", "after_norm", "after_silu", "after_norm_turned"):
+            for name in ("forward", "norm_linear", "silu_linear", "norm_linear_rope"):
                 del layer.__dict__[name]
 
 

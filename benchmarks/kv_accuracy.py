@@ -26,8 +26,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from anybit import AnyBitCache, attention, evaluate
 from anybit.integrations.loading import load_model
-from anybit.kernels import kvpage
-from anybit.kernels.kvpage import PageLayout
+from anybit.kernels.attention import kv_page
+from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kvcache import KVCache, hadamard
 from anybit.scheme import KVFormat
 from timing import RESULTS, merge_rows, stamp, worst_of
@@ -87,7 +87,7 @@ class Simulated:
             return x.float()
         group = min(self.format.group, x.shape[-1] if dim == -1 else PIECE)
         runs = x.unflatten(-1, (-1, group)) if dim == -1 else x.unflatten(-2, (-1, group))[..., None]
-        codes, scale, zero = kvpage.quantize(runs, bits, dim)
+        codes, scale, zero = kv_page.quantize(runs, bits, dim)
         return (codes.float() * scale.float() + zero.float()).reshape(x.shape)
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:

@@ -16,8 +16,9 @@ import torch
 from anybit import jit
 from anybit.device import Device
 from anybit.jit import cache, tensor_map
-from anybit.kernels import bitwise, pack, planes
-from anybit.kernels.bitwise import Output
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.gemm import bitplane_layout, sm90_bitplane
+from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.scheme import Scheme
 from cases import Case
 from gemm_bitwise import random_weight
@@ -28,12 +29,12 @@ LAUNCHES, ROUNDS = 200, 20
 
 def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
     """One product: compiled into an empty cache, read from it again, launched again and again."""
-    packed = pack.quantize(torch.randn(m, k, device="cuda").half(), scheme.activations)
+    packed = quantize_activations.quantize(torch.randn(m, k, device="cuda").half(), scheme.activations)
     weight, codes = random_weight(Case("launch", m, n, k), scheme)
     y = torch.empty(m, n, dtype=torch.float16, device="cuda")
-    problem = bitwise.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, Device.of(y))
-    config = bitwise.default(problem)
-    kernel = bitwise.kernel(config)
+    problem = sm90_bitplane.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, Device.of(y))
+    config = sm90_bitplane.default(problem)
+    kernel = sm90_bitplane.kernel(config)
     seconds = {}
     kept = os.environ.get("ANYBIT_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
@@ -49,10 +50,10 @@ def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
         os.environ["ANYBIT_CACHE_DIR"] = kept
     cache.clear_memory()
     y_map = tensor_map.encode(y, 64, config.slab) if config.tensor else bytes(128)
-    params, grid = bitwise.arguments(packed, weight, y, y_map=y_map), bitwise.grid(problem, config)
+    params, grid = sm90_bitplane.arguments(packed, weight, y, y_map=y_map), sm90_bitplane.grid(problem, config)
     costs = {"launch": lambda: jit.launch(kernel, params, grid, pdl=True)}
-    costs["multiply"] = lambda: bitwise.multiply(packed, weight, Output.f16, y=y, config=config)
-    x = planes.unpack(packed.codes, m, k).double() - (scheme.activations.zero or 0)
+    costs["multiply"] = lambda: sm90_bitplane.multiply(packed, weight, Output.f16, y=y, config=config)
+    x = bitplane_layout.unpack(packed.codes, m, k).double() - (scheme.activations.zero or 0)
     w = codes.double() - (scheme.weights.zero or 0)
     expected = (x @ w.T) * packed.scale.double()[:, None] * weight.scale.double()
     host = {}

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from anybit.kernels import pack, planes
-from anybit.kernels.pack import Target
+from anybit.kernels.elementwise import quantize_activations as activation_kernel
+from anybit.kernels.elementwise.quantize_activations import Target
+from anybit.kernels.gemm import bitplane_layout
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat
 from timing import RESULTS, calls_for, copies, merge_rows, read_floor_us, stamp, time_graph
@@ -15,12 +16,16 @@ from timing import RESULTS, calls_for, copies, merge_rows, read_floor_us, stamp,
 SHAPES = [(m, k) for k in (4096, 14336) for m in (1, 16, 64, 256, 1024, 4096)]
 
 
-def check(x: torch.Tensor, packed: pack.Packed) -> None:
+def check(x: torch.Tensor, packed: quantize_activations.Packed) -> None:
     """Compare the first and the last rows with the reference."""
     rows = torch.cat([x[:4], x[-4:]]).cpu()
     expected = quantize_activations(rows, packed.format)
     m, k = x.shape
-    codes = planes.unpack(packed.codes.cpu(), m, k) if packed.target is Target.planes else packed.codes.cpu()[:, :k]
+    codes = (
+        bitplane_layout.unpack(packed.codes.cpu(), m, k)
+        if packed.target is Target.planes
+        else packed.codes.cpu()[:, :k]
+    )
     got = torch.cat([codes[:4], codes[-4:]])
     offset = 0 if packed.target is Target.planes else 2 ** (packed.format.bits - 1)
     if packed.format.integer and not torch.equal(got.int(), expected.codes.int() - offset):
@@ -30,15 +35,15 @@ def check(x: torch.Tensor, packed: pack.Packed) -> None:
 def run(m: int, k: int, format: ActivationFormat, target: Target, every: bool) -> list[dict[str, object]]:
     x = torch.randn(m, k, device="cuda").half()
     inputs = copies(x, 64)
-    problem = pack.problem_of(x, format, target)
-    out = pack.Packed(m, k, format, target, x.device)
+    problem = activation_kernel.problem_of(x, format, target)
+    out = quantize_activations.Packed(m, k, format, target, x.device)
     rows = []
-    for config in pack.configs(problem) if every else [pack.default(problem)]:
-        pack.launch(problem, config, out, x)
+    for config in activation_kernel.configs(problem) if every else [activation_kernel.default(problem)]:
+        activation_kernel.launch(problem, config, out, x)
         check(x, out)
         timing = {}
         for name, sources in (("us", inputs), ("us_warm", [x])):
-            call = lambda i, s=sources, c=config: pack.launch(problem, c, out, s[i % len(s)])  # noqa: E731
+            call = lambda i, s=sources, c=config: activation_kernel.launch(problem, c, out, s[i % len(s)])  # noqa: E731
             guess = time_graph(call, 8, replays=1)
             timing[name] = round(time_graph(call, calls_for(guess.us, len(sources), 500.0), 7).us, 3)
         written = out.buffer.numel()

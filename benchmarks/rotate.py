@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from anybit import hadamard, jit
-from anybit.kernels import hadamard as kernel
-from anybit.kernels import pack, planes
-from anybit.kernels.pack import Target
+from anybit.kernels.elementwise import hadamard as kernel
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.elementwise.quantize_activations import Target
+from anybit.kernels.gemm import bitplane_layout
 from anybit.scheme import ActivationFormat
 from timing import RESULTS, calls_for, copies, merge_rows, read_floor_us, stamp, time_graph
 
@@ -32,36 +33,47 @@ def kernels() -> list:
         found.append(kernel.kernel(kernel.default(kernel.Problem(m, k))))
         for format, target in FORMATS:
             for rotated in (False, True):
-                problem = pack.Problem(m, k, format, target=target, rotated=rotated)
-                found += [pack.kernel(c) for c in (pack.configs(problem) if rotated else [pack.default(problem)])]
+                problem = quantize_activations.Problem(m, k, format, target=target, rotated=rotated)
+                found += [
+                    quantize_activations.kernel(c)
+                    for c in (
+                        quantize_activations.configs(problem) if rotated else [quantize_activations.default(problem)]
+                    )
+                ]
     return list(dict.fromkeys(found))
 
 
 def run(m: int, k: int, format: ActivationFormat, target: Target, every: bool) -> list[dict[str, object]]:
     x = torch.randn(m, k, device="cuda").half()
     inputs = copies(x, 64)
-    apart, fused = (pack.problem_of(x, format, target, rotated=rotated) for rotated in (False, True))
-    out = pack.Packed(m, k, format, target, x.device)
+    apart, fused = (quantize_activations.problem_of(x, format, target, rotated=rotated) for rotated in (False, True))
+    out = quantize_activations.Packed(m, k, format, target, x.device)
 
     def microseconds(call) -> float:
         guess = time_graph(call, 8, replays=1)
         return round(time_graph(call, calls_for(guess.us, len(inputs), 400.0), 7).us, 3)
 
     def both(i: int) -> None:
-        pack.launch(apart, pack.default(apart), out, kernel.transform(inputs[i % len(inputs)]))
+        quantize_activations.launch(
+            apart, quantize_activations.default(apart), out, kernel.transform(inputs[i % len(inputs)])
+        )
 
-    pack.launch(apart, pack.default(apart), out, kernel.transform(x))
+    quantize_activations.launch(apart, quantize_activations.default(apart), out, kernel.transform(x))
     wanted = _results(out)
     baselines = {
         "kernel each": microseconds(both),
         "rotation alone": microseconds(lambda i: kernel.transform(inputs[i % len(inputs)])),
-        "pack alone": microseconds(lambda i: pack.launch(apart, pack.default(apart), out, inputs[i % len(inputs)])),
+        "pack alone": microseconds(
+            lambda i: quantize_activations.launch(
+                apart, quantize_activations.default(apart), out, inputs[i % len(inputs)]
+            )
+        ),
         "torch": microseconds(lambda i: hadamard.transform(inputs[i % len(inputs)])),
     }
     rows = []
-    for config in pack.configs(fused) if every else [pack.default(fused)]:
+    for config in quantize_activations.configs(fused) if every else [quantize_activations.default(fused)]:
         out.buffer.zero_()
-        pack.launch(fused, config, out, x)
+        quantize_activations.launch(fused, config, out, x)
         if any(not torch.equal(a, b) for a, b in zip(wanted, _results(out), strict=True)):
             raise AssertionError(f"{m} x {k} in {format}, {config}: other codes than by two kernels")
         rows.append(
@@ -71,7 +83,9 @@ def run(m: int, k: int, format: ActivationFormat, target: Target, every: bool) -
                 "m": m,
                 "n": 0,
                 "k": k,
-                "us": microseconds(lambda i, c=config: pack.launch(fused, c, out, inputs[i % len(inputs)])),
+                "us": microseconds(
+                    lambda i, c=config: quantize_activations.launch(fused, c, out, inputs[i % len(inputs)])
+                ),
                 "floor_us": round(read_floor_us(x.numel() * 2 + out.buffer.numel()), 3),
                 "baselines": baselines,
                 "config": f"{config.threads} threads x {config.vectors}",
@@ -81,10 +95,10 @@ def run(m: int, k: int, format: ActivationFormat, target: Target, every: bool) -
     return rows
 
 
-def _results(packed: pack.Packed) -> list[torch.Tensor]:
+def _results(packed: quantize_activations.Packed) -> list[torch.Tensor]:
     """Codes of the rows that there are, and what goes with them."""
     in_planes = packed.target is Target.planes
-    codes = planes.unpack(packed.codes.cpu(), packed.m, packed.k) if in_planes else packed.codes[:, : packed.k]
+    codes = bitplane_layout.unpack(packed.codes.cpu(), packed.m, packed.k) if in_planes else packed.codes[:, : packed.k]
     return [codes.clone(), *(part.clone() for part in (packed.scale, packed.sum, packed.zero) if part is not None)]
 
 

@@ -52,7 +52,7 @@ def bitwise_shapes() -> str:
     return table(header, body) if any(cell for line in body for cell in line[1:]) else ""
 
 
-def bitwise_sync() -> str:
+def sm80_bitplane_gemm() -> str:
     """The products by mma.sync, which sm_80 to sm_89 run, beside wgmma's on the same GPU."""
     found = rows("gemm_bitwise")
     body = []
@@ -199,7 +199,7 @@ def pack_two_bits() -> str:
 MAKERS = (
     gemm_bitwise,
     bitwise_shapes,
-    bitwise_sync,
+    sm80_bitplane_gemm,
     launch,
     gemm_packed,
     packed_layers,

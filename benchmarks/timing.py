@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from anybit.tune.floor import RATES, read_us
+from anybit.tune.roofline import RATES, read_us
 from rows import commit, locked, publish
 
 ROTATE_BYTES = 256 << 20

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from anybit.quantize.blocks import find_blocks
+from anybit.quantize.pipeline.blocks import find_blocks
 
 
 def tiny(seed: int = 0, layers: int = 3):
@@ -43,7 +43,7 @@ def divergence(model, weights, tokens) -> float:
 
 
 def sweep_case(channels: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Values, coupling, scale, zero and reference of ``anybit.ops.sweep``."""
+    """Values, coupling, scale, zero and reference of ``anybit.ops.gptq_update``."""
     g = torch.Generator().manual_seed(seed)
     values, reference = torch.randn(2, channels, columns, generator=g)
     coupling = torch.randn(channels, channels, generator=g) * 0.1

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from anybit.attention import Masks
-from anybit.kernels import decode
-from anybit.kernels.kvpage import PageLayout
+from anybit.kernels.attention import decode
+from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kvcache import KVCache
 from anybit.scheme import KVFormat
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.kernels import packed_layout
-from anybit.kernels.packed_layout import PackedWeight
+from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 from cases import random_codes, random_weight
@@ -16,7 +16,7 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @dataclass(frozen=True)
-class Product:
+class LinearProblem:
     """y = x W^T + bias, all on one device; `expected` is float64, of the weight as it was before it went into tiles."""
 
     packed: PackedWeight
@@ -63,7 +63,7 @@ def on(weight: QuantizedWeight, device: str) -> QuantizedWeight:
 def product(
     format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, ordered: bool = False,
     bias: bool = False, seed: int = 0, device: str = "cpu",
-) -> Product:  # fmt: skip
+) -> LinearProblem:  # fmt: skip
     """A random product. dtype: of the activations; int8 ones have a scale a token. ordered: in an activation order."""
     generator = torch.Generator().manual_seed(seed)
     weight = random_weight(n, k, format, seed)
@@ -83,4 +83,4 @@ def product(
     if b is not None:
         b = b.to(device)
         expected = expected + b.double()
-    return Product(packed, x.to(device), None if scale is None else scale.to(device), b, expected)
+    return LinearProblem(packed, x.to(device), None if scale is None else scale.to(device), b, expected)

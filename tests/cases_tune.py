@@ -3,22 +3,22 @@
 from typing import Any
 
 from anybit.scheme import Scheme
-from anybit.tune.families import Product
 from anybit.tune.policy import Measured, Origin, Point, Policy
+from anybit.tune.registry import LinearProblem
 from anybit.tune.space import Candidate, builtin, space
 
 
-def product(scheme: str = "w4a8", m: int = 16, n: int = 4096, k: int = 4096, **more: Any) -> Product:
+def product(scheme: str = "w4a8", m: int = 16, n: int = 4096, k: int = 4096, **more: Any) -> LinearProblem:
     parsed = Scheme.parse(scheme)
-    return Product(m, n, k, parsed.weights, parsed.activations, **more)
+    return LinearProblem(m, n, k, parsed.weights, parsed.activations, **more)
 
 
-def other_than_default(one: Product, kernel: str) -> Candidate:
+def other_than_default(one: LinearProblem, kernel: str) -> Candidate:
     own = builtin(one)
     return next(c for c in space(one).candidates if c.kernel == kernel and c != own)
 
 
-def point(one: Product, us: dict[str, float], default_us: float = 20.0) -> Point:
+def point(one: LinearProblem, us: dict[str, float], default_us: float = 20.0) -> Point:
     """A point whose kernels take these microseconds, none of them by a built-in config."""
     found = {}
     for kernel, time in us.items():
@@ -27,7 +27,7 @@ def point(one: Product, us: dict[str, float], default_us: float = 20.0) -> Point
     return Point(default_us, 1.0, found)
 
 
-def policy(*points: tuple[Product, Point], gpu: str = "NVIDIA H200") -> Policy:
+def policy(*points: tuple[LinearProblem, Point], gpu: str = "NVIDIA H200") -> Policy:
     found = Policy(Origin.here(gpu, "sm_90a", "1.0", "2.0"))
     for one, what in points:
         found.put(one, what)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from anybit.kvcache import KVCache
     from anybit.linear import QuantLinear, use_backend
     from anybit.packing import QuantizedWeight
-    from anybit.quantize.rtn import quantize_weight
+    from anybit.quantize.methods.rtn import quantize_weight
     from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
 
 __version__ = "0.1.0"

@@ -10,8 +10,8 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
-from anybit.kernels import decode as kernels
-from anybit.kernels import kvpage
+from anybit.kernels.attention import decode as kernels
+from anybit.kernels.attention import kv_page
 from anybit.kvcache import KVCache
 
 
@@ -97,7 +97,7 @@ def decode(
     check(q, cache, layer, sequences, masks)
     if not q.is_cuda:
         return decode_reference(q, cache, layer, sequences, masks)
-    debug = kvpage.debugging() if debug is None else debug
+    debug = kv_page.debugging() if debug is None else debug
     run = decode_checked if debug else decode_kernel
     if cache.rotation is None:
         return run(q, cache, layer, sequences, masks, split=split)
@@ -298,7 +298,7 @@ def decode_checked(
     config = kernels.default(problem, Device.of(q), checked=True)
     errors = torch.zeros(1, dtype=torch.int32, device=q.device)
     results = decode_kernel(q, cache, layer, sequences, masks, config, errors=errors, split=split)
-    kvpage.report(int(errors), layer)
+    kv_page.report(int(errors), layer)
     return results
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
-from anybit.kernels import kvpack, kvpage
-from anybit.kernels.kvpage import PageLayout, ring_places
+from anybit.kernels.attention import kv_page, kv_quantize
+from anybit.kernels.attention.kv_page import PageLayout, ring_places
 from anybit.kvpool import Action, CacheError, CopyPage, CopyRing, Ledger, Unpack
 from anybit.scheme import KVFormat, is_whole
 
@@ -43,7 +43,7 @@ class KVCache:
     dtype: float16 or bfloat16, the type of the residual and of 16-bit pages.
 
     Tensors (fixed for the life of the cache):
-        pages     uint8 [layers, pages, kv_heads, page_bytes]; kvpage.py says what is inside
+        pages     uint8 [layers, pages, kv_heads, page_bytes]; kv_page.py says what is inside
         residual  dtype [layers, sequences, kv_heads, 2, ring * head_dim], K and V in the order of the tensor cores
         table     int32 [sequences, capacity / page], -1 where there is no page
         lengths   int32 [sequences], tokens of each sequence, the newest included
@@ -193,7 +193,7 @@ class KVCache:
         pages = self.pages[:, list(action.pages)].transpose(1, 2)  # [layers, heads, pages, page_bytes]
         blocks = pages.reshape(*pages.shape[:3], self.layout.blocks, size // self.layout.blocks).flatten(2, 3)
         first = action.begin - action.begin % page
-        for part, tokens in enumerate(kvpage.decode(self.layout, blocks, self.dtype)):
+        for part, tokens in enumerate(kv_page.decode(self.layout, blocks, self.dtype)):
             self._into_ring(
                 slice(None),
                 action.sequence,
@@ -265,16 +265,16 @@ class KVCache:
 
     def _launch(self, layer: int, sequences: Sequence[int], tokens: int, **arguments: Any) -> None:
         bf16 = self.dtype == torch.bfloat16
-        problem = kvpack.Problem(
+        problem = kv_quantize.Problem(
             self.layout, len(sequences), self.kv_heads, tokens, self.ledger.ring, self.window, bf16
         )
-        debug = kvpage.debugging()
-        device, config = Device.of(self.pages), kvpack.default(problem, checked=debug)
+        debug = kv_page.debugging()
+        device, config = Device.of(self.pages), kv_quantize.default(problem, checked=debug)
         errors = torch.zeros(1, dtype=torch.int32, device=self.device) if debug else None
-        reason = kvpack.why_not(problem, config, device)
+        reason = kv_quantize.why_not(problem, config, device)
         if reason is not None:
             raise KernelError(reason)
-        params = kvpack.Params(
+        params = kv_quantize.Params(
             pages=self.pages[layer],
             residual=self.residual[layer],
             table=self.table,
@@ -292,14 +292,14 @@ class KVCache:
         )
         overlaps = device.capability >= 90 and problem.step
         jit.launch(
-            kvpack.kernel(config),
+            kv_quantize.kernel(config),
             params,
-            kvpack.grid(problem, bool(arguments["packs"])),
+            kv_quantize.grid(problem, bool(arguments["packs"])),
             pdl=overlaps,
             device=self.pages.get_device(),
         )
         if errors is not None:
-            kvpage.report(int(errors), layer)
+            kv_page.report(int(errors), layer)
 
     def row_pointer(self, sequences: Sequence[int]) -> Tensor | None:
         """The sequences as int32 for a kernel; None where they are 0, 1, 2 ..."""
@@ -334,7 +334,7 @@ class KVCache:
                 torch.cat((self.read_ring(layer, sequence, part, begin, old), new), 1)[:, : end - begin]
                 for part, new in enumerate((k, v))
             ]
-            blocks = kvpage.encode(self.layout, *full)  # [heads, blocks, block_bytes]
+            blocks = kv_page.encode(self.layout, *full)  # [heads, blocks, block_bytes]
             owned = self.ledger.entry(sequence).pages
             per_page, block = self.layout.blocks, self.layout.block
             for i in range(blocks.shape[1]):
@@ -369,7 +369,7 @@ class KVCache:
         owned = self.ledger.entry(sequence).pages[: -(-packed // self.layout.page)]
         pages = self.pages[layer, owned].transpose(0, 1)  # [heads, pages, page_bytes]
         blocks = pages.reshape(self.kv_heads, len(owned) * self.layout.blocks, self.layout.block_bytes)
-        stored = kvpage.decode(self.layout, blocks[:, : packed // self.layout.block], self.dtype)
+        stored = kv_page.decode(self.layout, blocks[:, : packed // self.layout.block], self.dtype)
         both = [
             torch.cat((old.float(), self.read_ring(layer, sequence, part, packed, length).float()), 1)
             for part, old in enumerate(self._exact(blocks[:, : packed // self.layout.block], stored))
@@ -408,7 +408,7 @@ class KVCache:
 
     def _exact(self, blocks: Tensor, stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Dequantized values in float32; 16-bit parts as the cache's type reads them."""
-        k, v = kvpage.decode(self.layout, blocks, torch.float32)
+        k, v = kv_page.decode(self.layout, blocks, torch.float32)
         return (stored[0] if self.format.key_bits == 16 else k, stored[1] if self.format.value_bits == 16 else v)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from anybit import ops
 from anybit.errors import LayerError
 from anybit.hadamard import inverse
-from anybit.kernels.packed_digits import Step
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
 from anybit.scheme import Scheme, is_whole
@@ -27,7 +27,7 @@ class QuantLinear(nn.Module):
     Beside that format: weight_g_idx int32 [K] (activation order), weight_indices int32 (2:4 sparse).
 
     input_scale: float [K], what x is multiplied by first: OneBit's value vector of the columns.
-    hadamard: x goes through ``ops.hadamard`` first; the weight holds the inverse (``anybit.quantize.rotate``).
+    hadamard: x goes through ``ops.hadamard`` first; the weight holds the inverse (``anybit.quantize.methods.rotate``).
 
     The weight is prepared for a backend at the first call, or by ``prepare``; the backend's own layout then replaces
     the saved one in memory, and ``state_dict`` brings it back.
@@ -267,7 +267,7 @@ class QuantLinear(nn.Module):
             return ops.hadamard_linear(x, self._prepared.tensors, self.bias, self._prepared.spec_text)
         return ops.linear(x, self._prepared, self.bias)
 
-    def after_norm(
+    def norm_linear(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(y of the RMSNorm of x + residual, x + residual); coded as it is normed where activations are.
@@ -288,8 +288,8 @@ class QuantLinear(nn.Module):
         rest = prepared.tensors, self.bias, prepared.spec_text, silu, self.hadamard
         return ops.norm_linear(x, residual, gamma, epsilon, *rest)
 
-    def after_norm_turned(
-        self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, step: Step
+    def norm_linear_rope(
+        self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, step: RopeStoreArgs
     ) -> tuple[Tensor, Tensor]:
         """(turned queries [tokens, query_heads, head_dim], x + residual), keys and values stored as ``step`` says.
 
@@ -298,7 +298,7 @@ class QuantLinear(nn.Module):
         if self._prepared is None:
             self.prepare()
         if residual is None or not self._norms_first(x):
-            qkv, total = self.after_norm(x, residual, gamma, epsilon)
+            qkv, total = self.norm_linear(x, residual, gamma, epsilon)
             q = rotate_store(
                 qkv.view(-1, self.out_features), step.cosine, step.sine, step.query_heads, step.key_heads, step.ring,
                 step.lengths, step.sequences, step.tokens, paired=True,
@@ -311,7 +311,7 @@ class QuantLinear(nn.Module):
             step.query_heads, step.key_heads, step.ring, step.lengths, step.sequences, step.tokens,
         )  # fmt: skip
 
-    def after_silu(self, gate_up: Tensor) -> Tensor:
+    def silu_linear(self, gate_up: Tensor) -> Tensor:
         """Y of silu(gate) * up, [..., 2 in_features] -> [..., out_features]."""
         if self._prepared is None:
             self.prepare()

@@ -138,7 +138,7 @@ class KVFormat:
     channel, KC in the paper) or "token" (``group`` channels of one token, KT).  Values are always grouped by token.
     rotate: heads of K and V are rotated by a Hadamard matrix before they are coded.
     float4: instead of all that, e2m1 floats of 4 bits with an e4m3 scale for every 16 (NVFP4), as the tensor cores of
-    sm_120 multiply them; written ``kvfp4``.
+    sm_120 multiply them; written ``kv_fp4``.
     """
 
     key_bits: int = 4
@@ -150,7 +150,7 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         if self.float4 and (self.key_bits, self.value_bits, self.key_axis, self.group) != (4, 4, "token", 64):
-            raise SchemeError("a KV cache of 4-bit floats has its own groups of 16: write kvfp4 and nothing else")
+            raise SchemeError("a KV cache of 4-bit floats has its own groups of 16: write kv_fp4 and nothing else")
         for name, bits in (("key", self.key_bits), ("value", self.value_bits)):
             if not _is_one_of(bits, KV_BITS):
                 raise SchemeError(f"{name} bits of the KV cache must be 2, 4, 8 or 16, not {bits!r}")
@@ -166,7 +166,7 @@ class KVFormat:
 
     def __str__(self) -> str:
         if self.float4:
-            return "kvfp4" + ("rot" if self.rotate else "")
+            return "kv_fp4" + ("rot" if self.rotate else "")
         bits = f"kv{self.key_bits}" if self.key_bits == self.value_bits else f"k{self.key_bits}v{self.value_bits}"
         group = "" if self.group == 64 else f"g{self.group}"
         return bits + group + ("t" if self.key_axis == "token" else "") + ("rot" if self.rotate else "")
@@ -176,7 +176,7 @@ class KVFormat:
         """Read a KV format, for example ``kv4``, ``k4v2g32``, ``kv2t`` or ``kv4rot``."""
         if not isinstance(text, str):
             raise SchemeError(f"a KV format is a string such as 'kv4', not {type(text).__name__}")
-        if text in ("kvfp4", "kvfp4rot"):
+        if text in ("kv_fp4", "kvfp4rot"):
             return cls(4, 4, "token", 64, text.endswith("rot"), float4=True)
         match = _KV.fullmatch(text)
         if match is None:

@@ -24,10 +24,10 @@ from anybit.errors import (
     TextError,
 )
 from anybit.linear import QuantLinear
-from anybit.quantize.calibrated import Options
-from anybit.quantize.methods import METHODS, quantize_folder
-from anybit.quantize.onebit import factorize, quantize_onebit
-from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.methods.onebit import factorize, quantize_onebit
+from anybit.quantize.methods.registry import METHODS, quantize_folder
+from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantize.pipeline.calibrated import Options
 from anybit.scheme import Scheme, WeightFormat
 
 TOKENS = [(s % 96).tolist() for s in sequences(30)]

@@ -16,8 +16,8 @@ from anybit.checkpoints import Folder
 from anybit.errors import CheckpointError, LayerError, OptionError, SchemeError
 from anybit.integrations import graph
 from anybit.integrations.loading import load_model
-from anybit.quantize.methods import quantize_folder
-from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.methods.registry import quantize_folder
+from anybit.quantize.methods.rtn import quantize_weight
 from anybit.scheme import KVFormat, Scheme
 
 
@@ -65,7 +65,7 @@ def test_figures_are_true(llama: Path, tmp_path: Path) -> None:
 
 
 def test_the_search_can_be_left_out(llama: Path, tmp_path: Path) -> None:
-    from anybit.quantize.rtn import quantize_weight
+    from anybit.quantize.methods.rtn import quantize_weight
     from anybit.scheme import WeightFormat
 
     quantize_folder(llama, tmp_path / "out", "w3a16g32", options={"search": False})
@@ -268,7 +268,7 @@ def test_a_kv_format_that_cannot_run_is_not_saved(llama: Path, tmp_path: Path) -
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama-wide"])
 def test_what_is_refused_before_is_what_is_refused_later(architecture: str) -> None:
     model = tiny_model(architecture)
-    for text in ("kv4", "kv2g128", "kv16", "kv4rot", "kvfp4"):
+    for text in ("kv4", "kv2g128", "kv16", "kv4rot", "kv_fp4"):
         format = KVFormat.parse(text)
         assert kvcache.why_not(model, format) == graph.why_not(model, format)
 

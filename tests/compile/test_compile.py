@@ -115,7 +115,7 @@ def test_twins_must_agree() -> None:
 def test_missing_instruction_is_a_sentence(tmp_path: Path) -> None:
     header = tmp_path / "late.cuh"
     header.write_text(
-        '#include "ptx.cuh"\nstruct Params { const void* x; void* y; int rows, columns; float scale; };\n'
+        '#include "common/ptx/base.cuh"\nstruct Params { const void* x; void* y; int rows, columns; float scale; };\n'
         "template <class Config> __global__ void late(const __grid_constant__ Params p) { ptx::fence_proxy_async(); }\n"
     )
     kernel = replace(row_sums.kernel(row_sums.Config()), header=str(header), entry="late")

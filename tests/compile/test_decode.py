@@ -11,7 +11,7 @@ import pytest
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels import decode, kvpack
+from anybit.kernels.attention import decode, kv_quantize
 from cases_decode import Case, problem
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
@@ -48,7 +48,7 @@ def test_compiles_without_spills(case: Case, arch: str, tmp_path: Path):
 
 
 def test_floats_of_4_bits_go_to_the_tensor_cores_as_they_are(tmp_path: Path):
-    device, asked = Device.named("sm_120a"), problem(Case("kvfp4", heads=32, kv_heads=8))
+    device, asked = Device.named("sm_120a"), problem(Case("kv_fp4", heads=32, kv_heads=8))
     compiled = jit.compile(decode.kernel(decode.default(asked, device), asked.layout), "sm_120a")
     assert compiled.spill_bytes == 0
     assert "OMMA" in disassembly(compiled.cubin, tmp_path)
@@ -59,8 +59,8 @@ def test_floats_of_4_bits_go_to_the_tensor_cores_as_they_are(tmp_path: Path):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_packing_compiles(arch: str):
     asked = problem(CASES[2])
-    config = kvpack.default(kvpack.Problem(asked.layout, 2, 2, 1, bf16=True))
-    compiled = jit.compile(kvpack.kernel(config), arch)
+    config = kv_quantize.default(kv_quantize.Problem(asked.layout, 2, 2, 1, bf16=True))
+    compiled = jit.compile(kv_quantize.kernel(config), arch)
     assert compiled.spill_bytes == 0
 
 
@@ -98,9 +98,9 @@ def test_refusals_are_sentences():
 
 
 def test_a_kernel_for_one_token_stores_no_more():
-    asked = kvpack.Problem(problem(CASES[0]).layout, 1, 8, 1)
-    config = kvpack.default(asked)
-    assert config.single and kvpack.why_not(asked, config, Device.named("sm_90a")) is None
+    asked = kv_quantize.Problem(problem(CASES[0]).layout, 1, 8, 1)
+    config = kv_quantize.default(asked)
+    assert config.single and kv_quantize.why_not(asked, config, Device.named("sm_90a")) is None
     more = dataclasses.replace(asked, tokens=2)
-    assert not kvpack.default(more).single
-    assert "stores 1 token, not 2" in (kvpack.why_not(more, config, Device.named("sm_90a")) or "")
+    assert not kv_quantize.default(more).single
+    assert "stores 1 token, not 2" in (kv_quantize.why_not(more, config, Device.named("sm_90a")) or "")

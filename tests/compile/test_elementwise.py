@@ -8,17 +8,21 @@ from machine_code import ARCHITECTURES
 
 from anybit import jit
 from anybit.errors import KernelError
-from anybit.kernels import elementwise, hadamard, rope
+from anybit.kernels.elementwise import (
+    hadamard,
+    norm_act,
+    rope,
+)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_no_spills(arch):
-    row = elementwise.Problem(1, 14336)
+    row = norm_act.Problem(1, 14336)
     head = rope.Problem(1, 32, 8, 128, torch.bfloat16, stores=True)
     for kernel in (
-        elementwise.kernel("add_rms_norm", elementwise.norm_config(row)),
-        elementwise.kernel("silu_mul", elementwise.silu_config(row)),
-        elementwise.kernel("silu_mul", elementwise.silu_config(row, paired=True)),
+        norm_act.kernel("add_rms_norm", norm_act.norm_config(row)),
+        norm_act.kernel("silu_mul", norm_act.silu_config(row)),
+        norm_act.kernel("silu_mul", norm_act.silu_config(row, paired=True)),
         rope.kernel(rope.default(head)),
         rope.kernel(rope.default(replace(head, paired=True))),
         hadamard.kernel(hadamard.default(hadamard.Problem(1, 14336))),
@@ -31,11 +35,11 @@ def test_no_spills(arch):
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (elementwise.Problem(1, 1 << 18), "more than one block holds"),
-        (elementwise.Problem(1, 64, torch.float32), "not float32"),
-        (elementwise.Problem(0, 64), "hold nothing"),
+        (norm_act.Problem(1, 1 << 18), "more than one block holds"),
+        (norm_act.Problem(1, 64, torch.float32), "not float32"),
+        (norm_act.Problem(0, 64), "hold nothing"),
     ],
 )
 def test_refused_by_name(problem, words):
     with pytest.raises(KernelError, match=words):
-        elementwise.norm_config(problem)
+        norm_act.norm_config(problem)

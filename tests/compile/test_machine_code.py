@@ -26,7 +26,7 @@ def kernel(folder: Path, body: str, threads: int = 128) -> jit.Kernel:
     """A kernel of one statement list, in which d, a and b are fragments that come from p.x and go back to it."""
     header = folder / f"one{len(list(folder.iterdir()))}.cuh"  # a kernel that was loaded is not looked at again
     header.write_text(
-        '#include "ptx_wgmma.cuh"\n' + PARAMS + "template <class Config> __global__ void "
+        '#include "common/ptx/wgmma.cuh"\n' + PARAMS + "template <class Config> __global__ void "
         "__launch_bounds__(Config::threads) one(const __grid_constant__ Params p) {\n"
         "uint32_t* x = p.x + threadIdx.x; int32_t d[4] = {}; float f[4] = {};\n"
         "uint32_t a[4] = {x[0], x[1], x[2], x[3]}, b[2] = {x[4], x[5]}, c[4] = {x[6], x[7], x[8], x[9]};\n"

@@ -12,18 +12,20 @@ from machine_code import before_wait, sass
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels import (
-    bitwise,
-    bitwise_sync,
-    elementwise,
-    pack,
-    packed_digits,
-    packed_large,
-    packed_mid,
-    packed_small,
+from anybit.kernels.elementwise import (
+    norm_act,
+    quantize_activations,
     rope,
 )
-from anybit.kernels.pack import Source, Target
+from anybit.kernels.elementwise.quantize_activations import Source, Target
+from anybit.kernels.gemm import (
+    sm80_bitplane_gemm,
+    sm90_bitplane,
+    sm90_packed_gemm,
+    sm90_packed_gemv,
+    sm90_packed_skinny,
+    sm90_packed_skinny_f16,
+)
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 HOPPER = Device.named("sm_90a")
@@ -38,17 +40,17 @@ def quantizers() -> list[jit.Kernel]:
     found = []
     for form, target, m in ((A8, Target.bytes, 1), (A4, Target.planes, 4096)):
         for source, k in ((Source.plain, 4096), (Source.rms_norm, 8192), (Source.silu_mul, 14336)):
-            problem = pack.Problem(m, k, form, torch.float16, source, target, True)
-            found.append(pack.kernel(pack.default(problem)))
+            problem = quantize_activations.Problem(m, k, form, torch.float16, source, target, True)
+            found.append(quantize_activations.kernel(quantize_activations.default(problem)))
     return found
 
 
 def small_kernels() -> list[jit.Kernel]:
     """Norm, SiLU, rotary embedding."""
-    row, head = elementwise.Problem(1, 4096), rope.Problem(1, 32, 8, 128, stores=True)
+    row, head = norm_act.Problem(1, 4096), rope.Problem(1, 32, 8, 128, stores=True)
     return [
-        elementwise.kernel("add_rms_norm", elementwise.norm_config(row)),
-        elementwise.kernel("silu_mul", elementwise.silu_config(row)),
+        norm_act.kernel("add_rms_norm", norm_act.norm_config(row)),
+        norm_act.kernel("silu_mul", norm_act.silu_config(row)),
         rope.kernel(rope.default(head)),
         rope.kernel(rope.default(replace(head, stores=False))),
     ]
@@ -56,17 +58,17 @@ def small_kernels() -> list[jit.Kernel]:
 
 def few() -> list[jit.Kernel]:
     """Products of few tokens: all threads wait."""
-    problem = packed_small.Problem(
+    problem = sm90_packed_skinny.Problem(
         1, 4096, 4096, WeightFormat(4, "sym", 128), torch.float16, torch.float16, HOPPER, 4096
     )
-    norm = packed_digits.norm_default(problem)
+    norm = sm90_packed_gemv.norm_default(problem)
     return [
-        packed_digits.kernel(packed_digits.default(problem)),
-        packed_digits.norm_kernel(norm),
-        packed_digits.norm_kernel(norm, silu=True),
-        packed_digits.rotary_kernel(norm),
-        *(packed_mid.kernel(packed_mid.default(replace(problem, m=m))) for m in (4, 16)),
-        *(packed_small.kernel(packed_small.default(replace(problem, m=m))) for m in (1, 8)),
+        sm90_packed_gemv.kernel(sm90_packed_gemv.default(problem)),
+        sm90_packed_gemv.norm_kernel(norm),
+        sm90_packed_gemv.norm_kernel(norm, silu=True),
+        sm90_packed_gemv.rotary_kernel(norm),
+        *(sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(replace(problem, m=m))) for m in (4, 16)),
+        *(sm90_packed_skinny.kernel(sm90_packed_skinny.default(replace(problem, m=m))) for m in (1, 8)),
     ]
 
 
@@ -75,19 +77,21 @@ def large() -> list[jit.Kernel]:
     found = []
     for scheme, m in (("w1a1", 1), ("w2a2", 64), ("w1a2", 1024), ("w4a4", 4096)):
         s = Scheme.parse(scheme)
-        problem = bitwise.Problem(m, 4096, 4096, s.weights, s.activations, bitwise.Output.f16, HOPPER)
-        found.append(bitwise.kernel(bitwise.default(problem)))
+        problem = sm90_bitplane.Problem(m, 4096, 4096, s.weights, s.activations, sm90_bitplane.Output.f16, HOPPER)
+        found.append(sm90_bitplane.kernel(sm90_bitplane.default(problem)))
     for scheme, m in (("w4a16g128", 64), ("w4a8", 16), ("w4a8", 128), ("w4a8", 4096)):
         s = Scheme.parse(scheme)
-        asked = packed_large.Problem(m, 4096, 4096, s.weights, s.activations)
-        found.append(packed_large.kernel(packed_large.default(asked)))
+        asked = sm90_packed_gemm.Problem(m, 4096, 4096, s.weights, s.activations)
+        found.append(sm90_packed_gemm.kernel(sm90_packed_gemm.default(asked)))
     return found
 
 
 def sync() -> jit.Kernel:
     s = Scheme.parse("w2a2")
-    problem = bitwise_sync.Problem(64, 4096, 4096, s.weights, s.activations, bitwise_sync.Output.f16, HOPPER, True)
-    return bitwise_sync.kernel(bitwise_sync.default(problem))
+    problem = sm80_bitplane_gemm.Problem(
+        64, 4096, 4096, s.weights, s.activations, sm80_bitplane_gemm.Output.f16, HOPPER, True
+    )
+    return sm80_bitplane_gemm.kernel(sm80_bitplane_gemm.default(problem))
 
 
 def matching(names: set[str], pattern: str) -> set[str]:

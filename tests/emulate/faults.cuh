@@ -1,5 +1,5 @@
 // Small kernels, each right when Config::fault is false, and wrong in one way when it is true.
-#include "ptx_wgmma.cuh"
+#include "common/ptx/wgmma.cuh"
 
 struct Params {
     const uint32_t* x;

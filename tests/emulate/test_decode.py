@@ -10,8 +10,8 @@ from anybit import kvcache
 from anybit.attention import decode_reference, prepare, problem_of
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels import decode as kernel
-from anybit.kernels import kvpage
+from anybit.kernels.attention import decode as kernel
+from anybit.kernels.attention import kv_page
 from anybit.kvcache import KVCache
 from cases_decode import Case, relative_error
 
@@ -59,7 +59,9 @@ def test_against_the_dequantized_cache(case: Case):
     run(case)
 
 
-@pytest.mark.parametrize("case", [small("kvfp4"), small("kvfp4", head_dim=64, heads=6, bf16=True, window=150)], ids=str)
+@pytest.mark.parametrize(
+    "case", [small("kv_fp4"), small("kv_fp4", head_dim=64, heads=6, bf16=True, window=150)], ids=str
+)
 def test_floats_of_4_bits_on_the_tensor_cores_of_sm_120(case: Case):
     """Queries and probabilities are pairs of 4-bit floats here: good to about 2^-7, and not run on hardware yet."""
     run(case, arch="sm_120a", tolerance=1.5e-2)
@@ -154,7 +156,7 @@ def test_lengths_from_zero_as_only_the_device_sees_them():
     torch.testing.assert_close(launch.lse[[1, 3]], want_lse[[1, 3]], rtol=1e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize("error", sorted(kvpage.WRONG))
+@pytest.mark.parametrize("error", sorted(kv_page.WRONG))
 def test_what_is_out_of_range_is_reported_by_the_checked_kernels(error: int):
     device = dataclasses.replace(Device.named("sm_90a"), sms=2)
     cache, sequences, q = MEMBERS[0].build("cpu")
@@ -171,10 +173,10 @@ def test_what_is_out_of_range_is_reported_by_the_checked_kernels(error: int):
     emulate.run(launch.kernel, launch.params, launch.grid, resident=2)
     assert int(errors) == error
     with pytest.raises(KernelError, match="layer 1"):
-        kvpage.report(error, 1)
+        kv_page.report(error, 1)
 
 
-@pytest.mark.parametrize("error", sorted(kvpage.WRONG))
+@pytest.mark.parametrize("error", sorted(kv_page.WRONG))
 def test_packing_reports_what_is_out_of_range(error: int, monkeypatch):
     monkeypatch.setenv("ANYBIT_DEBUG", "1")
     monkeypatch.setattr(
@@ -192,7 +194,7 @@ def test_packing_reports_what_is_out_of_range(error: int, monkeypatch):
         cache.table[sequence, 0] = 55
     else:
         cache.row_index([sequence], torch.int32)[0] = 9
-    with pytest.raises(KernelError, match=kvpage.WRONG[error][:20]):
+    with pytest.raises(KernelError, match=kv_page.WRONG[error][:20]):
         cache._write_kernel(0, [sequence], k, k)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels import elementwise, rope
+from anybit.kernels.elementwise import norm_act, rope
 from anybit.ops import elementwise as ops
 
 pytestmark = pytest.mark.emulate
@@ -22,12 +22,12 @@ def test_add_rms_norm(dtype, k, residual):
     x, other = torch.randn(2, 2, k).to(dtype)
     gamma = torch.randn(k).to(dtype)
     y, total = torch.zeros(2, 2, k, dtype=dtype)
-    problem = elementwise.Problem(2, k, dtype, k % 8 == 0)
-    config = elementwise.norm_config(problem)
+    problem = norm_act.Problem(2, k, dtype, k % 8 == 0)
+    config = norm_act.norm_config(problem)
     add = other if residual else None
-    params = elementwise.Params(x, add, total if residual else None, gamma, y, k, k if residual else 0, k, 1e-5)
+    params = norm_act.Params(x, add, total if residual else None, gamma, y, k, k if residual else 0, k, 1e-5)
     dependent = ("x", "residual") if residual else ("x",)
-    emulate.run(elementwise.kernel("add_rms_norm", config), params, (2, 1, 1), seed=k, dependent=dependent)
+    emulate.run(norm_act.kernel("add_rms_norm", config), params, (2, 1, 1), seed=k, dependent=dependent)
     close(y, ops._rms_norm_cpu(x + other if residual else x, gamma, 1e-5), dtype)
     if residual:
         assert torch.equal(total, x + other)
@@ -38,13 +38,13 @@ def test_add_rms_norm(dtype, k, residual):
 )
 def test_silu_mul(dtype, k, paired):
     x, y = torch.randn(2, 2 * k).to(dtype), torch.zeros(2, k, dtype=dtype)
-    config = elementwise.silu_config(elementwise.Problem(2, k, dtype, k % 8 == 0), paired)
-    params = elementwise.Params(x, None, None, None, y, 2 * k, 0, k, 0.0)
+    config = norm_act.silu_config(norm_act.Problem(2, k, dtype, k % 8 == 0), paired)
+    params = norm_act.Params(x, None, None, None, y, 2 * k, 0, k, 0.0)
     grid = (2, -(-k // (8 * config.threads)), 1)
-    emulate.run(elementwise.kernel("silu_mul", config), params, grid, seed=k, dependent=("x",))
+    emulate.run(norm_act.kernel("silu_mul", config), params, grid, seed=k, dependent=("x",))
     close(y, ops._silu_mul_cpu(x, paired), dtype)
     if paired:  # rows of a projection in that order say the same
-        inverse = torch.empty(2 * k, dtype=torch.long).scatter_(0, elementwise.paired_rows(k), torch.arange(2 * k))
+        inverse = torch.empty(2 * k, dtype=torch.long).scatter_(0, norm_act.paired_rows(k), torch.arange(2 * k))
         assert torch.equal(ops._silu_mul_cpu(x, paired), ops._silu_mul_cpu(x[:, inverse]))
 
 

@@ -163,7 +163,7 @@ def test_instructions_do_not_depend_on_the_order_of_threads(case: instructions.C
 def test_every_instruction_is_emulated_and_compared_with_hardware() -> None:
     """Whoever adds a function to a ptx header adds its host version, and a use in tests/kernels/instructions.cuh."""
     names: set[str] = set()
-    for path in KERNELS.glob("ptx*.cuh"):
+    for path in (KERNELS / "common" / "ptx").glob("*.cuh"):
         text = re.sub(r"//.*", "", path.read_text())
         names |= set(re.findall(r"(?:PTX|CHECKED)\s[\w\s*&:<>]*?\b(\w+)\(", text))
         names |= set(re.findall(r"^ANYBIT_(?:MMA|MMA_SP|WGMMA_NAME)\((\w+),", text, re.MULTILINE))
@@ -174,5 +174,5 @@ def test_every_instruction_is_emulated_and_compared_with_hardware() -> None:
     used = Path(instructions.__file__).with_suffix(".cuh").read_text()
     elsewhere = {
         name for name in names if "tensor" in name or "nvf4" in name or "e2m1" in name
-    }  # packed_large's tests; no hardware
+    }  # sm90_packed_gemm's tests; no hardware
     assert sorted(name for name in names - elsewhere if not re.search(rf"\b{name}\b", used)) == []

@@ -6,7 +6,7 @@ import torch
 import emulate
 from anybit import hadamard
 from anybit.errors import KernelError
-from anybit.kernels import hadamard as kernel
+from anybit.kernels.elementwise import hadamard as kernel
 
 pytestmark = pytest.mark.emulate
 

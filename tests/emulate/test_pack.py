@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels import hadamard, pack, planes
-from anybit.kernels.pack import Source, Target
+from anybit.kernels.elementwise import hadamard
+from anybit.kernels.elementwise import quantize_activations as activation_kernel
+from anybit.kernels.elementwise.quantize_activations import Source, Target
+from anybit.kernels.gemm import bitplane_layout
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat
 
@@ -37,22 +39,44 @@ def hard(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 def run(x: torch.Tensor, format: ActivationFormat, target: Target, seed: int) -> None:
     m, k = x.shape
-    problem = pack.Problem(m, k, format, x.dtype, Source.plain, target, k % 8 == 0)
-    config = pack.default(problem)
-    width = planes.chunks(k) * planes.CHUNK if target is Target.planes else pack.pitch(k)
-    size = planes.size(m, k, format.bits) if target is Target.planes else m * width
+    problem = activation_kernel.Problem(m, k, format, x.dtype, Source.plain, target, k % 8 == 0)
+    config = activation_kernel.default(problem)
+    width = bitplane_layout.chunks(k) * bitplane_layout.CHUNK if target is Target.planes else activation_kernel.pitch(k)
+    size = bitplane_layout.size(m, k, format.bits) if target is Target.planes else m * width
     codes = torch.full((size,), 0xA5, dtype=torch.uint8)
     scale, sum, zero = torch.full((m,), 7.0), torch.zeros(m, dtype=torch.int32), torch.zeros(m, dtype=torch.int32)
-    params = pack.Params(
-        x, None, None, None, None, codes, scale, sum, zero, x.stride(0), 0, k, width, planes.padded_rows(m), 0.0
+    params = activation_kernel.Params(
+        x,
+        None,
+        None,
+        None,
+        None,
+        codes,
+        scale,
+        sum,
+        zero,
+        x.stride(0),
+        0,
+        k,
+        width,
+        bitplane_layout.padded_rows(m),
+        0.0,
     )
-    emulate.run(pack.kernel(config), params, pack.grid(problem, config), seed=seed, dependent=("x",))
+    emulate.run(
+        activation_kernel.kernel(config),
+        params,
+        activation_kernel.grid(problem, config),
+        seed=seed,
+        dependent=("x",),
+    )
     expected = quantize_activations(x, format)
     finite = x.isfinite().all(1)
     assert torch.equal(scale.isnan(), ~finite)
     torch.testing.assert_close(scale[finite], expected.scale[finite], rtol=1e-6 * (format.bits == 1), atol=0)
     if target is Target.planes:
-        stored = planes.unpack(codes.view(planes.chunks(k), format.bits, -1, planes.ROW_BYTES), m, width)
+        stored = bitplane_layout.unpack(
+            codes.view(bitplane_layout.chunks(k), format.bits, -1, bitplane_layout.ROW_BYTES), m, width
+        )
         offset = 0
     else:
         stored, offset = codes.view(m, width), 2 ** (format.bits - 1)
@@ -80,20 +104,34 @@ def test_rms_norm_with_residual() -> None:
     m, k, format = 2, 200, ActivationFormat(4, "sym")
     x, residual = hard(8, k, torch.float16)[[0, 6]], hard(8, k, torch.float16)[[6, 7]]
     gamma, total, values = torch.rand(k).half(), torch.zeros(m, k).half(), torch.zeros(m, k).half()
-    problem = pack.Problem(m, k, format, torch.float16, Source.rms_norm)
-    codes = torch.zeros(planes.size(m, k, 4), dtype=torch.uint8)
+    problem = activation_kernel.Problem(m, k, format, torch.float16, Source.rms_norm)
+    codes = torch.zeros(bitplane_layout.size(m, k, 4), dtype=torch.uint8)
     scale, sum = torch.zeros(m), torch.zeros(m, dtype=torch.int32)
-    params = pack.Params(
-        x, residual, total, gamma, values, codes, scale, sum, None, k, k, k, planes.CHUNK, planes.padded_rows(m), 1e-5
+    params = activation_kernel.Params(
+        x,
+        residual,
+        total,
+        gamma,
+        values,
+        codes,
+        scale,
+        sum,
+        None,
+        k,
+        k,
+        k,
+        bitplane_layout.CHUNK,
+        bitplane_layout.padded_rows(m),
+        1e-5,
     )
-    config = pack.default(problem)
-    emulate.run(pack.kernel(config), params, (m, 1, 1), dependent=("x", "residual"))
+    config = activation_kernel.default(problem)
+    emulate.run(activation_kernel.kernel(config), params, (m, 1, 1), dependent=("x", "residual"))
     assert torch.equal(total, x + residual)
     v = total.float()
     expected = gamma * (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + 1e-5)).half()
     torch.testing.assert_close(values, expected)
     coded = quantize_activations(values, format)
-    assert torch.equal(planes.unpack(codes.view(1, 4, -1, planes.ROW_BYTES), m, k), coded.codes)
+    assert torch.equal(bitplane_layout.unpack(codes.view(1, 4, -1, bitplane_layout.ROW_BYTES), m, k), coded.codes)
     assert torch.equal(scale, coded.scale)
 
 
@@ -111,17 +149,19 @@ def test_rotated_on_the_way_as_by_a_kernel_of_its_own(k, format, dtype, source) 
     x = torch.randn(m, 2 * k if source is Source.silu_mul else k, generator=torch.Generator().manual_seed(k)).to(dtype)
     x[1] = 0
     gamma, made = torch.rand(k).to(dtype), torch.zeros(m, k, dtype=dtype)
-    problem = pack.Problem(m, k, format, dtype, source, target, rotated=True)
-    config = pack.default(problem)
-    width = planes.chunks(k) * planes.CHUNK if target is Target.planes else pack.pitch(k)
-    codes = torch.zeros(planes.size(m, k, format.bits) if target is Target.planes else m * width, dtype=torch.uint8)
+    problem = activation_kernel.Problem(m, k, format, dtype, source, target, rotated=True)
+    config = activation_kernel.default(problem)
+    width = bitplane_layout.chunks(k) * bitplane_layout.CHUNK if target is Target.planes else activation_kernel.pitch(k)
+    codes = torch.zeros(
+        bitplane_layout.size(m, k, format.bits) if target is Target.planes else m * width, dtype=torch.uint8
+    )
     scale, sum, zero = torch.zeros(m), torch.zeros(m, dtype=torch.int32), torch.zeros(m, dtype=torch.int32)
     signs = hadamard.signs(config.order, x.device)
-    params = pack.Params(
-        *(x, None, None, gamma, made, codes, scale, sum, zero, x.stride(0), 0, k, width, planes.padded_rows(m), 1e-5),
-        float(k) ** -0.5, signs,
+    params = activation_kernel.Params(
+        *(x, None, None, gamma, made, codes, scale, sum, zero, x.stride(0), 0, k, width),
+        bitplane_layout.padded_rows(m), 1e-5, float(k) ** -0.5, signs,
     )  # fmt: skip
-    emulate.run(pack.kernel(config), params, (m, 1, 1), dependent=("x",))
+    emulate.run(activation_kernel.kernel(config), params, (m, 1, 1), dependent=("x",))
     rows = x if source is Source.plain else made
     own = hadamard.default(hadamard.Problem(m, k, dtype))
     rotated = torch.zeros(m, k, dtype=dtype)
@@ -129,7 +169,9 @@ def test_rotated_on_the_way_as_by_a_kernel_of_its_own(k, format, dtype, source) 
     expected = quantize_activations(rotated, format)
     assert torch.equal(scale, expected.scale)
     if target is Target.planes:
-        got = planes.unpack(codes.view(planes.chunks(k), format.bits, -1, planes.ROW_BYTES), m, width)
+        got = bitplane_layout.unpack(
+            codes.view(bitplane_layout.chunks(k), format.bits, -1, bitplane_layout.ROW_BYTES), m, width
+        )
     else:
         got = (codes.view(m, width).view(torch.int8).int() + 128).to(torch.uint8)
     assert torch.equal(got[:, :k], expected.codes)
@@ -140,6 +182,10 @@ def test_rotated_on_the_way_as_by_a_kernel_of_its_own(k, format, dtype, source) 
 def test_rows_that_no_kernel_rotates_are_named() -> None:
     def reason(k: int, target: Target = Target.planes) -> str:
         form = ActivationFormat(16, "float") if target is Target.values else ActivationFormat(4, "sym")
-        return str(pack.why_not(pack.Problem(1, k, form, source=Source.rms_norm, target=target, rotated=True)))
+        return str(
+            activation_kernel.why_not(
+                activation_kernel.Problem(1, k, form, source=Source.rms_norm, target=target, rotated=True)
+            )
+        )
 
     assert "344" in reason(11008) and "12" in reason(12) and "own" in reason(64, Target.values)

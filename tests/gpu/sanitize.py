@@ -16,13 +16,24 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import torch  # noqa: E402
 
 from anybit.jit import Kernel  # noqa: E402
-from anybit.kernels import bitwise, bitwise_sync, bitwise_wide, pack, planes  # noqa: E402
-from anybit.kernels.bitwise import Output, Path, Turns, Walk  # noqa: E402
-from anybit.kernels.bitwise_wide import Keep  # noqa: E402
+from anybit.kernels.elementwise import quantize_activations as activation_kernel  # noqa: E402
+from anybit.kernels.gemm import (  # noqa: E402
+    bitplane_layout,
+    sm80_bitplane_gemm,
+    sm90_bitplane,
+    sm90_bitplane_stacked,
+)
+from anybit.kernels.gemm.sm90_bitplane import (  # noqa: E402
+    Output,
+    Path,
+    Turns,
+    Walk,
+)
+from anybit.kernels.gemm.sm90_bitplane_stacked import Keep  # noqa: E402
 from anybit.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
-from cases_bitwise import H200, large, once, operands, small, wide  # noqa: E402
+from cases_bitplane import H200, large, once, operands, small, wide  # noqa: E402
 
 CASES = [
     *((5, 24, 300, "w2a2"), (70, 136, 1100, "w3a4asym-xasym"), (17, 40, 2048, "w1a1"), (1, 72, 77, "w4a8")),
@@ -56,7 +67,7 @@ def problems() -> list[tuple[int, int, int, Scheme]]:
     return [(m, n, k, Scheme.parse(text)) for m, n, k, text in CASES]
 
 
-def ways() -> list[tuple[bitwise.Problem, bitwise.Config]]:
+def ways() -> list[tuple[sm90_bitplane.Problem, sm90_bitplane.Config]]:
     """The problems and configs of WAYS."""
     found = []
     for m, n, k, text, change in WAYS:
@@ -64,25 +75,25 @@ def ways() -> list[tuple[bitwise.Problem, bitwise.Config]]:
         of_few = "walk" in change or change["tokens"] < 32
         make = once if "path" in change else small if of_few else large
         config = make(problem, **change)
-        reason = bitwise.why_not(problem, config)
+        reason = sm90_bitplane.why_not(problem, config)
         assert reason is None, reason
         found.append((problem, config))
     return found
 
 
-def problem_of(m: int, n: int, k: int, text: str) -> bitwise.Problem:
+def problem_of(m: int, n: int, k: int, text: str) -> sm90_bitplane.Problem:
     """Of a product with 16-bit results."""
     scheme = Scheme.parse(text)
-    return bitwise.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
+    return sm90_bitplane.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
 
 
-def wide_ways() -> list[tuple[bitwise.Problem, bitwise_wide.Config]]:
+def wide_ways() -> list[tuple[sm90_bitplane.Problem, sm90_bitplane_stacked.Config]]:
     """The problems and configs of WIDE."""
     found = []
     for *shape, text, change in WIDE:
         problem = problem_of(*shape, text)
         config = wide(problem, 128, **change)
-        reason = bitwise_wide.why_not(problem, config)
+        reason = sm90_bitplane_stacked.why_not(problem, config)
         assert reason is None, reason
         found.append((problem, config))
     return found
@@ -94,11 +105,17 @@ def kernels_used() -> list[Kernel]:
     for m, n, k, scheme in problems():
         for output in (Output.s32, Output.f16):
             formats = (m, n, k, scheme.weights, scheme.activations, output, H200)
-            found.add(bitwise.kernel(bitwise.default(bitwise.Problem(*formats))))
-            found.add(bitwise_sync.kernel(bitwise_sync.default(bitwise_sync.Problem(*formats, n % 8 == 0))))
-        found.add(pack.kernel(pack.default(pack.Problem(m, k, scheme.activations, aligned=k % 8 == 0))))
-    found |= {bitwise_wide.kernel(config) for _, config in wide_ways()}
-    return [*found, *(bitwise.kernel(config) for _, config in ways())]
+            found.add(sm90_bitplane.kernel(sm90_bitplane.default(sm90_bitplane.Problem(*formats))))
+            found.add(
+                sm80_bitplane_gemm.kernel(sm80_bitplane_gemm.default(sm80_bitplane_gemm.Problem(*formats, n % 8 == 0)))
+            )
+        found.add(
+            activation_kernel.kernel(
+                activation_kernel.default(activation_kernel.Problem(m, k, scheme.activations, aligned=k % 8 == 0))
+            )
+        )
+    found |= {sm90_bitplane_stacked.kernel(config) for _, config in wide_ways()}
+    return [*found, *(sm90_bitplane.kernel(config) for _, config in ways())]
 
 
 def main() -> None:
@@ -107,18 +124,18 @@ def main() -> None:
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).half()
         doubled = (scheme.weights.code == "bipolar") + (scheme.activations.code == "bipolar")
         expected = integer_product(quantize_activations(x, scheme.activations), weight) * 2**doubled
-        prepared = planes.prepare(weight).to("cuda")
-        packed = pack.quantize(x.cuda(), scheme.activations)
+        prepared = bitplane_layout.prepare(weight).to("cuda")
+        packed = activation_kernel.quantize(x.cuda(), scheme.activations)
         scaled = expected / 2**doubled * packed.scale.cpu().double()[:, None] * weight.scale[:, 0].double()
-        for family in (bitwise_sync, bitwise):
+        for family in (sm80_bitplane_gemm, sm90_bitplane):
             y = family.multiply(packed, prepared, Output.s32)
             torch.cuda.synchronize()
             assert torch.equal(y.cpu(), expected.int()), (family.__name__, m, n, k, scheme)
             y = family.multiply(packed, prepared, Output.f16)
             torch.cuda.synchronize()
             torch.testing.assert_close(y.cpu().double(), scaled, rtol=1e-3, atol=1e-5)
-    families: list[tuple[Any, bitwise.Problem, Any]] = [(bitwise, *way) for way in ways()]
-    families += [(bitwise_wide, *way) for way in wide_ways()]
+    families: list[tuple[Any, sm90_bitplane.Problem, Any]] = [(sm90_bitplane, *way) for way in ways()]
+    families += [(sm90_bitplane_stacked, *way) for way in wide_ways()]
     for family, problem, config in families:
         given = operands(problem.m, problem.n, problem.k, problem.weights, problem.activations, "cuda")
         y = family.multiply(given.x, given.weight, Output.f16, config=config)

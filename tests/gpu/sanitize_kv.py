@@ -17,7 +17,7 @@ import torch  # noqa: E402
 from anybit.attention import decode_kernel, decode_reference  # noqa: E402
 from anybit.device import Device  # noqa: E402
 from anybit.jit import Kernel  # noqa: E402
-from anybit.kernels import decode, kvpack  # noqa: E402
+from anybit.kernels.attention import decode, kv_quantize  # noqa: E402
 from cases_decode import Case, problem, relative_error  # noqa: E402
 
 LENGTHS = (300, 7, 128, 1025)
@@ -38,8 +38,8 @@ def kernels_used() -> list[Kernel]:
             cut = dataclasses.replace(asked, split=split)
             found.add(decode.kernel(decode.default(cut, device), asked.layout))
         for tokens in (1, 2):
-            stored = kvpack.Problem(asked.layout, 1, case.kv_heads, tokens, asked.ring, asked.window, case.bf16)
-            found.add(kvpack.kernel(kvpack.default(stored)))
+            stored = kv_quantize.Problem(asked.layout, 1, case.kv_heads, tokens, asked.ring, asked.window, case.bf16)
+            found.add(kv_quantize.kernel(kv_quantize.default(stored)))
     return list(found)
 
 

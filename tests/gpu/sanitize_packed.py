@@ -16,7 +16,12 @@ import torch  # noqa: E402
 
 from anybit.device import Device  # noqa: E402
 from anybit.jit import Kernel  # noqa: E402
-from anybit.kernels import packed_digits, packed_large, packed_mid, packed_small  # noqa: E402
+from anybit.kernels.gemm import (  # noqa: E402
+    sm90_packed_gemm,
+    sm90_packed_gemv,
+    sm90_packed_skinny,
+    sm90_packed_skinny_f16,
+)
 from anybit.ops.elementwise import silu_mul  # noqa: E402
 from anybit.scheme import WeightFormat  # noqa: E402
 from cases_packed import TOLERANCE, product  # noqa: E402
@@ -25,15 +30,15 @@ W4 = WeightFormat(4, "sym", 128)
 HALF, BFLOAT = torch.float16, torch.bfloat16
 FEW: dict[str, list[tuple[ModuleType, int, int, int, WeightFormat, torch.dtype, bool]]] = {
     "digits": [
-        (packed_digits, 1, 200, 1024, W4, HALF, False),
-        (packed_digits, 3, 77, 300, WeightFormat(3, "asym", 64), BFLOAT, False),
-        (packed_digits, 2, 256, 512, WeightFormat(2, "bipolar", None), HALF, True),
-        (packed_digits, 1, 9000, 256, W4, HALF, False),
+        (sm90_packed_gemv, 1, 200, 1024, W4, HALF, False),
+        (sm90_packed_gemv, 3, 77, 300, WeightFormat(3, "asym", 64), BFLOAT, False),
+        (sm90_packed_gemv, 2, 256, 512, WeightFormat(2, "bipolar", None), HALF, True),
+        (sm90_packed_gemv, 1, 9000, 256, W4, HALF, False),
     ],
     "mid": [
-        (packed_mid, 5, 77, 300, WeightFormat(4, "sym", 64), HALF, False),
-        (packed_mid, 16, 256, 1024, WeightFormat(3, "asym", 32), BFLOAT, True),
-        (packed_mid, 12, 9000, 512, W4, HALF, False),
+        (sm90_packed_skinny_f16, 5, 77, 300, WeightFormat(4, "sym", 64), HALF, False),
+        (sm90_packed_skinny_f16, 16, 256, 1024, WeightFormat(3, "asym", 32), BFLOAT, True),
+        (sm90_packed_skinny_f16, 12, 9000, 512, W4, HALF, False),
     ],
 }
 LARGE: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [
@@ -56,10 +61,12 @@ STRIPES: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [(70, 300, 
 WAYS = {"large": LARGE, "stripes": STRIPES}
 
 
-def problem_of(m: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, ordered: bool) -> packed_small.Problem:
+def problem_of(
+    m: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, ordered: bool
+) -> sm90_packed_skinny.Problem:
     columns = -(-k // 128) * 128
     device = Device.named("sm_90a")
-    return packed_small.Problem(m, n, k, format, dtype, dtype, device, columns, ordered, k % 8 == 0)
+    return sm90_packed_skinny.Problem(m, n, k, format, dtype, dtype, device, columns, ordered, k % 8 == 0)
 
 
 def kernels_used() -> list[Kernel]:
@@ -70,7 +77,7 @@ def kernels_used() -> list[Kernel]:
         for module, m, n, k, format, dtype, ordered in cases
     }
     for m, n, k, cut in [*LARGE, *STRIPES]:
-        found.add(packed_large.kernel(packed_large.config_for(packed_large.Problem(m, n, k, W4), *cut)))
+        found.add(sm90_packed_gemm.kernel(sm90_packed_gemm.config_for(sm90_packed_gemm.Problem(m, n, k, W4), *cut)))
     return list(found)
 
 
@@ -81,19 +88,19 @@ def ends() -> None:
         n = (heads + 2 * kv_heads) * dim
         it = product(W4, m, n, k, bias=True, device="cuda")
         gamma, residual, total = torch.rand(k, device="cuda").half(), torch.randn_like(it.x), torch.zeros_like(it.x)
-        problem = packed_small.problem_of(it.packed, m, HALF, HALF, Device.of(it.x))
-        config = packed_digits.norm_default(problem)
+        problem = sm90_packed_skinny.problem_of(it.packed, m, HALF, HALF, Device.of(it.x))
+        config = sm90_packed_gemv.norm_default(problem)
         norm = (gamma, 1e-5, residual, total, it.bias, config)
         gated = torch.empty(m, n // 2, dtype=HALF, device="cuda")
-        packed_digits.launch_norm(it.packed, it.x, gated, *norm, silu=True)
+        sm90_packed_gemv.launch_norm(it.packed, it.x, gated, *norm, silu=True)
         q = torch.empty(m, heads * dim, dtype=HALF, device="cuda")
         ring = torch.zeros(m, kv_heads, 2, slots * dim, dtype=HALF, device="cuda")
         lengths = torch.tensor([40, 7][:m], dtype=torch.int32, device="cuda")
         angles = torch.rand(m, dim, device="cuda")
-        step = packed_digits.Step(angles.cos().half(), angles.sin().half(), ring, lengths, None, heads, kv_heads, 1)
-        packed_digits.launch_rotary(it.packed, it.x, q, *norm, step)
+        step = sm90_packed_gemv.Step(angles.cos().half(), angles.sin().half(), ring, lengths, None, heads, kv_heads, 1)
+        sm90_packed_gemv.launch_rotary(it.packed, it.x, q, *norm, step)
         plain = it.empty()
-        packed_digits.launch_norm(it.packed, it.x, plain, *norm)
+        sm90_packed_gemv.launch_norm(it.packed, it.x, plain, *norm)
         assert torch.equal(gated, silu_mul(plain, paired=True)) and torch.equal(total, it.x + residual)
         assert ring.count_nonzero() > 0.9 * m * kv_heads * 2 * dim
         print(f"ends {m} x {n} x {k}", flush=True)
@@ -113,8 +120,8 @@ def main() -> None:
         for m, n, k, cut in WAYS.get(name, []):
             it = product(W4, m, n, k, bias=True, device="cuda")
             y = it.empty()
-            config = packed_large.config_for(packed_large.Problem(m, n, k, W4), *cut)
-            packed_large.multiply(it.x, it.packed, it.bias, y, config)
+            config = sm90_packed_gemm.config_for(sm90_packed_gemm.Problem(m, n, k, W4), *cut)
+            sm90_packed_gemm.multiply(it.x, it.packed, it.bias, y, config)
             assert it.error(y) < TOLERANCE[HALF], (m, n, k, cut)
             print(f"{name} {m} x {n} x {k} {cut}: {it.error(y):.1e}", flush=True)
 

@@ -19,11 +19,16 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import torch  # noqa: E402
 
 from anybit import jit  # noqa: E402
-from anybit.kernels import bitwise, bitwise_sync, pack, planes  # noqa: E402
-from anybit.kernels.bitwise import Output  # noqa: E402
+from anybit.kernels.elementwise import quantize_activations  # noqa: E402
+from anybit.kernels.gemm import (  # noqa: E402
+    bitplane_layout,
+    sm80_bitplane_gemm,
+    sm90_bitplane,
+)
+from anybit.kernels.gemm.sm90_bitplane import Output  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
-from cases_bitwise import H200  # noqa: E402
+from cases_bitplane import H200  # noqa: E402
 
 TOGETHER = 24
 """Products in one graph."""
@@ -32,8 +37,14 @@ TOGETHER = 24
 def space(m: int, n: int, k: int, scheme: Scheme) -> list[tuple[ModuleType, Any]]:
     """Both families' configs."""
     formats = (m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
-    large = [(bitwise, config) for config in bitwise.configs(bitwise.Problem(*formats))]
-    return [*large, *((bitwise_sync, one) for one in bitwise_sync.configs(bitwise_sync.Problem(*formats, n % 8 == 0)))]
+    large = [(sm90_bitplane, config) for config in sm90_bitplane.configs(sm90_bitplane.Problem(*formats))]
+    return [
+        *large,
+        *(
+            (sm80_bitplane_gemm, one)
+            for one in sm80_bitplane_gemm.configs(sm80_bitplane_gemm.Problem(*formats, n % 8 == 0))
+        ),
+    ]
 
 
 def main() -> None:
@@ -52,7 +63,7 @@ def main() -> None:
             jit.cached(family.kernel(config), H200.arch)
         print(f"{len(found)} kernels compiled")
         return
-    weight = planes.prepare(random_weight(n, k, options.scheme.weights).to("cuda"))
+    weight = bitplane_layout.prepare(random_weight(n, k, options.scheme.weights).to("cuda"))
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).half().cuda()
     first: torch.Tensor | None = None
     began = time.perf_counter()
@@ -62,7 +73,9 @@ def main() -> None:
             found = found[:i]
             break
         try:
-            y = family.multiply(pack.quantize(x, options.scheme.activations), weight, Output.f16, config=config)
+            y = family.multiply(
+                quantize_activations.quantize(x, options.scheme.activations), weight, Output.f16, config=config
+            )
             torch.cuda.synchronize()
         except RuntimeError:
             print(f"fault of config {i}: {config}", flush=True)
@@ -89,7 +102,9 @@ def in_graphs(
             with torch.cuda.stream(stream):
                 graph.capture_begin()
                 results = [
-                    family.multiply(pack.quantize(x, options.scheme.activations), weight, Output.f16, config=config)
+                    family.multiply(
+                        quantize_activations.quantize(x, options.scheme.activations), weight, Output.f16, config=config
+                    )
                     for family, config in chosen
                 ]
                 graph.capture_end()

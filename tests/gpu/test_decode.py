@@ -1,6 +1,7 @@
 """Decode attention and packing on a GPU against exact attention over what the cache holds.
 
-A third of the cases; all of them with ANYBIT_EXHAUSTIVE=1. Before: `python tests/gpu/precompile.py test_decode`.
+A third of the cases; all of them with ANYBIT_EXHAUSTIVE=1. ActivationPrologue: `python tests/gpu/precompile.py
+test_decode`.
 """
 
 import os
@@ -13,7 +14,7 @@ from anybit.attention import decode_kernel, decode_reference
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Kernel
-from anybit.kernels import decode, kvpack
+from anybit.kernels.attention import decode, kv_quantize
 from cases_decode import CASES, Case, problem, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -33,8 +34,8 @@ def kernels_used() -> list[Kernel]:
         asked = problem(case)
         found.add(decode.kernel(decode.default(asked, device), asked.layout))
         for tokens in (1, 2):
-            stored = kvpack.Problem(asked.layout, 1, case.kv_heads, tokens, asked.ring, asked.window, case.bf16)
-            found.add(kvpack.kernel(kvpack.default(stored)))
+            stored = kv_quantize.Problem(asked.layout, 1, case.kv_heads, tokens, asked.ring, asked.window, case.bf16)
+            found.add(kv_quantize.kernel(kv_quantize.default(stored)))
     return sorted(found, key=lambda kernel: str(kernel.config))
 
 

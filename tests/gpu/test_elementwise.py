@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from anybit import QuantLinear
-from anybit.kernels.packed_digits import Step
+from anybit.kernels.gemm.sm90_packed_gemv import Step
 from anybit.ops import elementwise
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, rotate_store, silu_mul
-from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -76,11 +76,11 @@ def test_codes_made_by_norms_and_silu(scheme, backend, m):
     layer = QuantLinear.from_weight(weight, parsed, None, backend).prepare()
     x, residual, gamma = torch.randn(m, k).half(), torch.randn(m, k).half(), torch.rand(k).half()
     x, residual, gamma, gate_up = (t.cuda() for t in (x, residual, gamma, torch.randn(m, 2 * k).half()))
-    y, total = layer.after_norm(x, residual, gamma, 1e-5)
+    y, total = layer.norm_linear(x, residual, gamma, 1e-5)
     normed, expected = add_rms_norm(x, residual, gamma, 1e-5)
     assert torch.equal(total, expected)
-    pairs = [(y, layer(normed)), (layer.after_norm(x, None, gamma, 1e-5)[0], layer(rms_norm(x, gamma, 1e-5)))]
-    pairs.append((layer.after_silu(gate_up), layer(silu_mul(gate_up))))
+    pairs = [(y, layer(normed)), (layer.norm_linear(x, None, gamma, 1e-5)[0], layer(rms_norm(x, gamma, 1e-5)))]
+    pairs.append((layer.silu_linear(gate_up), layer(silu_mul(gate_up))))
     for got, wanted in pairs:  # both norms round alike but for the last bit of a sum, which may turn a code
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=0.3)
 
@@ -99,8 +99,8 @@ def test_products_that_norm_their_activations(dtype, m, n, k):
     wanted = layer(normed)
     for _ in range(5):
         made = x + 0
-        y, total = layer.after_norm(made, residual, gamma, 1e-5)
-        again, sum_again = layer.after_norm(y[:, :k].contiguous() if n >= k else x, total, gamma, 1e-5)
+        y, total = layer.norm_linear(made, residual, gamma, 1e-5)
+        again, sum_again = layer.norm_linear(y[:, :k].contiguous() if n >= k else x, total, gamma, 1e-5)
         assert torch.equal(total, expected)
         error = float((y.float() - wanted.float()).abs().mean() / wanted.float().abs().mean())
         assert error < (1e-3 if dtype == torch.float16 else 8e-3)
@@ -121,8 +121,8 @@ def test_products_that_end_with_silu(dtype, m, n, k):
     layer = QuantLinear.from_weight(weight, scheme, torch.randn(n, device="cuda").to(dtype), "packed").prepare()
     x, residual, gamma = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,)))
     for _ in range(5):
-        plain, total = layer.after_norm(x + 0, residual, gamma, 1e-5)
-        y, same = layer.after_norm(x + 0, residual, gamma, 1e-5, silu=True)
+        plain, total = layer.norm_linear(x + 0, residual, gamma, 1e-5)
+        y, same = layer.norm_linear(x + 0, residual, gamma, 1e-5, silu=True)
         assert torch.equal(total, same) and y.shape == (m, n // 2)
         assert torch.equal(y, silu_mul(plain, paired=True))
         assert close(y, elementwise._silu_mul_cpu(plain.float(), paired=True), dtype)
@@ -153,8 +153,8 @@ def test_products_that_turn_and_store(dtype, m, tokens, heads, kv_heads, dim, k)
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
     step = Step(cosine, sine, got, lengths, sequences, heads, kv_heads, tokens)
     for _ in range(5):
-        q, total = layer.after_norm_turned(x + 0, residual, gamma, 1e-5, step)
-        qkv, same = layer.after_norm(x + 0, residual, gamma, 1e-5)
+        q, total = layer.norm_linear_rope(x + 0, residual, gamma, 1e-5, step)
+        qkv, same = layer.norm_linear(x + 0, residual, gamma, 1e-5)
         assert torch.equal(total, same)
         wide = [t.float() for t in (qkv, cosine, sine)]
         expected = elementwise._rotate_store_cpu(

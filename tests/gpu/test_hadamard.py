@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from anybit import hadamard, ops
-from anybit.kernels import hadamard as kernel
-from anybit.kernels import pack, planes
-from anybit.kernels.pack import Source, Target
+from anybit.kernels.elementwise import hadamard as kernel
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.elementwise.quantize_activations import Source, Target
+from anybit.kernels.gemm import bitplane_layout
 from anybit.linear import QuantLinear
-from anybit.ops.before import Before
 from anybit.ops.elementwise import add_rms_norm, silu_mul
-from anybit.quantize.rtn import quantize_weight
+from anybit.ops.prologue import ActivationPrologue
+from anybit.quantize.methods.rtn import quantize_weight
 from anybit.scheme import ActivationFormat, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -34,19 +35,22 @@ def kernels_used():
     for k in ROTATED:
         for i, (format, target) in enumerate(CODED):
             for rotated in (False, True):
-                problem = pack.Problem(
+                problem = quantize_activations.Problem(
                     5, k, format, (torch.float16, torch.bfloat16)[i % 2], target=target, rotated=rotated
                 )
                 found |= {
-                    pack.kernel(config) for config in (pack.configs(problem) if rotated else [pack.default(problem)])
+                    quantize_activations.kernel(config)
+                    for config in (
+                        quantize_activations.configs(problem) if rotated else [quantize_activations.default(problem)]
+                    )
                 }
     return list(found)
 
 
-def same(found: pack.Packed, wanted: pack.Packed) -> bool:
-    def codes(packed: pack.Packed) -> torch.Tensor:
+def same(found: quantize_activations.Packed, wanted: quantize_activations.Packed) -> bool:
+    def codes(packed: quantize_activations.Packed) -> torch.Tensor:
         if packed.target is Target.planes:
-            return planes.unpack(packed.codes.cpu(), packed.m, packed.k)
+            return bitplane_layout.unpack(packed.codes.cpu(), packed.m, packed.k)
         return packed.codes[:, : packed.k].view(torch.uint8).cpu()
 
     # One bit's scale is a mean, whose sum has another order in another config.
@@ -69,12 +73,12 @@ def test_rotated_while_coded_is_rotated_and_coded(case, k):
     x[1] = 0
     x[2, 7] = 3e4
     x = x.to("cuda", (torch.float16, torch.bfloat16)[case % 2])[:, :k]
-    wanted = pack.quantize(kernel.transform(x), format, target)
-    problem = pack.problem_of(x, format, target, rotated=True)
-    for config in pack.configs(problem):
-        found = pack.Packed(5, k, format, target, x.device)
+    wanted = quantize_activations.quantize(kernel.transform(x), format, target)
+    problem = quantize_activations.problem_of(x, format, target, rotated=True)
+    for config in quantize_activations.configs(problem):
+        found = quantize_activations.Packed(5, k, format, target, x.device)
         found.buffer.fill_(0xA5)
-        pack.launch(problem, config, found, x)
+        quantize_activations.launch(problem, config, found, x)
         assert same(found, wanted), config
 
 
@@ -90,9 +94,9 @@ def test_layers_rotate_what_a_norm_or_an_activation_gives(scheme):
     x, other = (torch.randn(2, 9, k, generator=g).to("cuda", torch.float16) for _ in range(2))
     gamma, both = torch.rand(k, generator=g).to("cuda", torch.float16), torch.cat([x, other], -1)
     assert torch.equal(turned(x), plain(ops.hadamard(x)))
-    assert torch.equal(turned.after_silu(both), plain(ops.hadamard(silu_mul(both))))
+    assert torch.equal(turned.silu_linear(both), plain(ops.hadamard(silu_mul(both))))
     normed, total = add_rms_norm(x, other, gamma, 1e-5)
-    found, found_total = turned.after_norm(x, other, gamma, 1e-5)
+    found, found_total = turned.norm_linear(x, other, gamma, 1e-5)
     assert torch.equal(found_total, total)
     # The norm's sum of squares is another's: apart by what a last bit of a value does.
     torch.testing.assert_close(found, plain(ops.hadamard(normed)), rtol=2e-2, atol=0.1)
@@ -114,8 +118,8 @@ def test_sizes_that_no_kernel_rotates_are_rotated_before():
 def test_other_rows_are_not_touched_by_what_is_not_finite():
     x = torch.randn(3, 1536, device="cuda", dtype=torch.float16)
     x[1, 9] = torch.nan
-    packed = pack.Packed(3, 1536, ActivationFormat(4, "asym"), Target.planes, x.device)
-    Before(Source.plain, x, rotated=True).code(packed, Target.planes)
+    packed = quantize_activations.Packed(3, 1536, ActivationFormat(4, "asym"), Target.planes, x.device)
+    ActivationPrologue(Source.plain, x, rotated=True).code(packed, Target.planes)
     assert packed.scale.isnan().tolist() == [False, True, False]
 
 

@@ -6,16 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybit.quantize import gptq
-from anybit.quantize import recorded as recordings
-from anybit.quantize.accumulate import Accumulation
-from anybit.quantize.balance import Balance, learn_scales, put_scales
-from anybit.quantize.calibrate import Calibration, LayerQuantizer, calibrate
-from anybit.quantize.distill import Distillation, distill
-from anybit.quantize.learned import BlockLearning
-from anybit.quantize.methods import quantize_folder
-from anybit.quantize.recorded import Recorder
-from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.learn import cuda_graphs as recordings
+from anybit.quantize.learn.cuda_graphs import Recorder
+from anybit.quantize.learn.kl_gradient import Accumulation
+from anybit.quantize.learn.scales import (
+    Balance,
+    learn_scales,
+    put_scales,
+)
+from anybit.quantize.methods import gptq
+from anybit.quantize.methods.blockwise import BlockLearning
+from anybit.quantize.methods.distill import Distillation, distill
+from anybit.quantize.methods.registry import quantize_folder
+from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantize.pipeline.calibrate import (
+    Calibration,
+    LayerQuantizer,
+    calibrate,
+)
 from anybit.scheme import Scheme
 from cases_calibration import divergence, loud, names_of, tiny
 from cases_models import save_tiny

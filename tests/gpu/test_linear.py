@@ -9,8 +9,9 @@ from anybit import ops, reference
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.jit import Kernel
-from anybit.kernels import bitwise, pack
-from anybit.kernels.bitwise import Output
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.gemm import sm90_bitplane
+from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.linear import QuantLinear
 from anybit.scheme import Scheme
 from cases import EXHAUSTIVE, random_weight
@@ -33,8 +34,14 @@ def kernels_used() -> list[Kernel]:
         parsed = Scheme.parse(scheme)
         bucket = 1 << (m - 1).bit_length()
         problem = (bucket, n, k, parsed.weights, parsed.activations, Output.f16, Device.named("sm_90a"))
-        found.add(bitwise.kernel(bitwise.default(bitwise.Problem(*problem))))
-        found.add(pack.kernel(pack.default(pack.Problem(bucket, k, parsed.activations, aligned=k % 8 == 0))))
+        found.add(sm90_bitplane.kernel(sm90_bitplane.default(sm90_bitplane.Problem(*problem))))
+        found.add(
+            quantize_activations.kernel(
+                quantize_activations.default(
+                    quantize_activations.Problem(bucket, k, parsed.activations, aligned=k % 8 == 0)
+                )
+            )
+        )
     return list(found)
 
 

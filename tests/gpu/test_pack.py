@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from anybit.jit import Kernel
-from anybit.kernels import pack, planes
-from anybit.kernels.pack import Source, Target
+from anybit.kernels.elementwise import quantize_activations as activation_kernel
+from anybit.kernels.elementwise.quantize_activations import Source, Target
+from anybit.kernels.gemm import bitplane_layout
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat
 from cases import BITS, EXHAUSTIVE
@@ -28,8 +29,8 @@ def kernels_used() -> list[Kernel]:
     for dtype in (torch.float16, torch.bfloat16):
         for m, k in [*SHAPES, (10, 136)]:
             for format, target in [*((f, Target.planes) for f in FORMATS), *((f, Target.bytes) for f in BYTE_FORMATS)]:
-                problem = pack.Problem(m, k, format, dtype, Source.plain, target, k % 8 == 0)
-                found.add(pack.kernel(pack.default(problem)))
+                problem = activation_kernel.Problem(m, k, format, dtype, Source.plain, target, k % 8 == 0)
+                found.add(activation_kernel.kernel(activation_kernel.default(problem)))
     return list(found)
 
 
@@ -55,14 +56,16 @@ def hard_rows(dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def check(x: torch.Tensor, format: ActivationFormat, target: Target, config: pack.Config | None = None) -> None:
+def check(
+    x: torch.Tensor, format: ActivationFormat, target: Target, config: activation_kernel.Config | None = None
+) -> None:
     """Compare one launch over poisoned memory with the reference on the CPU."""
     device = x.cuda()  # leaves what is there already as it is, strides included
     expected = quantize_activations(x.cpu(), format)
-    problem = pack.problem_of(device, format, target)
-    packed = pack.Packed(problem.m, problem.k, format, target, device.device)
+    problem = activation_kernel.problem_of(device, format, target)
+    packed = activation_kernel.Packed(problem.m, problem.k, format, target, device.device)
     packed.buffer.fill_(0xA5)
-    pack.launch(problem, config or pack.default(problem), packed, device)
+    activation_kernel.launch(problem, config or activation_kernel.default(problem), packed, device)
     finite = expected.scale.isfinite()
     scale = packed.scale.cpu()
     assert torch.equal(scale.isnan(), expected.scale.isnan())
@@ -72,8 +75,8 @@ def check(x: torch.Tensor, format: ActivationFormat, target: Target, config: pac
         assert torch.equal(scale[finite], expected.scale[finite])
     m, k = x.shape
     if target is Target.planes:
-        got = planes.unpack(packed.codes.cpu(), m, k)
-        whole = planes.unpack(packed.codes.cpu(), m, planes.chunks(k) * planes.CHUNK)
+        got = bitplane_layout.unpack(packed.codes.cpu(), m, k)
+        whole = bitplane_layout.unpack(packed.codes.cpu(), m, bitplane_layout.chunks(k) * bitplane_layout.CHUNK)
         assert not whole[:, k:].any(), "columns past K are zeros"
         offset = 0
     else:
@@ -112,19 +115,19 @@ def test_every_config_and_strided_rows() -> None:
     wide = matrix(9, 4096 + 24, torch.float16).cuda()  # sliced on the device: copied there, a slice is dense again
     for x in (wide[:, :4096], wide[:, 8:2056], wide[:, 3:1030]):  # aligned rows, aligned, not aligned
         assert not x.is_contiguous()
-        problem = pack.problem_of(x, format)
-        for config in pack.configs(problem):
+        problem = activation_kernel.problem_of(x, format)
+        for config in activation_kernel.configs(problem):
             check(x, format, Target.planes, config)
 
 
 def fused(source: Source, x: torch.Tensor, k: int, format: ActivationFormat, **more: object) -> torch.Tensor:
     """Run a fused source, check its codes against the values it says it coded, and return those values."""
-    problem = pack.problem_of(x, format, Target.planes, source)
-    packed = pack.Packed(problem.m, problem.k, format, Target.planes, x.device)
+    problem = activation_kernel.problem_of(x, format, Target.planes, source)
+    packed = activation_kernel.Packed(problem.m, problem.k, format, Target.planes, x.device)
     values = torch.empty(x.shape[0], k, dtype=x.dtype, device=x.device)
-    pack.launch(problem, pack.default(problem), packed, x, normalized=values, **more)
+    activation_kernel.launch(problem, activation_kernel.default(problem), packed, x, normalized=values, **more)
     expected = quantize_activations(values.cpu(), format)
-    assert torch.equal(planes.unpack(packed.codes.cpu(), x.shape[0], k), expected.codes)
+    assert torch.equal(bitplane_layout.unpack(packed.codes.cpu(), x.shape[0], k), expected.codes)
     assert torch.equal(packed.scale.cpu(), expected.scale)
     return values
 

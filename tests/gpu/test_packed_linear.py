@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anybit.linear import QuantLinear
-from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 from cases import random_weight
 

@@ -12,13 +12,13 @@ from anybit import ops
 from anybit.device import Device
 from anybit.linear import QuantLinear, use_backend
 from anybit.scheme import Scheme
-from anybit.tune import dispatcher as dispatching
-from anybit.tune.families import Layout, Product
+from anybit.tune import dispatch as dispatching
 from anybit.tune.plans import Options
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
-from anybit.tune.runner import Effort
+from anybit.tune.registry import Layout, LinearProblem
 from anybit.tune.search import search
 from anybit.tune.space import builtin, space
+from anybit.tune.worker import TimingBudget
 from cases import random_weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -32,12 +32,12 @@ def clean() -> Iterator[None]:
     dispatching.allow()
 
 
-def product(scheme: str, m: int, n: int = N, k: int = K) -> Product:
+def product(scheme: str, m: int, n: int = N, k: int = K) -> LinearProblem:
     parsed = Scheme.parse(scheme)
-    return Product(m, n, k, parsed.weights, parsed.activations, device=Device.of(torch.empty(0, device="cuda")))
+    return LinearProblem(m, n, k, parsed.weights, parsed.activations, device=Device.of(torch.empty(0, device="cuda")))
 
 
-def obey(tmp_path: Path, *points: tuple[Product, dict[str, float]]) -> None:
+def obey(tmp_path: Path, *points: tuple[LinearProblem, dict[str, float]]) -> None:
     """A map in which the first candidate of each layout takes the microseconds that are said."""
     one = points[0][0]
     policy = Policy(Origin.here(one.device.name, one.device.arch))
@@ -70,7 +70,7 @@ def both(scheme: str, backend: str | None = None, act_order: bool = False) -> tu
 def test_a_search_finds_nothing_slower_than_built_in_choices(tmp_path: Path) -> None:
     path = tmp_path / "map.json"
     wanted = [product("w4a8", 1), product("w2a2", 64), product("w4a16g128", 256)]
-    policy = search(wanted, path, Options(2, ("a8",), Effort(30, 1, 2)))
+    policy = search(wanted, path, Options(2, ("a8",), TimingBudget(30, 1, 2)))
     assert not policy.excluded
     for one in wanted:
         point = policy.exact(one)
@@ -101,7 +101,7 @@ def test_each_token_count_runs_its_strategy_in_two_layouts(tmp_path: Path) -> No
     assert torch.equal(on_gpu.quantized_weight().words, weight.words)
     for m in (1, 40):  # coded by the activation function's kernel, for either layout
         gate_up = torch.randn(m, 2 * K, generator=torch.Generator().manual_seed(m)).half()
-        actual, expected = on_gpu.after_silu(gate_up.cuda()).float().cpu(), reference.after_silu(gate_up).float()
+        actual, expected = on_gpu.silu_linear(gate_up.cuda()).float().cpu(), reference.silu_linear(gate_up).float()
         assert float((actual - expected).norm() / expected.norm()) < 5e-3
     x = torch.randn(1, K, device="cuda").half()
     expected = on_gpu(x)

@@ -482,17 +482,17 @@ def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(
 
 
 def test_an_allowance_that_changes_nothing_is_said(model: Path) -> None:
-    from anybit.tune import dispatcher
+    from anybit.tune import dispatch
 
     try:
-        dispatcher.allow("a8")
+        dispatch.allow("a8")
         with pytest.warns(UserWarning, match="no policy map of this device says .* tune MODEL --scheme S --allow a8"):
             loaded = load_model(model, "w4a16g32", device="cpu").model
         assert {layer.runs_on for layer in loaded.modules() if isinstance(layer, QuantLinear)} == {"reference-decoded"}
         with warnings.catch_warnings(action="error"):
             load_model(model, "w4a8", device="cpu")
             load_model(model, device="cpu")
-            dispatcher.allow()
+            dispatch.allow()
             load_model(model, "w4a16g32", device="cpu")
     finally:
-        dispatcher.allow()
+        dispatch.allow()

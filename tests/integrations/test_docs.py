@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from anybit.ops.reference import ReferenceDecoded
-from anybit.tune import dispatcher
+from anybit.tune import dispatch
 from cases_models import save_byte_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -51,6 +51,6 @@ def test_the_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_the_page_names_is_there() -> None:
     import anybit
 
-    assert callable(dispatcher.use) and callable(dispatcher.allow) and callable(anybit.ops.allow_fallback)
+    assert callable(dispatch.use) and callable(dispatch.allow) and callable(anybit.ops.allow_fallback)
     assert issubclass(anybit.errors.KernelError, RuntimeError) and issubclass(anybit.errors.LayerError, ValueError)
     assert ReferenceDecoded.name == "reference-decoded"

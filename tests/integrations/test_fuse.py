@@ -10,11 +10,11 @@ import anybit
 from anybit import QuantLinear
 from anybit.errors import LayerError
 from anybit.integrations import fuse as fusing
-from anybit.kernels.packed_digits import Step
-from anybit.kernels.rope import paired_channels
+from anybit.kernels.elementwise.rope import paired_channels
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops.elementwise import rotate_store
 from anybit.packing import reorder
-from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 
 SIZES = {
@@ -167,8 +167,10 @@ def test_a_product_that_turns_and_stores_says_the_same_in_two_steps(tokens):
     rings = torch.zeros(2, 1, kv_heads, 2, slots * dim)
     lengths = torch.tensor([40], dtype=torch.int32)
     where = (lengths, None, heads, kv_heads, tokens)
-    q, total = paired.after_norm_turned(x, residual, gamma, 1e-5, Step(angles.cos(), angles.sin(), rings[0], *where))
-    qkv, same = QuantLinear.from_weight(plain, "w4a16g32").after_norm(x, residual, gamma, 1e-5)
+    q, total = paired.norm_linear_rope(
+        x, residual, gamma, 1e-5, RopeStoreArgs(angles.cos(), angles.sin(), rings[0], *where)
+    )
+    qkv, same = QuantLinear.from_weight(plain, "w4a16g32").norm_linear(x, residual, gamma, 1e-5)
     rotary = (angles.cos(), angles.sin(), heads, kv_heads)
     wanted = rotate_store(qkv.view(tokens, -1), *rotary, rings[1], lengths, None, tokens)
     assert torch.equal(total, same)

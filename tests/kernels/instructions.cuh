@@ -1,6 +1,6 @@
 // Every function of ptx.cuh and ptx_wgmma.cuh, for the tests that compare hardware with the emulation.
 // Kernels read words from x and write what they get to y: result i of thread t is y[i * threads + t].
-#include "ptx_wgmma.cuh"
+#include "common/ptx/wgmma.cuh"
 
 struct Params {
     const uint32_t* x;

@@ -1,5 +1,5 @@
 // The example of docs/kernels.md: one warp sums one row of a float matrix and scales the sum.
-#include "ptx.cuh"
+#include "common/ptx/base.cuh"
 
 struct Params {
     const float* x;  // [rows, columns]

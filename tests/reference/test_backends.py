@@ -16,9 +16,9 @@ from anybit.linear import QuantLinear, use_backend
 from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.bitwise import Bitwise, why_not
-from anybit.ops.inputs import dense_bias
+from anybit.ops.checks import dense_bias
 from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
-from anybit.tune.families import Product, tiles_of
+from anybit.tune.registry import LinearProblem, tiles_of
 from anybit.tune.space import builtin
 from cases import BITS, random_weight, seeds
 
@@ -71,7 +71,7 @@ def test_where_tiles_run(scheme: str, arch: str, words: str | None) -> None:
     assert reason is None if words is None else words in str(reason)
     if reason is None:  # then whatever the number of tokens
         for m in (1, 3, 9, 70, 5000):
-            product = Product(m, 64, 512, parsed.weights, parsed.activations, device=device)
+            product = LinearProblem(m, 64, 512, parsed.weights, parsed.activations, device=device)
             assert builtin(product, tiles_of(parsed.activations)).why_not(product) is None
 
 
@@ -97,7 +97,7 @@ def documented(weights: WeightFormat, x: ActivationFormat, arch: str) -> bool:
 def test_what_the_page_on_schemes_says_runs(bits: int, code: str, group: int | None, x: str, arch: str) -> None:
     weights, activations = WeightFormat(bits, code, group), Scheme.parse(f"w4a{x}").activations
     for m in (1, 5, 300):
-        product = Product(m, 64, 512, weights, activations, device=Device.named(arch))
+        product = LinearProblem(m, 64, 512, weights, activations, device=Device.named(arch))
         if documented(weights, activations, arch):
             assert builtin(product).why_not(product) is None
         elif m == 300:  # a kernel for few tokens alone is no way to run a layer
@@ -110,7 +110,7 @@ def test_a_layer_may_have_any_number_of_inputs(scheme: str) -> None:
     parsed = Scheme.parse(scheme)
     for k in (33, 96, 100, 104, 112):
         for arch in ("sm_90a", "sm_80"):
-            product = Product(300, 64, k, parsed.weights, parsed.activations, device=Device.named(arch))
+            product = LinearProblem(300, 64, k, parsed.weights, parsed.activations, device=Device.named(arch))
             if arch == "sm_90a" or scheme != "w4a8fp":
                 assert builtin(product).why_not(product) is None
             else:
@@ -132,7 +132,7 @@ def test_what_a_layer_launches_without_wgmma(arch: str, scheme: str, monkeypatch
     for _ in range(2):  # the second call goes by what the first has found
         launched.clear()
         tiles.linear(torch.zeros(70, 512, dtype=torch.float16), tensors, None, spec)
-        assert launched == (["quantize"] if parsed.activations.quantized else []) + ["marlin_gemm"]
+        assert launched == (["quantize"] if parsed.activations.quantized else []) + ["sm80_packed_gemm"]
     packed._plans.clear()
 
 

@@ -5,10 +5,17 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from anybit.errors import CalibrationError, TextError
-from anybit.quantize import gptq, resume
-from anybit.quantize.blocks import Store
-from anybit.quantize.calibrate import Calibration, batched, calibrate, read_sequences, read_text
-from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.methods import gptq
+from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantize.pipeline import resume
+from anybit.quantize.pipeline.blocks import Store
+from anybit.quantize.pipeline.calibrate import (
+    Calibration,
+    batched,
+    calibrate,
+    read_sequences,
+    read_text,
+)
 from anybit.scheme import Scheme
 from cases_calibration import divergence, names_of, sequences, tiny
 

@@ -5,16 +5,16 @@ import torch
 
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
-from anybit.quantize import gptq
-from anybit.quantize.blocks import Call
-from anybit.quantize.calibrate import Calibration, calibrate
-from anybit.quantize.distill import Distillation, distill
-from anybit.quantize.distill import _gains as distill_gains
-from anybit.quantize.learned import BlockLearning
-from anybit.quantize.norms import fuse_norms
-from anybit.quantize.rounding import rounded_through
-from anybit.quantize.rtn import quantize_weight
-from anybit.quantize.soft import SoftWeight, banks
+from anybit.quantize.learn.fake_quant import SoftWeight, banks
+from anybit.quantize.learn.norms import fuse_norms
+from anybit.quantize.learn.rounding import rounded_through
+from anybit.quantize.methods import gptq
+from anybit.quantize.methods.blockwise import BlockLearning
+from anybit.quantize.methods.distill import Distillation, distill
+from anybit.quantize.methods.distill import _gains as distill_gains
+from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantize.pipeline.blocks import Call
+from anybit.quantize.pipeline.calibrate import Calibration, calibrate
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_calibration import divergence, names_of, sequences, tiny
@@ -174,7 +174,7 @@ def test_blocks_that_cannot_be_recorded_learn_all_the_same(monkeypatch):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     expected = run()
-    monkeypatch.setattr("anybit.quantize.learned.Recorder", Refusing)
+    monkeypatch.setattr("anybit.quantize.methods.blockwise.Recorder", Refusing)
     with pytest.warns(UserWarning, match="without CUDA graphs, which is slower: operation not permitted"):
         found = run()
     assert all(torch.equal(found[name].words, expected[name].words) for name in expected)

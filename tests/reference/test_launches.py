@@ -15,13 +15,19 @@ from anybit import jit
 from anybit.device import Device
 from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
-from anybit.kernels import packed_large
-from anybit.kernels.packed_digits import Step
-from anybit.ops import backends, bitwise, elementwise, packed, sources
+from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.kernels.gemm.sm90_packed_gemv import Step
+from anybit.ops import (
+    backends,
+    bitwise,
+    elementwise,
+    fused,
+    packed,
+)
 from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
-from anybit.tune import dispatcher as dispatching
+from anybit.tune import dispatch as dispatching
 from cases import random_weight
 
 N, K = 192, 256
@@ -59,8 +65,8 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     found = Launches(device)
     monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
     monkeypatch.setattr(jit, "launch", found)
-    monkeypatch.setattr(packed_large, "launch", found)
-    for module in (tensor_map, packed_large):
+    monkeypatch.setattr(sm90_packed_gemm, "launch", found)
+    for module in (tensor_map, sm90_packed_gemm):
         monkeypatch.setattr(module, "encode", lambda *_: bytes(128))
     forget()
     yield found
@@ -196,20 +202,20 @@ def test_kernels_between_products(launches: Launches) -> None:
 def test_products_whose_inputs_are_made_while_they_are_coded(
     scheme: str, rotated: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_codes", lambda *_: True)  # as on a GPU
+    monkeypatch.setattr(fused, "_codes", lambda *_: True)  # as on a GPU
     parsed, ran = Scheme.parse(scheme), 0
-    for name in sources.CODING_BACKENDS:
+    for name in fused.CODING_BACKENDS:
         found = prepared(name, random_weight(N, K, parsed.weights), parsed)
         for m in TOKENS if found else ():
             tensors, spec = found
             for x in inputs(m, torch.float16):
                 gamma, text = torch.ones(K).half(), str(spec)
                 for residual in (None, torch.randn(x.shape).half()):
-                    y, total = sources._norm_linear(x, residual, gamma, 1e-5, tensors, None, text, rotated=rotated)
+                    y, total = fused._norm_linear(x, residual, gamma, 1e-5, tensors, None, text, rotated=rotated)
                     assert y.shape == (*x.shape[:-1], N)
                     assert total.shape == x.shape and total.is_contiguous() and total.data_ptr() != x.data_ptr()
-                assert sources._hadamard_linear(x, tensors, None, text).shape == (*x.shape[:-1], N)
+                assert fused._hadamard_linear(x, tensors, None, text).shape == (*x.shape[:-1], N)
                 both = torch.cat((x, x), -1)
-                assert sources._silu_linear(both, tensors, None, text, rotated).shape == (*x.shape[:-1], N)
+                assert fused._silu_linear(both, tensors, None, text, rotated).shape == (*x.shape[:-1], N)
                 ran += 1
     assert ran or launches.device.arch != "sm_90a"

@@ -12,11 +12,11 @@ import torch
 import torch._dynamo
 
 from anybit.errors import KernelError, LayerError
-from anybit.kernels.packed_layout import prepare as prepare_tiles
+from anybit.kernels.gemm.packed_layout import prepare as prepare_tiles
 from anybit.linear import QuantLinear, use_backend
 from anybit.ops import elementwise
 from anybit.ops.backend import LinearSpec
-from anybit.ops.inputs import check_input
+from anybit.ops.checks import check_input
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
 from cases import random_weight

@@ -13,10 +13,14 @@ from tests.cases_models import save_tiny
 
 from anybit import cli
 from anybit.scheme import Scheme
-from anybit.tune import dispatcher as dispatching
-from anybit.tune.families import GRID, STEPS, Product
+from anybit.tune import dispatch as dispatching
 from anybit.tune.plans import Options
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
+from anybit.tune.registry import (
+    GRID,
+    STEPS,
+    LinearProblem,
+)
 from anybit.tune.search import Progress
 from anybit.tune.space import builtin, space
 
@@ -34,8 +38,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *wo
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
     parsed = Scheme.parse("w3a3")
-    one = Product(64, 4096, 14336, parsed.weights, parsed.activations)
-    other = next(c for c in space(one).candidates if c.kernel == "bitwise")
+    one = LinearProblem(64, 4096, 14336, parsed.weights, parsed.activations)
+    other = next(c for c in space(one).candidates if c.kernel == "sm90_bitplane")
     found = {
         "bitwise": Measured.of(other, one, 15.0),
         "padding to int8": Measured.of(builtin(one), one, 12.5),
@@ -51,7 +55,7 @@ def test_explains_a_shape(measured: Path, monkeypatch: pytest.MonkeyPatch, capsy
     code, out, _ = run(monkeypatch, capsys, *words)
     dispatching.use()
     assert code == 0
-    assert "runs       padding to int8: packed_large(" in out
+    assert "runs       padding to int8: sm90_packed_gemm(" in out
     assert "12.50 us" in out
     assert "runner-up  bitwise, 15.00 us (20% slower)" in out
     assert "driver 575.1" in out
@@ -136,7 +140,7 @@ def test_tuning_takes_coarse_counts_first_and_ends_in_time(
     save_tiny("llama", tmp_path)
     parts: list[tuple[set[int], float]] = []
 
-    def search(products: Sequence[Product], path: object, options: Options, **_: object) -> Policy:
+    def search(products: Sequence[LinearProblem], path: object, options: Options, **_: object) -> Policy:
         parts.append(({product.m for product in products}, options.seconds))
         return Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
 
@@ -166,7 +170,7 @@ def test_tuning_measures_in_the_dtype_that_the_model_runs_in(
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": stored}))
     seen: set[torch.dtype] = set()
 
-    def search(products: Sequence[Product], *_: object, **__: object) -> Policy:
+    def search(products: Sequence[LinearProblem], *_: object, **__: object) -> Policy:
         seen.update(product.dtype for product in products)
         return Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
 
@@ -185,7 +189,7 @@ def test_explains_the_dtype_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parsed = Scheme.parse("w3a16")
-    one = Product(64, 4096, 14336, parsed.weights, parsed.activations, torch.bfloat16)
+    one = LinearProblem(64, 4096, 14336, parsed.weights, parsed.activations, torch.bfloat16)
     policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
     policy.put(one, Point(12.5, 5.0, {"dequantize": Measured.of(builtin(one), one, 12.5)}))
     save(policy, tmp_path / "map.json")
@@ -201,7 +205,7 @@ def test_tuning_replaces_no_map_of_another_gpu_and_says_in_a_log_where_it_is(
     save_tiny("llama", tmp_path)
     gpu = "NVIDIA H100"
 
-    def search(products: Sequence[Product], path: Any, options: Options, report: Any, **_: object) -> Policy:
+    def search(products: Sequence[LinearProblem], path: Any, options: Options, report: Any, **_: object) -> Policy:
         path(gpu)
         report(Progress(products[0], 3, 40, 75.0, 0))
         return Policy(Origin.here(gpu, "sm_90a", "575.1", "2.11"))

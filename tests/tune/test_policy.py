@@ -11,11 +11,19 @@ import pytest
 
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.tune import dispatcher as dispatching
+from anybit.tune import dispatch as dispatching
 from anybit.tune import policy as policies
-from anybit.tune.dispatcher import Dispatcher
-from anybit.tune.families import FAMILIES, GRID, STEPS, Family, bucket, step, steps_to
+from anybit.tune.dispatch import Dispatcher
 from anybit.tune.policy import SHIPPED, Measured, Point, PolicyError, read, save, usable
+from anybit.tune.registry import (
+    FAMILIES,
+    GRID,
+    STEPS,
+    KernelFamily,
+    bucket,
+    step,
+    steps_to,
+)
 from anybit.tune.space import builtin, promising, space
 from cases_tune import other_than_default, point, policy, product
 
@@ -74,7 +82,7 @@ def test_plans_are_made_for_token_counts_within_three_percent() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
-def test_facts_and_newer_fields_are_fields(family: Family) -> None:
+def test_facts_and_newer_fields_are_fields(family: KernelFamily) -> None:
     fields = {field.name for field in dataclasses.fields(family.module.Config)}
     assert family.facts <= fields and family.since <= fields - family.facts
 
@@ -85,10 +93,10 @@ def test_facts_and_newer_fields_are_fields(family: Family) -> None:
 def test_a_map_survives_the_disk(tmp_path: Path) -> None:
     one = product()
     default = Measured.of(builtin(one), one, 20.0)
-    also = Measured.of(other_than_default(one, "packed_small"), one, 8.5)
-    times = point(one, {"bitwise": 9.5, "packed_large": 8.25})
+    also = Measured.of(other_than_default(one, "sm90_packed_skinny"), one, 8.5)
+    times = point(one, {"sm90_bitplane": 9.5, "sm90_packed_gemm": 8.25})
     written = policy((one, replace(times, default=default, also=(also,))))
-    written.excluded = {"w4a8 packed_large(tokens=16)": "it hung for 20 s"}
+    written.excluded = {"w4a8 sm90_packed_gemm(tokens=16)": "it hung for 20 s"}
     save(written, tmp_path / "map.json")
     found = read(tmp_path / "map.json")
     assert found.layers == written.layers
@@ -123,7 +131,7 @@ def _spoiled(text: str) -> dict[str, str]:
         "time is a word": ("us", "fast"),
         "time is infinite": ("us", float("inf")),
         "time beyond all floats": ("us", 10**400),
-        "missing config": ("config", "packed_large/77"),
+        "missing config": ("config", "sm90_packed_gemm/77"),
         "odd activations": ("activations", "4"),
     }.items():
         broken = json.loads(text)
@@ -134,7 +142,7 @@ def _spoiled(text: str) -> dict[str, str]:
 
 def test_a_file_that_is_no_map_is_named_and_ignored(tmp_path: Path) -> None:
     one = product()
-    whole = policies.text(policy((one, point(one, {"packed_large": 8.25}))))
+    whole = policies.text(policy((one, point(one, {"sm90_packed_gemm": 8.25}))))
     for name, text in _spoiled(whole).items():
         path = tmp_path / f"{name}.json"
         path.write_text(text)
@@ -143,7 +151,7 @@ def test_a_file_that_is_no_map_is_named_and_ignored(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match=f"{name}.json.*ignored"):
             assert usable(path) is None
         with pytest.warns(UserWarning, match="ignored"):  # and is replaced by what is measured
-            save(policy((one, point(one, {"packed_large": 8.0}))), path)
+            save(policy((one, point(one, {"sm90_packed_gemm": 8.0}))), path)
         assert read(path).points == 1
         assert (tmp_path / f"{name}.json.bad").read_text() == text, "what was there may be somebody's"
 
@@ -151,14 +159,14 @@ def test_a_file_that_is_no_map_is_named_and_ignored(tmp_path: Path) -> None:
 def test_fields_of_kernels_that_have_changed_since_make_a_hint(tmp_path: Path) -> None:
     """A map of before may name fields that are no more; one that says it is of these kernels may not."""
     one = product()
-    content = json.loads(policies.text(policy((one, point(one, {"packed_large": 8.25})))))
-    (name,) = (name for name in content["configs"] if name.startswith("packed_large/"))
+    content = json.loads(policies.text(policy((one, point(one, {"sm90_packed_gemm": 8.25})))))
+    (name,) = (name for name in content["configs"] if name.startswith("sm90_packed_gemm/"))
     content["configs"][name]["deeper"] = 3
     path = tmp_path / "map.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(PolicyError, match="packed_large has no field 'deeper'"):
+    with pytest.raises(PolicyError, match="sm90_packed_gemm has no field 'deeper'"):
         read(path)
-    content["measured"]["kernels"]["packed_large"] = "of before"
+    content["measured"]["kernels"]["sm90_packed_gemm"] = 0
     path.write_text(json.dumps(content))
     assert read(path).why_hint("NVIDIA H200")
 
@@ -214,14 +222,14 @@ def test_two_processes_lose_nothing(tmp_path: Path) -> None:
 
 def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = product()
-    foreign = policy((one, point(one, {"packed_large": 1.0})), gpu="NVIDIA H100 80GB HBM3")
+    foreign = policy((one, point(one, {"sm90_packed_gemm": 1.0})), gpu="NVIDIA H100 80GB HBM3")
     assert "measured on NVIDIA H100" in str(foreign.origin.foreign("NVIDIA H200"))
     assert Dispatcher("NVIDIA H200", [foreign]).choose(one).origin == "built in"
-    own = policy((one, point(one, {"packed_large": 1.0})))
-    stale = replace(own, origin=replace(own.origin, kernels={"packed_large": "0" * 16}), path=Path("stale.json"))
+    own = policy((one, point(one, {"sm90_packed_gemm": 1.0})))
+    stale = replace(own, origin=replace(own.origin, kernels={"sm90_packed_gemm": 0}), path=Path("stale.json"))
     assert "other kernels" in str(stale.why_hint("NVIDIA H200"))
     older = replace(own, origin=replace(own.origin, library="0.0.1"))
-    assert "anybit 0.0.1" in str(older.origin.foreign("NVIDIA H200"))
+    assert older.origin.foreign("NVIDIA H200") is None  # another release of anybit voids nothing
     monkeypatch.setattr(dispatching, "_given", [stale])
     monkeypatch.setattr(dispatching, "_dispatchers", {})
     monkeypatch.setattr(dispatching, "_told", set())
@@ -241,18 +249,18 @@ def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_points_hold_while_the_kernels_that_they_name_do(tmp_path: Path) -> None:
     few, many = product("w2a4", 1), product("w2a4", 1024)
-    found = policy((few, point(few, {"bitwise": 3.0})), (many, point(many, {"packed_large": 40.0})))
-    found.excluded = {f"w2a4 {name}(tokens=8)": "it crashed" for name in ("bitwise", "packed_large")}
+    found = policy((few, point(few, {"sm90_bitplane": 3.0})), (many, point(many, {"sm90_packed_gemm": 40.0})))
+    found.excluded = {f"w2a4 {name}(tokens=8)": "it crashed" for name in ("sm90_bitplane", "sm90_packed_gemm")}
     assert found.current() is found
     assert found.why_hint("NVIDIA H200") is None
-    found.origin.kernels["bitwise"] = "0" * 16
+    found.origin.kernels["sm90_bitplane"] = 0
     assert found.current().points == 1
-    assert list(found.current().excluded) == ["w2a4 packed_large(tokens=8)"]
+    assert list(found.current().excluded) == ["w2a4 sm90_packed_gemm(tokens=8)"]
     assert "1 of its 2 points" in str(found.why_hint("NVIDIA H200"))
     by = Dispatcher("NVIDIA H200", [found])
     assert (by.choose(few).origin, by.choose(many).origin) == ("built in", "map")
     save(found, tmp_path / "map.json")
     save(policy((product(m=2), Point(1.0, 1.0, {}))), tmp_path / "map.json")
     assert read(tmp_path / "map.json").points == 2  # the stale one is dropped, the other is kept
-    found.origin.kernels["pack"] = "0" * 16  # the quantizer's time is part of each
+    found.origin.kernels["quantize_activations"] = 0  # the quantizer's time is part of each
     assert found.current().points == 0

@@ -13,8 +13,8 @@ import pytest
 from anybit.device import Device
 from anybit.scheme import Scheme
 from anybit.tune import policy as policies
-from anybit.tune.families import Product
 from anybit.tune.policy import Measured, Origin, Point, Policy, read
+from anybit.tune.registry import LinearProblem
 from anybit.tune.space import builtin, space
 
 ROOT = Path(__file__).parent.parent.parent
@@ -26,12 +26,14 @@ def refresh(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("dispatch_refresh")
 
 
-def older_map() -> tuple[Policy, Product, Product]:
-    """Two points, of packed_small and of packed_large, measured with other sources than these."""
+def older_map() -> tuple[Policy, LinearProblem, LinearProblem]:
+    """Two points, of sm90_packed_skinny and of sm90_packed_gemm, measured with other sources than these."""
     scheme, device = Scheme.parse("w4a8"), Device.named("sm_90a")
-    one, many = (Product(m, 4096, 4096, scheme.weights, scheme.activations, device=device) for m in (1, 64))
-    found = Policy(replace(Origin.here("NVIDIA H200", "sm_90a"), kernels={"packed_small": "0", "packed_large": "0"}))
-    for product, kernel in ((one, "packed_small"), (many, "packed_large")):
+    one, many = (LinearProblem(m, 4096, 4096, scheme.weights, scheme.activations, device=device) for m in (1, 64))
+    found = Policy(
+        replace(Origin.here("NVIDIA H200", "sm_90a"), kernels={"sm90_packed_skinny": 0, "sm90_packed_gemm": 0})
+    )
+    for product, kernel in ((one, "sm90_packed_skinny"), (many, "sm90_packed_gemm")):
         chosen = next(c for c in space(product).candidates if c.kernel == kernel)
         measured, own = Measured.of(chosen, product, 5.0), Measured.of(builtin(product), product, 6.0)
         found.put(product, Point(6.0, 1.0, {chosen.strategy: measured}, own))
@@ -45,7 +47,7 @@ def test_points_of_the_same_machine_code_hold(refresh: Any, tmp_path: Path) -> N
     assert all(len(codes) >= 1 for codes in now.values()) and len(now) >= 2
     kept = refresh.still_hold(older, now, now)
     assert kept.points == kept.current().points == 2 and kept.origin.date == older.origin.date
-    changed = {name: ["another"] if " packed_large " in name else codes for name, codes in now.items()}
+    changed = {name: ["another"] if " sm90_packed_gemm " in name else codes for name, codes in now.items()}
     assert [bool(refresh.still_hold(older, changed, now).exact(p)) for p in (one, many)] == [True, False]
     lacking = replace(older, layers={key: dict(points) for key, points in older.layers.items()})
     point = lacking.exact(many)

@@ -18,19 +18,25 @@ from anybit.errors import KernelError
 from anybit.scheme import Scheme
 from anybit.tune import plans as planning
 from anybit.tune import policy as policies
-from anybit.tune.families import Product
 from anybit.tune.plans import Options, candidates_of
 from anybit.tune.policy import Policy, read
-from anybit.tune.runner import Effort, Sieve, Time, WrongResultError, finalists
-from anybit.tune.search import Child, excluded_name, search, sift
+from anybit.tune.registry import LinearProblem
+from anybit.tune.search import Worker, excluded_name, search, sift
 from anybit.tune.space import Candidate, builtin, leaves_room
+from anybit.tune.worker import (
+    StagedPruning,
+    Time,
+    TimingBudget,
+    WrongResultError,
+    finalists,
+)
 
 H200 = Device.named("sm_90a")
 
 
-def product(scheme: str = "w4a8", m: int = 1, n: int = 4096, k: int = 4096) -> Product:
+def product(scheme: str = "w4a8", m: int = 1, n: int = 4096, k: int = 4096) -> LinearProblem:
     parsed = Scheme.parse(scheme)
-    return Product(m, n, k, parsed.weights, parsed.activations)
+    return LinearProblem(m, n, k, parsed.weights, parsed.activations)
 
 
 def made_up_us(candidate: Candidate) -> float:
@@ -39,7 +45,7 @@ def made_up_us(candidate: Candidate) -> float:
 
 
 class FakeBench:
-    def __init__(self, runner: "FakeRunner", product: Product) -> None:
+    def __init__(self, runner: "FakeRunner", product: LinearProblem) -> None:
         self.runner, self.product = runner, product
 
     def check(self, candidate: Candidate) -> None:
@@ -57,7 +63,7 @@ class FakeBench:
         self,
         candidates: Sequence[Candidate],
         keep: Collection[int],
-        sieve: Sieve,
+        sieve: StagedPruning,
         guess_us: float,
         alive: Callable[[Sequence[int]], object],
     ) -> tuple[dict[int, Time], dict[int, str], int]:
@@ -74,7 +80,7 @@ class FakeBench:
         return {i: Time(made_up_us(one), True) for i, one in enumerate(candidates)}, {}, 0
 
     def times(
-        self, candidates: Sequence[Candidate], keep: Collection[int], effort: Effort, guess_us: float
+        self, candidates: Sequence[Candidate], keep: Collection[int], effort: TimingBudget, guess_us: float
     ) -> list[Time]:
         for candidate in candidates:
             if self.runner.troubles.get(excluded_name(self.product, candidate)) == "crash while timed":
@@ -90,7 +96,7 @@ class FakeRunner:
     def describe(self) -> dict[str, Any]:
         return {"device": H200, "driver": "1.2", "torch": "0"}
 
-    def prepare(self, product: Product) -> FakeBench:
+    def prepare(self, product: LinearProblem) -> FakeBench:
         return FakeBench(self, product)
 
 
@@ -104,7 +110,7 @@ def _compiled(kernel: Any, arch: str) -> str | None:
     return None
 
 
-def run(products: list[Product], path: Path | None, **options: Any) -> Policy:
+def run(products: list[LinearProblem], path: Path | None, **options: Any) -> Policy:
     return search(products, path, Options(**{"each": 3, "jobs": 1, "limit": 1.0, **options}), factory=FakeRunner)
 
 
@@ -150,9 +156,9 @@ def test_what_falls_among_many_is_found_alone_or_named_with_them(trouble: str) -
     candidates = candidates_of(one, (), Options(each=3))[:6]
     bad = excluded_name(one, candidates[2])
     FakeRunner.troubles = {bad: trouble}
-    policy, child = Policy(policies.Origin.here("NVIDIA H200", "sm_90a")), Child(FakeRunner)
+    policy, child = Policy(policies.Origin.here("NVIDIA H200", "sm_90a")), Worker(FakeRunner)
     child.start()
-    times, _ = sift(child, one, candidates, Options(limit=5.0), policy, [], Sieve())
+    times, _ = sift(child, one, candidates, Options(limit=5.0), policy, [], StagedPruning())
     child.stop()
     together = policy.excluded.pop(f"{one}, many together")
     assert "RuntimeError: CUDA error: an illegal memory access" in together and bad in together
@@ -166,12 +172,12 @@ def test_what_falls_before_anything_ran_is_not_tried_again() -> None:
     one = product(m=64)
     candidates = candidates_of(one, (), Options(each=3))[:3]
     FakeRunner.troubles = {excluded_name(one, candidates[0]): "crash before"}
-    policy, child = Policy(policies.Origin.here("NVIDIA H200", "sm_90a")), Child(FakeRunner)
+    policy, child = Policy(policies.Origin.here("NVIDIA H200", "sm_90a")), Worker(FakeRunner)
     child.start()
-    assert sift(child, one, candidates, Options(limit=5.0), policy, [], Sieve()) == ([], 0)
+    assert sift(child, one, candidates, Options(limit=5.0), policy, [], StagedPruning()) == ([], 0)
     assert list(policy.excluded) == [str(one)] and "illegal memory access" in policy.excluded[str(one)]
     policy.excluded |= {excluded_name(one, each): "earlier" for each in candidates}
-    assert sift(child, one, candidates, Options(limit=5.0), policy, [], Sieve()) == ([], 0)
+    assert sift(child, one, candidates, Options(limit=5.0), policy, [], StagedPruning()) == ([], 0)
     assert policy.excluded[str(one)] == "all of its candidates are excluded"
     child.stop()
 
@@ -179,7 +185,7 @@ def test_what_falls_before_anything_ran_is_not_tried_again() -> None:
 def test_a_search_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     path = tmp_path / "map.json"
     run([product(m=m) for m in (1, 2)], path)
-    seen: list[Product] = []
+    seen: list[LinearProblem] = []
     found = search(
         [product(m=m) for m in (1, 2, 4)],
         path,
@@ -195,7 +201,7 @@ def test_what_is_allowed_later_is_measured_then(tmp_path: Path) -> None:
     """`anybit tune` and then `anybit tune --allow a8`: every product was known, and nothing of 8 bits."""
     path, one, coded = tmp_path / "map.json", product("w4a16g128", 64), product("w4a8", 64)
     run([one, coded], path)
-    seen: list[Product] = []
+    seen: list[LinearProblem] = []
 
     def again() -> Policy:
         seen.clear()
@@ -213,7 +219,7 @@ def test_a_layer_that_no_kernel_runs_with_8_bits_is_not_measured_again_for_them(
     """8 bits of asym in groups: `anybit tune --allow a8`, run again to go on, measured them anew and never ended."""
     path, one = tmp_path / "map.json", product("w8a16g128asym", 64)
     assert run([one], path).points == 1
-    seen: list[Product] = []
+    seen: list[LinearProblem] = []
     how = Options(each=2, jobs=1, allow=("a8",))
     search([one], path, how, report=lambda p: seen.append(p.product), factory=FakeRunner)
     assert not seen
@@ -252,13 +258,13 @@ def test_hints_of_a_foreign_map_are_tried_first(tmp_path: Path) -> None:
 
 def test_successive_halving_keeps_built_in_choices_and_drops_hopeless_strategies() -> None:
     names = ["a", "a", "a", "b", "b"]
-    assert finalists(names, [10, 11, 30, 14, 15], [2], Effort()) == [0, 1, 2, 3, 4]
-    assert finalists(names, [10, 11, 30, 21, 22], [2], Effort()) == [0, 1, 2]
+    assert finalists(names, [10, 11, 30, 14, 15], [2], TimingBudget()) == [0, 1, 2, 3, 4]
+    assert finalists(names, [10, 11, 30, 21, 22], [2], TimingBudget()) == [0, 1, 2]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert finalists(["a"], [1.0], [], Effort()) == [0]
+        assert finalists(["a"], [1.0], [], TimingBudget()) == [0]
     many = [10 + 0.01 * i for i in range(20)]
-    assert finalists(["a"] * 20, many, [19], Effort()) == [*range(10), 19]
+    assert finalists(["a"] * 20, many, [19], TimingBudget()) == [*range(10), 19]
 
 
 def _search_into(path: Path, tokens: Sequence[int]) -> None:
@@ -288,7 +294,7 @@ class DyingBench(FakeBench):
 
 
 class DyingRunner(FakeRunner):
-    def prepare(self, product: Product) -> FakeBench:
+    def prepare(self, product: LinearProblem) -> FakeBench:
         return DyingBench(self, product)
 
 
@@ -305,8 +311,8 @@ def test_a_child_that_dies_between_two_jobs_is_begun_anew() -> None:
 
 
 def test_a_child_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Child.start
-    monkeypatch.setattr(Child, "start", lambda self: start(self, limit=0.5))
+    start = Worker.start
+    monkeypatch.setattr(Worker, "start", lambda self: start(self, limit=0.5))
     before = set(multiprocessing.active_children())
     with pytest.raises(KernelError, match="could not begin"):
         search([product()], None, Options(each=1, jobs=1), factory=SlowRunner)
@@ -322,11 +328,13 @@ def test_a_file_that_holds_no_plans_is_named(content: bytes, tmp_path: Path) -> 
 
 
 def test_what_is_excluded_falls_with_its_own_kernels_alone() -> None:
-    """A change of bitwise.cuh must not bring back what crashed in bitwise_wide."""
-    names = [f"w2a2 {kernel}(tokens=8)" for kernel in ("bitwise", "bitwise_wide")] + ["w4a16g128 packed_small(warps=8)"]
+    """A change of sm90_bitplane.cuh must not bring back what crashed in sm90_bitplane_stacked."""
+    names = [f"w2a2 {kernel}(tokens=8)" for kernel in ("sm90_bitplane", "sm90_bitplane_stacked")] + [
+        "w4a16g128 sm90_packed_skinny(warps=8)"
+    ]
     found = Policy(policies.Origin.here("NVIDIA H200", "sm_90a"), excluded=dict.fromkeys(names, "it hung"))
-    found.origin.kernels["bitwise"] = "of before"
+    found.origin.kernels["sm90_bitplane"] = 0
     assert list(found.current().excluded) == names[1:]
-    found.origin.kernels["bitwise"] = policies.fingerprints()["bitwise"]
-    found.origin.kernels["pack"] = "of before"  # which codes activations
+    found.origin.kernels["sm90_bitplane"] = policies.revisions()["sm90_bitplane"]
+    found.origin.kernels["quantize_activations"] = 0  # which codes activations
     assert list(found.current().excluded) == names[2:]

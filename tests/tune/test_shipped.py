@@ -7,9 +7,9 @@ import torch
 
 from anybit.device import Device
 from anybit.scheme import Scheme
-from anybit.tune.dispatcher import holds
-from anybit.tune.families import GRID, Product
+from anybit.tune.dispatch import holds
 from anybit.tune.policy import SHIPPED, Policy, file_name, read
+from anybit.tune.registry import GRID, LinearProblem
 
 MAPS = sorted(SHIPPED.glob("*.json"))
 _HOLD = 0.75
@@ -36,10 +36,10 @@ def test_most_points_are_of_the_kernels_as_they_are(path: Path) -> None:
 
 def test_a_map_that_has_gone_stale_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     older = read(SHIPPED / "nvidia-h200.json")
-    monkeypatch.setitem(older.origin.kernels, "packed_large", "of before")
+    monkeypatch.setitem(older.origin.kernels, "sm90_packed_gemm", 0)
     reason = stale(older)
     assert reason is not None
-    assert "nvidia-h200.json" in reason and "(packed_large)" in reason and "dispatch_refresh.py keep" in reason
+    assert "nvidia-h200.json" in reason and "(sm90_packed_gemm)" in reason and "dispatch_refresh.py keep" in reason
 
 
 @pytest.mark.parametrize("path", MAPS, ids=lambda path: path.name)
@@ -53,7 +53,7 @@ def test_every_config_is_legal_where_it_was_measured(path: Path) -> None:
         parsed = Scheme.parse(scheme)
         for m, point in points.items():
             assert m in GRID
-            product = Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype), device)
+            product = LinearProblem(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype), device)
             assert min(measured.us for measured in point.strategies.values()) <= point.default_us * 1.001
             seen += 1
             for measured in point.strategies.values():
@@ -72,7 +72,7 @@ def test_points_were_measured_beside_the_built_in_choices_of_now(path: Path) -> 
             count += 1
             if m > 8 and count % 11:
                 continue  # all would take a minute
-            product = Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype), device)
+            product = LinearProblem(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype), device)
             if not holds(product, point):
                 lost.append(str(product))
     assert not lost, f"{len(lost)} points no longer decide, the first of them: {', '.join(lost[:5])}"

@@ -88,7 +88,7 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
 
 def _cache_words(kv: KVFormat) -> str:
     """A KV format, and what an element of it costs in heads of 128 channels."""
-    from anybit.kernels.kvpage import PageLayout
+    from anybit.kernels.attention.kv_page import PageLayout
 
     return f"{kv}: {PageLayout(kv, 128).bits_per_element:.2f} bits an element (heads of 128 channels, scales included)"
 
@@ -96,7 +96,11 @@ def _cache_words(kv: KVFormat) -> str:
 def _model(what: str) -> dict[str, Any]:
     from anybit.checkpoints import Folder, local_folder
     from anybit.checkpoints.configuration import scheme_of
-    from anybit.quantize.modules import kept_modules, linear_layers, skeleton
+    from anybit.quantize.pipeline.modules import (
+        kept_modules,
+        linear_layers,
+        skeleton,
+    )
 
     with status(f"Reading {what}"), local_folder(what) as path:
         folder = Folder(path)

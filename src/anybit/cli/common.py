@@ -63,9 +63,9 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; b
 def _allow(words: list[str] | None) -> list[str]:
     """Tell the dispatcher what the user has allowed, before a model is prepared."""
     if words:
-        from anybit.tune import dispatcher
+        from anybit.tune import dispatch
 
-        dispatcher.allow(*known(words))
+        dispatch.allow(*known(words))
     return words or []
 
 

@@ -10,7 +10,7 @@ import typer
 
 from anybit.cli.common import JsonOption, Model, megabytes, output, print_json, progress_bar, status
 from anybit.errors import SchemeError, TextError
-from anybit.quantize.methods import METHODS, quantize_folder
+from anybit.quantize.methods.registry import METHODS, quantize_folder
 from anybit.scheme import Scheme
 
 

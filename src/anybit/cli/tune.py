@@ -69,8 +69,12 @@ def tune(
 
     from anybit.device import Device
     from anybit.tune import policy as policies
-    from anybit.tune.families import GRID, STEPS, Product
     from anybit.tune.plans import Options
+    from anybit.tune.registry import (
+        GRID,
+        STEPS,
+        LinearProblem,
+    )
     from anybit.tune.search import exclusions, search
 
     if not torch.cuda.is_available():
@@ -80,7 +84,7 @@ def tune(
     with status(f"Reading {model}"):
         parsed, shapes, own = _layers(model, scheme)
     products = [
-        Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, wanted or own))
+        LinearProblem(m, n, k, parsed.weights, parsed.activations, getattr(torch, wanted or own))
         for n, k in shapes
         for m in STEPS
         if m <= most
@@ -153,9 +157,9 @@ def explain(
     import torch
 
     from anybit.device import Device
-    from anybit.tune import dispatcher as dispatching
+    from anybit.tune import dispatch as dispatching
     from anybit.tune.explain import explain as explain_product
-    from anybit.tune.families import Product
+    from anybit.tune.registry import LinearProblem
 
     with status(f"Reading {what}"):
         if shape is not None and wanted is not None:
@@ -168,7 +172,7 @@ def explain(
             dispatching.use(policy)
         by, formats = dispatching.dispatcher(device.name), (parsed.weights, parsed.activations)
         found = [
-            explain_product(Product(m, n, k, *formats, getattr(torch, kind), device), by, allowed)
+            explain_product(LinearProblem(m, n, k, *formats, getattr(torch, kind), device), by, allowed)
             for n, k in shapes
             for m in tokens or [1, 16, 256, 4096]
         ]
@@ -232,7 +236,11 @@ def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int
     """The scheme, the shapes of a model's linear layers, first as ``fuse`` joins them, and the dtype they run in."""
     from anybit.checkpoints import Folder, local_folder
     from anybit.checkpoints.configuration import scheme_of
-    from anybit.quantize.modules import kept_modules, linear_layers, skeleton
+    from anybit.quantize.pipeline.modules import (
+        kept_modules,
+        linear_layers,
+        skeleton,
+    )
 
     with local_folder(model) as path:
         folder = Folder(path)

@@ -21,8 +21,8 @@ from transformers.cache_utils import Cache
 from anybit import attention, kvops
 from anybit.attention import Masks
 from anybit.errors import LayerError
-from anybit.kernels.decode import MOST_QUERIES
-from anybit.kernels.packed_digits import Step
+from anybit.kernels.attention.decode import MOST_QUERIES
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.kvcache import KVCache
 from anybit.ops.elementwise import rotate, rotate_store
 from anybit.scheme import KVFormat, Scheme
@@ -310,7 +310,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
     def step(
         self, layer: int, rotary: tuple[Tensor, Tensor], heads: tuple[int, int], batch: int, tokens: int,
         dtype: torch.dtype,
-    ) -> Step | None:  # fmt: skip
+    ) -> RopeStoreArgs | None:  # fmt: skip
         """Where the keys and values of a layer's step go that a kernel can store as they are made, counting it.
 
         None where they go another way, and then nothing has happened.
@@ -320,7 +320,9 @@ class AnyBitCache(Cache):  # type: ignore[misc]
             return None
         self._begun_step(layer, heads[1], rotary[0].shape[1], batch, tokens)
         store.newest_are_few = True
-        return Step(*rotary, store.residual[layer], store.lengths, store.row_pointer(self.rows), *heads, tokens)
+        return RopeStoreArgs(
+            *rotary, store.residual[layer], store.lengths, store.row_pointer(self.rows), *heads, tokens
+        )
 
     def attend_turned(self, layer: int, q: Tensor, masks: Masks) -> Tensor:
         """Attention of turned queries [batch, tokens, heads, head_dim] whose keys and values ``step`` has stored."""

@@ -16,9 +16,9 @@ from anybit.attention import Masks
 from anybit.errors import LayerError
 from anybit.integrations import graph
 from anybit.integrations.cache import AnyBitCache, Norms
-from anybit.kernels.elementwise import paired_rows
-from anybit.kernels.packed_digits import Step
-from anybit.kernels.rope import paired_channels
+from anybit.kernels.elementwise.norm_act import paired_rows
+from anybit.kernels.elementwise.rope import paired_channels
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.linear import QuantLinear
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate
 from anybit.packing import reorder, stack, unstack
@@ -88,18 +88,20 @@ class FusedLayer(nn.Module):
         gamma, epsilon = self.input_norm.weight, _epsilon(self.input_norm)
         step = self._step(x, attention_mask, past_key_values, position_embeddings)
         if step is not None:
-            q, residual = self.qkv.after_norm_turned(x, residual, gamma, epsilon, step)
+            q, residual = self.qkv.norm_linear_rope(x, residual, gamma, epsilon, step)
             q = q.view(*x.shape[:2], self.query_heads, self.head_dim)
             attended = self._output(past_key_values.attend_turned(self.layer_idx, q, self._masks()))
         else:
-            qkv, residual = self.qkv.after_norm(x, residual, gamma, epsilon)
+            qkv, residual = self.qkv.norm_linear(x, residual, gamma, epsilon)
             attended = self._attend(qkv, attention_mask, past_key_values, position_embeddings, kwargs)
         norm = self.mlp_norm
         silu = self.pairs is not None
-        gated, residual = self.gate_up.after_norm(attended, residual, norm.weight, _epsilon(norm), silu)
-        return self.down(gated) if silu else self.down.after_silu(gated), residual
+        gated, residual = self.gate_up.norm_linear(attended, residual, norm.weight, _epsilon(norm), silu)
+        return self.down(gated) if silu else self.down.silu_linear(gated), residual
 
-    def _step(self, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor]) -> Step | None:
+    def _step(
+        self, x: Tensor, mask: Tensor | None, cache: Any, embeddings: tuple[Tensor, Tensor]
+    ) -> RopeStoreArgs | None:
         """Where a step's keys and values go whose product can store them itself; None in every other case."""
         batch, tokens = x.shape[:2]
         if (

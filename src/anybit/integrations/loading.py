@@ -17,9 +17,9 @@ from anybit.errors import CheckpointError, KernelError
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
 from anybit.ops import backends
-from anybit.quantize.modules import skeleton
+from anybit.quantize.pipeline.modules import skeleton
 from anybit.scheme import Scheme
-from anybit.tune.dispatcher import allowed
+from anybit.tune.dispatch import allowed
 
 
 @dataclass(frozen=True, slots=True)

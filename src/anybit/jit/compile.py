@@ -124,7 +124,7 @@ def reachable_headers(kernel: Kernel) -> dict[str, bytes]:
     """The content of every header that the kernel may include, directly or not, CUDA's excepted; sorted by name."""
     folders = [kernel.path.parent, KERNELS]
     found: dict[str, bytes] = {}
-    todo = [kernel.path.name]
+    todo = [kernel.include]
     while todo:
         name = todo.pop()
         path = next((folder / name for folder in folders if (folder / name).is_file()), None)

@@ -22,7 +22,7 @@ class Kernel:
     """
 
     header: str
-    """The .cuh file: a name in the package's kernels folder, or an absolute path."""
+    """The .cuh file: a path below the package's kernels folder, or an absolute one."""
     entry: str
     """The kernel template's name, with its namespace if it has one."""
     config: Any
@@ -53,6 +53,11 @@ class Kernel:
         return path if path.is_absolute() else KERNELS / path
 
     @property
+    def include(self) -> str:
+        """How source text names the header: from the package's kernels folder, or its bare file name elsewhere."""
+        return self.path.name if Path(self.header).is_absolute() else self.header
+
+    @property
     def expression(self) -> str:
         """The instantiation, as C++ names it."""
         return f"{self.entry}<Config>"
@@ -62,7 +67,7 @@ class Kernel:
         """The C++ text: the header, the constants, the checks that both sides agree, the one instantiation."""
         constants = {"threads": self.threads, "shared_bytes": self.shared_bytes, "cluster": self.cluster}
         return (
-            f'#include "{self.path.name}"\n'
+            f'#include "{self.include}"\n'
             f"{config_struct(self.config, constants)}"
             f"{layout_assertions(self.params)}"
             f"template __global__ void {self.expression}(const __grid_constant__ {self.params.__name__});\n"

@@ -12,15 +12,12 @@ from torch import Tensor
 
 from anybit.errors import LayerError
 from anybit.hadamard import factor, transform
-from anybit.kernels import hadamard as hadamard_kernel
+from anybit.kernels.elementwise import hadamard as hadamard_kernel
 from anybit.ops import bitwise, packed
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
-from anybit.ops.packed import PackedTiles
-from anybit.ops.reference import ReferenceDecoded, ReferencePacked
-from anybit.ops.several import Several
-from anybit.ops.sources import (
+from anybit.ops.fused import (
     CODING_BACKENDS,
     NORM_TOKENS,
     NORMING_BACKENDS,
@@ -30,9 +27,12 @@ from anybit.ops.sources import (
     rotation_refused,
     silu_linear,
 )
+from anybit.ops.layouts import MultiLayoutBackend
+from anybit.ops.packed import PackedTiles
+from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
-from anybit.tune.families import Layout
+from anybit.tune.registry import Layout
 
 __all__ = [
     "CODING_BACKENDS",
@@ -59,8 +59,10 @@ _planes, _tiles = Bitwise(), PackedTiles()
 register(_planes)
 register(_tiles)
 # Twice the memory for a few percent: only where it is named.
-register(Several("bitwise+packed", (_planes, _tiles), (Layout.planes, Layout.tiles_a8), bitwise.TENSORS))
-register(Several("packed+a8", (_tiles, _tiles), (Layout.tiles_a16, Layout.tiles_a8), packed.TENSORS, ("cuda",)))
+register(MultiLayoutBackend("bitwise+packed", (_planes, _tiles), (Layout.planes, Layout.tiles_a8), bitwise.TENSORS))
+register(
+    MultiLayoutBackend("packed+a8", (_tiles, _tiles), (Layout.tiles_a16, Layout.tiles_a8), packed.TENSORS, ("cuda",))
+)
 register(ReferenceDecoded())
 register(ReferencePacked())
 

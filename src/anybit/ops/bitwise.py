@@ -7,16 +7,32 @@ import torch
 from torch import Tensor
 
 from anybit.device import Device
-from anybit.kernels import bitwise, bitwise_sync, pack, planes
-from anybit.kernels.bitwise import Output
-from anybit.kernels.pack import Packed, Target
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.elementwise.quantize_activations import Packed, Target
+from anybit.kernels.gemm import (
+    bitplane_layout,
+    sm80_bitplane_gemm,
+    sm90_bitplane,
+)
+from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.ops.backend import LinearSpec
-from anybit.ops.before import Before
-from anybit.ops.inputs import check_input, dense_bias, layouts_of, product_of, rows_of
+from anybit.ops.checks import (
+    check_input,
+    dense_bias,
+    layouts_of,
+    product_of,
+    rows_of,
+)
+from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
-from anybit.tune.dispatcher import dispatcher, forget_with_maps
-from anybit.tune.families import FAMILIES, Layout, quantizer, step
+from anybit.tune.dispatch import dispatcher, forget_with_maps
+from anybit.tune.registry import (
+    FAMILIES,
+    Layout,
+    quantizer,
+    step,
+)
 
 TENSORS = 6
 """How many tensors ``prepare`` gives."""
@@ -29,7 +45,7 @@ class _Plan:
 
     family: Any
     output: Output
-    pack_config: pack.Config
+    pack_config: quantize_activations.Config
     gemm_config: Any
 
 
@@ -40,7 +56,7 @@ forget_with_maps(_plans)
 class Bitwise:
     """Weights in bit planes, activations quantized and packed per call; sm_80 to sm_90.
 
-    wgmma on sm_90a (kernels/bitwise.py), else mma.sync (kernels/bitwise_sync.py).
+    wgmma on sm_90a (kernels/gemm/sm90_bitplane.py), else mma.sync (kernels/gemm/sm80_bitplane_gemm.py).
     """
 
     name = "bitwise"
@@ -61,7 +77,7 @@ class Bitwise:
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """Planes, float32 scales, corrections and zeros; then the saved scale and group index, to restore from."""
-        ready = planes.prepare(weight)
+        ready = bitplane_layout.prepare(weight)
         empty = torch.empty(0, dtype=torch.int32, device=weight.device)
         zero = empty if ready.zero is None else ready.zero
         group_index = empty if weight.group_index is None else weight.group_index
@@ -70,7 +86,7 @@ class Bitwise:
     def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
         """The packed weight, exactly as it was."""
         stored, _, _, zero, scale, group_index = tensors
-        codes = planes.unpack(stored, spec.n, spec.k)
+        codes = bitplane_layout.unpack(stored, spec.n, spec.k)
         return QuantizedWeight(
             pack_words(codes, spec.weights.bits),
             scale,
@@ -81,7 +97,12 @@ class Bitwise:
         )
 
     def linear(
-        self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, before: Before | None = None
+        self,
+        x: Tensor,
+        tensors: list[Tensor],
+        bias: Tensor | None,
+        spec: LinearSpec,
+        before: ActivationPrologue | None = None,
     ) -> Tensor:
         """Two launches: quantize-and-pack, then the product with its whole epilogue."""
         check_input(x, tensors[0], spec, bias)
@@ -92,11 +113,13 @@ class Bitwise:
             plan = _plan(spec, rows)
             packed = Packed(m, spec.k, spec.activations, Target.planes, x.device)
             if before is None:
-                pack.launch(pack.problem_of(rows, spec.activations), plan.pack_config, packed, rows)
+                quantize_activations.launch(
+                    quantize_activations.problem_of(rows, spec.activations), plan.pack_config, packed, rows
+                )
             else:
                 before.code(packed, Target.planes)
             stored, scale, correction, zero = tensors[:4]
-            weight = planes.PlaneWeight(
+            weight = bitplane_layout.PlaneWeight(
                 stored, scale, correction, zero if zero.numel() else None, (spec.n, spec.k), spec.weights
             )
             bias = dense_bias(bias, torch.float32)
@@ -110,14 +133,14 @@ def why_not(
     """Why no bit-plane kernel multiplies m x k activations with an n x k weight on ``device``; None if one does."""
     if weight.group_index is not None and weight.format.group is not None:
         return "activation order needs groups, and bit planes are summed over whole rows"
-    wide = bitwise.Problem(m, n, k, weight.format, activations, Output.f16, device)
-    reason = bitwise.why_not(wide)
+    wide = sm90_bitplane.Problem(m, n, k, weight.format, activations, Output.f16, device)
+    reason = sm90_bitplane.why_not(wide)
     if reason is None:
         return None
-    narrow = bitwise_sync.Problem(m, n, k, weight.format, activations, Output.f16, device, n % 8 == 0)
+    narrow = sm80_bitplane_gemm.Problem(m, n, k, weight.format, activations, Output.f16, device, n % 8 == 0)
     if device.capability < 90 or device.capability >= 100:
-        reason = bitwise_sync.why_not(narrow)
-    if reason is None and not bitwise_sync.configs(narrow):
+        reason = sm80_bitplane_gemm.why_not(narrow)
+    if reason is None and not sm80_bitplane_gemm.configs(narrow):
         reason = f"no tile of its planes fits the shared memory of {device.arch}"
     return reason
 
@@ -125,7 +148,7 @@ def why_not(
 def _plan(spec: LinearSpec, rows: Tensor) -> _Plan:
     """The kernels and configs for this many tokens; chosen once."""
     bucket = step(rows.shape[0])
-    aligned = spec.k % pack.VECTOR == 0 and pack.rows_aligned(rows)
+    aligned = spec.k % quantize_activations.VECTOR == 0 and quantize_activations.rows_aligned(rows)
     # Specs are parsed once for each text and kept, so that their identity stands for them.
     key = (id(spec), bucket, rows.dtype, aligned, rows.get_device())
     found = _plans.get(key)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from anybit.errors import KernelError
-from anybit.kernels import elementwise, rope
-from anybit.kernels.kvpage import ring_places
-from anybit.kernels.packed_digits import Step
+from anybit.kernels.attention.kv_page import ring_places
+from anybit.kernels.elementwise import norm_act, rope
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -164,7 +164,7 @@ def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float
         other = residual.reshape(-1, x.shape[-1])
         total = torch.empty(other.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
-        elementwise.add_rms_norm(_dense(rows), None if other is None else _dense(other), gamma, epsilon, y, total)
+        norm_act.add_rms_norm(_dense(rows), None if other is None else _dense(other), gamma, epsilon, y, total)
     return y.view(x.shape), None if total is None else total.view(x.shape)
 
 
@@ -184,7 +184,7 @@ def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
     if rows.shape[0]:
-        elementwise.silu_mul(_dense(rows), y, paired)
+        norm_act.silu_mul(_dense(rows), y, paired)
     return y.view(*gate_up.shape[:-1], y.shape[1])
 
 
@@ -311,7 +311,7 @@ def _check_like(name: str, found: Tensor, qkv: Tensor, shape: torch.Size) -> Non
         )
 
 
-def check_step(x: Tensor, outputs: int, step: Step) -> None:
+def check_step(x: Tensor, outputs: int, step: RopeStoreArgs) -> None:
     """Raise KernelError unless a step fits a product of rows x [M, K] with so many outputs: ``check_rotary`` for it."""
     check_rotary(x, step.cosine, step.sine)
     check_counts(step.lengths, step.sequences, x.device)

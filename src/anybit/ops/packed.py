@@ -14,17 +14,37 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels import marlin, pack, packed_digits, packed_few, packed_large, packed_layout, packed_small
-from anybit.kernels.pack import Packed, Target
-from anybit.kernels.packed_layout import PackedWeight
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.elementwise.quantize_activations import Packed, Target
+from anybit.kernels.gemm import (
+    heuristics,
+    packed_layout,
+    sm80_packed_gemm,
+    sm90_packed_gemm,
+    sm90_packed_gemv,
+    sm90_packed_skinny,
+)
+from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.ops.backend import LinearSpec
-from anybit.ops.before import Before
+from anybit.ops.checks import (
+    check_input,
+    copy_of,
+    dense_bias,
+    product_of,
+    rows_of,
+)
 from anybit.ops.elementwise import check_step
-from anybit.ops.inputs import check_input, copy_of, dense_bias, product_of, rows_of
+from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
-from anybit.tune.dispatcher import dispatcher, forget_with_maps
-from anybit.tune.families import FAMILIES, Product, quantizer, step, tiles_of
+from anybit.tune.dispatch import dispatcher, forget_with_maps
+from anybit.tune.registry import (
+    FAMILIES,
+    LinearProblem,
+    quantizer,
+    step,
+    tiles_of,
+)
 
 TENSORS = 7
 """How many tensors ``prepare`` gives."""
@@ -40,7 +60,7 @@ class _Plan:
 
     kernel: ModuleType
     config: Any
-    quantizer: pack.Config | None
+    quantizer: quantize_activations.Config | None
     ready: tuple[jit.Kernel, tuple[int, int, int]] | None = None
 
 
@@ -49,9 +69,9 @@ forget_with_maps(_plans)
 
 
 class PackedTiles:
-    """Weights of 1 to 8 bits in tiles, widened in registers: `packed_large`, or what `packed_few` says.
+    """Weights of 1 to 8 bits in tiles, widened in registers: `sm90_packed_gemm`, or what `packed_few` says.
 
-    Without wgmma (all but sm_90a) `marlin` takes what `packed_large` does elsewhere.
+    Without wgmma (all but sm_90a) `marlin` takes what `sm90_packed_gemm` does elsewhere.
     """
 
     name = "packed"
@@ -82,7 +102,12 @@ class PackedTiles:
         return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index)
 
     def linear(
-        self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, before: Before | None = None
+        self,
+        x: Tensor,
+        tensors: list[Tensor],
+        bias: Tensor | None,
+        spec: LinearSpec,
+        before: ActivationPrologue | None = None,
     ) -> Tensor:
         """One launch; with quantized activations another before it, that quantizes them."""
         check_input(x, tensors[0], spec, bias)
@@ -99,14 +124,16 @@ class PackedTiles:
                 rows = packed_layout.in_order(weight, rows)
             codes = Packed(m, rows.shape[1], spec.activations, Target.bytes, x.device)
             if before is None:
-                pack.launch(pack.problem_of(rows, spec.activations, Target.bytes), plan.quantizer, codes, rows)
+                quantize_activations.launch(
+                    quantize_activations.problem_of(rows, spec.activations, Target.bytes), plan.quantizer, codes, rows
+                )
             else:
                 before.code(codes, Target.bytes)
             _multiply_bytes(codes, weight, bias, y, plan)
-        elif plan.kernel is packed_large:
-            packed_large.multiply(packed_layout.in_order(weight, rows), weight, bias, y, plan.config)
-        elif plan.kernel is marlin:
-            marlin.launch(weight, rows, y, bias=bias, config=plan.config)
+        elif plan.kernel is sm90_packed_gemm:
+            sm90_packed_gemm.multiply(packed_layout.in_order(weight, rows), weight, bias, y, plan.config)
+        elif plan.kernel is sm80_packed_gemm:
+            sm80_packed_gemm.launch(weight, rows, y, bias=bias, config=plan.config)
         else:
             _multiply_few(rows, weight, bias, y, plan)
         return y.view(*x.shape[:-1], spec.n)
@@ -126,13 +153,13 @@ class PackedTiles:
         n = spec.n // 2 if silu else spec.n
         y = torch.empty(len(rows), n, dtype=x.dtype, device=x.device)
         bias = dense_bias(bias, x.dtype)
-        packed_digits.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config, silu=silu)
+        sm90_packed_gemv.launch_norm(weight, rows, y, gamma, epsilon, other, total, bias, config, silu=silu)
         summed = copy_of(x) if total is None else total.view(x.shape)
         return y.view(*x.shape[:-1], n), summed
 
     def norm_rotate_store(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, tensors: list[Tensor],
-        bias: Tensor | None, spec: LinearSpec, step: packed_digits.Step,
+        bias: Tensor | None, spec: LinearSpec, step: sm90_packed_gemv.RopeStoreArgs,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """(turned queries of the norm of x + residual, x + residual), keys and values stored; None where it cannot."""
         found = self._normed(x, residual, gamma, tensors, spec)
@@ -142,12 +169,12 @@ class PackedTiles:
         check_step(rows, spec.n, step)
         q = torch.empty(len(rows), step.query_heads * step.cosine.shape[1], dtype=x.dtype, device=x.device)
         bias = dense_bias(bias, x.dtype)
-        packed_digits.launch_rotary(weight, rows, q, gamma, epsilon, other, total, bias, config, step)
+        sm90_packed_gemv.launch_rotary(weight, rows, q, gamma, epsilon, other, total, bias, config, step)
         return q, copy_of(x) if total is None else total.view(x.shape)
 
     def _normed(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, tensors: list[Tensor], spec: LinearSpec
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, PackedWeight, packed_digits.Config] | None:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, PackedWeight, sm90_packed_gemv.Config] | None:
         """Rows, their residual, where their sum goes, weight and config of a product with a norm, if there is one."""
         check_input(x, tensors[0], spec)
         rows = x.reshape(-1, spec.k).contiguous()
@@ -163,30 +190,32 @@ class PackedTiles:
 def why_not(weight: QuantizedWeight, activations: ActivationFormat, device: Device) -> str | None:
     """Why no kernel over tiles multiplies with a weight on ``device`` at any token count; None if one does."""
     n, k = weight.shape
-    reason = packed_large.why_not(packed_large.Problem(1, n, k, weight.format, activations, device=device))
+    reason = sm90_packed_gemm.why_not(sm90_packed_gemm.Problem(1, n, k, weight.format, activations, device=device))
     if reason is None or device.arch == "sm_90a":
         return reason
     ordered = weight.group_index is not None
-    return FAMILIES["marlin"].why_not(Product(1, n, k, weight.format, activations, device=device, act_order=ordered))
+    return FAMILIES["sm80_packed_gemm"].why_not(
+        LinearProblem(1, n, k, weight.format, activations, device=device, act_order=ordered)
+    )
 
 
-_norm_configs: dict[tuple[int, int, torch.dtype, bool, int], packed_digits.Config | None] = {}
+_norm_configs: dict[tuple[int, int, torch.dtype, bool, int], sm90_packed_gemv.Config | None] = {}
 
 
-def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> packed_digits.Config | None:
+def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> sm90_packed_gemv.Config | None:
     """The config of a product that norms its own activations, decided once; None where there is none."""
     m = rows.shape[0]
-    if not 0 < m <= packed_digits.NORM_TOKENS or spec.activations.quantized or weight.permutation is not None:
+    if not 0 < m <= sm90_packed_gemv.NORM_TOKENS or spec.activations.quantized or weight.permutation is not None:
         return None
-    aligned = pack.rows_aligned(rows)
+    aligned = quantize_activations.rows_aligned(rows)
     key = (id(spec), m, rows.dtype, aligned, rows.get_device())
     if key not in _norm_configs:
         device = Device.of(rows)
-        problem = packed_small.problem_of(weight, m, rows.dtype, rows.dtype, device)
+        problem = sm90_packed_skinny.problem_of(weight, m, rows.dtype, rows.dtype, device)
         problem = problem if aligned else replace(problem, aligned=False)
-        reason = packed_digits.norm_why_not(problem)
+        reason = sm90_packed_gemv.norm_why_not(problem)
         try:
-            found = None if reason else packed_few.apart_and_normed(packed_digits.norm_default(problem), device)
+            found = None if reason else heuristics.apart_and_normed(sm90_packed_gemv.norm_default(problem), device)
         except KernelError:
             found = None
         _norm_configs[key] = found
@@ -198,17 +227,17 @@ def _multiply_few(rows: Tensor, weight: PackedWeight, bias: Tensor | None, y: Te
     fits = bias is None or (bias.dtype == y.dtype and bias.numel() == y.shape[1])
     if plan.ready is None or not fits:
         plan.kernel.launch(weight, rows, y, bias=bias, config=plan.config)
-        problem = packed_small.checked_problem(weight, rows, y, None, bias)
+        problem = sm90_packed_skinny.checked_problem(weight, rows, y, None, bias)
         plan.ready = plan.kernel.kernel(plan.config), plan.kernel.grid(problem, plan.config)
     else:
         kernel, grid = plan.ready
-        arguments = packed_small.arguments(weight, rows, y, None, bias)
+        arguments = sm90_packed_skinny.arguments(weight, rows, y, None, bias)
         jit.launch(kernel, arguments, grid, pdl=True, device=rows.get_device())
 
 
 def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y: Tensor, plan: _Plan) -> None:
-    if plan.kernel is packed_large:
-        packed_large.multiply(codes, weight, bias, y, plan.config)
+    if plan.kernel is sm90_packed_gemm:
+        sm90_packed_gemm.multiply(codes, weight, bias, y, plan.config)
     else:
         plan.kernel.launch(weight, codes.codes[:, : codes.k], y, codes.scale, bias, plan.config)
 
@@ -216,7 +245,7 @@ def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y:
 def _plan(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> _Plan:
     """The kernel and config for this many tokens; chosen once."""
     bucket = step(rows.shape[0])
-    aligned = pack.rows_aligned(rows)
+    aligned = quantize_activations.rows_aligned(rows)
     # Specs are parsed once for each text and kept, so that their identity stands for them.
     columns = 0 if weight.permutation is None else weight.permutation.numel()
     key = (id(spec), bucket, rows.dtype, aligned, rows.get_device(), columns)
@@ -233,9 +262,9 @@ def _decide(spec: LinearSpec, rows: Tensor, weight: PackedWeight, bucket: int, a
     quantize = quantizer(product, Target.bytes) if quantized else None
     chosen = dispatcher(product.device.name).choose(product, (tiles_of(spec.activations),)).candidate
     module = FAMILIES[chosen.kernel].module
-    config = packed_few.apart(chosen.config, product.device)
-    if spec.fused and module is packed_large:
-        config = packed_few.among_small(FAMILIES[chosen.kernel].problem(product), config)
+    config = heuristics.apart(chosen.config, product.device)
+    if spec.fused and module is sm90_packed_gemm:
+        config = heuristics.among_small(FAMILIES[chosen.kernel].problem(product), config)
     return _Plan(module, config, quantize)
 
 

@@ -4,9 +4,9 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from anybit.tune.dispatcher import Dispatcher, holds
-from anybit.tune.families import Product
-from anybit.tune.floor import floor_us
+from anybit.tune.dispatch import Dispatcher, holds
+from anybit.tune.registry import LinearProblem
+from anybit.tune.roofline import floor_us
 from anybit.tune.space import VENDOR, builtin, space
 
 
@@ -69,7 +69,7 @@ def _slower(ratio: float) -> str:
     return f"{abs(ratio - 1):.0%} {'slower' if ratio >= 1 else 'faster'}"
 
 
-def explain(product: Product, by: Dispatcher, allow: Collection[str] = ()) -> Explanation:
+def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ()) -> Explanation:
     """How a product would run on the device that it names. Raises KernelError, in a sentence, if it cannot."""
     choice = by.choose(product, allow=allow)
     found = by.point(product)

@@ -21,10 +21,10 @@ from typing import Any
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.tune.families import GRID, Product
 from anybit.tune.policy import Policy
-from anybit.tune.runner import Effort
+from anybit.tune.registry import GRID, LinearProblem
 from anybit.tune.space import Candidate, builtin, promising
+from anybit.tune.worker import TimingBudget
 
 _SAVE_SECONDS, _SAVE_SHARE = 2.0, 30
 """How often what is done is saved; at least so many times what saving it takes."""
@@ -43,7 +43,7 @@ class Options:
 
     each: int = 6
     allow: tuple[str, ...] = ()
-    effort: Effort = field(default_factory=Effort)
+    effort: TimingBudget = field(default_factory=TimingBudget)
     seconds: float = float("inf")
     limit: float = 20.0
     again: bool = False
@@ -52,7 +52,7 @@ class Options:
     grid: tuple[int, ...] = GRID
 
 
-def candidates_of(product: Product, maps: Sequence[Policy], options: Options) -> list[Candidate]:
+def candidates_of(product: LinearProblem, maps: Sequence[Policy], options: Options) -> list[Candidate]:
     """What is tried for a product: built-in choices first, then what won nearby, then the most promising."""
     if product.k % 16:
         return []  # rows are padded on the way, by the built-in choice
@@ -81,7 +81,7 @@ class Plan:
     refused: dict[int, str] = field(default_factory=dict)
 
 
-def plan_of(product: Product, candidates: list[Candidate]) -> Plan:
+def plan_of(product: LinearProblem, candidates: list[Candidate]) -> Plan:
     """The plan that tries these, nothing compiled yet."""
     default = None
     with contextlib.suppress(KernelError):
@@ -89,7 +89,7 @@ def plan_of(product: Product, candidates: list[Candidate]) -> Plan:
     return Plan(candidates, tuple(_builtin_places(product, candidates)), default)
 
 
-Choose = Callable[[Product, Sequence[Policy], Options], list[Candidate]]
+Choose = Callable[[LinearProblem, Sequence[Policy], Options], list[Candidate]]
 _inherited: tuple[Choose, Sequence[Policy], Options] = (candidates_of, (), Options())
 
 
@@ -99,7 +99,7 @@ def _inherit(choose: Choose, maps: Sequence[Policy], options: Options) -> None:
     _inherited = choose, maps, options
 
 
-def plan(product: Product) -> Plan:
+def plan(product: LinearProblem) -> Plan:
     """Choose candidates; runs in a process of its own, since there are many configs to look at."""
     choose, maps, options = _inherited
     return plan_of(product, choose(product, maps, options))
@@ -139,10 +139,10 @@ class Planner:
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def plans(self, products: Sequence[Product]) -> Iterator[tuple[Product, Plan]]:
+    def plans(self, products: Sequence[LinearProblem]) -> Iterator[tuple[LinearProblem, Plan]]:
         """Each product with its plan, in order; products with nothing to try are left out."""
-        planning: deque[tuple[Product, Future[Plan] | Plan]] = deque()
-        compiling: deque[tuple[Product, Plan, list[list[Future[str | None]]]]] = deque()
+        planning: deque[tuple[LinearProblem, Future[Plan] | Plan]] = deque()
+        compiling: deque[tuple[LinearProblem, Plan, list[list[Future[str | None]]]]] = deque()
         rest = iter(products)
         while True:
             while len(planning) < 8 * self._jobs and (product := next(rest, None)) is not None:
@@ -167,7 +167,7 @@ class Planner:
             if made.candidates:
                 yield product, made
 
-    def _begin(self, product: Product) -> "Future[Plan] | Plan":
+    def _begin(self, product: LinearProblem) -> "Future[Plan] | Plan":
         known = self._known.get(plan_key(product))
         if known is not None:
             return known
@@ -178,16 +178,16 @@ class Planner:
             future.set_result(self._by_hand(product))
             return future
 
-    def _planned(self, product: Product, future: "Future[Plan]") -> Plan:
+    def _planned(self, product: LinearProblem, future: "Future[Plan]") -> Plan:
         try:
             return future.result()
         except BrokenProcessPool:  # the compiler took its process with it: the child compiles, one by one
             return self._by_hand(product)
 
-    def _by_hand(self, product: Product) -> Plan:
+    def _by_hand(self, product: LinearProblem) -> Plan:
         return plan_of(product, self._choose(product, self._maps, self._options))
 
-    def _compile(self, product: Product, candidate: Candidate) -> "list[Future[str | None]]":
+    def _compile(self, product: LinearProblem, candidate: Candidate) -> "list[Future[str | None]]":
         found = []
         for kernel in candidate.kernels(product):
             key = kernel, product.device.arch
@@ -213,13 +213,13 @@ def _cheap_processes() -> Any:
     return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
 
 
-def plan_key(product: Product) -> tuple[object, ...]:
+def plan_key(product: LinearProblem) -> tuple[object, ...]:
     """What a plan depends on: of the device, what kernels are planned with."""
     device = product.device
     return replace(product, device=Device.named(device.arch)), device.sms, device.shared_bytes
 
 
-def compile_candidates(pairs: Sequence[tuple[Product, Candidate]], jobs: int = 0) -> list[str]:
+def compile_candidates(pairs: Sequence[tuple[LinearProblem, Candidate]], jobs: int = 0) -> list[str]:
     """Compile these candidates in parallel; why some do not compile."""
     found = {(kernel, product.device.arch) for product, candidate in pairs for kernel in candidate.kernels(product)}
     with ProcessPoolExecutor(jobs or os.cpu_count() or 1, mp_context=_cheap_processes()) as pool:
@@ -244,7 +244,7 @@ def compile_one(kernel: jit.Kernel, arch: str) -> str | None:
 
 
 def compile_all(
-    products: Sequence[Product], options: Options, hints: Sequence[Policy] = (), choose: Choose = candidates_of
+    products: Sequence[LinearProblem], options: Options, hints: Sequence[Policy] = (), choose: Choose = candidates_of
 ) -> int:
     """Plan and compile everything that a search over ``products`` would, and measure nothing; how many candidates.
 
@@ -272,7 +272,7 @@ def compile_all(
     return count
 
 
-def _builtin_places(product: Product, candidates: Sequence[Candidate]) -> list[int]:
+def _builtin_places(product: LinearProblem, candidates: Sequence[Candidate]) -> list[int]:
     """Which candidates are built-in choices, of any layout."""
     found = []
     for i, candidate in enumerate(candidates):

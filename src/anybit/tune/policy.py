@@ -11,12 +11,9 @@ search starts from it, nothing runs by it. A file that cannot be read as a map i
 
 import contextlib
 import datetime
-import functools
-import hashlib
 import json
 import math
 import os
-import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -26,14 +23,18 @@ from typing import Any
 
 from anybit.errors import KernelError, dtype_name
 from anybit.jit.cache import folder
-from anybit.jit.source import KERNELS
 from anybit.scheme import Scheme
-from anybit.tune.families import FAMILIES, FieldValue, Product
+from anybit.tune.registry import (
+    FAMILIES,
+    REVISIONS,
+    FieldValue,
+    LinearProblem,
+)
 from anybit.tune.space import STRATEGIES, VENDOR, Candidate, strategy_of
 
 FORMAT = "anybit policy map 1"
 SHIPPED = Path(__file__).parent / "policies"
-_QUANTIZER = "pack"
+_QUANTIZER = "quantize_activations"
 _DTYPES = ("float16", "bfloat16")
 
 Key = tuple[str, str, int, int]
@@ -54,7 +55,7 @@ class Measured:
     activations: str = ""
     """What 16-bit activations were quantized to, as in a scheme ("8", "8fp"); empty: the scheme's own."""
 
-    def candidate(self, product: Product) -> Candidate:
+    def candidate(self, product: LinearProblem) -> Candidate:
         """The config for a product, known to be legal there. Raises KernelError, in a sentence, where it is not."""
         activations = product.activations
         if self.activations:
@@ -70,7 +71,7 @@ class Measured:
         return found
 
     @staticmethod
-    def of(candidate: Candidate, product: Product, us: float) -> "Measured":
+    def of(candidate: Candidate, product: LinearProblem, us: float) -> "Measured":
         """What is written down of a candidate."""
         text = ""
         if candidate.activations != product.activations:
@@ -112,28 +113,26 @@ class Origin:
     driver: str = ""
     torch: str = ""
     library: str = ""
-    kernels: dict[str, str] = field(default_factory=dict)
-    """The fingerprint of each family of kernels."""
+    kernels: dict[str, int] = field(default_factory=dict)
+    """The revision of each family of kernels."""
     date: str = ""
 
     @staticmethod
     def here(gpu: str, arch: str, driver: str = "", torch_version: str = "") -> "Origin":
         """What is measured on a GPU with this library, today."""
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-        return Origin(gpu, arch, driver, torch_version, library(), dict(fingerprints()), today)
+        return Origin(gpu, arch, driver, torch_version, library(), dict(revisions()), today)
 
     def foreign(self, gpu: str) -> str | None:
         """Why a map from here is but a hint on ``gpu``, in a sentence; None if it holds there."""
         if self.gpu != gpu:
             return f"it was measured on {self.gpu}, and this is {gpu}"
-        if self.library != library():
-            return f"it was measured with anybit {self.library}, and this is {library()}"
         return None
 
     @property
     def changed(self) -> set[str]:
         """The families whose kernels are other ones now."""
-        return {name for name, here in fingerprints().items() if self.kernels.get(name) != here}
+        return {name for name, here in revisions().items() if self.kernels.get(name) != here}
 
 
 @dataclass
@@ -146,15 +145,15 @@ class Policy:
     """Candidates that crashed, hung or were wrong, by name, and what happened."""
     path: Path | None = None
 
-    def put(self, product: Product, point: Point) -> None:
+    def put(self, product: LinearProblem, point: Point) -> None:
         """Write a point down; it replaces an older one."""
         self.layers.setdefault(key_of(product), {})[product.m] = point
 
-    def exact(self, product: Product) -> Point | None:
+    def exact(self, product: LinearProblem) -> Point | None:
         """What was measured for exactly this product."""
         return self.layers.get(key_of(product), {}).get(product.m)
 
-    def near(self, product: Product, most: float = 1.0) -> Iterator[tuple[float, Key, int, Point]]:
+    def near(self, product: LinearProblem, most: float = 1.0) -> Iterator[tuple[float, Key, int, Point]]:
         """Points of the same scheme whose shapes are not far (in powers of two), the nearest first."""
         scheme = str(product.scheme)
         found = []
@@ -214,7 +213,7 @@ def _kernels(point: Point) -> set[str]:
     return found | {_QUANTIZER} if any(measured.activations for measured in point.strategies.values()) else found
 
 
-def key_of(product: Product) -> Key:
+def key_of(product: LinearProblem) -> Key:
     """What a layer is called in a map."""
     return str(product.scheme), dtype_name(product.dtype), product.n, product.k
 
@@ -226,27 +225,9 @@ def library() -> str:
     return __version__
 
 
-@functools.cache
-def fingerprints() -> dict[str, str]:
-    """A short hash of each linear family's device code, and of the quantizer's; comments and spaces left out."""
-    return {name: _fingerprint(f"{name}.cuh") for name in (*FAMILIES, _QUANTIZER)}
-
-
-def _fingerprint(header: str) -> str:
-    sources: dict[str, list[str]] = {}
-    todo = [header]
-    while todo:
-        name = todo.pop()
-        path = KERNELS / name
-        if name in sources or not path.is_file():
-            continue
-        text = re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8"))
-        todo += re.findall(r'#include "([^"]+)"', text)
-        sources[name] = text.split()
-    digest = hashlib.sha256()
-    for name, words in sorted(sources.items()):
-        digest.update("\0".join([name, *words]).encode())
-    return digest.hexdigest()[:16]
+def revisions() -> dict[str, int]:
+    """The revision of each linear family's device code, and of the quantizer's (``registry.REVISIONS``)."""
+    return dict(REVISIONS)
 
 
 # -------- reading
@@ -271,7 +252,7 @@ def _parse(content: Any, path: Path) -> Policy:
     names = ("gpu", "arch", "driver", "torch", "library", "date")
     said = content["measured"]
     families = said["kernels"] if isinstance(said["kernels"], dict) else {}
-    origin = Origin(**{name: str(said[name]) for name in names}, kernels={str(k): str(v) for k, v in families.items()})
+    origin = Origin(**{name: str(said[name]) for name in names}, kernels={str(k): int(v) for k, v in families.items()})
     configs: dict[str, tuple[str, tuple[tuple[str, FieldValue], ...]]] = {}
     for name, fields in content["configs"].items():
         kernel = name.partition("/")[0]

@@ -26,14 +26,20 @@ import torch
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.scheme import Scheme
-from anybit.tune.between import scaled
-from anybit.tune.bounds import lower_bound_us
-from anybit.tune.families import Product, steps_to
-from anybit.tune.floor import floor_us
+from anybit.tune.interpolate import scaled
+from anybit.tune.lower_bound import lower_bound_us
 from anybit.tune.plans import Options, Plan, Planner, die_with_parent
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
-from anybit.tune.runner import Effort, Runner, Sieve, Time, WrongResultError
+from anybit.tune.registry import LinearProblem, steps_to
+from anybit.tune.roofline import floor_us
 from anybit.tune.space import FEW_TOKENS, Candidate, leaves_room, promising
+from anybit.tune.worker import (
+    Runner,
+    StagedPruning,
+    Time,
+    TimingBudget,
+    WrongResultError,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +60,7 @@ _TIE = 1.01
 class Progress:
     """Where a search stands."""
 
-    product: Product
+    product: LinearProblem
     done: int
     total: int
     seconds_left: float
@@ -64,7 +70,7 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-class Child:
+class Worker:
     """The process that touches the GPU, begun anew when it has died."""
 
     def __init__(self, factory: Callable[[], Any] = Runner) -> None:
@@ -158,10 +164,10 @@ def serve(connection: "Connection[Any, Any]", factory: Callable[[], Any]) -> Non
 def _serve_one(
     connection: "Connection[Any, Any]",
     runner: Any,
-    product: Product,
+    product: LinearProblem,
     candidates: list[Candidate],
     keep: list[int],
-    effort: Effort | Sieve,
+    effort: TimingBudget | StagedPruning,
     guess_us: float,
     together: bool,
 ) -> None:
@@ -176,7 +182,7 @@ def _serve_one(
 
     bench = runner.prepare(product)
     passed("prepare")
-    if isinstance(effort, Sieve):
+    if isinstance(effort, StagedPruning):
         sifted, wrong, left_out = bench.sift(
             candidates, keep, effort, guess_us, lambda places: connection.send(("running", list(places)))
         )
@@ -210,14 +216,14 @@ def _serve_one(
 
 
 def search(
-    products: Sequence[Product],
+    products: Sequence[LinearProblem],
     path: Path | Callable[[str], Path] | None,
     options: Options | None = None,
     *,
     hints: Sequence[Policy] = (),
     report: Report | None = None,
     factory: Callable[[], Any] = Runner,
-    child: Child | None = None,
+    child: Worker | None = None,
 ) -> Policy:
     """Measure products, and return the map of what was found, which also goes into the file at ``path``.
 
@@ -226,7 +232,7 @@ def search(
     """
     options = options or Options()
     mine = child is None
-    child = child or Child(factory)
+    child = child or Worker(factory)
     try:
         if mine:
             child.start()
@@ -238,8 +244,8 @@ def search(
 
 
 def _search(
-    child: Child,
-    products: Sequence[Product],
+    child: Worker,
+    products: Sequence[LinearProblem],
     path: Path | None,
     options: Options,
     hints: Sequence[Policy],
@@ -248,7 +254,7 @@ def _search(
     device: Device = child.facts["device"]
     policy = Policy(Origin.here(device.name, device.arch, child.facts["driver"], child.facts["torch"]))
     known = usable(path) if path is not None and path.exists() else None
-    maps, won = [*([known] if known else []), *hints], Winners()
+    maps, won = [*([known] if known else []), *hints], NeighborHints()
     if known is not None and known.origin.foreign(device.name) is None:
         known = known.current()
         policy.excluded |= known.excluded
@@ -263,7 +269,7 @@ def _search(
     with Planner(maps, options) as planner:
         plans = planner.plans(todo)
 
-        def following() -> tuple[Product, Plan, list[Candidate]] | None:
+        def following() -> tuple[LinearProblem, Plan, list[Candidate]] | None:
             one = next(plans, None)
             return None if one is None else (*one, won.near(*one))
 
@@ -278,7 +284,7 @@ def _search(
                 report(Progress(product, done, len(todo), left, len(policy.excluded)))
             for i, reason in plan.refused.items():
                 policy.excluded[excluded_name(product, plan.candidates[i])] = reason
-            ahead: list[tuple[Product, Plan, list[Candidate]] | None] = []
+            ahead: list[tuple[LinearProblem, Plan, list[Candidate]] | None] = []
             times = timed(child, product, plan, options, policy, more, lambda: ahead.append(following()))  # noqa: B023
             point = point_of(product, plan, options, times)
             if point is not None:
@@ -298,7 +304,7 @@ def _search(
     return policy
 
 
-def _answers(point: Point | None, product: Product, options: Options) -> bool:
+def _answers(point: Point | None, product: LinearProblem, options: Options) -> bool:
     """Whether a point holds all that is asked: 8-bit activations too where they are allowed now and a kernel runs."""
     if point is None or product.activations.quantized or "a8" not in options.allow:
         return point is not None
@@ -307,21 +313,21 @@ def _answers(point: Point | None, product: Product, options: Options) -> bool:
     return all(one.activations == product.activations for one in promising(product, 1, allow=options.allow))
 
 
-def together(products: Sequence[Product]) -> list[Product]:
+def together(products: Sequence[LinearProblem]) -> list[LinearProblem]:
     """Products in their order, but those of one layer side by side: its weights are made once."""
-    layers: dict[Any, list[Product]] = {}
+    layers: dict[Any, list[LinearProblem]] = {}
     for product in dict.fromkeys(products):
         layers.setdefault((product.n, product.k, product.weights, product.dtype), []).append(product)
     return [product for group in layers.values() for product in group]
 
 
-class Winners:
+class NeighborHints:
     """What won so far in a search: tried at products nearby, since their kernels are compiled."""
 
     def __init__(self) -> None:
         self._points: dict[Any, list[tuple[float, float, float, Point]]] = {}
 
-    def add(self, product: Product, point: Point) -> None:
+    def add(self, product: LinearProblem, point: Point) -> None:
         """Remember a point."""
         place = math.log2(product.n), math.log2(product.k), 2 * math.log2(product.m)
         self._points.setdefault((product.weights, product.activations, product.dtype), []).append((*place, point))
@@ -331,9 +337,9 @@ class Winners:
         for (scheme, dtype, n, k), points in policy.layers.items():
             parsed = Scheme.parse(scheme)
             for m, point in points.items():
-                self.add(Product(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype)), point)
+                self.add(LinearProblem(m, n, k, parsed.weights, parsed.activations, getattr(torch, dtype)), point)
 
-    def near(self, product: Product, plan: Plan) -> list[Candidate]:
+    def near(self, product: LinearProblem, plan: Plan) -> list[Candidate]:
         """The best configs of every strategy at the nearest products, where they are legal and not planned already."""
         n, k, m = math.log2(product.n), math.log2(product.k), 2 * math.log2(product.m)
         points = self._points.get((product.weights, product.activations, product.dtype), [])
@@ -349,14 +355,14 @@ class Winners:
         return list(found)
 
 
-def excluded_name(product: Product, candidate: Candidate) -> str:
+def excluded_name(product: LinearProblem, candidate: Candidate) -> str:
     """What an excluded candidate is called: it is left out for its whole scheme."""
     return f"{product.scheme} {candidate.name}"
 
 
 def timed(
-    child: Child,
-    product: Product,
+    child: Worker,
+    product: LinearProblem,
     plan: Plan,
     options: Options,
     policy: Policy,
@@ -373,8 +379,8 @@ def timed(
 
 
 def race(
-    child: Child,
-    product: Product,
+    child: Worker,
+    product: LinearProblem,
     candidates: Sequence[Candidate],
     options: Options,
     policy: Policy,
@@ -411,15 +417,15 @@ def race(
 
 
 def sift(
-    child: Child,
-    product: Product,
+    child: Worker,
+    product: LinearProblem,
     candidates: Sequence[Candidate],
     options: Options,
     policy: Policy,
     keep: Collection[Candidate],
-    sieve: Sieve,
+    sieve: StagedPruning,
 ) -> tuple[list[tuple[Candidate, Time]], int]:
-    """Times of a whole space, and how many of its candidates were left out by their bounds (``runner.Sieve``).
+    """Times of a whole space, and how many of its candidates were left out by their bounds (``runner.StagedPruning``).
 
     What takes the child down is excluded, and the rest is gone through anew. Where many were under way, each of these
     runs by itself first at the next go; what falls again without saying which is left out whole, its names kept.
@@ -455,7 +461,7 @@ def sift(
     return [], 0
 
 
-def _listen(child: Child, limit: float) -> tuple[dict[int, Time] | None, dict[int, str], str]:
+def _listen(child: Worker, limit: float) -> tuple[dict[int, Time] | None, dict[int, str], str]:
     """What the child says of a job: times, if it came so far; what failed, and why; and how the child ended.
 
     ``child.running``: the places of what was under way last.
@@ -496,7 +502,9 @@ def _said(traceback_: object) -> str:
     return next((line for line in lines if line[0] != " " and not line.startswith("Traceback")), lines[-1]).strip()
 
 
-def point_of(product: Product, plan: Plan, options: Options, times: Sequence[tuple[Candidate, Time]]) -> Point | None:
+def point_of(
+    product: LinearProblem, plan: Plan, options: Options, times: Sequence[tuple[Candidate, Time]]
+) -> Point | None:
     """What a map says of times: the best of each strategy; built-in choices are preferred within the noise.
 
     None where nothing was timed, or a time of few tokens is shorter than reading and multiplying takes.
@@ -530,7 +538,7 @@ _MOST_BETWEEN = 6
 
 
 def _between(
-    product: Product,
+    product: LinearProblem,
     times: Sequence[tuple[Candidate, Time]],
     strategies: dict[str, Measured],
     grid: Sequence[int],

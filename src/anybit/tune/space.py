@@ -15,19 +15,25 @@ import torch
 from anybit import dpr
 from anybit.errors import KernelError
 from anybit.jit import Kernel
-from anybit.kernels import bitwise_wide, pack, packed_few, packed_large, packed_repack
-from anybit.kernels.bitwise_rules import half_bytes
-from anybit.kernels.pack import Target
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.elementwise.quantize_activations import Target
+from anybit.kernels.gemm import (
+    heuristics,
+    repack,
+    sm90_bitplane_stacked,
+    sm90_packed_gemm,
+)
+from anybit.kernels.gemm.sm90_bitplane_rules import half_bytes
 from anybit.scheme import ActivationFormat
-from anybit.tune.families import (
+from anybit.tune.registry import (
     BETWEEN_FROM,
     FAMILIES,
     GRID,
     MOST_TOKENS,
-    Family,
     FieldValue,
+    KernelFamily,
     Layout,
-    Product,
+    LinearProblem,
     bucket,
     few_tokens,
     power_of_two,
@@ -79,22 +85,22 @@ class Candidate:
         inner = ", ".join(f"{key}={value}" for key, value in self.fields.items())
         return f"{self.kernel}({inner})" if inner else self.kernel
 
-    def why_not(self, product: Product) -> str | None:
+    def why_not(self, product: LinearProblem) -> str | None:
         """Why it cannot run a product; None if it can."""
         if self.kernel == VENDOR:
             return _why_not_vendor(product)
         return FAMILIES[self.kernel].why_not(replace(product, activations=self.activations), self.config)
 
-    def kernels(self, product: Product) -> Iterator[Kernel]:
+    def kernels(self, product: LinearProblem) -> Iterator[Kernel]:
         """What is to be compiled before it can run."""
         if self.kernel == VENDOR:
             return
         family = FAMILIES[self.kernel]
         if family.target is Target.bytes:
-            order = packed_repack.Config(product.weights.bits, self.activations.quantized)
-            yield packed_repack.kernel(order)
+            order = repack.Config(product.weights.bits, self.activations.quantized)
+            yield repack.kernel(order)
         if self.activations.quantized:
-            yield pack.kernel(quantizer(replace(product, activations=self.activations), family.target))
+            yield quantize_activations.kernel(quantizer(replace(product, activations=self.activations), family.target))
         yield family.module.kernel(self.config)
 
 
@@ -111,7 +117,7 @@ class Excluded:
 class Space:
     """Every legal candidate of a product, the most promising first within each family."""
 
-    product: Product
+    product: LinearProblem
     candidates: tuple[Candidate, ...]
     excluded: tuple[Excluded, ...]
 
@@ -145,7 +151,7 @@ def strategy_of(activations: ActivationFormat, kernel: str, config: Any = None) 
     return "padding to int8" if activations.integer else "padding to fp8"
 
 
-def space(product: Product, allow: Collection[str] = ()) -> Space:
+def space(product: LinearProblem, allow: Collection[str] = ()) -> Space:
     """The whole space of a product; ``allow``: of ``ALLOWANCES``."""
     refuse_unknown(allow)
     found: list[Candidate] = []
@@ -165,7 +171,7 @@ def space(product: Product, allow: Collection[str] = ()) -> Space:
     return Space(product, tuple(found), tuple(excluded))
 
 
-def _excluded_strategies(product: Product, allow: Collection[str]) -> Iterator[Excluded]:
+def _excluded_strategies(product: LinearProblem, allow: Collection[str]) -> Iterator[Excluded]:
     """Strategies that are out as a whole, beside what the families say."""
     w, x, arch = product.weights, product.activations, product.device.arch
     split = dpr.why_not(w, x, arch, "split")
@@ -186,7 +192,7 @@ def _excluded_strategies(product: Product, allow: Collection[str]) -> Iterator[E
         yield Excluded(VENDOR, "", reason)
 
 
-def _why_not_vendor(product: Product) -> str | None:
+def _why_not_vendor(product: LinearProblem) -> str | None:
     if product.activations.quantized:
         return "activations are quantized, and the vendor's product would not follow the scheme's arithmetic"
     if product.dtype not in (torch.float16, torch.bfloat16):
@@ -207,7 +213,7 @@ def refuse_unknown(allow: Collection[str]) -> None:
 _FEW = 16
 
 
-def builtin_layout(product: Product) -> Layout:
+def builtin_layout(product: LinearProblem) -> Layout:
     """The layout that weights get where nothing was measured."""
     x = product.activations
     if x.integer and product.weights.bits * x.bits <= _TIE and _planes_family(product) is not None:
@@ -215,7 +221,7 @@ def builtin_layout(product: Product) -> Layout:
     return tiles_of(x) if _tiles_run(product) or _planes_family(product) is None else Layout.planes
 
 
-def builtin(product: Product, layout: Layout | None = None) -> Candidate:
+def builtin(product: LinearProblem, layout: Layout | None = None) -> Candidate:
     """The built-in choice for a product with its weights in ``layout`` (by default: in the built-in one).
 
     Made for the token count that stands for the product's: with few tokens the next power of two, which needs fewer
@@ -233,20 +239,20 @@ def builtin(product: Product, layout: Layout | None = None) -> Candidate:
     if layout is Layout.planes:
         family = _planes_family(rounded)
         if family is None:
-            raise KernelError(f"no bit-plane kernel runs {product}: {FAMILIES['bitwise'].why_not(product)}")
+            raise KernelError(f"no bit-plane kernel runs {product}: {FAMILIES['sm90_bitplane'].why_not(product)}")
         return Candidate("bitwise", family.name, family.default(rounded), x)
-    gathered = x.quantized and product.act_order  # by packed_small alone, while it reads
-    few = packed_few.kernel(few_tokens(rounded)) if product.dtype in _HALVES and not gathered else None
+    gathered = x.quantized and product.act_order  # by sm90_packed_skinny alone, while it reads
+    few = heuristics.kernel(few_tokens(rounded)) if product.dtype in _HALVES and not gathered else None
     if few is not None:
         family = FAMILIES[few.__name__.rpartition(".")[2]]
         if family.why_not(rounded) is None:
             return Candidate(strategy_of(x, family.name), family.name, family.default(rounded), x)
-    names = ("packed_large", "marlin")
+    names = ("sm90_packed_gemm", "sm80_packed_gemm")
     for family in (FAMILIES[name] for name in names):
         if family.why_not(rounded) is None:
             config = family.default(rounded)
             return Candidate(strategy_of(x, family.name, config), family.name, config, x)
-    shown = (*names, "bitwise") if anywhere else names
+    shown = (*names, "sm90_bitplane") if anywhere else names
     reasons = "; ".join(f"{name}: {FAMILIES[name].why_not(rounded)}" for name in shown)
     if anywhere:
         reference = "the reference does, slowly, after anybit.ops.allow_fallback()"
@@ -258,7 +264,7 @@ FEW_TOKENS = 8
 """To so many tokens a product is over before the next one's blocks could all have started beside its own."""
 
 
-def leaves_room(product: Product, candidate: Candidate) -> bool:
+def leaves_room(product: LinearProblem, candidate: Candidate) -> bool:
     """Whether, of few tokens, it takes no more shared memory than its kernel's built-in config, and no more blocks.
 
     More of it keeps the kernels that follow in a model from starting early, which no product timed by itself shows: on
@@ -267,14 +273,14 @@ def leaves_room(product: Product, candidate: Candidate) -> bool:
     second one are placed two on the multiprocessors that are free first, and none on others (o in w4a8 at 5 to 8
     tokens: 5.5 to 5.8 us for 4.8). Bit planes, several blocks of which share a multiprocessor, may take half of it
     each in any case. Another kernel than the layout's built-in one may take as much as that, or three quarters of a
-    multiprocessor: in 9 of 10 steps ``packed_large`` with 208 KB and more, 4 to 10 % faster by itself, was 0.2 to
-    1.5 us slower a layer than the built-in ``packed_small`` with 123 to 137 KB (gate_up, int8, 2 and 4 tokens).
+    multiprocessor: in 9 of 10 steps ``sm90_packed_gemm`` with 208 KB and more, 4 to 10 % faster by itself, was 0.2 to
+    1.5 us slower a layer than the built-in ``sm90_packed_skinny`` with 123 to 137 KB (gate_up, int8, 2 and 4 tokens).
     """
     if product.m > FEW_TOKENS or candidate.kernel not in FAMILIES:
         return True
     module = FAMILIES[candidate.kernel].module
     most, resident = _most_shared(replace(product, activations=candidate.activations), candidate.kernel)
-    if module is packed_large and candidate.config.resident > resident:
+    if module is sm90_packed_gemm and candidate.config.resident > resident:
         return False
     return bool(module.shared_bytes(candidate.config) <= most)
 
@@ -284,7 +290,7 @@ _ANOTHER = 0.75
 
 
 @functools.lru_cache(maxsize=4096)
-def _most_shared(product: Product, kernel: str) -> tuple[float, int]:
+def _most_shared(product: LinearProblem, kernel: str) -> tuple[float, int]:
     """How much shared memory a block of a kernel may take for ``leaves_room``, and how many blocks may share a
     multiprocessor where the config says that.
     """
@@ -295,7 +301,7 @@ def _most_shared(product: Product, kernel: str) -> tuple[float, int]:
     except KernelError:
         return float("inf"), product.device.sms
     most: float = family.module.shared_bytes(own)
-    if family.name == "bitwise":
+    if family.name == "sm90_bitplane":
         most = max(most, half_bytes(product.device))
     if chosen.kernel != kernel:
         others: int = FAMILIES[chosen.kernel].module.shared_bytes(chosen.config)
@@ -303,7 +309,7 @@ def _most_shared(product: Product, kernel: str) -> tuple[float, int]:
     return most, getattr(own, "resident", 1)
 
 
-def builtins(product: Product) -> list[Candidate]:
+def builtins(product: LinearProblem) -> list[Candidate]:
     """The built-in choice for a product, if there is one."""
     try:
         return [builtin(product)]
@@ -311,12 +317,12 @@ def builtins(product: Product) -> list[Candidate]:
         return []
 
 
-def _planes_family(product: Product) -> Family | None:
+def _planes_family(product: LinearProblem) -> KernelFamily | None:
     """Wgmma where it is, its tiles of planes side by side where those were faster, else mma.sync."""
-    for name in ("bitwise_wide", "bitwise", "bitwise_sync"):
+    for name in ("sm90_bitplane_stacked", "sm90_bitplane", "sm80_bitplane_gemm"):
         family = FAMILIES[name]
-        if name == "bitwise_wide" and not (
-            family.why_not(product) is None and bitwise_wide.preferred(family.problem(product))
+        if name == "sm90_bitplane_stacked" and not (
+            family.why_not(product) is None and sm90_bitplane_stacked.preferred(family.problem(product))
         ):
             continue
         if family.runs(product):
@@ -324,8 +330,8 @@ def _planes_family(product: Product) -> Family | None:
     return None
 
 
-def _tiles_run(product: Product) -> bool:
-    return any(FAMILIES[name].why_not(product) is None for name in ("packed_large", "marlin"))
+def _tiles_run(product: LinearProblem) -> bool:
+    return any(FAMILIES[name].why_not(product) is None for name in ("sm90_packed_gemm", "sm80_packed_gemm"))
 
 
 # -------- fewer candidates: what a search looks at first
@@ -340,20 +346,20 @@ _MANY_TOKENS = 256
 """Above so many, planes that are not the built-in choice take several times its time: too long to time them for all."""
 
 
-def _hopeless(product: Product, candidate: Candidate) -> bool:
+def _hopeless(product: LinearProblem, candidate: Candidate) -> bool:
     """Whether only the built-in choice is worth timing: mma.sync where wgmma is, or many planes of many tokens."""
-    if product.device.arch == "sm_90a" and candidate.kernel in ("bitwise_sync", "marlin"):
+    if product.device.arch == "sm_90a" and candidate.kernel in ("sm80_bitplane_gemm", "sm80_packed_gemm"):
         return True
     return candidate.strategy == "bitwise" and product.m > 32 and product.weights.bits * product.activations.bits > 16
 
 
-def targets_of(product: Product, allow: Collection[str] = ()) -> list[ActivationFormat]:
+def targets_of(product: LinearProblem, allow: Collection[str] = ()) -> list[ActivationFormat]:
     """The product's own activations, and what they may be quantized to."""
     own = product.activations
     return [own, _INT8, _FP8] if not own.quantized and "a8" in allow else [own]
 
 
-def builtins_of(product: Product, allow: Collection[str] = ()) -> list[Candidate]:
+def builtins_of(product: LinearProblem, allow: Collection[str] = ()) -> list[Candidate]:
     """The built-in choices of every layout that a product may have; the one that would run comes first."""
     chosen = builtins(product)
     for activations in targets_of(product, allow):
@@ -370,7 +376,7 @@ def builtins_of(product: Product, allow: Collection[str] = ()) -> list[Candidate
 
 
 def promising(
-    product: Product,
+    product: LinearProblem,
     each: int,
     hints: Collection[Candidate] = (),
     allow: Collection[str] = (),
@@ -404,7 +410,7 @@ def promising(
 
 
 def _first(
-    product: Product, each: int, targets: Collection[ActivationFormat], grid: Sequence[int]
+    product: LinearProblem, each: int, targets: Collection[ActivationFormat], grid: Sequence[int]
 ) -> Iterator[Candidate]:
     """The ``each`` most promising of every family and strategy, hopeless ones left out."""
     for activations in targets:
@@ -412,7 +418,7 @@ def _first(
         for family in FAMILIES.values():
             if _hopeless(product, Candidate(strategy_of(activations, family.name), family.name, None, activations)):
                 continue
-            splits = family.name == "marlin"  # whose configs belong to two strategies
+            splits = family.name == "sm80_packed_gemm"  # whose configs belong to two strategies
             counts: dict[str, int] = {}
             if hasattr(family.module, "estimate"):  # which follows how tiles of tokens fill multiprocessors
                 # Of many tokens the best config was the 26th by estimate at worst, 6 % faster than the first 24.

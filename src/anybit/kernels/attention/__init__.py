@@ -1,0 +1,1 @@
+"""Attention over a low-bit KV cache."""

@@ -1,0 +1,309 @@
+// Split-KV decode attention over packed pages and the 16-bit residual, merge included, in one launch.
+//
+// Every warp works alone: it owns a stretch of units (see decode_schedule.cuh), keeps a ring of copies of key and value
+// halves in flight, and carries a softmax state from unit to unit. What remains is merged twice: the warps' states in
+// shared memory, then those of several blocks by the one that arrives last.
+#ifndef ANYBIT_DECODE_CUH
+#define ANYBIT_DECODE_CUH
+
+#include "attention/decode_block.cuh"
+#include "attention/decode_fp4.cuh"
+#include "attention/decode_merge.cuh"
+#include "attention/decode_schedule.cuh"
+
+namespace decode {
+
+// A warp's ring of copies: a unit is two of them, its keys and its values.
+template <class Config> struct Pipeline {
+    using S = Shape<Config>;
+    static constexpr int page_blocks = Config::page / Config::block;
+    const Params& p;
+    Cursor<Config> ahead;   // the unit whose half is copied next
+    int left;               // steps of which not all is asked for
+    bool values;            // whether that half is the values
+    int page, slot, filled;  // page of that unit; slot to wait for, to fill
+    uint32_t parity, stage, barrier;
+    uint64_t policy;
+    const uint8_t* pages;    // of this KV head: page 0
+    const int32_t* entries;  // of this sequence: the table entry of its first page
+
+    PTX Pipeline(const Params& params, const Cursor<Config>& start, int units, uint32_t stages, uint32_t barriers)
+        : p(params), ahead(start), left(units), values(false), page(0), slot(0), filled(0), parity(0),
+          stage(stages), barrier(barriers), policy(0), pages(params.pages), entries(params.table) {
+        if constexpr (Config::bulk) {
+            policy = Config::keep_in_l2 ? ptx::createpolicy_evict_last() : ptx::createpolicy_evict_first();
+            if (threadIdx.x % 32 == 0) {
+                for (int i = 0; i < Config::stages; ++i) ptx::mbarrier_init(barrier + 8 * i, 1);
+                ptx::fence_mbarrier_init();
+            }
+            __syncwarp();
+        }
+        if (units > 0) {
+            enter_pair();
+            find_page();
+        }
+    }
+    PTX bool next_is_packed() const { return ahead.packed(); }
+    PTX void enter_pair() {
+        pages = p.pages + static_cast<int64_t>(ahead.head / Config::query_chunks) * (page_blocks * S::block_bytes);
+        entries = p.table + static_cast<int64_t>(ahead.sequence) * p.table_width;
+    }
+    // The table entry of the unit ahead, asked for one unit early so that nobody waits for it.
+    PTX void find_page() {
+        if (!ahead.packed()) return;
+        page = entries[(ahead.extent.first_block + ahead.unit) / page_blocks];
+        if constexpr (Config::checked)
+            if (page < 0 || page >= p.pages_count) {
+                atomicMax(p.errors, kv_page::bad_page);
+                page = 0;
+            }
+    }
+    // Asks for the next half, if there is one.
+    PTX void fill() {
+        if (left > 0) {
+            const uint8_t* source;
+            int bytes;
+            if (ahead.packed()) {
+                const int within = (ahead.extent.first_block + ahead.unit) % page_blocks;
+                source = pages + static_cast<int64_t>(page) * (p.kv_heads * (page_blocks * S::block_bytes))
+                       + within * S::block_bytes + (values ? S::key_bytes : 0);
+                bytes = values ? S::value_bytes : S::key_bytes;
+            } else {
+                const int place = ahead.position() % p.ring;
+                source = reinterpret_cast<const uint8_t*>(p.residual)
+                       + ((static_cast<int64_t>(ahead.sequence) * p.kv_heads + ahead.head / Config::query_chunks) * 2 + values) * p.ring * S::element_bytes
+                       + place * S::element_bytes;
+                bytes = S::residual_bytes;
+            }
+            copy(stage + filled * S::slot_bytes, source, bytes);
+            if (values) {
+                left -= ahead.ends();
+                if (ahead.advance(p)) enter_pair();
+                if (left > 0) find_page();
+            }
+            values = !values;
+            if (++filled == Config::stages) filled = 0;
+        } else if constexpr (!Config::bulk) {
+            ptx::cp_async_commit_group();  // empty, so that the count of groups stays that of the halves
+        }
+    }
+    PTX void copy(uint32_t shared, const uint8_t* source, int bytes) {
+        if constexpr (Config::bulk) {
+            if (threadIdx.x % 32 == 0) {
+                ptx::mbarrier_arrive_expect_tx(barrier + 8 * filled, bytes);
+                ptx::cp_async_bulk_load_hint(shared, source, bytes, barrier + 8 * filled, policy);
+            }
+        } else {
+            for (int i = 16 * (threadIdx.x % 32); i < bytes; i += 512) ptx::cp_async<16>(shared + i, source + i);
+            ptx::cp_async_commit_group();
+        }
+    }
+    // Waits for the next half and returns where it lies.
+    PTX uint32_t take() {
+        const uint32_t at = stage + slot * S::slot_bytes;
+        if constexpr (Config::bulk) {
+            ptx::mbarrier_wait_parity(barrier + 8 * slot, parity);
+        } else {
+            ptx::cp_async_wait_group<Config::stages - 1>();
+            __syncwarp();
+        }
+        if (++slot == Config::stages) { slot = 0; parity ^= 1; }
+        return at;
+    }
+    // Where the packed block lies that is `further` units after the unit ahead, if it is one of this row and of this warp.
+    PTX const uint8_t* beyond(int further) const {
+        int unit = ahead.unit + further, head = ahead.head;
+        if (unit >= ahead.extent.units) { unit -= ahead.extent.units; ++head; }
+        if (further >= left || unit >= ahead.extent.blocks || head >= p.kv_heads * Config::query_chunks) return nullptr;
+        const int block = ahead.extent.first_block + unit;
+        int at = entries[block / page_blocks];
+        if constexpr (Config::checked) at = min(max(at, 0), p.pages_count - 1);
+        return p.pages + (static_cast<int64_t>(at) * p.kv_heads + head / Config::query_chunks) * (page_blocks * S::block_bytes) + block % page_blocks * S::block_bytes;
+    }
+    // Where this lane's of `units` packed blocks of this row lies that L2 is to be asked for, if there is one; `further`
+    // is the first one's distance from the unit ahead. Half of that one may have been copied.
+    PTX const uint8_t* place_ahead(int further, int units) const {
+        const int lane = threadIdx.x % 32;
+        return lane < units ? beyond(further + lane) : nullptr;
+    }
+    PTX void ask_ahead(const uint8_t* at, int further) const {
+        const int skip = further == 0 && threadIdx.x % 32 == 0 && values ? S::key_bytes : 0;
+        if (at != nullptr) ptx::cp_async_bulk_prefetch_L2(at + skip, S::key_bytes + S::value_bytes - skip);
+    }
+    // The oldest half has been read by the whole warp: its slot may be filled again.
+    PTX void release() {
+        __syncwarp();
+        fill();
+    }
+};
+
+template <class Config> struct Queries {
+    static constexpr int depth = Shape<Config>::depth, columns = Config::query_tiles, width = Shape<Config>::width;
+    static constexpr bool constant_bytes = Config::paired && !Config::by_channel && !Config::fp4;  // else made for a block
+    uint32_t q[columns][depth][2];
+    Fp4Query<Config> fp4;
+    Bytes<Config> bytes[constant_bytes ? columns : 1];
+
+    // Row r of a chunk is query token r / group, head r % group. `raw`: as they are, not scaled and in float16.
+    PTX void load(const Params& p, const Cursor<Config>& at, bool raw) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int n = 0; n < columns; ++n) {
+            const int column = 4 * width * n + g * width / 2;  // paired: both columns of a query hold it
+            const int row = at.head % Config::query_chunks * Config::rows + column;
+            const int token = row / Config::group, head = at.head / Config::query_chunks * Config::group + row % Config::group;
+            const bool there = column < Config::rows && token < Config::queries;
+            const uint16_t* source = p.q + at.row * p.q_batch_stride + static_cast<int64_t>(token) * p.q_token_stride
+                                   + static_cast<int64_t>(head) * p.q_head_stride + 4 * t;
+#pragma unroll
+            for (int j = 0; j < depth; ++j) {
+                uint2 v = make_uint2(0, 0);
+                if (there) v = *reinterpret_cast<const uint2*>(source + 16 * j);
+                q[n][j][0] = raw ? v.x : scaled(v.x, p.scale);
+                q[n][j][1] = raw ? v.y : scaled(v.y, p.scale);
+            }
+            if constexpr (constant_bytes)
+                if (!raw) bytes[n].make(q[n]);
+            if constexpr (Config::fp4)
+                if (!raw) fp4.make(q[n]);
+        }
+    }
+    PTX static uint32_t scaled(uint32_t v, float scale) {
+        const uint16_t low = static_cast<uint16_t>(v), high = static_cast<uint16_t>(v >> 16);
+        if constexpr (Config::bf16) return ptx::cvt_f16x2_f32(ptx::cvt_f32_bf16(low) * scale, ptx::cvt_f32_bf16(high) * scale);
+        else return ptx::cvt_f16x2_f32(ptx::cvt_f32_f16(low) * scale, ptx::cvt_f32_f16(high) * scale);
+    }
+};
+
+template <class Config, class Block>
+PTX void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Queries<Config>& queries,
+                State<Config>& state, const Logits& logits, const Column (&column)[Config::query_tiles][Shape<Config>::width], bool first) {
+    Block block;
+    const uint32_t keys = pipeline.take();
+    if constexpr (!Config::whole) {  // copies alone
+        pipeline.release();
+        pipeline.take();
+        return pipeline.release();
+    }
+    block.scores(keys, queries, logits);
+    if (first) stamp<Config>(pipeline.p, 13);
+    pipeline.release();
+    block.mask(at.position(), logits, column);
+    const uint32_t values = pipeline.take();
+    block.probabilities(values, state);
+    block.weigh(values, state, at.extent.length - at.position());
+    pipeline.release();
+}
+
+template <class Config>
+PTX void load_columns(const Params& p, const Cursor<Config>& at, Column (&column)[Config::query_tiles][Shape<Config>::width]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < Config::query_tiles; ++n)
+#pragma unroll
+        for (int x = 0; x < Shape<Config>::width; ++x) {
+            const int row = at.head % Config::query_chunks * Config::rows + (4 * n + t) * Shape<Config>::width + x;
+            const int head = at.head / Config::query_chunks * Config::group + row % Config::group;
+            Column& c = column[n][x];
+            c.position = at.extent.length - Config::queries + min(row / Config::group, Config::queries - 1);
+            c.last = min(c.position, at.extent.length - 1);
+            c.first = Config::windowed ? c.position - p.sliding + 1 : 0;
+            c.slope = Config::alibi ? p.slopes[head] : 0.0f;
+        }
+}
+
+template <class Config> __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm) kernel(const __grid_constant__ Params p) {
+    using S = Shape<Config>;
+    constexpr bool raw_residual = Config::bf16 && !S::raw_queries;
+    const int warp = ptx::warp_id();
+    const Layout<Config> shared{};
+    ptx::griddepcontrol_launch_dependents();
+    stamp<Config>(p, 0);
+    // Pages, tables and lengths were written before the previous kernel began; queries and the residual by it.
+    Line<Config> line(p);
+    const int total = line.total, shares = min(static_cast<int>(gridDim.x), total);
+    const int share = blockIdx.x;
+    if (share >= shares) return;
+    const int begin = share_begin(total, shares, share), end = share_begin(total, shares, share + 1);
+    const int from = begin + (end - begin) * warp / Config::warps, to = begin + (end - begin) * (warp + 1) / Config::warps;
+    Cursor<Config> at = line.locate(p, min(from, total - 1));
+    Pipeline<Config> pipeline(p, at, to - from, shared.stage(warp), shared.barriers(warp));
+    const int early = Config::stages;
+    int asked = 0;
+    for (; asked < early && pipeline.left > 0 && pipeline.next_is_packed(); ++asked) pipeline.fill();
+    stamp<Config>(p, 1);
+    if constexpr (Config::split == 0) {
+        shared.clear_segments(warp);
+        plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // while the first copies are on their way
+    }
+    // What comes after the ring goes to L2: once the ring is there, so that others' last copies are not kept waiting, or
+    // as soon as the previous kernel has ended and memory has nothing else to do until a slot is free. Short stretches
+    // gain nothing from it.
+    constexpr int enough = 6;  // steps left
+    if constexpr (Config::bulk && Config::ahead > 0)
+        if (asked == early && pipeline.left >= enough) {
+            ptx::mbarrier_wait_parity(pipeline.barrier + 8 * (early - 1), 0);
+            stamp<Config>(p, 8);
+            pipeline.ask_ahead(pipeline.place_ahead(0, Config::ahead), 0);
+        }
+    const uint8_t* next = nullptr;  // looked up now, so that queries need not wait for it
+    if constexpr (Config::bulk && Config::after > 0)
+        if (asked == early && pipeline.left >= enough) next = pipeline.place_ahead(Config::ahead, Config::after);
+    ptx::griddepcontrol_wait();
+    if constexpr (Config::bulk && Config::after > 0) pipeline.ask_ahead(next, Config::ahead);
+    for (; asked < early; ++asked) pipeline.fill();
+    stamp<Config>(p, 2);
+
+    State<Config> state;
+    Queries<Config> queries;
+    Column column[Config::query_tiles][S::width] = {};
+    const Logits logits{p.scale, p.cap, p.uncap};
+    bool fresh = true, whole = at.unit == 0, raw = false;
+    for (int i = from; i < to;) {
+        if (fresh) {
+            fresh = false;
+            raw = S::raw_queries;
+            queries.load(p, at, raw);
+            if (i == from) stamp<Config>(p, 10);
+            state.clear();
+            if constexpr (Packed<Config>::general) load_columns<Config>(p, at, column);
+        }
+        if (at.packed()) {
+            attend<Config, typename PackedBlock<Config, Config::fp4>::Type>(pipeline, at, queries, state, logits, column, i == from);
+            if ((Config::split ? at.unit : i) % 4 == 3) state.fold();
+        } else {
+            state.settle();
+            if (raw_residual && !raw) {
+                raw = true;
+                queries.load(p, at, true);
+            }
+            if constexpr (!Packed<Config>::general) load_columns<Config>(p, at, column);
+            attend<Config, Block<Config, Residual<Config>>>(pipeline, at, queries, state, logits, column, i == from);
+        }
+        if (i == from) stamp<Config>(p, 3);
+        const int done = i;
+        i += at.ends();
+        if constexpr (Config::split > 0) {
+            if (i != done) {
+                state.settle();
+                finish_piece<Config>(p, at, state, done);
+                fresh = true;
+            }
+        } else if (at.last() || i == to) {
+            state.settle();
+            finish_segment<Config>(p, shared, warp, at, state, whole, i == to);
+            fresh = whole = true;
+        }
+        at.advance(p);
+    }
+    stamp<Config>(p, 4);
+    if constexpr (Config::split == 0) merge_block<Config>(p, shared, warp);
+    if constexpr (Config::stamped) __syncwarp();
+    stamp<Config>(p, 7);
+}
+
+}  // namespace decode
+
+using Params = decode::Params;
+
+#endif  // ANYBIT_DECODE_CUH

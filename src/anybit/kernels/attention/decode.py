@@ -1,0 +1,328 @@
+"""Decode attention over a paged, quantized KV cache: the host side of ``decode.cuh``.
+
+A ``Problem`` is what is asked, a ``Config`` how it is done, ``Params`` what one launch passes. The grid does not depend
+on lengths, which the kernel reads on the device.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit import Float32, Int32, Int64, Kernel, Pointer
+from anybit.kernels.attention.kv_page import (
+    BlockConfig,
+    PageLayout,
+    constants,
+)
+
+MOST_QUERIES = 16
+_MOST_WARPS = 16  # the merge gives each of a block's 2 * warps segments a lane
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of ``queries`` new tokens of each of ``batch`` sequences with ``heads`` query heads on ``kv_heads``.
+
+    layout: the pages.  ring, window: of the residual (tokens).  capacity: the most tokens of a sequence.
+    bf16: the type of queries, output and residual (else float16).  sliding, softcap, alibi: what the model does to
+    its logits.  split: 0, or the tokens of a piece; then a sequence is cut in pieces of so many tokens whatever else is
+    in the batch, and its result does not depend on the other sequences, bit for bit.
+    """
+
+    layout: PageLayout
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int = 1
+    ring: int = 160
+    window: int = 128
+    capacity: int = 1 << 20
+    bf16: bool = False
+    sliding: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    split: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Queries of one KV head: the rows of its attention matrix."""
+        return self.group * self.queries
+
+
+@dataclass(frozen=True)
+class Config(BlockConfig):
+    """How: the constants of one compiled kernel. ``decode_block.cuh`` explains them.
+
+    ahead, after: packed blocks a warp asks L2 for beyond its ring, once the ring is there and the previous kernel still
+    runs, and when that one has ended.  pieces: warps that share a row of the merge.
+
+    For measuring only, with results that are wrong: ``whole`` False copies without computing, ``unpacks`` False feeds
+    the tensor cores words as they are.
+    """
+
+    windowed: bool
+    softcap: bool
+    alibi: bool
+    residual_tokens: int
+    group: int
+    queries: int
+    query_tiles: int
+    paired: bool
+    rows: int
+    query_chunks: int
+    warps: int
+    stages: int
+    blocks_per_sm: int
+    split: int
+    bulk: bool
+    keep_in_l2: bool
+    checked: bool
+    ahead: int = 0
+    after: int = 0
+    pieces: int = 1
+    stamped: bool = False
+    whole: bool = True
+    unpacks: bool = True
+
+
+@dataclass(frozen=True)
+class Params:
+    """The twin of ``decode::Params``; decode_schedule.cuh says what each one is."""
+
+    pages: Pointer
+    residual: Pointer
+    table: Pointer
+    lengths: Pointer
+    sequences: Pointer
+    q: Pointer
+    out: Pointer
+    lse: Pointer
+    sinks: Pointer
+    slopes: Pointer
+    partial: Pointer
+    partial_state: Pointer
+    arrivals: Pointer
+    errors: Pointer
+    q_batch_stride: Int64
+    q_token_stride: Int32
+    q_head_stride: Int32
+    batch: Int32
+    kv_heads: Int32
+    table_width: Int32
+    ring: Int32
+    window: Int32
+    sliding: Int32
+    pages_count: Int32
+    sequences_count: Int32
+    scale: Float32
+    cap: Float32
+    uncap: Float32
+
+
+def residual_tokens(layout: PageLayout) -> int:
+    """Tokens of a chunk of the residual: as many as fit where a half of a block fits, 16 at least."""
+    room = max(layout.key_bytes, layout.value_bytes)
+    tokens = 16
+    while tokens < 32 and 2 * tokens * layout.head_dim * 2 <= room:
+        tokens *= 2
+    return tokens
+
+
+def slot_bytes(layout: PageLayout) -> int:
+    """Bytes of one slot of a warp's ring: half a block, or half a chunk of the residual."""
+    largest = max(layout.key_bytes, layout.value_bytes, residual_tokens(layout) * layout.head_dim * 2)
+    return -(-largest // 128) * 128
+
+
+def shared_bytes(config: Config, layout: PageLayout) -> int:
+    """Dynamic shared memory of a block: rings, first segments, states, owners, barriers, plan."""
+    segments = config.warps * (config.stages * slot_bytes(layout) + config.rows * config.head_dim * 4)
+    owners = segments + config.warps * 2 * config.rows * 8
+    barriers = -(-(owners + config.warps * 2 * 4) // 8) * 8
+    return barriers + config.warps * config.stages * 8 + 48
+
+
+def make(
+    problem: Problem,
+    device: Device,
+    warps: int,
+    stages: int,
+    *,
+    query_tiles: int = 0,
+    blocks_per_sm: int = 1,
+    paired: bool | None = None,
+    checked: bool = False,
+) -> Config:
+    """The config of a problem with these warps and stages; ``query_tiles`` 0 chooses, as ``paired`` None does."""
+    layout, format = problem.layout, problem.layout.format
+    if query_tiles == 0:
+        # Two tiles of queries share the work of unpacking, where the registers suffice.
+        roomy = layout.block <= 64 and layout.head_dim <= 128
+        query_tiles = 2 if problem.rows > 8 and roomy else 1
+    # Up to four queries take two columns each of the tensor cores' eight, and keys go through the integer ones.
+    pairs = problem.rows <= 4 and format.key_bits in (2, 4) and layout.head_dim <= 128
+    paired = format.float4 or (pairs if paired is None else paired)
+    query_tiles = 1 if format.float4 else query_tiles
+    rows = min(problem.rows, (4 if paired else 8) * query_tiles)
+    return Config(
+        **constants(layout, problem.bf16),
+        windowed=problem.sliding,
+        softcap=problem.softcap,
+        alibi=problem.alibi,
+        residual_tokens=residual_tokens(layout),
+        group=problem.group,
+        queries=problem.queries,
+        query_tiles=query_tiles,
+        paired=paired,
+        rows=rows,
+        query_chunks=-(-problem.rows // rows),
+        warps=warps,
+        stages=stages,
+        blocks_per_sm=blocks_per_sm,
+        split=problem.split // layout.block,
+        bulk=device.capability >= 90,
+        keep_in_l2=problem.rows > rows,
+        checked=checked,
+    )
+
+
+def why_not(problem: Problem, config: Config, device: Device) -> str | None:
+    """Why this config cannot serve this problem on this device, in a sentence; None if it can."""
+    if device.capability < 80:
+        return f"{device.name} is {device.arch}, and decode attention needs sm_80 or later"
+    if problem.layout.format.float4 and device.arch != "sm_120a":
+        return f"4-bit floats need the tensor cores of sm_120, and {device.name} is {device.arch}: use kv4"
+    if problem.heads % problem.kv_heads:
+        return f"{problem.heads} query heads cannot share {problem.kv_heads} KV heads evenly"
+    if not 1 <= problem.queries <= MOST_QUERIES:
+        return f"a decode step brings 1 to {MOST_QUERIES} tokens, not {problem.queries}"
+    if problem.ring < problem.window - 1 + problem.queries:
+        return (
+            f"{problem.queries} new tokens need a residual ring of {problem.window - 1 + problem.queries} tokens, and "
+            f"this one has {problem.ring}: make the cache with more slack"
+        )
+    if problem.ring % config.residual_tokens or problem.window % config.residual_tokens:
+        return (
+            f"the residual (ring {problem.ring}, window {problem.window}) must be cut evenly into chunks of "
+            f"{config.residual_tokens} tokens"
+        )
+    if problem.split % config.block or config.split != problem.split // config.block:
+        return f"a fixed split must be a multiple of the {config.block} tokens of a block, not {problem.split}"
+    if not 2 <= config.warps <= _MOST_WARPS:
+        return f"a block has 2 to {_MOST_WARPS} warps, not {config.warps}"
+    if config.pieces > 1 and (config.split or config.head_dim % (32 * config.pieces)):
+        where = "a fixed split merges within its loop" if config.split else f"heads have {config.head_dim} channels"
+        return f"{config.pieces} warps cannot share a row of the merge, since {where}: use pieces = 1"
+    if config.stages < 2:
+        return f"a ring needs 2 slots, one for keys and one for values, not {config.stages}"
+    if config.bulk and device.capability < 90:
+        return f"bulk copies need sm_90 or later, and {device.name} is {device.arch}"
+    needed = shared_bytes(config, problem.layout)
+    available = device.shared_bytes // config.blocks_per_sm - (1024 if config.blocks_per_sm > 1 else 0)
+    if needed > available:
+        return f"{config.warps} warps with {config.stages} slots need {needed} bytes of shared memory of {available}"
+    units = problem.batch * problem.kv_heads * config.query_chunks * config.rows
+    units *= problem.capacity // config.block + problem.ring // config.residual_tokens + 1
+    if units * device.sms * config.blocks_per_sm >= 1 << 32:
+        return f"{units} units of work are more than the 32-bit split of the line can count: use larger blocks"
+    return None
+
+
+def configs(problem: Problem, device: Device) -> list[Config]:
+    """Every legal config worth timing."""
+    found = []
+    for blocks_per_sm in (1, 2):
+        for warps in (4, 6, 8, 10, 12, 16):
+            for stages in (2, 3, 4, 6):
+                config = make(problem, device, warps, stages, blocks_per_sm=blocks_per_sm)
+                if why_not(problem, config, device) is None:
+                    found.append(config)
+    return found
+
+
+@cache
+def default(problem: Problem, device: Device, checked: bool = False) -> Config:
+    """The config to use without measuring, as measured on an H200: warps, slots each, blocks a multiprocessor.
+
+    Raises KernelError with the reason where there is none.
+    """
+    layout = problem.layout
+    bits = layout.format.key_bits + layout.format.value_bits
+    wide = problem.rows > 8 or layout.head_dim > 128 or layout.chunk < 64
+    pairs = problem.batch * problem.kv_heads
+    many = pairs > device.sms  # so that a block has several pairs, and merges several
+    paired = make(problem, device, 2, 2).paired and not wide
+    first: tuple[tuple[int, int, int], ...] = ()
+    if paired and bits == 4:
+        # Pieces of a fixed split are merged within the loop: the registers of two blocks do not suffice for that.
+        one = many or not layout.by_channel or problem.split
+        first = ((12, 2, 1),) if one else ((8, 2, 2), (12, 2, 1))
+    elif paired and bits <= 8:
+        first = ((8, 2, 1),)
+    elif bits <= 4 and layout.by_channel and not wide:
+        first = ((12, 2, 1),)
+    rest = ((8, 3, 1), (8, 2, 1), (6, 2, 1), (4, 3, 1), (4, 2, 1), (3, 2, 1), (2, 2, 1))
+    reason: str | None = why_not(problem, make(problem, device, 2, 2), device)
+    if reason is not None:  # whatever the warps
+        raise KernelError(reason)
+    for warps, stages, blocks_per_sm in (*first, *rest):
+        asks = int(not wide and bits <= 8 and not layout.format.float4 and blocks_per_sm == 1)
+        # Where few pairs are cut finely, memory is asked for more once the previous kernel has ended, not before.
+        ahead = int(asks and bits > 4 and 4 * pairs > device.sms)
+        config = make(problem, device, warps, stages, blocks_per_sm=blocks_per_sm, checked=checked)
+        config = replace(config, ahead=ahead, after=asks - ahead, pieces=_pieces(problem, config, device))
+        reason = why_not(problem, config, device)
+        if reason is None:
+            return config
+    raise KernelError(str(reason))
+
+
+def _pieces(problem: Problem, config: Config, device: Device) -> int:
+    """Warps that merge a row: two where a pair has so many parts that one would need more than one round of loads."""
+    pairs, round_of_loads = problem.batch * problem.kv_heads * config.query_chunks, 18  # see decode_merge.cuh
+    many = device.sms * config.blocks_per_sm > round_of_loads * pairs and not problem.split
+    return 2 if many and 2 * config.rows <= config.warps and problem.layout.head_dim % 64 == 0 else 1
+
+
+def grid(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
+    """Blocks: one wave, whatever the lengths."""
+    return (device.sms * config.blocks_per_sm, 1, 1)
+
+
+def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
+    """Elements of ``partial``, ``partial_state`` (float32) and ``arrivals`` (int32, zero before the first use)."""
+    pairs = problem.batch * problem.kv_heads * config.query_chunks
+    parts = 2 * grid(problem, config, device)[0]
+    if config.split:
+        units = problem.capacity // config.block + problem.ring // config.residual_tokens + 1
+        parts = pairs * -(-units // config.split)
+    return (
+        parts * config.rows * config.head_dim,
+        parts * config.rows * 2 * config.pieces,
+        pairs * config.rows * config.pieces,
+    )
+
+
+@cache
+def kernel(config: Config, layout: PageLayout) -> Kernel:
+    """The kernel of a config, made once."""
+    return Kernel(
+        header="attention/decode.cuh",
+        entry="decode::kernel",
+        config=config,
+        params=Params,
+        threads=32 * config.warps,
+        shared_bytes=shared_bytes(config, layout),
+    )
+
+
+def log2_scale(scale: float) -> float:
+    """A factor of natural logits as one of logits in units of log2."""
+    return scale * math.log2(math.e)

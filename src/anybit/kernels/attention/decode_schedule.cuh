@@ -1,0 +1,193 @@
+// Which part of which sequence is whose: the split of decode attention, computed on the device from the lengths.
+//
+// The work is a line of units, a unit being a block of packed tokens or a chunk of a residual, sequence after sequence,
+// KV head after KV head. Blocks of threads take equal stretches of the line, warps equal stretches of these. Lengths
+// are read where they lie, so a CUDA graph stays right while they grow.
+#ifndef ANYBIT_DECODE_SCHEDULE_CUH
+#define ANYBIT_DECODE_SCHEDULE_CUH
+
+#include "attention/kv_page.cuh"
+
+namespace decode {
+
+struct Params {
+    const uint8_t* pages;       // of this layer: [pages, kv_heads, page_bytes]
+    const uint16_t* residual;   // of this layer: [sequences, kv_heads, 2, ring * head_dim]
+    const int32_t* table;       // [sequences, table_width]
+    const int32_t* lengths;     // [sequences], the new tokens included
+    const int32_t* sequences;   // [batch], or null for 0, 1, 2 ...
+    const uint16_t* q;          // [batch, queries, heads, head_dim] with these strides, in elements
+    uint16_t* out;              // [batch, queries, heads, head_dim], dense
+    float* lse;                 // [batch, queries, heads], or null
+    const float* sinks;         // [heads], in units of log2, or null
+    const float* slopes;        // [heads], in units of log2, or null
+    float* partial;             // [2 * blocks, or pieces, rows, head_dim]
+    float* partial_state;       // [2 * blocks, or pieces, rows, 2]
+    uint32_t* arrivals;         // [batch * kv_heads * query chunks * rows], zero before and after
+    uint32_t* errors;           // checked kernels: what was wrong, or 0
+    int64_t q_batch_stride;
+    int32_t q_token_stride;
+    int32_t q_head_stride;
+    int32_t batch;
+    int32_t kv_heads;
+    int32_t table_width;
+    int32_t ring;
+    int32_t window;             // tokens that are packed at a time: a power of two
+    int32_t sliding;            // tokens a query sees, or 0 for all
+    int32_t pages_count;
+    int32_t sequences_count;
+    float scale;                // of q.k, in units of log2
+    float cap;
+    float uncap;
+};
+
+// For measuring: each warp leaves the time in nanoseconds at each of 16 phases, after 31 words of its own.
+template <class Config> PTX void stamp(const Params& p, int phase) {
+    if constexpr (Config::stamped)
+        if (threadIdx.x % 32 == 0)
+            p.errors[32 + 16 * (blockIdx.x * Config::warps + threadIdx.x / 32) + phase] =
+                phase == 5 ? ptx::smid() : static_cast<uint32_t>(ptx::globaltimer());
+}
+
+// What of one sequence is to be read.
+struct Extent {
+    int length, packed;    // tokens, and those read from pages
+    int first_block, blocks;  // visible blocks: first_block .. first_block + blocks - 1
+    int first_chunk, units;   // visible chunks of the residual begin here; units in all, at least 1
+
+    // What a stretch of the line is measured in: units, or pieces of `split` units where these are asked for. A piece
+    // begins with a fresh state and ends in one that is kept for itself, so that nothing depends on where the line is
+    // cut, and so on the other sequences.
+    template <class Config> PTX int steps() const { return Config::split ? (units + Config::split - 1) / Config::split : units; }
+};
+
+
+template <class Config> PTX Extent extent_of(const Params& p, int length) {
+    Extent e;
+    if constexpr (Config::checked) {
+        if (length < 0 || length > p.table_width * Config::page) {
+            atomicMax(p.errors, kv_page::bad_length);
+            length = 0;
+        }
+    }
+    const int before = max(length - Config::queries, 0);  // older tokens of this step's window are still in the residual
+    e.length = length;
+    e.packed = before & ~(p.window - 1);
+    int low = 0;
+    if constexpr (Config::windowed) low = max(before + 1 - p.sliding, 0);
+    e.first_block = min(low, e.packed) / Config::block;
+    e.blocks = e.packed / Config::block - e.first_block;
+    e.first_chunk = max(low - e.packed, 0) / Config::residual_tokens;
+    const int chunks = (length - e.packed + Config::residual_tokens - 1) / Config::residual_tokens;
+    e.units = max(e.blocks + chunks - e.first_chunk, 1);
+    return e;
+}
+
+template <class Config> PTX int sequence_of(const Params& p, int row) {
+    int sequence = p.sequences ? p.sequences[row] : row;
+    if constexpr (Config::checked)
+        if (sequence < 0 || sequence >= p.sequences_count) {
+            atomicMax(p.errors, kv_page::bad_sequence);
+            sequence = 0;
+        }
+    return sequence;
+}
+
+// A unit of the line: chunk `head` (KV head and query chunk) of batch row `row`, unit `unit` of it.
+template <class Config> struct Cursor {
+    int row, head, unit, sequence;
+    Extent extent;
+
+    PTX void load(const Params& p) {
+        const int found = sequence_of<Config>(p, row);
+        set(p, found, p.lengths[found]);
+    }
+    PTX void set(const Params& p, int of, int length) {
+        sequence = of;
+        extent = extent_of<Config>(p, length);
+    }
+    PTX bool last() const { return unit + 1 == extent.units; }
+    // Whether a step ends with this unit.
+    PTX bool ends() const { return Config::split == 0 || last() || (unit + 1) % max(Config::split, 1) == 0; }
+    PTX bool packed() const { return unit < extent.blocks; }
+    // Returns whether the next unit belongs to another pair.
+    PTX bool advance(const Params& p) {
+        if (!last()) { ++unit; return false; }
+        unit = 0;
+        if (++head == p.kv_heads * Config::query_chunks) {
+            head = 0;
+            if (++row < p.batch) load(p);
+        }
+        return true;
+    }
+    PTX int pair(const Params& p) const { return row * p.kv_heads * Config::query_chunks + head; }
+    // Position of the unit's first token.
+    PTX int position() const {
+        return packed() ? (extent.first_block + unit) * Config::block
+                        : extent.packed + (extent.first_chunk + unit - extent.blocks) * Config::residual_tokens;
+    }
+};
+
+// The line: each lane knows the steps of some rows that follow one another, of one up to 32 sequences.
+template <class Config> struct Line {
+    static constexpr int pairs = Config::query_chunks;  // of a KV head
+    int total, units, through;  // steps of all rows; of this lane's rows; of all rows up to these
+    int rows, sequence, length;  // rows a lane; of its last row
+
+    PTX explicit Line(const Params& p) : total(0), units(0), rows((p.batch + 31) / 32), sequence(0), length(0) {
+        const int first = threadIdx.x % 32 * rows, end = min(first + rows, p.batch);
+#pragma unroll 4
+        for (int row = first; row < end; ++row) units += of_row(p, row);
+        through = sum_below(units);
+        total = __shfl_sync(0xffffffffu, through, 31);
+    }
+    PTX int of_row(const Params& p, int row) {
+        sequence = sequence_of<Config>(p, row);
+        length = p.lengths[sequence];
+        return extent_of<Config>(p, length).template steps<Config>() * p.kv_heads * pairs;
+    }
+    PTX static int sum_below(int v) {
+#pragma unroll
+        for (int i = 1; i < 32; i <<= 1) {
+            const int other = __shfl_up_sync(0xffffffffu, v, i);
+            if (static_cast<int>(threadIdx.x % 32) >= i) v += other;
+        }
+        return v;
+    }
+    // The cursor at place `at` (below the total); the whole warp calls this.
+    PTX Cursor<Config> locate(const Params& p, int at) {
+        int lane = __ffs(__ballot_sync(0xffffffffu, through > at)) - 1;
+        int begin = __shfl_sync(0xffffffffu, through - units, lane), row = lane;
+        if (rows > 1)  // which of that lane's rows
+            for (int first = lane * rows;; first += 32) {
+                const int mine = first + static_cast<int>(threadIdx.x % 32);
+                const int steps = mine < p.batch ? of_row(p, mine) : 0, end = sum_below(steps);
+                const uint32_t beyond = __ballot_sync(0xffffffffu, begin + end > at);
+                lane = beyond ? __ffs(beyond) - 1 : 31;
+                const int through_lane = __shfl_sync(0xffffffffu, end, lane), steps_lane = __shfl_sync(0xffffffffu, steps, lane);
+                row = first + lane;
+                begin += beyond ? through_lane - steps_lane : through_lane;
+                if (beyond) break;
+            }
+        Cursor<Config> cursor{};
+        cursor.row = row;
+        const int of = __shfl_sync(0xffffffffu, sequence, lane);
+        cursor.set(p, of, __shfl_sync(0xffffffffu, length, lane));
+        const int steps = cursor.extent.template steps<Config>();
+        cursor.head = (at - begin) / steps;
+        cursor.unit = ((at - begin) - cursor.head * steps) * max(Config::split, 1);
+        return cursor;
+    }
+};
+
+// Equal stretches: share `i` of `shares` of `total` begins here; `owner` is its inverse.
+PTX int share_begin(int total, int shares, int i) {
+    return static_cast<int>(static_cast<uint32_t>(i) * static_cast<uint32_t>(total) / static_cast<uint32_t>(shares));
+}
+PTX int owner(int total, int shares, int at) {
+    return static_cast<int>((static_cast<uint32_t>(at + 1) * static_cast<uint32_t>(shares) - 1) / static_cast<uint32_t>(total));
+}
+
+}  // namespace decode
+
+#endif  // ANYBIT_DECODE_SCHEDULE_CUH

@@ -1,0 +1,184 @@
+// What a warp carries from block to block of one row of work: the shape of it, the softmax state with the output, and
+// the queries as bytes.
+#ifndef ANYBIT_DECODE_STATE_CUH
+#define ANYBIT_DECODE_STATE_CUH
+
+#include "attention/kv_page.cuh"
+#include "common/softmax.cuh"
+
+namespace decode {
+
+template <class Config> struct Shape : kv_page::Format<Config> {
+    using F = kv_page::Format<Config>;
+    static constexpr int columns = Config::query_tiles;                              // tiles of 8 queries, or 4 if paired
+    static constexpr int width = Config::paired ? 1 : 2;                             // queries of a lane in a tile
+    static constexpr bool raw_queries = Config::key_bits == 16;                      // not scaled in advance
+    static constexpr int element_bytes = 2 * Config::head_dim;                       // of a token in 16 bits
+    static constexpr int residual_bytes = Config::residual_tokens * element_bytes;   // of one half
+    static constexpr int largest = F::key_bytes > F::value_bytes ? F::key_bytes : F::value_bytes;
+    static constexpr int slot_bytes = ((largest > residual_bytes ? largest : residual_bytes) + 127) / 128 * 128;
+};
+
+template <class Config> struct Packed {
+    static constexpr bool residual = false;
+    static constexpr int tokens = Config::block, key_bits = Config::key_bits, value_bits = Config::value_bits;
+    static constexpr int chunk = Config::chunk;
+    static constexpr bool by_channel = Config::by_channel;
+    static constexpr bool general = Config::windowed || Config::softcap || Config::alibi;
+};
+template <class Config> struct Residual {
+    static constexpr bool residual = true;
+    static constexpr int tokens = Config::residual_tokens, key_bits = 16, value_bits = 16;
+    static constexpr int chunk = 16;  // sixteen tokens are one run of memory
+    static constexpr bool by_channel = false, general = true;
+};
+
+// What the logits of a block go through, besides the scale.
+struct Logits {
+    float scale;       // of q.k, in units of log2
+    float cap, uncap;  // softcap: cap * tanh(uncap * x), in units of log2
+};
+
+// One column (a query) as a lane sees it: keys from `first` to `last` are visible; `slope` in units of log2.
+struct Column {
+    int first, last, position;
+    float slope;
+};
+
+// A tile of the products has eight columns, two of them a lane's, 2t and 2t + 1. As a rule each is a query. `paired`, of
+// up to four queries: both belong to query t. In the scores these are the products with a high and with a low byte of
+// the query, in the outputs those with the tokens 0-7 and with the tokens 8-15 of every sixteen; they are added at last.
+template <class Config> struct State {
+    static constexpr int columns = Config::query_tiles, width = Shape<Config>::width;
+    float out[columns][Shape<Config>::depth][4];
+    float reference[columns][width], sum[columns][width];      // sums of this lane's rows only
+    float zero[columns][Shape<Config>::value_groups][width];  // what the values' zeros add to every channel of a group
+    bool settled;
+    bool fresh;  // no block yet: there is no reference to take exponentials against
+
+    PTX void clear() {
+#pragma unroll
+        for (int n = 0; n < columns; ++n) {
+#pragma unroll
+            for (int c = 0; c < Shape<Config>::depth; ++c)
+                out[n][c][0] = out[n][c][1] = out[n][c][2] = out[n][c][3] = 0.0f;
+#pragma unroll
+            for (int x = 0; x < width; ++x) {
+                reference[n][x] = softmax::lowest;
+                sum[n][x] = 0.0f;
+#pragma unroll
+                for (int v = 0; v < Shape<Config>::value_groups; ++v) zero[n][v][x] = 0.0f;
+            }
+        }
+        settled = false;
+        fresh = true;
+    }
+    // The output of row half h of channel tile c, for the lane's query x.
+    PTX float output(int n, int c, int h, int x) const {
+        return Config::paired ? out[n][c][2 * h] + out[n][c][2 * h + 1] : out[n][c][2 * h + x];
+    }
+    // Adds what the zeros contributed so far. Unsigned codes sum to far more than the values they stand for, and tensor
+    // cores round every accumulation towards zero: without this, long sums lose the small difference that is left.
+    PTX void fold() {
+        if constexpr (Config::value_bits != 16 && !Config::fp4) {
+#pragma unroll
+            for (int n = 0; n < columns; ++n) {
+                sum_zeros(n);
+#pragma unroll
+                for (int c = 0; c < Shape<Config>::depth; ++c)
+#pragma unroll
+                    for (int i = 0; i < 4; i += 3 - width)
+                        out[n][c][i] = fmaf(zero[n][group_of(c)][i % width], 1.0f / kv_page::unscale<Config::value_bits>(c, i / 2), out[n][c][i]);
+                clear_zeros(n);
+            }
+        }
+    }
+    // From code units to values: the powers of two of the rows, and the zeros.
+    PTX void settle() {
+        if (settled) return;
+        settled = true;
+        if constexpr (Config::value_bits != 16) {
+#pragma unroll
+            for (int n = 0; n < columns; ++n) {
+                sum_zeros(n);
+#pragma unroll
+                for (int c = 0; c < Shape<Config>::depth; ++c)
+#pragma unroll
+                    for (int i = 0; i < 4; i += 3 - width) {
+                        if constexpr (Config::paired) {
+                            out[n][c][i] += out[n][c][i + 1];
+                            out[n][c][i + 1] = 0.0f;
+                        }
+                        const float unit = Config::fp4 ? 1.0f / 256.0f : kv_page::unscale<Config::value_bits>(c, i / 2);
+                        out[n][c][i] = fmaf(out[n][c][i], unit, zero[n][group_of(c)][i % width]);
+                    }
+                clear_zeros(n);
+            }
+        }
+    }
+    PTX static constexpr int group_of(int c) { return c * 16 / Config::channel_group % Shape<Config>::value_groups; }
+    PTX void sum_zeros(int n) {
+#pragma unroll
+        for (int v = 0; v < Shape<Config>::value_groups; ++v)
+#pragma unroll
+            for (int x = 0; x < width; ++x) sum_rows(zero[n][v][x]);
+    }
+    PTX void clear_zeros(int n) {
+#pragma unroll
+        for (int v = 0; v < Shape<Config>::value_groups; ++v)
+#pragma unroll
+            for (int x = 0; x < width; ++x) zero[n][v][x] = 0.0f;
+    }
+    PTX static void sum_rows(float& v) {
+#pragma unroll
+        for (int i = 4; i < 32; i <<= 1) v += __shfl_xor_sync(0xffffffffu, v, i);
+    }
+    PTX static void most_of_rows(float& v) {
+#pragma unroll
+        for (int i = 4; i < 32; i <<= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, i));
+    }
+};
+
+// Queries in bytes, for keys of 2 and 4 bits on the integer tensor cores: one AND takes four codes out of a word, and
+// integer sums are exact. Even columns hold the high bytes of a query, odd ones the low bytes:
+// value = (high + low / 254) / factor, with `factor` such that the largest value of a query is 127.
+template <class Config> struct Bytes {
+    static constexpr int depth = Shape<Config>::depth;
+    static constexpr float low_unit = 254.0f;
+    uint32_t b[depth / 2][2];
+    float inverse;  // of query t: of its factor, over 254, for sums that count low bytes as one
+
+    // v: float16 pairs of channels (4t, 4t + 1) and (4t + 2, 4t + 3) of every depth tile, of the query of column g.
+    PTX void make(const uint32_t (&v)[depth][2]) {
+        const bool low = threadIdx.x / 4 % 2;
+        uint32_t most = ptx::abs_f16x2(v[0][0]);
+#pragma unroll
+        for (int i = 1; i < 2 * depth; ++i) most = ptx::max_f16x2(most, ptx::abs_f16x2(v[i / 2][i % 2]));
+        most = ptx::max_f16x2(most, most >> 16 | most << 16);
+        most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = ptx::max_f16x2(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        const uint16_t factor = ptx::cvt_f16_f32(fminf(127.0f * ptx::rcp_approx(kv_page::low_f16(most)), 32768.0f));
+        // Scores come out with another query in this lane: that of the columns 2t and 2t + 1.
+        inverse = ptx::rcp_approx(ptx::cvt_f32_f16(static_cast<uint16_t>(__shfl_sync(0xffffffffu, static_cast<uint32_t>(factor), threadIdx.x % 4 * 8)))) * (1.0f / low_unit);
+        const uint32_t times = factor | static_cast<uint32_t>(factor) << 16, times_low = low ? times : 0u;
+        // 1536 + an integer: float16 rounds to integers there, and the low byte is the integer's.
+        const uint32_t magic = 0x66006600u, sign = low ? 0xbc00bc00u : 0x3c003c00u, back = low ? 0x66006600u : 0xe600e600u;
+        const uint32_t unit = low ? 0x5bf05bf0u : 0x3c003c00u;
+#pragma unroll
+        for (int j = 0; j < depth; ++j) {
+            uint32_t f[2];
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+                const uint32_t high = ptx::fma_f16x2(v[j][p], times, magic);
+                const uint32_t whole = ptx::fma_f16x2(high, sign, back);        // low columns: minus the integer
+                const uint32_t rest = ptx::fma_f16x2(v[j][p], times_low, whole);  // low columns: what is left
+                f[p] = ptx::fma_f16x2(rest, unit, magic);
+            }
+            b[j / 2][j % 2] = ptx::prmt(f[0], f[1], 0x6240u);  // as the codes lie in their words
+        }
+    }
+};
+
+}  // namespace decode
+
+#endif  // ANYBIT_DECODE_STATE_CUH

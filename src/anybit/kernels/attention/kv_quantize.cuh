@@ -1,0 +1,597 @@
+// Stores new tokens of K and V: the newest in the 16-bit residual, and every block that became full as codes in its page.
+//
+// One block of threads does the keys or the values of one block of tokens of one KV head. The arithmetic is that of
+// kv_page.quantize, so that pages are the same bit for bit wherever they are made.
+#ifndef ANYBIT_KVPACK_CUH
+#define ANYBIT_KVPACK_CUH
+
+#include "attention/kv_quantize_tokens.cuh"
+
+namespace kv_quantize {
+
+// Sixteen tokens as they lie in the registers of a warp, lane = 4 * g + t: a word is two channels of one token.
+//   keys    x[h][j][p]: token g + 8 * h, channels 16 * j + 4 * t + 2 * p and the next
+//   values  x[p][m]:    token g + 8 * p, channels 8 * m + 2 * t and the next; movmatrix makes tokens of it
+// A warp reads each element once, from memory or from the ring, finds the ranges in its registers, and writes words.
+template <class Config> struct Packer {
+    using S = kv_page::Format<Config>;
+    using From = Tokens<Config>;
+    static constexpr int warps = Config::threads / 32, depth = Config::head_dim / 16;
+    static constexpr int span = Config::head_dim > 128 ? 128 : Config::head_dim;  // channels of values that go together
+    static constexpr int pitch = span * 2 + 16;          // bytes of a token that passes through shared memory
+    static constexpr int bytes = warps * (16 * pitch + 16);
+    // Threads that a multiprocessor holds at once, as many as the registers allow.
+    static constexpr int together = S::groups == 1 && !Config::bf16 ? 1024 : S::groups <= 2 && Config::head_dim <= 128 ? 768 : 512;
+    static_assert(bytes <= Config::shared_bytes, "kv_quantize.py gives the kernel less shared memory than it lays out");
+
+    // ---- where the tokens are; `token` counts from the block's first
+    PTX static const uint16_t* row(const From& from, int token) {  // not in the ring any more
+        return from.fresh + static_cast<int64_t>(from.begin - from.old + token) * from.token_stride;
+    }
+    PTX static void ring_tile(uint32_t (&w)[4], const From& from, int token, int j) {  // token: the tile's first
+        int slot = from.slot + token;
+        if (slot >= from.ring_tokens) slot -= from.ring_tokens;
+        const uint4 v = ptx::ld_global_cg_v4(from.ring + slot * Config::head_dim + (j * 32 + threadIdx.x % 32) * 8);
+        w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
+    }
+    // A step of one token: whether it is the last of those before `end`. All others are in the ring.
+    PTX static bool newest_here(const From& from, int end) { return from.old - from.begin < end; }
+    // `tiles` times sixteen tokens from `token` on, sixteen channels.
+    template <int tiles> PTX static void load_keys(uint32_t (&x)[tiles][2][2], const From& from, int token, int j) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        if constexpr (Config::single) {
+            // Tiles lie one after another; from the ring's end they go on at its beginning.
+            constexpr int step = 16 * Config::head_dim;
+            const uint16_t* at = from.ring + (from.slot + token) * Config::head_dim + (j * 32 + lane) * 8;
+            const uint16_t* again = at - from.ring_tokens * Config::head_dim;
+            const int left = from.ring_tokens - from.slot - token;
+#pragma unroll
+            for (int i = 0; i < tiles; ++i) {
+                const uint4 v = ptx::ld_global_cg_v4((16 * i < left ? at : again) + i * step);
+                x[i][0][0] = v.x; x[i][1][0] = v.y; x[i][0][1] = v.z; x[i][1][1] = v.w;
+            }
+            if (newest_here(from, token + 16 * tiles) && g == 7) {
+                const uint2 v = *reinterpret_cast<const uint2*>(from.fresh + 16 * j + 4 * t);
+                x[tiles - 1][1][0] = v.x; x[tiles - 1][1][1] = v.y;
+            }
+            return;
+        }
+        if (from.old <= from.begin + token) {  // all new: a prompt
+            const uint16_t* at = row(from, token + g) + 16 * j + 4 * t;
+            const int64_t step = static_cast<int64_t>(8) * from.token_stride;
+#pragma unroll
+            for (int i = 0; i < 2 * tiles; ++i) {
+                const uint2 v = *reinterpret_cast<const uint2*>(at + i * step);
+                x[i / 2][i % 2][0] = v.x; x[i / 2][i % 2][1] = v.y;
+            }
+            return;
+        }
+        // All that the ring holds is asked for before anything waits; a tile that is new in part gets its new rows then.
+#pragma unroll
+        for (int i = 0; i < tiles; ++i)
+            if (from.old - from.begin - token - 16 * i > 0) {
+                uint32_t w[4];
+                ring_tile(w, from, token + 16 * i, j);
+                x[i][0][0] = w[0]; x[i][1][0] = w[1]; x[i][0][1] = w[2]; x[i][1][1] = w[3];
+            }
+#pragma unroll
+        for (int i = 0; i < tiles; ++i) {
+            const int held = from.old - from.begin - token - 16 * i;
+            if (held < 16)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    if (g + 8 * h >= held) {
+                        const uint2 v = *reinterpret_cast<const uint2*>(row(from, token + 16 * i + g + 8 * h) + 16 * j + 4 * t);
+                        x[i][h][0] = v.x; x[i][h][1] = v.y;
+                    }
+        }
+    }
+    // Sixteen tokens from `token` on, `deep` times sixteen channels from tile `first` on.
+    template <int deep> PTX static void load_tokens(uint32_t (&x)[deep][2][2], const From& from, int token, int first) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, held = from.old - from.begin - token;
+        if (Config::single || held > 0)
+#pragma unroll
+            for (int j = 0; j < deep; ++j) {
+                uint32_t w[4];
+                ring_tile(w, from, token, first + j);
+                x[j][0][0] = w[0]; x[j][1][0] = w[1]; x[j][0][1] = w[2]; x[j][1][1] = w[3];
+            }
+        if constexpr (Config::single) {
+            if (newest_here(from, token + 16) && g == 7)
+#pragma unroll
+                for (int j = 0; j < deep; ++j) {
+                    const uint2 v = *reinterpret_cast<const uint2*>(from.fresh + 16 * (first + j) + 4 * t);
+                    x[j][1][0] = v.x; x[j][1][1] = v.y;
+                }
+            return;
+        }
+        if (held < 16)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+                if (g + 8 * h >= held) {
+                    const uint16_t* at = row(from, token + g + 8 * h) + 16 * first + 4 * t;
+#pragma unroll
+                    for (int j = 0; j < deep; ++j) {
+                        const uint2 v = *reinterpret_cast<const uint2*>(at + 16 * j);
+                        x[j][h][0] = v.x; x[j][h][1] = v.y;
+                    }
+                }
+    }
+    // Channels `first` to `first + span` - 1 of sixteen tokens, by way of shared memory.
+    PTX static void load_values(uint32_t (&x)[2][span / 8], const From& from, int token, int first) {
+        const int lane = threadIdx.x % 32, g = lane / 4, held = from.old - from.begin - token;
+        const uint32_t stage = ptx::shared_address(ptx::dynamic_shared()) + threadIdx.x / 32 * (16 * pitch);
+        if constexpr (Config::single) {
+            uint32_t w[span / 16][4];
+#pragma unroll
+            for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
+#pragma unroll
+            for (int j = 0; j < span / 16; ++j)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
+            if (newest_here(from, token + 16) && g == 7)
+#pragma unroll
+                for (int m = 0; m < span / 8; ++m) x[1][m] = *reinterpret_cast<const uint32_t*>(from.fresh + first + 8 * m + 2 * (lane % 4));
+            return;
+        }
+        if (held < 16) {
+            constexpr int pieces = span / 8;  // of a token, sixteen bytes each
+            __syncwarp();
+            if (held <= 0 && 32 % pieces == 0) {  // all new: a prompt
+                const uint16_t* at = row(from, token + lane / pieces) + first + lane % pieces * 8;
+                const int64_t step = static_cast<int64_t>(32 / pieces) * from.token_stride;
+#pragma unroll
+                for (int i = 0; i < 16 * pieces / 32; ++i)
+                    ptx::cp_async<16>(stage + (lane / pieces + i * (32 / pieces)) * pitch + lane % pieces * 16, at + i * step);
+            } else {
+                for (int i = lane; i < 16 * pieces; i += 32)
+                    if (i / pieces >= held)
+                        ptx::cp_async<16>(stage + i / pieces * pitch + i % pieces * 16, row(from, token + i / pieces) + first + i % pieces * 8);
+            }
+        }
+        if (held > 0) {
+            uint32_t w[span / 16][4];
+#pragma unroll
+            for (int j = 0; j < span / 16; ++j) ring_tile(w[j], from, token, first / 16 + j);
+#pragma unroll
+            for (int j = 0; j < span / 16; ++j)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) x[k / 2][2 * j + k % 2] = ptx::movmatrix_trans(w[j][k]);
+        }
+        if (held < 16) {
+            ptx::cp_async_wait_all();
+            __syncwarp();
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+                const bool take = g + 8 * p >= held;
+                if (8 * p + 8 <= held) continue;
+#pragma unroll
+                for (int m = 0; m < span / 8; m += 4) {
+                    // Rows that the ring holds were not copied: every lane reads a row that was.
+                    const int r = max(8 * p + lane % 8, min(held, 15));
+                    uint32_t w[4];
+                    ptx::ldmatrix_x4(w, stage + r * pitch + 16 * (m + lane / 8));
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        if (take) x[p][m + k] = w[k];
+                }
+            }
+        }
+    }
+
+    // ---- ranges, two channels at a time; a value that is not finite makes one end NaN or infinite
+    PTX static uint32_t least(uint32_t a, uint32_t b) {
+        if constexpr (Config::bf16) return ptx::min_nan_bf16x2(a, b);
+        else return ptx::min_nan_f16x2(a, b);
+    }
+    PTX static uint32_t most(uint32_t a, uint32_t b) {
+        if constexpr (Config::bf16) return ptx::max_nan_bf16x2(a, b);
+        else return ptx::max_nan_f16x2(a, b);
+    }
+    PTX static float widen(uint32_t v) {
+        if constexpr (Config::bf16) return ptx::cvt_f32_bf16(static_cast<uint16_t>(v));
+        else return ptx::cvt_f32_f16(static_cast<uint16_t>(v));
+    }
+    // Codes of float16 elements are computed in float16, two at a time: (x - zero) is rounded once, and its product with
+    // the inverse scale not before it is rounded to an integer. Runs that are not `plain` take float32.
+    static constexpr bool halves = !Config::bf16;
+    struct Run {
+        float inverse;    // of the scale; its sign says that codes of this run can leave their range: it is not plain
+        uint32_t stored;  // scale and zero, float16
+        PTX bool plain() const { return __float_as_int(inverse) >= 0; }
+        PTX float zero() const { return kv_page::high_f16(stored); }
+    };
+    // Zeros and inverse scales of the runs of two elements that share a word.
+    struct Pair {
+        uint32_t zero, inverse;
+    };
+    PTX static Pair pair_of(const Run& even, const Run& odd) {
+        return {ptx::prmt(even.stored, odd.stored, 0x7632u), ptx::cvt_f16x2_f32(even.inverse, odd.inverse)};
+    }
+    // x / top, rounded correctly (Markstein): what the reference computes, without the cases that cannot occur here.
+    template <int top> PTX static float over(float x) {
+        constexpr float inverse = 1.0f / top;
+        const float near = ptx::mul_rn_f32(x, inverse);
+        return fmaf(fmaf(-near, static_cast<float>(top), x), inverse, near);
+    }
+    template <int bits> PTX static Run settle(float low, float high) {
+        constexpr float top = static_cast<float>((1 << bits) - 1), infinite = 3.0e38f;
+        const bool broken = !(fabsf(low) <= infinite) || !(fabsf(high) <= infinite);
+        const bool inside = fabsf(low) <= 65504.0f && fabsf(high) <= 65504.0f;
+        low = fminf(fmaxf(low, -65504.0f), 65504.0f);
+        high = fminf(fmaxf(high, -65504.0f), 65504.0f);
+        uint16_t scale = ptx::cvt_f16_f32(over<(1 << bits) - 1>(high - low)), zero = ptx::cvt_f16_f32(low);
+        if (broken) scale = zero = 0x7e00;
+        const float s = ptx::cvt_f32_f16(scale);
+        // The scale of a normal float16 is true to 2^-11: rounding cannot pass the last code.
+        const bool plain = inside && !broken && (s == 0.0f || s >= 6.2e-5f) && (!halves || high - low <= 65504.0f);
+        const float near = ptx::rcp_approx(s), inverse = s > 0.0f ? fmaf(near, fmaf(-s, near, 1.0f), near) : 0.0f;  // 1 / s, rounded correctly
+        return {plain ? inverse : -inverse, scale | static_cast<uint32_t>(zero) << 16};
+    }
+
+    PTX static Run of_lane(const Run& own, int lane) {
+        return {__shfl_sync(0xffffffffu, own.inverse, lane), __shfl_sync(0xffffffffu, own.stored, lane)};
+    }
+
+    // ---- codes. Rounding by a number so large that only integers are left: the bits of x + 1.5 * 2^23 are those of the
+    // constant plus the rounded x, so a word is a sum, and its constant part is taken off at the end.
+    template <int bits, bool plain> PTX static uint32_t code(uint32_t v, const Run& run) {
+        constexpr float top = static_cast<float>((1 << bits) - 1);
+        float x = widen(v) - run.zero(), inverse = fabsf(run.inverse);
+        if constexpr (halves)
+            if (run.plain()) {  // as its neighbours would be coded if all were plain
+                x = ptx::cvt_f32_f16(ptx::cvt_f16_f32(x));
+                inverse = ptx::cvt_f32_f16(ptx::cvt_f16_f32(inverse));
+            }
+        x = ptx::mul_rn_f32(x, inverse);  // rounded, before the sum rounds again
+        if constexpr (!plain) x = fminf(fmaxf(x, 0.0f), top);
+        return __float_as_uint(x + 12582912.0f);
+    }
+    // What the number that rounds adds to a word: float16 pairs (1024, in whose last bit an integer begins) or floats.
+    template <int bits, bool pairs> PTX static constexpr uint32_t constant() {
+        uint32_t sum = 0;
+        for (int f = 0; f < 32 / bits; ++f)
+            if (!pairs) sum += 0x4b400000u << (f / (16 / bits) * 16 + f % (16 / bits) * bits);
+            else if (f < 16 / bits) sum += 0x64006400u << f * bits;
+        return sum;
+    }
+    // The codes of a word's two elements, shifted to their places and with what rounding added to them.
+    template <int bits, bool plain> PTX static uint32_t two_codes(uint32_t v, const Run& even, const Run& odd, const Pair& pair, int places) {
+        if constexpr (plain && halves) return ptx::fma_f16x2(ptx::sub_f16x2(v, pair.zero), pair.inverse, 0x64006400u) << places;
+        else return (code<bits, plain>(v, even) << places) + (code<bits, plain>(v >> 16, odd) << (16 + places));
+    }
+    // The place of two elements in their word: row half h, row tile `sub` of the word's, depth pair p.
+    template <int bits> PTX static constexpr int shift(int sub, int h, int p) {
+        return bits * (bits == 2 ? 4 * p + 2 * sub + h : bits == 4 ? 2 * p + h : h);
+    }
+    // `count` words from index `index` of a lane's words in kernel order; see kv_page.pack_tiles.
+    template <int count> PTX static void store(uint8_t* to, int index, const uint32_t* w) {
+        const int lane = threadIdx.x % 32;
+        if constexpr (count % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < count; i += 4)
+                *reinterpret_cast<uint4*>(to + ((index + i) / 4 * 32 + lane) * 16) = make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]);
+        } else if constexpr (count % 2 == 0) {
+#pragma unroll
+            for (int i = 0; i < count; i += 2)
+                *reinterpret_cast<uint2*>(to + ((index + i) / 4 * 32 + lane) * 16 + (index + i) % 4 * 4) = make_uint2(w[i], w[i + 1]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < count; ++i)
+                *reinterpret_cast<uint32_t*>(to + ((index + i) / 4 * 32 + lane) * 16 + (index + i) % 4 * 4) = w[i];
+        }
+    }
+
+    // ---- keys by channel: a warp takes sixteen channels of a group of tokens
+    template <int bits> PTX static void keys_by_channel(const From& from, uint8_t* to) {
+        constexpr int tiles = Config::chunk / 16, chunks = Config::block / Config::chunk;
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        for (int task = threadIdx.x / 32; task < chunks * depth; task += warps) {
+            const int c = task / depth, j = task % depth;
+            uint32_t x[tiles][2][2];
+            load_keys(x, from, c * Config::chunk, j);
+            if (from.page < 0 || from.stale()) return;
+            Run runs[2][2];
+            uint32_t ends[2][2];
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+                uint32_t low = x[0][0][p], high = low;
+#pragma unroll
+                for (int i = 0; i < 2 * tiles; ++i) {
+                    low = least(low, x[i / 2][i % 2][p]);
+                    high = most(high, x[i / 2][i % 2][p]);
+                }
+#pragma unroll
+                for (int i = 4; i < 32; i <<= 1) {
+                    low = least(low, __shfl_xor_sync(0xffffffffu, low, i));
+                    high = most(high, __shfl_xor_sync(0xffffffffu, high, i));
+                }
+                ends[p][0] = low;
+                ends[p][1] = high;
+            }
+            // Four channels, known to the lanes of eight tokens: each lane settles one of them.
+            const Run own = settle<bits>(widen((g & 2 ? ends[1][0] : ends[0][0]) >> 16 * (g & 1)), widen((g & 2 ? ends[1][1] : ends[0][1]) >> 16 * (g & 1)));
+#pragma unroll
+            for (int k = 0; k < 4; ++k) runs[k / 2][k % 2] = of_lane(own, 4 * k + t);
+            if (g == 0) {
+                const uint32_t a = runs[0][0].stored, b = runs[0][1].stored, d = runs[1][0].stored, e = runs[1][1].stored;
+                *reinterpret_cast<uint4*>(to + S::key_codes + (task * 4 + t) * 16) =
+                    make_uint4(ptx::prmt(a, b, 0x7632u), ptx::prmt(a, b, 0x5410u), ptx::prmt(d, e, 0x7632u), ptx::prmt(d, e, 0x5410u));
+            }
+            if (__all_sync(0xffffffffu, own.plain())) codes_by_channel<bits, true>(x, runs, task, to);
+            else codes_by_channel<bits, false>(x, runs, task, to);
+        }
+    }
+    template <int bits, bool plain, int tiles>
+    PTX static void codes_by_channel(const uint32_t (&x)[tiles][2][2], const Run (&runs)[2][2], int task, uint8_t* to) {
+        using U = kv_page::Unit<bits>;
+        constexpr int count = tiles / U::tiles * U::words;
+        const Pair pairs[2] = {pair_of(runs[0][0], runs[0][1]), pair_of(runs[1][0], runs[1][1])};
+        uint32_t w[count];
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+            const int i = k / U::words * U::tiles, part = k % U::words;
+            uint32_t sum = 0;
+#pragma unroll
+            for (int f = 0; f < 16 / bits; ++f) {
+                const int h = f % 2, sub = bits == 2 ? f / 2 % 2 : 0, p = bits == 2 ? f / 4 : bits == 4 ? f / 2 : part;
+                sum += two_codes<bits, plain>(x[i + sub][h][p], runs[p][0], runs[p][1], pairs[p], shift<bits>(sub, h, p));
+            }
+            w[k] = sum - constant<bits, plain && halves>();
+        }
+        store<count>(to, task * count, w);
+    }
+
+    // ---- keys by token: a warp takes a group of channels of sixteen tokens. Their words (of 2 bits: a half of each) meet
+    // those of other tokens in shared memory, so that sixteen bytes of a lane are written at a time.
+    template <int bits> PTX static void keys_by_token(const From& from, uint8_t* to) {
+        using U = kv_page::Unit<bits>;
+        constexpr int deep = Config::channel_group / 16, row_tiles = Config::block / 16, units = row_tiles / U::tiles, count = S::key_codes / 128;
+        static_assert(U::tiles * S::key_codes <= Config::shared_bytes, "kv_quantize.py gives the kernel less shared memory than its words need");
+        uint32_t* words = reinterpret_cast<uint32_t*>(ptx::dynamic_shared());
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        for (int task = threadIdx.x / 32; task < row_tiles * S::groups; task += warps) {
+            const int d = task % row_tiles, v = task / row_tiles, sub = d % U::tiles;
+            uint32_t x[deep][2][2], ends[2][2];
+            load_tokens(x, from, 16 * d, v * deep);
+            if (from.page < 0 || from.stale()) return;
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                uint32_t low = x[0][h][0], high = low;
+#pragma unroll
+                for (int j = 0; j < 2 * deep; ++j) {
+                    low = least(low, x[j / 2][h][j % 2]);
+                    high = most(high, x[j / 2][h][j % 2]);
+                }
+                ends[h][0] = low;
+                ends[h][1] = high;
+            }
+            Run runs[2];
+            const bool plain = of_tokens<bits>(ends, runs);
+            const int row = 2 * d + t;  // of eight tokens
+            if (t < 2)
+                *reinterpret_cast<uint32_t*>(to + S::key_codes + (((v * (Config::block / 32) + row / 4) * 8 + g) * 4 + row % 4) * 4) =
+                    t ? runs[1].stored : runs[0].stored;
+            uint32_t* at = words + (sub * count + (v * deep * units + d / U::tiles) * U::words) * 32 + lane;
+            if (__all_sync(0xffffffffu, plain)) codes_by_token<bits, true>(x, runs, at, 4 * sub);
+            else codes_by_token<bits, false>(x, runs, at, 4 * sub);
+        }
+        if (from.stale()) return;
+        __syncthreads();
+        for (int i = threadIdx.x; i < count / 4 * 32; i += Config::threads) {
+            uint32_t w[4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const int place = (i / 32 * 4 + k) * 32 + i % 32;
+                w[k] = words[place];
+                if constexpr (U::tiles == 2) w[k] |= words[count * 32 + place];
+            }
+            *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+    // `more`: how much further a row tile's codes stand in words that it shares with another.
+    template <int bits, bool plain, int deep>
+    PTX static void codes_by_token(const uint32_t (&x)[deep][2][2], const Run (&runs)[2], uint32_t* at, int more) {
+        using U = kv_page::Unit<bits>;
+        constexpr int units = Config::block / 16 / U::tiles;
+        const Pair pairs[2] = {pair_of(runs[0], runs[0]), pair_of(runs[1], runs[1])};
+#pragma unroll
+        for (int j = 0; j < deep; ++j)
+#pragma unroll
+            for (int part = 0; part < U::words; ++part) {
+                constexpr int fields = 4 / U::words;  // pairs of elements
+                uint32_t sum = 0, rounding = 0;
+#pragma unroll
+                for (int f = 0; f < fields; ++f) {
+                    const int h = f % 2, p = bits == 8 ? part : f / 2, places = shift<bits>(0, h, p);
+                    sum += two_codes<bits, plain>(x[j][h][p], runs[h], runs[h], pairs[h], places);
+                    rounding += plain && halves ? 0x64006400u << places : (0x4b400000u << places) + (0x4b400000u << (16 + places));
+                }
+                at[(j * units * U::words + part) * 32] = (sum - rounding) << more;
+            }
+    }
+    // The runs of two tokens, g and g + 8, from the least and most of two channels of each lane; whether all is plain.
+    template <int bits> PTX static bool of_tokens(const uint32_t (&ends)[2][2], Run (&runs)[2]) {
+        // Lanes with an even t go on with the first token, odd ones with the second.
+        const bool second = threadIdx.x % 2;
+        uint32_t low = least(second ? ends[1][0] : ends[0][0], __shfl_xor_sync(0xffffffffu, second ? ends[0][0] : ends[1][0], 1));
+        uint32_t high = most(second ? ends[1][1] : ends[0][1], __shfl_xor_sync(0xffffffffu, second ? ends[0][1] : ends[1][1], 1));
+        low = least(low, __shfl_xor_sync(0xffffffffu, low, 2));
+        high = most(high, __shfl_xor_sync(0xffffffffu, high, 2));
+        low = least(low, low >> 16 | low << 16);
+        high = most(high, high >> 16 | high << 16);
+        const Run own = settle<bits>(widen(low), widen(high));
+        runs[0] = of_lane(own, threadIdx.x % 32 & 28);
+        runs[1] = of_lane(own, threadIdx.x % 32 & 28 | 1);
+        return own.plain();
+    }
+
+    // ---- values: a warp takes up to 128 channels of sixteen tokens
+    template <int bits> PTX static void pack_values(const From& from, uint8_t* to) {
+        constexpr int group = bits == 16 ? span : Config::channel_group, groups = span / group, spans = Config::head_dim / span;
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        float largest = 0.0f;
+        for (int task = threadIdx.x / 32; task < Config::block / 16 * spans; task += warps) {
+            const int d = task / spans, s = task % spans;
+            uint32_t x[2][span / 8];
+            load_values(x, from, 16 * d, s * span);
+            if (from.page < 0 || from.stale()) return;
+            if constexpr (bits == 16) {
+                uint32_t w[span / 4];
+#pragma unroll
+                for (int k = 0; k < span / 4; ++k) w[k] = ptx::movmatrix_trans(x[k % 4 / 2][k / 4 * 2 + k % 2]);
+                store<span / 4>(to, task * (span / 4), w);
+            } else {
+                Run runs[2][groups];
+                bool plain = true;
+#pragma unroll
+                for (int v = 0; v < groups; ++v) {
+                    uint32_t ends[2][2];
+#pragma unroll
+                    for (int p = 0; p < 2; ++p) {
+                        uint32_t low = x[p][v * group / 8], high = low;
+#pragma unroll
+                        for (int m = v * group / 8; m < (v + 1) * group / 8; ++m) {
+                            low = least(low, x[p][m]);
+                            high = most(high, x[p][m]);
+                        }
+                        ends[p][0] = low;
+                        ends[p][1] = high;
+                    }
+                    Run pair[2];
+                    plain = of_tokens<bits>(ends, pair) && plain;
+                    largest = fmaxf(largest, fmaxf(kv_page::low_f16(pair[0].stored), kv_page::low_f16(pair[1].stored)));
+                    runs[0][v] = pair[0];
+                    runs[1][v] = pair[1];
+                    const int row = 2 * d + t;  // of eight tokens
+                    if (t < 2)
+                        *reinterpret_cast<uint32_t*>(to + S::value_codes + ((((s * groups + v) * (Config::block / 32) + row / 4) * 8 + g) * 4 + row % 4) * 4) =
+                            t ? pair[1].stored : pair[0].stored;
+                }
+                if (__all_sync(0xffffffffu, plain)) codes_of_values<bits, true>(x, runs, task, to);
+                else codes_of_values<bits, false>(x, runs, task, to);
+            }
+        }
+        if (from.stale()) return;
+        if constexpr (bits != 16) limit(largest, to + S::value_codes + S::value_parameters);
+    }
+    template <int bits, bool plain, int groups>
+    PTX static void codes_of_values(const uint32_t (&x)[2][span / 8], const Run (&runs)[2][groups], int task, uint8_t* to) {
+        using U = kv_page::Unit<bits>;
+        constexpr int count = span / 16 / U::tiles * U::words;
+        Pair pairs[2][groups];
+#pragma unroll
+        for (int k = 0; k < 2 * groups; ++k) pairs[k / groups][k % groups] = pair_of(runs[k / groups][k % groups], runs[k / groups][k % groups]);
+        uint32_t w[count];
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+            const int i = k / U::words * U::tiles, part = k % U::words;
+            uint32_t sum = 0;
+#pragma unroll
+            for (int f = 0; f < 16 / bits; ++f) {
+                const int h = f % 2, sub = bits == 2 ? f / 2 % 2 : 0, p = bits == 2 ? f / 4 : bits == 4 ? f / 2 : part;
+                const int v = (i + sub) * groups / (span / 16);
+                sum += two_codes<bits, plain>(x[p][2 * (i + sub) + h], runs[p][v], runs[p][v], pairs[p][v], shift<bits>(sub, h, p));
+            }
+            w[k] = ptx::movmatrix_trans(sum - constant<bits, plain && halves>());
+        }
+        store<count>(to, task * count, w);
+    }
+    PTX static void limit(float largest, uint8_t* to) {
+        float* all = reinterpret_cast<float*>(ptx::dynamic_shared() + warps * 16 * pitch);
+#pragma unroll
+        for (int i = 4; i < 32; i <<= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, i));
+        if (threadIdx.x % 32 == 0) all[threadIdx.x / 32] = largest;
+        __syncthreads();
+        if (threadIdx.x >= 8) return;
+        for (int i = 0; i < warps; ++i) largest = fmaxf(largest, all[i]);
+        reinterpret_cast<float*>(to)[threadIdx.x] = threadIdx.x ? 0.0f : fminf(60000.0f / largest, 1024.0f);
+    }
+
+    template <int bits> PTX static void pack_keys(const From& from, uint8_t* to) {
+        if constexpr (bits == 16) {
+            for (int task = threadIdx.x / 32; task < Config::block / 16 * depth; task += warps) {
+                const int j = task / (Config::block / 16), i = task % (Config::block / 16);
+                uint32_t x[1][2][2];
+                load_keys(x, from, 16 * i, j);
+                if (from.page < 0 || from.stale()) return;
+                const uint32_t w[4] = {x[0][0][0], x[0][1][0], x[0][0][1], x[0][1][1]};
+                store<4>(to, task * 4, w);
+            }
+        } else if constexpr (Config::by_channel) {
+            keys_by_channel<bits>(from, to);
+        } else {
+            keys_by_token<bits>(from, to);
+        }
+    }
+};
+
+template <class Config> PTX void found(const Params& p, uint32_t what) {
+    if (threadIdx.x == 0) atomicMax(p.errors, what);
+}
+
+// Stores what `tokens` says; returns false, with nothing stored, where the length has turned out to be another one.
+template <class Config> PTX bool store_tokens(const Params& p, Tokens<Config>& tokens) {
+    using S = kv_page::Format<Config>;
+    using P = Packer<Config>;
+    // The newest tokens go to the ring: what this thread loads first is stored last, behind the packing.
+    int i = blockIdx.y * Config::threads + threadIdx.x;
+    uint16_t kept = 0;
+    if (i < tokens.count) kept = *tokens.of_fresh(tokens.first + i / Config::head_dim, i % Config::head_dim);
+    if (tokens.packs) {
+        tokens.page = -1;
+        if (tokens.begin < p.table_width * Config::page)
+            tokens.page = static_cast<int>(ptx::ld_global_cg_u32(p.table + static_cast<int64_t>(tokens.sequence) * p.table_width + tokens.begin / Config::page));
+        if constexpr (Config::checked)
+            if (tokens.page < 0 || tokens.page >= p.pages_count) {
+                found<Config>(p, kv_page::bad_page);
+                return true;
+            }
+        uint8_t* to = p.pages + (static_cast<int64_t>(tokens.page) * p.kv_heads + blockIdx.x / 2) * (Config::page / Config::block * S::block_bytes)
+                    + tokens.begin % Config::page / Config::block * S::block_bytes;
+        if (tokens.values) P::template pack_values<Config::value_bits>(tokens, to + S::key_bytes);
+        else P::template pack_keys<Config::key_bits>(tokens, to);
+    }
+    if (tokens.stale()) return false;
+    for (; i < tokens.count; i += gridDim.y * Config::threads) {
+        const int token = tokens.first + i / Config::head_dim, channel = i % Config::head_dim;
+        tokens.ring[tokens.place(tokens.slot_of(token), channel)] = kept;
+        const int next = i + gridDim.y * Config::threads;
+        if (next < tokens.count) kept = *tokens.of_fresh(tokens.first + next / Config::head_dim, next % Config::head_dim);
+    }
+    return true;
+}
+// The same with the length as it is now. Hardly ever needed, so it has registers of its own.
+template <class Config> __device__ __noinline__ void store_again(const Params& p, int sequence, int length) {
+    Tokens<Config> tokens;
+    tokens.set(p, sequence, length);
+    store_tokens<Config>(p, tokens);
+}
+
+// grid: (kv_heads * 2, blocks of tokens, batch): the heads of a token are read at the same time
+template <class Config> __global__ void __launch_bounds__(Config::threads, Packer<Config>::together / Config::threads) kernel(const __grid_constant__ Params p) {
+    // What is to be done is worked out from the lengths as they are while the previous kernel is still at work. When that
+    // has ended, tokens are asked for at once, and lengths and pages beside them: each wait for one of the three costs
+    // half a microsecond.
+    const int likely = p.sequences ? p.sequences[blockIdx.z] : static_cast<int>(blockIdx.z);
+    Tokens<Config> tokens;
+    tokens.set(p, likely, likely >= 0 && likely < p.sequences_count ? p.lengths[likely] : 0);
+    if (likely >= 0 && likely < p.sequences_count) prefetch<Config>(p, tokens);
+    ptx::griddepcontrol_wait();
+    ptx::griddepcontrol_launch_dependents();  // only now: what follows may read pages that earlier kernels wrote
+    const int sequence = p.sequences ? static_cast<int>(ptx::ld_global_cg_u32(p.sequences + blockIdx.z)) : static_cast<int>(blockIdx.z);
+    if constexpr (Config::checked)
+        if (sequence < 0 || sequence >= p.sequences_count) return found<Config>(p, kv_page::bad_sequence);
+    const int length = static_cast<int>(ptx::ld_global_cg_u32(p.lengths + sequence));
+    if constexpr (Config::checked)
+        if (length < p.tokens || length > p.table_width * Config::page) return found<Config>(p, kv_page::bad_length);
+    if (sequence != tokens.sequence || (!Tokens<Config>::eager && length != tokens.length)) tokens.set(p, sequence, length);
+    tokens.found = length;
+    if (!store_tokens<Config>(p, tokens)) store_again<Config>(p, sequence, length);
+}
+
+}  // namespace kv_quantize
+
+using Params = kv_quantize::Params;
+
+#endif  // ANYBIT_KVPACK_CUH

@@ -1,0 +1,100 @@
+// What a launch of kv_quantize.cuh is given, and where the tokens of one block of threads come from and go to.
+#ifndef ANYBIT_KVPACK_TOKENS_CUH
+#define ANYBIT_KVPACK_TOKENS_CUH
+
+#include "attention/kv_page.cuh"
+
+namespace kv_quantize {
+
+struct Params {
+    const uint16_t* k;         // [batch, tokens, kv_heads, head_dim] with the strides below, in elements
+    const uint16_t* v;
+    uint8_t* pages;            // of this layer: [pages, kv_heads, page_bytes]
+    uint16_t* residual;        // of this layer: [sequences, kv_heads, 2, ring * head_dim]
+    const int32_t* table;
+    const int32_t* lengths;    // the new tokens included
+    const int32_t* sequences;  // [batch], or null for 0, 1, 2 ...
+    int64_t k_batch_stride;
+    int64_t v_batch_stride;
+    int32_t k_token_stride;
+    int32_t k_head_stride;
+    int32_t v_token_stride;
+    int32_t v_head_stride;
+    int32_t tokens;            // new tokens of each sequence
+    int32_t kv_heads;
+    int32_t table_width;
+    int32_t ring;
+    int32_t window;
+    int32_t packs;             // whether to pack full windows
+    int32_t keeps;             // whether to write the residual
+    int32_t pages_count;
+    int32_t sequences_count;
+    uint32_t* errors;          // checked kernels: what was wrong, or 0
+    int32_t stored;            // the new tokens are in the residual already, and k and v are not read
+};
+
+// One half (keys or values) of one sequence and head: where its tokens come from and go to.
+template <class Config> struct Tokens {
+    const uint16_t* fresh;
+    uint16_t* ring;
+    int token_stride, ring_tokens, old;
+    int begin, slot;  // of the block to pack: its first token, and where that would be in the ring
+    int page;         // looked at only when the tokens are on their way
+    int sequence, length, found;  // the length that the rest was worked out from, and the one that turned out
+    int first, count;  // what goes to the ring: its first token; elements
+    bool values, packs;
+
+    PTX void set(const Params& p, int of, int tokens) {
+        const int head = blockIdx.x / 2;
+        sequence = of;
+        length = found = tokens;
+        const int before = length - p.tokens;
+        values = blockIdx.x % 2;
+        ring = p.residual + ((static_cast<int64_t>(sequence) * p.kv_heads + head) * 2 + values) * p.ring * Config::head_dim;
+        ring_tokens = p.ring;
+        old = p.stored ? length : before;
+        first = max(before, length - p.ring);
+        count = p.keeps && before >= 0 ? (length - first) * Config::head_dim : 0;
+        begin = (before & ~(p.window - 1)) + blockIdx.y * Config::block;
+        packs = p.packs && before >= 0 && begin < (length & ~(p.window - 1));
+        slot = packs || Config::single ? static_cast<int>(static_cast<uint32_t>(max(begin, 0)) % static_cast<uint32_t>(p.ring)) : 0;
+        fresh = values ? p.v + blockIdx.z * p.v_batch_stride + static_cast<int64_t>(head) * p.v_head_stride
+                       : p.k + blockIdx.z * p.k_batch_stride + static_cast<int64_t>(head) * p.k_head_stride;
+        token_stride = values ? p.v_token_stride : p.k_token_stride;
+    }
+
+    static constexpr bool eager = Config::single && !Config::checked;
+    PTX bool stale() const { return eager && found != length; }
+    PTX const uint16_t* of_fresh(int token, int channel) const {
+        return fresh + static_cast<int64_t>(token - old) * token_stride + channel;
+    }
+    // The slot of a token that goes to the ring.
+    PTX int slot_of(int token) const {
+        if constexpr (!Config::single) return token % ring_tokens;
+        const int at = slot + token - begin;  // of the window that holds it, or next to a block of that
+        return at >= ring_tokens ? at - ring_tokens : at < 0 ? at + ring_tokens : at;
+    }
+    // Where slot s, channel c of the ring lies; see kv_page.ring_places.
+    PTX int place(int s, int c) const {
+        const int tile = s / 16 * (Config::head_dim / 16) + c / 16;
+        return values ? (tile * 32 + c % 8 * 4 + s % 8 / 2) * 8 + (s % 16 / 8 * 2 + c % 16 / 8) * 2 + s % 2
+                      : (tile * 32 + s % 8 * 4 + c % 16 / 4) * 8 + (c % 4 / 2 * 2 + s % 16 / 8) * 2 + c % 2;
+    }
+};
+
+// What the ring holds of a window that is full now comes into L2 while the previous kernel is still at work: lengths were
+// written before that one began, as decode.cuh takes them to be, and where bytes are kept is not when they are read.
+template <class Config> PTX void prefetch(const Params& p, const Tokens<Config>& tokens) {
+    constexpr int token = Config::head_dim * 2, line = 128;  // bytes
+    if (!tokens.packs || tokens.begin >= p.table_width * Config::page) return;
+    const int held = min(tokens.old - tokens.begin, Config::block) * token, size = p.ring * token;
+#pragma unroll
+    for (int i = 0; i < Config::block * token; i += line * Config::threads) {
+        const int at = i + line * threadIdx.x, place = tokens.slot * token + at;
+        if (at < held) ptx::prefetch_L2(reinterpret_cast<const uint8_t*>(tokens.ring) + (place < size ? place : place - size));
+    }
+}
+
+}  // namespace kv_quantize
+
+#endif  // ANYBIT_KVPACK_TOKENS_CUH

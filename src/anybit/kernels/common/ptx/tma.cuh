@@ -1,0 +1,42 @@
+// Tensor-map copies: a box of a row-major matrix in global memory to shared memory, swizzled on the way.
+// See ptx.cuh for the conventions. The host encodes the map (TensorMap, 128 opaque bytes) and passes it by value.
+// Elements outside the matrix arrive as zeros, and a box always counts its full bytes on the barrier.
+#ifndef ANYBIT_PTX_TENSOR_CUH
+#define ANYBIT_PTX_TENSOR_CUH
+
+#include "common/ptx/base.cuh"
+
+namespace ptx {
+
+struct alignas(128) TensorMap {
+    uint64_t words[16];
+};
+
+CHECKED void prefetch_tensormap(const TensorMap* map) {
+    NEEDS(900, "tensor maps need sm_90 or later");
+    asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory");
+}
+// The box whose first element is column x of row y.
+CHECKED void cp_async_bulk_tensor_2d(uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier) {
+    NEEDS(900, "tensor maps need sm_90 or later");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 :: "r"(shared), "l"(map), "r"(x), "r"(y), "r"(barrier) : "memory");
+}
+// To the same offset, and signalling the same barrier offset, in every block of the cluster whose bit is set.
+CHECKED void cp_async_bulk_tensor_2d_multicast(
+    uint32_t shared, const TensorMap* map, int x, int y, uint32_t barrier, uint16_t blocks) {
+    NEEDS(900, "tensor maps need sm_90 or later");
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+                 " [%0], [%1, {%2, %3}], [%4], %5;"
+                 :: "r"(shared), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks) : "memory");
+}
+// Stores a box; what lies outside the matrix is left out. Commit and wait as for cp_async_bulk_store.
+CHECKED void cp_async_bulk_tensor_store_2d(const TensorMap* map, int x, int y, uint32_t shared) {
+    NEEDS(900, "tensor maps need sm_90 or later");
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
+                 :: "l"(map), "r"(x), "r"(y), "r"(shared) : "memory");
+}
+
+}  // namespace ptx
+
+#endif  // ANYBIT_PTX_TENSOR_CUH

@@ -1,0 +1,163 @@
+// wgmma: the matrix products of Hopper's warpgroups, d = a * b (+ d), asynchronous. See ptx.cuh for the conventions.
+//
+// All 128 threads of a warpgroup call wgmma_fence (after any register of d or a was written), some products,
+// wgmma_commit_group and later wgmma_wait_group<n>; until then they touch neither d nor a, nor the shared operands.
+// d is 64 x N: register 4j + 2h + e is row 16 * warp + lane / 4 + 8h, column 8j + 2 * (lane % 4) + e.
+// a is 64 rows of shared memory (a descriptor) or four registers laid out as for mma.sync, warp w holding rows 16w to
+// 16w + 15; b is N rows of shared memory, k contiguous. One instruction covers 32 bytes of k: 256 b1, 32 8-bit, 16 16-bit.
+#ifndef ANYBIT_PTX_WGMMA_CUH
+#define ANYBIT_PTX_WGMMA_CUH
+
+#include "common/ptx/base.cuh"
+
+namespace ptx {
+
+// How the 16-byte chunks c of row r of an operand tile lie in shared memory (r, c from 0; tiles 1024-byte aligned).
+// Swizzled: row * bytes + ((c ^ x) * 16), bytes = 128, 64, 32 and x = r & 7, (r >> 1) & 3, (r >> 2) & 1; a row is one
+// chunk of k and instruction i of it adds 32 * i bytes to the address.
+enum class Swizzle { none = 0, bytes_128 = 1, bytes_64 = 2, bytes_32 = 3 };
+
+// Descriptor of a k-contiguous operand. `stride` is the distance of groups of eight rows: 8 * row bytes if swizzled.
+// Without swizzle an 8-row group of 16-byte chunks is 128 contiguous bytes, and `leading` the distance of chunks c, c + 1.
+PTX constexpr uint64_t wgmma_descriptor(uint32_t shared, Swizzle swizzle, uint32_t stride, uint32_t leading = 16) {
+    return static_cast<uint64_t>((shared & 0x3ffffu) >> 4) | static_cast<uint64_t>((leading & 0x3ffffu) >> 4) << 16 |
+           static_cast<uint64_t>((stride & 0x3ffffu) >> 4) << 32 | static_cast<uint64_t>(swizzle) << 62;
+}
+// The descriptor `bytes` further on; bytes is a multiple of 16.
+PTX constexpr uint64_t wgmma_advance(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
+template <int arch = ANYBIT_WGMMA_ARCH> PTX void wgmma_fence() {
+    NEEDS(900, "wgmma needs sm_90a");
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+template <int arch = ANYBIT_WGMMA_ARCH> PTX void wgmma_commit_group() {
+    NEEDS(900, "wgmma needs sm_90a");
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int groups, int arch = ANYBIT_WGMMA_ARCH> PTX void wgmma_wait_group() {
+    NEEDS(900, "wgmma needs sm_90a");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(groups) : "memory");
+}
+// Keeps the compiler from moving reads of the accumulators above a wait, or writes below a fence. No instruction.
+template <int count> PTX void wgmma_touch(float (&d)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; i++) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+template <int count, class Int> PTX void wgmma_touch(Int (&d)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; i++) asm volatile("" : "+r"(d[i]) :: "memory");
+}
+
+// ---- The instructions -----------------------------------------------------------------------------------------------
+// Registers are %0 to %(N / 2 - 1), and what follows them is numbered from there: each N states its own numbers.
+
+#define ANYBIT_REGS_8 "%0,%1,%2,%3"
+#define ANYBIT_OUTS_8(c) c(d[0]), c(d[1]), c(d[2]), c(d[3])
+#define ANYBIT_REGS_16 ANYBIT_REGS_8 ",%4,%5,%6,%7"
+#define ANYBIT_OUTS_16(c) ANYBIT_OUTS_8(c), c(d[4]), c(d[5]), c(d[6]), c(d[7])
+#define ANYBIT_REGS_24 ANYBIT_REGS_16 ",%8,%9,%10,%11"
+#define ANYBIT_OUTS_24(c) ANYBIT_OUTS_16(c), c(d[8]), c(d[9]), c(d[10]), c(d[11])
+#define ANYBIT_REGS_32 ANYBIT_REGS_24 ",%12,%13,%14,%15"
+#define ANYBIT_OUTS_32(c) ANYBIT_OUTS_24(c), c(d[12]), c(d[13]), c(d[14]), c(d[15])
+#define ANYBIT_REGS_48 ANYBIT_REGS_32 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define ANYBIT_OUTS_48(c) ANYBIT_OUTS_32(c), c(d[16]), c(d[17]), c(d[18]), c(d[19]), c(d[20]), c(d[21]), c(d[22]), \
+    c(d[23])
+#define ANYBIT_REGS_64 ANYBIT_REGS_48 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define ANYBIT_OUTS_64(c) ANYBIT_OUTS_48(c), c(d[24]), c(d[25]), c(d[26]), c(d[27]), c(d[28]), c(d[29]), c(d[30]), \
+    c(d[31])
+#define ANYBIT_REGS_80 ANYBIT_REGS_64 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define ANYBIT_OUTS_80(c) ANYBIT_OUTS_64(c), c(d[32]), c(d[33]), c(d[34]), c(d[35]), c(d[36]), c(d[37]), c(d[38]), \
+    c(d[39])
+#define ANYBIT_REGS_96 ANYBIT_REGS_80 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define ANYBIT_OUTS_96(c) ANYBIT_OUTS_80(c), c(d[40]), c(d[41]), c(d[42]), c(d[43]), c(d[44]), c(d[45]), c(d[46]), \
+    c(d[47])
+#define ANYBIT_REGS_112 ANYBIT_REGS_96 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define ANYBIT_OUTS_112(c) ANYBIT_OUTS_96(c), c(d[48]), c(d[49]), c(d[50]), c(d[51]), c(d[52]), c(d[53]), c(d[54]), \
+    c(d[55])
+#define ANYBIT_REGS_128 ANYBIT_REGS_112 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define ANYBIT_OUTS_128(c) ANYBIT_OUTS_112(c), c(d[56]), c(d[57]), c(d[58]), c(d[59]), c(d[60]), c(d[61]), c(d[62]), \
+    c(d[63])
+#define ANYBIT_REGS_160 ANYBIT_REGS_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define ANYBIT_OUTS_160(c) ANYBIT_OUTS_128(c), c(d[64]), c(d[65]), c(d[66]), c(d[67]), c(d[68]), c(d[69]), c(d[70]), \
+    c(d[71]), c(d[72]), c(d[73]), c(d[74]), c(d[75]), c(d[76]), c(d[77]), c(d[78]), c(d[79])
+#define ANYBIT_REGS_192 ANYBIT_REGS_160 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define ANYBIT_OUTS_192(c) ANYBIT_OUTS_160(c), c(d[80]), c(d[81]), c(d[82]), c(d[83]), c(d[84]), c(d[85]), c(d[86]), \
+    c(d[87]), c(d[88]), c(d[89]), c(d[90]), c(d[91]), c(d[92]), c(d[93]), c(d[94]), c(d[95])
+#define ANYBIT_REGS_224 ANYBIT_REGS_192 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define ANYBIT_OUTS_224(c) ANYBIT_OUTS_192(c), c(d[96]), c(d[97]), c(d[98]), c(d[99]), c(d[100]), c(d[101]), \
+    c(d[102]), c(d[103]), c(d[104]), c(d[105]), c(d[106]), c(d[107]), c(d[108]), c(d[109]), c(d[110]), c(d[111])
+#define ANYBIT_REGS_256 ANYBIT_REGS_224 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define ANYBIT_OUTS_256(c) ANYBIT_OUTS_224(c), c(d[112]), c(d[113]), c(d[114]), c(d[115]), c(d[116]), c(d[117]), \
+    c(d[118]), c(d[119]), c(d[120]), c(d[121]), c(d[122]), c(d[123]), c(d[124]), c(d[125]), c(d[126]), c(d[127])
+
+// One struct a type, specialised by N. HEAD: the instruction up to ".n"; TYPES: after it. The flag `accumulate` is an
+// operand: a product that must not add d passes 0. EXTRA is what follows the flag: signs, and for 16-bit b its major-ness.
+#define ANYBIT_WGMMA(KIND, N, K, TYPES, REG, C, EXTRA_SS, EXTRA_RS, i0, i1, i2, i3, i4, i5)                          \
+    template <> struct KIND<N> {                                                                                     \
+        static PTX void ss(REG (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {                                \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k" #K    \
+                         TYPES " {" ANYBIT_REGS_##N "}, %" #i0 ", %" #i1 ", p" EXTRA_SS ";}"                         \
+                         : ANYBIT_OUTS_##N(C) : "l"(a), "l"(b), "r"(accumulate));                                    \
+        }                                                                                                            \
+        static PTX void rs(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {                    \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k" #K    \
+                         TYPES " {" ANYBIT_REGS_##N "}, {%" #i0 ",%" #i1 ",%" #i2 ",%" #i3 "}, %" #i4 ", p" EXTRA_RS ";}" \
+                         : ANYBIT_OUTS_##N(C) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)); \
+        }                                                                                                            \
+    };
+#define ANYBIT_WGMMA_ALL(KIND, K, TYPES, REG, C, SS, RS)                                                             \
+    template <int N> struct KIND;                                                                                    \
+    ANYBIT_WGMMA(KIND, 8, K, TYPES, REG, C, SS, RS, 4, 5, 6, 7, 8, 9)                                                \
+    ANYBIT_WGMMA(KIND, 16, K, TYPES, REG, C, SS, RS, 8, 9, 10, 11, 12, 13)                                           \
+    ANYBIT_WGMMA(KIND, 24, K, TYPES, REG, C, SS, RS, 12, 13, 14, 15, 16, 17)                                         \
+    ANYBIT_WGMMA(KIND, 32, K, TYPES, REG, C, SS, RS, 16, 17, 18, 19, 20, 21)                                         \
+    ANYBIT_WGMMA(KIND, 48, K, TYPES, REG, C, SS, RS, 24, 25, 26, 27, 28, 29)                                         \
+    ANYBIT_WGMMA(KIND, 64, K, TYPES, REG, C, SS, RS, 32, 33, 34, 35, 36, 37)                                         \
+    ANYBIT_WGMMA(KIND, 80, K, TYPES, REG, C, SS, RS, 40, 41, 42, 43, 44, 45)                                         \
+    ANYBIT_WGMMA(KIND, 96, K, TYPES, REG, C, SS, RS, 48, 49, 50, 51, 52, 53)                                         \
+    ANYBIT_WGMMA(KIND, 112, K, TYPES, REG, C, SS, RS, 56, 57, 58, 59, 60, 61)                                        \
+    ANYBIT_WGMMA(KIND, 128, K, TYPES, REG, C, SS, RS, 64, 65, 66, 67, 68, 69)                                        \
+    ANYBIT_WGMMA(KIND, 160, K, TYPES, REG, C, SS, RS, 80, 81, 82, 83, 84, 85)                                        \
+    ANYBIT_WGMMA(KIND, 192, K, TYPES, REG, C, SS, RS, 96, 97, 98, 99, 100, 101)                                      \
+    ANYBIT_WGMMA(KIND, 224, K, TYPES, REG, C, SS, RS, 112, 113, 114, 115, 116, 117)                                  \
+    ANYBIT_WGMMA(KIND, 256, K, TYPES, REG, C, SS, RS, 128, 129, 130, 131, 132, 133)
+
+namespace detail {
+ANYBIT_WGMMA_ALL(WgmmaB1, 256, ".s32.b1.b1.and.popc", int32_t, "+r", "", "")
+ANYBIT_WGMMA_ALL(WgmmaS8, 32, ".s32.s8.s8", int32_t, "+r", "", "")
+ANYBIT_WGMMA_ALL(WgmmaU8, 32, ".s32.u8.u8", int32_t, "+r", "", "")
+ANYBIT_WGMMA_ALL(WgmmaU8S8, 32, ".s32.u8.s8", int32_t, "+r", "", "")
+ANYBIT_WGMMA_ALL(WgmmaS8U8, 32, ".s32.s8.u8", int32_t, "+r", "", "")
+ANYBIT_WGMMA_ALL(WgmmaE4m3, 32, ".f32.e4m3.e4m3", float, "+f", ", 1, 1", ", 1, 1")
+ANYBIT_WGMMA_ALL(WgmmaF16, 16, ".f32.f16.f16", float, "+f", ", 1, 1, 0, 0", ", 1, 1, 0")
+ANYBIT_WGMMA_ALL(WgmmaBf16, 16, ".f32.bf16.bf16", float, "+f", ", 1, 1, 0, 0", ", 1, 1, 0")
+}  // namespace detail
+
+// wgmma_TYPES<N>(d, a, b, accumulate): a is a descriptor or four registers, b a descriptor.
+#define ANYBIT_WGMMA_NAME(name, KIND, REG)                                                                           \
+    template <int N, int arch = ANYBIT_WGMMA_ARCH>                                                                   \
+    PTX void name(REG (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {                                        \
+        NEEDS(900, "wgmma needs sm_90a");                                                                      \
+        detail::KIND<N>::ss(d, a, b, accumulate);                                                                    \
+    }                                                                                                                \
+    template <int N, int arch = ANYBIT_WGMMA_ARCH>                                                                   \
+    PTX void name(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {                            \
+        NEEDS(900, "wgmma needs sm_90a");                                                                      \
+        detail::KIND<N>::rs(d, a, b, accumulate);                                                                    \
+    }
+ANYBIT_WGMMA_NAME(wgmma_b1, WgmmaB1, int32_t)      // counts the ones of a & b
+ANYBIT_WGMMA_NAME(wgmma_s8, WgmmaS8, int32_t)
+ANYBIT_WGMMA_NAME(wgmma_u8, WgmmaU8, int32_t)
+ANYBIT_WGMMA_NAME(wgmma_u8s8, WgmmaU8S8, int32_t)
+ANYBIT_WGMMA_NAME(wgmma_s8u8, WgmmaS8U8, int32_t)
+ANYBIT_WGMMA_NAME(wgmma_e4m3, WgmmaE4m3, float)    // keeps about 14 bits between promotions: see the limits page
+ANYBIT_WGMMA_NAME(wgmma_f16, WgmmaF16, float)
+ANYBIT_WGMMA_NAME(wgmma_bf16, WgmmaBf16, float)
+
+#undef ANYBIT_WGMMA_NAME
+#undef ANYBIT_WGMMA_ALL
+#undef ANYBIT_WGMMA
+
+}  // namespace ptx
+
+#endif  // ANYBIT_PTX_WGMMA_CUH

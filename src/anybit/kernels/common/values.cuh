@@ -1,0 +1,116 @@
+// What the kernels over 16-bit activations share: pairs of values, reductions over a block, and loads of eight.
+#ifndef ANYBIT_VALUES_CUH
+#define ANYBIT_VALUES_CUH
+
+#include "common/ptx/base.cuh"
+
+namespace values {
+
+// ---- 16-bit values ---------------------------------------------------------------------------------------------------
+
+template <bool is_bf16> PTX float low_float(uint32_t pair) {
+    if constexpr (is_bf16) return __uint_as_float(pair << 16);
+    return ptx::cvt_f32_f16(static_cast<uint16_t>(pair & 0xffffu));
+}
+template <bool is_bf16> PTX float high_float(uint32_t pair) {
+    if constexpr (is_bf16) return __uint_as_float(pair & 0xffff0000u);
+    return ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> 16));
+}
+template <bool is_bf16> PTX uint32_t round_pair(float low, float high) {
+    if constexpr (is_bf16) return ptx::cvt_bf16x2_f32(low, high);
+    return ptx::cvt_f16x2_f32(low, high);
+}
+template <bool is_bf16> PTX uint32_t add_pair(uint32_t a, uint32_t b) {
+    if constexpr (is_bf16) return ptx::add_bf16x2(a, b);
+    return ptx::add_f16x2(a, b);
+}
+// Of two pairs, lane by lane; NaN where either is.
+template <bool is_bf16> PTX uint32_t max_pair(uint32_t a, uint32_t b) {
+    if constexpr (is_bf16) return ptx::max_nan_bf16x2(a, b);
+    return ptx::max_nan_f16x2(a, b);
+}
+template <bool is_bf16> PTX uint32_t min_pair(uint32_t a, uint32_t b) {
+    if constexpr (is_bf16) return ptx::min_nan_bf16x2(a, b);
+    return ptx::min_nan_f16x2(a, b);
+}
+template <bool is_bf16> PTX uint32_t abs_pair(uint32_t a) {
+    if constexpr (is_bf16) return ptx::abs_bf16x2(a);
+    return ptx::abs_f16x2(a);
+}
+// Magnitudes of 16-bit floats order like their bits, NaN above infinity: their maximum can be an integer's.
+template <bool is_bf16> constexpr uint32_t infinity_bits = is_bf16 ? 0x7f80u : 0x7c00u;
+template <bool is_bf16> PTX float float_of_bits(uint32_t bits) { return low_float<is_bf16>(bits); }
+
+// ---- Reductions over the block -----------------------------------------------------------------------------------------
+
+PTX uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+struct Larger {
+    static PTX uint32_t over_warp(uint32_t v) { return ptx::redux_max(v); }
+};
+struct Sum {
+    static PTX uint32_t over_warp(uint32_t v) { return ptx::redux_add(v); }
+    static PTX float over_warp(float v) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) v += ptx::shfl_xor(v, step);
+        return v;
+    }
+};
+
+// Every thread gets the result. `slot` keeps reductions that follow each other apart in shared memory.
+template <class Operation, int warps, int slot, class T> PTX T over_block(T v) {
+    v = Operation::over_warp(v);
+    if constexpr (warps > 1) {
+        T* partial = reinterpret_cast<T*>(ptx::dynamic_shared() + slot * 128);
+        if (ptx::lane_id() == 0) partial[threadIdx.x / 32] = v;
+        __syncthreads();
+        v = Operation::over_warp(ptx::lane_id() < warps ? partial[ptx::lane_id()] : T(0));
+    }
+    return v;
+}
+
+// ---- Input ---------------------------------------------------------------------------------------------------------------
+
+// Eight values from `row + k`; zeros past the end. `aligned`: rows start on 16 bytes and hold whole vectors. Not by
+// ld.global.nc: under programmatic launch the kernel ahead may write them while this one runs already.
+template <bool aligned> PTX uint4 load8(const uint16_t* row, int k, int end) {
+    if constexpr (aligned) {
+        return k < end ? ptx::ld_global_cg_v4(row + k) : make_uint4(0, 0, 0, 0);
+    } else {
+        uint32_t word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t low = k + 2 * i < end ? row[k + 2 * i] : 0;
+            const uint32_t high = k + 2 * i + 1 < end ? row[k + 2 * i + 1] : 0;
+            word[i] = low | high << 16;
+        }
+        return make_uint4(word[0], word[1], word[2], word[3]);
+    }
+}
+template <bool aligned> PTX void store8(uint16_t* row, int k, int end, uint4 v) {
+    if constexpr (aligned) {
+        if (k < end) *reinterpret_cast<uint4*>(row + k) = v;
+    } else {
+        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (k + i < end) row[k + i] = static_cast<uint16_t>(word[i / 2] >> (16 * (i % 2)));
+    }
+}
+
+// silu(gate) * up, rounded to 16 bits after each of the two steps as the model does.
+template <bool is_bf16> PTX uint32_t silu_mul_pair(uint32_t gate, uint32_t up) {
+    const float g0 = low_float<is_bf16>(gate), g1 = high_float<is_bf16>(gate);
+    const uint32_t s = round_pair<is_bf16>(g0 / (1.f + expf(-g0)), g1 / (1.f + expf(-g1)));
+    return round_pair<is_bf16>(low_float<is_bf16>(s) * low_float<is_bf16>(up),
+                               high_float<is_bf16>(s) * high_float<is_bf16>(up));
+}
+template <bool is_bf16> PTX uint32_t normalize_pair(uint32_t x, uint32_t gamma, float factor) {
+    const uint32_t h = round_pair<is_bf16>(low_float<is_bf16>(x) * factor, high_float<is_bf16>(x) * factor);
+    return round_pair<is_bf16>(low_float<is_bf16>(h) * low_float<is_bf16>(gamma),
+                               high_float<is_bf16>(h) * high_float<is_bf16>(gamma));
+}
+
+}  // namespace values
+
+#endif  // ANYBIT_VALUES_CUH

@@ -1,0 +1,1 @@
+"""Norms, activations, rotary embedding, rotations, and the quantization of activations."""

@@ -1,0 +1,125 @@
+"""Vectors times a Hadamard matrix, in one launch: the host side of hadamard.cuh."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit import hadamard, jit
+from anybit.errors import KernelError
+from anybit.jit import Float32, Int64, Pointer
+
+# A larger order of the part that has no fast algorithm is better left to a matrix product.
+MOST_ORDER = 64
+# The vector lies in shared memory.
+MOST_SIZE = 32768
+# Of the small matrix, whose sums a thread holds: ``rotation::parts_of``.
+_MOST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Vectors [rows, k] of a 16-bit type."""
+
+    rows: int
+    k: int
+    dtype: torch.dtype = torch.float16
+
+
+@dataclass(frozen=True)
+class Config:
+    """A block a vector; order and power: of the two factors of the matrix (``anybit.hadamard.factor``)."""
+
+    threads: int
+    order: int
+    power: int
+    is_bf16: bool
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see hadamard.cuh."""
+
+    x: Pointer
+    signs: Pointer
+    y: Pointer
+    x_stride: Int64
+    factor: Float32
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why there is no kernel for a problem, in a sentence; None if there is."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"vectors must be float16 or bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.k > MOST_SIZE:
+        return f"{problem.k} values are more than a block holds ({MOST_SIZE})"
+    order, _ = hadamard.factor(problem.k)
+    if order > MOST_ORDER:
+        return f"a factor of order {order} is left to a matrix product (beyond {MOST_ORDER})"
+    return None
+
+
+@cache
+def default(problem: Problem) -> Config:
+    """Four values a thread, as far as a block goes. Raises KernelError where no kernel rotates these vectors."""
+    reason = why_not(problem)
+    if reason is not None:
+        raise KernelError(f"no kernel for the Hadamard transform: {reason}")
+    order, power = hadamard.factor(problem.k)
+    threads = min(max(32, 1 << (problem.k // 4).bit_length()), 1024)
+    return Config(threads, order, power, problem.dtype == torch.bfloat16)
+
+
+@cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel to compile."""
+    return jit.Kernel(
+        "elementwise/hadamard.cuh",
+        "transform",
+        config,
+        Params,
+        config.threads,
+        shared_bytes(config.order, config.power),
+    )
+
+
+def _parts(order: int) -> int:
+    """In how many parts the rows of a matrix come: ``rotation::parts_of``."""
+    return next(parts for parts in range(1, order + 1) if order % parts == 0 and order // parts <= _MOST_ROWS)
+
+
+@cache
+def signs(order: int, device: torch.device) -> Tensor | None:
+    """The signs of a matrix A of an order as rotation.cuh reads them, int32 [order, parts]; None for order 1.
+
+    Bit r of (b, part) is set where A[part * rows + r, b] is -1.
+    """
+    if order == 1:
+        return None
+    parts = _parts(order)
+    negative = (hadamard.signs(order).T < 0).reshape(order, parts, order // parts).int()
+    return (negative << torch.arange(order // parts)).sum(-1, dtype=torch.int32).to(device)
+
+
+def shared_bytes(order: int, power: int) -> int:
+    """Shared memory of a vector, whose runs of 64 begin in other banks, and of the signs as factors; 0 for order 0."""
+    k = order * power
+    rows = 0 if order < 2 else -(-order // _parts(order) // 4) * 4
+    return 4 * (k + k // 64 * 8 + (order * _parts(order) * rows if order > 1 else 0))
+
+
+def arguments(x: Tensor, y: Tensor, config: Config) -> Params:
+    """Parameters of a launch: x [rows, k] of a 16-bit type, rows contiguous; y dense."""
+    return Params(x, signs(config.order, x.device), y, x.stride(0), float(x.shape[1]) ** -0.5)
+
+
+def transform(x: Tensor) -> Tensor:
+    """X [..., k] of a 16-bit type -> H x, on a GPU. Launches one kernel on the current stream."""
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    if len(rows):
+        config = default(Problem(1, rows.shape[1], x.dtype))
+        jit.launch(kernel(config), arguments(rows, y, config), (len(rows), 1, 1), device=x.get_device())
+    return y.view(x.shape)

@@ -1,0 +1,84 @@
+// The small kernels between the products of a decoder layer, for few tokens above all: what counts is how soon one ends
+// after the product before it. Weights (gamma) are read before that product has ended; for that their loads keep their order.
+#ifndef ANYBIT_ELEMENTWISE_CUH
+#define ANYBIT_ELEMENTWISE_CUH
+
+#include "common/values.cuh"
+
+struct Params {
+    const uint16_t* x;         // [M, K], or [M, gate K | up K] for silu_mul, rows x_stride apart
+    const uint16_t* residual;  // add_rms_norm: added to x first; or null
+    uint16_t* residual_sum;    // where x + residual goes, rows of K
+    const uint16_t* gamma;     // [K]
+    uint16_t* y;               // [M, K]
+    int64_t x_stride, residual_stride;
+    int32_t k;
+    float epsilon;
+};
+
+// Config: threads, vectors (of 8 values a thread), is_bf16, aligned, shared_bytes. One block a row.
+template <class Config> __global__ void __launch_bounds__(Config::threads) add_rms_norm(const __grid_constant__ Params p) {
+    using namespace values;
+    constexpr int threads = Config::threads, vectors = Config::vectors;
+    constexpr bool bf16 = Config::is_bf16, aligned = Config::aligned;
+    static_assert(threads % 32 == 0 && threads <= 1024, "whole warps reduce");
+    const int row = blockIdx.x;
+    const uint32_t thread = threadIdx.x;
+
+    ptx::griddepcontrol_launch_dependents();
+    uint4 gamma[vectors];
+#pragma unroll
+    for (int v = 0; v < vectors; ++v) gamma[v] = load8<aligned>(p.gamma, 8 * (v * threads + thread), p.k);
+    ptx::griddepcontrol_wait();
+
+    uint4 value[vectors], other[vectors];
+#pragma unroll
+    for (int v = 0; v < vectors; ++v) {
+        const int k = static_cast<int>(8 * (v * threads + thread));
+        value[v] = load8<aligned>(p.x + row * p.x_stride, k, p.k);
+        if (p.residual) other[v] = load8<aligned>(p.residual + row * p.residual_stride, k, p.k);
+    }
+    float squares = 0.f;
+#pragma unroll
+    for (int v = 0; v < vectors; ++v) {
+        if (p.residual)
+            value[v] = make_uint4(add_pair<bf16>(value[v].x, other[v].x), add_pair<bf16>(value[v].y, other[v].y),
+                                  add_pair<bf16>(value[v].z, other[v].z), add_pair<bf16>(value[v].w, other[v].w));
+        const uint32_t word[4] = {value[v].x, value[v].y, value[v].z, value[v].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float low = low_float<bf16>(word[i]), high = high_float<bf16>(word[i]);
+            squares += low * low + high * high;
+        }
+    }
+    const float factor = rsqrtf(over_block<Sum, threads / 32, 0>(squares) / static_cast<float>(p.k) + p.epsilon);
+#pragma unroll
+    for (int v = 0; v < vectors; ++v) {
+        const int k = static_cast<int>(8 * (v * threads + thread));
+        const uint4 y = make_uint4(
+            normalize_pair<bf16>(value[v].x, gamma[v].x, factor), normalize_pair<bf16>(value[v].y, gamma[v].y, factor),
+            normalize_pair<bf16>(value[v].z, gamma[v].z, factor), normalize_pair<bf16>(value[v].w, gamma[v].w, factor));
+        store8<aligned>(p.y + static_cast<int64_t>(row) * p.k, k, p.k, y);
+        if (p.residual) store8<aligned>(p.residual_sum + static_cast<int64_t>(row) * p.k, k, p.k, value[v]);
+    }
+}
+
+// Where Config::paired, x has eight of gate and eight of up in turn. A row over blockIdx.y, eight values a thread: a wide row is worth more than one multiprocessor.
+template <class Config> __global__ void __launch_bounds__(Config::threads) silu_mul(const __grid_constant__ Params p) {
+    using namespace values;
+    constexpr bool bf16 = Config::is_bf16, aligned = Config::aligned;
+    const int row = blockIdx.x, k = static_cast<int>(8 * (blockIdx.y * Config::threads + threadIdx.x));
+
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+    if (k >= p.k) return;
+
+    const uint16_t* x = p.x + row * p.x_stride;
+    const int at = Config::paired ? 2 * k : k;
+    const uint4 gate = load8<aligned>(x, at, at + p.k - k), up = load8<aligned>(x + (Config::paired ? 8 : p.k), at, at + p.k - k);
+    const uint4 y = make_uint4(silu_mul_pair<bf16>(gate.x, up.x), silu_mul_pair<bf16>(gate.y, up.y),
+                               silu_mul_pair<bf16>(gate.z, up.z), silu_mul_pair<bf16>(gate.w, up.w));
+    store8<aligned>(p.y + static_cast<int64_t>(row) * p.k, k, p.k, y);
+}
+
+#endif  // ANYBIT_ELEMENTWISE_CUH

@@ -1,0 +1,366 @@
+"""Quantize-and-pack: 16-bit activations -> codes, in one kernel that reads its input once."""
+
+import functools
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError, dtype_name
+from anybit.hadamard import factor
+from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.kernels.elementwise import hadamard
+from anybit.kernels.gemm import bitplane_layout
+from anybit.kernels.gemm.bitplane_layout import Code
+from anybit.scheme import ActivationFormat
+
+VECTOR = 8
+LEAST_THREADS = 128
+MOST_VECTORS = 16
+MOST_THREADS = 1024
+_REDUCTION_BYTES = 4 * 128
+
+
+class Source(Enum):
+    """Where the values come from: as they are, from an RMSNorm, or from SiLU(gate) * up."""
+
+    plain = "plain"
+    rms_norm = "rms_norm"
+    silu_mul = "silu_mul"
+
+
+class Target(Enum):
+    """What is written: bit planes, a byte a value, or no codes at all, only the 16-bit values of the source."""
+
+    planes = "planes"
+    bytes = "bytes"
+    values = "values"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Activations [m, k] in ``dtype`` -> codes in ``format``. ``aligned``: rows start on 16 bytes, K is in eights.
+
+    rotated: what the source gives is multiplied by a Hadamard matrix first, as ``kernels.hadamard`` does.
+    """
+
+    m: int
+    k: int
+    format: ActivationFormat
+    dtype: torch.dtype = torch.float16
+    source: Source = Source.plain
+    target: Target = Target.planes
+    aligned: bool = True
+    rotated: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """How: ``threads`` a token, each with ``vectors`` of 8 values; the rest repeats the problem.
+
+    order, power: of a rotation (``anybit.hadamard.factor``), or 0 and 1.
+    """
+
+    threads: int
+    vectors: int
+    source: Source
+    target: Target
+    code: Code
+    bits: int
+    is_bf16: bool
+    aligned: bool
+    order: int = 0
+    power: int = 1
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see quantize_activations.cuh."""
+
+    x: Pointer
+    residual: Pointer
+    residual_sum: Pointer
+    gamma: Pointer
+    normalized: Pointer
+    codes: Pointer
+    scale: Pointer
+    sum: Pointer
+    zero: Pointer
+    x_stride: Int64
+    residual_stride: Int64
+    k: Int32
+    padded_k: Int32
+    padded_rows: Int32
+    epsilon: Float32
+    factor: Float32 = 0.0
+    signs: Pointer = None
+
+
+class Packed:
+    """Coded activations, ``x = scale * (u - zero)``, in one allocation: codes, then scale, sum and zero of each token.
+
+    Kernels take the addresses; ``codes``, ``scale``, ``sum`` and ``zero`` are the same memory as tensors.
+    """
+
+    __slots__ = ("_offsets", "buffer", "format", "k", "m", "target")
+
+    def __init__(self, m: int, k: int, format: ActivationFormat, target: Target, device: torch.device) -> None:
+        self.m, self.k, self.format, self.target = m, k, format, target
+        self._offsets = _offsets(m, k, format, target)
+        self.buffer = torch.empty(self._offsets[-1], dtype=torch.uint8, device=device)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Addresses of codes, scale, sum and zero; those that the format does not have are 0."""
+        base = self.buffer.data_ptr()
+        codes, scale, sum, zero, _ = self._offsets
+        has_sum, has_zero = self.format.integer, self.format.code == "asym"
+        return base + codes, base + scale, (base + sum) * has_sum, (base + zero) * has_zero
+
+    @property
+    def codes(self) -> Tensor:
+        """Planes (see ``planes.pack``), or bytes [m, pitch]: int8, the code less 2^(bits-1), or float8_e4m3fn."""
+        part = self.buffer[: self._offsets[1]]
+        if self.target is Target.planes:
+            return part.view(bitplane_layout.chunks(self.k), self.format.bits, -1, bitplane_layout.ROW_BYTES)
+        dtype = torch.int8 if self.format.integer else torch.float8_e4m3fn
+        return part[: self.m * pitch(self.k)].view(dtype).view(self.m, -1)
+
+    @property
+    def scale(self) -> Tensor:
+        """float32 [m]."""
+        return self._words(1, torch.float32)
+
+    @property
+    def sum(self) -> Tensor | None:
+        """int32 [m], the sum of what ``codes`` holds; None for e4m3."""
+        return self._words(2, torch.int32) if self.format.integer else None
+
+    @property
+    def zero(self) -> Tensor | None:
+        """int32 [m] for asym (less 2^(bits-1) for bytes), else None."""
+        return self._words(3, torch.int32) if self.format.code == "asym" else None
+
+    def _words(self, part: int, dtype: torch.dtype) -> Tensor:
+        start = self._offsets[part]
+        return self.buffer[start : start + 4 * self.m].view(dtype)
+
+
+@functools.cache
+def _offsets(m: int, k: int, format: ActivationFormat, target: Target) -> tuple[int, int, int, int, int]:
+    codes = bitplane_layout.size(m, k, format.bits) if target is Target.planes else m * pitch(k)
+    codes, words = -(-codes // 128) * 128, -(-m // 32) * 128
+    return 0, codes, codes + words, codes + 2 * words, codes + 3 * words
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    form = problem.format
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"activations must be float16 or bfloat16, not {dtype_name(problem.dtype)}"
+    if form.quantized == (problem.target is Target.values):
+        return f"{form.bits}-bit activations do not go with the target {problem.target.value}"
+    if problem.target is Target.values and problem.source is Source.plain:
+        return "there is nothing to do to plain 16-bit values"
+    if problem.target is Target.planes and not form.integer:
+        return "bit planes hold integer codes, not e4m3"
+    if problem.rotated and (reason := _unrotatable(problem)) is not None:
+        return reason
+    if problem.m < 1 or problem.k < 1:
+        return f"activations of shape {problem.m} x {problem.k} hold nothing to quantize"
+    if _width(problem) > MOST_THREADS * MOST_VECTORS * VECTOR:
+        return f"K = {problem.k} is more than one block holds ({MOST_THREADS * MOST_VECTORS * VECTOR})"
+    if config is None:
+        return None
+    if config.threads % LEAST_THREADS or not LEAST_THREADS <= config.threads <= MOST_THREADS:
+        return f"{config.threads} threads do not fill whole chunks of planes: 128 to {MOST_THREADS}, in 128s"
+    if config.threads * config.vectors * VECTOR < _width(problem):
+        return (
+            f"{config.threads} threads of {config.vectors} vectors hold {config.threads * config.vectors * VECTOR} "
+            f"values, and a row has {_width(problem)}"
+        )
+    if config.vectors > MOST_VECTORS:
+        return f"{config.vectors} vectors a thread are more than the registers hold ({MOST_VECTORS})"
+    if config.aligned and not problem.aligned:
+        return "rows do not begin on 16 bytes or K is not a multiple of 8, and this config loads 16 bytes at a time"
+    return None
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: the partial results of the block's reductions, and a vector that is rotated."""
+    return _REDUCTION_BYTES + hadamard.shared_bytes(config.order, config.power)
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """A block for each token."""
+    return (problem.m, 1, 1)
+
+
+def configs(problem: Problem) -> list[Config]:
+    """Every way worth trying: as many threads, a power of two, as the row needs for each number of vectors.
+
+    A power of two, so that many widths share one compiled kernel.
+    """
+    found = []
+    for vectors in (1, 2, 4, 8, 16):
+        threads = 1 << max(7, (-(-_width(problem) // (vectors * VECTOR)) - 1).bit_length())
+        config = _config(problem, threads, vectors)
+        if why_not(problem, config) is None:
+            found.append(config)
+    return found
+
+
+@functools.cache
+def default(problem: Problem) -> Config:
+    """Measured on an H200: 4 vectors a thread; in longer rows few tokens want more threads, many want more vectors.
+
+    Raises KernelError, with the reason, where no kernel quantizes such rows.
+    """
+    reason = why_not(problem)
+    if reason is not None:
+        raise KernelError(f"no quantize-and-pack kernel: {reason}")
+    width = _width(problem)
+    if problem.rotated:  # shared memory holds the vector: of few tokens, threads hide its latency
+        few = 1 if problem.m <= 256 else 4 if width <= 8192 else 2
+        return min(configs(problem), key=lambda config: (abs(config.vectors - few), config.vectors))
+    many = 4 if width <= 4096 or (problem.source is Source.silu_mul and problem.target is Target.bytes) else 8
+    wanted = (4 if width <= 8192 else 2) if problem.m <= 256 else many
+    return min(configs(problem), key=lambda config: (abs(config.vectors - wanted), -config.vectors))
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel to compile."""
+    return jit.Kernel(
+        "elementwise/quantize_activations.cuh", "quantize", config, Params, config.threads, shared_bytes(config)
+    )
+
+
+def problem_of(
+    x: Tensor,
+    format: ActivationFormat,
+    target: Target = Target.planes,
+    source: Source = Source.plain,
+    rotated: bool = False,
+) -> Problem:
+    """The problem of quantizing a matrix: x float16 or bfloat16 [m, k], or [m, 2k] (gate beside up) for silu_mul."""
+    m, k = x.shape
+    k = k // 2 if source is Source.silu_mul else k
+    aligned = k % VECTOR == 0 and rows_aligned(x)
+    return Problem(m, k, format, x.dtype, source, target, aligned, rotated)
+
+
+def quantize(
+    x: Tensor,
+    format: ActivationFormat,
+    target: Target = Target.planes,
+    *,
+    config: Config | None = None,
+    pdl: bool = True,
+) -> Packed:
+    """Code activations, float16 or bfloat16 [m, k] on a GPU, per token, by one kernel on the current stream.
+
+    Rows may be further apart than k, but their values are adjacent. Raises KernelError for what no kernel codes, and
+    for a config that is not legal for it.
+    """
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise KernelError(f"x must be [m, k] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
+    if not x.is_cuda:
+        raise KernelError(f"x is on {x.device}, and quantize-and-pack needs a CUDA device")
+    problem = problem_of(x, format, target)
+    config = config or default(problem)
+    reason = why_not(problem, config)
+    if reason is not None:
+        raise KernelError(f"no quantize-and-pack kernel: {reason}")
+    packed = Packed(problem.m, problem.k, format, target, x.device)
+    launch(problem, config, packed, x, pdl=pdl)
+    return packed
+
+
+def launch(
+    problem: Problem,
+    config: Config,
+    packed: Packed | None,
+    x: Tensor,
+    *,
+    gamma: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+    residual_sum: Tensor | None = None,
+    normalized: Tensor | None = None,
+    pdl: bool = True,
+) -> None:
+    """Launch on the current stream of x's device. Shapes and dtypes are the caller's to check (``anybit.ops`` does).
+
+    packed: where the codes go; None for Target.values, which writes ``normalized`` alone.
+    """
+    codes, scale, sum, zero = (0, 0, 0, 0) if packed is None else packed.addresses
+    in_planes = problem.target is Target.planes
+    params = Params(
+        x,
+        residual,
+        residual_sum,
+        gamma,
+        normalized,
+        codes,
+        scale,
+        sum,
+        zero,
+        x.stride(0),
+        residual.stride(0) if residual is not None else 0,
+        problem.k,
+        _width(problem),
+        bitplane_layout.padded_rows(problem.m) if in_planes else problem.m,
+        epsilon,
+        float(problem.k) ** -0.5,
+        hadamard.signs(config.order, x.device) if config.order else None,
+    )
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=x.get_device())
+
+
+def _config(problem: Problem, threads: int, vectors: int) -> Config:
+    coded = problem.target is not Target.values
+    return Config(
+        threads,
+        vectors,
+        problem.source,
+        problem.target,
+        Code(problem.format.code) if coded else Code.sym,  # any code will do where nothing is coded
+        problem.format.bits if coded else 8,
+        problem.dtype == torch.bfloat16,
+        problem.aligned,
+        *(factor(problem.k) if problem.rotated else (0, 1)),
+    )
+
+
+def _unrotatable(problem: Problem) -> str | None:
+    """Why rows cannot be rotated on their way, in a sentence."""
+    if problem.target is Target.values:
+        return "16-bit values are rotated by a kernel of their own"
+    reason = hadamard.why_not(hadamard.Problem(problem.m, problem.k, problem.dtype))
+    if reason is None and factor(problem.k)[1] % VECTOR:
+        return f"a power of two in K = {problem.k} of {factor(problem.k)[1]} is less than the vectors of {VECTOR}"
+    return reason
+
+
+def _width(problem: Problem) -> int:
+    """Values that a row is written with: planes are filled up to whole chunks."""
+    if problem.target is Target.planes:
+        return bitplane_layout.chunks(problem.k) * bitplane_layout.CHUNK
+    return pitch(problem.k)
+
+
+_ROW_START = 16
+"""Bytes: where rows start that are loaded by vectors, in bulk or by tensor maps."""
+
+
+def pitch(columns: int, element_bytes: int = 1) -> int:
+    """How far apart rows of so many values lie, in values, so that each of them starts on 16 bytes."""
+    return -(-columns * element_bytes // _ROW_START) * _ROW_START // element_bytes
+
+
+def rows_aligned(x: Tensor) -> bool:
+    """Whether every row of a matrix starts on 16 bytes."""
+    return not (x.data_ptr() % _ROW_START or x.stride()[0] * x.itemsize % _ROW_START)  # asked at every call

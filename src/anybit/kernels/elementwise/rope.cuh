@@ -1,0 +1,101 @@
+// Rotary position embedding of queries and keys as they come out of a fused projection, with the RMSNorm of each head
+// that some models put before it (Qwen3, Gemma3). A warp a head: the two halves of the head meet in one lane. Where the
+// keys go to a cache (Config::stores), so do the values: into the ring of 16-bit tokens of kvcache.py, in one launch.
+#ifndef ANYBIT_ROPE_CUH
+#define ANYBIT_ROPE_CUH
+
+#include "attention/kv_ring.cuh"
+
+struct Params {
+    const uint16_t* qkv;      // [tokens, (query heads + 2 key heads) * head_dim], rows qkv_stride apart
+    const uint16_t* cosine;   // [tokens, head_dim]
+    const uint16_t* sine;     // [tokens, head_dim]
+    const uint16_t* q_gamma;  // [head_dim], or null: no norm of the heads
+    const uint16_t* k_gamma;
+    uint16_t* q;              // [tokens, query heads, head_dim]
+    uint16_t* k;              // [tokens, key heads, head_dim]; null where keys and values are stored
+    uint16_t* residual;       // stores: [sequences, key heads, 2, ring * head_dim]
+    const int32_t* lengths;   // stores: of each sequence, the new tokens included
+    const int32_t* sequences; // stores: [batch], or null for 0, 1, 2 ...
+    int64_t qkv_stride;
+    int32_t query_heads, key_heads;
+    int32_t tokens;           // stores: new tokens of each sequence
+    int32_t ring;
+    float epsilon;
+};
+
+namespace rope {
+
+template <bool is_bf16> PTX float to_float(uint16_t v) { return is_bf16 ? ptx::cvt_f32_bf16(v) : ptx::cvt_f32_f16(v); }
+template <bool is_bf16> PTX uint16_t from_float(float v) { return is_bf16 ? ptx::cvt_bf16_f32(v) : ptx::cvt_f16_f32(v); }
+
+}  // namespace rope
+
+// Config: threads, head_dim, is_bf16, gamma_offset (Gemma's norms multiply by 1 + gamma), stores, paired (queries and keys
+// have eight channels of their first half and the eight that turn with them in turn).
+template <class Config> __global__ void __launch_bounds__(Config::threads) rotate(const __grid_constant__ Params p) {
+    using namespace rope;
+    constexpr int half = Config::head_dim / 2, pairs = half / 32;
+    constexpr bool bf16 = Config::is_bf16;
+    static_assert(Config::head_dim % 64 == 0, "a lane holds whole pairs of a head");
+    const int head = blockIdx.x * (Config::threads / 32) + threadIdx.x / 32, token = blockIdx.y;
+    const int lane = ptx::lane_id();
+
+    ptx::griddepcontrol_launch_dependents();
+    const uint16_t* cosine = p.cosine + static_cast<int64_t>(token) * Config::head_dim;
+    const uint16_t* sine = p.sine + static_cast<int64_t>(token) * Config::head_dim;
+    ptx::griddepcontrol_wait();
+    if (head >= p.query_heads + (Config::stores ? 2 : 1) * p.key_heads) return;
+
+    const bool is_query = head < p.query_heads;
+    const uint16_t* x = p.qkv + token * p.qkv_stride + head * Config::head_dim;
+    const uint16_t* gamma = is_query ? p.q_gamma : p.k_gamma;
+    const bool to_ring = Config::stores && !is_query, is_value = to_ring && head >= p.query_heads + p.key_heads;
+    uint16_t* y;
+    int slot = 0;
+    if (to_ring) {
+        const int row = token / p.tokens, sequence = p.sequences ? p.sequences[row] : row;
+        const int kv_head = head - p.query_heads - (is_value ? p.key_heads : 0);
+        const int position = p.lengths[sequence] - p.tokens + token % p.tokens;
+        if (position < 0) return;
+        slot = position % p.ring;
+        y = p.residual + ((static_cast<int64_t>(sequence) * p.key_heads + kv_head) * 2 + is_value) * p.ring * Config::head_dim;
+    } else {
+        y = is_query ? p.q + (static_cast<int64_t>(token) * p.query_heads + head) * Config::head_dim
+                     : p.k + (static_cast<int64_t>(token) * p.key_heads + head - p.query_heads) * Config::head_dim;
+    }
+    const auto place = [&](int c) { return to_ring ? kv_ring::place(is_value, slot, c, Config::head_dim) : c; };
+    if (is_value) {
+#pragma unroll
+        for (int i = 0; i < 2 * pairs; ++i) y[place(lane + 32 * i)] = x[lane + 32 * i];
+        return;
+    }
+
+    float low[pairs], high[pairs], squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < pairs; ++i) {
+        const int at = lane + 32 * i;
+        low[i] = to_float<bf16>(x[Config::paired ? at / 8 * 16 + at % 8 : at]);
+        high[i] = to_float<bf16>(x[Config::paired ? at / 8 * 16 + at % 8 + 8 : at + half]);
+        squares += low[i] * low[i] + high[i] * high[i];
+    }
+    if (gamma) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) squares += ptx::shfl_xor(squares, step);
+        const float factor = rsqrtf(squares / static_cast<float>(Config::head_dim) + p.epsilon);
+#pragma unroll
+        for (int i = 0; i < pairs; ++i) {
+            low[i] *= factor * (to_float<bf16>(gamma[lane + 32 * i]) + Config::gamma_offset);
+            high[i] *= factor * (to_float<bf16>(gamma[lane + 32 * i + half]) + Config::gamma_offset);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < pairs; ++i) {
+        const int at = lane + 32 * i;
+        y[place(at)] = from_float<bf16>(low[i] * to_float<bf16>(cosine[at]) - high[i] * to_float<bf16>(sine[at]));
+        y[place(at + half)] =
+            from_float<bf16>(high[i] * to_float<bf16>(cosine[at + half]) + low[i] * to_float<bf16>(sine[at + half]));
+    }
+}
+
+#endif  // ANYBIT_ROPE_CUH

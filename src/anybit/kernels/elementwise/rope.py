@@ -1,0 +1,138 @@
+"""Rotary position embedding of a fused projection's queries and keys: the host side of rope.cuh."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError
+from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.kernels.elementwise.norm_act import paired_rows
+
+WARP = 32
+HEAD_DIMS = (64, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Queries and keys of some tokens, out of a projection that holds them and the values side by side.
+
+    stores: keys and values go into the 16-bit ring of a KV cache.  paired: channels of queries and keys lie as
+    ``paired_channels`` says.
+    """
+
+    tokens: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float16
+    stores: bool = False
+    paired: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """A warp a head, ``threads`` a block."""
+
+    threads: int
+    head_dim: int
+    is_bf16: bool
+    gamma_offset: int
+    stores: bool = False
+    paired: bool = False
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see rope.cuh."""
+
+    qkv: Pointer
+    cosine: Pointer
+    sine: Pointer
+    q_gamma: Pointer
+    k_gamma: Pointer
+    q: Pointer
+    k: Pointer
+    residual: Pointer
+    lengths: Pointer
+    sequences: Pointer
+    qkv_stride: Int64
+    query_heads: Int32
+    key_heads: Int32
+    tokens: Int32
+    ring: Int32
+    epsilon: Float32
+
+
+def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
+    """Which output of a projection of queries, keys and values is where, int64: channels that turn lie near each other.
+
+    Of queries and keys eight channels of the first half of a head, and the eight of the second half that turn with
+    them, lie in turn; values as they are.
+    """
+    turned = (torch.arange(query_heads + key_heads)[:, None] * head_dim + paired_rows(head_dim // 2)).flatten()
+    start = len(turned)
+    return torch.cat((turned, torch.arange(start, start + key_heads * head_dim)))
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why there is no kernel for a problem, in a sentence; None if there is."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"heads are float16 or bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"a head has one of {HEAD_DIMS} channels, not {problem.head_dim}"
+    return None
+
+
+def default(problem: Problem, gamma_offset: int = 0) -> Config:
+    """Few heads a block, so that a token's heads spread over many SMs. Raises KernelError for other heads."""
+    reason = why_not(problem)
+    if reason is not None:
+        raise KernelError(f"no kernel for the rotary embedding: {reason}")
+    return Config(
+        2 * WARP, problem.head_dim, problem.dtype == torch.bfloat16, gamma_offset, problem.stores, problem.paired
+    )
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Blocks over heads, and tokens."""
+    heads = problem.query_heads + problem.key_heads * (2 if config.stores else 1)
+    return -(-heads // (config.threads // WARP)), problem.tokens, 1
+
+
+@cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel to compile."""
+    return jit.Kernel("elementwise/rope.cuh", "rotate", config, Params, config.threads, 0)
+
+
+def launch(
+    problem: Problem,
+    config: Config,
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    q_gamma: Tensor | None = None,
+    k_gamma: Tensor | None = None,
+    epsilon: float = 0.0,
+    *,
+    residual: Tensor | None = None,
+    lengths: Tensor | None = None,
+    sequences: Tensor | None = None,
+    tokens: int = 1,
+    ring: int = 1,
+    pdl: bool = True,
+) -> None:
+    """Launch on the current stream. Shapes and dtypes are the caller's to check (``anybit.ops`` does).
+
+    residual, lengths, sequences, tokens, ring: the cache's ring that keys and values go to instead of ``k``.
+    """
+    params = Params(
+        qkv, cosine, sine, q_gamma, k_gamma, q, k, residual, lengths, sequences,
+        qkv.stride(0), problem.query_heads, problem.key_heads, tokens, ring, epsilon,
+    )  # fmt: skip
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=qkv.get_device())

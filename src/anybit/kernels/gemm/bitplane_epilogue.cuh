@@ -1,0 +1,160 @@
+// From the accumulators of a warpgroup (64 weights x `tokens` tokens) to Y: terms, scales, and whole lines of memory.
+#ifndef ANYBIT_BITWISE_WRITE_CUH
+#define ANYBIT_BITWISE_WRITE_CUH
+
+#include "gemm/bitplane_terms.cuh"
+
+// The shared memory of a warpgroup's results: `buffers` of `slab` tokens x 64 weights of 16 bits, in the 128-byte swizzle
+// of tensor maps, then the constants of two tiles' tokens. A buffer has two barriers: filled, and read.
+template <class Config> struct WriterShared {
+    using T = Terms<Config>;
+    static constexpr int tokens = Config::tokens, slab = Config::slab, buffers = Config::buffers;
+    static constexpr int pitch = 128, buffer_bytes = T::narrow ? slab * pitch : 0;
+    static constexpr int columns = buffers * buffer_bytes, zeros = 8 * tokens, column_bytes = zeros + (T::asym_x ? 4 * tokens : 0);
+    static constexpr int bytes = (columns + 2 * column_bytes + 1023) / 1024 * 1024;
+    static constexpr int barrier_bytes = 16 * buffers;
+
+    uint32_t shared, barriers;
+    PTX uint32_t filled(int buffer) const { return barriers + 16 * buffer; }
+    PTX uint32_t read(int buffer) const { return filled(buffer) + 8; }
+};
+
+// A thread owns weights row + 16 * warp + lane / 4 (+ 8) and, of every eight tokens, 2 * (lane % 4) and the next. Weights'
+// constants stay in registers; tokens' go through shared memory, {scale, term} of a token in eight bytes. 16-bit results
+// are transposed by stmatrix, so that a token's 64 weights are one line of 128 bytes, and another warp stores whole
+// buffers by tensor map (large_store); or, where Y's rows do not start on 16 bytes, the threads themselves store pieces.
+// 32-bit results fill whole sectors straight from registers.
+template <class Config> struct Writer {
+    using T = Terms<Config>;
+    using S = WriterShared<Config>;
+    static constexpr int tokens = Config::tokens, slab = Config::slab, eights = slab / 8;
+    static constexpr int fetched = (tokens + 127) / 128;  // columns that a thread brings
+
+    S shared;
+    int thread, barrier, buffer = 0, parity = 1;
+    uint32_t columns;  // of this tile
+    typename T::RowLoad row_load[2];
+    typename T::ColumnLoad column_load[fetched];
+
+    PTX Writer(S shared, int warpgroup) : shared(shared), thread(threadIdx.x % 128), barrier(3 + warpgroup), columns(shared.shared + S::columns) {}
+
+    // Starts to load what the tile's results will need; the products that follow hide it.
+    PTX void fetch(const Params& p, int n, int m) {
+        const int at = n + 16 * (thread / 32) + (thread % 32) / 4;
+        row_load[0] = T::load_row(p, at);
+        row_load[1] = T::load_row(p, at + 8);
+#pragma unroll
+        for (int i = 0; i < fetched; i++) column_load[i] = T::load_column(p, m + thread + 128 * i);
+    }
+
+    struct Pair {  // the two tokens that a thread owns of eight
+        uint4 terms;
+        uint2 zeros;
+    };
+    PTX Pair pair(int eight) const {
+        const int at = 8 * eight + 2 * (thread % 4);
+        Pair c = {ptx::ld_shared_v4(columns + 8 * at), {0u, 0u}};
+        if constexpr (T::asym_x) c.zeros = ptx::ld_shared_v2(columns + S::zeros + 4 * at);
+        return c;
+    }
+    static PTX typename T::Column column(const Pair& c, int which) {
+        return which == 0 ? typename T::Column{__uint_as_float(c.terms.x), c.terms.y, c.zeros.x}
+                          : typename T::Column{__uint_as_float(c.terms.z), c.terms.w, c.zeros.y};
+    }
+
+    // The tile before has its columns elsewhere, and those of the one before that have been read by every thread that
+    // passed its barrier.
+    PTX void stage_columns() {
+        columns = 2 * (shared.shared + S::columns) + S::column_bytes - columns;
+#pragma unroll
+        for (int i = 0; i < fetched; i++) {
+            const int at = thread + 128 * i;
+            if (at >= tokens) break;
+            const typename T::Column c = T::column(column_load[i]);
+            ptx::st_shared_v2(columns + 8 * at, {__float_as_uint(c.scale), c.term});
+            if constexpr (T::asym_x) ptx::st_shared_u32(columns + S::zeros + 4 * at, c.zero);
+        }
+        ptx::bar_sync(barrier, 128);
+    }
+
+    // The first `width` tokens of a tile.
+    template <int width> PTX void write(const Params& p, const int32_t (&acc)[width / 2], int n, int m) {
+        const typename T::Row row[2] = {T::row(row_load[0]), T::row(row_load[1])};
+        if constexpr (T::narrow)
+            write_narrow<width>(p, acc, row, n, m);
+        else
+            write_wide<width>(p, acc, row, n, m);
+    }
+
+    template <int width> PTX void write_narrow(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
+        const int lane = thread % 32, warp = thread / 32;
+        // stmatrix: lanes 8i to 8i + 7 address the rows (tokens) of matrix i; matrices are (rows, rows + 8) of two eights.
+        const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
+        const uint32_t stage = shared.shared + stage_token * S::pitch + stage_piece * 16;
+        Pair c[eights];
+#pragma unroll
+        for (int i = 0; i < eights; i++) c[i] = pair(i);
+#pragma unroll
+        for (int first = 0; first < width; first += slab) {
+            uint32_t packed[eights / 2][4];
+#pragma unroll
+            for (int i = 0; i < eights; i++) {
+                const int r = (first / 8 + i) * 4;
+                const typename T::Column c0 = column(c[i], 0), c1 = column(c[i], 1);
+                packed[i / 2][2 * (i % 2)] = T::pack(T::result(acc[r], row[0], c0), T::result(acc[r + 1], row[0], c1));
+                packed[i / 2][2 * (i % 2) + 1] = T::pack(T::result(acc[r + 2], row[1], c0), T::result(acc[r + 3], row[1], c1));
+            }
+            if constexpr (Config::tensor) ptx::mbarrier_wait_parity(shared.read(buffer), parity);
+#pragma unroll
+            for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + buffer * S::buffer_bytes + i * 16 * S::pitch, packed[i]);
+            if constexpr (Config::tensor) {
+                ptx::fence_proxy_async();
+                __syncwarp();
+                if (lane == 0) ptx::mbarrier_arrive(shared.filled(buffer));
+                if (++buffer == S::buffers) buffer = 0, parity ^= 1;
+            }
+            if (first + slab < width) {
+#pragma unroll
+                for (int i = 0; i < eights; i++) c[i] = pair((first + slab) / 8 + i);  // after the fence, which would wait for them
+            }
+            if constexpr (!Config::tensor) {
+                ptx::bar_sync(barrier, 128);
+                store_pieces(p, n, m + first);
+                buffer ^= 1;  // the other one was read before the barrier above
+            }
+        }
+    }
+
+    // Stores a buffer: a thread has eight weights of every sixteenth token.
+    PTX void store_pieces(const Params& p, int n, int m) const {
+        const int column = n + thread % 8 * 8;
+        const bool aligned = p.y_stride % 8 == 0 && reinterpret_cast<uint64_t>(p.y) % 16 == 0;
+#pragma unroll 1
+        for (int token = thread / 8; token < slab && m + token < p.m; token += 16) {
+            const uint32_t at = shared.shared + buffer * S::buffer_bytes + token * S::pitch + (thread % 8 ^ token % 8) * 16;
+            uint16_t* const y = static_cast<uint16_t*>(p.y) + (m + token) * p.y_stride + column;
+            const uint4 v = ptx::ld_shared_v4(at);
+            if (aligned && column + 8 <= p.n) {
+                ptx::st_global_cs_v4(y, v);
+                continue;
+            }
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (column + i < p.n) y[i] = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
+        }
+    }
+
+    template <int width> PTX void write_wide(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
+        const int at = n + 16 * (thread / 32) + (thread % 32) / 4;
+#pragma unroll
+        for (int i = 0; i < width / 8; i++) {
+            const Pair c = pair(i);
+            const int token = m + 8 * i + 2 * (thread % 4);
+#pragma unroll
+            for (int e = 0; e < 4; e++) T::store(p, token + e % 2, at + 8 * (e / 2), acc[4 * i + e], row[e / 2], column(c, e % 2));
+        }
+    }
+};
+
+#endif  // ANYBIT_BITWISE_WRITE_CUH

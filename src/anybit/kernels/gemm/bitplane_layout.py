@@ -1,0 +1,183 @@
+"""Bit planes as the 1-bit tensor cores read them: the layout of bitplane_layout.cuh, and weights prepared in it.
+
+``planes[chunk][plane][row][128 bytes]``, uint8: a chunk is 1024 columns (k), plane i holds bit i of every code, rows
+are padded to a multiple of 8. Bit ``k % 8`` of a byte is column k. The eight 16-byte pieces of a row are exchanged by
+the row's number, piece ``c`` of row ``r`` lying at ``c ^ (r & 7)``: the 128-byte swizzle of wgmma, so that tiles of
+any number of rows are copied as they are.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.packing import QuantizedWeight, unpack_words
+from anybit.scheme import ActivationFormat, WeightFormat
+
+CHUNK = 1024
+"""Columns of a chunk."""
+ROW_BYTES = CHUNK // 8
+_PIECES = 8
+_ROWS_ELEMENTS = 1 << 25
+"""Weights are prepared so many codes at a time: on the way a code takes several bytes, where its planes take bits."""
+
+
+class Code(Enum):
+    """The codes that kernels tell apart; the C++ enum of this name."""
+
+    sym = "sym"
+    asym = "asym"
+    bipolar = "bipolar"
+    e4m3 = "float"
+
+
+def chunks(k: int) -> int:
+    """How many chunks of 1024 columns hold ``k`` of them."""
+    return -(-k // CHUNK)
+
+
+def padded_rows(rows: int) -> int:
+    """``rows`` rounded up to a multiple of 8."""
+    return -(-rows // 8) * 8
+
+
+def size(rows: int, k: int, bits: int) -> int:
+    """Bytes of the planes of ``rows`` x ``k`` codes of ``bits`` bits."""
+    return chunks(k) * bits * padded_rows(rows) * ROW_BYTES
+
+
+def _swizzle(rows: int, device: torch.device) -> Tensor:
+    """Where each piece of a row lies, int64 [rows, 8]; its own inverse."""
+    row, piece = torch.arange(rows, device=device)[:, None], torch.arange(_PIECES, device=device)[None]
+    return piece ^ (row & 7)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Unsigned codes uint8 [R, K] -> planes uint8 [chunks, bits, padded rows, 128]; padding is zeros."""
+    rows, k = codes.shape
+    padded = codes.new_zeros(padded_rows(rows), chunks(k) * CHUNK)
+    padded[:rows, :k] = codes
+    grouped = padded.view(padded.shape[0], -1, 8)
+    planes = torch.empty(chunks(k), bits, padded.shape[0], ROW_BYTES, dtype=torch.uint8, device=codes.device)
+    places = _swizzle(padded.shape[0], codes.device)
+    weights = (1 << torch.arange(8, device=codes.device)).to(torch.uint8)
+    for plane in range(bits):
+        byte = (((grouped >> plane) & 1) * weights).sum(-1, dtype=torch.uint8)
+        pieces = byte.view(padded.shape[0], -1, _PIECES, 16)
+        swizzled = pieces.gather(2, places[:, None, :, None].expand_as(pieces))
+        planes[:, plane] = swizzled.flatten(2).transpose(0, 1)
+    return planes
+
+
+def unpack(planes: Tensor, rows: int, k: int) -> Tensor:
+    """Planes uint8 [chunks, bits, padded rows, 128] -> codes uint8 [rows, k]; the inverse of ``pack``."""
+    _, bits, stored, _ = planes.shape
+    places = _swizzle(stored, planes.device)
+    codes = torch.zeros(stored, chunks(k) * CHUNK, dtype=torch.uint8, device=planes.device)
+    for plane in range(bits):
+        swizzled = planes[:, plane].transpose(0, 1).reshape(stored, -1, _PIECES, 16)
+        pieces = swizzled.gather(2, places[:, None, :, None].expand_as(swizzled))
+        bit = (pieces.reshape(stored, -1, 1) >> torch.arange(8, dtype=torch.uint8, device=planes.device)) & 1
+        codes |= bit.view(stored, -1) << plane
+    return codes[:rows, :k].contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class PlaneWeight:
+    """A layer's weights prepared for the 1-bit tensor cores; exactly ``bits`` bits a weight, plus padding.
+
+    planes: uint8 [ceil(K/1024), bits, ceil(N/8)*8, 128].  scale: float32 [N].
+    correction: int32 [N], ``K * Z - 2^e * sum u`` where Z = 2^e * zero is an integer (e = 1 for bipolar, else 0):
+    what the zero of the activations multiplies.  zero: int32 [N] for asym, else None.
+    """
+
+    planes: Tensor
+    scale: Tensor
+    correction: Tensor
+    zero: Tensor | None
+    shape: tuple[int, int]
+    format: WeightFormat
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.planes.device
+
+    def to(self, device: torch.device | str) -> "PlaneWeight":
+        """The same weights on another device."""
+        zero = None if self.zero is None else self.zero.to(device)
+        moved = (self.planes.to(device), self.scale.to(device), self.correction.to(device), zero)
+        return PlaneWeight(*moved, self.shape, self.format)
+
+
+def prepare(weight: QuantizedWeight) -> PlaneWeight:
+    """Lay a layer's weights out as planes; whole-row scales only. Raises KernelError for a format without planes."""
+    reason = why_not(weight.format)
+    if reason is not None:
+        raise KernelError(f"{weight.format} cannot be laid out as planes: {reason}")
+    (n, k), bits = weight.shape, weight.format.bits
+    stored = torch.empty(chunks(k), bits, padded_rows(n), ROW_BYTES, dtype=torch.uint8, device=weight.words.device)
+    sums = torch.empty(n, dtype=torch.int64, device=weight.words.device)
+    step = max(8, _ROWS_ELEMENTS // (chunks(k) * CHUNK) // 8 * 8)
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        codes = unpack_words(weight.words[start:stop], bits, k)
+        stored[:, :, start : padded_rows(stop)] = pack(codes, bits)
+        sums[start:stop] = codes.sum(1, dtype=torch.int64)
+    double = int(weight.format.code == "bipolar")
+    zero = (weight.zeros()[:, 0].double() * 2**double).to(torch.int64)
+    return PlaneWeight(
+        stored,
+        weight.scale[:, 0].float().contiguous(),
+        (k * zero - (sums << double)).to(torch.int32),
+        zero.to(torch.int32) if weight.format.code == "asym" else None,
+        weight.shape,
+        weight.format,
+    )
+
+
+def why_not(format: WeightFormat) -> str | None:
+    """Why weights in ``format`` have no planes, in a sentence; None if they have."""
+    if format.sparse:
+        return "2:4 sparse weights have no 1-bit path"
+    if format.group is not None:
+        return f"groups of {format.group} inputs have their own scales, and bit planes are summed over whole rows"
+    return None
+
+
+def why_not_product(
+    m: int, n: int, k: int, weights: WeightFormat, activations: ActivationFormat, device: Device, first: int
+) -> str | None:
+    """Why no product of m x k and n x k planes runs on ``device``; None if one can. The refusals that kernels share.
+
+    first: the compute capability that their instructions begin with.
+    """
+    if device.capability >= 100:
+        return (
+            f"{device.arch} has no 1-bit tensor cores: from sm_100 on they are emulated on the integer units, "
+            "many times slower than int8"
+        )
+    if device.capability < first:
+        if first == 90:
+            return f"{device.arch} has no warpgroup products (wgmma): they exist on sm_90a alone"
+        return f"{device.arch} has no AND-popcount tensor cores: they begin with sm_{first}"
+    reason = why_not(weights)
+    if reason is not None:
+        return reason
+    if not activations.integer:
+        return f"{activations.bits}-bit float activations have no bit planes"
+    if min(m, n, k) < 1:
+        return f"a product of M = {m}, N = {n}, K = {k} is empty"
+    most = largest_sum(k, weights, activations)
+    if most >= 2**31:
+        bits = f"{weights.bits}-bit and {activations.bits}-bit"
+        return f"sums of K = {k} products of {bits} codes reach {most}, and int32 ends at 2^31"
+    return None
+
+
+def largest_sum(k: int, weights: WeightFormat, activations: ActivationFormat) -> int:
+    """No sum of k products of codes, nor what the terms of zeros make of it, is larger."""
+    return int(k * (2**weights.bits - 1) * (2**activations.bits - 1))

@@ -1,0 +1,247 @@
+// Packed codes to the register operand of a matrix product: a warp's 16 rows x 128 inputs of a tile (packed_layout.py).
+//
+// fp16: codes stay where they lie in the low ten bits of a 16-bit field, a subnormal number u * 2^(at - 24), and one fused
+// multiply-add applies scale and zero, rounding once: w = u * scale - zero * scale, times 2^-17 so that fp16 holds it.
+// bf16: 128 + u by its bits, less 128 + zero (exact), times scale; codes of 8 bits by way of float32.
+#ifndef ANYBIT_PACKED_WIDEN_CUH
+#define ANYBIT_PACKED_WIDEN_CUH
+
+#include "gemm/packed_layout.cuh"
+
+// What the tensor cores multiply: the type of x, and of the widened weights.
+enum class Operand { f16, bf16, s8, e4m3 };
+enum class Code { sym, asym, bipolar };
+
+namespace packed {
+
+// The zero of codes that imply it, doubled, so that bipolar's halves are integers.
+template <class Config>
+PTX constexpr int twice_fixed_zero() {
+    return Config::code == Code::bipolar ? (1 << Config::bits) - 1 : 1 << Config::bits;
+}
+
+// How many codes of a field are used where they lie, from each shift of the word.
+template <int bits> PTX constexpr int codes_in_place() { return bits >= 6 ? 1 : bits == 1 ? 4 : 2; }
+
+// Weights of 16 rows x 128 inputs for 16-bit activations.
+template <class Config>
+struct Widen16 {
+    static constexpr int bits = Config::bits;
+    static constexpr int parts = Config::group == 0 ? 1 : Config::group >= 128 ? 1 : 128 / Config::group;
+    static constexpr bool bfloat = Config::operand == Operand::bf16;
+    static constexpr int places = bfloat ? 1 : codes_in_place<bits>();
+    static constexpr uint32_t both = 0x00010001u;
+    uint32_t words[2 * bits];
+    uint32_t scales[parts];  // rows g and g + 8
+    uint32_t zeros[parts];   // asym: the same rows, two bytes
+    uint32_t multiplier[2][places], addend[2];
+
+    // Constants of a row tile: what whole rows need, whose scale waits for the epilogue.
+    PTX void begin(const uint8_t* row_zero, int first_row, int rows) {
+        if (Config::group != 0) return;
+        scales[0] = bfloat ? 0x3f803f80u : 0x58005800u;  // 1 as bf16; 128 as fp16
+        zeros[0] = 0;
+        if (Config::code == Code::asym && first_row < rows) {
+            const int row = first_row + ptx::lane_id() / 4;
+            zeros[0] = row_zero[row] | row_zero[row + 8] << 8;
+        }
+        prepare(0);
+    }
+
+    // unit: the shared memory of 16 rows of a tile.
+    PTX void load(uint32_t unit) {
+        load_words_shared<bits>(words, unit, ptx::lane_id());
+        if (Config::group == 0) return;
+        const uint32_t g = ptx::lane_id() / 4;
+#pragma unroll
+        for (int i = 0; i < parts; i++) {
+            scales[i] = ptx::ld_shared_u32(unit + 256 * bits + i * 32 + g * 4);
+            if (Config::code == Code::asym) {
+                const uint32_t at = unit + 256 * bits + 32 * parts + i * 16 + g * 2;
+                zeros[i] = ptx::ld_shared_u32(at & ~3u) >> (at & 2) * 8 & 0xffff;
+            }
+        }
+        if (parts == 1) prepare(0);
+    }
+    // The same of words that have come from memory; zeros of two rows more among them.
+    PTX void take(const uint32_t (&from_words)[2 * bits], const uint32_t (&from_scales)[parts], const uint32_t (&from_zeros)[parts]) {
+#pragma unroll
+        for (int i = 0; i < 2 * bits; i++) words[i] = from_words[i];
+        if (Config::group == 0) return;
+#pragma unroll
+        for (int i = 0; i < parts; i++) {
+            scales[i] = from_scales[i];
+            if (Config::code == Code::asym) zeros[i] = from_zeros[i] >> (ptx::lane_id() & 4) * 4 & 0xffff;
+        }
+        if (parts == 1) prepare(0);
+    }
+
+    PTX void prepare(int part) {
+        const uint32_t pair[2] = {ptx::prmt(scales[part], 0, 0x1010), ptx::prmt(scales[part], 0, 0x3232)};
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const uint32_t zero = Config::code == Code::asym ? (zeros[part] >> 8 * h & 0xff) * both : 0;
+            if (bfloat) {
+                // A group's scale is fp16 with up to 11 bits; bf16 keeps 8, as the weights themselves will.
+                const float scale = ptx::cvt_f32_f16(static_cast<uint16_t>(pair[h]));
+                multiplier[h][0] = Config::group == 0 ? pair[h] : ptx::cvt_bf16x2_f32(scale, scale);
+                if (Config::code == Code::asym) addend[h] = bits == 8 ? zero : 0xc300c300u | zero;
+            } else {
+#pragma unroll
+                for (int i = 0; i < places; i++)  // 2^(7 - place), as fp16
+                    multiplier[h][i] = ptx::mul_f16x2(pair[h], (0x5800u - (i * bits << 10)) * both);
+                if (Config::code == Code::asym)
+                    addend[h] = ptx::mul_f16x2(multiplier[h][0] ^ 0x80008000u, zero);
+                else  // -zero * 2^-17 as a subnormal's multiple: zero * 2^-17 = (2 zero) * 2^-18 = (2 zero << 6) * 2^-24
+                    addend[h] = ptx::mul_f16x2(pair[h], 0x80008000u | (fixed_zero_fp16() * both));
+            }
+        }
+    }
+    // zero * 2^-17 as fp16 bits, exact: the lowest 10 bits count 2^-24, from 2^-14 on an exponent is needed.
+    static PTX constexpr uint32_t fixed_zero_fp16() {
+        uint32_t steps = static_cast<uint32_t>(twice_fixed_zero<Config>()) << 6;  // of 2^-24
+        uint32_t exponent = 1;
+        if (steps < 1024) return steps;
+        while (steps >= 2048) {
+            steps >>= 1;
+            exponent++;
+        }
+        return exponent << 10 | (steps & 1023);
+    }
+
+    // Steps of 16 inputs from register j on: a[step][r].
+    template <int j, int stop, int steps>
+    PTX void widen(uint32_t (&a)[steps][4]) {
+        if constexpr (j < stop) {
+            constexpr int per_part = 32 / parts;
+            if constexpr (parts > 1 && j % per_part == 0) prepare(j / per_part);
+            a[j / 4 % steps][j % 4] = one<j>();
+            widen<j + 1, stop>(a);
+        }
+    }
+    template <int j>
+    PTX uint32_t one() {
+        constexpr int h = j & 1;
+        if constexpr (bfloat && bits == 8) {
+            const uint32_t raw = codes<bits, 16, j, 0>(words);
+            const float base = 8388608.f;
+            const float zero = Config::code == Code::asym
+                                   ? base + static_cast<float>(addend[h] & 0xff)
+                                   : base + 0.5f * static_cast<float>(twice_fixed_zero<Config>() & ~1);
+            const float half = Config::code == Code::bipolar ? 0.5f : 0.f;
+            float low = __uint_as_float(ptx::prmt(raw, 0x4b000000u, 0x7440)) - zero + 0.f;
+            float high = __uint_as_float(ptx::prmt(raw, 0x4b000000u, 0x7442)) - zero + 0.f;
+            low -= half;
+            high -= half;
+            const float scale = ptx::cvt_f32_bf16(static_cast<uint16_t>(multiplier[h][0]));
+            return ptx::cvt_bf16x2_f32(low * scale, high * scale);
+        } else if constexpr (bfloat) {
+            const uint32_t raw = codes<bits, 16, j, 0>(words) | 0x43004300u;
+            uint32_t centered;
+            if constexpr (Config::code == Code::asym) {
+                centered = ptx::add_bf16x2(raw, addend[h]);
+            } else if constexpr (Config::code == Code::sym) {
+                centered = ptx::add_bf16x2(raw, (0xc300u | (1u << (bits - 1))) * both);
+            } else {  // 128 + u less 128 + (2^b - 1) / 2: half a step needs a second subtraction, exact as well
+                centered = ptx::add_bf16x2(raw, (0xc300u | ((1u << (bits - 1)) - 1)) * both);
+                centered = ptx::add_bf16x2(centered, 0xbf00bf00u);
+            }
+            return ptx::mul_bf16x2(centered, multiplier[h][0]);
+        } else {
+            constexpr Piece where = piece(bits, 16, j, 0);
+            constexpr int place = where.count == bits ? where.bit / bits % places : 0;
+            return ptx::fma_f16x2(codes<bits, 16, j, place * bits>(words), multiplier[h][place], addend[h]);
+        }
+    }
+    // What the sums of products must be multiplied by, beside the row's scale.
+    static PTX constexpr float unscale() { return bfloat ? 1.f : Config::group == 0 ? 1024.f : 131072.f; }
+};
+
+// Weights of 16 rows x 128 inputs for 8-bit activations: integers less their zeros, doubled for bipolar codes, as signed
+// bytes or as e4m3 times 2^-9, which is exact up to 16.
+template <class Config>
+struct Widen8 {
+    static constexpr int bits = Config::bits;
+    static constexpr int parts = Config::group == 0 ? 1 : Config::group >= 128 ? 1 : 128 / Config::group;
+    static constexpr bool asym = Config::code == Code::asym, bipolar = Config::code == Code::bipolar;
+    static constexpr bool integer = Config::operand == Operand::s8;
+    // Whole rows of integers are multiplied as unsigned codes: their zeros times the sum of a token's codes are taken away
+    // from the sums of products, exactly (see TileTerms).
+    static constexpr bool raw = integer && Config::group == 0;
+    uint32_t words[2 * bits];
+    uint32_t scales[parts], zeros[parts];  // rows g and g + 8
+    uint32_t zero[2];                      // as the arithmetic below wants it
+
+    PTX void begin(const uint8_t* row_zero, int first_row, int rows) {
+        if (asym && Config::group == 0 && !raw && first_row < rows) {
+            const int row = first_row + ptx::lane_id() / 4;
+            prepare(row_zero[row] | row_zero[row + 8] << 8);
+        }
+    }
+    PTX void load(uint32_t unit) {
+        load_words_shared<bits>(words, unit, ptx::lane_id());
+        if (Config::group == 0) return;
+        const uint32_t g = ptx::lane_id() / 4;
+#pragma unroll
+        for (int i = 0; i < parts; i++) {
+            scales[i] = ptx::ld_shared_u32(unit + 256 * bits + i * 32 + g * 4);
+            if (asym) {
+                const uint32_t at = unit + 256 * bits + 32 * parts + i * 16 + g * 2;
+                zeros[i] = ptx::ld_shared_u32(at & ~3u) >> (at & 2) * 8;
+            }
+        }
+    }
+    PTX void prepare(uint32_t pair) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const uint32_t one = pair >> 8 * h & 0xff;
+            zero[h] = integer ? one * 0x01010101u : ptx::mul_f16x2(one * 0x00010001u, 0xf800f800u);  // zero * -2^-9
+        }
+    }
+    // The scale of rows g (h = 0) and g + 8 in a part of the unit.
+    PTX float scale(int part, int h) { return ptx::cvt_f32_f16(static_cast<uint16_t>(scales[part] >> 16 * h)); }
+
+    // Steps of 32 inputs from register j on: a[step][r].
+    template <int j, int stop, int steps>
+    PTX void widen(uint32_t (&a)[steps][4]) {
+        if constexpr (j < stop) {
+            if constexpr (asym && Config::group != 0 && j % (16 / parts) == 0) prepare(zeros[j / (16 / parts)]);
+            a[j / 4 % steps][j % 4] = one<j>();
+            widen<j + 1, stop>(a);
+        }
+    }
+    template <int j>
+    PTX uint32_t one() {
+        constexpr uint32_t top = 0x80808080u;
+        if constexpr (raw) {
+            return codes<bits, 8, j, 0>(words);
+        } else if constexpr (integer && bits == 8) {
+            return codes<bits, 8, j, 0>(words) ^ top;  // sym alone: see why_not
+        } else if constexpr (integer) {
+            const uint32_t subtract = asym ? zero[j & 1] : (1u << (bits - 1)) * 0x01010101u;
+            // No byte borrows from the next: with its top bit set each is at least its zero.
+            const uint32_t centered = ((codes<bits, 8, j, 0>(words) | top) - subtract) ^ top;
+            return bipolar ? (centered << 1 & 0xfefefefeu) | 0x01010101u : centered;
+        } else {
+            const uint32_t raw = codes<bits, 8, j, bipolar ? 1 : 0>(words);
+            const uint32_t subtract = asym ? zero[j & 1] : fixed_zero_fp16() * 0x00010001u;
+            const uint32_t low = ptx::fma_f16x2(ptx::prmt(raw, 0, 0x4140), 0x78007800u, subtract);
+            const uint32_t high = ptx::fma_f16x2(ptx::prmt(raw, 0, 0x4342), 0x78007800u, subtract);
+            return ptx::cvt_e4m3x2_f16x2(low) | static_cast<uint32_t>(ptx::cvt_e4m3x2_f16x2(high)) << 16;
+        }
+    }
+    // -zero * 2^-9 (doubled for bipolar) as fp16 bits.
+    static PTX constexpr uint32_t fixed_zero_fp16() {
+        uint32_t mantissa = bipolar ? (1u << bits) - 1 : 1u << (bits - 1), exponent = 15 - 9 + 10;
+        while (mantissa < 1024) {
+            mantissa <<= 1;
+            exponent--;
+        }
+        return 0x8000u | exponent << 10 | (mantissa & 1023);
+    }
+    static PTX constexpr float unscale() { return (integer ? 1.f : 512.f) * (bipolar ? 0.5f : 1.f); }
+};
+
+}  // namespace packed
+
+#endif  // ANYBIT_PACKED_WIDEN_CUH

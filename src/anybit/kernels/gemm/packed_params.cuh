@@ -1,0 +1,19 @@
+// The arguments of the kernels for few tokens: sm90_packed_gemv, sm90_packed_skinny and sm90_packed_skinny_f16. Twin: sm90_packed_skinny.Params.
+#ifndef ANYBIT_PACKED_PARAMS_CUH
+#define ANYBIT_PACKED_PARAMS_CUH
+
+#include "common/ptx/base.cuh"
+
+struct Params {
+    const uint8_t* tiles;
+    const float* row_scale;
+    const uint8_t* row_zero;     // asym whole rows, else null
+    const int32_t* permutation;  // act-order: the input channel of each column, else null
+    const uint8_t* x;            // [m, k], rows x_stride elements apart
+    const float* x_scale;        // [m] for int8 activations, else null
+    const uint16_t* bias;        // [n] or null
+    uint16_t* y;                 // [m, n]
+    int32_t m, n, k, x_stride, column_blocks, row_tiles;
+};
+
+#endif  // ANYBIT_PACKED_PARAMS_CUH

@@ -1,0 +1,267 @@
+"""y = x W^T on mma.sync and cp.async, for sm_80, sm_86 and sm_89 (and later): the host side of sm80_packed_gemm.cuh.
+
+The MARLIN paper's design (section 3.4) over the tiles of ``packed_layout``, and ADAngel's split strategy for int8
+activations on int4 tensor cores, which exist on sm_80 to sm_89 alone (sm_90 emulates them, forty times slower).
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.device import Device
+from anybit.errors import KernelError, dtype_name
+from anybit.jit import Int32, Pointer
+from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm.packed_layout import PackedWeight
+from anybit.kernels.gemm.sm90_packed_gemm_rules import Code, Operand
+from anybit.kernels.gemm.sm90_packed_skinny import Output
+from anybit.scheme import WeightFormat
+
+
+@dataclass(frozen=True)
+class Problem:
+    """y[m, n] = x[m, k] W[n, k]^T, W as ``packed_layout.PackedWeight``, order "a8" for int8 activations.
+
+    k: columns of x in the order of the tiles' columns (activation order applied).
+    """
+
+    m: int
+    n: int
+    k: int
+    weights: WeightFormat
+    activations: torch.dtype
+    output: torch.dtype
+    device: Device
+
+
+@dataclass(frozen=True)
+class Config:
+    """How. Warps: row_warps side by side, ``units`` of 16 rows each, times k_warps that share each block of columns.
+
+    tokens: columns of a token tile.  stages: depth of the cp.async pipeline.
+    nibbles: the split strategy, weights of up to 4 bits and activations as two nibbles on int4 tensor cores.
+    """
+
+    operand: Operand
+    output: Output
+    bits: int
+    group: int
+    code: Code
+    tokens: int
+    units: int
+    row_warps: int
+    k_warps: int
+    stages: int
+    nibbles: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a row tile."""
+        return self.row_warps * self.units * 16
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see sm80_packed_gemm.cuh."""
+
+    tiles: Pointer
+    row_scale: Pointer
+    row_zero: Pointer
+    x: Pointer
+    x_scale: Pointer
+    bias: Pointer
+    y: Pointer
+    partial: Pointer
+    locks: Pointer
+    m: Int32
+    n: Int32
+    k: Int32
+    x_stride: Int32
+    column_blocks: Int32
+    row_tiles: Int32
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    p = problem
+    if p.device.capability < 80:
+        return f"{p.device.arch} has no cp.async: sm_80 and later do"
+    if min(p.m, p.n, p.k) < 1:
+        return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
+    if p.weights.sparse:
+        return "no kernel multiplies 2:4 sparse weights yet: the reference backends do"
+    if p.activations not in (torch.float16, torch.bfloat16, torch.int8):
+        return f"activations must be float16, bfloat16 or int8, not {dtype_name(p.activations)}"
+    if p.output not in (torch.float16, torch.bfloat16):
+        return f"the output must be float16 or bfloat16, not {dtype_name(p.output)}"
+    if p.activations.is_floating_point and p.activations != p.output:
+        return f"16-bit activations and output must agree, not {dtype_name(p.activations)} and {dtype_name(p.output)}"
+    if config is None:
+        return None
+    c = config
+    if replace(c, **_facts(p)) != c:  # type: ignore[arg-type]
+        return "the config was made for another problem"
+    if c.rows % 64 or c.tokens % 8 or c.stages < 2 or c.k_warps not in (1, 2, 4):
+        return (
+            f"row tiles of {c.rows} rows, {c.tokens} tokens, {c.stages} stages, {c.k_warps} k_warps do not fit together"
+        )
+    if c.nibbles:
+        if c.operand is not Operand.s8 or c.bits > 4 or c.group == 32:
+            return "int4 tensor cores take int8 activations and weights of up to 4 bits, in groups of 64 or more"
+        if p.device.capability >= 90:
+            return f"{p.device.arch} emulates int4 tensor cores, forty times slower than int8"
+    tokens, rows, columns = _line(p, c)
+    if tokens * rows * columns >= 2**24:
+        return (
+            f"M = {p.m}, N = {p.n}, K = {p.k} are more steps of {c.tokens} x {c.rows} x 128 than 2^24: use larger tiles"
+        )
+    size = shared_bytes(c)
+    if size > p.device.shared_bytes:
+        return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
+    return None
+
+
+def _facts(p: Problem) -> dict[str, object]:
+    """What the problem decides of a config."""
+    operand = {torch.float16: Operand.f16, torch.bfloat16: Operand.bf16, torch.int8: Operand.s8}[p.activations]
+    return {
+        "operand": operand,
+        "output": Output.f16 if p.output == torch.float16 else Output.bf16,
+        "bits": p.weights.bits,
+        "group": min(p.weights.group or 0, 128),
+        "code": Code(p.weights.code),
+    }
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: the pipeline, and where warps that share columns meet."""
+    c = config
+    unit = 256 * c.bits + packed_layout.subgroups(c.group or None) * (48 if c.code is Code.asym else 32)
+    x = c.tokens * (128 * (1 if c.operand is Operand.s8 else 2) + 16)
+    exchange = (c.k_warps - 1) * c.row_warps * 32 * c.units * (c.tokens // 8) * 16
+    return c.stages * (c.rows // 16 * unit + x) + exchange
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    threads = config.row_warps * config.k_warps * 32
+    return jit.Kernel("gemm/sm80_packed_gemm.cuh", "sm80_packed_gemm", config, Params, threads, shared_bytes(config))
+
+
+def _line(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Token tiles, row tiles and blocks of columns."""
+    padded = -(-problem.n // packed_layout.TILE_ROWS) * packed_layout.TILE_ROWS
+    return -(-problem.m // config.tokens), -(-padded // config.rows), -(-problem.k // packed_layout.TILE_COLUMNS)
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """A block an SM, or a block a step of the line where there are fewer: they wait for each other, so all must run."""
+    tokens, rows, columns = _line(problem, config)
+    return min(problem.device.sms, tokens * rows * columns), 1, 1
+
+
+def configs(problem: Problem) -> Iterator[Config]:
+    """Every config worth trying, legal ones alone; the default first."""
+    first = default(problem)
+    yield first
+    for tokens in (8, 16, 32, 64):
+        for units, row_warps, k_warps in ((1, 4, 2), (1, 8, 1), (2, 4, 1), (2, 8, 1)):
+            for stages in (2, 3, 4, 6):
+                for nibbles in (False, True):
+                    config = _config(problem, tokens, units, row_warps, k_warps, stages, nibbles)
+                    if config != first and why_not(problem, config) is None:
+                        yield config
+
+
+def default(problem: Problem) -> Config:
+    """The config to use where nothing was measured. Raises KernelError where there is none.
+
+    Wide row tiles read activations less often; narrow ones are enough for few tokens (the paper's equation 1), and are
+    all that registers hold of sums in integers and in floats, of 64 tokens or of 32 with the scales of small groups.
+    """
+    reason = why_not(problem)
+    if reason is not None:
+        raise KernelError(reason)
+    tokens = next((t for t in (8, 16, 32, 64) if t >= problem.m), 64)
+    if tokens <= 16:
+        shapes: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (1, 8, 1))
+    elif problem.activations == torch.int8 and (tokens == 64 or problem.weights.group == 32):
+        shapes = ((1, 8, 1), (1, 4, 2))
+    else:
+        shapes = ((2, 8, 1), (1, 8, 1), (1, 4, 2))
+    for nibbles in (problem.device.capability < 90, False):
+        for shape in shapes:
+            for stages in (4, 3, 2):
+                config = _config(problem, tokens, *shape, stages, nibbles)
+                reason = why_not(problem, config)
+                if reason is None:
+                    return config
+    raise KernelError(f"no config for {problem}: {reason}")
+
+
+def _config(p: Problem, tokens: int, units: int, row_warps: int, k_warps: int, stages: int, nibbles: bool) -> Config:
+    base = Config(
+        Operand.f16, Output.f16, 1, 0, Code.sym, tokens, units, row_warps, k_warps, stages,
+        nibbles and p.activations == torch.int8 and p.weights.bits <= 4 and (p.weights.group or 64) >= 64,
+    )  # fmt: skip
+    return replace(base, **_facts(p))  # type: ignore[arg-type]
+
+
+def room_for_all(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A ``scratch`` that is large enough for every config of a problem."""
+    sums, locks = zip(*(_sizes(problem, config) for config in configs(problem)), strict=True)
+    return _room(max(sums), max(locks), device)
+
+
+def scratch(problem: Problem, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for unfinished sums, float32, and locks, int32 and zero: as they were again when the kernel has ended."""
+    return _room(*_sizes(problem, config), device)
+
+
+def _sizes(problem: Problem, config: Config) -> tuple[int, int]:
+    """How many unfinished sums and locks a launch needs."""
+    tokens, rows, _ = _line(problem, config)
+    return tokens * rows * config.rows * config.tokens, tokens * rows
+
+
+def _room(sums: int, locks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    partial = torch.empty(sums, dtype=torch.float32, device=device)
+    return partial, torch.zeros(locks, dtype=torch.int32, device=device)
+
+
+def launch(
+    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
+    config: Config | None = None, pdl: bool = False, room: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """y[:] = x W^T + bias. x [m, k] float16, bfloat16, or int8 with x_scale float32 [m]; y [m, n], bias [n].
+
+    Activation order costs a gather of x first. room: a ``scratch`` that is large enough, for launches one after
+    another. KernelError where it cannot be done.
+    """
+    packed_layout.check_operands(weight, x, y, x_scale, bias)
+    x = packed_layout.in_order(weight, x)
+    problem = Problem(x.shape[0], y.shape[1], x.shape[1], weight.format, x.dtype, y.dtype, Device.of(x))
+    config = packed_layout.checked_config(problem, config, default, why_not)
+    params = arguments(weight, x, y, x_scale, bias, *(room or scratch(problem, config, x.device)))
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
+
+
+def arguments(
+    weight: PackedWeight,
+    x: Tensor,
+    y: Tensor,
+    x_scale: Tensor | None,
+    bias: Tensor | None,
+    partial: Tensor,
+    locks: Tensor,
+) -> Params:
+    """The Params of a launch, unchecked."""
+    return Params(
+        weight.tiles, weight.row_scale, weight.row_zero, x, x_scale, bias, y, partial, locks,
+        x.shape[0], weight.shape[0], x.shape[1], x.stride(0), weight.tiles.shape[0], weight.tiles.shape[1],
+    )  # fmt: skip

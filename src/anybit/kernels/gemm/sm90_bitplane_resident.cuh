@@ -1,0 +1,274 @@
+// The bitwise GEMM for few tokens where a block's shared memory holds all planes of its tile: nothing is loaded twice.
+//
+// Operands lie and multiply as in sm90_bitplane_skinny.cuh: planes of one operand (64 rows, wgmma's A side) are walked, those of
+// the other stand side by side. But there are no rings: a chunk of k has one barrier, which says that all its planes are
+// there, and every warp asks for some of them, since a copy takes its thread 60 cycles and more. What arrives at a
+// multiprocessor, some 40 bytes a cycle, is the limit, so chunks are asked for in the order of their use and multiplied
+// one by one: the weights of the first chunks before the kernel ahead has ended, the rest in turns with the activations,
+// which the threads may copy themselves (`threads_copy`).
+#ifndef ANYBIT_BITWISE_ONCE_CUH
+#define ANYBIT_BITWISE_ONCE_CUH
+
+#include "gemm/sm90_bitplane_few.cuh"
+
+// Shared memory: the chunks of A, of B, results on their way out, barriers, and what is kept from other blocks.
+template <class Config> struct OnceShared : FewSides<Config> {
+    using Sides = FewSides<Config>;
+    using Sides::walk_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
+    static constexpr int warps = 4;
+    static constexpr int values = columns / 2, eights = columns / 8;  // a thread's sums, and the eights of columns that they are of
+    static constexpr int a_chunk = P * rows * planes::row_bytes, b_chunk = Config::stacked * planes::row_bytes;
+    static constexpr int b = Config::stages * a_chunk, staging = b + Config::stages * b_chunk;
+    static constexpr bool staged = walk_weights && Terms<Config>::narrow;
+    static constexpr int barriers = staging + (staged ? columns * 128 : 0);
+    static_assert(barriers + 16 * Config::stages + Config::reserve == Config::shared_bytes, "shared_bytes() of sm90_bitplane.py disagrees");
+    static_assert(Config::stacked >= Q * columns, "refused by why_not()");
+
+    uint32_t shared;
+    template <bool a> PTX uint32_t plane(int chunk, int bit) const {
+        return a ? shared + chunk * a_chunk + bit * rows * planes::row_bytes : shared + b + chunk * b_chunk + bit * columns * planes::row_bytes;
+    }
+    PTX uint32_t full(int chunk) const { return shared + barriers + 16 * chunk; }
+};
+
+template <class Config> struct Once {
+    using S = OnceShared<Config>;
+    using T = Terms<Config>;
+    static constexpr int P = S::P, Q = S::Q;
+
+    const Params& p;
+    S shared;
+    int a_row, b_row;
+
+    PTX Once(const Params& p, uint32_t base) : p(p), shared{{}, base} {
+        // Blocks at work together share weights.
+        const int token_tile = S::walk_weights ? S::columns : S::rows, token_tiles = (p.m + token_tile - 1) / token_tile;
+        const int weight_tile = static_cast<int>(blockIdx.x) / token_tiles, token = static_cast<int>(blockIdx.x) - weight_tile * token_tiles;
+        a_row = (S::walk_weights ? weight_tile : token) * S::rows;
+        b_row = (S::walk_weights ? token : weight_tile) * S::columns;
+    }
+    // Are there weights for this block?
+    PTX bool any() const { return S::walk_weights ? a_row < p.n : b_row < p.n; }
+
+    // A barrier for each chunk, which expects all planes.
+    PTX void prepare() const {
+        if (threadIdx.x == 0) {
+            for (int chunk = 0; chunk < p.chunks; chunk++) ptx::mbarrier_init(shared.full(chunk), Config::threads_copy ? 1 + Config::threads : 1);
+            ptx::fence_mbarrier_init();
+        }
+        __syncthreads();
+        const int a_rows = P * min(S::rows, S::a_stored(p) - a_row), b_rows = Q * min(S::columns, S::b_stored(p) - b_row);
+        const int rows = !Config::threads_copy ? a_rows + b_rows : S::walk_weights ? a_rows : b_rows;
+        // Copies that other warps ask for may arrive before their bytes are announced: the arrival is still to come.
+        if (threadIdx.x < p.chunks) ptx::mbarrier_arrive_expect_tx(shared.full(threadIdx.x), rows * planes::row_bytes);
+    }
+
+    // Chunk `chunk` of one side, a copy a plane (copies under way share what arrives: large ones would all come late), by
+    // warps in turn, of which `turn` is the next.
+    template <bool a> PTX void load(int chunk, int& turn) const {
+        constexpr int bits = a ? P : Q, tile = a ? S::rows : S::columns;
+        const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row, warp = threadIdx.x / 32;
+        const uint8_t* const from = (a == S::walk_weights ? p.weights : p.activations) + (static_cast<int64_t>(chunk) * bits * stored + first) * planes::row_bytes;
+        const int bytes = min(tile, stored - first) * planes::row_bytes;
+#pragma unroll
+        for (int bit = 0; bit < bits; bit++) {
+            if (turn == warp) ptx::cp_async_bulk_load(shared.template plane<a>(chunk, bit), from + static_cast<int64_t>(bit) * stored * planes::row_bytes, bytes, shared.full(chunk));
+            turn = turn == S::warps - 1 ? 0 : turn + 1;
+        }
+    }
+    // The tokens of a chunk by all threads, 16 bytes at a time: they take in 71 bytes a cycle where bulk copies have 45 to
+    // 55. Each thread arrives on the chunk's barrier when its copies have landed.
+    PTX void copy_tokens(int chunk) const {
+        constexpr bool a = !S::walk_weights;
+        constexpr int bits = a ? P : Q, tile = a ? S::rows : S::columns;
+        const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row;
+        const uint8_t* const from = p.activations + (static_cast<int64_t>(chunk) * bits * stored + first) * planes::row_bytes;
+        const int bytes = min(tile, stored - first) * planes::row_bytes;
+#pragma unroll
+        for (int bit = 0; bit < bits; bit++)
+#pragma unroll
+            for (int i = 0; i < tile * planes::row_bytes / (16 * Config::threads); i++) {
+                const int at = (i * Config::threads + static_cast<int>(threadIdx.x)) * 16;
+                if (at < bytes) ptx::cp_async<16>(shared.template plane<a>(chunk, bit) + at, from + static_cast<int64_t>(bit) * stored * planes::row_bytes + at);
+            }
+        ptx::cp_async_mbarrier_arrive_noinc(shared.full(chunk));
+    }
+    // Copies arrive in about the order in which they are asked for: the weights of `early` chunks before the activations.
+    PTX void load_early() const {
+        if (ptx::lane_id() != 0) return;
+        int turn = 0;
+        for (int chunk = 0; chunk < min(Config::early, p.chunks); chunk++) load<S::walk_weights>(chunk, turn);
+    }
+    PTX void load_rest() const {
+        int turn = 0;
+        if constexpr (Config::threads_copy) {
+#pragma unroll
+            for (int chunk = 0; chunk < Config::stages; chunk++) {
+                copy_tokens(chunk);
+                if (chunk + Config::early < p.chunks && ptx::lane_id() == 0) load<S::walk_weights>(chunk + Config::early, turn);
+            }
+            return;
+        }
+        if (ptx::lane_id() != 0) return;
+        for (int chunk = 0; chunk < p.chunks; chunk++) {
+            load<!S::walk_weights>(chunk, turn);
+            if (chunk + Config::early < p.chunks) load<S::walk_weights>(chunk + Config::early, turn);
+        }
+    }
+
+    // A chunk of a plane: the products of what its barrier says is there.
+    PTX void multiply_chunk(int32_t (&acc)[Config::stacked / 2], int chunk, int plane, bool add) const {
+        const uint64_t a = planes::descriptor(shared.template plane<true>(chunk, plane)), b = planes::descriptor(shared.template plane<false>(chunk, 0));
+#pragma unroll
+        for (int step = 0; step < planes::steps; step++)
+            ptx::wgmma_b1<Config::stacked>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), add || step > 0);
+    }
+
+    // Chunk by chunk, down and up in turns, the last one down. The planes of a set of sums are `sets` apart: while the
+    // products of one set run, another one is shifted.
+    PTX void walk(int32_t (&acc)[Config::sets][Config::stacked / 2]) const {
+        constexpr int sets = Config::sets, chunks = Config::stages;
+#pragma unroll
+        for (int chunk = 0; chunk < chunks; chunk++) {
+            const bool down = (chunks - chunk) & 1;
+            ptx::mbarrier_wait_parity(shared.full(chunk), 0);
+            if constexpr (Config::threads_copy) ptx::fence_proxy_async();  // the threads' copies are ordinary writes
+#pragma unroll
+            for (int order = 0; order < P; order++) {
+                const int plane = down ? P - 1 - order : order, set = plane % sets;
+                if (order >= sets) {
+                    ptx::wgmma_wait_group<sets - 1>();
+                    ptx::wgmma_touch(acc[set]);
+                    rotate(acc[set], down ? sets : 32 - sets);
+                }
+                ptx::wgmma_fence();
+                multiply_chunk(acc[set], chunk, plane, chunk > 0 || order >= sets);
+                ptx::wgmma_commit_group();
+            }
+        }
+        ptx::wgmma_wait_group<0>();
+#pragma unroll
+        for (int set = 0; set < sets; set++) ptx::wgmma_touch(acc[set]);
+    }
+
+    // The sums, planes of B added up: register 4 * eight + 2 * h + e as wgmma numbers them.
+    PTX void multiply(int32_t (&sums)[S::values]) const {
+        int32_t acc[Config::sets][Config::stacked / 2];
+        walk(acc);
+#pragma unroll
+        for (int v = 0; v < S::values; v++) {
+            uint32_t sum = 0;
+#pragma unroll
+            for (int set = 0; set < Config::sets; set++)
+#pragma unroll
+                for (int j = 0; j < Q; j++) sum += static_cast<uint32_t>(acc[set][j * S::values + v]) << (j + set);
+            sums[v] = static_cast<int32_t>(sum);
+        }
+    }
+
+    PTX void run() const {
+        load_early();
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = a_row + 16 * warp + lane / 4, pair = b_row + 2 * (lane % 4);
+        constexpr int eights = S::eights;
+        FewTerms<Config, eights> terms;
+        terms.load_weights(p, row, pair);
+        ptx::griddepcontrol_wait();
+        load_rest();
+        terms.load_tokens(p, row, pair);
+
+        int32_t sums[S::values];
+        multiply(sums);
+        terms.finish();
+        if constexpr (T::narrow) {
+            // Whole pieces of sixteen bytes, if rows of Y begin so and all weights of the tile are there.
+            if (p.y_stride % 8 == 0 && reinterpret_cast<uint64_t>(p.y) % 16 == 0 && (S::walk_weights ? a_row + S::rows : b_row + S::columns) <= p.n) {
+                if constexpr (S::walk_weights && eights % 2 == 0) {
+                    write_lines(sums, terms.weights, terms.tokens);
+                    return;
+                } else if constexpr (!S::walk_weights) {
+                    write_rows(sums, terms.weights, terms.tokens, row);
+                    return;
+                }
+            }
+        }
+#pragma unroll
+        for (int v = 0; v < S::values; v++) {
+            const int h = v % 4 / 2, e = v % 2, i = 2 * (v / 4), at_row = row + 8 * h, at_column = pair + 8 * (v / 4) + e;
+            if constexpr (S::walk_weights)
+                T::store(p, at_column, at_row, sums[v], terms.weights[h], terms.tokens[i + e]);
+            else
+                T::store(p, at_row, at_column, sums[v], terms.weights[i + e], terms.tokens[h]);
+        }
+    }
+
+    // Walk::weights: a token's 64 weights are a line of 128 bytes, through shared memory in the 128-byte swizzle.
+    PTX void write_lines(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2], const typename T::Column (&tokens)[2 * S::eights]) const {
+        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+        const uint32_t staging = shared.shared + S::staging;
+        const uint32_t stage = staging + (8 * (lane / 16) + lane % 8) * 128 + (((2 * warp + (lane / 8) % 2) ^ (lane % 8)) * 16);
+#pragma unroll
+        for (int i = 0; i < S::eights; i += 2) {
+            uint32_t packed[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {  // rows and rows + 8 of two eights
+                const int eight = i + j / 2, h = j % 2;
+                packed[j] = T::pack(T::result(sums[4 * eight + 2 * h], weights[h], tokens[2 * eight]),
+                                    T::result(sums[4 * eight + 2 * h + 1], weights[h], tokens[2 * eight + 1]));
+            }
+            ptx::stmatrix_x4_trans(stage + i * 8 * 128, packed);
+        }
+        __syncthreads();
+        uint16_t* const y = static_cast<uint16_t*>(p.y) + a_row + thread % 8 * 8;
+#pragma unroll
+        for (int at = 0; at < S::columns; at += 16) {
+            const int local = at + thread / 8, token = b_row + local;
+            const uint4 piece = ptx::ld_shared_v4(staging + local * 128 + ((thread % 8 ^ local % 8) * 16));
+            if (token < p.m) *reinterpret_cast<uint4*>(y + token * p.y_stride) = piece;
+        }
+    }
+
+    // Walk::tokens: a thread has pairs of weights of two tokens; the lanes of a quad exchange them where each gets eight.
+    PTX void write_rows(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2 * S::eights], const typename T::Column (&tokens)[2], int row) const {
+        constexpr int eights = S::eights;
+        const int q = threadIdx.x % 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            uint32_t w[eights];
+#pragma unroll
+            for (int i = 0; i < eights; i++)
+                w[i] = T::pack(T::result(sums[4 * i + 2 * h], weights[2 * i], tokens[h]), T::result(sums[4 * i + 2 * h + 1], weights[2 * i + 1], tokens[h]));
+            uint16_t* const y = static_cast<uint16_t*>(p.y) + (row + 8 * h) * p.y_stride + b_row;
+            const bool there = row + 8 * h < p.m;
+            if constexpr (eights % 4 == 0) {
+#pragma unroll
+                for (int i = 0; i < eights; i += 4) {
+                    // Lane q gets word q of all four lanes: two rounds, between neighbours and between pairs.
+                    const bool odd = q & 1, high = q & 2;
+                    const uint32_t a = ptx::shfl_xor(odd ? w[i] : w[i + 1], 1), b = ptx::shfl_xor(odd ? w[i + 2] : w[i + 3], 1);
+                    const uint32_t low0 = odd ? a : w[i], low1 = odd ? w[i + 1] : a, high0 = odd ? b : w[i + 2], high1 = odd ? w[i + 3] : b;
+                    const uint32_t c = ptx::shfl_xor(high ? low0 : high0, 2), d = ptx::shfl_xor(high ? low1 : high1, 2);
+                    if (there) *reinterpret_cast<uint4*>(y + 8 * (i + q)) = high ? make_uint4(c, d, high0, high1) : make_uint4(low0, low1, c, d);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < eights; i++)
+                    if (there) *reinterpret_cast<uint32_t*>(y + 8 * i + 2 * q) = w[i];
+            }
+        }
+    }
+};
+
+template <class Config> PTX void sm90_bitplane_resident(const Params& p) {
+    using S = OnceShared<Config>;
+    static_assert(Config::threads == 128, "every warp loads, multiplies and writes");
+    ptx::griddepcontrol_launch_dependents();
+    const Once<Config> once(p, ptx::shared_address(ptx::dynamic_shared()));
+    if (!once.any()) {  // here so that every multiprocessor has as many blocks as the others
+        ptx::griddepcontrol_wait();
+        return;
+    }
+    once.prepare();
+    once.run();
+}
+
+#endif  // ANYBIT_BITWISE_ONCE_CUH

@@ -1,0 +1,322 @@
+"""Y = X W^T for packed weights and many tokens, on wgmma: the host side of sm90_packed_gemm.cuh.
+
+The product is computed as Y^T = W X^T: weights, widened in registers, are the first operand of wgmma and its 64 rows;
+tokens are its columns. See docs/packed.md for the figures behind the choices here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit import Int32, Kernel, Pointer, launch
+from anybit.jit.tensor_map import TensorMap, encode
+from anybit.kernels.elementwise.quantize_activations import Packed
+from anybit.kernels.gemm.packed_layout import (
+    PackedWeight,
+    check_operands,
+    tile_bytes,
+)
+from anybit.kernels.gemm.sm90_packed_gemm_estimate import estimate, spans
+from anybit.kernels.gemm.sm90_packed_gemm_loops import batch, unrolls
+from anybit.kernels.gemm.sm90_packed_gemm_rules import (
+    MOST_BESIDE,
+    TOKENS,
+    Code,
+    Config,
+    Operand,
+    Problem,
+    grid,
+    most_registers,
+    place,
+    registers,
+    shared_bytes,
+    unwidened,
+    why_not,
+)
+from anybit.scheme import ActivationFormat
+
+__all__ = [
+    "Code",
+    "Config",
+    "Operand",
+    "Params",
+    "Problem",
+    "config_for",
+    "configs",
+    "default",
+    "estimate",
+    "grid",
+    "kernel",
+    "multiply",
+    "params",
+    "shared_bytes",
+    "why_not",
+    "workspace_for",
+]
+
+_EARLY_BYTES = 32 << 10
+_RESIDENT = ((2, 2), (2, 1), (1, 2))
+"""Warpgroups and blocks that share K, where two blocks share a multiprocessor: what `configs` offers."""
+_MOST_STAGES = 24
+_SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
+
+
+@dataclass(frozen=True)
+class Params:
+    """The arguments of one launch; see the struct of the same name."""
+
+    x: TensorMap
+    x_tail: TensorMap
+    tiles: Pointer
+    row_scale: Pointer
+    row_zero: Pointer
+    x_scale: Pointer
+    x_sum: Pointer
+    bias: Pointer
+    y: Pointer
+    partials: Pointer
+    arrived: Pointer
+    tokens: Int32
+    rows: Int32
+    units: Int32
+    weight_tiles: Int32
+    row_tiles: Int32
+    token_tiles: Int32
+    raster: Int32
+    whole_tiles: Int32
+
+
+def config_for(
+    problem: Problem,
+    tokens: int,
+    row_warpgroups: int,
+    k_warpgroups: int = 1,
+    k_blocks: int = 1,
+    row_blocks: int = 1,
+    stripes: int = 0,
+    stages: int | None = None,
+    halves: bool = False,
+    resident: int = 1,
+    direct: int | None = None,
+    unrolled: bool | None = None,
+) -> Config:
+    """A config of these tiles; as many stages as fit, at most 24, if none are asked for, and `batch` for `direct`."""
+    weights = problem.weights
+    fields = (problem.operand, weights.bits, weights.group or 0, Code[weights.code], problem.dtype == torch.bfloat16)
+    config = Config(
+        *fields,
+        tile_bytes(weights),
+        tokens,
+        row_warpgroups,
+        k_warpgroups,
+        k_blocks,
+        row_blocks,
+        stripes,
+        stages or 2 * k_warpgroups,
+        halves=halves,
+        resident=resident,
+    )
+    shared = problem.device.shared_bytes if resident == 1 else MOST_BESIDE
+    most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
+    if count := direct if direct is not None else 0 if stages else batch(problem, config):
+        found = _fitted(replace(config, direct=count, early=0), most, shared)
+        if direct or found.register_sets == 2:
+            return found
+    fitted = _fitted(config, most, shared)
+    if not stages and spans(problem, config):
+        found = _fitted(replace(config, span=2), min(_MOST_STAGES, -(-problem.units // 2 // k_blocks)), shared)
+        fitted = found if found.stages > max(2, k_warpgroups) else fitted
+    return replace(fitted, unrolled=unrolls(fitted) if unrolled is None else unrolled)
+
+
+@lru_cache(maxsize=1 << 14)
+def _fitted(config: Config, most: int, shared: int) -> Config:
+    """The config with registers and shared memory handed out; as many stages as fit, up to `most` if that is not 0.
+
+    Kept, since searches and built-in choices ask for the same few hundred tiles for every layer.
+    """
+    # Registers first: give the warpgroups the producer's, then one set of widened weights must do.
+    ways = ((1, False), (1, True)) if unwidened(config) else ((2, False), (2, True), (1, True))
+    for sets, reallocates in ways:
+        if (sets, reallocates) != (2, False):
+            config = replace(
+                config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1 and config.resident == 1
+            )
+        if registers(config) <= most_registers(config):
+            break
+    if most:
+        stages, staged, places = _staging(config, most, shared)
+        whole = 2 * config.direct * config.k_warpgroups  # whole rounds of batches: each stage has code of its own
+        stages = min(stages, 12) // whole * whole or stages if whole else stages
+        config = replace(config, stages=stages, staged=staged, places=places)
+    if config.direct:
+        return config
+    # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
+    early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
+    if config.span > 1:
+        if config.x_bytes == 1:
+            early = 2 if config.tokens * config.row_warpgroups >= 256 else 4
+        elif config.tokens > 16:
+            early = 1 if config.halves and config.tokens > 32 else 3 if config.k_warpgroups == 4 else 2
+        else:
+            early = 2 if config.halves else config.stages // 2 if config.resident > 1 else 4
+    elif config.x_bytes == 2 and 48 <= config.tokens <= 64:
+        early = min(early, 3)
+    elif config.halves:
+        early = 3
+    elif config.resident > 1:
+        early = max(2, config.stages // 2)
+    return replace(config, early=min(config.stages, early))
+
+
+def _staging(config: Config, most: int, shared: int) -> tuple[int, int, int]:
+    """stages, staged, places: the most stages that shared memory holds, then the most room for results on their way."""
+    rooms = ((32, 2), (16, 2), (16, 1))
+    least = 2 * config.k_warpgroups
+    # Bytes are linear in stages where the ring is what needs them, so two sizes tell how many fit.
+    tight = replace(config, stages=64, staged=rooms[-1][0], places=rooms[-1][1])
+    size = shared_bytes(tight)
+    step = size - shared_bytes(replace(tight, stages=63))
+    stages = min(max(least, most), max(least, 64 - -(-max(0, size - shared) // step)))
+    stages = max(stages // config.k_warpgroups, 2) * config.k_warpgroups
+    for staged, places in rooms[:-1]:
+        if shared_bytes(replace(config, stages=stages, staged=staged, places=places)) <= shared:
+            return stages, staged, places
+    return stages, *rooms[-1]
+
+
+def configs(problem: Problem) -> Iterator[Config]:
+    """Every legal config of the widths that fit `m`, for a search; without stripes, which must be asked for."""
+    for tokens in TOKENS:
+        # Narrow tiles side by side read the weights more than once (o at 64 tokens: 9.2 us, and 7.0 in one tile).
+        if (tokens > 16 and tokens >= 2 * problem.m) or (tokens < 48 and tokens < problem.m):
+            continue
+        for row_warpgroups in (1, 2, 3, 4):
+            for k_warpgroups in (1, 2, 3, 4):
+                if row_warpgroups * k_warpgroups > 4:
+                    continue
+                for k_blocks, row_blocks in _SHARINGS:
+                    found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks)
+                    if why_not(problem, found) is None:
+                        yield found
+            if row_warpgroups == 4 and problem.m <= 128:
+                found = config_for(problem, tokens, row_warpgroups, halves=True)
+                if why_not(problem, found) is None:
+                    yield found
+        for k_warpgroups, k_blocks in _RESIDENT if problem.m <= 64 else ():
+            found = config_for(problem, tokens, 1, k_warpgroups, k_blocks, resident=2)
+            if why_not(problem, found) is None:
+                yield found
+
+
+@lru_cache(maxsize=4096)
+def default(problem: Problem) -> Config:
+    """The legal config that `estimate` likes best, never with stripes. Raises KernelError where there is none."""
+    best = min(configs(problem), key=lambda config: estimate(problem, config), default=None)
+    if best is None:
+        raise KernelError(f"sm90_packed_gemm cannot take {problem}: {why_not(problem) or 'no config is legal'}")
+    return best
+
+
+@lru_cache(maxsize=4096)
+def kernel(config: Config) -> Kernel:
+    """The kernel of a config, for jit."""
+    return Kernel(
+        header="gemm/sm90_packed_gemm.cuh",
+        entry="packed::sm90_packed_gemm",
+        config=config,
+        params=Params,
+        threads=config.threads,
+        shared_bytes=shared_bytes(config),
+        cluster=config.cluster,
+    )
+
+
+def params(
+    problem: Problem,
+    config: Config,
+    x: Tensor | None,
+    weight: PackedWeight,
+    y: Tensor,
+    bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    x_sum: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> Params:
+    """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n].
+
+    x_sum: int32 [m], the sums of integer codes, needed where weights have whole rows.
+
+    Without an x the map is left empty, for the emulation to fill. workspace: for stripes, see `workspace_for`.
+    """
+    row_tiles, token_tiles = place(problem, config)
+    tiles, flags = row_tiles * token_tiles, config.stripes * config.row_warpgroups * config.tokens * 256
+    # Stripes share the tiles of the last wave and of the one before it.
+    waves = tiles // config.stripes if config.stripes else 0
+    return Params(
+        x=b"" if x is None else encode(x, 128 // x.element_size(), config.tokens // config.row_blocks),
+        x_tail=b"" if x is None else encode(x, 128 // x.element_size(), config.tail_rows or 8),
+        tiles=weight.tiles,
+        row_scale=weight.row_scale,
+        row_zero=weight.row_zero,
+        x_scale=x_scale,
+        x_sum=x_sum,
+        bias=bias,
+        y=y,
+        partials=workspace,
+        arrived=None if workspace is None else workspace[flags:],
+        tokens=problem.m,
+        rows=problem.n,
+        units=problem.units,
+        weight_tiles=problem.weight_tiles,
+        row_tiles=row_tiles,
+        token_tiles=token_tiles,
+        raster=max(1, 4096 // config.rows),
+        whole_tiles=max(waves - 1, 0) * config.stripes,
+    )
+
+
+def workspace_for(config: Config, device: torch.device) -> Tensor | None:
+    """Where stripes leave the sums of tiles that they share, and flags; None for a config without stripes.
+
+    It may hold anything but the flags' own 64 bits, and needs no clearing: so every launch takes a fresh one from
+    torch's allocator, which keeps streams and captured graphs apart.
+    """
+    if not config.stripes:
+        return None
+    slots = config.stripes * config.row_warpgroups
+    return torch.empty(slots * (config.tokens * 256 + 8), dtype=torch.uint8, device=device)
+
+
+def multiply(
+    x: Tensor | Packed,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    y: Tensor,
+    config: Config | None = None,
+    *,
+    pdl: bool = True,
+) -> None:
+    """Write y[m, n] = x[m, k] W^T (+ bias): one launch on the current stream.
+
+    x: y's dtype, contiguous along k (in the order of the tiles' columns), its rows a multiple of 16 bytes apart, or the
+    bytes of ``pack`` with their scales. y: contiguous. bias: [n]. config: legal for this (``why_not``), and not asked
+    again. pdl: the launch may begin before the one ahead of it ends. Raises KernelError for operands that do not fit.
+    """
+    x_scale = x_sum = None
+    activations = ActivationFormat()
+    if bias is not None and bias.dtype != y.dtype:
+        bias = bias.to(y.dtype)
+    if isinstance(x, Packed):
+        activations, x_scale, x_sum, x = x.format, x.scale, x.sum, x.codes[:, : x.k]
+    check_operands(weight, x, y, x_scale, bias, ordered=True)
+    problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype, Device.of(y))
+    config = config or default(problem)
+    workspace = workspace_for(config, y.device)
+    arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum, workspace)
+    launch(kernel(config), arguments, grid(problem, config), pdl=pdl, device=y.get_device())

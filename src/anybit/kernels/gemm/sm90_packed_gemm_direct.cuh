@@ -1,0 +1,110 @@
+// sm90_packed_gemm: weights that go past shared memory, from L2 to the registers of the lanes that widen them.
+//
+// A lane's words of a unit lie together (packed_layout.py), so that a unit is a few loads of 16 bytes a lane. The ring holds x
+// alone, and nothing else is waited for. The assembler has one counter for all loads under way in a loop, so that a wait for
+// one is a wait for all: they are asked for in batches of Config::direct units, each once the one before it has come.
+#ifndef ANYBIT_PACKED_LARGE_DIRECT_CUH
+#define ANYBIT_PACKED_LARGE_DIRECT_CUH
+
+#include "gemm/sm90_packed_gemm_shape.cuh"
+
+namespace packed {
+
+template <class Config, int steps>
+PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tokens / 2], const uint32_t (&a)[steps][4], uint64_t b);
+
+// A lane's words of a unit, and the scales and zeros of its rows.
+template <class Config>
+struct Coming {
+    static constexpr int bits = Config::bits, parts = Widen<Config>::parts;
+    uint32_t words[2 * bits], scales[parts], zeros[parts];
+
+    PTX void load(const uint8_t* unit, const uint8_t* of_scales) {
+        const uint32_t lane = ptx::lane_id(), g = lane / 4;
+        load_words<bits>(words, unit, lane);
+        if (Config::group == 0) return;
+#pragma unroll
+        for (int i = 0; i < parts; i++) {
+            scales[i] = ptx::ld_global_nc_u32(of_scales + i * 32);
+            if (Config::code == Code::asym) zeros[i] = ptx::ld_global_nc_u32(unit + 256 * bits + 32 * parts + i * 16 + (g & ~1u) * 2);
+        }
+    }
+};
+
+// The weights of a warp's 16 rows, in two batches: one is widened while the other comes.
+template <class Config>
+struct Batches {
+    static constexpr int kw = Config::k_warpgroups, count = Config::direct;
+    Coming<Config> units[2][count];
+    const uint8_t *next, *next_scales;
+    size_t step;  // from one of the warpgroup's units to the next
+
+    // Asks for the first batch of a part of the walk, of the units from `first` on.
+    PTX void begin(const Params& p, const Part& part, int tile, int first) {
+        const size_t stride = static_cast<size_t>(p.weight_tiles) * Config::tile_bytes;
+        step = kw * stride;
+        // Of rows that there are not the last tile's are read: their sums are never stored.
+        next = p.tiles + (part.first + first) * stride + static_cast<size_t>(min(tile, p.weight_tiles - 1)) * Config::tile_bytes +
+               threadIdx.x / 32 % 4 * (Config::tile_bytes / 4);
+        next_scales = next + 256 * Config::bits + ptx::lane_id() / 4 * 4;
+        ask(units[0], first, part.count, true);
+    }
+    PTX void ask(Coming<Config> (&batch)[count], int unit, int end, bool come) {
+#pragma unroll
+        for (int j = 0; j < count; j++) {
+            if (come && unit + j * kw < end) batch[j].load(next, next_scales);
+            next += step;
+            next_scales += step;
+        }
+    }
+};
+
+// One tile's products over its units, as `accumulate`; the first batch of weights has been asked for.
+template <class Config, class Release>
+PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Widen<Config>& widen, Batches<Config>& batches,
+                          uint32_t ring, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
+                          const Release& release) {
+    using Shape = PackedGemmShape<Config>;
+    constexpr int steps = Shape::steps, kw = Config::k_warpgroups, count = Config::direct;
+    // Of a block that has one tile, where rounds of the ring are rounds of batches: every stage has code of its own.
+    constexpr bool fixed = Shape::reduces && Config::stages % (2 * count * kw) == 0;
+    constexpr int slots = fixed ? Config::stages / kw : 2 * count;
+    uint32_t a0[steps][4], a1[steps][4];
+    int previous = -1;
+    const uint64_t first_b = ptx::wgmma_descriptor(ring + fixed * first * Shape::stage_bytes, ptx::Swizzle::bytes_128, 1024);
+    const uint32_t full_x = barriers.full_x + fixed * 8 * first;
+    uint32_t parity = 0;
+    ptx::wgmma_touch(sum);
+    for (int unit = first; unit < units; parity ^= 1) {
+#pragma unroll
+        for (int slot = 0; slot < slots; slot++) {
+            if (slot > 0 && unit >= units) break;
+            const int set = slot / count % 2, j = slot % count, stage = fixed ? slot * kw : cursor.stage;
+            widen.take(batches.units[set][j].words, batches.units[set][j].scales, batches.units[set][j].zeros);
+            widen.template widen<0, steps * 4>(a0);
+            // Widened weights are never this NaN: so the assembler may not ask for the next batch before this one has come.
+            if (j == 0) batches.ask(batches.units[1 - set], unit + count * kw, units, a0[steps - 1][3] != 0xffffffffu);
+            ptx::mbarrier_wait_parity(full_x + 8 * stage, fixed ? parity : cursor.parity);
+            const uint64_t b0 = ptx::wgmma_advance(first_b, stage * Shape::stage_bytes);
+            multiply_half<Config>(sum, a0, b0);
+            if constexpr (fixed) {
+                if (slot > 0 || unit > first) release(first + (slot > 0 ? slot - 1 : slots - 1) * kw);
+            } else if (previous >= 0)
+                release(previous);
+            widen.template widen<steps * 4, steps * 8>(a1);
+            multiply_half<Config>(sum, a1, ptx::wgmma_advance(b0, Shape::box_bytes));
+            if constexpr (!fixed) {
+                previous = stage;
+                cursor.advance(kw);
+            }
+            unit += kw;
+        }
+    }
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_touch(sum);
+    return previous;
+}
+
+}  // namespace packed
+
+#endif  // ANYBIT_PACKED_LARGE_DIRECT_CUH

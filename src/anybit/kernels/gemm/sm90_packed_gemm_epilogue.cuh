@@ -1,0 +1,367 @@
+// sm90_packed_gemm: from sums to Y. Sums of blocks and warpgroups that shared the inputs meet here, in a fixed order.
+#ifndef ANYBIT_PACKED_LARGE_WRITE_CUH
+#define ANYBIT_PACKED_LARGE_WRITE_CUH
+
+#include "gemm/sm90_packed_gemm_shape.cuh"
+
+namespace packed {
+
+template <class Config>
+PTX float bias_of(uint16_t bits) {
+    return Config::bfloat_out ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits);
+}
+
+// The sum of products of unsigned codes, less what their zero adds to it: exact in int32, doubled for bipolar codes.
+template <class Config, class Sum>
+PTX float centered(Sum sum, int twice_zero, int token_sum) {
+    if constexpr (!Sums<Config>::raw)
+        return static_cast<float>(sum);
+    else if constexpr (Config::code == Code::bipolar)
+        return static_cast<float>(2 * sum - twice_zero * token_sum);
+    else
+        return static_cast<float>(sum - (twice_zero >> 1) * token_sum);
+}
+// Twice the zero of a row's codes, where it is still to be taken away from the sums.
+template <class Config>
+PTX int twice_zero_of(const Params& p, int row) {
+    if (!Sums<Config>::raw) return 0;
+    return Config::code == Code::asym ? 2 * p.row_zero[row] : twice_fixed_zero<Config>();
+}
+
+// What turns a tile's sums into outputs, fetched before they are there: scale and bias of rows g and g + 8, and the scales
+// of tokens and the sums of their codes, dealt to the lanes.
+template <class Config>
+struct TileTerms {
+    static constexpr bool scaled = PackedGemmShape<Config>::bytes_of_x, raw = Sums<Config>::raw;
+    static constexpr int dealt = (Config::tokens + 31) / 32;
+    float scale[2], bias[2], token_scale[scaled ? dealt : 1];
+    int twice_zero[2], token_sum[raw ? dealt : 1];
+
+    PTX void load(const Params& p, int first_row, int first_token) {
+        const int lane = ptx::lane_id();
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int row = first_row + lane / 4 + 8 * h;
+            scale[h] = row < p.rows ? p.row_scale[row] * Widen<Config>::unscale() : 0.f;
+            bias[h] = p.bias != nullptr && row < p.rows ? bias_of<Config>(p.bias[row]) : 0.f;
+            twice_zero[h] = row < p.rows ? twice_zero_of<Config>(p, row) : 0;
+        }
+        if constexpr (scaled) {
+            ptx::griddepcontrol_wait();  // the kernel before this one may have made them
+#pragma unroll
+            for (int i = 0; i < dealt; i++) {
+                const int token = first_token + i * 32 + lane;
+                token_scale[i] = token < p.tokens ? p.x_scale[token] : 0.f;
+                if (raw) token_sum[i] = token < p.tokens ? p.x_sum[token] : 0;
+            }
+        }
+    }
+    PTX float of_token(int group_of_8, int within) {
+        return scaled ? ptx::shfl(token_scale[group_of_8 / 4], group_of_8 % 4 * 8 + within) : 1.f;
+    }
+    PTX int sum_of_token(int group_of_8, int within) {
+        return raw ? static_cast<int>(ptx::shfl(token_sum[raw ? group_of_8 / 4 : 0], group_of_8 % 4 * 8 + within)) : 0;
+    }
+};
+
+// Eight rows of one token to Y.
+PTX void store_rows(const Params& p, int row, int token, const uint4& v) {
+    if (token >= p.tokens || row >= p.rows) return;
+    uint16_t* target = p.y + static_cast<size_t>(token) * p.rows + row;
+    if (p.rows % 8 == 0) {
+        *reinterpret_cast<uint4*>(target) = v;
+        return;
+    }
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+        if (row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
+}
+
+// From registers to Y through shared memory, Config::staged tokens of the warpgroup's 64 rows at a time, in two places by
+// turns where there is room: 128 bytes of a token lie together there (16-byte chunks swizzled by token % 8), and leave as
+// whole lines.
+template <class Config>
+PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], TileTerms<Config>& terms,
+                            uint32_t staging, int& turn, int warpgroup, int first_row, int first_token) {
+    if (first_row >= p.rows) return;
+    constexpr int groups = Config::tokens / 8, staged = Config::staged;
+    const int lane = ptx::lane_id(), warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
+    // Lane i gives the address of row i % 8 of matrix i / 8: token (i / 16) * 8 + i % 8, half of 16 rows i / 8 % 2.
+    const int my_token = lane / 16 * 8 + lane % 8, my_chunk = 2 * warp + lane / 8 % 2;
+    const uint32_t write = my_token * 128 + ((my_chunk ^ (my_token & 7)) * 16);
+    const int token = thread / 8, chunk = thread % 8;
+    const uint32_t read = token * 128 + ((chunk ^ (token & 7)) * 16);
+#pragma unroll
+    for (int first = 0; first < Config::tokens; first += staged) {
+        const uint32_t place = staging + turn * (staged * 128);
+        if (Config::places == 2)
+            turn ^= 1;
+        else
+            ptx::bar_sync(2 + warpgroup, 128);  // all have read what was there
+#pragma unroll
+        for (int j = first / 8; j < (first + staged) / 8 && j < groups; j += 2) {
+            uint32_t out[4] = {0, 0, 0, 0};  // rows 0-7 and 8-15 of tokens 8j.., then of tokens 8j + 8..
+#pragma unroll
+            for (int group = j; group < j + 2 && group < groups; group++) {
+                const float low_scale = terms.of_token(group, lane % 4 * 2);
+                const float high_scale = terms.of_token(group, lane % 4 * 2 + 1);
+                const int low_sum = terms.sum_of_token(group, lane % 4 * 2);
+                const int high_sum = terms.sum_of_token(group, lane % 4 * 2 + 1);
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float low = centered<Config>(sum[group * 4 + h * 2], terms.twice_zero[h], low_sum) * low_scale;
+                    const float high =
+                        centered<Config>(sum[group * 4 + h * 2 + 1], terms.twice_zero[h], high_sum) * high_scale;
+                    const float a = fmaf(low, terms.scale[h], terms.bias[h]), b = fmaf(high, terms.scale[h], terms.bias[h]);
+                    out[(group - j) * 2 + h] = Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b);
+                }
+            }
+            ptx::stmatrix_x4_trans(place + (j * 8 - first) * 128 + write, out);
+        }
+        // All have written this place, and so have read what was in the other one.
+        ptx::bar_sync(2 + warpgroup, 128);
+#pragma unroll
+        for (int i = 0; i < staged && first + i < Config::tokens; i += 16)
+            if (first + i + token < Config::tokens)
+                store_rows(p, first_row + chunk * 8, first_token + first + i + token, ptx::ld_shared_v4(place + i * 128 + read));
+    }
+}
+
+PTX uint32_t bits_of(float v) { return __float_as_uint(v); }
+PTX uint32_t bits_of(int32_t v) { return static_cast<uint32_t>(v); }
+PTX void add_bits(float& sum, uint32_t bits) { sum += __uint_as_float(bits); }
+PTX void add_bits(int32_t& sum, uint32_t bits) { sum += static_cast<int32_t>(bits); }
+
+// ---- Sums of warpgroups and blocks that shared K ------------------------------------------------------------------------
+// A thread's sums travel as they lie in its registers, four at a time, 128 threads side by side.
+
+template <class Sum, int count>
+PTX uint4 four_of(const Sum (&sum)[count], int i) {
+    uint4 v;
+    v.x = bits_of(sum[4 * i]), v.y = bits_of(sum[4 * i + 1]), v.z = bits_of(sum[4 * i + 2]), v.w = bits_of(sum[4 * i + 3]);
+    return v;
+}
+template <class Sum, int count>
+PTX void add_four(Sum (&sum)[count], int i, uint4 v) {
+    add_bits(sum[4 * i], v.x);
+    add_bits(sum[4 * i + 1], v.y);
+    add_bits(sum[4 * i + 2], v.z);
+    add_bits(sum[4 * i + 3], v.w);
+}
+
+// Eight tokens of 16 rows to shared memory, as outputs: four sums a lane, of its row and the eighth after it, two tokens each. Lanes
+// of neighbouring rows give each other a token, so that two rows are one word. 128 bytes of a token, 64 rows, lie together
+// (16-byte chunks swizzled by token % 8). i: which of the eights that terms were loaded for.
+template <class Config>
+PTX void packed_large_put_four(uint32_t staging, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i) {
+    const int lane = ptx::lane_id();
+    float value[4];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const float token_scale = terms.of_token(i, lane % 4 * 2 + e);
+        const int token_sum = terms.sum_of_token(i, lane % 4 * 2 + e);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            value[2 * h + e] = fmaf(centered<Config>(total[2 * h + e], terms.twice_zero[h], token_sum) * token_scale,
+                                    terms.scale[h], terms.bias[h]);
+    }
+    const auto pair = [](float a, float b) { return Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b); };
+    const uint32_t first = pair(value[0], value[2]), second = pair(value[1], value[3]);  // of a token: rows g and g + 8
+    const int g = lane / 4, odd = g & 1, token = i * 8 + lane % 4 * 2 + odd;
+    const uint32_t theirs = ptx::shfl_xor(odd ? first : second, 4), mine = odd ? second : first;
+    const uint32_t low = odd ? theirs : mine, high = odd ? mine : theirs;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const int chunk = 2 * (threadIdx.x / 32 % 4) + h;
+        ptx::st_shared_u32(staging + token * 128 + ((chunk ^ (token & 7)) * 16) + (g & ~1) * 2, ptx::prmt(low, high, h == 0 ? 0x5410 : 0x7632));
+    }
+}
+
+// From there to Y, in whole lines, by so many threads: in pieces of 16 bytes qkv's 256 tokens took a microsecond longer.
+template <class Config, int most, int threads>
+PTX void packed_large_store_lines(const Params& p, uint32_t staging, int thread, int first_row, int first_token, int tokens) {
+    const int chunk = thread % 8;
+#pragma unroll
+    for (int first = 0; first < most; first += threads / 8) {
+        const int token = first + thread / 8;
+        if (token < tokens)
+            store_rows(p, first_row + chunk * 8, first_token + token, ptx::ld_shared_v4(staging + token * 128 + ((chunk ^ (token & 7)) * 16)));
+    }
+}
+
+// The sums of a cluster's blocks and of their warpgroups along K, in a fixed order. Each block finishes a share of the
+// tokens, and gets what it lacks straight from the registers of the others.
+template <class Config>
+PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2],
+                             TileTerms<Config>& terms, uint32_t ring, const RingBarriers& barriers, int warp, int rank,
+                             int first_row, int first_token) {
+    using Shape = PackedGemmShape<Config>;
+    constexpr int k_blocks = Config::k_blocks, k_warpgroups = Config::k_warpgroups, fours = Shape::fours;
+    const int k_rank = rank % k_blocks, row_rank = rank / k_blocks, thread = threadIdx.x % 128;
+    const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
+    const uint32_t received = ring + Shape::receive_offset + thread * 16;
+    if (k_blocks > 1 && Config::row_blocks == 1) {  // the others have begun, so their barriers are there
+        __syncwarp();
+        ptx::barrier_cluster_wait();
+    }
+    typename Sums<Config>::Total mine[4 * fours] = {};
+#pragma unroll
+    for (int owner = 0; owner < k_blocks; owner++) {
+        if (owner == k_rank) {
+#pragma unroll
+            for (int i = 0; i < 4 * fours; i++)
+                if (owner * fours * 4 + i < Config::tokens / 2) mine[i] = sum[owner * 4 * fours + i];
+            continue;
+        }
+        const int slot = k_rank - (k_rank > owner), to = row_rank * k_blocks + owner;
+        const uint32_t there = ptx::mapa(received + (slot * Shape::warpgroups + warpgroup) * fours * 2048, to);
+        const uint32_t barrier = ptx::mapa(barriers.received, to);
+#pragma unroll
+        for (int i = 0; i < fours; i++)
+            if (owner * fours + i < Shape::groups) ptx::st_async_v4(there + i * 2048, four_of(sum, owner * fours + i), barrier);
+    }
+    // Of the block's own, each warpgroup finishes some: the others leave theirs in the ring, once that is read to its end.
+    const uint32_t local = ring + row_part * fours * 2048 + thread * 16;
+    constexpr uint32_t next = Config::row_warpgroups * fours * 2048;
+    if constexpr (k_warpgroups > 1) {
+        ptx::bar_sync(1, Shape::warpgroups * 128);
+#pragma unroll
+        for (int i = 0; i < fours; i++)
+            if (i % k_warpgroups != k_part) ptx::st_shared_v4(local + k_part * next + i * 2048, four_of(mine, i));
+        ptx::bar_sync(1, Shape::warpgroups * 128);
+    }
+    if (k_blocks > 1) {
+        ptx::mbarrier_wait_parity_acquire_cluster(barriers.received, 0);
+        if (Config::row_blocks > 1) {
+            __syncwarp();
+            ptx::barrier_cluster_arrive();
+        }
+    }
+    const int groups = Shape::groups_of(k_rank);
+    // Of warpgroups along K all have left the ring. One alone has read what it received before it writes there.
+    const uint32_t staging = k_warpgroups > 1 ? ring + Shape::share_bytes + row_part * Shape::share * 128
+                                              : ring + Shape::receive_offset + warpgroup * fours * 2048;
+#pragma unroll
+    for (int i = 0; i < fours; i++) {
+        if (i % k_warpgroups != k_part || i >= groups) continue;
+        typename Sums<Config>::Total total[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int source = 0; source < k_blocks; source++)
+#pragma unroll
+            for (int k = 0; k < k_warpgroups; k++) {
+                const int slot = source - (source > k_rank), other = k * Config::row_warpgroups + row_part;
+                const uint32_t from = source == k_rank ? local + k * next + i * 2048
+                                                       : received + ((slot * Shape::warpgroups + other) * fours + i) * 2048;
+                add_four(total, 0, source == k_rank && k == k_part ? four_of(mine, i) : ptx::ld_shared_v4(from));
+            }
+        if constexpr (k_warpgroups > 1)
+            packed_large_put_four<Config>(staging, total, terms, i);
+        else
+#pragma unroll
+            for (int e = 0; e < 4; e++) mine[4 * i + e] = total[e];
+    }
+    if constexpr (k_warpgroups == 1) {
+        ptx::bar_sync(2 + warpgroup, 128);
+#pragma unroll
+        for (int i = 0; i < fours; i++) {
+            const typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
+            if (i < groups) packed_large_put_four<Config>(staging, total, terms, i);
+        }
+    }
+    ptx::bar_sync(6 + row_part, k_warpgroups * 128);
+    packed_large_store_lines<Config, Shape::share, k_warpgroups * 128>(p, staging, k_part * 128 + thread, first_row, first_token, groups * 8);
+}
+
+// The sums of the row tile that two blocks halve: each finishes half of the tokens.
+template <class Config>
+PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], TileTerms<Config>& terms,
+                             uint32_t ring, const RingBarriers& barriers, int rank, int first_row, int first_token) {
+    using Shape = PackedGemmShape<Config>;
+    constexpr int fours = Config::tokens / 16;
+    const uint32_t received = ring + Shape::receive_offset + threadIdx.x % 128 * 16;
+    __syncwarp();
+    ptx::barrier_cluster_wait();  // the other has begun, so its barrier is there
+    const uint32_t there = ptx::mapa(received, 1 - rank), barrier = ptx::mapa(barriers.received, 1 - rank);
+    typename Sums<Config>::Total mine[4 * fours];
+#pragma unroll
+    for (int i = 0; i < fours; i++) {
+        ptx::st_async_v4(there + i * 2048, rank == 0 ? four_of(sum, fours + i) : four_of(sum, i), barrier);
+#pragma unroll
+        for (int e = 0; e < 4; e++) mine[4 * i + e] = rank == 0 ? sum[4 * i + e] : sum[4 * (fours + i) + e];
+    }
+    ptx::mbarrier_wait_parity_acquire_cluster(barriers.received, 0);
+#pragma unroll
+    for (int i = 0; i < fours; i++) add_four(mine, i, ptx::ld_shared_v4(received + i * 2048));  // two summands: in whatever order
+    ptx::bar_sync(2 + threadIdx.x / 128, 128);  // all have read what was there
+    const uint32_t staging = ring + Shape::receive_offset;
+#pragma unroll
+    for (int i = 0; i < fours; i++) {
+        const typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
+        packed_large_put_four<Config>(staging, total, terms, i);
+    }
+    ptx::bar_sync(2 + threadIdx.x / 128, 128);
+    packed_large_store_lines<Config, fours * 8, 128>(p, staging, threadIdx.x % 128, first_row, first_token, fours * 8);
+}
+
+// ---- Stripes ----------------------------------------------------------------------------------------------------------
+
+// The sums of the warpgroups that share a row tile's inputs, added up by the first of them through `meeting`.
+template <class Config>
+PTX void packed_large_meet(typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t meeting, int row_part, int k_part) {
+    constexpr int fours = Config::tokens / 8;
+    const uint32_t mine = meeting + (row_part * fours * 128 + threadIdx.x % 128) * 16;
+    constexpr uint32_t next = Config::row_warpgroups * fours * 2048;
+    ptx::bar_sync(6 + row_part, Config::k_warpgroups * 128);  // what was there has been read
+    if (k_part > 0) {
+#pragma unroll
+        for (int i = 0; i < fours; i++) ptx::st_shared_v4(mine + (k_part - 1) * next + i * 2048, four_of(sum, i));
+    }
+    ptx::bar_sync(6 + row_part, Config::k_warpgroups * 128);
+    if (k_part == 0) {
+#pragma unroll
+        for (int other = 0; other < Config::k_warpgroups - 1; other++)
+#pragma unroll
+            for (int i = 0; i < fours; i++) add_four(sum, i, ptx::ld_shared_v4(mine + other * next + i * 2048));
+    }
+}
+
+// Says that sums are there. 64 bits that nothing else has left in memory: so it need not be cleared before a launch, and
+// whoever reads the sums clears it for the next one.
+constexpr uint64_t sums_are_there = 0x7c5a91e3d2b6480full;
+
+// Leaves the sums of a tile's later units for its owner.
+template <class Config>
+PTX void packed_large_leave(const Params& p, const typename Sums<Config>::Total (&sum)[Config::tokens / 2], int warpgroup) {
+    constexpr int fours = Config::tokens / 8;
+    const int slot = Walk<Config>::stripe() * Config::row_warpgroups + warpgroup, thread = threadIdx.x % 128;
+    uint4* to = reinterpret_cast<uint4*>(p.partials) + static_cast<size_t>(slot) * fours * 128 + thread;
+#pragma unroll
+    for (int i = 0; i < fours; i++) to[i * 128] = four_of(sum, i);
+    ptx::bar_sync(2 + warpgroup, 128);
+    if (thread == 0) ptx::st_release_gpu(p.arrived + slot, sums_are_there);
+    __syncwarp();
+}
+
+// Adds what the other stripes of the owner's tile left, in the order of the inputs.
+template <class Config>
+PTX void packed_large_gather(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], int tile,
+                             int warpgroup) {
+    constexpr int fours = Config::tokens / 8;
+    const int thread = threadIdx.x % 128;
+    for (int other = Walk<Config>::stripe() + 1; Walk<Config>::begin_of(p, other) < Walk<Config>::end_of(p, tile); other++) {
+        const int slot = other * Config::row_warpgroups + warpgroup;
+        if (thread == 0) {
+            while (ptx::ld_acquire_gpu(p.arrived + slot) != sums_are_there) {}
+            p.arrived[slot] = 0;
+        }
+        ptx::bar_sync(2 + warpgroup, 128);
+        const uint4* from = reinterpret_cast<const uint4*>(p.partials) + static_cast<size_t>(slot) * fours * 128 + thread;
+#pragma unroll
+        for (int i = 0; i < fours; i++) add_four(sum, i, ptx::ld_global_cg_v4(from + i * 128));
+    }
+}
+
+}  // namespace packed
+
+#endif  // ANYBIT_PACKED_LARGE_WRITE_CUH

@@ -1,0 +1,333 @@
+"""What a config of sm90_packed_gemm is, which ones can do a problem (`why_not`), and what they need of a GPU."""
+
+import enum
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from anybit.device import Device
+from anybit.kernels.gemm.packed_layout import TILE_COLUMNS, TILE_ROWS
+from anybit.kernels.gemm.sm90_packed_gemm_loops import refusal_of_loop, words_at_hand
+from anybit.scheme import ActivationFormat, WeightFormat
+
+_LEAST_SHARED = {1: 117 << 10, 2: 80 << 10}
+"""Shared memory of a block of which so many fit a multiprocessor, and one more does not."""
+MOST_BESIDE = 113 << 10
+"""The most shared memory of a block beside which another fits."""
+TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Widths of a token tile that wgmma and the epilogue take."""
+
+
+class Operand(enum.Enum):
+    """What the tensor cores multiply: the type of x, and of the widened weights."""
+
+    f16 = "float16"
+    bf16 = "bfloat16"
+    s8 = "int8"
+    e4m3 = "e4m3"
+
+
+class Code(enum.Enum):
+    """The code of the weights, see anybit.scheme."""
+
+    sym = "sym"
+    asym = "asym"
+    bipolar = "bipolar"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Y[m, n] = X[m, k] W[n, k]^T, W packed in `weights`, X in `activations`, Y and 16-bit X in `dtype`.
+
+    k: columns of x as the kernel is given it, in the order of the tiles' columns (activation order applied).
+    Integer activations are bytes, codes less 2^(bits - 1).
+    """
+
+    m: int
+    n: int
+    k: int
+    weights: WeightFormat
+    activations: ActivationFormat = field(default_factory=ActivationFormat)
+    dtype: torch.dtype = torch.float16
+    device: Device = field(default_factory=lambda: Device.named("sm_90a"))
+
+    @property
+    def operand(self) -> Operand:
+        """What the tensor cores multiply."""
+        if self.activations.quantized:
+            return Operand.s8 if self.activations.integer else Operand.e4m3
+        return Operand.bf16 if self.dtype == torch.bfloat16 else Operand.f16
+
+    @property
+    def units(self) -> int:
+        """Steps of 128 inputs."""
+        return -(-self.k // TILE_COLUMNS)
+
+    @property
+    def weight_tiles(self) -> int:
+        """Tiles of 64 rows."""
+        return -(-self.n // TILE_ROWS)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a block works: fields are the constants of the device code.
+
+    tokens: columns of a token tile. row_warpgroups: warpgroups side by side, 64 rows each. k_warpgroups: warpgroups
+    that share the inputs of one row tile. k_blocks: blocks of a cluster that share the inputs. row_blocks: neighbours
+    in a cluster that load X for each other. stripes: if not 0, the blocks of the launch, that take equal shares of all
+    steps of all tiles and pass sums of tiles that they share through L2. stages: steps of 128 inputs in flight, and
+    early: of how many the weights are asked for before x. staged: tokens that a warpgroup turns over at a time on their
+    way to y, by turns in so many places of shared memory. register_sets: of widened weights; with 2 a warpgroup widens
+    while it multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its
+    registers to the others. halves: two blocks share one of their row tiles, half of its inputs each.
+    resident: blocks that fit a multiprocessor, of this launch and of the next; then each of these gets one at least.
+    span: steps of 128 inputs of a stage, 1 or 2: all that is done once a stage is done half as often with 2.
+    direct: steps of weights that a warpgroup asks for at a time, past shared memory, while it multiplies those before;
+    0: weights come through the ring. unrolled: each stage of the ring has code of its own, where a block has one tile.
+    """
+
+    operand: Operand
+    bits: int
+    group: int
+    code: Code
+    bfloat_out: bool
+    tile_bytes: int
+    tokens: int
+    row_warpgroups: int
+    k_warpgroups: int = 1
+    k_blocks: int = 1
+    row_blocks: int = 1
+    stripes: int = 0
+    stages: int = 4
+    early: int = 2
+    staged: int = 16
+    places: int = 2
+    register_sets: int = 2
+    reallocates: bool = False
+    halves: bool = False
+    resident: int = 1
+    span: int = 1
+    direct: int = 0
+    unrolled: bool = False
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of an element of x."""
+        return 1 if self.operand in (Operand.s8, Operand.e4m3) else 2
+
+    @property
+    def promotes(self) -> bool:
+        """Whether products are added to float totals after every group."""
+        return self.operand == Operand.e4m3 or (self.operand == Operand.s8 and self.group != 0)
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that multiply."""
+        return self.row_warpgroups * self.k_warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block, its producer warp among them, or four of these."""
+        return 128 * self.warpgroups + (128 if self.reallocates or self.row_warpgroups * self.tokens < 256 else 32)
+
+    @property
+    def tail_rows(self) -> int:
+        """Rows of the boxes that a tile is loaded in if it lacks many of its tokens; 0: such tiles are loaded whole."""
+        return 0 if self.row_blocks > 1 or self.tokens < 48 else 16 if self.tokens <= 64 else 32
+
+    def missing_rows(self, tokens: int) -> int:
+        """Rows that the last tile of so many tokens is loaded with, and that are not there (load_x of the kernel)."""
+        last, box = tokens % self.tokens or self.tokens, self.tail_rows
+        boxed = -(-last // box) * box if box else self.tokens
+        return (boxed if boxed <= self.tokens - box else self.tokens) - last
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return 2 if self.halves else self.k_blocks * self.row_blocks
+
+    @property
+    def rows(self) -> int:
+        """Rows of W that a cluster works on at a time."""
+        if self.halves:
+            return TILE_ROWS * (2 * self.row_warpgroups - 1)
+        return TILE_ROWS * self.row_warpgroups * self.row_blocks
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory of a block: ring, partial sums or staging, barriers. The device code asserts the same."""
+    x_bytes = config.tokens * 128 * config.x_bytes
+    weights = 0 if config.direct else -(-config.row_warpgroups * config.tile_bytes // 1024) * 1024
+    stage = config.span * (x_bytes + weights)
+    ring = config.stages * stage
+    reduces = not config.stripes and config.k_warpgroups * config.k_blocks > 1
+    share = _share_bytes(config) if reduces else 0
+    # Outputs take half of a sum's bytes, for one of the warpgroups along K.
+    outputs = share // (2 * config.k_warpgroups) if config.k_warpgroups > 1 else 0
+    body = max(ring, share + outputs) + (config.k_blocks - 1) * share
+    if config.stripes:
+        body += (config.warpgroups - config.row_warpgroups) * config.tokens * 256
+    if config.halves:
+        body += config.tokens // 2 * 256
+    body += 0 if reduces else config.warpgroups * config.places * config.staged * 128
+    # More than half of a multiprocessor's: two blocks would share one while others stand idle.
+    return max(body + config.stages * 24 + 8, _LEAST_SHARED[config.resident])
+
+
+def _share_bytes(config: Config) -> int:
+    """Bytes of the partial sums that one of the blocks sharing a tile adds up."""
+    return config.warpgroups * -(-config.tokens // 8 // config.k_blocks) * 2048
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why a problem, or a config for it, cannot be taken; None if it can."""
+    weights, activations = problem.weights, problem.activations
+    if problem.device.arch != "sm_90a":
+        return f"wgmma needs sm_90a, and the device is {problem.device.arch}"
+    if min(problem.m, problem.n, problem.k) < 1:
+        return f"m, n and k must be at least 1, not {problem.m}, {problem.n} and {problem.k}"
+    if weights.sparse:
+        return "no kernel multiplies 2:4 sparse weights yet: the reference backends do"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"outputs are float16 or bfloat16, not {problem.dtype}"
+    if activations.quantized and (refusal := _why_not_bytes(problem)):
+        return refusal
+    if config is None:
+        return None
+    if config.tokens not in TOKENS:
+        return f"a token tile has one of {TOKENS} tokens, not {config.tokens}"
+    if config.warpgroups > 4 or config.warpgroups < 1:
+        return f"a block has 1 to 4 warpgroups that multiply, not {config.warpgroups}"
+    if config.tokens // 2 + 24 > _at_launch(config):  # one instruction's operands, which the assembler never splits
+        return f"sums of {config.tokens} tokens do not fit the registers of {config.warpgroups} warpgroups at launch"
+    if unwidened(config) and config.register_sets != 1:
+        return "8-bit codes that int8 products take as they lie are loaded over what products read: 1 register set"
+    needed, most = registers(config), most_registers(config)
+    if needed > most:
+        return f"{config.tokens} tokens need about {needed} registers, and {config.warpgroups} warpgroups have {most}"
+    if config.stages < max(config.k_warpgroups + 1, config.early):
+        return (
+            f"{config.stages} stages are too few for {config.k_warpgroups} warpgroups along the inputs and "
+            f"{config.early} early stages"
+        )
+    if config.stages % config.k_warpgroups:
+        return (
+            f"{config.stages} stages are not dealt evenly to {config.k_warpgroups} warpgroups along the inputs: one of "
+            "them would wait for a use of a stage without having seen the one before"
+        )
+    if config.cluster > 8:
+        return f"a cluster has at most 8 blocks, not {config.cluster}"
+    if config.row_blocks not in (1, 2):
+        return f"1 or 2 neighbours share their loads of x, not {config.row_blocks}"
+    if config.tokens % (8 * config.row_blocks):
+        return f"{config.tokens} tokens do not divide among {config.row_blocks} blocks in eights"
+    if config.halves and (refusal := _why_not_halves(problem, config)):
+        return refusal
+    if config.stripes:
+        if config.cluster > 1:
+            return "inputs are shared in clusters or in stripes, not both"
+        most = min(problem.device.sms, math.prod(place(problem, config)) * problem.units)
+        if not 0 < config.stripes <= most:
+            return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
+    if config.span not in (1, 2) or (config.span == 2 and (problem.units % 2 or config.promotes or config.stripes)):
+        return f"a stage has 1 step of inputs, or 2 of an even number (no stripes, no promotion), not {config.span}"
+    if refusal := refusal_of_loop(config):
+        return refusal
+    if config.k_blocks * config.span > problem.units:
+        return f"{problem.units} steps of inputs do not divide among {config.k_blocks} blocks, {config.span} at a time"
+    if config.resident not in _LEAST_SHARED:
+        return f"1 or 2 blocks share a multiprocessor, not {config.resident}"
+    if config.resident > 1 and (config.stripes or config.halves or shared_bytes(config) > MOST_BESIDE):
+        return "two such blocks do not fit a multiprocessor"
+    if shared_bytes(config) > problem.device.shared_bytes:
+        return f"{shared_bytes(config)} bytes of shared memory are more than the device's {problem.device.shared_bytes}"
+    return None
+
+
+def _why_not_halves(problem: Problem, config: Config) -> str | None:
+    """Why two blocks cannot halve a row tile of theirs."""
+    if (
+        config.warpgroups != config.row_warpgroups
+        or config.row_warpgroups < 2
+        or config.k_blocks * config.row_blocks > 1
+    ):
+        return "blocks that halve a row tile share nothing else, and have 2 warpgroups or more along the rows"
+    if config.promotes or config.tokens % 16 or problem.units < 2:
+        return "a row tile is halved in 2 steps of inputs or more, 16 tokens at a time, of products without promotion"
+    if math.prod(place(problem, config)) > problem.device.sms // 2:
+        return "a pair of blocks that halve a row tile has one range of rows, and there are more of these than pairs"
+    return None
+
+
+def _why_not_bytes(problem: Problem) -> str | None:
+    """Which weights widen to bytes exactly, and which activations are bytes."""
+    weights, activations = problem.weights, problem.activations
+    if problem.operand == Operand.s8:
+        if activations.code != "sym" or activations.bits == 1:
+            return (
+                f"integer activations are symmetric and have 2 bits or more, not {activations.bits} {activations.code}"
+            )
+        if weights.bits == 8 and weights.code != "sym":
+            return f"8-bit {weights.code} weights less their zeros do not fit a signed byte: use sym, or 7 bits"
+        largest = 2 ** (weights.bits + (weights.code == "bipolar")) * 2 ** (activations.bits - 1)
+        if weights.group is None and problem.k * largest >= 2**31:
+            return f"sums over k = {problem.k} of products up to {largest} may overflow int32"
+        return None
+    most = 5 if weights.code == "sym" else 4
+    if weights.bits > most:
+        return (
+            f"e4m3 holds integers up to 16 exactly: {weights.code} weights of {most} bits or fewer, not {weights.bits}"
+        )
+    return None
+
+
+def unwidened(config: Config) -> bool:
+    """Whether registers go from shared memory to the products untouched.
+
+    Then the next unit is loaded into registers of products that are on their way, where two sets let them be: the
+    assembler does not keep them apart; w8a8 was wrong from 128 tokens on an H200.
+    """
+    return config.operand is Operand.s8 and config.bits == 8 and config.group == 0
+
+
+def registers(config: Config) -> int:
+    """About what a thread that multiplies needs: accumulators, sets of widened weights, codes, scales, addresses."""
+    accumulators = config.tokens if config.promotes else config.tokens // 2
+    widened = 8 * config.x_bytes * (2 if config.promotes else config.register_sets)
+    # Scales and biases of all its row tiles, where a thread adds up what others send.
+    summing = 4 * config.row_warpgroups if config.k_blocks > 1 else 0
+    groups = 8 if config.group == 32 else 0  # four scales and zeros of two rows at a time
+    walk = 4 if config.stripes else 0
+    return accumulators + widened + words_at_hand(config) + 24 + summing + groups + walk - 4 * (config.resident > 1)
+
+
+def _at_launch(config: Config) -> int:
+    """Registers of a thread at launch, with a producer beside the warpgroups, on a quarter of a multiprocessor."""
+    return min(512 // config.resident // (config.warpgroups + 1) // 8 * 8, 255)
+
+
+def most_registers(config: Config) -> int:
+    """Registers of a thread that multiplies after the producer has given up all but 32."""
+    if not config.reallocates:
+        return _at_launch(config)
+    return ((config.warpgroups + 1) * _at_launch(config) - 32) // config.warpgroups // 8 * 8
+
+
+def place(problem: Problem, config: Config) -> tuple[int, int]:
+    """Row tiles (of clusters) and token tiles."""
+    return -(-problem.weight_tiles * TILE_ROWS // config.rows), -(-problem.m // config.tokens)
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Blocks of a launch: at most one a multiprocessor; clusters walk over several tiles if there are more."""
+    row_tiles, token_tiles = place(problem, config)
+    tiles = row_tiles * token_tiles
+    if config.stripes:
+        return config.stripes, 1, 1
+    if config.resident > 1:  # one a multiprocessor, some of them idle
+        return max(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
+    if config.k_warpgroups * config.k_blocks > 1 or config.halves:
+        return tiles * config.cluster, 1, 1
+    return min(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1

@@ -1,0 +1,198 @@
+// sm90_packed_gemm: its arguments, what lies where in shared memory, and which units of which tile a block works on.
+#ifndef ANYBIT_PACKED_LARGE_SHAPE_CUH
+#define ANYBIT_PACKED_LARGE_SHAPE_CUH
+
+#include "gemm/packed_dequantize.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
+
+struct Params {
+    ptx::TensorMap x;         // [tokens, inputs], box: 128 bytes of a row x tokens / row_blocks
+    ptx::TensorMap x_tail;    // the same in boxes of Shape::tail_rows, for a tile that lacks many of its tokens
+    const uint8_t* tiles;     // [units][weight_tiles][tile_bytes]
+    const float* row_scale;   // [rows padded to 64]
+    const uint8_t* row_zero;  // whole rows with zero points: [rows padded to 64], else null
+    const float* x_scale;     // 8-bit activations: [tokens], else null
+    const int32_t* x_sum;     // the sums of a token's codes, for integers and whole rows: [tokens], else null
+    const uint16_t* bias;     // [rows] in y's type, or null
+    uint16_t* y;              // [tokens, rows]
+    float4* partials;         // stripes: [blocks][warpgroups along the rows][tokens / 8][128], else null
+    uint64_t* arrived;        // stripes: [blocks][warpgroups along the rows], `sums_are_there` while sums are, else null
+    int tokens, rows;         // M and N as the caller sees them
+    int units;                // inputs padded to 128, over 128
+    int weight_tiles;         // rows padded to 64, over 64
+    int row_tiles;            // row ranges of clusters: ceil(weight_tiles / (row_warpgroups * row_blocks))
+    int token_tiles;
+    int raster;               // row tiles that neighbouring clusters walk together
+    int whole_tiles;          // so many tiles are never shared by stripes
+};
+
+namespace packed {
+
+template <class Config>
+struct PackedGemmShape {
+    static constexpr int warpgroups = Config::row_warpgroups * Config::k_warpgroups;
+    // Warps that fill the ring by turns. One takes some 360 cycles a stage: longer than its products where these are few.
+    static constexpr int most_producers = Config::row_warpgroups * Config::tokens < 256 ? 4 : 1;
+    // Four row tiles in stages of two units keep the tensor cores busy for as long: gate_up at 16 tokens 16.3 us for 16.7.
+    static constexpr int at_once = Config::row_warpgroups == 4 && Config::span == 2 ? 1 : most_producers;
+    static constexpr int producers = Config::stages < at_once ? Config::stages : at_once;
+    static constexpr int producer_threads = Config::reallocates || most_producers > 1 ? 128 : 32;
+    static constexpr bool bytes_of_x = Config::operand == Operand::s8 || Config::operand == Operand::e4m3;
+    static constexpr int element_bytes = bytes_of_x ? 1 : 2;
+    static constexpr int steps = 2 * element_bytes;  // products of 32 bytes of inputs in half a unit
+    static constexpr int box_bytes = Config::tokens * 128;
+    static constexpr int x_bytes = box_bytes * element_bytes;  // 128 inputs are one box of bytes, two of 16 bits
+    // Rows beyond the matrix take a tensor-map copy twice as long as others: a tile that lacks many is loaded in these.
+    static constexpr int tail_rows = Config::row_blocks > 1 || Config::tokens < 48 ? 0 : Config::tokens <= 64 ? 16 : 32;
+    static constexpr int w_bytes = Config::direct > 0 ? 0 : Config::row_warpgroups * Config::tile_bytes;
+    static constexpr int unit_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
+    static constexpr int stage_bytes = Config::span * unit_bytes;
+    static constexpr int ring_bytes = Config::stages * stage_bytes;
+    static constexpr bool striped = Config::stripes > 0;
+    static constexpr bool reduces = !striped && Config::k_warpgroups * Config::k_blocks > 1;
+    // Partial sums of the tokens that the block finishes: those of its own warpgroups lie in its ring once that is empty, and
+    // it has a place of its own for what it receives.
+    static constexpr int groups = Config::tokens / 8, fours = (groups + Config::k_blocks - 1) / Config::k_blocks;
+    static constexpr int share = fours * 8;  // the last block's may be less
+    static PTX int groups_of(int k_rank) { return max(min(groups - k_rank * fours, fours), 0); }
+    static constexpr int share_bytes = reduces ? warpgroups * share * 256 : 0;
+    // Outputs of warpgroups along K, on their way to Y in whole lines, lie behind these sums.
+    static constexpr int output_bytes = reduces && Config::k_warpgroups > 1 ? Config::row_warpgroups * share * 128 : 0;
+    static constexpr int reduce_bytes = share_bytes + output_bytes;
+    static constexpr int receive_offset = ring_bytes > reduce_bytes ? ring_bytes : reduce_bytes;
+    // Two blocks that halve a row tile finish half of its tokens each: one warpgroup's sums of those cross.
+    static constexpr int half_bytes = Config::halves ? Config::tokens / 2 * 256 : 0;
+    static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes + half_bytes;
+    static constexpr int staging_bytes = reduces ? 0 : warpgroups * Config::places * Config::staged * 128;
+    // Where warpgroups that share the inputs of a stripe leave their sums for the first of them.
+    static constexpr int meeting_bytes = striped ? (warpgroups - Config::row_warpgroups) * Config::tokens * 256 : 0;
+    static constexpr int barrier_offset = body_bytes + staging_bytes + meeting_bytes;
+    // So much of a multiprocessor's that no more blocks share it than are meant to: others would stand idle.
+    static constexpr int needed = barrier_offset + Config::stages * 24 + 8;
+    static constexpr int least = Config::resident == 1 ? 119808 : 81920;
+    static constexpr int bytes = needed > least ? needed : least;
+};
+
+// A stage and the parity of the barriers of its current use.
+template <int stages>
+struct RingCursor {
+    int stage = 0;
+    uint32_t parity = 0;
+    PTX void advance(int steps) {
+        stage += steps;
+        if (stage >= stages) {
+            stage -= stages;
+            parity ^= 1;
+        }
+    }
+};
+
+// The first barriers of the ring's stages: weights have landed, x has landed, all have been read.
+struct RingBarriers {
+    uint32_t full_w, full_x, empty, received;  // received: one, for the partial sums of other blocks
+};
+
+struct TilePlace {
+    int row_tile, token_tile;
+};
+
+// Bands of `raster` row tiles, walked token tile by token tile, so that blocks at work together share X and W in L2.
+PTX TilePlace tile_place(const Params& p, int tile) {
+    const int band = tile / (p.raster * p.token_tiles), within = tile - band * p.raster * p.token_tiles;
+    const int first = band * p.raster, height = min(p.raster, p.row_tiles - first);
+    return {first + within % height, within / height};
+}
+
+// The first of a block's tiles of 64 rows. Two blocks that halve a row tile have two times row_warpgroups - 1 together.
+template <class Config>
+PTX int first_tile(const TilePlace& place, int row_rank, int half) {
+    if (Config::halves) return place.row_tile * (2 * Config::row_warpgroups - 1) + half * (Config::row_warpgroups - 1);
+    return (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups;
+}
+
+// The units of the halved row tile that one of the two blocks multiplies.
+template <class Config>
+struct Half {
+    int begin, end;
+    PTX Half(const Params& p, int half) : begin(half * (p.units / Config::span) / 2), end((half + 1) * (p.units / Config::span) / 2) {}
+    PTX bool has(int unit) const { return begin <= unit && unit < end; }
+};
+
+// A block's work on one tile: `count` units from unit `first` on.
+struct Part {
+    int tile, first, count;
+    PTX bool owns() const { return first == 0; }
+};
+
+// The parts that a block works on, one after another. All but a position is worked out anew when it is asked for, since
+// registers are dear.
+//
+// Without stripes these are every so many tiles, all units or a block's share of them. With stripes, the units of all
+// tiles but the first `whole_tiles` lie in one line, which is cut into equal stripes, one a block. A tile's owner is the
+// block that has its first unit. It waits for those that have the others, which come after it in the line and before it
+// in the grid: blocks that are waited for have begun, whatever else runs on the device.
+template <class Config>
+struct Walk {
+    static constexpr bool striped = Config::stripes > 0;
+    static constexpr int cluster_size = Config::k_blocks * Config::row_blocks * (Config::halves ? 2 : 1);
+    int position[1] = {0};  // tiles, or units in the block's own line: of its whole tiles, then of its stripe
+
+    PTX static int blocks() { return gridDim.x / cluster_size; }
+    PTX static int stripe() { return striped ? blocks() - 1 - blockIdx.x : blockIdx.x / cluster_size; }
+    // Where a stripe begins in the line of units.
+    PTX static int begin_of(const Params& p, int which) {
+        return which * ((p.row_tiles * p.token_tiles - p.whole_tiles) * p.units) / blocks();
+    }
+    // Where a tile ends in the line of units.
+    PTX static int end_of(const Params& p, int tile) { return (tile - p.whole_tiles + 1) * p.units; }
+
+    PTX bool at(const Params& p, int k_rank, Part& part) const {
+        if (!striped) {
+            part.tile = stripe() + position[0] * blocks();
+            const int steps = p.units / Config::span;
+            part.first = k_rank * steps / Config::k_blocks;
+            part.count = (k_rank + 1) * steps / Config::k_blocks - part.first;
+            return part.tile < p.row_tiles * p.token_tiles;
+        }
+        const int waves = p.whole_tiles / blocks();
+        if (position[0] < waves * p.units) {
+            part = {position[0] / p.units * blocks() + stripe(), 0, p.units};
+            return true;
+        }
+        const int place = begin_of(p, stripe()) + position[0] - waves * p.units, end = begin_of(p, stripe() + 1);
+        const int which = place / p.units;
+        part.tile = p.whole_tiles + which;
+        part.first = place - which * p.units;
+        part.count = min(p.units - part.first, end - place);
+        return place < end;
+    }
+    PTX void advance(const Part& part) { position[0] += striped ? part.count : 1; }
+    // Has the compiler work out the part again from here on.
+    PTX void forget() {
+        if (striped) ptx::wgmma_touch(position);
+    }
+};
+
+template <bool condition, class Yes, class No> struct Choose { using type = Yes; };
+template <class Yes, class No> struct Choose<false, Yes, No> { using type = No; };
+
+// Products accumulate as the tensor cores do, in int32 or float32, and where a group's scale must be applied to them, or
+// where e4m3's 14 bits must not add up for long, they are promoted: added to float totals after every group or unit.
+template <class Config>
+struct Sums {
+    static constexpr bool promotes =
+        Config::operand == Operand::e4m3 || (Config::operand == Operand::s8 && Config::group != 0);
+    // Unsigned codes are multiplied, and their zeros come in at the end.
+    static constexpr bool raw = Config::operand == Operand::s8 && Config::group == 0;
+    using Product = typename Choose<Config::operand == Operand::s8, int32_t, float>::type;
+    using Total = typename Choose<promotes, float, Product>::type;
+};
+
+template <class Config>
+using Widen = typename Choose<Config::operand == Operand::s8 || Config::operand == Operand::e4m3, Widen8<Config>,
+                              Widen16<Config>>::type;
+
+}  // namespace packed
+
+#endif  // ANYBIT_PACKED_LARGE_SHAPE_CUH

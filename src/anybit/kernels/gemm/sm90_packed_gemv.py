@@ -1,0 +1,406 @@
+"""y = x W^T in integers for up to 4 tokens of 16-bit activations and packed weights. Host side of sm90_packed_gemv.cuh.
+
+``launch_norm`` multiplies the RMSNorm of x + residual instead of x: one launch for what would be two, of rows that a
+block has at hand anyway.
+"""
+
+import enum
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError
+from anybit.jit import Float32, Int32, Pointer
+from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm.packed_layout import PackedWeight, round_up
+from anybit.kernels.gemm.sm90_packed_skinny import (
+    Params,
+    Problem,
+    arguments,
+    block_units,
+    checked_problem,
+    problem_why_not,
+    sixteen_bits_why_not,
+)
+
+MOST_TOKENS = 4
+_UNIT_ROWS = packed_layout.UNIT_ROWS
+
+
+class Source(enum.Enum):
+    """The type of the activations, the result and the bias."""
+
+    f16 = "float16"
+    bf16 = "bfloat16"
+
+
+class Code(enum.Enum):
+    """The code of the weights, see anybit.scheme."""
+
+    sym = "sym"
+    asym = "asym"
+    bipolar = "bipolar"
+
+
+@dataclass(frozen=True)
+class Config:
+    """How. The first fields repeat the problem; then
+
+    tokens: at least m. warps of a block: they share the columns of W. stage_units: units of 16 rows of one copy, of
+    which `chunks` are a block's rows. stages: copies in a warp's ring; prefetch: how many of them start at once, the
+    others as these land. x_stages: blocks of activations at hand for a warp; x_resident: all of them. trigger: the next
+    kernel may start at once (0), or when trigger - 1 copies of weights are still to be started. blocks_a_sm: bound on
+    registers. least_shared: see ``packed_few.apart``.
+    """
+
+    source: Source
+    bits: int
+    group: int
+    code: Code
+    gather: bool
+    ragged: bool
+    tokens: int
+    warps: int
+    stage_units: int
+    chunks: int
+    stages: int
+    x_stages: int
+    x_resident: bool
+    prefetch: int
+    trigger: int = 0
+    blocks_a_sm: int = 1
+    least_shared: int = 0
+
+
+@dataclass(frozen=True)
+class NormParams(Params):
+    """Arguments of one launch with a norm; see sm90_packed_gemv.cuh."""
+
+    residual: Pointer
+    residual_sum: Pointer
+    gamma: Pointer
+    residual_stride: Int32
+    epsilon: Float32
+    part: Float32
+
+
+@dataclass(frozen=True)
+class RotaryParams(NormParams):
+    """Arguments of one launch with a norm before it and the rotary embedding after it; see sm90_packed_gemv.cuh."""
+
+    cosine: Pointer
+    sine: Pointer
+    ring: Pointer
+    lengths: Pointer
+    sequences: Pointer
+    query_heads: Int32
+    key_heads: Int32
+    head_dim: Int32
+    new_tokens: Int32
+    ring_tokens: Int32
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    reason = problem_why_not(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py") or sixteen_bits_why_not(problem)
+    if reason is not None:
+        return reason
+    return None if config is None else _config_why_not(problem, config)
+
+
+def _config_why_not(p: Problem, c: Config) -> str | None:
+    if c != _facts(p, c):
+        return "the config was made for another problem"
+    if c.tokens < p.m:
+        return f"the config holds {c.tokens} tokens, and there are {p.m}"
+    if not 1 <= c.warps <= 32:
+        return f"a block has 1 to 32 warps, not {c.warps}"
+    if c.x_resident != (c.x_stages * c.warps >= p.columns // 128):
+        return "x_resident must say whether x_stages hold all of a warp's activations"
+    if not 1 <= c.prefetch <= c.stages:
+        return f"prefetch = {c.prefetch} must be 1 to stages = {c.stages}"
+    size = shared_bytes(c)
+    if size > p.device.shared_bytes:
+        return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
+    return None
+
+
+def _facts(p: Problem, c: Config) -> Config:
+    """``c`` with what the problem decides."""
+    return replace(
+        c,
+        source=Source.f16 if p.activations == torch.float16 else Source.bf16,
+        bits=p.weights.bits,
+        group=min(p.weights.group or 0, 128),
+        code=Code(p.weights.code),
+        gather=p.act_order or not p.aligned,
+        ragged=p.k % 128 != 0,
+    )
+
+
+def _columns(c: Config) -> int:
+    """Columns of the product that a token takes: twice as many where codes lie at different bits of their bytes."""
+    free = c.group in (0, 128)
+    return 2 if c.code is not Code.bipolar and (c.bits in (6, 7, 8) or (c.bits in (3, 5) and not free)) else 4
+
+
+def _unit_bytes(c: Config) -> int:
+    return packed_layout.unit_bytes_of(c.bits, c.group or None, c.code is Code.asym)
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: a ring of weights (in the end its sums) and digits a warp; factors; barriers."""
+    c = config
+    rows, columns = c.stage_units * c.chunks * _UNIT_ROWS, _columns(c)
+    flushes = max(1, packed_layout.subgroups(c.group or None))
+    ring = round_up(max(c.stages * c.stage_units * _unit_bytes(c), c.tokens * rows * 4), 128)
+    slot = round_up(c.tokens * (columns * 144 + flushes * 8), 16)
+    return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.least_shared)
+
+
+@functools.cache
+def kernel(config: Config, silu: bool = False) -> jit.Kernel:
+    """The kernel of a config; silu: the one that ends with SiLU."""
+    entry = "sm90_packed_gemv_silu" if silu else "sm90_packed_gemv"
+    return jit.Kernel("gemm/sm90_packed_gemv.cuh", entry, config, Params, config.warps * 32, shared_bytes(config))
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
+    units = _units(problem)
+    return max(min(problem.device.sms, units), -(-units // (config.stage_units * config.chunks))), 1, 1
+
+
+def _units(p: Problem) -> int:
+    return round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
+
+
+def fitted(
+    p: Problem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0, **changes: int
+) -> Config:
+    """A config of these warps, whose rings have about ``kibibytes`` together; prefetch 0 chooses one."""
+    mine = block_units(_units(p), p.device)
+    stage_units = min(stage_units, mine)
+    blocks = -(-p.columns // 128 // warps)
+    base = Config(
+        Source.f16, 1, 0, Code.sym, False, False, tokens=next(t for t in (1, 2, 4) if t >= p.m), warps=warps,
+        stage_units=stage_units, chunks=-(-mine // stage_units), stages=1, x_stages=min(x_stages, blocks),
+        x_resident=x_stages >= blocks, prefetch=1,
+    )  # fmt: skip
+    base = _facts(p, base)
+    stage = warps * stage_units * _unit_bytes(base)
+    stages = max(1, min(blocks * base.chunks, (kibibytes << 10) // stage))
+    whole = stages == blocks * base.chunks
+    # Enough in flight to keep memory busy, and little enough not to hold up the activations.
+    prefetch = prefetch or ((20 << 10) if whole else (36 << 10)) // stage
+    found = replace(base, stages=stages, prefetch=max(1, min(stages, prefetch)))
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def configs(problem: Problem) -> Iterator[Config]:
+    """Every config worth trying, legal ones alone; the default first."""
+    first = default(problem)
+    yield first
+    seen = {first}
+    for warps in (8, 16):
+        for stage_units in (1, 2, 3, 4):
+            for kibibytes in (48, 72, 96):
+                for prefetch in (1, 2, 4):
+                    found = fitted(problem, warps, stage_units, kibibytes, 4, prefetch)
+                    if found not in seen and why_not(problem, found) is None:
+                        seen.add(found)
+                        yield found
+
+
+def default(problem: Problem) -> Config:
+    """The config to use where nothing was measured. Raises KernelError where there is none."""
+    return packed_layout.checked_default(problem, _default, why_not)
+
+
+@functools.cache
+def _default(p: Problem) -> Config:
+    """What won on an H200 (docs/packed.md).
+
+    Blocks of few rows take half of an SM's shared memory or less, so that the next kernel's fetch their weights beside
+    them. Blocks of many rows take all of it: the next kernel's then start where these end, and fill their rings while
+    slower SMs are still at work. Copies of 4 KB; the narrowest widths, whose rings hold much of the layer, let the next
+    kernel start when their last copy has been started.
+    """
+    units, bits = block_units(_units(p), p.device), p.weights.bits
+    blocks, many = p.columns // 128, units > 6
+    if units <= 3:
+        # Three units are two copies: such rings stay beside the layer ahead (packed_few.apart), 4.4 us of qkv for 5.6.
+        # For one token three copies of a unit each, five of the six that a warp needs at hand, are faster still (3.6).
+        one = units == 3 and p.m == 1
+        warps, most, first, half = (16, 1, 88 if bits == 4 else 72, True) if one else (16, 2, 108, True)
+    elif p.m > 2:
+        warps, most, first, half = 8, 7 if bits <= 2 else 4, 96, False
+    elif bits <= 2:
+        warps, most, first, half = 8 if p.m == 1 else 16, 7, 90, True
+    elif p.m == 2:
+        warps, most, first, half = (16, 2, 130, False) if bits <= 4 else (8, 2, 200, False)
+    else:
+        # Codes of 3 bits take longest to take out of their words: more warps for that, 12.0 us of gate_up for 12.6.
+        three = (12, 5, 141, False) if many else (8, 7, 180, False)
+        warps, most, first, half = {3: three, 4: (8, 7, 180, False)}.get(bits, (8, 4, 204, False))
+    stage_units = -(-units // -(-units // most))
+    resident = -(-blocks // warps)
+    room = (p.device.shared_bytes - 2048) // 2 if half else p.device.shared_bytes
+    # Activations of the blocks to come become digits between products: the first products begin earlier.
+    lean = (units == 3 and p.m <= 2 and bits == 4 and resident <= 2) or (many and p.m == 1 and bits in (2, 3))
+    prefetch = 0 if most > 1 else 1 if bits == 4 else 2
+    found = None
+    for kibibytes in (first, 96, 72, 48, 24, 8, 1):
+        if kibibytes > first:
+            continue
+        at_hand = 1 if lean else resident if resident <= 4 and p.m <= 2 else 2
+        found = fitted(p, warps, stage_units, kibibytes, at_hand, prefetch)
+        if shared_bytes(found) <= room:
+            break
+    assert found is not None
+    # Late, and yet before any block can have ended: an SM that is free too early would get two of the next kernel's.
+    late = units > 3 and p.m == 1 and half and 8 * found.stages >= 3 * resident * found.chunks
+    late = late or (bits == 3 and p.m == 1 and not half and not many)
+    return replace(found, trigger=int(late))
+
+
+def launch(
+    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
+    config: Config | None = None, pdl: bool = True,
+) -> None:  # fmt: skip
+    """y[:] = x W^T + bias, as sm90_packed_skinny.launch does it, without int8 activations."""
+    problem = checked_problem(weight, x, y, x_scale, bias)
+    config = packed_layout.checked_config(problem, config, default, why_not)
+    jit.launch(
+        kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl, device=y.get_device()
+    )
+
+
+def launch_silu(
+    weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, config: Config, pdl: bool = True,
+) -> None:  # fmt: skip
+    """y[:] = silu(gate) * up of x W^T + bias, whose outputs are eight of gate and eight of up in turn; y [m, n / 2]."""
+    problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2)
+    jit.launch(
+        kernel(config, True), arguments(weight, x, y, None, bias), grid(problem, config), pdl=pdl, device=y.get_device()
+    )
+
+
+NORM_TOKENS = 2
+"""The most tokens of a product that norms its activations itself."""
+
+
+def norm_why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why a product cannot norm its own activations, in a sentence; None if it can."""
+    reason = why_not(problem, config)
+    if reason is not None:
+        return reason
+    if problem.m > NORM_TOKENS:
+        return f"rows are normed by the product for up to {NORM_TOKENS} tokens, and there are {problem.m}"
+    if problem.act_order or not problem.aligned or problem.k % 4:
+        return "rows that are gathered, or no whole fours, are normed by a kernel of their own"
+    if config is not None and not config.x_resident:
+        return "the config does not hold whole rows of activations"
+    return None
+
+
+@functools.cache
+def norm_default(problem: Problem) -> Config:
+    """The config of a product with a norm. Raises KernelError where there is none."""
+    config = default(problem)
+    resident = -(-problem.columns // 128 // config.warps)
+    config = replace(config, x_stages=max(resident, config.x_stages), x_resident=True)
+    reason = norm_why_not(problem, config)
+    if reason is not None:
+        raise KernelError(reason)
+    return config
+
+
+@functools.cache
+def norm_kernel(config: Config, silu: bool = False) -> jit.Kernel:
+    """The kernel of a config that norms first."""
+    threads, entry = config.warps * 32, "sm90_packed_gemv_norm_silu" if silu else "sm90_packed_gemv_norm"
+    return jit.Kernel("gemm/sm90_packed_gemv.cuh", entry, config, NormParams, threads, shared_bytes(config))
+
+
+def norm_arguments(
+    weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, gamma: Tensor, epsilon: float,
+    residual: Tensor | None, residual_sum: Tensor | None,
+) -> NormParams:  # fmt: skip
+    """The NormParams of a launch, unchecked."""
+    p, stride = arguments(weight, x, y, None, bias), 0 if residual is None else residual.stride(0)
+    return NormParams(
+        p.tiles, p.row_scale, p.row_zero, p.permutation, p.x, p.x_scale, p.bias, p.y, p.m, p.n, p.k, p.x_stride,
+        p.column_blocks, p.row_tiles, residual, residual_sum, gamma, stride, epsilon, 1 / p.k,
+    )  # fmt: skip
+
+
+def launch_norm(
+    weight: PackedWeight, x: Tensor, y: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
+    residual_sum: Tensor | None, bias: Tensor | None, config: Config, pdl: bool = True,
+    silu: bool = False,
+) -> None:  # fmt: skip
+    """y[:] = norm(x + residual) W^T + bias, residual_sum[:] = x + residual; a legal config, operands checked by ops.
+
+    x, residual, residual_sum [m, k] and gamma [k] in one 16-bit type, rows on 16 bytes; residual and its sum together
+    or not at all. silu: as ``launch_silu``.
+    """
+    problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2 if silu else 0)
+    params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum)
+    jit.launch(norm_kernel(config, silu), params, grid(problem, config), pdl=pdl, device=y.get_device())
+
+
+@functools.cache
+def rotary_kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config that norms first, and turns and stores queries, keys and values in the end."""
+    size, threads = shared_bytes(config), config.warps * 32
+    return jit.Kernel("gemm/sm90_packed_gemv.cuh", "sm90_packed_gemv_norm_rotary", config, RotaryParams, threads, size)
+
+
+def rotary_arguments(norm: NormParams, step: "RopeStoreArgs") -> RotaryParams:
+    """The RotaryParams of a launch, unchecked."""
+    dim = step.cosine.shape[1]
+    return RotaryParams(
+        **vars(norm), cosine=step.cosine, sine=step.sine, ring=step.ring, lengths=step.lengths,
+        sequences=step.sequences, query_heads=step.query_heads, key_heads=step.key_heads, head_dim=dim,
+        new_tokens=step.tokens, ring_tokens=step.ring.shape[-1] // dim,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RopeStoreArgs:
+    """Where queries, keys and values of a step's newest tokens go, and how far they turn.
+
+    cosine, sine: [m, head_dim].  ring: a layer's, [sequences, key_heads, 2, ring tokens * head_dim].  lengths:
+    int32 [sequences], the new tokens included.  sequences: int32 [m / tokens], None for 0, 1, 2 ...  tokens: new ones
+    of each.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+    ring: Tensor
+    lengths: Tensor
+    sequences: Tensor | None
+    query_heads: int
+    key_heads: int
+    tokens: int
+
+
+def launch_rotary(
+    weight: PackedWeight, x: Tensor, q: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
+    residual_sum: Tensor | None, bias: Tensor | None, config: Config, step: RopeStoreArgs, pdl: bool = True,
+) -> None:  # fmt: skip
+    """q[:] = the turned queries of norm(x + residual) W^T + bias; its keys, turned, and values go to the step's ring.
+
+    Outputs are queries, keys and values, channels of the first two as ``rope.paired_channels`` says; q [m, query_heads
+    * head_dim]. Else as ``launch_norm``.
+    """
+    problem = checked_problem(weight, x, q, None, bias, q.shape[1])
+    norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum)
+    jit.launch(
+        rotary_kernel(config), rotary_arguments(norm, step), grid(problem, config), pdl=pdl, device=q.get_device()
+    )

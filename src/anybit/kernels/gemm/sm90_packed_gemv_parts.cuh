@@ -1,0 +1,290 @@
+// What sm90_packed_gemv.cuh is made of: its arguments, the places of codes in operand words, activations as digits, and the
+// product of a unit with them.
+#ifndef ANYBIT_PACKED_DIGITS_PARTS_CUH
+#define ANYBIT_PACKED_DIGITS_PARTS_CUH
+
+#include "gemm/packed_layout.cuh"
+#include "gemm/packed_params.cuh"
+#include "common/values.cuh"
+
+// A product of the RMSNorm of x + residual: every block norms what it reads anyway, the first one writes the sum down.
+struct NormParams : Params {
+    const uint16_t* residual;    // [m, k], rows residual_stride apart, or null
+    uint16_t* residual_sum;      // [m, k]: x + residual, where there is one
+    const uint16_t* gamma;       // [k]
+    int32_t residual_stride;
+    float epsilon, part;         // part: 1 / k
+};
+
+// A product of queries, keys and values that turns the first two by their position (rotary embedding) and stores the last
+// two in the 16-bit ring of a KV cache. Units of queries and keys have eight channels of the first half of a head, and the
+// eight of the second half that turn with them. y: the queries [m, query_heads, head_dim].
+struct RotaryParams : NormParams {
+    const uint16_t* cosine;      // [m, head_dim]
+    const uint16_t* sine;
+    uint16_t* ring;              // [sequences, key_heads, 2, ring_tokens * head_dim]
+    const int32_t* lengths;      // of each sequence, the new tokens included
+    const int32_t* sequences;    // [m / new_tokens], or null for 0, 1, 2 ...
+    int32_t query_heads, key_heads, head_dim, new_tokens, ring_tokens;
+};
+
+enum class Source { f16, bf16 };
+enum class Code { sym, asym, bipolar };
+
+namespace packed {
+
+// Where two bytes of an operand word come from: registers of 16-bit fields (of row g; row g + 8 has the next), and the bits
+// of their bytes at which their codes are left. Fields give bytes 0 and 2 from `low`, 1 and 3 from `high`.
+struct BytePair {
+    int low, low_at, high, high_at;
+};
+// Word i = 2 * (step of 32) + half. Any pairing will do, if activations are dealt likewise and groups keep their steps.
+__device__ constexpr BytePair byte_pair(int bits, int group, int i) {
+    if (power_of_two(bits)) return {4 * i, piece(bits, 16, 4 * i, 0).bit % 8, 4 * i + 2, piece(bits, 16, 4 * i + 2, 0).bit % 8};
+    const bool free = group == 0 || group >= tile_columns;
+    if (bits == 3 && free) {  // a field holds codes at bits 0, 3, 6, 9 and 12, and a left-over bit
+        if (i < 3) return {2 * i, 0, 18 + 2 * i, 1};
+        if (i < 6) return {2 * i, 3, 18 + 2 * i, 4};
+        return i == 6 ? BytePair{12, 0, 14, 0} : BytePair{16, 0, 30, 0};
+    }
+    if (bits == 5 && free) {  // at bits 0, 5 and 10, and a left-over bit
+        if (i < 5) return {2 * i, 0, 20 + 2 * i, 2};
+        return i == 5 ? BytePair{10, 0, 12, 0} : i == 6 ? BytePair{14, 0, 16, 0} : BytePair{18, 0, 30, 0};
+    }
+    return {4 * i, 0, 4 * i + 2, 0};
+}
+__device__ constexpr int column_of(int j) { return 16 * (j >> 2) + 8 * ((j >> 1) & 1); }
+
+// What follows from a Config alone.
+template <class C> struct DigitShape {
+    static constexpr int groups = subgroups(C::group), flushes = groups == 0 ? 1 : groups;
+    static constexpr bool whole_rows = C::group == 0;
+    static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code == Code::asym);
+    static constexpr int stage_bytes = C::stage_units * unit_size, units = C::stage_units * C::chunks, rows = units * 16;
+    static __device__ constexpr int top() {
+        int most = C::code == Code::bipolar ? 1 : 0;  // half a step is an integer then
+        for (int i = 0; i < 8; i++) {
+            const BytePair pair = byte_pair(C::bits, C::group, i);
+            most = pair.low_at > most ? pair.low_at : most, most = pair.high_at > most ? pair.high_at : most;
+        }
+        return most;
+    }
+    static constexpr int columns = top() == 0 ? 2 : 4;  // of a token: digits
+    static constexpr int token_tiles = (C::tokens * columns + 7) / 8, pitch = 128 + 16;
+    static constexpr int facts = C::tokens * columns * pitch;        // of a slot: after the digits scale and sum a token
+    static constexpr int slot_bytes = (facts + C::tokens * flushes * 8 + 15) / 16 * 16;
+    static constexpr int ring_bytes = (C::stages * stage_bytes > C::tokens * rows * 4 ? C::stages * stage_bytes : C::tokens * rows * 4) + 127 & ~127;
+    static constexpr int slots = C::warps * ring_bytes, factors = slots + C::warps * C::x_stages * slot_bytes;
+    static constexpr int barriers = factors + rows * 8, bytes = barriers + C::warps * C::stages * 8;
+    // Eight numbers below 256, the i-th of them for lanes 4i to 4i + 3.
+    template <class F> static __device__ constexpr uint64_t eight(F&& of) {
+        uint64_t all = 0;
+        for (int i = 0; i < 8; i++) all |= static_cast<uint64_t>(of(byte_pair(C::bits, C::group, i))) << (8 * i);
+        return all;
+    }
+};
+struct LowColumn { __device__ constexpr int operator()(BytePair p) const { return column_of(p.low); } };
+struct HighColumn { __device__ constexpr int operator()(BytePair p) const { return column_of(p.high); } };
+template <int top> struct LowShift { __device__ constexpr int operator()(BytePair p) const { return top - p.low_at; } };
+template <int top> struct HighShift { __device__ constexpr int operator()(BytePair p) const { return top - p.high_at; } };
+
+// A lane's part of a block of activations, four numbers a token, on their way to a slot.
+template <class C> struct Incoming {
+    using S = DigitShape<C>;
+    uint32_t pairs[C::tokens][2];
+
+    // The lane's pairs of columns in a block: those of the fields of `low` and of `high`.
+    static __device__ __forceinline__ void columns(int (&found)[2], uint32_t lane) {
+        constexpr uint64_t low = S::eight(LowColumn{}), high = S::eight(HighColumn{});
+        const uint32_t i = lane >> 2;
+        found[0] = static_cast<int>(low >> (8 * i) & 255) + static_cast<int>(lane & 3) * 2;
+        found[1] = static_cast<int>(high >> (8 * i) & 255) + static_cast<int>(lane & 3) * 2;
+    }
+
+    // Four columns next to each other, so that a block of them is read but once; `deal` gives lanes what is theirs.
+    __device__ __forceinline__ void load(const Params& p, int block, uint32_t lane) {
+        int at[2];
+        columns(at, lane);
+#pragma unroll
+        for (int token = 0; token < C::tokens; token++) {
+            const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x) + static_cast<size_t>(token) * p.x_stride;
+            pairs[token][0] = pairs[token][1] = 0;
+            if (token < p.m) {
+                if constexpr (C::gather) {  // any order of columns, any alignment
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int column = block * 128 + at[e >> 1] + (e & 1);
+                        const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
+                        if (channel >= 0) pairs[token][e >> 1] |= static_cast<uint32_t>(x[channel]) << (16 * (e & 1));
+                    }
+                } else {
+                    const int column = block * 128 + static_cast<int>(lane) * 4;
+                    if (!C::ragged || column + 4 <= p.k) {
+                        const uint2 v = ptx::ld_global_cg_v2(x + column);
+                        pairs[token][0] = v.x, pairs[token][1] = v.y;
+                    } else {
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            if (column + e < p.k) pairs[token][e >> 1] |= static_cast<uint32_t>(x[column + e]) << (16 * (e & 1));
+                    }
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void deal(uint32_t lane) {
+        if constexpr (!C::gather) {
+            int at[2];
+            columns(at, lane);
+#pragma unroll
+            for (int token = 0; token < C::tokens; token++) {
+                uint32_t mine[2];
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const uint32_t even = ptx::shfl(pairs[token][0], at[h] / 4), odd = ptx::shfl(pairs[token][1], at[h] / 4);
+                    mine[h] = at[h] & 2 ? odd : even;
+                }
+                pairs[token][0] = mine[0], pairs[token][1] = mine[1];
+            }
+        }
+    }
+
+    // x = scale * v, v of 14 bits and a sign, scale a power of two; digits of v * 2^shift; what zero points subtract.
+    __device__ __forceinline__ void store(uint32_t slot, uint32_t lane) {
+        deal(lane);
+        constexpr int top = S::top();
+        constexpr uint64_t low = S::eight(LowShift<top>{}), high = S::eight(HighShift<top>{});
+        constexpr int mantissa = C::source == Source::bf16 ? 7 : 10, bias = C::source == Source::bf16 ? 127 : 15;
+        const uint32_t i = lane >> 2, shifts[2] = {static_cast<uint32_t>(low >> (8 * i) & 255), static_cast<uint32_t>(high >> (8 * i) & 255)};
+        uint32_t largest[C::tokens];
+#pragma unroll
+        for (int token = 0; token < C::tokens; token++) {
+            largest[token] = 0;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const uint32_t magnitude = (pairs[token][e >> 1] >> (16 * (e & 1))) & 0x7fffu;
+                largest[token] = magnitude > largest[token] ? magnitude : largest[token];
+            }
+            largest[token] = ptx::redux_max(largest[token]);
+        }
+#pragma unroll
+        for (int token = 0; token < C::tokens; token++) {
+            int exponent = static_cast<int>(largest[token] >> mantissa) - bias;  // |x| < 2^(exponent + 1)
+            const bool finite = exponent <= bias;
+            exponent = exponent < -100 ? -100 : exponent;
+            const float up = __uint_as_float(static_cast<uint32_t>(127 + 13 - exponent) << 23);
+            uint32_t digits[4];
+            int sum = 0;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const uint16_t bits = static_cast<uint16_t>(pairs[token][e >> 1] >> (16 * (e & 1)));
+                // Adding 1.5 * 2^23 rounds to an integer in the low bits, without the slow conversions.
+                const float rounded = fmaf(C::source == Source::bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits), up, 12582912.0f);
+                const int v = static_cast<int>(__float_as_uint(rounded)) - 0x4b400000;
+                sum += v;
+                // The digits of v, the lower two with their top bits turned over.
+                digits[e] = (static_cast<uint32_t>(v) << shifts[e >> 1]) + (S::columns > 2 ? 0x8080u : 0x80u);
+            }
+            // Bytes 0 and 2 of a word are the fields of `low`, 1 and 3 those of `high`.
+            const uint32_t first = ptx::prmt(digits[0], digits[2], 0x5410), second = ptx::prmt(digits[1], digits[3], 0x5410);
+            const uint32_t at = slot + token * (S::columns * S::pitch) + lane * 4;
+            ptx::st_shared_u32(at, ptx::prmt(first, second, 0x6420) ^ 0x80808080u);
+            ptx::st_shared_u32(at + S::pitch, ptx::prmt(first, second, 0x7531) ^ (S::columns > 2 ? 0x80808080u : 0));
+            if constexpr (S::columns > 2) {
+                const uint32_t third = ptx::prmt(digits[0], digits[2], 0x0062), fourth = ptx::prmt(digits[1], digits[3], 0x0062);
+                ptx::st_shared_u32(at + 2 * S::pitch, ptx::prmt(third, fourth, 0x5410));
+                ptx::st_shared_u32(at + 3 * S::pitch, 0);
+            }
+            const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent - top) << 23) : __uint_as_float(0x7fc00000u);
+            // Sums by groups: their columns are those of lanes next to each other.
+            constexpr int lanes = 32 / S::flushes;
+            if constexpr (S::flushes == 1) sum = static_cast<int>(ptx::redux_add(static_cast<uint32_t>(sum)));
+            else
+#pragma unroll
+                for (int step = 1; step < lanes; step *= 2) sum += ptx::shfl_xor(sum, step);
+            if (lane % lanes == 0) {
+                constexpr int zero2 = C::code == Code::bipolar ? (1 << C::bits) - 1 : 1 << C::bits;  // twice the fixed zero
+                constexpr int unit = 1 << top, subtract = C::code == Code::asym ? unit : top > 0 ? unit / 2 * zero2 : zero2 / 2;
+                ptx::st_shared_v2(slot + S::facts + (token * S::flushes + lane / lanes) * 8, {__float_as_uint(scale), static_cast<uint32_t>(-subtract * sum)});
+            }
+        }
+    }
+};
+
+// The operand word i of a row (0: g, 1: g + 8): its codes where they are cheapest.
+template <class C, int i, int row, int words> __device__ __forceinline__ uint32_t byte_codes(const uint32_t (&w)[words]) {
+    constexpr BytePair pair = byte_pair(C::bits, C::group, i);
+    return codes<C::bits, 16, pair.low + row, pair.low_at>(w) | codes<C::bits, 16, pair.high + row, 8 + pair.high_at>(w);
+}
+
+// A block of activations as a warp holds it, and the product of a unit with it.
+template <class C> struct DigitProduct {
+    using S = DigitShape<C>;
+    uint32_t b[S::token_tiles][8];
+    int32_t subtract[S::token_tiles][S::flushes];  // in the first column of each token, else 0
+    float scale[S::token_tiles];
+
+    __device__ __forceinline__ void take(uint32_t slot, uint32_t lane) {
+#pragma unroll
+        for (int n = 0; n < S::token_tiles; n++) {
+            const uint32_t row = (n * 8 + (lane & 7)) % (C::tokens * S::columns);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                uint32_t r[4];
+                ptx::ldmatrix_x4(r, slot + row * S::pitch + half * 64 + (lane >> 3) * 16);
+#pragma unroll
+                for (int i = 0; i < 4; i++) b[n][half * 4 + i] = r[i];
+            }
+            const uint32_t column = n * 8 + (lane & 3) * 2, token = column / S::columns % C::tokens;
+#pragma unroll
+            for (int f = 0; f < S::flushes; f++) {
+                const uint2 fact = ptx::ld_shared_v2(slot + S::facts + (token * S::flushes + f) * 8);
+                scale[n] = __uint_as_float(fact.x);
+                subtract[n][f] = column % S::columns == 0 ? static_cast<int32_t>(fact.y) : 0;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void add(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros) const {
+        uint32_t words[2 * C::bits];
+        load_words_shared<C::bits>(words, unit, lane);
+        unroll<0, S::flushes>([&](auto which) {
+            constexpr int f = decltype(which)::value;
+            uint32_t pair = 0, zeros = row_zeros;
+            if constexpr (!S::whole_rows) {
+                pair = ptx::ld_shared_u32(unit + 256 * C::bits + f * 32 + (lane >> 2) * 4);
+                if constexpr (C::code == Code::asym)  // two zeros of four bytes are this lane's: rows g and g + 8
+                    zeros = ptx::ld_shared_u32(unit + 256 * C::bits + S::groups * 32 + f * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
+            }
+            int32_t part[S::token_tiles][4];
+#pragma unroll
+            for (int n = 0; n < S::token_tiles; n++) {
+                const int32_t start = C::code == Code::asym ? 0 : subtract[n][f];
+                part[n][0] = part[n][2] = start, part[n][1] = part[n][3] = 0;
+            }
+            unroll<f * 4 / S::flushes, (f + 1) * 4 / S::flushes>([&](auto index) {
+                constexpr int step = decltype(index)::value;
+                const uint32_t a[4] = {byte_codes<C, 2 * step, 0>(words), byte_codes<C, 2 * step, 1>(words),
+                                       byte_codes<C, 2 * step + 1, 0>(words), byte_codes<C, 2 * step + 1, 1>(words)};
+#pragma unroll
+                for (int n = 0; n < S::token_tiles; n++) {
+                    const uint32_t digits[2] = {b[n][2 * step], b[n][2 * step + 1]};
+                    ptx::mma_m16n8k32_u8s8(part[n], a, digits);
+                }
+            });
+#pragma unroll
+            for (int n = 0; n < S::token_tiles; n++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    int32_t v = part[n][2 * r] + part[n][2 * r + 1] * 256;
+                    if constexpr (C::code == Code::asym) v += static_cast<int32_t>(zeros >> (8 * r) & 255) * subtract[n][f];
+                    const float w = S::whole_rows ? 1.0f : ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> (16 * r)));
+                    sums[n][r] = fmaf(w * scale[n], static_cast<float>(v), sums[n][r]);
+                }
+        });
+    }
+};
+
+}  // namespace packed
+
+#endif  // ANYBIT_PACKED_DIGITS_PARTS_CUH

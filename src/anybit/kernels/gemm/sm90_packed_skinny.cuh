@@ -1,0 +1,583 @@
+// y = x W^T for few tokens (M up to about 16) and packed weights of 1 to 8 bits: bound by reading the weights once.
+//
+// - Weights are the first operand of mma.sync (16 rows), tokens its 8 columns. A block owns whole units of 16 rows; its
+//   warps split K, so that sums meet in shared memory once, in a fixed order: no counters, no second pass over memory.
+// - Each warp has a ring of `stages` bulk copies of its own, filled before griddepcontrol.wait: weights do not depend on
+//   the kernel before. No barrier of the block until the sums meet.
+// - Columns are walked in the outer loop and rows in the inner one, so a warp keeps one block of activations at hand.
+// - Codes stay integers: an f16 subnormal (code * 2^-24), a bf16 offset by 128, or an unsigned byte. What is subtracted
+//   for zeros is the zero times the sum of the activations, which an mma with a first operand of ones gives.
+#ifndef ANYBIT_PACKED_SMALL_CUH
+#define ANYBIT_PACKED_SMALL_CUH
+
+#include "gemm/packed_layout.cuh"
+#include "gemm/packed_params.cuh"
+
+
+// The _split ones are 16-bit floats that become two planes of int8, by fixed point in each block of columns: an int8 mma
+// takes four codes from a register where a 16-bit one takes two, which is what limits narrow weights.
+enum class Activation { f16, bf16, s8, f16_split, bf16_split };
+enum class Output { f16, bf16 };
+
+using packed::Index;
+using packed::unroll;
+
+// What follows from a Config alone.
+template <class C> struct Traits {
+    static constexpr bool split = C::activation == Activation::f16_split || C::activation == Activation::bf16_split;
+    static constexpr bool integer = split || C::activation == Activation::s8;
+    static constexpr bool source_bf16 = C::activation == Activation::bf16 || C::activation == Activation::bf16_split;
+    static constexpr int field = integer ? 8 : 16;
+    // Bits of a field in which a code is exact: an f16 subnormal has 10, a bf16 offset 7, an unsigned byte 8.
+    static constexpr int limit = integer ? 8 : C::activation == Activation::f16 ? 10 : 7;
+    static constexpr bool exact_bf16 = C::activation == Activation::bf16 && C::bits == 8;  // u - 128, computed
+    static constexpr int steps = integer ? 4 : 8, steps_a_wide = steps / 4;
+    static constexpr int subgroups = packed::subgroups(C::group), flushes = subgroups == 0 ? 1 : subgroups;
+    static constexpr bool whole_rows = C::group == 0;
+    static constexpr int unit_bytes = packed::unit_bytes(C::bits, C::group, C::asym);
+    static constexpr int stage_bytes = C::row_units * unit_bytes;
+    static constexpr int words = 2 * C::bits;
+    static constexpr int planes = split ? 2 : 1, source_element = C::activation == Activation::s8 ? 1 : 2;
+    static constexpr int element = integer ? 1 : 2, block_bytes = 128 * element;
+    static constexpr int pitch = block_bytes + (C::tokens * planes > 1 ? 16 : 0);  // rows of ldmatrix in different banks
+    static constexpr int tokens = C::tokens, token_tiles = (C::tokens * planes + 7) / 8;
+    static constexpr int row_warps = C::warps / C::k_warps, units = C::row_units * C::row_chunks;  // of a warp
+    static constexpr int slot_bytes = tokens * planes * pitch + (split ? (tokens * 4 + 15) / 16 * 16 : 0);  // + a scale a token
+    static constexpr int x_bytes = C::warps * C::x_stages * slot_bytes;
+    // A warp's sums take the place of its ring in the end.
+    static constexpr int sums_bytes = units * 16 * tokens * 4;
+    static constexpr int ring_bytes = ((C::stages * stage_bytes > sums_bytes ? C::stages * stage_bytes : sums_bytes) + 127) / 128 * 128;
+    // Row scales and biases of the block, and scales of the tokens: at hand before they are needed.
+    static constexpr int rows = units * 16, block_rows = row_warps * rows, factor_bytes = (block_rows * 8 + tokens * 4 + 127) / 128 * 128;
+    static constexpr int barrier_bytes = (C::warps * C::stages * 8 + 127) / 128 * 128;
+
+    static __device__ constexpr int bit(int step) { return packed::cheapest_bit(C::bits, field, limit, step); }
+    // Codes taken out at different bits are scaled differently: each such bit has its own accumulators, a set.
+    static __device__ constexpr int set(int step) {
+        int found = 0;
+        for (int s = 0; s < steps; s++) {
+            bool before = false;
+            for (int q = 0; q < s; q++) before = before || bit(q) == bit(s);
+            if (bit(s) == bit(step)) return found;
+            if (!before) found++;
+        }
+        return found;
+    }
+    static __device__ constexpr int sets() {
+        int most = 0;
+        for (int s = 0; s < steps; s++) most = set(s) > most ? set(s) : most;
+        return most + 1;
+    }
+    // A set's steps take turns in accumulators (slots) so that no more than `chain` products wait for each other.
+    static __device__ constexpr int slots_of_set(int index) {
+        int found = 0;
+        for (int s = 0; s < steps; s++) found += set(s) == index;
+        return (found / flushes + C::chain - 1) / C::chain > 1 ? (found / flushes + C::chain - 1) / C::chain : 1;
+    }
+    static __device__ constexpr int first_slot(int index) {
+        int before = 0;
+        for (int i = 0; i < index; i++) before += slots_of_set(i);
+        return before;
+    }
+    static __device__ constexpr int slot(int step) {
+        int before = 0;
+        for (int s = 0; s < step; s++) before += set(s) == set(step);
+        return first_slot(set(step)) + before % slots_of_set(set(step));
+    }
+    static __device__ constexpr int slots() { return first_slot(sets()); }
+    static __device__ constexpr int bit_of_set(int index) {
+        for (int s = 0; s < steps; s++)
+            if (set(s) == index) return bit(s);
+        return 0;
+    }
+};
+
+template <bool integer> struct Number {
+    using type = float;
+};
+template <> struct Number<true> {
+    using type = int32_t;
+};
+
+template <class C, class Num>
+__device__ __forceinline__ void multiply(Num (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    if constexpr (C::activation == Activation::f16) ptx::mma_m16n8k16_f16(d, a, b);
+    if constexpr (C::activation == Activation::bf16) ptx::mma_m16n8k16_bf16(d, a, b);
+    if constexpr (Traits<C>::integer) ptx::mma_m16n8k32_u8s8(d, a, b);
+}
+
+// Register j of a unit as an operand: its codes, made numbers.
+template <class C, int j, int words> __device__ __forceinline__ uint32_t operand(const uint32_t (&w)[words]) {
+    using T = Traits<C>;
+    constexpr int at = T::bit(j / 4);
+    const uint32_t u = packed::codes<C::bits, T::field, j, at>(w);
+    if constexpr (T::exact_bf16) {  // (128 + low seven bits) - (256 or 128) = u - 128
+        return ptx::sub_bf16x2((u & 0x007f007fu) | 0x43004300u, (u & 0x00800080u) ^ 0x43804380u);
+    } else if constexpr (C::activation == Activation::bf16) {
+        return u | 0x43004300u;  // 128 + u * 2^at
+    } else {
+        return u;
+    }
+}
+
+// The weights of one step of a warp: `row_units` units of one block of columns.
+template <class C> struct Stage {
+    using T = Traits<C>;
+    uint32_t words[C::row_units][T::words];
+    uint32_t scales[C::row_units][T::flushes];
+    uint32_t zeros[C::row_units][T::flushes];
+};
+
+template <class C> __device__ __forceinline__ void read_stage(Stage<C>& stage, uint32_t from, uint32_t lane) {
+    using T = Traits<C>;
+#pragma unroll
+    for (int r = 0; r < C::row_units; r++) {
+        const uint32_t unit = from + r * T::unit_bytes, scales = unit + 256 * C::bits, zeros = scales + T::subgroups * 32;
+        packed::load_words_shared<C::bits>(stage.words[r], unit, lane);
+#pragma unroll
+        for (int i = 0; i < T::subgroups; i++) {
+            stage.scales[r][i] = ptx::ld_shared_u32(scales + i * 32 + (lane >> 2) * 4);
+            if constexpr (C::asym)  // two zeros of four bytes are this lane's: rows g and g + 8
+                stage.zeros[r][i] = ptx::ld_shared_u32(zeros + i * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
+        }
+    }
+}
+
+// One block of columns as two planes: x = scale * (256 high + low), scale a power of two for each token. In each 16
+// columns byte 4t + e is column 2t + (e >> 1) + 8 (e & 1), the order in which an 8-bit operand finds the codes of 16-bit tiles.
+template <class C>
+__device__ __forceinline__ void split_activations(const Params& p, uint32_t slot, int block, uint32_t lane) {
+    using T = Traits<C>;
+    const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x);
+    uint32_t pairs[T::tokens][2];
+    const int column = block * 128 + static_cast<int>(lane >> 2) * 16 + static_cast<int>(lane & 3) * 2;
+#pragma unroll
+    for (int token = 0; token < T::tokens; token++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const bool inside = token < p.m && column + 8 * i < p.k;  // k is even
+            pairs[token][i] = inside ? ptx::ld_global_cg_u32(x + static_cast<size_t>(token) * p.x_stride + column + 8 * i) : 0;
+        }
+#pragma unroll
+    for (int token = 0; token < T::tokens; token++) {
+        uint32_t largest = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint32_t magnitude = (pairs[token][i / 2] >> (16 * (i % 2))) & 0x7fffu;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        largest = ptx::redux_max(largest);
+        constexpr int mantissa = T::source_bf16 ? 7 : 10, bias = T::source_bf16 ? 127 : 15;
+        int exponent = static_cast<int>(largest >> mantissa) - bias;  // |x| < 2^(exponent + 1)
+        const bool finite = exponent <= bias;
+        exponent = exponent < -100 ? -100 : exponent;
+        const float up = __uint_as_float(static_cast<uint32_t>(127 + 13 - exponent) << 23);
+        int v[4], high[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint16_t bits = static_cast<uint16_t>(pairs[token][i / 2] >> (16 * (i % 2)));
+            v[i] = static_cast<int>(rintf((T::source_bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits)) * up));
+            high[i] = (v[i] + 128) >> 8;
+        }
+        // v[0], v[1]: columns 2t, 2t + 1; v[2], v[3]: the same eight further on.
+        const uint32_t at = slot + token * (2 * T::pitch) + lane * 4;
+        ptx::st_shared_u32(at, (high[0] & 255) | (high[2] & 255) << 8 | (high[1] & 255) << 16 | static_cast<uint32_t>(high[3]) << 24);
+        ptx::st_shared_u32(at + T::pitch, (v[0] & 255) | (v[2] & 255) << 8 | (v[1] & 255) << 16 | static_cast<uint32_t>(v[3]) << 24);
+        if (lane == 0)
+            ptx::st_shared_f32(
+                slot + T::tokens * 2 * T::pitch + token * 4,
+                finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent) << 23) : __uint_as_float(0x7fc00000u));
+    }
+}
+
+// Brings one block of columns of the activations into a slot of shared memory: [token][128 columns], padded.
+template <class C>
+__device__ __forceinline__ void fetch_activations(const Params& p, uint32_t slot, int block, uint32_t lane) {
+    using T = Traits<C>;
+    static_assert(!T::split || !C::gather, "activations in another order are not split into planes");
+    if constexpr (T::split) {
+        split_activations<C>(p, slot, block, lane);
+    } else if constexpr (C::gather) {  // any order of columns, any alignment
+        for (int i = lane; i < T::tokens * (T::block_bytes / 4); i += 32) {
+            const int token = i / (T::block_bytes / 4), word = i % (T::block_bytes / 4);
+            uint32_t v = 0;
+            if (token < p.m) {
+#pragma unroll
+                for (int e = 0; e < 4 / T::element; e++) {
+                    const int column = block * 128 + word * (4 / T::element) + e;
+                    const int channel = p.permutation != nullptr ? p.permutation[column] : column < p.k ? column : -1;
+                    if (channel >= 0) {
+                        const size_t at = static_cast<size_t>(token) * p.x_stride + channel;
+                        const uint32_t code =
+                            T::integer ? p.x[at] : reinterpret_cast<const uint16_t*>(p.x)[at];
+                        v |= code << (8 * T::element * e);
+                    }
+                }
+            }
+            ptx::st_shared_u32(slot + token * T::pitch + word * 4, v);
+        }
+    } else {
+        // Rows past the last token stay what they are: a token's column of the product is its own.
+        constexpr int chunks = T::block_bytes / 16, step = 32 / chunks;
+        const int first = static_cast<int>(lane) / chunks, at = block * T::block_bytes + static_cast<int>(lane) % chunks * 16;
+        const int row_bytes = p.x_stride * T::element;
+        const uint8_t* from = p.x + static_cast<size_t>(first) * row_bytes + at;
+        const uint32_t to = slot + first * T::pitch + static_cast<int>(lane) % chunks * 16;
+        const int left = p.k * T::element - at, valid = left < 0 ? 0 : left < 16 ? left : 16;
+#pragma unroll
+        for (int i = 0; i < (T::tokens + step - 1) / step; i++)
+            if (first + i * step < T::tokens && first + i * step < p.m) {
+                if constexpr (C::ragged)
+                    ptx::cp_async<16>(to + i * step * T::pitch, valid > 0 ? from + static_cast<size_t>(i * step) * row_bytes : p.x, valid);
+                else
+                    ptx::cp_async<16>(to + i * step * T::pitch, from + static_cast<size_t>(i * step) * row_bytes);
+            }
+    }
+    if constexpr (!C::x_resident) ptx::cp_async_commit_group();
+}
+
+// One warp's share of the product: units x token tiles of sums over its blocks of columns.
+template <class C> struct Warp {
+    using T = Traits<C>;
+    static constexpr bool exact = T::integer && T::whole_rows && !T::split;  // int32 sums to the end
+    using Part = typename Number<T::integer>::type;
+    using Sum = typename Number<exact>::type;
+
+    uint32_t lane;
+    static constexpr int sums_a_tile = 4 / T::planes;
+    Sum sums[T::units][T::token_tiles][sums_a_tile];
+    float token_scale[T::token_tiles];  // of split activations: token 4n + t
+    // Zero times the sum of the activations of a group, for columns 2t and 2t + 1; for asym the sum alone (and, for
+    // bf16, what its offset adds).
+    Part correction[T::token_tiles][T::flushes][2];
+    Part offset[T::token_tiles][T::flushes][2];
+
+    static constexpr int zero2 = C::bipolar ? (1 << C::bits) - 1 : 1 << C::bits;  // twice the fixed zero
+
+    // Sum over the sets, each scaled back by its bit. Integers: parts are multiples of 2^bit, so shifts are exact.
+    static __device__ __forceinline__ Part gather_sets(const Part (&part)[T::slots()][4], int i) {
+        Part v = 0;
+        unroll<0, T::sets()>([&](auto index) {
+            constexpr int set = decltype(index)::value, bit = T::bit_of_set(set), first = T::first_slot(set);
+            Part whole = part[first][i];
+#pragma unroll
+            for (int s = 1; s < T::slots_of_set(set); s++) whole += part[first + s][i];
+            if constexpr (T::integer)
+                v += static_cast<int32_t>(whole) >> bit;
+            else if constexpr (set == 0)
+                v = whole * (1.0f / (1 << bit));
+            else
+                v = fmaf(whole, 1.0f / (1 << bit), v);
+        });
+        return v;
+    }
+
+    // Sums of the activations of a block, by an operand of ones; kept as corrections.
+    __device__ __forceinline__ void sum_activations(uint32_t slot, int tokens) {
+        constexpr bool by_set = C::activation == Activation::bf16;
+        constexpr int sets = by_set ? T::sets() : T::integer ? 2 : 4;
+        constexpr uint32_t one = T::integer ? 0x01010101u : C::activation == Activation::f16 ? 0x3c003c00u : 0x3f803f80u;
+        const uint32_t ones[4] = {one, one, one, one};
+#pragma unroll
+        for (int n = 0; n < T::token_tiles; n++) {
+            Part part[sets][4] = {};
+            unroll<0, 4>([&](auto index) {
+                constexpr int wide = decltype(index)::value;
+                uint32_t b[T::steps_a_wide][2];
+                columns(b, slot, n, wide, tokens);
+                unroll<0, T::steps_a_wide>([&](auto which) {
+                    constexpr int odd = decltype(which)::value, step = wide * T::steps_a_wide + odd;
+                    constexpr int chain = by_set ? T::set(step) : step % sets;
+                    multiply<C>(part[chain], ones, b[odd]);
+                });
+                if constexpr ((wide + 1) % (4 / T::flushes) == 0) {
+                    constexpr int flush = wide / (4 / T::flushes);
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        Part total = part[0][i], extra = 0;
+#pragma unroll
+                        for (int s = 1; s < sets; s++) total += part[s][i];
+                        if constexpr (by_set && !T::exact_bf16)
+                            unroll<0, sets>([&](auto at) {
+                                extra += part[decltype(at)::value][i] * (128.0f / (1 << T::bit_of_set(decltype(at)::value)));
+                            });
+                        if constexpr (T::exact_bf16) extra = total * -128.0f;
+                        if constexpr (C::activation == Activation::f16) total *= 0x1p-24f;
+                        if constexpr (C::asym) {
+                            correction[n][flush][i] = total, offset[n][flush][i] = extra;
+                        } else if constexpr (T::integer) {
+                            correction[n][flush][i] = C::bipolar ? total * zero2 : total * (zero2 / 2);
+                        } else {
+                            correction[n][flush][i] = fmaf(total, 0.5f * zero2, extra);
+                        }
+#pragma unroll
+                        for (int s = 0; s < sets; s++) part[s][i] = part[s][i + 2] = 0;
+                    }
+                }
+            });
+        }
+    }
+
+    // The second operand: columns of 32 k, one token tile. b[odd] are the k16-steps (16-bit), or b[0] the k32-step.
+    __device__ __forceinline__ void columns(
+        uint32_t (&b)[T::steps_a_wide][2], uint32_t slot, int token_tile, int wide, int tokens) const {
+        const int row = static_cast<int>(lane & 7) + token_tile * 8;  // a token, or one of its planes
+        const uint32_t from = slot + (row < tokens * T::planes ? row : 0) * T::pitch + wide * (32 * T::element);
+        if constexpr (T::integer) {
+            uint32_t r[2];
+            ptx::ldmatrix_x2(r, from + ((lane >> 3) & 1) * 16);
+            b[0][0] = r[0], b[0][1] = r[1];
+        } else {
+            uint32_t r[4];
+            ptx::ldmatrix_x4(r, from + (lane >> 3) * 16);
+            b[0][0] = r[0], b[0][1] = r[1], b[T::steps_a_wide - 1][0] = r[2], b[T::steps_a_wide - 1][1] = r[3];
+        }
+    }
+
+    // Adds the product of one stage of weights and one block of activations.
+    template <int chunk> __device__ __forceinline__ void add(const Stage<C>& stage, uint32_t slot, int tokens) {
+        Part part[C::row_units][T::token_tiles][T::slots()][4] = {};
+        unroll<0, 4>([&](auto index) {
+            constexpr int wide = decltype(index)::value;
+            uint32_t b[T::token_tiles][T::steps_a_wide][2];
+#pragma unroll
+            for (int n = 0; n < T::token_tiles; n++) columns(b[n], slot, n, wide, tokens);
+            unroll<0, T::steps_a_wide>([&](auto which) {
+                constexpr int odd = decltype(which)::value, step = wide * T::steps_a_wide + odd;
+#pragma unroll
+                for (int r = 0; r < C::row_units; r++) {
+                    const uint32_t a[4] = {
+                        operand<C, 4 * step>(stage.words[r]), operand<C, 4 * step + 1>(stage.words[r]),
+                        operand<C, 4 * step + 2>(stage.words[r]), operand<C, 4 * step + 3>(stage.words[r])};
+#pragma unroll
+                    for (int n = 0; n < T::token_tiles; n++) multiply<C>(part[r][n][T::slot(step)], a, b[n][odd]);
+                }
+            });
+            if constexpr ((wide + 1) % (4 / T::flushes) == 0) flush<chunk, wide / (4 / T::flushes)>(part, stage);
+        });
+    }
+
+    template <int chunk, int group>
+    __device__ __forceinline__ void flush(
+        Part (&part)[C::row_units][T::token_tiles][T::slots()][4], const Stage<C>& stage) {
+#pragma unroll
+        for (int r = 0; r < C::row_units; r++) {
+            float scale[2] = {1.0f, 1.0f};
+            if constexpr (!T::whole_rows) {
+                const uint32_t pair = stage.scales[r][group];
+                scale[0] = ptx::cvt_f32_f16(static_cast<uint16_t>(pair)), scale[1] = ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> 16));
+            }
+#pragma unroll
+            for (int n = 0; n < T::token_tiles; n++) {
+                Part centered[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    Part v = gather_sets(part[r][n], i);
+                    if constexpr (T::integer && C::bipolar) v *= 2;
+                    if constexpr (C::asym) {
+                        const uint32_t zeros = stage.zeros[r][group];
+                        const int zero = static_cast<int>(i < 2 ? zeros & 0xff : (zeros >> 8) & 0xff);
+                        v -= offset[n][group][i & 1] + static_cast<Part>(zero) * correction[n][group][i & 1];
+                    } else {
+                        v -= correction[n][group][i & 1];
+                    }
+                    centered[i] = v;
+                }
+                Sum(&sum)[sums_a_tile] = sums[chunk * C::row_units + r][n];
+                if constexpr (T::split) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+                        sum[i] = fmaf(scale[i] * token_scale[n], static_cast<float>(centered[2 * i] * 256 + centered[2 * i + 1]), sum[i]);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        if constexpr (T::whole_rows) sum[i] += static_cast<Sum>(centered[i]);
+                        else sum[i] = fmaf(scale[i >> 1], static_cast<float>(centered[i]), sum[i]);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int s = 0; s < T::slots(); s++) part[r][n][s][i] = 0;
+            }
+        }
+    }
+};
+
+template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) sm90_packed_skinny(const __grid_constant__ Params p) {
+    using T = Traits<C>;
+    using W = Warp<C>;
+    static_assert(C::threads == C::warps * 32 && C::warps % C::k_warps == 0, "warps are k_warps times row warps");
+    static_assert(C::shared_bytes >= C::warps * T::ring_bytes + T::x_bytes + T::factor_bytes + T::barrier_bytes, "the twin counts shared memory differently");
+
+    if constexpr (C::trigger == 0) ptx::griddepcontrol_launch_dependents();
+    const uint32_t lane = ptx::lane_id();
+    const int warp = static_cast<int>(ptx::warp_id()), k_warp = warp % C::k_warps, row_warp = warp / C::k_warps;
+    const uint32_t shared = ptx::shared_address(ptx::dynamic_shared()), ring = shared + warp * T::ring_bytes;
+    const uint32_t slots = shared + C::warps * T::ring_bytes + warp * (C::x_stages * T::slot_bytes);
+    const uint32_t factors = shared + C::warps * T::ring_bytes + T::x_bytes, token_scales = factors + T::block_rows * 8;
+    const uint32_t barriers = factors + T::factor_bytes + warp * (C::stages * 8);
+
+    // Whole units of 16 rows for each block, as evenly as they go; then for each row warp.
+    const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4, block = blockIdx.x, blocks = gridDim.x;
+    const int block_first = static_cast<int>(block * row_units / blocks);
+    const int block_end = static_cast<int>((block + 1) * row_units / blocks);
+    const int first = block_first + row_warp * T::units;
+    const int mine = block_end - first < T::units ? block_end - first : T::units;  // units of this warp; may be negative
+    const int chunks = mine > 0 ? (mine + C::row_units - 1) / C::row_units : 0;
+    const int count = p.column_blocks > k_warp && mine > 0 ? (p.column_blocks - k_warp + C::k_warps - 1) / C::k_warps : 0;
+
+    if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < C::stages; i++) ptx::mbarrier_init(barriers + i * 8, 1);
+        ptx::fence_mbarrier_init();
+    }
+    __syncwarp();
+
+    const uint64_t policy = ptx::createpolicy_evict_first();
+    // Step i of a warp is chunk i % chunks of its column block k_warp + k_warps * (i / chunks).
+    const size_t stride = static_cast<size_t>(C::k_warps) * row_units * T::unit_bytes;
+    const uint8_t* ahead = p.tiles + (static_cast<size_t>(k_warp) * row_units + first) * T::unit_bytes;
+    int left = count * chunks, ahead_chunk = 0, ahead_slot = 0;
+    const auto fetch = [&]() {
+        if (lane == 0) {
+            const int units = mine - ahead_chunk * C::row_units < C::row_units ? mine - ahead_chunk * C::row_units : C::row_units;
+            const uint32_t bytes = static_cast<uint32_t>(units) * T::unit_bytes, barrier = barriers + ahead_slot * 8;
+            ptx::mbarrier_arrive_expect_tx(barrier, bytes);
+            ptx::cp_async_bulk_load_hint(ring + ahead_slot * T::stage_bytes, ahead + ahead_chunk * T::stage_bytes, bytes, barrier, policy);
+        }
+        left--;
+        if (++ahead_slot == C::stages) ahead_slot = 0;
+        if (++ahead_chunk == chunks) ahead_chunk = 0, ahead += stride;
+    };
+    for (int i = 0; i < C::prefetch && left > 0; i++) fetch();
+    // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
+    if constexpr (C::paced) {
+        for (int i = 0; i < C::stages - C::prefetch && left > 0; i++) {
+            ptx::mbarrier_wait_parity(barriers + i * 8, 0);
+            fetch();
+        }
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < T::block_rows; i += C::threads) {
+        const int n = block_first * 16 + i;
+        float scale = 0.0f, bias = 0.0f;
+        if (n < p.n) {
+            scale = p.row_scale[n];
+            if (p.bias != nullptr)
+                bias = C::output == Output::f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
+        }
+        ptx::st_shared_v2(factors + i * 8, {__float_as_uint(scale), __float_as_uint(bias)});
+    }
+    ptx::griddepcontrol_wait();
+    if constexpr (C::activation == Activation::s8) {
+        if (static_cast<int>(threadIdx.x) < T::tokens && static_cast<int>(threadIdx.x) < p.m)
+            ptx::st_shared_f32(token_scales + threadIdx.x * 4, p.x_scale[threadIdx.x]);
+    }
+
+#pragma unroll
+    for (int i = 0; i < C::x_stages; i++) {
+        if (i < count) fetch_activations<C>(p, slots + i * T::slot_bytes, k_warp + i * C::k_warps, lane);
+        else if constexpr (!C::x_resident) ptx::cp_async_commit_group();
+    }
+
+    W work;
+    work.lane = lane;
+#pragma unroll
+    for (int r = 0; r < T::units; r++)
+#pragma unroll
+        for (int n = 0; n < T::token_tiles; n++)
+#pragma unroll
+            for (int i = 0; i < W::sums_a_tile; i++) work.sums[r][n][i] = 0;
+    if constexpr (!C::paced)
+        for (int i = C::prefetch; i < C::stages && left > 0; i++) fetch();  // activations are not to queue behind these
+
+    if constexpr (C::x_resident) {
+        ptx::cp_async_wait_all();
+        __syncwarp();
+    }
+    int slot = 0, stage_slot = 0;
+    uint32_t phase = 0;
+    for (int i = 0; i < count; i++) {
+        if constexpr (!C::x_resident) {
+            ptx::cp_async_wait_group<C::x_stages - 1>();
+            __syncwarp();
+        }
+        const uint32_t x = slots + slot * T::slot_bytes;
+        work.sum_activations(x, p.m);
+        if constexpr (T::split) {
+#pragma unroll
+            for (int n = 0; n < T::token_tiles; n++) {
+                const int token = n * 4 + static_cast<int>(lane & 3);
+                work.token_scale[n] = ptx::ld_shared_f32(x + T::tokens * 2 * T::pitch + (token < p.m && token < T::tokens ? token : 0) * 4);
+            }
+        }
+        unroll<0, C::row_chunks>([&](auto which) {
+            constexpr int chunk = decltype(which)::value;
+            if (C::row_chunks == 1 || chunk < chunks) {
+                ptx::mbarrier_wait_parity(barriers + stage_slot * 8, phase);
+                Stage<C> stage;
+                read_stage<C>(stage, ring + stage_slot * T::stage_bytes, lane);  // stale where the rows end: never stored
+                if constexpr (C::asym && T::whole_rows) {
+#pragma unroll
+                    for (int r = 0; r < C::row_units; r++) {
+                        const int row = (first + chunk * C::row_units + r) * 16 + static_cast<int>(lane >> 2);
+                        stage.zeros[r][0] = chunk * C::row_units + r < mine ? p.row_zero[row] | p.row_zero[row + 8] << 8 : 0;
+                    }
+                }
+                work.template add<chunk>(stage, x, p.m);
+                __syncwarp();
+                if (left > 0) fetch();
+                if (C::trigger > 0 && left == C::trigger - 1) ptx::griddepcontrol_launch_dependents();
+                if (++stage_slot == C::stages) stage_slot = 0, phase ^= 1;
+            }
+        });
+        if constexpr (!C::x_resident) {
+            if (i + C::x_stages < count) fetch_activations<C>(p, x, k_warp + (i + C::x_stages) * C::k_warps, lane);
+            else ptx::cp_async_commit_group();
+        }
+        if (++slot == C::x_stages) slot = 0;
+    }
+
+    // Sums of the warps meet.
+    constexpr int rows = T::rows;
+    // [token][row], in place of the warp's ring: all its copies have landed and been read.
+#pragma unroll
+    for (int r = 0; r < T::units; r++)
+#pragma unroll
+        for (int n = 0; n < T::token_tiles; n++)
+#pragma unroll
+            for (int i = 0; i < W::sums_a_tile; i++) {
+                const int t = static_cast<int>(lane & 3), token = T::split ? n * 4 + t : n * 8 + t * 2 + (i & 1);
+                const int row = r * 16 + static_cast<int>(lane >> 2) + (T::split ? i : i >> 1) * 8;
+                if (token < T::tokens) {
+                    if constexpr (W::exact) ptx::st_shared_u32(ring + (token * rows + row) * 4, static_cast<uint32_t>(work.sums[r][n][i]));
+                    else ptx::st_shared_f32(ring + (token * rows + row) * 4, work.sums[r][n][i]);
+                }
+            }
+    __syncthreads();
+    const int block_rows = (block_end - block_first) * 16;
+#pragma unroll
+    for (int from_row = 0; from_row < T::block_rows * T::tokens; from_row += C::threads) {
+        const int i = from_row + static_cast<int>(threadIdx.x), token = i / T::block_rows, row = i % T::block_rows;
+        if (token < p.m && token < T::tokens && row < block_rows) {
+            const int owner = row / rows;
+            const uint32_t from = shared + owner * C::k_warps * T::ring_bytes + (token * rows + row % rows) * 4;
+            typename W::Sum sum = 0;
+#pragma unroll
+            for (int k = 0; k < C::k_warps; k++) {
+                if constexpr (W::exact) sum += static_cast<int32_t>(ptx::ld_shared_u32(from + k * T::ring_bytes));
+                else sum += ptx::ld_shared_f32(from + k * T::ring_bytes);
+            }
+            const int n = block_first * 16 + row;
+            constexpr float unit = (C::activation == Activation::f16 ? 0x1p24f : 1.0f) * (T::integer && C::bipolar ? 0.5f : 1.0f);
+            const uint2 factor = ptx::ld_shared_v2(factors + row * 8);
+            float v = static_cast<float>(sum) * unit;
+            if constexpr (C::activation == Activation::s8) v *= ptx::ld_shared_f32(token_scales + token * 4);
+            v = fmaf(v, __uint_as_float(factor.x), __uint_as_float(factor.y));  // rounded as the reference rounds
+            if (n < p.n)
+                p.y[static_cast<size_t>(token) * p.n + n] = C::output == Output::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
+        }
+    }
+}
+
+#endif  // ANYBIT_PACKED_SMALL_CUH

@@ -1,0 +1,228 @@
+"""y = x W^T for about 3 to 32 tokens of 16-bit activations. Host side of sm90_packed_skinny_f16.cuh."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm.packed_layout import PackedWeight, round_up
+from anybit.kernels.gemm.sm90_packed_gemm_rules import Code, Operand
+from anybit.kernels.gemm.sm90_packed_skinny import (
+    Params,
+    Problem,
+    arguments,
+    checked_problem,
+    problem_why_not,
+    sixteen_bits_why_not,
+)
+
+MOST_TOKENS = 32
+"""Above this many tokens sums take too many registers, and sm90_packed_gemm is faster."""
+_UNIT_ROWS = packed_layout.UNIT_ROWS
+
+
+@dataclass(frozen=True)
+class Config:
+    """How. The first fields repeat the problem; wide_store: four results are one store. Then
+
+    tokens: columns of the product, a multiple of 8. row_warps x k_warps: warps of a block, along its rows and columns.
+    block_units: units of 16 rows of a block at most; stage_units: those of one copy, of which a warp takes `chunks`.
+    stages: copies in a warp's ring, prefetch of which start at once, the others as these land if paced, else after
+    the activations. x_stages: blocks of 128 columns of activations at hand for a K warp. cluster: blocks that share
+    the columns of their rows. trigger: the next kernel may start at once (0), or when trigger - 1 copies of weights are
+    still to be started. blocks_a_sm: bound on registers. least_shared: see ``packed_few.apart``.
+    """
+
+    operand: Operand
+    bits: int
+    group: int
+    code: Code
+    gather: bool
+    ragged: bool
+    wide_store: bool
+    tokens: int
+    row_warps: int
+    k_warps: int
+    block_units: int
+    stage_units: int
+    chunks: int
+    stages: int
+    x_stages: int
+    prefetch: int
+    cluster: int = 1
+    trigger: int = 0
+    paced: bool = True
+    blocks_a_sm: int = 1
+    least_shared: int = 0
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.row_warps * self.k_warps
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    reason = problem_why_not(problem, MOST_TOKENS, "sm90_packed_gemm.py") or sixteen_bits_why_not(problem)
+    if reason is not None:
+        return reason
+    return None if config is None else _config_why_not(problem, config)
+
+
+def _config_why_not(p: Problem, c: Config) -> str | None:
+    if c != _facts(p, c):
+        return "the config was made for another problem"
+    if c.tokens < p.m or c.tokens % 8 or c.tokens % c.cluster:
+        return f"the config holds {c.tokens} tokens, and there are {p.m}"
+    if not 1 <= c.warps <= 32 or c.k_warps > 15:
+        return f"{c.row_warps} x {c.k_warps} warps are not 1 to 32, or more than 15 share columns"
+    if c.cluster not in (1, 2, 4):
+        return f"a cluster has 1, 2 or 4 blocks, not {c.cluster}"
+    if not 1 <= c.prefetch <= c.stages:
+        return f"prefetch = {c.prefetch} must be 1 to stages = {c.stages}"
+    if -(-c.block_units // c.row_warps) > c.stage_units * c.chunks:
+        return f"{c.chunks} chunks of {c.stage_units} units are less than {c.block_units} over {c.row_warps} warps"
+    size = shared_bytes(c)
+    if size > p.device.shared_bytes:
+        return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
+    return None
+
+
+def _facts(p: Problem, c: Config) -> Config:
+    """``c`` with what the problem decides."""
+    return replace(
+        c,
+        operand=Operand.f16 if p.activations == torch.float16 else Operand.bf16,
+        bits=p.weights.bits,
+        group=min(p.weights.group or 0, 128),
+        code=Code(p.weights.code),
+        gather=p.act_order or not p.aligned,
+        ragged=p.k % 128 != 0,
+        wide_store=p.n % 4 == 0,
+    )
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory: rings of weights and activations (in the end sums); factors; received sums; barriers."""
+    c = config
+    rows = c.block_units * _UNIT_ROWS
+    unit = packed_layout.unit_bytes_of(c.bits, c.group or None, c.code is Code.asym)
+    body = c.warps * round_up(c.stages * c.stage_units * unit, 128) + c.k_warps * c.x_stages * c.tokens * 272
+    sums = c.k_warps * c.tokens * (rows + 4) * 4
+    received = (c.cluster - 1) * (c.tokens // c.cluster) * rows * 4
+    barriers = (c.warps * c.stages + c.k_warps * c.x_stages + 1) * 8
+    return max(round_up(max(body, sums), 128) + rows * 8 + received + barriers, c.least_shared)
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    c = config
+    return jit.Kernel(
+        "gemm/sm90_packed_skinny_f16.cuh", "sm90_packed_skinny_f16", c, Params, c.warps * 32, shared_bytes(c), c.cluster
+    )
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """A block an SM if its rows suffice."""
+    units = _units(problem)
+    owners = max(min(_owners(problem.device.sms, config.cluster), units), -(-units // config.block_units))
+    return owners * config.cluster, 1, 1
+
+
+def _owners(sms: int, cluster: int) -> int:
+    """Clusters that run at a time: of an H200's 132 SMs 66 pairs, but only 30 fours."""
+    return max(1, sms // cluster - (sms // 40 if cluster == 4 else 0))
+
+
+def _units(p: Problem) -> int:
+    return round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
+
+
+def fitted(
+    p: Problem, row_warps: int, k_warps: int, stage_units: int, kibibytes: int, x_stages: int, cluster: int = 1,
+    prefetch: int = 0, **changes: int,
+) -> Config:  # fmt: skip
+    """A config of these warps, whose rings of weights have about ``kibibytes`` together; prefetch 0 chooses one."""
+    units = -(-_units(p) // _owners(p.device.sms, cluster))
+    row_warps = min(row_warps, units)
+    mine = -(-units // row_warps)
+    if mine > 8:  # sums must stay in registers
+        mine, units = 8, 8 * row_warps
+    stage_units = min(stage_units, mine)
+    base = Config(
+        Operand.f16, 1, 0, Code.sym, False, False, False, tokens=round_up(p.m, 8), row_warps=row_warps, k_warps=k_warps,
+        block_units=units, stage_units=stage_units, chunks=-(-mine // stage_units), stages=1, x_stages=1, prefetch=1,
+        cluster=cluster,
+    )  # fmt: skip
+    base = _facts(p, base)
+    rounds = -(-p.columns // 128 // (k_warps * cluster))
+    stage = (
+        base.warps * stage_units * packed_layout.unit_bytes_of(base.bits, base.group or None, base.code is Code.asym)
+    )
+    stages = max(1, min(rounds * base.chunks, (kibibytes << 10) // stage))
+    prefetch = max(1, min(stages, prefetch or (24 << 10) // stage))
+    found = replace(base, stages=stages, prefetch=prefetch, x_stages=max(1, min(x_stages, rounds)))
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def configs(problem: Problem) -> Iterator[Config]:
+    """Every config worth trying, legal ones alone; the default first."""
+    first = default(problem)
+    yield first
+    seen = {first}
+    for row_warps, k_warps in ((1, 8), (2, 4), (4, 2), (2, 8), (4, 4), (7, 2), (7, 1), (1, 4)):
+        for stage_units in (1, 2):
+            for cluster in (1, 2):
+                for kibibytes in (48, 72, 96):
+                    for x_stages in (1, 2, 4):
+                        found = fitted(problem, row_warps, k_warps, stage_units, kibibytes, x_stages, cluster)
+                        if found not in seen and why_not(problem, found) is None:
+                            seen.add(found)
+                            yield found
+
+
+def default(problem: Problem) -> Config:
+    """The config to use where nothing was measured. Raises KernelError where there is none."""
+    return packed_layout.checked_default(problem, _default, why_not)
+
+
+@functools.cache
+def _default(p: Problem) -> Config:
+    """What won on an H200 (docs/packed.md): blocks of few rows share their columns with another, since reading the
+    activations takes longest; sixteen warps hide latency.
+    """
+    units = -(-_units(p) // p.device.sms)
+    found = None
+    for kibibytes in (72, 48, 24, 8, 1):
+        if p.m > 16:  # never chosen unasked: sm90_packed_gemm is faster; few warps leave registers for the sums
+            shape = (4, 2, 2, kibibytes, 2, 1) if units > 4 else (2, 4, 2, kibibytes, 1, 2)
+        elif units > 4:
+            shape = (1, 8, 2, kibibytes, 2, 1) if p.m <= 4 else (4, 4, 2, kibibytes, 2, 1)
+        elif p.m <= 8:
+            shape = (2 if units <= 2 else 1, 8, 2, kibibytes, 2, 2)
+        else:
+            shape = (2, 4, 2, kibibytes, 2, 2) if units <= 2 else (4, 4, 1, kibibytes, 2, 2)
+        # Of small layers the next kernel's block finds registers beside this one, whose warps then have 64 each.
+        beside = units <= 4 and shape[0] * shape[1] == 16 and p.weights.bits not in (6, 7)
+        found = fitted(p, *shape, blocks_a_sm=1 + beside)
+        if shared_bytes(found) <= p.device.shared_bytes:
+            break
+    assert found is not None
+    return found
+
+
+def launch(
+    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
+    config: Config | None = None, pdl: bool = True,
+) -> None:  # fmt: skip
+    """y[:] = x W^T + bias, as sm90_packed_skinny.launch does it, without int8 activations."""
+    problem = checked_problem(weight, x, y, x_scale, bias)
+    config = packed_layout.checked_config(problem, config, default, why_not)
+    jit.launch(
+        kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl, device=y.get_device()
+    )

@@ -1,0 +1,94 @@
+"""What every CUDA backend asks of its input, and what kernels are chosen for."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.ops.backend import LinearSpec
+from anybit.packing import QuantizedWeight
+from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.tune.dispatch import (
+    allowed,
+    dispatcher,
+    generation,
+)
+from anybit.tune.registry import Layout, LinearProblem
+from anybit.tune.space import builtin_layout
+
+
+def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None = None) -> None:
+    """Raise KernelError, naming both values, for an input or a bias that no kernel can take."""
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise KernelError(
+            f"x is {str(x.dtype).removeprefix('torch.')}, and the kernels take float16 or bfloat16: load the model "
+            "with dtype=torch.float16 or torch.bfloat16, or use the reference backend (anybit.use_backend(model, "
+            "'reference-decoded'))"
+        )
+    if x.device != weight.device:
+        raise KernelError(f"x is on {x.device}, and the weight was prepared on {weight.device}: move one of them")
+    if x.ndim < 1 or x.shape[-1] != spec.k:
+        raise KernelError(f"x has shape {tuple(x.shape)}, and the layer takes {spec.k} features in its last dimension")
+    if bias is not None:
+        if bias.shape != (spec.n,):
+            raise KernelError(f"the bias has shape {tuple(bias.shape)}, and the layer has {spec.n} outputs")
+        if bias.device != x.device:
+            raise KernelError(f"the bias is on {bias.device}, and x is on {x.device}: move one of them")
+
+
+def rows_of(x: Tensor, k: int) -> Tensor:
+    """X [..., k] as rows [M, k] that do not overlap, of adjacent values; a copy where it must be one."""
+    rows = x.reshape(-1, k)
+    if rows.stride(1) != 1 or (rows.shape[0] > 1 and rows.stride(0) < k):
+        return rows.contiguous()
+    return rows
+
+
+def copy_of(x: Tensor) -> Tensor:
+    """X again, dense, as the fakes say: an op must not return what it was given."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def dense_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The bias as kernels add it: in their type, one value after another."""
+    if bias is None or (bias.dtype == dtype and bias.is_contiguous()):
+        return bias
+    return bias.to(dtype).contiguous()
+
+
+def product_of(
+    spec: LinearSpec, tokens: int, rows: Tensor, columns: int | None = None, aligned: bool = True
+) -> LinearProblem:
+    """What a kernel is chosen for. columns: of the tiles, where activations are gathered into their order."""
+    gathered = columns is not None
+    k = columns if columns is not None and spec.activations.quantized else spec.k
+    shape, formats = (tokens, spec.n, k), (spec.weights, spec.activations)
+    return LinearProblem(*shape, *formats, rows.dtype, Device.of(rows), gathered, columns or 0, aligned)
+
+
+def layouts_of(weight: QuantizedWeight, activations: ActivationFormat, most: int = 2) -> tuple[Layout, ...]:
+    """How a layer's weights are to lie: as the policy map of their GPU says, in at most so many layouts.
+
+    Where there is no map: in the built-in layout.
+    """
+    n, k = weight.shape
+    if not weight.words.is_cuda:
+        return (builtin_layout(LinearProblem(1, n, k, weight.format, activations)),)
+    return _layouts(n, k, weight.format, activations, Device.of(weight.words), allowed(), most, generation())
+
+
+@functools.lru_cache(maxsize=1024)
+def _layouts(
+    n: int,
+    k: int,
+    weights: WeightFormat,
+    activations: ActivationFormat,
+    device: Device,
+    words: frozenset[str],
+    most: int,
+    generation: int,
+) -> tuple[Layout, ...]:
+    product = LinearProblem(1, n, k, weights, activations, device=device)
+    return dispatcher(device.name).layouts(product, words, most)

@@ -1,0 +1,209 @@
+"""Products whose activations are coded by the kernel that makes them: an RMSNorm, SiLU(gate) * up, or a rotation of
+what comes of these or of rows as they are (``anybit::hadamard``).
+
+With integer activations a layer is quantize-and-pack and a product; the norm or the activation function before it is no
+launch of its own then. Nor is the norm with 16-bit activations of a token or two (``sm90_packed_gemv.launch_norm``).
+Elsewhere (more tokens, other backends, a CPU) it is, with the same result.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybit.errors import KernelError
+from anybit.kernels.elementwise.quantize_activations import (
+    Problem,
+    Source,
+    why_not,
+)
+from anybit.kernels.gemm.sm90_packed_gemv import NORM_TOKENS as NORM_TOKENS
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
+from anybit.ops.autocast import under_autocast
+from anybit.ops.backend import LinearSpec, backends
+from anybit.ops.checks import copy_of, rows_of
+from anybit.ops.elementwise import add_rms_norm, check_norm, rms_norm, rotate_store, silu_mul
+from anybit.ops.packed import PackedTiles
+from anybit.ops.prologue import ActivationPrologue
+from anybit.scheme import ActivationFormat
+
+CODING_BACKENDS = ("bitwise", "packed", "bitwise+packed")
+"""The backends whose ``linear`` takes ``before``."""
+NORMING_BACKENDS = ("packed",)
+"""The backends whose products of up to NORM_TOKENS tokens norm 16-bit activations themselves."""
+
+
+def norm_linear(
+    x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
+    weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False, rotated: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(linear of the norm of x + residual, x + residual): x [..., K] -> [..., N] and [..., K].
+
+    silu: the first is silu(gate) * up [..., N / 2] of outputs that are eight of gate and eight of up in turn.
+    rotated: the norm goes through ``anybit::hadamard``.
+    """
+    y, total = torch.ops.anybit.norm_linear(x, residual, gamma, epsilon, weight, bias, spec, silu, rotated)
+    return y, total
+
+
+def norm_rotate_store(
+    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None,
+    spec: str, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, ring: Tensor, lengths: Tensor,
+    sequences: Tensor | None, tokens: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(``elementwise.rotate_store`` of the linear of the norm of x + residual, x + residual): one launch if possible.
+
+    The linear's outputs are queries, keys and values, channels as ``kernels.rope.paired_channels`` says.
+    """
+    q, total = torch.ops.anybit.norm_rotate_store(
+        x, residual, gamma, epsilon, weight, bias, spec, cosine, sine, query_heads, key_heads, ring, lengths, sequences,
+        tokens,
+    )  # fmt: skip
+    return q, total
+
+
+def _norm_rotate_store(
+    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None,
+    spec: str, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, ring: Tensor, lengths: Tensor,
+    sequences: Tensor | None, tokens: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    parsed = LinearSpec.parse(spec)
+    if parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
+        check_norm(x, residual, gamma)
+        step = RopeStoreArgs(
+            cosine.contiguous(), sine.contiguous(), ring, lengths, sequences, query_heads, key_heads, tokens
+        )
+        backend: PackedTiles = backends[parsed.backend]  # type: ignore[assignment]
+        found = backend.norm_rotate_store(x, residual, gamma, epsilon, weight, bias, parsed, step)
+        if found is not None:
+            return found[0].view(len(cosine), query_heads, -1), found[1]
+    qkv, total = _norm_linear(x, residual, gamma, epsilon, weight, bias, spec)
+    rotary = (cosine, sine, query_heads, key_heads)
+    q = rotate_store(qkv.view(len(cosine), -1), *rotary, ring, lengths, sequences, tokens, paired=True)
+    return q, total
+
+
+def silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str, rotated: bool = False) -> Tensor:
+    """Linear of silu(gate) * up: [..., 2 K] -> [..., N]."""
+    y: Tensor = torch.ops.anybit.silu_linear(gate_up, weight, bias, spec, rotated)
+    return y
+
+
+def hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    """Linear of ``anybit::hadamard`` of x: [..., K] -> [..., N]."""
+    y: Tensor = torch.ops.anybit.hadamard_linear(x, weight, bias, spec)
+    return y
+
+
+def _codes(x: Tensor, spec: LinearSpec, rotated: bool) -> bool:
+    """Whether a kernel codes rows of a layer and makes them as well."""
+    coding = spec.activations.quantized and spec.backend in CODING_BACKENDS and x.is_cuda and x.numel() > 0
+    return coding and not (rotated and rotation_refused(spec.k, x.dtype))
+
+
+@cache
+def rotation_refused(k: int, dtype: torch.dtype) -> str | None:
+    """Why no kernel rotates rows of k values while it codes them, in a sentence; None if one does."""
+    return why_not(Problem(1, k, ActivationFormat(8, "sym"), dtype, rotated=True))
+
+
+def _norm_linear(
+    x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
+    weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False, rotated: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    parsed = LinearSpec.parse(spec)
+    backend, codes = backends[parsed.backend], _codes(x, parsed, rotated)
+    norms = not (codes or rotated) and parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel()
+    if codes or norms:  # a norm that is an op of its own checks this itself
+        check_norm(x, residual, gamma)
+    if not codes:
+        if norms:
+            found = backend.norm_linear(x, residual, gamma, epsilon, weight, bias, parsed, silu)  # type: ignore[attr-defined]
+            if found is not None:
+                y, total = found
+                return y, total
+        normed, total = (rms_norm(x, gamma, epsilon), copy_of(x)) if residual is None else (
+            add_rms_norm(x, residual, gamma, epsilon)
+        )  # fmt: skip
+        normed = torch.ops.anybit.hadamard(normed) if rotated else normed
+        y = backend.linear(normed, weight, bias, parsed)
+        return silu_mul(y, paired=True) if silu else y, total
+    rows = x.reshape(-1, parsed.k).contiguous()
+    if residual is None:
+        total, before = copy_of(x), ActivationPrologue(Source.rms_norm, rows, gamma, epsilon, rotated=rotated)
+    else:
+        other = residual.reshape(rows.shape).contiguous()
+        total = torch.empty_like(other)
+        before = ActivationPrologue(Source.rms_norm, rows, gamma, epsilon, other, total, rotated)
+    y = backend.linear(rows, weight, bias, parsed, before)  # type: ignore[call-arg]
+    y = y.view(*x.shape[:-1], parsed.n)
+    return silu_mul(y, paired=True) if silu else y, total.view(x.shape)
+
+
+def _silu_linear(
+    gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str, rotated: bool = False
+) -> Tensor:
+    parsed = LinearSpec.parse(spec)
+    backend = backends[parsed.backend]
+    if not _codes(gate_up, parsed, rotated):
+        made = silu_mul(gate_up)
+        return backend.linear(torch.ops.anybit.hadamard(made) if rotated else made, weight, bias, parsed)
+    if gate_up.shape[-1] != 2 * parsed.k:
+        raise KernelError(f"gate_up has shape {tuple(gate_up.shape)}, and the layer takes {parsed.k} features of each")
+    rows = gate_up.reshape(-1, 2 * parsed.k).contiguous()
+    gate, before = rows[:, : parsed.k], ActivationPrologue(Source.silu_mul, rows, rotated=rotated)
+    y: Tensor = backend.linear(gate, weight, bias, parsed, before)  # type: ignore[call-arg]
+    return y.view(*gate_up.shape[:-1], parsed.n)
+
+
+def _hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    parsed = LinearSpec.parse(spec)
+    backend = backends[parsed.backend]
+    if not _codes(x, parsed, True):
+        return backend.linear(torch.ops.anybit.hadamard(x), weight, bias, parsed)
+    rows = rows_of(x, parsed.k)
+    before = ActivationPrologue(Source.plain, rows, rotated=True)
+    y: Tensor = backend.linear(rows, weight, bias, parsed, before)  # type: ignore[call-arg]
+    return y.view(*x.shape[:-1], parsed.n)
+
+
+_library = torch.library.Library("anybit", "FRAGMENT")
+_library.define(
+    "norm_linear(Tensor x, Tensor? residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, str spec, "
+    "bool silu=False, bool rotated=False) -> (Tensor, Tensor)"
+)
+_library.define(
+    "norm_rotate_store(Tensor x, Tensor residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, "
+    "str spec, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor(a!) ring, Tensor lengths, "
+    "Tensor? sequences, int tokens) -> (Tensor, Tensor)"
+)
+_library.define("silu_linear(Tensor gate_up, Tensor[] weight, Tensor? bias, str spec, bool rotated=False) -> Tensor")
+_library.define("hadamard_linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("norm_linear", _norm_linear, _device)
+    _library.impl("norm_rotate_store", _norm_rotate_store, _device)
+    _library.impl("silu_linear", _silu_linear, _device)
+    _library.impl("hadamard_linear", _hadamard_linear, _device)
+under_autocast(_library, "hadamard_linear")
+torch.library.register_fake(
+    "anybit::norm_linear",
+    lambda x, residual, gamma, epsilon, weight, bias, spec, silu=False, rotated=False: (
+        x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n // (1 + silu)),
+        x.new_empty(x.shape),
+    ),
+)
+torch.library.register_fake(
+    "anybit::norm_rotate_store",
+    lambda x, residual, gamma, epsilon, weight, bias, spec, cosine, sine, query_heads, *_: (
+        x.new_empty(cosine.shape[0], query_heads, cosine.shape[1]),
+        x.new_empty(x.shape),
+    ),
+)
+torch.library.register_fake(
+    "anybit::silu_linear",
+    lambda gate_up, weight, bias, spec, rotated=False: gate_up.new_empty(*gate_up.shape[:-1], LinearSpec.parse(spec).n),
+)
+torch.library.register_fake(
+    "anybit::hadamard_linear",
+    lambda x, weight, bias, spec: x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n),
+)

@@ -1,0 +1,1 @@
+"""What methods that learn share."""

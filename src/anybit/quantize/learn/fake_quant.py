@@ -1,0 +1,186 @@
+"""Codes that learn: a quantized weight with a continuous place for each code, rounded in every forward pass.
+
+    W = scale * (clamp(round(place), 0, 2^bits - 1) - zero)
+
+Rounding passes gradients straight through (Bengio et al., 2013); the scale's gradient is that of LSQ (Esser et al.,
+2020): scale and rounding are learned together, as by OmniQuant, SignRound and EfficientQAT, whose terms these are.
+Gradients also pass through the clamp, because ``project`` keeps every place inside the cell of some code: a weight that
+was clipped can come back.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from anybit.packing import QuantizedWeight, stack, unstack
+from anybit.quantize.methods.grid import Grid
+
+# How far outside the outermost codes a place may lie: just within their cells.
+_EDGE = 0.49
+
+
+class SoftWeight(nn.Module):
+    """The learnable form of a QuantizedWeight. Called, it returns the dequantized weight, [N, K].
+
+    place: [N, K], where each weight lies in units of code.  stretch: [N, G], the logarithm of the
+    scale over what it was.
+    """
+
+    def __init__(self, weight: QuantizedWeight, original: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+        groups = weight.groups()
+        self.top = 2**weight.format.bits - 1
+        self.uniform = _uniform_group(groups, weight.scale.shape[1])
+        self.register_buffer("groups", groups)
+        self.register_buffer("base", weight.scale.float())
+        self.register_buffer("zero", weight.zeros())
+        self.register_buffer("mask", weight.mask())
+        codes = weight.codes().float()
+        # A start inside each code's cell, on the side of the original weight: cheap changes flip first. Away from the
+        # edge, because the first steps move every place alike, and all that sit at an edge would flip at once.
+        wanted = original.float() / self._spread(self.base) + self._spread(self.zero)
+        self.place = nn.Parameter(codes + (wanted - codes).clamp(-0.35, 0.35))
+        self.stretch = nn.Parameter(torch.zeros_like(self.base))
+
+    base: Tensor
+    zero: Tensor
+    groups: Tensor
+    mask: Tensor | None
+
+    def forward(self) -> Tensor:
+        """The dequantized weight."""
+        scale = self._spread(self.base * self.stretch.exp())
+        rounded = self.place.detach().round().clamp_(0, self.top)
+        codes = self.place + (rounded - self.place.detach())
+        weight = (codes - self._spread(self.zero)) * scale
+        return weight if self.mask is None else weight * self.mask
+
+    @torch.no_grad()
+    def project(self) -> None:
+        """Bring every place back into the outermost cells: after each step."""
+        self.place.clamp_(-_EDGE, self.top + _EDGE)
+
+    @torch.no_grad()
+    def computed(self, dtype: torch.dtype) -> Tensor:
+        """The dequantized weight without a graph, in a dtype: in as few passes over memory as that takes."""
+        if not self._plain:
+            weight: Tensor = self().to(dtype)
+            return weight
+        n, g = self.base.shape
+        codes = self.place.round().clamp_(0, self.top).view(n, g, -1)
+        scale = self.base * self.stretch.exp()
+        return codes.sub_(self.zero[..., None]).mul_(scale[..., None]).to(dtype).view(self.place.shape)
+
+    def receive(self, gradient: Tensor, weight: Tensor) -> None:
+        """Set the parameters' gradients from that of the weight, which ``computed`` gave."""
+        if not self._plain:
+            # Set, not added to what the last step left.
+            self.place.grad = self.stretch.grad = None
+            self().backward(gradient.float())
+            return
+        n, g = self.base.shape
+        with torch.no_grad():
+            scale = (self.base * self.stretch.exp())[..., None]
+            self.place.grad = (gradient.view(n, g, -1) * scale).view(self.place.shape)
+            self.stretch.grad = (gradient * weight).view(n, g, -1).sum(-1, dtype=torch.float32)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether all groups are whole, in order and dense."""
+        g = self.base.shape[1]
+        return self.mask is None and (g == 1 or self.uniform * g == self.place.shape[1])
+
+    @torch.no_grad()
+    def harden(self) -> QuantizedWeight:
+        """The codes and scales learned so far, packed."""
+        old = self.weight
+        scale = Grid.of(old.format, old.scale.dtype).store(self.base * self.stretch.exp()).to(old.scale.dtype)
+        codes = self.place.round().clamp(0, self.top).to(torch.uint8)
+        if self.mask is not None:
+            return QuantizedWeight.from_sparse_codes(codes, self.mask, scale, old.zero, old.format)
+        return QuantizedWeight.from_codes(codes, scale, old.zero, old.format, old.group_index)
+
+    def _spread(self, per_group: Tensor) -> Tensor:
+        """[N, G] -> [N, K]."""
+        if per_group.shape[1] == 1:
+            return per_group
+        if self.uniform:
+            # An expanded view has a cheap gradient, a sum; a gathered one is scattered back element by element.
+            n, g = per_group.shape
+            return per_group[:, :, None].expand(n, g, self.uniform).reshape(n, g * self.uniform)[:, : len(self.groups)]
+        return per_group[:, self.groups]
+
+
+class SoftBank:
+    """Quantized weights that share a format and a number of inputs, learned as one tall matrix.
+
+    A model has hundreds of layers, and a GPU would spend its time on launching an operation for each of them.
+    ``refresh`` computes all weights once, for many passes, into ``leaves``, which stay where they are in memory; their
+    gradients gather in one tensor, which ``receive`` hands on to codes and scales.
+    """
+
+    def __init__(self, weights: dict[str, QuantizedWeight], originals: dict[str, Tensor], dtype: torch.dtype) -> None:
+        self.soft = SoftWeight(stack(list(weights.values())), torch.cat([originals[name] for name in weights]))
+        self._rows = {name: weight.shape[0] for name, weight in weights.items()}
+        self._weight = self.soft.computed(dtype)
+        self._gradient = torch.zeros_like(self._weight)
+        self.leaves: dict[str, Tensor] = {}
+        sizes = list(self._rows.values())
+        parts = zip(self._rows, self._weight.split(sizes), self._gradient.split(sizes), strict=True)
+        for name, part, gradient in parts:
+            self.leaves[name] = part.detach().requires_grad_()
+            self.leaves[name].grad = gradient
+
+    def refresh(self) -> None:
+        """Compute the weights anew, and forget their gradients."""
+        self._weight.copy_(self.soft.computed(self._weight.dtype))
+        self._gradient.zero_()
+
+    def receive(self) -> None:
+        """Hand the collected gradient on."""
+        self.soft.receive(self._gradient, self._weight)
+
+    def harden(self) -> dict[str, QuantizedWeight]:
+        """The codes and scales learned so far, by layer."""
+        return dict(zip(self._rows, unstack(self.soft.harden(), list(self._rows.values())), strict=True))
+
+
+class GivenLinear(nn.Module):
+    """A linear layer over a weight, [N, K], that is no parameter of its own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.given, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Y = x W^T + bias, in the weight's dtype."""
+        kind = self.given.dtype
+        return nn.functional.linear(x.to(kind), self.given, None if self.bias is None else self.bias.to(kind))
+
+
+def banks(
+    weights: dict[str, QuantizedWeight], originals: dict[str, Tensor], dtype: torch.dtype = torch.float32
+) -> list[SoftBank]:
+    """Weights in as few banks as there can be: layers that scatter their groups each have one of their own."""
+    together: dict[object, list[str]] = {}
+    for name, weight in weights.items():
+        key = name if weight.group_index is not None else (weight.format, weight.shape[1], weight.scale.dtype)
+        together.setdefault(key, []).append(name)
+    return [SoftBank({name: weights[name] for name in names}, originals, dtype) for names in together.values()]
+
+
+def parameter_groups(modules: Sequence[SoftBank], place_rate: float, scale_rate: float) -> list[dict[str, object]]:
+    """Optimizer groups: places in units of code and scales in relative units have rates of their own."""
+    return [
+        {"params": [m.soft.place for m in modules], "lr": place_rate},
+        {"params": [m.soft.stretch for m in modules], "lr": scale_rate},
+    ]
+
+
+def _uniform_group(groups: Tensor, count: int) -> int:
+    """The group size if group k // size holds for every channel, else 0."""
+    size = int((groups == 0).sum())
+    expected = torch.arange(len(groups), device=groups.device) // size
+    return size if count > 1 and torch.equal(groups, expected) else 0

@@ -1,0 +1,124 @@
+"""Scales between layers, learned end to end from what quantized activations cost (OmniQuant's learnable equivalent
+transformation, against the model's predictions instead of a block's output).
+
+In front of every layer stands ``x -> s * R^T Q(R (x / s))`` with the rounding Q, a rotation R or none, and the scales s
+that learn: without Q it would do nothing. Gradients pass straight through Q and know what its range costs. Afterwards
+the scales go where ``anybit.quantize.methods.scaling_pairs`` says, and the model computes what it did.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit import hadamard
+from anybit.errors import CalibrationError
+from anybit.quantize.learn.fake_quant import GivenLinear
+from anybit.quantize.learn.kl_gradient import Accumulation
+from anybit.quantize.learn.norms import fuse_norms
+from anybit.quantize.learn.rounding import RoundedThrough, Shared
+from anybit.quantize.methods.distill import batches_of, shuffled
+from anybit.quantize.methods.llama_block import anatomies
+from anybit.quantize.methods.scaling_pairs import Place, places
+from anybit.scheme import ActivationFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How scales learn: steps of so many tokens, and how far a scale's logarithm may move in one."""
+
+    steps: int = 64
+    step_tokens: int = 8192
+    rate: float = 0.02
+    half: bool = True
+    device: torch.device | str = "cpu"
+
+
+class _Between:
+    """The forward pre-hook of a place's readers, with scales that learn."""
+
+    def __init__(self, place: Place, stretch: nn.Parameter, format: ActivationFormat, rotated: bool) -> None:
+        self.place, self.stretch, self.format, self.rotated = place, stretch, format, rotated
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = args[0]
+        scale = self.place.read(self.stretch.exp()).to(x.dtype)
+        y = x / scale
+        if self.rotated:
+            y = hadamard.transform(y)
+        y: Tensor = RoundedThrough.apply(y, self.format)  # type: ignore[no-untyped-call,no-redef]
+        if self.rotated:
+            y = hadamard.inverse(y)
+        return (y * scale, *args[1:])
+
+
+@torch.enable_grad()
+def learn_scales(
+    model: Any,
+    sequences: Sequence[Tensor],
+    activations: ActivationFormat,
+    rotated: bool = False,
+    settings: Balance | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> list[Tensor]:
+    """Learn scales for every place of a Llama-like model, float32 [channels] each: ``put_scales`` puts them there.
+
+    sequences: token ids, any lengths.  rotated: whether layers will rotate what they read before they round it.
+    The model is left as it is. Raises CalibrationError when the loss is not finite, LayerError for an architecture that
+    is not Llama's.
+    """
+    settings = settings or Balance()
+    device = torch.device(settings.device)
+    home = model.device
+    teacher = model.to(device)
+    student = copy.deepcopy(teacher).requires_grad_(False)
+    kind = torch.bfloat16 if settings.half else torch.float32
+    stretches: list[nn.Parameter] = []
+    for part in list(anatomies(student)):
+        for place in places(part):
+            stretch = nn.Parameter(torch.zeros(place.channels, device=device))
+            stretch.grad = torch.zeros_like(stretch)
+            stretches.append(stretch)
+            hook = Shared([_Between(place, stretch, activations, rotated)])
+            for name, reader in place.readers.items():
+                layer = GivenLinear(reader.weight.data.to(kind), reader.bias)
+                layer.register_forward_pre_hook(hook)
+                student.set_submodule(name, layer, strict=False)
+    if device.type == "cuda":
+        fuse_norms(student)
+    optimizer = torch.optim.Adam(stretches, lr=settings.rate, betas=(0.9, 0.99))
+    warm = max(settings.steps // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / settings.steps)))
+    )
+    run = Accumulation(teacher, student, settings.half, device)
+    ahead: list[list[Tensor]] = []
+    for step in range(settings.steps):
+        # From all over the text, however few the steps are.
+        ahead = ahead or batches_of(shuffled(sequences, step), settings.step_tokens)
+        for stretch in stretches:
+            assert stretch.grad is not None
+            stretch.grad.zero_()
+        loss = run(ahead.pop(0))
+        if not math.isfinite(loss):
+            raise CalibrationError(f"the loss of step {step} of the scales is not finite; lower their rate")
+        optimizer.step()
+        schedule.step()
+        if progress is not None:
+            progress(step + 1, settings.steps, loss)
+    model.to(home)
+    # Only what tokens' scales cannot say as well: that channels differ.
+    found = [stretch.detach().cpu() for stretch in stretches]
+    return [(stretch - stretch.mean()).exp() for stretch in found]
+
+
+@torch.no_grad()
+def put_scales(model: Any, scales: Sequence[Tensor]) -> None:
+    """Put scales in place, in the order of ``learn_scales``; what the model computes stays the same, up to rounding."""
+    found = [place for part in anatomies(model) for place in places(part)]
+    for place, scale in zip(found, scales, strict=True):
+        place.apply(scale.to(place.writer.weight.device))

@@ -1,0 +1,164 @@
+"""Distillation, end to end: rounding and scales learned against the original model's predictions.
+
+Per-layer and per-block methods see an error where it arises; only the output says what it costs. A few hundred steps
+on the calibration text, from a calibrated start, are worth more at two and three bits than any of them.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit.errors import CalibrationError, TextError
+from anybit.packing import QuantizedWeight
+from anybit.quantize.learn.fake_quant import (
+    GivenLinear,
+    banks,
+    parameter_groups,
+)
+from anybit.quantize.learn.kl_gradient import Accumulation
+from anybit.quantize.learn.norms import fuse_norms
+from anybit.quantize.learn.rounding import Shared, rounded_through
+from anybit.quantize.pipeline.blocks import weight_of
+from anybit.scheme import ActivationFormat
+
+Progress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation:
+    """How to distil.
+
+    passes: how often the text is gone through.  step_tokens: tokens a step.  run_tokens: how many of these run at
+    once.  place_rate: how far a code may move in a step, in units of code.  scale_rate: the same of the logarithm of
+    the scales.  gain_rate: the same of the norms' gains.  half: passes in bfloat16.
+    """
+
+    passes: float = 1.0
+    step_tokens: int = 1024
+    run_tokens: int = 1024
+    place_rate: float = 0.006
+    scale_rate: float = 0.003
+    gain_rate: float = 0.0
+    half: bool = True
+    device: torch.device | str = "cpu"
+
+    def batch_rows(self, tokens: Tensor) -> int:
+        """How many rows of a batch run at once."""
+        return max(self.run_tokens // tokens.shape[1], 1)
+
+
+def distill(
+    model: Any,
+    weights: dict[str, QuantizedWeight],
+    sequences: Sequence[Tensor],
+    settings: Distillation | None = None,
+    activations: ActivationFormat | None = None,
+    progress: Progress | None = None,
+    tuned: dict[str, Tensor] | None = None,
+) -> dict[str, QuantizedWeight]:
+    """Improve quantized weights of a model; the model, which holds the original weights, is left as it is.
+
+    sequences: token ids, any lengths; runs of equal lengths share a step.  activations: their format, if quantized.
+    progress: called with steps done, steps in all, and the last loss (nats a token).
+    tuned: filled with the gains of the norms, by name, which then learn as well (at ``gain_rate``).
+    Raises CalibrationError when the loss is not finite.
+    """
+    settings = settings or Distillation()
+    device = torch.device(settings.device)
+    teacher = model.to(device)
+    student = copy.deepcopy(teacher).requires_grad_(False)
+    kind = torch.bfloat16 if settings.half else torch.float32
+    originals = {name: weight_of(teacher.get_submodule(name)) for name in weights}
+    learned = banks({name: weight.to(device) for name, weight in weights.items()}, originals, kind)
+    _give(teacher, student, {name: leaf for bank in learned for name, leaf in bank.leaves.items()}, activations)
+    if device.type == "cuda":
+        fuse_norms(student)
+    groups = parameter_groups(learned, settings.place_rate, settings.scale_rate)
+    gains = _gains(student) if tuned is not None and settings.gain_rate > 0 else {}
+    if gains:
+        groups.append({"params": list(gains.values()), "lr": settings.gain_rate})
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=device.type == "cuda")
+    ahead = batches_of(sequences, settings.step_tokens)
+    steps = max(math.ceil(len(ahead) * settings.passes), 1)
+    warm = max(steps // 20, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
+    )
+    run = Accumulation(teacher, student, settings.half, device)
+    for step in range(steps):
+        ahead = ahead or batches_of(shuffled(sequences, step), settings.step_tokens)
+        for bank in learned:
+            bank.refresh()
+        for gain in gains.values():
+            gain.grad = torch.zeros_like(gain) if gain.grad is None else gain.grad.zero_()
+        loss = run([part for tokens in ahead.pop(0) for part in tokens.split(settings.batch_rows(tokens))])
+        if not math.isfinite(loss):
+            raise CalibrationError(f"the loss of step {step} is not finite; lower place_rate and scale_rate")
+        for bank in learned:
+            bank.receive()
+        optimizer.step()
+        for bank in learned:
+            bank.soft.project()
+        schedule.step()
+        if progress is not None:
+            progress(step + 1, steps, loss)
+    if tuned is not None:
+        tuned.update({name: gain.detach().cpu() for name, gain in gains.items()})
+    hard = {name: weight.to("cpu") for bank in learned for name, weight in bank.harden().items()}
+    return {name: hard[name] for name in weights}
+
+
+def _give(teacher: Any, student: Any, leaves: dict[str, Tensor], activations: ActivationFormat | None) -> None:
+    """Let the student's layers, by name, compute with other weights."""
+    rounding = [rounded_through(activations)] if activations is not None and activations.quantized else []
+    shared: dict[object, Shared] = {}
+    for name, leaf in leaves.items():
+        module = teacher.get_submodule(name)
+        bias = getattr(module, "bias", None)
+        layer = GivenLinear(leaf, None if bias is None else bias.detach())
+        # What the layer's input goes through, such as an online rotation; neighbours may read the same.
+        hooks = [*module._forward_pre_hooks.values(), *rounding]
+        if hooks:
+            key = (name.rpartition(".")[0], *map(id, hooks))
+            layer.register_forward_pre_hook(shared.setdefault(key, Shared(hooks)))
+        student.set_submodule(name, layer, strict=False)
+
+
+def _gains(student: nn.Module) -> dict[str, nn.Parameter]:
+    """The gains of a model's norms, by name, made to learn in float32."""
+    found: dict[str, nn.Parameter] = {}
+    for name, module in student.named_modules():
+        gain = getattr(module, "weight", None)
+        if isinstance(gain, nn.Parameter) and gain.ndim == 1 and "Norm" in type(module).__name__:
+            gain.data = gain.data.float()
+            gain.requires_grad_()
+            found[f"{name}.weight"] = gain
+    return found
+
+
+def shuffled(sequences: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """The sequences in another order, so that passes do not repeat the same steps."""
+    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(seed))
+    return [sequences[i] for i in order.tolist()]
+
+
+def batches_of(sequences: Sequence[Tensor], step_tokens: int) -> list[list[Tensor]]:
+    """The tokens of each step, [B, L] for each length in it, in the order of the text."""
+    steps: list[dict[int, list[Tensor]]] = [{}]
+    held = 0
+    for sequence in sequences:
+        if held and held + len(sequence) > step_tokens:
+            steps.append({})
+            held = 0
+        if len(sequence) > 1:
+            steps[-1].setdefault(len(sequence), []).append(sequence)
+            held += len(sequence)
+    batches = [[torch.stack(rows) for rows in step.values()] for step in steps if step]
+    if not batches:
+        raise TextError("distillation needs sequences of at least 2 tokens")
+    return batches

@@ -1,0 +1,278 @@
+"""GPTQ: rounding with second-order error feedback (Frantar et al., 2022), with MARLIN's changes (section 3.5).
+
+The error of a layer over its calibration inputs x is ``tr((W - Q) H (W - Q)^T)`` with ``H = sum x x^T``. Channels are
+rounded one after the other; each rounding error is spread over the channels that are still free, so that
+
+    total error = sum over channels j of (w_j - q_j)^2 / U_jj^2,   U upper triangular, U^T U = H^-1
+
+where w_j already carries the corrections. Group scales are searched over clipping thresholds against exactly that sum.
+Afterwards codes and scales are refined by exact coordinate descent on the layer's error: it never gets worse.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from anybit.errors import CalibrationError, OptionError
+from anybit.ops.gptq_update import sweep
+from anybit.packing import QuantizedWeight
+from anybit.quantize.learn.cuda_graphs import Recorder
+from anybit.quantize.methods.grid import Grid, best_candidates
+from anybit.scheme import WeightFormat
+
+# The smallest clipping threshold tried: few levels serve the many small weights better than the few large ones.
+_HARDEST_CLIP = {1: 0.06, 2: 0.2, 3: 0.3}
+
+_RECORDER = Recorder()
+
+Order = Literal["natural", "grouped", "sorted"]
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQ:
+    """How to run GPTQ.
+
+    order: "natural" takes input channels as they come; "grouped" sorts groups by importance, and channels within a
+    group, so that scales stay contiguous in memory; "sorted" sorts all channels (act-order): groups then hold scattered
+    channels and the layer stores a group index.  damping: what is added to the Hessian's diagonal, as a part of its
+    mean; raised in steps when the Hessian is still singular.  clips: how many clipping thresholds are tried.
+    contenders: how many of them, best by rounding error, are tried with error feedback.  passes: rounds of refinement.
+    """
+
+    order: Order = "grouped"
+    damping: float = 0.01
+    clips: int = 24
+    contenders: int = 3
+    passes: int = 3
+    scale_dtype: torch.dtype = torch.float16
+
+    def __post_init__(self) -> None:
+        if self.order not in ("natural", "grouped", "sorted"):
+            raise OptionError(f"order must be 'natural', 'grouped' or 'sorted', not {self.order!r}")
+        for name, low in (("clips", 1), ("contenders", 1), ("passes", 0)):
+            if getattr(self, name) < low:
+                raise OptionError(f"{name} must be at least {low}, not {getattr(self, name)}")
+        if not 0 < self.damping <= 1:
+            raise OptionError(f"damping must be above 0 and at most 1, not {self.damping}")
+
+
+def quantize(
+    weight: Tensor, hessian: Tensor, format: WeightFormat, options: GPTQ | None = None, name: str = "a layer"
+) -> QuantizedWeight:
+    """Quantize weights [N, K] against the Hessian [K, K] of their inputs (any scale, any float dtype).
+
+    A dead input (zero on the diagonal) couples to nothing and is rounded to nearest. Raises CalibrationError, with the
+    layer's name, when the Hessian or the weights hold NaN or infinity, or no damping makes the Hessian definite.
+    """
+    options = options or GPTQ()
+    k = weight.shape[1]
+    if hessian.shape != (k, k):
+        raise CalibrationError(f"{name}: the Hessian must be {k} x {k}, not {' x '.join(map(str, hessian.shape))}")
+    check_finite(weight, f"the weights of {name}")
+    check_finite(hessian, f"the calibration inputs of {name}")
+    grid = Grid.of(format, options.scale_dtype)
+    group = format.group or k
+    hessian = hessian.float()
+    # Masks are chosen in fours of neighbours, so a sparse layer keeps its order.
+    order: Order = "natural" if format.sparse else options.order
+    permutation = _permutation(hessian.diagonal(), group, order)
+    target = weight.float()[:, permutation].T.contiguous()
+    damped, upper = _factor(hessian[permutation][:, permutation], options.damping, name)
+    # Ragged last groups may come anywhere in "grouped" order, so groups are ranges of permuted positions.
+    members = (permutation // group) if order == "grouped" else torch.arange(k, device=weight.device) // group
+    ranges = _ranges(members)
+    mask: Tensor | None = None
+    if format.sparse:
+        codes, scale, zero, mask = _feedback(target, upper, ranges, grid, options, sparse=True)
+    else:
+        codes, scale, zero = _RECORDER(
+            ("feedback", tuple(ranges), grid, options),
+            lambda target, upper: _feedback(target, upper, ranges, grid, options, sparse=False)[:3],
+            target,
+            upper,
+        )
+    for _ in range(options.passes):
+        if mask is not None:
+            codes, scale, changed = _refine(target, damped, codes, scale, zero, ranges, grid, mask)
+        else:
+            codes, scale, changed = _RECORDER(
+                ("refine", tuple(ranges), grid),
+                lambda t, h, c, s, z: _refine(t, h, c, s, z, ranges, grid),
+                *(target, damped, codes, scale, zero),
+            )
+        if not bool(changed):
+            break
+    index = None
+    if order == "sorted" and format.group is not None:
+        index = members[permutation.argsort()].to(torch.int32)
+    else:
+        # Ranges come in order of importance; memory keeps the groups where their channels are.
+        by_place = torch.stack([members[start] for start, _ in ranges]).argsort()
+        scale, zero = scale[by_place], zero[by_place]
+    place = permutation.argsort()
+    packed = codes[place].T.to(torch.uint8).contiguous()
+    scales = scale.T.to(options.scale_dtype).contiguous()
+    zeros = zero.T.to(torch.uint8).contiguous() if format.code == "asym" else None
+    if mask is not None:
+        return QuantizedWeight.from_sparse_codes(packed, mask.T.contiguous(), scales, zeros, format)
+    return QuantizedWeight.from_codes(packed, scales, zeros, format, index)
+
+
+def check_finite(tensor: Tensor, what: str) -> None:
+    """Raise CalibrationError unless every element is finite."""
+    if not bool(tensor.isfinite().all()):
+        raise CalibrationError(f"{what} hold NaN or infinity; check the model in its own precision on this text first")
+
+
+def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
+    """tr((W - Q) H (W - Q)^T) over tr(W H W^T): the part of a layer's output energy that quantization loses."""
+    difference = (weight - quantized).double()
+    h, w = hessian.double(), weight.double()
+    return float((difference @ h * difference).sum() / (w @ h * w).sum())
+
+
+def _permutation(importance: Tensor, group: int, order: Order) -> Tensor:
+    """Positions -> channels, most important first: an early channel's error can still be repaired by all later ones."""
+    k = len(importance)
+    natural = torch.arange(k, device=importance.device)
+    if order == "natural":
+        return natural
+    # Sorted on the CPU in double and stably, so that every device and run takes the same order.
+    importance = importance.double().cpu()
+    if order == "sorted":
+        return importance.argsort(descending=True, stable=True).to(natural.device)
+    of_group = torch.arange(k) // group
+    total = torch.zeros(int(of_group[-1]) + 1, dtype=torch.float64).index_add_(0, of_group, importance)
+    total /= torch.bincount(of_group)
+    within = importance.argsort(descending=True, stable=True)
+    return within[total[of_group[within]].argsort(descending=True, stable=True)].to(natural.device)
+
+
+def _ranges(members: Tensor) -> list[tuple[int, int]]:
+    """Where each run of equal group numbers starts and ends."""
+    edges = [0, *(members.diff().nonzero()[:, 0] + 1).tolist(), len(members)]
+    return list(itertools.pairwise(edges))
+
+
+def _factor(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]:
+    """The damped Hessian and U with U^T U = its inverse, upper triangular, both float32."""
+    mean = float(hessian.diagonal().mean())
+    if mean <= 0:
+        raise CalibrationError(f"the calibration text never reaches {name}: all of its inputs are zero")
+    work = hessian.double()
+    while damping <= 1:
+        damped = work + torch.eye(len(work), dtype=work.dtype, device=work.device) * (damping * mean)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if not int(info):
+            upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not int(info) and bool(upper.isfinite().all()):
+                return damped.float(), upper.float()
+        damping *= 4
+    raise CalibrationError(f"the Hessian of {name} is not positive definite with any damping up to its mean diagonal")
+
+
+def _feedback(
+    target: Tensor, upper: Tensor, ranges: list[tuple[int, int]], grid: Grid, options: GPTQ, sparse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Round group by group with error feedback; channel-major, groups in the order of ``ranges``.
+
+    Returns codes [K, N], scale [G, N], zero [G, N], and for 2:4 sparse formats the mask [K, N] of what is kept.
+    """
+    weight = target.clone()
+    n = weight.shape[1]
+    clips = torch.linspace(1.0, _HARDEST_CLIP.get(grid.bits, 0.5), options.clips, device=weight.device)
+    codes = torch.empty_like(weight)
+    mask = torch.ones_like(weight, dtype=torch.bool) if sparse else None
+    scales, zeros = (torch.empty(len(ranges), n, device=weight.device) for _ in range(2))
+    for i, (start, end) in enumerate(ranges):
+        diagonal = upper.diagonal()[start:end]
+        seen = weight[start:end]
+        if sparse:
+            seen = seen * keep_two(seen, diagonal)
+        scale, zero = best_candidates(seen, diagonal.pow(-2), grid, clips, options.contenders)
+        rows = len(scale)
+        # All contenders of all rows are rounded side by side: [g, contenders * N].
+        trial = weight[start:end].repeat(1, rows)
+        flat_scale, flat_zero = scale.flatten(), zero.flatten()
+        coupling = upper[start:end, start:end] / diagonal[:, None]
+        if sparse:
+            trial_codes, errors, kept = _sparse_sweep(trial, coupling, flat_scale, flat_zero, grid, diagonal)
+        else:
+            trial_codes, errors = sweep(trial, coupling, flat_scale, flat_zero, grid.top)
+        errors /= diagonal[:, None]
+        loss = errors.square().sum(0).view(rows, n)
+        best = loss.argmin(0)
+        pick = best * n + torch.arange(n, device=best.device)
+        codes[start:end], scales[i], zeros[i] = trial_codes[:, pick], flat_scale[pick], flat_zero[pick]
+        if mask is not None:
+            mask[start:end] = kept[:, pick]
+        weight[end:].addmm_(upper[start:end, end:].T, errors[:, pick], alpha=-1)
+    return codes, scales, zeros, mask
+
+
+def _sparse_sweep(
+    trial: Tensor, coupling: Tensor, scale: Tensor, zero: Tensor, grid: Grid, diagonal: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sweep`` that chooses a 2:4 mask as it goes, four channels at a time; returns the mask too."""
+    trial = trial.clone()
+    codes, errors = torch.empty_like(trial), torch.empty_like(trial)
+    kept = torch.ones_like(trial, dtype=torch.bool)
+    for a in range(0, len(trial), 4):
+        b = a + 4
+        kept[a:b] = keep_two(trial[a:b], diagonal[a:b])
+        codes[a:b], errors[a:b] = sweep(trial[a:b], coupling[a:b, a:b], scale, zero, grid.top, mask=kept[a:b])
+        trial[b:].addmm_(coupling[a:b, b:].T, errors[a:b], alpha=-1)
+    return codes, errors, kept
+
+
+def keep_two(weight: Tensor, diagonal: Tensor) -> Tensor:
+    """SparseGPT's 2:4 mask (Frantar & Alistarh, 2023): of every four channels, the two that cost most to lose.
+
+    weight: [g, N] with g a multiple of 4.  diagonal: of U, [g].  Returns bool [g, N].
+    """
+    g, n = weight.shape
+    cost = (weight / diagonal[:, None]).square().view(g // 4, 4, n)
+    kept = torch.zeros_like(cost, dtype=torch.bool).scatter_(1, cost.topk(2, dim=1).indices, True)
+    return kept.view(g, n)
+
+
+def _refine(
+    target: Tensor,
+    hessian: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    ranges: list[tuple[int, int]],
+    grid: Grid,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One round of coordinate descent on the layer's error over codes and group scales, in place.
+
+    Returns codes, scale, and whether a code changed, bool []. The gradient [K, N] of half the error is kept exact from
+    group to group.
+    """
+    value = torch.cat([(codes[a:b] - zero[i]) * scale[i] for i, (a, b) in enumerate(ranges)])
+    gradient = hessian @ (target - value)
+    before_all = codes.clone()
+    for i, (start, end) in enumerate(ranges):
+        block = hessian[start:end, start:end]
+        local, before = gradient[start:end], value[start:end].clone()
+        # The best place of a channel, all others fixed, is where it is less its part of the gradient.
+        curvature_of = block.diagonal()[:, None]
+        kept = None if mask is None else mask[start:end]
+        wanted = torch.addcdiv(before, local, curvature_of)
+        codes[start:end], errors = sweep(wanted, block / -curvature_of.T, scale[i], zero[i], grid.top, before, kept)
+        local = torch.addmm(local, block, errors)
+        # With the codes fixed the best scale of a group is a quotient; it is kept where storing it still helps.
+        centered = codes[start:end] - zero[i]
+        slope, curvature = (centered * local).sum(0), (centered * (block @ centered)).sum(0)
+        move = grid.store(scale[i] + slope / curvature.clamp(min=torch.finfo(torch.float32).tiny)) - scale[i]
+        # A product, because a scalar to choose instead would be copied to the GPU each time.
+        scale[i] += move * ((curvature > 0) & (2 * slope * move > curvature * move * move))
+        now = centered * scale[i]
+        gradient.addmm_(hessian[:, start:end], now - before, alpha=-1)
+        value[start:end] = now
+    return codes, scale, (codes != before_all).any()

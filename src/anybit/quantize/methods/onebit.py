@@ -1,0 +1,71 @@
+"""One bit a weight with value vectors for rows and columns: OneBit's form (Xu et al., 2024), which needs no text.
+
+    W ~ diag(a) sign(W) diag(b),  |W| ~ a b^T
+
+The vectors are the best rank-1 approximation of the magnitudes (of a matrix without negative entries it has none
+either). b scales the inputs of the layer, a is the scale of the row.
+"""
+
+import torch
+from torch import Tensor
+
+from anybit.errors import OptionError, SchemeError
+from anybit.packing import QuantizedWeight
+from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantize.pipeline.modules import LinearLayer
+from anybit.quantize.pipeline.stream import (
+    Changes,
+    Job,
+    Saved,
+    write_quantized,
+)
+from anybit.scheme import WeightFormat
+
+_ROUNDS = 30
+
+
+def factorize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column vectors, float32 [N] and [K], whose outer product is nearest to the magnitudes of W [N, K].
+
+    Power iteration; b is scaled to a mean of 1, so that inputs keep their range. An empty matrix gives a = 0, b = 1.
+    """
+    size = weight.float().abs()
+    b = torch.ones(size.shape[1], device=size.device)
+    a = size @ b
+    for _ in range(_ROUNDS):
+        a = size @ b / b.square().sum().clamp(min=1e-30)
+        b = size.T @ a / a.square().sum().clamp(min=1e-30)
+    mean = b.mean()
+    if float(mean) <= 0:
+        return torch.zeros_like(a), torch.ones_like(b)
+    return a * mean, b / mean
+
+
+def quantize_onebit(weight: Tensor, format: WeightFormat) -> tuple[QuantizedWeight, Tensor]:
+    """A weight [N, K] as signs with a scale a row, and the scale of every input, float32 [K]."""
+    kind = weight.dtype if weight.dtype.itemsize == 2 else torch.float32
+    rows, columns = factorize(weight)
+    # Rounding finds the signs and checks the weight; its scales give way to the row vector.
+    plain = quantize_weight(weight, format)
+    scale = (2 * rows[:, None]).to(kind)
+    return QuantizedWeight(plain.words, scale, None, plain.shape, format), columns.to(kind)
+
+
+def run_onebit(job: Job) -> Saved:
+    """Signs with row and column vectors, for whole rows of one bipolar bit."""
+    format = job.scheme.weights
+    if format.bits != 1 or format.code != "bipolar" or format.group is not None:
+        raise SchemeError(f"method onebit makes one bit with a scale a row (w1a16, w1a1, ...), not {job.scheme}")
+    for name, value in job.options.items():
+        raise OptionError(f"method onebit has no options, so it does not take {name}={value!r}")
+    weights: dict[str, QuantizedWeight] = {}
+    vectors: dict[str, Tensor] = {}
+    for layer in job.layers:
+        tensor = job.source.read(job.names[f"{layer.name}.weight"], finite=True)
+        oriented = tensor.T if layer.transposed else tensor
+        weights[layer.name], vectors[f"{layer.name}.input_scale"] = quantize_onebit(oriented, format)
+
+    def quantize(layer: LinearLayer, weight: Tensor) -> QuantizedWeight:
+        return weights[layer.name]
+
+    return write_quantized(job, quantize, Changes(vectors, input_scale=True))

@@ -1,0 +1,96 @@
+"""The ways to find codes for a model's weights, by name. What they need is loaded when they run."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anybit.errors import OptionError, SchemeError
+from anybit.scheme import Scheme
+
+if TYPE_CHECKING:
+    from anybit.quantize.pipeline.stream import (
+        Job,
+        Progress,
+        Saved,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A quantization method.
+
+    summary: one line for help texts.  home: the function that does a job (``anybit.quantize.pipeline.stream.Job``), as
+    ``module.function`` of this room; most prepare what they need and end in ``write_quantized``.
+    calibrated: whether it needs text to look at.
+    """
+
+    summary: str
+    home: str
+    calibrated: bool = False
+
+    def run(self, job: "Job") -> "Saved":
+        """Do a job."""
+        module, _, function = self.home.rpartition(".")
+        saved: Saved = getattr(importlib.import_module(f"anybit.quantize.{module}"), function)(job)
+        return saved
+
+
+METHODS: dict[str, Method] = {
+    "rtn": Method("round to nearest, with a search for the scales", "pipeline.stream.run_rtn"),
+    "gptq": Method(
+        "error feedback on a calibration text; also 2:4 sparse schemes", "pipeline.calibrated.run_gptq", True
+    ),
+    "onebit": Method("signs with scales for rows and for columns; no text needed", "methods.onebit.run_onebit"),
+    "block": Method("gptq, then codes and scales learn block by block", "pipeline.calibrated.run_block", True),
+    "learned": Method(
+        "gptq, then codes and scales learn from the original model", "pipeline.calibrated.run_learned", True
+    ),
+    "smooth": Method(
+        "outliers of activations move into the weights, then gptq", "pipeline.calibrated.run_smooth", True
+    ),
+    "rotate": Method("a Hadamard rotation spreads outliers, then gptq", "pipeline.calibrated.run_rotate", True),
+    "spread": Method(
+        "smoothing and a rotation of every layer's input, then gptq", "pipeline.calibrated.run_spread", True
+    ),
+}
+
+
+def quantize_folder(
+    source: Path | str,
+    output: Path | str,
+    scheme: Scheme | str,
+    method: str = "rtn",
+    modules_to_not_convert: list[str] | None = None,
+    *,
+    overwrite: bool = False,
+    progress: "Progress | None" = None,
+    shard_bytes: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> "Saved":
+    """Quantize a model folder into another folder.
+
+    modules_to_not_convert: layers that stay as they are; by default the output head, which always does if it is tied
+    to the embedding. overwrite: replace the output if it is a model folder, never another folder, nor the source.
+    progress: called with the layer just done, the weights done so far, and all there are. shard_bytes: the most a file
+    of the output holds. options: of the method.
+    Raises CheckpointError for what is wrong with the source or the place to write to, LayerError for a layer that the
+    scheme does not fit or a name that no layer has, SchemeError for an unknown scheme or method, OptionError for an
+    option that the method does not have; nothing is left behind then.
+    """
+    if method not in METHODS:
+        raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"options of a method are a dict of names and values, not {options!r}")
+    options = dict(options or {})
+    if not METHODS[method].calibrated:
+        for name in ("text", "tokens"):
+            if name in options:
+                looking = ", ".join(other for other in METHODS if METHODS[other].calibrated)
+                raise OptionError(f"method {method} looks at no text: leave out {name}, or take one of {looking}")
+    from anybit.quantize.pipeline.stream import Job
+
+    rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
+    rest |= {"overwrite": overwrite, "progress": progress, "options": options}
+    return METHODS[method].run(Job.of(source, output, scheme, method, modules_to_not_convert, **rest))

@@ -1,0 +1,104 @@
+"""Rotation (QuaRot's construction): outliers of the residual stream, of V and of the feed-forward network are spread.
+
+With a randomized Hadamard matrix Q, every reader of the residual stream takes ``W Q^T`` and every writer ``Q W``; the
+gains of the norms move into the readers first, because RMS norms without gains commute with rotations. V is rotated
+head by head, and the output projection undoes it. Before the down projection the transform cannot be merged: it runs
+on line, as ``anybit::hadamard``, and its inverse is in the weights.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit import hadamard
+from anybit.errors import LayerError
+from anybit.quantize.methods.llama_block import (
+    Anatomy,
+    anatomies,
+    gain_of,
+)
+
+
+@torch.no_grad()
+def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = False) -> list[str]:
+    """Rotate a Llama-like model in place; what it computes stays the same, up to rounding.
+
+    A tied output head is untied: it has to carry the final norm's gain. online: rotate the down projection's inputs
+    too. mix_heads: rotate what attention gives to its output projection on line, all heads together, instead of head by
+    head in the weights. Returns the names of the layers whose inputs are transformed on line; forward hooks do it until
+    the layers are replaced. Raises LayerError, before anything is changed, for an architecture or a size that it cannot
+    rotate.
+    """
+    parts = list(anatomies(model))
+    embedding, head, final = model.get_input_embeddings(), model.get_output_embeddings(), model.base_model.norm
+    for norm in [final, *(norm for part in parts for norm in (part.attention_norm, part.feed_forward_norm))]:
+        gain_of(norm)
+    hidden = embedding.weight.shape[1]
+    heads = parts[0].output.in_features if mix_heads else parts[0].head_dim
+    for size in (hidden, heads, *((parts[0].down.in_features,) if online else ())):
+        hadamard.factor(size)
+    if head is None or not isinstance(head, nn.Linear):
+        raise LayerError(f"{type(model).__name__} has no linear output head, so its final norm cannot be moved")
+    if head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
+    generator = torch.Generator().manual_seed(seed)
+    signs = (torch.randint(0, 2, (hidden,), generator=generator) * 2 - 1).double().to(embedding.weight.device)
+    embedding.weight.data = _turn(embedding.weight.data, signs)
+    _absorb(final, [head])
+    head.weight.data = _turn(head.weight.data, signs)
+    for part in parts:
+        _rotate_block(part, signs, online, mix_heads)
+    names = [f"{part.name}.self_attn.o_proj" for part in parts] if mix_heads else []
+    names += [f"{part.name}.mlp.down_proj" for part in parts] if online else []
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(_online)
+    return names
+
+
+def _rotate_block(part: Anatomy, signs: Tensor, online: bool, mix_heads: bool) -> None:
+    _absorb(part.attention_norm, [part.query, part.key, part.value])
+    _absorb(part.feed_forward_norm, [part.gate, part.up])
+    for reader in (part.query, part.key, part.value, part.gate, part.up):
+        reader.weight.data = _turn(reader.weight.data, signs)
+    for writer in (part.output, part.down):
+        writer.weight.data = _turn(writer.weight.data.T, signs).T.contiguous()
+        if writer.bias is not None:
+            writer.bias.data = _turn(writer.bias.data, signs)
+    value, output, size = part.value, part.output, part.head_dim
+    if mix_heads:
+        output.weight.data = _exactly(output.weight.data)
+    else:
+        value.weight.data = _heads(value.weight.data.T, size).T.contiguous()
+        if value.bias is not None:
+            value.bias.data = _heads(value.bias.data, size)
+        output.weight.data = _heads(output.weight.data, size)
+    if online:
+        part.down.weight.data = _exactly(part.down.weight.data)
+
+
+def _online(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (hadamard.transform(args[0]), *args[1:])
+
+
+def _absorb(norm: Any, readers: list[nn.Linear]) -> None:
+    """Move a norm's gain into the layers that read it."""
+    gain = gain_of(norm)
+    for reader in readers:
+        reader.weight.data = (reader.weight.data.double() * gain.double()).to(reader.weight.dtype)
+    norm.weight.data = torch.ones_like(gain)
+
+
+def _turn(rows: Tensor, signs: Tensor) -> Tensor:
+    """Rotate the last dimension by the residual stream's matrix."""
+    return hadamard.transform(rows.double() * signs).to(rows.dtype)
+
+
+def _heads(rows: Tensor, size: int) -> Tensor:
+    """Rotate every head's part of the last dimension."""
+    return hadamard.transform(rows.double().reshape(*rows.shape[:-1], -1, size)).reshape(rows.shape).to(rows.dtype)
+
+
+def _exactly(rows: Tensor) -> Tensor:
+    return hadamard.transform(rows.double()).to(rows.dtype)

@@ -1,0 +1,67 @@
+"""Places of a Llama-like block where scales can sit between what writes channels and the layers that read them.
+
+What writes, a norm's gain or a linear layer, is divided by the scales, and the readers' weights are multiplied by them:
+the model computes the same, and what the readers read is easier to quantize, or harder.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from anybit.quantize.methods.llama_block import Anatomy, gain_of
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A writer, and the layers that read its channels.
+
+    shared, size: so many readers' heads of so many channels each read one head of the writer (grouped queries).
+    """
+
+    writer: Any
+    readers: dict[str, nn.Linear]
+    shared: int = 1
+    size: int = 1
+
+    @property
+    def channels(self) -> int:
+        """How many scales there are: one for each channel that is written."""
+        return int(self.writer.weight.shape[0])
+
+    @property
+    def reader(self) -> nn.Linear:
+        """One of the readers; all of them read the same."""
+        return next(iter(self.readers.values()))
+
+    def read(self, scale: Tensor) -> Tensor:
+        """Scales of the channels written, as scales of the channels read."""
+        return scale.view(-1, 1, self.size).expand(-1, self.shared, -1).flatten()
+
+    def apply(self, scale: Tensor) -> None:
+        """Divide what is written by scales [channels], and multiply the readers' weights by them."""
+        gain = self.writer.weight.data
+        divisor = scale.double() if gain.ndim == 1 else scale.double()[:, None]
+        self.writer.weight.data = (gain.double() / divisor).to(gain.dtype)
+        bias = getattr(self.writer, "bias", None)
+        if bias is not None:
+            bias.data = (bias.data.double() / scale.double()).to(bias.dtype)
+        for reader in self.readers.values():
+            weight = reader.weight.data
+            reader.weight.data = (weight.double() * self.read(scale.double())).to(weight.dtype)
+
+
+def places(part: Anatomy) -> Iterator[Place]:
+    """The four places of a block. Raises LayerError, before anything is given, for norms without plain gains."""
+    gain_of(part.attention_norm), gain_of(part.feed_forward_norm)
+    layers = {name.rpartition(".")[2]: (name, layer) for name, layer in part.names.items()}
+
+    def named(*kinds: str) -> dict[str, nn.Linear]:
+        return dict(layers[f"{kind}_proj"] for kind in kinds)
+
+    yield Place(part.attention_norm, named("q", "k", "v"))
+    yield Place(part.feed_forward_norm, named("gate", "up"))
+    yield Place(part.up, named("down"))
+    heads = part.output.in_features // part.value.out_features
+    yield Place(part.value, named("o"), heads, part.head_dim if heads > 1 else 1)

@@ -1,0 +1,78 @@
+"""Smoothing, then a Hadamard rotation of every linear layer's input, on line: for activations of four bits.
+
+A rotated input is spread evenly, so rounding adds noise of one size to all of its channels, in proportion to the
+length of the input. In front of the rotation, channel j may still be divided by ``s_j``, the weights multiplied by it:
+the noise that reaches the output is ``mean |x/s|^2 * |W s|^2``, least for ``s_j = sqrt(rms(x_j) / |w_j|)`` (Cauchy and
+Schwarz). A rotation that is merged into the residual stream cannot have that: norms' gains do not commute with it. So
+the stream stays as it is, gains keep their channels (and learn with the codes), and rotations run on line.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit import hadamard
+from anybit.quantize.methods.llama_block import anatomies
+from anybit.quantize.methods.scaling_pairs import Place, places
+from anybit.quantize.pipeline.blocks import reduce_inputs
+
+
+@torch.no_grad()
+def spread(
+    model: Any,
+    batches: Sequence[Tensor],
+    strength: float = 0.5,
+    seed: int = 0,
+    improve: Callable[[], None] | None = None,
+) -> list[str]:
+    """Smooth and rotate a Llama-like model in place; what it computes stays the same, up to rounding.
+
+    batches: token ids, int64 [B, L] each.  strength: ``s_j = rms(x_j)^a / |w_j|^(1 - a)``.  seed: of the signs that
+    channels get before they are rotated.  improve: called between scaling and rotation.
+    Returns the names of the layers whose inputs are transformed on line, which is all of them; forward hooks do that
+    until the layers are replaced.
+    Raises CalibrationError for activations that are not finite, LayerError for another architecture or size.
+    """
+    parts = list(anatomies(model))
+    found = [place for part in parts for place in places(part)]
+    for place in found:
+        hadamard.factor(place.reader.in_features)
+    power = _power(model, [place.reader for place in found], batches)
+    generator = torch.Generator().manual_seed(seed)
+    for place in found:
+        scale = _scale(place, power[place.reader], strength)
+        place.apply(scale * (torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1).to(scale))
+    if improve is not None:
+        improve()
+    layers = {name: layer for part in parts for name, layer in part.names.items()}
+    for layer in layers.values():
+        layer.weight.data = hadamard.transform(layer.weight.data.double()).to(layer.weight.dtype)
+        layer.register_forward_pre_hook(online)
+    return list(layers)
+
+
+def online(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A forward hook that rotates a layer's input."""
+    return (hadamard.transform(args[0]), *args[1:])
+
+
+def _power(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
+    """The mean square of every input channel of some layers over a text, float64 [K] each."""
+
+    def add(module: nn.Module, rows: Tensor, before: Tensor | None) -> Tensor:
+        total = rows.double().square().sum(0)
+        return total if before is None else before + total
+
+    count = sum(tokens.numel() for tokens in batches)
+    return {module: total / count for module, total in reduce_inputs(model, modules, batches, add).items()}
+
+
+def _scale(place: Place, seen: Tensor, strength: float) -> Tensor:
+    """The scales of a place from the mean squares of what its readers see."""
+    weight = torch.stack([reader.weight.data.double().square().sum(0) for reader in place.readers.values()]).sum(0)
+    both = torch.stack([seen, weight]).view(2, -1, place.shared, place.size)
+    both = both.mean(2).clamp(min=1e-12).sqrt().flatten(1)
+    scale = both[0] ** strength / both[1] ** (1 - strength)
+    return (scale / scale.log().mean().exp()).clamp(1e-3, 1e3)

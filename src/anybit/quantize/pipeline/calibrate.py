@@ -1,0 +1,432 @@
+"""Calibration, block by block: each linear layer is quantized on the inputs that it will see in the quantized model.
+
+Two streams of hidden states run side by side: ``reference``, the unquantized model's, and ``quantized``, in which all
+earlier blocks are quantized already. One block's statistics are in memory at a time. After each block its layers are
+written to the resume folder, if there is one; a later run with the same model, text and options takes them from there
+and goes on with the same result, bit for bit.
+"""
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from anybit.errors import CalibrationError, TextError
+from anybit.packing import QuantizedWeight, unstack
+from anybit.quantize.pipeline import blocks as walk
+from anybit.quantize.pipeline import resume as resuming
+from anybit.reference import quantize_activations
+from anybit.scheme import ActivationFormat, Scheme
+
+# Fewer tokens than this cannot say much about a layer of any real model.
+MINIMUM_TOKENS = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """What calibration saw at the input of a linear layer, x in the quantized model and x' in the original.
+
+    hessian: mean of x x^T, float32 [K, K].  drift: mean of (x' - x) x^T, or None if it was not asked for.
+    """
+
+    hessian: Tensor
+    drift: Tensor | None
+    tokens: int
+
+    def corrected(self, weight: Tensor, strength: float = 1.0, damping: float = 0.01) -> Tensor:
+        """The weight [N, K] that best answers x as the original answers x': W + W drift (H + damping)^-1.
+
+        Errors of earlier layers are so undone as far as this layer can; strength 0 leaves the weight as it is.
+        """
+        if self.drift is None or strength == 0:
+            return weight
+        h = self.hessian.double()
+        damped = h + torch.eye(len(h), dtype=h.dtype, device=h.device) * (damping * h.diagonal().mean())
+        shift: Tensor = torch.linalg.solve(damped, self.drift.double().T).T
+        corrected = weight.double() + strength * (weight.double() @ shift)
+        return corrected.to(weight.dtype)
+
+
+class LayerQuantizer(Protocol):
+    """Quantizes a layer, or several that read the same input stacked: rows do not depend on each other.
+
+    weight: float32 [N, K].  statistics: of their input.  name: of the layer or layers, for errors.
+    """
+
+    def __call__(self, weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
+        """The weight in the format that was asked for."""
+        ...
+
+
+@dataclass(eq=False)
+class BlockTask:
+    """A block whose layers have been quantized, for those who refine it further, with inputs and wanted outputs.
+
+    weights is to be updated in place; the modules of ``block`` already hold the dequantized weights.
+    config: of the model.
+    """
+
+    index: int
+    block: nn.Module
+    linears: dict[str, nn.Module]
+    weights: dict[str, QuantizedWeight]
+    originals: dict[str, Tensor]
+    inputs: Callable[[int], Tensor]
+    wanted: Callable[[int], Tensor]
+    calls: Sequence[walk.Call]
+    scheme: Scheme
+    device: torch.device
+    config: object
+
+
+Refiner = Callable[[BlockTask], None]
+Progress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How to walk through a model.
+
+    drift: follow the original model's activations too, so that layers can correct for earlier errors (twice the
+    forward passes).  device: where blocks are worked on, one at a time.  resume: a folder for finished blocks.
+    spill: a folder for activations beyond ``budget`` bytes.  batch_tokens: tokens that run together.
+    """
+
+    drift: bool = True
+    device: torch.device | str = "cpu"
+    resume: Path | None = None
+    spill: Path | None = None
+    budget: int = 8 << 30
+    batch_tokens: int = 4096
+    options: dict[str, object] = field(default_factory=dict)
+
+
+def tokenized(
+    text: str, tokenizer: Callable[..., object], length: int = 512, tokens: int | None = None
+) -> list[Tensor]:
+    """The first ``tokens`` tokens of a text as sequences of ``length``, the last one shorter: int64 [length] each."""
+    ids: list[int] = tokenizer(text).input_ids  # type: ignore[attr-defined]
+    ids = ids[:tokens]
+    return [torch.tensor(ids[i : i + length]) for i in range(0, len(ids), length)]
+
+
+def read_text(path: Path | str) -> str:
+    """A text to calibrate or to evaluate on. Raises TextError if it is missing, empty or not UTF-8."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise TextError(f"text {path} is not UTF-8 ({byte}): save it in UTF-8") from None
+    except OSError as error:
+        raise TextError(f"text {path} cannot be read: {error.strerror}") from None
+    if not text.strip():
+        raise TextError(f"text {path} is empty")
+    if "\0" in text:
+        raise TextError(f"text {path} holds zero bytes, as UTF-16 without its mark does: save it in UTF-8")
+    return text
+
+
+def read_sequences(path: Path, vocabulary: int) -> list[Tensor]:
+    """Token ids from a JSON file, a list of lists of any lengths. Raises TextError, saying where, for anything else."""
+    text = read_text(path)
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise TextError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, list) or not found:
+        raise TextError(f"{path} must hold a list of lists of token ids")
+    for i, sequence in enumerate(found):
+        ids = sequence if isinstance(sequence, list) else [sequence]
+        wrong = [item for item in ids if type(item) is not int or not 0 <= item < vocabulary]
+        if wrong or not isinstance(sequence, list):
+            raise TextError(
+                f"{path}: sequence {i} must be a list of token ids from 0 to {vocabulary - 1}, without "
+                f"{json.dumps((wrong or ids)[0])}"
+            )
+    return [torch.tensor(sequence, dtype=torch.int64) for sequence in found]
+
+
+def batched(sequences: Iterable[Tensor | Sequence[int]], batch_tokens: int) -> list[Tensor]:
+    """Sequences of any lengths as batches of equal length without padding, int64 [B, L], of about batch_tokens each.
+
+    Raises TextError if all together hold fewer than MINIMUM_TOKENS.
+    """
+    by_length: dict[int, list[Tensor]] = {}
+    for sequence in sequences:
+        tokens = torch.as_tensor(sequence, dtype=torch.int64)
+        if tokens.ndim != 1:
+            raise TextError(f"a calibration sequence must be a list of token ids, not of shape {tuple(tokens.shape)}")
+        if len(tokens):
+            by_length.setdefault(len(tokens), []).append(tokens)
+    total = sum(length * len(items) for length, items in by_length.items())
+    if total < MINIMUM_TOKENS:
+        raise TextError(f"calibration needs at least {MINIMUM_TOKENS} tokens of text, and this has {total}")
+    batches = []
+    for length, items in sorted(by_length.items(), reverse=True):
+        size = max(batch_tokens // length, 1)
+        batches += [torch.stack(items[i : i + size]) for i in range(0, len(items), size)]
+    return batches
+
+
+def calibrate(
+    model: nn.Module,
+    sequences: Iterable[Tensor | Sequence[int]],
+    scheme: Scheme,
+    names: set[str],
+    quantizer: LayerQuantizer,
+    settings: Calibration | None = None,
+    refine: Refiner | None = None,
+    progress: Progress | None = None,
+) -> dict[str, QuantizedWeight]:
+    """Quantize the named linear layers inside a model's blocks; the model itself is left as it was.
+
+    model: a causal language model of transformers, in any float dtype.  sequences: token ids, any lengths.
+    names: full names of the layers to quantize; those outside the blocks are not touched.
+    progress: called after each block with blocks done, blocks in all, and the seconds that are left.
+    Returns the quantized weights by name. Raises CalibrationError with a layer's name, and TextError for a short text.
+    """
+    settings = settings or Calibration()
+    batches = batched(sequences, settings.batch_tokens)
+    run = _Run(model, batches, scheme, names, quantizer, settings, refine)
+    started = time.monotonic()
+    fresh = 0
+    try:
+        for index in range(len(run.blocks)):
+            fresh += run.block(index)
+            if progress is not None:
+                left = (time.monotonic() - started) / max(fresh, 1) * (len(run.blocks) - index - 1)
+                progress(index + 1, len(run.blocks), left)
+    finally:
+        run.finish()
+    return run.done
+
+
+class _Run:
+    """One walk through a model: both streams, and what has been quantized so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: list[Tensor],
+        scheme: Scheme,
+        names: set[str],
+        quantizer: LayerQuantizer,
+        settings: Calibration,
+        refine: Refiner | None,
+    ) -> None:
+        self.scheme, self.names, self.quantizer = scheme, names, quantizer
+        self.settings, self.refine = settings, refine
+        self.config = getattr(model, "config", None)
+        self.device = torch.device(settings.device)
+        self.prefix, self.blocks = walk.find_blocks(model)
+        home = next(model.parameters()).device
+        self.count = len(batches)
+        self.stores: list[walk.Store] = []
+        self.quantized = self._store()
+        # Learned rounding wants the original's outputs as well.
+        self.follow = settings.drift or refine is not None
+        self.reference = self._store() if self.follow else None
+        hidden: dict[int, Tensor] = {}
+        # What may be spilled goes there at once; without a place for that all of it is in memory anyway.
+        keep = hidden.__setitem__ if settings.spill is None else self._enter
+        self.calls = walk.first_inputs(model, self.blocks, [tokens.to(home) for tokens in batches], keep)
+        place = self.device if _fits(list(hidden.values()), self.device, settings) else home
+        for i, x in hidden.items():
+            self._enter(i, x.to(place))
+        self.done: dict[str, QuantizedWeight] = {}
+        self.resume = None
+        if settings.resume is not None:
+            key = fingerprint(model, batches, scheme, names, settings)
+            self.resume = resuming.Folder(settings.resume, key)
+
+    def _enter(self, index: int, x: Tensor) -> None:
+        """Both streams begin with what enters the first block."""
+        self.quantized[index] = x.clone()
+        if self.reference is not None:
+            self.reference[index] = x
+
+    def _store(self, part: int = 1) -> walk.Store:
+        """A place for activations, with a part of the budget."""
+        self.stores.append(walk.Store(self.settings.spill, self.settings.budget // part))
+        return self.stores[-1]
+
+    def finish(self) -> None:
+        """Drop the activations, wherever they are."""
+        for store in self.stores:
+            store.clear()
+
+    def block(self, index: int) -> bool:
+        """Quantize a block and move both streams past it; False if it came from the resume folder."""
+        name = f"{self.prefix}.{index}"
+        original = self.blocks[index]
+        work = copy.deepcopy(original).requires_grad_(False).to(self.device)
+        linears = walk.linear_modules(work, name, self.names)
+        calls = [call.to(self.device) for call in self.calls[index]]
+        _round_inputs(linears, self.scheme.activations)
+        saved = None if self.resume is None else self.resume.read(index, self.scheme.weights)
+        with walk.on_device(original, self.device):
+            if saved is None:
+                weights = self._quantize(name, original, work, linears, calls)
+            else:
+                weights = saved
+                self._pass(self.reference, original, calls)
+            if saved is None and self.refine is not None and linears:
+                self._refine(index, work, linears, weights, calls)
+        for layer, module in linears.items():
+            walk.set_weight(module, weights[layer].to(self.device).dequantize())
+        self._pass(self.quantized, work, calls, name)
+        weights = {layer: weight.to("cpu") for layer, weight in weights.items()}
+        if saved is None and self.resume is not None:
+            self.resume.write(index, weights)
+        self.done.update(weights)
+        return saved is None
+
+    @torch.no_grad()
+    def _quantize(
+        self,
+        name: str,
+        original: nn.Module,
+        work: nn.Module,
+        linears: dict[str, nn.Module],
+        calls: list[walk.Call],
+    ) -> dict[str, QuantizedWeight]:
+        """Quantize a block's layers in the order in which they run, and move the reference stream past it."""
+        weights: dict[str, QuantizedWeight] = {}
+        plain = walk.linear_modules(original, name, self.names)
+        stages = walk.stages(original, plain, self.quantized[0].to(self.device), calls[0]) if linears else []
+        seen = self._look(original, {stage[0]: plain[stage[0]] for stage in stages}, calls)
+        for stage in stages:
+            statistics = self._statistics(work, linears[stage[0]], stage[0], seen.pop(stage[0], None), calls)
+            rows = [walk.weight_of(linears[layer]).float() for layer in stage]
+            stacked = self.quantizer(torch.cat(rows), statistics, ", ".join(stage))
+            for layer, weight in zip(stage, unstack(stacked, [len(weight) for weight in rows]), strict=True):
+                weights[layer] = weight
+                walk.set_weight(linears[layer], weights[layer].dequantize())
+        return weights
+
+    def _look(self, original: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]) -> dict[str, walk.Store]:
+        """Move the reference stream past a block; if drift is followed, what some of its layers read on the way."""
+        if self.reference is None or not self.settings.drift:
+            self._pass(self.reference, original, calls)
+            return {}
+        seen = {name: self._store(4) for name in layers}
+        for i in range(self.count):
+            found, out = walk.run_and_look(original, layers, self.reference[i].to(self.device), calls[i])
+            for name, x in found.items():
+                seen[name][i] = x
+            self.reference[i] = out.to(self.reference[i].device)
+        return seen
+
+    def _statistics(
+        self, work: nn.Module, module: nn.Module, layer: str, original: walk.Store | None, calls: list[walk.Call]
+    ) -> Statistics:
+        """Statistics of a layer's input in the block under work; ``original``: what it reads in the original model."""
+        hessian: Tensor | None = None
+        drift: Tensor | None = None
+        tokens = 0
+        for i in range(self.count):
+            x = walk.input_of(work, module, self.quantized[i].to(self.device), calls[i]).float()
+            tokens += len(x)
+            product = x.T @ x
+            hessian = product if hessian is None else hessian.add_(product)
+            if original is not None:
+                y = original[i].to(self.device).float()
+                product = (y - x).T @ x
+                drift = product if drift is None else drift.add_(product)
+        if original is not None:
+            original.clear()
+        assert hessian is not None
+        if not bool(hessian.isfinite().all()):
+            raise CalibrationError(
+                f"the inputs of {layer} hold NaN or infinity during calibration; a model in 16 bits may overflow: "
+                "try float32"
+            )
+        if not bool(hessian.diagonal().any()):
+            raise CalibrationError(f"the calibration text never reaches {layer}: all of its inputs are zero")
+        return Statistics(hessian / tokens, None if drift is None else drift / tokens, tokens)
+
+    @torch.no_grad()
+    def _pass(
+        self, stream: walk.Store | None, block: nn.Module, calls: list[walk.Call], name: str | None = None
+    ) -> None:
+        """Move a stream past a block. The inputs of the quantized stream are kept until then: order matters."""
+        if stream is None:
+            return
+        for i in range(self.count):
+            out = walk.run_block(block, stream[i].to(self.device), calls[i])
+            if name is not None and not bool(out.isfinite().all()):
+                raise CalibrationError(f"the outputs of {name} hold NaN or infinity after it was quantized")
+            stream[i] = out.to(stream[i].device)
+
+    def _refine(
+        self,
+        index: int,
+        work: nn.Module,
+        linears: dict[str, nn.Module],
+        weights: dict[str, QuantizedWeight],
+        calls: list[walk.Call],
+    ) -> None:
+        """Let the refiner improve a block: by now ``reference`` holds the wanted outputs, ``quantized`` the inputs."""
+        assert self.reference is not None and self.refine is not None
+        reference = self.reference
+        plain = walk.linear_modules(self.blocks[index], f"{self.prefix}.{index}", self.names)
+        originals = {layer: walk.weight_of(module).float() for layer, module in plain.items()}
+        self.refine(
+            BlockTask(
+                index,
+                work,
+                linears,
+                weights,
+                originals,
+                lambda i: self.quantized[i].to(self.device),
+                lambda i: reference[i].to(self.device),
+                calls,
+                self.scheme,
+                self.device,
+                self.config,
+            )
+        )
+
+
+def _fits(hidden: list[Tensor], device: torch.device, settings: Calibration) -> bool:
+    """Whether a GPU holds both streams, and what they make on their way, so that they need not come and go."""
+    if device.type != "cuda" or settings.spill is not None:
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    return 2 * sum(x.nbytes for x in hidden) < min(free // 8, settings.budget)
+
+
+def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> None:
+    """Let linear layers read quantized activations, as they will."""
+    if not format.quantized:
+        return
+
+    def rounded(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = args[0]
+        return (quantize_activations(x, format).dequantize().reshape(x.shape).to(x.dtype), *args[1:])
+
+    rounded.rounds = True  # type: ignore[attr-defined]
+    for module in linears.values():
+        module.register_forward_pre_hook(rounded)
+
+
+def fingerprint(model: nn.Module, batches: list[Tensor], scheme: Scheme, names: set[str], settings: Calibration) -> str:
+    """What a resumed run must share with the interrupted one: weights, text, scheme and options, as a word."""
+    digest = hashlib.sha256()
+    head = [str(scheme), sorted(names), settings.drift, settings.batch_tokens, settings.options]
+    digest.update(json.dumps(head, default=str, sort_keys=True).encode())
+    for tokens in batches:
+        digest.update(str(tuple(tokens.shape)).encode() + tokens.numpy().tobytes())
+    for name, parameter in model.named_parameters():
+        # Sums of halves tell any two real checkpoints apart, at a thousandth of the cost of hashing every byte.
+        flat = parameter.detach().flatten()
+        sums = [float(part.double().sum()) for part in flat.tensor_split(2)]
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {sums}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,389 @@
+"""The calibrated methods behind ``anybit quantize``: load the model, look at a text, quantize, save.
+
+    gptq     error feedback, block by block                              (anybit.quantize.methods.gptq, .calibrate)
+    block    gptq, then rounding and scales learned block by block       (.learned)
+    learned  gptq, then rounding and scales learned end to end           (.distill)
+    smooth   activations' outliers migrate into the weights, then gptq   (.smooth)
+    rotate   a Hadamard rotation spreads outliers, then gptq             (.rotate)
+    spread   smoothing and a rotation of every layer's input, then gptq  (.spread)
+
+Any of them also learns if it is given ``block_passes`` or ``learn_tokens``; the last three do on a GPU.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from anybit.errors import CheckpointError, OptionError, TextError
+from anybit.packing import QuantizedWeight
+from anybit.quantize.learn.scales import (
+    Balance,
+    learn_scales,
+    put_scales,
+)
+from anybit.quantize.methods import gptq
+from anybit.quantize.methods.blockwise import BlockLearning
+from anybit.quantize.methods.distill import Distillation, distill
+from anybit.quantize.methods.rotate import rotate
+from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantize.methods.smooth import smooth
+from anybit.quantize.methods.smooth_rotate import spread
+from anybit.quantize.pipeline.blocks import find_blocks
+from anybit.quantize.pipeline.calibrate import (
+    Calibration,
+    Statistics,
+    batched,
+    calibrate,
+    fingerprint,
+    read_sequences,
+    read_text,
+    tokenized,
+)
+from anybit.quantize.pipeline.modules import LinearLayer
+from anybit.quantize.pipeline.resume import remembered
+from anybit.quantize.pipeline.stream import (
+    Changes,
+    Job,
+    Saved,
+    write_quantized,
+)
+from anybit.scheme import Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the calibrated methods can be told.
+
+    text: a file to calibrate on, or with the ending .json the token ids of sequences.  sequences: the same, as lists.
+    tokens: how many are used, in sequences of ``length`` (by default 16384, and on a GPU 32768, or 131072 where blocks
+    learn from them).
+    start: what codes begin as: "gptq", or "nearest", rounding to nearest of the (corrected) weights.
+    drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
+    order, damping, passes: see ``gptq.GPTQ``.  block_passes: over the text, to learn each block against
+    its original output (``anybit.quantize.methods.blockwise``).  learn_tokens, learn_passes, step_tokens, place_rate,
+    scale_rate, gain_rate: see ``anybit.quantize.methods.distill``; what is None is chosen by ``learning``.
+    strength: how much of the outliers smoothing moves; None finds it for each place (0.5 where a rotation follows).
+    scale_steps, between_rate: in how many steps these scales then learn, and how fast (``learn.scales``);
+    None is 64 on a GPU, else 0.
+    seed: of the rotation.
+    mix_heads: rotate what attention hands on across its heads, on line.
+    device: where to work; None takes a GPU if there is one.
+    resume: a folder for finished blocks.  spill: a folder for activations that memory cannot hold.
+    """
+
+    text: Path | None = None
+    sequences: list[list[int]] | None = None
+    tokens: int | None = None
+    length: int = 512
+    start: str = "gptq"
+    drift: float = 0.5
+    order: str = "grouped"
+    damping: float = 0.01
+    passes: int = 3
+    block_passes: int | None = None
+    learn_tokens: int | None = None
+    learn_passes: float | None = None
+    step_tokens: int | None = None
+    place_rate: float = 0.006
+    scale_rate: float = 0.003
+    gain_rate: float | None = None
+    strength: float | None = None
+    scale_steps: int | None = None
+    between_rate: float = 0.02
+    seed: int = 0
+    mix_heads: bool = False
+    device: str | None = None
+    resume: Path | None = None
+    spill: Path | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Options":
+        """Options from names and values, which may be text. Raises OptionError for what is unknown or impossible."""
+        known = {field.name: field for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if name not in known:
+                raise OptionError(f"option {name!r} is unknown; there are {', '.join(known)}")
+            kinds = (known[name].type, *get_args(known[name].type))
+            if value is None and NoneType not in kinds:
+                raise OptionError(f"option {name} cannot be null: leave it out, and it is {known[name].default!r}")
+            kind = next((kind for kind in (bool, int, float, str, Path) if kind in kinds), None)
+            try:
+                read = _truth if kind is bool else kind
+                values[name] = value if value is None or read is None else read(value)
+            except (TypeError, ValueError, KeyError, OverflowError):
+                wanted = "" if kind is None else kind.__name__
+                raise OptionError(f"option {name} must be of type {wanted}, and {value!r} is not") from None
+        options = cls(**values)
+        if options.start not in ("gptq", "nearest"):
+            raise OptionError(f"option start must be gptq or nearest, not {options.start!r}")
+        ranges = (("tokens", 1, None), ("length", 2, None), ("drift", 0, 1), ("strength", 0, 1), ("seed", 0, 2**64 - 1))
+        for name, low, high in ranges:
+            value = getattr(options, name)
+            if value is not None and (value < low or (high is not None and value > high)):
+                most = "" if high is None else f" and at most {high}"
+                raise OptionError(f"option {name} must be at least {low}{most}, not {value}")
+        return options
+
+    @property
+    def where(self) -> str:
+        """The device to work on."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def calibration_tokens(self) -> int:
+        """How many tokens the layers are calibrated on."""
+        usual = (131072 if self.block_passes else 32768) if self.on_gpu else 16384
+        return self.tokens if self.tokens is not None else usual
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the work is done by a GPU, which can do ten times as much of it."""
+        return torch.device(self.where).type == "cuda"
+
+    def learning(self, method: str, scheme: Scheme) -> tuple[int, Distillation]:
+        """How many tokens codes learn from, 0 if they do not, and how.
+
+        ``learned`` always learns. On a GPU, where it takes seconds, so do the methods for quantized activations, and
+        the norms' gains with them. A GPU goes over all of a text, some times; a CPU over a part of it, once.
+        """
+        gpu, coded = self.on_gpu, scheme.activations.quantized
+        learns = method == "learned" or (gpu and coded and method in ("smooth", "rotate", "spread"))
+        narrow = min(scheme.weights.bits, scheme.activations.bits) < 4 or scheme.activations.bits == 4
+        passes = (5.0 if coded and narrow else 3.0 if coded or narrow else 2.0) if gpu else 1.0
+        # What is far from the start wants many steps rather than smooth ones.
+        usual = (4096 if coded and narrow else 8192) if gpu else 1024
+        step = self.step_tokens if self.step_tokens is not None else usual
+        settings = Distillation(
+            passes=passes if self.learn_passes is None else self.learn_passes,
+            step_tokens=step,
+            run_tokens=min(step, 8192) if gpu else 1024,
+            place_rate=self.place_rate,
+            scale_rate=self.scale_rate,
+            gain_rate=self.gain_rate if self.gain_rate is not None else (0.002 if gpu and coded else 0.0),
+            device=self.where,
+        )
+        if self.learn_tokens is not None:
+            return self.learn_tokens, settings
+        return (1 << 19 if gpu else 49152) if learns else 0, settings
+
+    def balance(self, scheme: Scheme) -> Balance:
+        """How scales learn; in no steps where they do not."""
+        usual = 64 if self.on_gpu else 0
+        steps = (usual if self.scale_steps is None else self.scale_steps) if scheme.activations.quantized else 0
+        return Balance(steps, 8192 if self.on_gpu else 1024, self.between_rate, device=self.where)
+
+
+def _truth(value: object) -> bool:
+    return {"true": True, "false": False}[str(value).lower()]
+
+
+def run_gptq(job: Job) -> Saved:
+    """GPTQ."""
+    return _run(job, "gptq")
+
+
+def run_block(job: Job) -> Saved:
+    """GPTQ, then learning block by block."""
+    return _run(job, "block")
+
+
+def run_learned(job: Job) -> Saved:
+    """GPTQ, then distillation."""
+    return _run(job, "learned")
+
+
+def run_smooth(job: Job) -> Saved:
+    """Smoothing, then GPTQ."""
+    return _run(job, "smooth")
+
+
+def run_rotate(job: Job) -> Saved:
+    """Rotation, then GPTQ."""
+    return _run(job, "rotate")
+
+
+def run_spread(job: Job) -> Saved:
+    """Smoothing and rotation of every layer's input, then GPTQ."""
+    return _run(job, "spread")
+
+
+def _run(job: Job, method: str) -> Saved:
+    options = Options.of(job.options)
+    if options.block_passes is None:
+        # A GPU goes over more text, some two hundred steps in all.
+        options = replace(options, block_passes=(6 if options.on_gpu else 4) if method == "block" else 0)
+    learn, distillation = options.learning(method, job.scheme)
+    passes = options.block_passes
+    refine = BlockLearning(passes, options.place_rate, options.scale_rate) if passes else None
+    # The text first: it is the cheaper thing to find missing.
+    sequences = _sequences(job, options, max(options.calibration_tokens, learn))
+    used = _first(sequences, options.calibration_tokens)
+    model = _load(job)
+    names = {layer.name for layer in job.layers}
+    changes = _prepare(job, model, method, sequences, options)
+    kind = _scale_dtype(job)
+    settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
+    format = job.scheme.weights
+
+    def quantizer(weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
+        weight = statistics.corrected(weight, options.drift)
+        if options.start == "nearest":
+            gptq.check_finite(weight, f"the weights of {name}")
+            return quantize_weight(weight.to(kind), format)
+        return gptq.quantize(weight, statistics.hessian, format, settings, name)
+
+    def tell(done: int, total: int, left: float) -> None:
+        if job.progress is not None:
+            job.progress(f"block {done} of {total}", done, total)
+
+    calibration = Calibration(
+        drift=options.drift > 0,
+        device=options.where,
+        resume=options.resume,
+        spill=options.spill,
+        # A GPU is done with 4 thousand tokens before the next operation is launched; but they are a step of learning.
+        batch_tokens=16384 if options.on_gpu and refine is None else 4096,
+        # Not the method: those that begin alike take finished blocks from each other.
+        options={"start": options.start, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
+    )
+    weights = calibrate(model, used, job.scheme, names, quantizer, calibration, refine, tell)
+    if learn:
+        weights, tuned = _learn(job, model, weights, _first(sequences, learn), distillation)
+        changes = replace(changes, tensors={**changes.tensors, **tuned})
+    scattered = any(weight.group_index is not None for weight in weights.values())
+
+    def quantize(layer: LinearLayer, source: Tensor) -> QuantizedWeight:
+        if layer.name in weights:
+            return weights[layer.name]
+        # Outside the blocks no statistics are collected: round to nearest.
+        weight = quantize_weight(changes.tensors.get(f"{layer.name}.weight", source).to(source.dtype), format)
+        return _with_group_index(weight) if scattered else weight
+
+    # Writing takes a moment after calibration: it needs no progress of its own.
+    return write_quantized(replace(job, progress=None), quantize, changes)
+
+
+def _learn(
+    job: Job, model: Any, weights: dict[str, QuantizedWeight], sequences: list[Tensor], settings: Distillation
+) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
+    """The learned weights, and the norms' gains if they learned too."""
+
+    def tell(done: int, total: int, loss: float) -> None:
+        if job.progress is not None:
+            job.progress(f"learning, {loss:.3f} nats apart", done, total)
+
+    tuned: dict[str, Tensor] = {}
+    return distill(model, weights, sequences, settings, job.scheme.activations, tell, tuned), tuned
+
+
+def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options: Options) -> Changes:
+    """Smooth, rotate or spread the model; what that changes about the checkpoint."""
+    if method not in ("smooth", "rotate", "spread"):
+        return Changes()
+    home = model.device
+    model.to(_roomy(options.where, model))
+    hadamard: list[str] = []
+    config: dict[str, Any] = {}
+    batches = batched(_first(sequences, options.calibration_tokens), 4096)
+
+    def improve() -> None:
+        settings = options.balance(job.scheme)
+        if not settings.steps:
+            return
+        told = {"scales": str(settings), "tokens": sum(map(len, sequences))}
+        key = fingerprint(model, batches, job.scheme, set(), Calibration(options=told))
+        rotated = method == "spread"
+
+        def learn() -> list[Tensor]:
+            return learn_scales(model, sequences, job.scheme.activations, rotated, settings, tell)
+
+        # What was learned once a resumed run need not learn again.
+        put_scales(model, remembered(options.resume, key, learn))
+
+    def tell(done: int, total: int, loss: float) -> None:
+        if job.progress is not None:
+            job.progress(f"learning scales, {loss:.3f} nats apart", done, total)
+
+    if method == "smooth":
+        smooth(model, batches, options.strength, job.scheme)
+        improve()
+    elif method == "spread":
+        hadamard = spread(model, batches, 0.5 if options.strength is None else options.strength, options.seed, improve)
+    else:
+        hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)
+        config = {"tie_word_embeddings": False}
+    model.to(home)
+    quantized = {f"{layer.name}.weight" for layer in job.layers}
+    kind = next(iter(job.source.entries.values())).dtype
+    state = {name: tensor.to(kind) for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    # Of layers that are quantized only those outside the blocks are still needed.
+    prefix, _ = find_blocks(model)
+    outside = {name for name in quantized if not name.startswith(f"{prefix}.")}
+    kept = {name: tensor for name, tensor in state.items() if name not in quantized or name in outside}
+    tied = {name for name in kept if name not in job.names and method != "rotate"}
+    return Changes({name: tensor for name, tensor in kept.items() if name not in tied}, config, hadamard)
+
+
+def _roomy(device: str, model: Any) -> torch.device:
+    """The device if all of a model fits it with room to run, else where the model is."""
+    if torch.device(device).type != "cuda":
+        return torch.device(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    return torch.device(device) if 2 * needed < free else torch.device(model.device)
+
+
+def _sequences(job: Job, options: Options, tokens: int) -> list[Tensor]:
+    if options.sequences is not None:
+        return [torch.as_tensor(sequence, dtype=torch.int64) for sequence in options.sequences]
+    if options.text is None:
+        raise TextError(f"method {job.method} calibrates on a text: name one with --text, or use method rtn")
+    if options.text.suffix == ".json":
+        return read_sequences(options.text, int(job.model.config.vocab_size))
+    text = read_text(options.text)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(job.source.path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{job.source.path} has no tokenizer that can be read: {error}") from error
+    # A token is at most a few characters; what is far beyond the need is not worth tokenizing.
+    return tokenized(text[: 16 * tokens], tokenizer, options.length, tokens)
+
+
+def _first(sequences: list[Tensor], tokens: int) -> list[Tensor]:
+    """Sequences from the start up to a number of tokens; the last one may be cut."""
+    chosen: list[Tensor] = []
+    for sequence in sequences:
+        if tokens <= 0:
+            break
+        chosen.append(sequence[:tokens])
+        tokens -= len(chosen[-1])
+    return chosen
+
+
+def _load(job: Job) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(job.source.path, dtype=torch.float32).eval().requires_grad_(False)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{job.source.path} cannot be loaded: {error}") from error
+
+
+def _scale_dtype(job: Job) -> torch.dtype:
+    """Scales are stored as the weights were if that has 16 bits, else in float32: as rounding to nearest does."""
+    stored = job.names[f"{job.layers[0].name}.weight"]
+    kind = job.source.entries[stored].dtype
+    return kind if kind.itemsize == 2 else torch.float32
+
+
+def _with_group_index(weight: QuantizedWeight) -> QuantizedWeight:
+    index = weight.groups().to(torch.int32)
+    return QuantizedWeight(weight.words, weight.scale, weight.zero, weight.shape, weight.format, index)

@@ -1,0 +1,91 @@
+"""What a config cannot be faster than, whatever else is done well: used to leave configs out that provably lose.
+
+Two limits of the multiprocessor that has most to do, both at the highest clock and with nothing lost at either end: the
+products that its tensor cores issue, those of rows and tokens beyond the matrix included, and the bytes that it takes
+in. A tile cannot be shared but as its config says, so with 133 tiles one of 132 multiprocessors has two.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from anybit.kernels.gemm import (
+    sm90_bitplane,
+    sm90_bitplane_stacked,
+    sm90_packed_gemm,
+)
+from anybit.kernels.gemm.sm90_bitplane import Path, Walk
+from anybit.kernels.gemm.sm90_bitplane_stacked import Keep
+from anybit.tune.registry import FAMILIES, LinearProblem
+from anybit.tune.roofline import floor_us
+from anybit.tune.space import Candidate
+
+_CLOCK = 1.98e3
+"""Cycles in a microsecond: the highest clock of an H200."""
+_OPERATIONS = {"b1": 65536, "s8": 8192, "f16": 4096}
+"""Multiplications and additions of a multiprocessor in a cycle; e4m3's are those of s8."""
+_INTAKE = 64
+"""Bytes that a multiprocessor takes in from L2 in a cycle."""
+
+
+def lower_bound_us(product: LinearProblem, candidate: Candidate) -> float:
+    """Microseconds that no launch of ``candidate`` can do with less, on a GPU like the H200; its activations coded."""
+    bound = _BOUNDS.get(candidate.kernel)
+    if bound is None or product.device.arch != "sm_90a":
+        return 0.0
+    effective = replace(product, activations=candidate.activations)
+    return max(floor_us(effective) * _SURELY, bound(effective, candidate.config) / _CLOCK)
+
+
+_SURELY = 0.7
+"""Of the floor, whose rates were measured under load: a margin for clocks."""
+
+
+def _cycles(pieces: int, sms: int, operations: float, rate: int, taken: float) -> float:
+    """Cycles of the multiprocessor that has most pieces, each of so many operations and bytes taken in."""
+    return -(-pieces // sms) * max(operations / rate, taken / _INTAKE)
+
+
+def _bitwise(product: LinearProblem, config: sm90_bitplane.Config) -> float:
+    p, q, k, sms = product.weights.bits, product.activations.bits, product.k, product.device.sms
+    if config.path is Path.large:
+        cut = config.tokens // config.tail if config.tail else 1
+        tiles = -(-product.m // config.tokens) * -(-product.n // 128)
+        operations = 2.0 * config.tokens * 128 * k * p * q
+        taken = (128 * p + (0 if config.resident else config.tokens * q)) * k / 8
+        if cut > 1:  # whole tiles for all, and the rest in pieces
+            whole = tiles // sms * max(operations / _OPERATIONS["b1"], taken / _INTAKE)
+            return whole + _cycles(tiles % sms * cut, sms, operations / cut, _OPERATIONS["b1"], 0.0)
+        return _cycles(tiles, sms, operations, _OPERATIONS["b1"], taken)
+    weights, tokens = (64, config.tokens) if config.walk is Walk.weights else (config.tokens, 64)
+    shared = 1 if config.multicast else config.cluster
+    pieces = -(-product.m // tokens) * -(-product.n // weights) * shared
+    taken = (weights * p + tokens * q) * k / 8 / shared
+    return _cycles(pieces, sms, 2.0 * weights * tokens * k * p * q / shared, _OPERATIONS["b1"], taken)
+
+
+def _wide(product: LinearProblem, config: sm90_bitplane_stacked.Config) -> float:
+    p, q, k = product.weights.bits, product.activations.bits, product.k
+    tiles = -(-product.m // config.tokens) * -(-product.n // 128)
+    weights = 0 if config.keep is Keep.weights else 128 * p
+    tokens = 0 if config.keep is Keep.tokens else config.tokens * q
+    operations = 2.0 * config.tokens * 128 * k * p * q
+    return _cycles(tiles, product.device.sms, operations, _OPERATIONS["b1"], (weights + tokens) * k / 8)
+
+
+def _large(product: LinearProblem, config: sm90_packed_gemm.Config) -> float:
+    w = product.weights
+    rows, rate = 64 * config.row_warpgroups, _OPERATIONS["f16" if config.x_bytes == 2 else "s8"]
+    tiles = -(-product.m // config.tokens) * -(-product.n // rows)
+    pieces, k = tiles * config.k_blocks, product.k / config.k_blocks
+    if config.stripes:  # cut anywhere
+        pieces, k = 1, product.k * tiles / config.stripes
+    taken = (rows * w.bits / 8 + config.tokens * config.x_bytes) * k
+    return _cycles(pieces, product.device.sms, 2.0 * rows * config.tokens * k, rate, taken)
+
+
+_BOUNDS: dict[str, Callable[[LinearProblem, object], float]] = {
+    "sm90_bitplane": _bitwise,  # type: ignore[dict-item]
+    "sm90_bitplane_stacked": _wide,  # type: ignore[dict-item]
+    "sm90_packed_gemm": _large,  # type: ignore[dict-item]
+}
+assert set(_BOUNDS) <= set(FAMILIES)

@@ -1,0 +1,439 @@
+"""What a linear call is (`LinearProblem`), and the kernel families that can run one, all spoken to in the same way.
+
+A family is a module of ``anybit.kernels`` with ``Problem``, ``Config``, ``why_not``, ``configs`` and ``default``; what
+is legal is what its ``why_not`` says, and nothing here knows better.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.elementwise.quantize_activations import Target
+from anybit.kernels.gemm import (
+    heuristics,
+    sm80_bitplane_gemm,
+    sm80_packed_gemm,
+    sm90_bitplane,
+    sm90_bitplane_stacked,
+    sm90_packed_gemm,
+    sm90_packed_gemv,
+    sm90_packed_skinny,
+    sm90_packed_skinny_f16,
+)
+from anybit.kernels.gemm.sm90_bitplane import Output
+from anybit.kernels.gemm.sm90_bitplane_rules import half_bytes
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+from anybit.tune.diversify import representatives
+
+FieldValue = int | bool | str
+_OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
+_TILE = 128
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """One linear call, quantization of its activations included: y[m, n] = x[m, k] W[n, k]^T, x and y in ``dtype``.
+
+    columns: K' of the tiles, where an activation order makes them more than K rounded up to 128 (``act_order``).
+    aligned: rows of x start on 16 bytes, and K is in eights.
+    """
+
+    m: int
+    n: int
+    k: int
+    weights: WeightFormat
+    activations: ActivationFormat = field(default_factory=ActivationFormat)
+    dtype: torch.dtype = torch.float16
+    device: Device = field(default_factory=lambda: Device.named("sm_90a"))
+    act_order: bool = False
+    columns: int = 0
+    aligned: bool = True
+
+    @property
+    def scheme(self) -> Scheme:
+        """Weights and activations as a scheme."""
+        return Scheme(self.weights, self.activations)
+
+    @property
+    def tile_columns(self) -> int:
+        """K' of the tiles."""
+        return self.columns or -(-self.k // _TILE) * _TILE
+
+    def __str__(self) -> str:
+        return f"{self.scheme} {self.m} x {self.n} x {self.k}"
+
+
+class Layout(Enum):
+    """How a layer's weights lie in memory; a candidate reads one of them."""
+
+    planes = "bit planes"
+    tiles_a16 = "tiles for 16-bit activations"
+    tiles_a8 = "tiles for 8-bit activations"
+    dense = "dequantized"
+
+
+def tiles_of(activations: ActivationFormat) -> Layout:
+    """The layout of tiles for activations."""
+    return Layout.tiles_a8 if activations.quantized else Layout.tiles_a16
+
+
+@dataclass(frozen=True)
+class KernelFamily:
+    """A family of kernels.
+
+    facts: the fields of its configs that repeat the problem.  target: what activations are quantized into, if they are.
+    since: fields that maps of before them lack.
+    """
+
+    name: str
+    module: ModuleType
+    facts: frozenset[str]
+    problem: Callable[[LinearProblem], Any]
+    target: Target
+    since: frozenset[str] = frozenset()
+
+    def layout(self, activations: ActivationFormat) -> Layout:
+        """Where the weights must lie."""
+        return Layout.planes if self.target is Target.planes else tiles_of(activations)
+
+    def why_not(self, product: LinearProblem, config: Any = None) -> str | None:
+        """Why the family, or a config of it, cannot run a product; None if it can."""
+        reason = _beside(self, product)
+        if reason is not None:
+            return reason
+        problem = self.problem(product)
+        if _waits(config):
+            return "blocks that wait for each other through L2 could wait for ever beside a second such launch"
+        reason = self.module.why_not(problem) if config is None else self.module.why_not(problem, config)
+        return None if reason is None else str(reason)
+
+    def configs(self, product: LinearProblem) -> list[Any]:
+        """Every legal config of a product; empty where there is none."""
+        if self.why_not(product) is not None:
+            return []
+        try:
+            found = dict.fromkeys(self._ready(config, product) for config in self.module.configs(self.problem(product)))
+            return [config for config in found if not _waits(config)]
+        except KernelError:
+            return []
+
+    def runs(self, product: LinearProblem) -> bool:
+        """Whether there is a legal config."""
+        if self.why_not(product) is not None:
+            return False
+        try:
+            return any(not _waits(config) for config in self.module.configs(self.problem(product)))
+        except KernelError:
+            return False
+
+    def default(self, product: LinearProblem) -> Any:
+        """The built-in choice among the family's configs. Raises KernelError where there is none."""
+        reason = self.why_not(product)
+        if reason is not None:
+            raise KernelError(f"{self.name} cannot run {product}: {reason}")
+        return self._ready(self.module.default(self.problem(product)), product)
+
+    def _ready(self, config: Any, product: LinearProblem) -> Any:
+        """A config as layers of a model run it."""
+        return heuristics.apart(config, product.device)
+
+    def fields(self, config: Any) -> dict[str, FieldValue]:
+        """What a search may choose of a config, by name; the inverse of ``rebuild``."""
+        found: dict[str, FieldValue] = {}
+        for name in (f.name for f in dataclasses.fields(config)):
+            value = getattr(config, name)
+            if name not in self.facts:
+                found[name] = value.name if isinstance(value, Enum) else value
+            elif name == "activation":
+                found["split"] = value.split
+        return found
+
+    def rebuild(self, product: LinearProblem, fields: dict[str, FieldValue]) -> Any:
+        """The config with these fields, for another product; not yet known to be legal there.
+
+        Fields that are missing are those of the default, but for ``since``: configs of before them are without. Raises
+        KernelError for one that is unknown or of the wrong kind, and where the family has no default for the product.
+        """
+        try:
+            base = _base(
+                self, replace(product, m=1)
+            )  # what a problem decides of a config does not depend on its tokens
+        except KernelError:  # a family for many tokens alone
+            base = _base(self, product)
+        changes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(base) if f.name in self.since}
+        changes |= self.parsed(fields)
+        if "split" in changes:
+            changes["activation"] = _split(base.activation, changes.pop("split"))
+        return replace(base, **changes)
+
+    def parsed(self, fields: Mapping[str, FieldValue]) -> dict[str, Any]:
+        """Fields as a config holds them. Raises KernelError for one that is unknown or of the wrong kind."""
+        kinds = _kinds(self)
+        found: dict[str, Any] = {}
+        for name, value in fields.items():
+            kind = kinds.get(name)
+            if kind is None:
+                raise KernelError(f"{self.name} has no field {name!r}")
+            if issubclass(kind, Enum):
+                if value not in kind.__members__:
+                    raise KernelError(f"{name} of {self.name} is one of {', '.join(kind.__members__)}, not {value!r}")
+                found[name] = kind[str(value)]
+            elif type(value) is not kind:
+                raise KernelError(f"{name} of {self.name} is of type {kind.__name__}, not {value!r}")
+            else:
+                found[name] = value
+        return found
+
+    def estimate(self, product: LinearProblem, config: Any) -> float | None:
+        """About how many microseconds a config takes, by the family's own estimate; None where it has none."""
+        if not hasattr(self.module, "estimate"):
+            return None
+        us: float = self.module.estimate(self.problem(product), config)
+        return us
+
+    def ranked(self, product: LinearProblem) -> list[Any]:
+        """Every legal config, the most promising first: by the family's own estimate, else by likeness to defaults."""
+        found = self.configs(product)
+        if not found:
+            return []
+        problem = self.problem(product)
+        try:
+            first = self._ready(self.module.default(problem), product)
+        except KernelError:
+            return found
+        if hasattr(self.module, "estimate"):
+            order = sorted(found, key=lambda config: self.module.estimate(problem, config))
+        else:
+            seeds = list(self.module.seeds(problem)) if hasattr(self.module, "seeds") else [first]
+            known = [self.fields(seed) for seed in seeds]
+            order = sorted(found, key=lambda config: min(_unlike(self.fields(config), seed) for seed in known))
+            order = [*seeds, *order]
+        return list(dict.fromkeys([first, *order]))
+
+    def first(self, product: LinearProblem, count: int) -> list[Any]:
+        """The first of ``ranked``, without looking at them all where what a search starts from is enough."""
+        if count <= _FEW_SEEDS and hasattr(self.module, "seeds") and self.runs(product):
+            problem = self.problem(product)
+            seeds = list(
+                dict.fromkeys([self._ready(self.module.default(problem), product), *self.module.seeds(problem)])
+            )
+            if len(seeds) >= count:
+                return seeds[:count]
+        return self.ranked(product)[:count]
+
+    def kinds(self, product: LinearProblem, rings: bool = False) -> list[Any]:
+        """What stands for each kind of tile, where the family has no estimate and many kinds; else nothing.
+
+        rings: of small tiles' rings several.
+        """
+        if self.name != "sm90_bitplane" or self.why_not(product) is not None:
+            return []
+        own = self.default(product)
+        half = half_bytes(product.device)
+        idle = -(-product.m // _TILE) * -(-product.n // _TILE) <= product.device.sms // 2
+        return representatives(self.configs(product), product.m, half, own, idle, rings)
+
+
+@functools.cache
+def _kinds(family: KernelFamily) -> dict[str, type]:
+    """What a search may choose of a family's configs, by name: bool, int, or an enum whose members are named."""
+    hints = typing.get_type_hints(family.module.Config)
+    kinds = {name: kind for name, kind in hints.items() if name not in family.facts}
+    return kinds | ({"split": bool} if "activation" in hints else {})
+
+
+_FEW_SEEDS = 3
+
+
+def _waits(config: Any) -> bool:
+    """Whether blocks that are no cluster wait for each other's sums."""
+    return bool(getattr(config, "stripes", 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def _base(family: KernelFamily, product: LinearProblem) -> Any:
+    return family.default(product)
+
+
+def _unlike(one: dict[str, FieldValue], other: dict[str, FieldValue]) -> float:
+    """How far two configs are apart: a step for each field that differs, more for numbers far apart."""
+    total = 0.0
+    for name, value in one.items():
+        reference = other[name]
+        if value == reference:
+            continue
+        numbers = type(value) is int and type(reference) is int
+        total += 1 + (0.25 * abs(int(value) - int(reference)) / max(int(value), int(reference), 1) if numbers else 0.5)
+    return total
+
+
+def _split(activation: Any, split: bool) -> Any:
+    kind = sm90_packed_skinny.Activation
+    pairs = {kind.f16: kind.f16_split, kind.bf16: kind.bf16_split}
+    inverse = {wide: plain for plain, wide in pairs.items()}
+    return pairs.get(activation, activation) if split else inverse.get(activation, activation)
+
+
+def _bitwise(p: LinearProblem) -> sm90_bitplane.Problem:
+    return sm90_bitplane.Problem(p.m, p.n, p.k, p.weights, p.activations, _OUTPUTS[p.dtype], p.device)
+
+
+def _bitwise_sync(p: LinearProblem) -> sm80_bitplane_gemm.Problem:
+    output = _OUTPUTS[p.dtype]
+    return sm80_bitplane_gemm.Problem(p.m, p.n, p.k, p.weights, p.activations, output, p.device, p.n % 8 == 0)
+
+
+def few_tokens(p: LinearProblem) -> sm90_packed_skinny.Problem:
+    """The product as the kernels for few tokens see it."""
+    operand = torch.int8 if p.activations.quantized else p.dtype
+    columns = p.tile_columns
+    return sm90_packed_skinny.Problem(
+        p.m, p.n, p.k, p.weights, operand, p.dtype, p.device, columns, p.act_order, p.aligned or p.activations.quantized
+    )
+
+
+def _large(p: LinearProblem) -> sm90_packed_gemm.Problem:
+    k = p.tile_columns if p.act_order else p.k  # x is gathered into the order of the tiles, where they have one
+    return sm90_packed_gemm.Problem(p.m, p.n, k, p.weights, p.activations, p.dtype, p.device)
+
+
+def _marlin(p: LinearProblem) -> sm80_packed_gemm.Problem:
+    operand = torch.int8 if p.activations.quantized else p.dtype
+    k = p.tile_columns if p.act_order else p.k
+    return sm80_packed_gemm.Problem(p.m, p.n, k, p.weights, operand, p.dtype, p.device)
+
+
+def _beside(family: KernelFamily, product: LinearProblem) -> str | None:
+    """What a family's ``why_not`` cannot see: how its layout and the kernels around it limit a product."""
+    if product.dtype not in _OUTPUTS:
+        return f"kernels take float16 and bfloat16, not {str(product.dtype).removeprefix('torch.')}"
+    x = product.activations
+    if family.target is Target.planes:
+        if not x.quantized:
+            return "bit planes multiply quantized activations, and these have 16 bits"
+        if product.act_order:
+            return "activation order needs groups, and bit planes are summed over whole rows"
+    elif family.name != "sm90_packed_gemm" and x.quantized:
+        if not x.integer:
+            return f"{family.name} multiplies integers, and the activations are 8-bit floats"
+        if x.code != "sym" or x.bits == 1:
+            return f"bytes hold symmetric activations of 2 bits or more, not {x.bits}-bit {x.code} ones"
+        if product.act_order and family.name == "sm80_packed_gemm":
+            return "activations in another order are gathered before they are quantized, which nothing here does"
+    if family.name == "sm80_packed_gemm" and product.device.arch == "sm_90a":
+        return f"{product.device.arch} has wgmma, which is half as fast again as this family's mma.sync"
+    return None
+
+
+def _family(
+    module: ModuleType,
+    problem: Callable[[LinearProblem], Any],
+    target: Target,
+    facts: Iterable[str],
+    since: Iterable[str] = (),
+) -> KernelFamily:
+    return KernelFamily(module.__name__.rpartition(".")[2], module, frozenset(facts), problem, target, frozenset(since))
+
+
+_PLANE_FACTS = ("weight_bits", "activation_bits", "weight_code", "activation_code", "output")
+_SMALL_FACTS = ("activation", "output", "bits", "group", "asym", "bipolar", "gather", "ragged")
+_DIGITS_FACTS = ("source", "bits", "group", "code", "gather", "ragged")
+_MID_FACTS = ("operand", "bits", "group", "code", "gather", "ragged", "wide_store")
+_LARGE_FACTS = ("operand", "bits", "group", "code", "bfloat_out", "tile_bytes")
+_MARLIN_FACTS = ("operand", "output", "bits", "group", "code")
+
+FAMILIES: dict[str, KernelFamily] = {
+    family.name: family
+    for family in (
+        _family(sm90_bitplane, _bitwise, Target.planes, (*_PLANE_FACTS, "short_sums")),
+        _family(sm90_bitplane_stacked, _bitwise, Target.planes, (*_PLANE_FACTS, "short_sums")),
+        _family(sm80_bitplane_gemm, _bitwise_sync, Target.planes, (*_PLANE_FACTS, "aligned")),
+        _family(sm90_packed_gemv, few_tokens, Target.bytes, _DIGITS_FACTS),
+        _family(sm90_packed_skinny, few_tokens, Target.bytes, _SMALL_FACTS),
+        _family(sm90_packed_skinny_f16, few_tokens, Target.bytes, _MID_FACTS),
+        _family(sm90_packed_gemm, _large, Target.bytes, _LARGE_FACTS, since=("direct", "unrolled")),
+        _family(sm80_packed_gemm, _marlin, Target.bytes, _MARLIN_FACTS),
+    )
+}
+
+
+REVISIONS = dict.fromkeys((*FAMILIES, "quantize_activations"), 1)
+"""Which device code a map was measured with. Raise a family's number by one, on purpose, when its kernels' machine code
+changes: points of a map with another number are hints for searches, no more. Comments, names and host code leave it as
+it is. tests/compile/test_revisions.py compares machine code and says when a number is due."""
+
+
+def quantizer(product: LinearProblem, target: Target) -> quantize_activations.Config:
+    """How activations are quantized: the built-in choice."""
+    p = product
+    return quantize_activations.default(
+        quantize_activations.Problem(p.m, p.k, p.activations, p.dtype, target=target, aligned=p.aligned)
+    )
+
+
+# -------- how many tokens count as the same
+
+MOST_TOKENS = 8192
+BETWEEN_FROM = 64
+"""To so many tokens a measured count stands for those below it: tiles are about as wide as all tokens."""
+_QUARTERS_FROM, _EIGHTHS_TO = 16, 24
+GRID: tuple[int, ...] = tuple(
+    sorted(
+        {1 << i for i in range(14)}
+        | {3 << i for i in range(12)}
+        | {steps << i for steps in (5, 7) for i in range(11) if BETWEEN_FROM < steps << i <= MOST_TOKENS}
+    )
+)
+"""The token counts of a map: every power of two and what lies half way between two of them; above 64, where tiles of
+tokens fill waves of multiprocessors or do not, the quarters, too."""
+
+
+@functools.cache
+def bucket(tokens: int) -> int:
+    """The token count that stands for ``tokens``: the next one of the grid, and beyond it the next power of two."""
+    return next((m for m in GRID if m >= tokens), power_of_two(tokens))
+
+
+@functools.cache
+def step(tokens: int) -> int:
+    """The token count that a plan is made for: to 16 that of ``bucket``, to 64 the next quarter of the way between two
+    powers of two (to 24 the next eighth), above it the next 32nd, since what is fastest between two of a map's counts
+    is neither's (``tune.between``), and rows of a tile that are not there take their time, too: at 24 tokens a tile of
+    32 was nearly as fast as one of 24, and at 20 it took 1.17 times as long (w4a16g128, 4096 x 12288).
+    """
+    if not _QUARTERS_FROM < tokens <= MOST_TOKENS:
+        return bucket(tokens)
+    parts = 64 if tokens > BETWEEN_FROM else 8 if tokens > _EIGHTHS_TO else 16
+    unit = power_of_two(tokens) // parts
+    return -(-tokens // unit) * unit
+
+
+_MOST_STEPS = 4
+
+
+def steps_to(tokens: int, grid: Sequence[int]) -> tuple[int, ...]:
+    """Some counts of ``step`` from a grid's last one before ``tokens``, which is one of it, to ``tokens``."""
+    last = max((m for m in grid if m < tokens), default=0)
+    if tokens not in grid or last < BETWEEN_FROM:
+        return (tokens,)
+    between = [m for m in STEPS if last < m <= tokens]
+    return tuple(between[:: -max(1, len(between) // _MOST_STEPS)])
+
+
+def power_of_two(tokens: int) -> int:
+    """The next power of two: what built-in choices are made for, so that they are few."""
+    return 1 << (tokens - 1).bit_length()
+
+
+STEPS: tuple[int, ...] = tuple(sorted({step(tokens) for tokens in range(1, MOST_TOKENS + 1)}))
+"""All counts of ``step``: what `anybit tune` measures. A map of all layers and schemes has those of ``GRID``."""

@@ -1,0 +1,41 @@
+"""What a product cannot be faster than: its operands read once, its products issued at the rate of the tensor cores.
+
+Both were measured on an H200, between other kernels of a chain (docs/packed_limits.md, docs/bitwise.md); for another
+GPU reading is scaled by its bandwidth.
+"""
+
+import itertools
+
+from anybit.tune.registry import LinearProblem
+
+RATES = {"b1": 15360.0, "s8": 1918.0, "e4m3": 1920.0, "f16": 931.0}
+"""Issue rates of wgmma in TOPS."""
+
+# Bytes read once -> microseconds of a kernel in a chain with programmatic dependent launch (plain loads).
+_READ_US = ((0, 0.30), (4.2e6, 1.02), (8.6e6, 1.87), (13.0e6, 2.79), (30.3e6, 6.50), (60.6e6, 12.98), (121e6, 25.83))
+_BANDWIDTH = 4.67e12
+
+
+def read_us(size: float) -> float:
+    """Microseconds to read ``size`` bytes once on an H200, between measured points."""
+    for (s0, t0), (s1, t1) in itertools.pairwise(_READ_US):
+        if size <= s1:
+            return t0 + (t1 - t0) * (size - s0) / (s1 - s0)
+    return size / 4.68e6
+
+
+def floor_us(product: LinearProblem) -> float:
+    """Microseconds: the longer of reading weights and activations and writing results once, and of multiplying."""
+    w, x = product.weights, product.activations
+    m, n, k = product.m, product.n, product.k
+    scales = n * w.groups(k) * 2
+    size = n * k * w.bits / 8 + scales + m * k * (2 if not x.quantized else x.bits / 8) + 2 * m * n
+    reading = read_us(size * _BANDWIDTH / product.device.bandwidth)
+    operations = 2 * m * n * k * 1e-6
+    if not x.quantized:
+        multiplying = operations / RATES["f16"]
+    elif not x.integer:
+        multiplying = operations / RATES["e4m3"]
+    else:
+        multiplying = min(operations / RATES["s8"], operations * w.bits * x.bits / RATES["b1"])
+    return max(reading, multiplying)

@@ -1,0 +1,546 @@
+"""What a search does on the GPU: layers of random weights, one check a candidate, and times of many in one graph."""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit import jit, reference
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.elementwise.quantize_activations import Packed, Target
+from anybit.kernels.gemm import (
+    bitplane_layout,
+    packed_layout,
+    sm80_packed_gemm,
+    sm90_packed_gemm,
+)
+from anybit.packing import QuantizedWeight, words_per_row
+from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.tune.registry import (
+    FAMILIES,
+    Layout,
+    LinearProblem,
+    quantizer,
+)
+from anybit.tune.space import Candidate
+
+_ROTATE_BYTES = 160 << 20
+"""Weights rotate through at least this much: 2.7 times the L2 of an H200, so that none is found there again."""
+_SAMPLE = 128
+_TOLERANCE = {torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
+_FP8_TOLERANCE = 1e-2  # e4m3's tensor cores keep about 14 bits of a sum
+
+
+@dataclass(frozen=True)
+class TimingBudget:
+    """How carefully candidates are timed: microseconds of calls in a graph, replays of the first round and the last."""
+
+    microseconds: float = 60.0
+    replays: int = 2
+    final_replays: int = 5
+    finalists: int = 4
+    margin: float = 1.2
+
+
+@dataclass(frozen=True)
+class Time:
+    """Microseconds of a call, and whether they come from the careful round."""
+
+    us: float
+    final: bool
+
+
+@dataclass(frozen=True)
+class StagedPruning:
+    """How a whole space is gone through: everything once, what is within ``first`` of the best with more replays, what
+    is within ``last`` of it, at most ``finalists``, carefully.
+
+    bounds: microseconds that each candidate needs at least (``bounds.lower_bound_us``); those above the best time found
+    so far are left out.
+    """
+
+    first: float = 1.25
+    last: float = 1.08
+    most: int = 48
+    finalists: int = 10
+    bounds: tuple[float, ...] = ()
+    effort: TimingBudget = field(default_factory=lambda: TimingBudget(80.0, 3, 9))
+    alone: frozenset[int] = frozenset()
+
+
+class WrongResultError(Exception):
+    """A candidate's result is not the reference's."""
+
+
+@dataclass(eq=False)
+class Layer:
+    """Random weights of one shape and format: rows to check against, and copies in each layout that was asked for."""
+
+    n: int
+    k: int
+    format: WeightFormat
+    weight: QuantizedWeight
+    rows: Tensor
+    sample: Tensor
+    copies: dict[Layout, list[Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def random(n: int, k: int, format: WeightFormat, device: torch.device) -> "Layer":
+        """Random codes with scales of both signs, so that products neither grow nor cancel."""
+        generator = torch.Generator(device).manual_seed(n * 31 + k)
+        shape = (n, words_per_row(k, format.bits))
+        words = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device, generator=generator)
+        groups = format.groups(k)
+        scale = (torch.rand(n, groups, device=device, generator=generator) + 0.5) * (1.0 / 2**format.bits / k**0.5)
+        scale *= torch.randint(0, 2, scale.shape, device=device, generator=generator) * 2 - 1
+        zero = None
+        if format.code == "asym":
+            zero = torch.full((n, groups), 2 ** (format.bits - 1), dtype=torch.uint8, device=device)
+        weight = QuantizedWeight(words, scale.half().float(), zero, (n, k), format)
+        rows = torch.randint(0, n, (min(n, _SAMPLE),), device=device, generator=generator)
+        part = QuantizedWeight(
+            words[rows], weight.scale[rows], None if zero is None else zero[rows], (rows.numel(), k), format
+        )
+        return Layer(n, k, format, weight, rows, part.dequantize(torch.float32).double())
+
+    def laid_out(self, layout: Layout, dtype: torch.dtype) -> list[Any]:
+        """Copies of the weights in a layout, enough to make the caches useless."""
+        found = self.copies.get(layout)
+        if found is None:
+            found = self.copies[layout] = _copies(self.weight, layout, dtype)
+        return found
+
+
+def _copies(weight: QuantizedWeight, layout: Layout, dtype: torch.dtype) -> list[Any]:
+    if layout is Layout.planes:
+        first = bitplane_layout.prepare(weight)
+        count = _rotations(first.planes.numel())
+        return [first, *(replace(first, planes=first.planes.clone()) for _ in range(count - 1))]
+    if layout is Layout.dense:
+        dense = weight.dequantize(torch.float32).to(dtype)
+        return [dense, *(dense.clone() for _ in range(_rotations(2 * dense.numel()) - 1))]
+    tiles = packed_layout.prepare(weight, "a8" if layout is Layout.tiles_a8 else "a16")
+    count = _rotations(tiles.tiles.numel())
+    return [tiles, *(replace(tiles, tiles=tiles.tiles.clone()) for _ in range(count - 1))]
+
+
+def _rotations(size: int) -> int:
+    return max(2, min(256, -(-_ROTATE_BYTES // max(size, 1))))
+
+
+class Runner:
+    """Checks and times candidates on the current CUDA device; the weights of the last layer are kept."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(self.device)
+        self._layer: Layer | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """The device as kernels see it, and what a map says of where it comes from."""
+        from cuda.bindings import driver
+
+        _, version = driver.cuDriverGetVersion()
+        found = Device.of(torch.empty(0, device=self.device))
+        return {"device": found, "driver": _driver_version() or f"CUDA {version}", "torch": torch.__version__}
+
+    def prepare(self, product: LinearProblem) -> "Bench":
+        """Inputs, outputs and expected values of a product."""
+        key, layer = (product.n, product.k, product.weights), self._layer
+        if layer is None or (layer.n, layer.k, layer.format) != key:
+            if layer is not None:
+                self._layer = layer = None
+                torch.cuda.empty_cache()
+            layer = self._layer = Layer.random(*key, self.device)
+        return Bench(product, layer, self.stream)
+
+
+def _driver_version() -> str:
+    try:
+        from pathlib import Path
+
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+        return next(word for word in words if word.count(".") >= 1 and word[0].isdigit())
+    except (OSError, StopIteration):
+        return ""
+
+
+class Bench:
+    """One product on the GPU."""
+
+    def __init__(self, product: LinearProblem, layer: Layer, stream: torch.cuda.Stream) -> None:
+        self.product, self.layer, self.stream = product, layer, stream
+        device = layer.rows.device
+        m, n, k = product.m, product.n, product.k
+        generator = torch.Generator(device).manual_seed(m)
+        pitch = quantize_activations.pitch(k, 2)  # as ops gives rows to kernels
+        self.x = torch.randn(m, pitch, device=device, generator=generator).to(product.dtype)[:, :k]
+        self.y = torch.empty(m, n, device=device, dtype=product.dtype)
+        self.tokens = torch.arange(m, device=device)
+        if m > _SAMPLE:
+            self.tokens = torch.cat((self.tokens[: _SAMPLE // 2], self.tokens[-_SAMPLE // 2 :]))
+        self._expected: dict[ActivationFormat, Tensor] = {}
+        self._codes: dict[tuple[ActivationFormat, Target], Packed] = {}
+        self._recorded: dict[Candidate, dict[int, list[jit.Recorded]]] = {}
+        self._rooms: dict[ActivationFormat, tuple[Tensor, Tensor]] = {}
+
+    def expected(self, activations: ActivationFormat) -> Tensor:
+        """What the reference gives for the sampled tokens and rows, float64."""
+        found = self._expected.get(activations)
+        if found is None:
+            x = self.x[self.tokens]
+            inputs = x.double()
+            if activations.quantized:
+                inputs = reference.quantize_activations(x, activations).dequantize(torch.float64)
+            found = self._expected[activations] = inputs @ self.layer.sample.T
+        return found
+
+    def call(self, candidate: Candidate) -> Callable[[int], object]:
+        """What runs a candidate, quantization included, on the i-th copy of the weights."""
+        copies = self.layer.laid_out(candidate.layout, self.product.dtype)
+        x, y, count = self.x, self.y, len(copies)
+        if candidate.layout is Layout.dense:
+            return lambda i: torch.mm(x, copies[i % count].t(), out=y)
+        product = replace(self.product, activations=candidate.activations)
+        family = FAMILIES[candidate.kernel]
+        if not candidate.activations.quantized:
+            if candidate.kernel == "sm90_packed_gemm":
+                return lambda i: sm90_packed_gemm.multiply(x, copies[i % count], None, y, candidate.config)
+            more = self._more(candidate)
+            return lambda i: family.module.launch(copies[i % count], x, y, config=candidate.config, **more)
+        codes = self._packed(candidate.activations, family.target)
+        source = quantize_activations.problem_of(x, candidate.activations, family.target)
+        quantize = quantizer(product, family.target)
+        multiply = self._multiply(candidate, codes)
+
+        def call(i: int) -> None:
+            quantize_activations.launch(source, quantize, codes, x)
+            multiply(copies[i % count])
+
+        return call
+
+    def again(self, candidate: Candidate) -> Callable[[int], object]:
+        """``call`` for many calls: its launches are recorded at the first and repeated with the weights' copies."""
+        if candidate.layout is Layout.dense:
+            return self.call(candidate)
+        copies = self.layer.laid_out(candidate.layout, self.product.dtype)
+        tapes = self._record(candidate)
+        count, home = len(copies), _address(copies[0])
+
+        def call(i: int) -> None:
+            place = i % count
+            tape = tapes.get(place)
+            if tape is None:
+                address = _address(copies[place])
+                tape = tapes[place] = [launch.moved(home, address) for launch in tapes[0]]
+            for launch in tape:
+                launch()
+
+        return call
+
+    def _first(self, candidate: Candidate) -> None:
+        """Run a candidate for the first time, to its end, so that a fault is its own."""
+        if candidate.layout is not Layout.dense:
+            self._record(candidate)
+        torch.cuda.synchronize()
+
+    def _record(self, candidate: Candidate) -> dict[int, list[jit.Recorded]]:
+        """The launches of a call, which is made if it never was."""
+        found = self._recorded.get(candidate)
+        if found is None:
+            call = self.call(candidate)
+            found = self._recorded[candidate] = {0: jit.record(lambda: call(0))}
+        return found
+
+    def _more(self, candidate: Candidate) -> dict[str, Any]:
+        """What a family's launch takes beside: of marlin's sums and locks there is one set, since launches keep it."""
+        if candidate.kernel != "sm80_packed_gemm":
+            return {}
+        if candidate.activations not in self._rooms:
+            problem = FAMILIES["sm80_packed_gemm"].problem(replace(self.product, activations=candidate.activations))
+            self._rooms[candidate.activations] = sm80_packed_gemm.room_for_all(problem, self.x.device)
+        return {"room": self._rooms[candidate.activations]}
+
+    def _packed(self, activations: ActivationFormat, target: Target) -> Packed:
+        key = activations, target
+        if key not in self._codes:
+            p = self.product
+            self._codes[key] = Packed(p.m, p.k, activations, target, self.x.device)
+        return self._codes[key]
+
+    def _multiply(self, candidate: Candidate, codes: Packed) -> Callable[[Any], object]:
+        y, k, config = self.y, self.product.k, candidate.config
+        if candidate.kernel == "sm90_packed_gemm":
+            return lambda weight: sm90_packed_gemm.multiply(codes, weight, None, y, config)
+        family = FAMILIES[candidate.kernel]
+        if family.target is Target.bytes:
+            more = self._more(candidate)
+            return lambda weight: family.module.launch(
+                weight, codes.codes[:, :k], y, codes.scale, config=config, **more
+            )
+        output = family.problem(replace(self.product, activations=candidate.activations)).output
+        return lambda weight: family.module.multiply(codes, weight, output, y=y, config=config)
+
+    def check(self, candidate: Candidate) -> None:
+        """Run a candidate once and compare it with the reference. Raises WrongResultError."""
+        self.y.fill_(torch.nan)
+        self.again(candidate)(0)
+        found = self.y[self.tokens][:, self.layer.rows].double()
+        expected = self.expected(candidate.activations)
+        error = float((found - expected).abs().mean() / expected.abs().mean())
+        fp8 = candidate.activations.quantized and not candidate.activations.integer
+        most = max(_TOLERANCE[self.product.dtype], _FP8_TOLERANCE if fp8 else 0.0)
+        if not error < most:
+            raise WrongResultError(f"its mean relative error is {error:.2e}, and {most:.1e} is allowed")
+        if bool(self.y.isnan().any()):
+            raise WrongResultError("parts of the result were not written")
+
+    def times(
+        self, candidates: Sequence[Candidate], keep: Collection[int], effort: TimingBudget, guess_us: float
+    ) -> list[Time]:
+        """The time of a call of each candidate.
+
+        Candidates are captured into one graph, one after another, so that all see the same clocks. The better half of
+        each strategy goes on, with twice the calls, until no more than ``finalists`` are left, which are timed with
+        most replays; what is beyond ``margin`` of its strategy's best, or of a strategy far behind, goes at once, and
+        ``keep`` (built-in choices) never.
+        """
+        calls = [self.again(candidate) for candidate in candidates]
+        once = guess_us > _ROUGH
+        counts = [1 if once else _count(effort.microseconds, guess_us)] * len(calls)
+        us = _race(self.stream, calls, counts, min(1, effort.replays) if once else effort.replays)
+        alive, microseconds, last = list(range(len(calls))), effort.microseconds, len(calls) == 1
+        while effort.final_replays and not last:
+            names = [candidates[i].strategy for i in alive]
+            better = finalists(names, [us[i] for i in alive], [p for p, i in enumerate(alive) if i in keep], effort)
+            alive = [alive[place] for place in better]
+            last = max(Counter(candidates[i].strategy for i in alive if i not in keep).values(), default=0) <= (
+                effort.finalists
+            )
+            microseconds *= 2
+            replays = max(2, min(effort.final_replays, round(4000 / min(us)))) if last else effort.replays
+            counts = [_count(microseconds, us[i], _MOST_CALLS if last else _CALLS) for i in alive]
+            race = _carefully if last else _race
+            for i, found in zip(alive, race(self.stream, [calls[i] for i in alive], counts, replays), strict=True):
+                us[i] = found
+        return [Time(found, i in alive) for i, found in enumerate(us)]
+
+    def sift(
+        self,
+        candidates: Sequence[Candidate],
+        keep: Collection[int],
+        sieve: StagedPruning,
+        guess_us: float,
+        alive: Callable[[Sequence[int]], object] = lambda places: None,
+    ) -> tuple[dict[int, Time], dict[int, str], int]:
+        """Times of a whole space, reasons of what failed, and how many were left out by their bounds.
+
+        Only finalists, ``keep`` among them, are checked: what is wrong can but look fast. Where none passes there are
+        no times. alive: told which candidates are about to run.
+        """
+        wrong: dict[int, str] = {}
+        once, left_out = self._each_once(candidates, keep, sieve, guess_us, alive, wrong)
+        again = self._near_the_best(candidates, keep, sieve, once, alive)
+        last = self._finalists(candidates, keep, sieve, again, alive, wrong)
+        if not last:
+            return {}, wrong, left_out
+        alive(last)
+        calls = [self.again(candidates[i]) for i in last]
+        counts = [_count(2 * sieve.effort.microseconds, again[i], _MOST_CALLS) for i in last]
+        best = min(again[i] for i in last)
+        replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less
+        careful = dict(zip(last, _carefully(self.stream, calls, counts, replays), strict=True))
+        times = {i: Time(us, i in careful) for i, us in (once | again | careful).items() if i not in wrong}
+        return times, wrong, left_out
+
+    def _each_once(
+        self,
+        candidates: Sequence[Candidate],
+        keep: Collection[int],
+        sieve: StagedPruning,
+        guess_us: float,
+        alive: Callable[[Sequence[int]], object],
+        wrong: dict[int, str],
+    ) -> tuple[dict[int, float], int]:
+        """Microseconds of a first look at what may be the best by its bound, and how many may not."""
+        found: dict[int, float] = {}
+        left_out = 0
+        bounds = sieve.bounds or (0.0,) * len(candidates)
+        order = list(dict.fromkeys([*keep, *sorted(range(len(candidates)), key=bounds.__getitem__)]))
+        for chunk in (order[at : at + _CHUNK] for at in range(0, len(order), _CHUNK)):
+            best = min(found.values(), default=float("inf"))
+            good = []
+            for i in chunk:
+                if bounds[i] > best and i not in keep:
+                    left_out += 1
+                    continue
+                alive([i])
+                try:
+                    self._first(candidates[i])
+                    if i in sieve.alone:
+                        _race(self.stream, [self.again(candidates[i])], [_FEW_ALONE], 2)
+                    good.append(i)
+                except (KernelError, ValueError) as error:
+                    wrong[i] = f"{error}".splitlines()[0]
+            if not good:
+                continue
+            alive(good)
+            guess = min(best, guess_us)
+            calls = [self.again(candidates[i]) for i in good]
+            us = _race(self.stream, calls, [_few(guess)] * len(good), 1 if guess < _SHORT else 0)
+            found |= dict(zip(good, us, strict=True))
+        return found, left_out
+
+    def _near_the_best(
+        self,
+        candidates: Sequence[Candidate],
+        keep: Collection[int],
+        sieve: StagedPruning,
+        once: dict[int, float],
+        alive: Callable[[Sequence[int]], object],
+    ) -> dict[int, float]:
+        """Microseconds, with more replays, of what a first look found near the best, and of ``keep``."""
+        if not once:
+            return {}
+        best = min(once.values())
+        near = [i for i in sorted(once, key=once.__getitem__) if once[i] <= sieve.first * best][: sieve.most]
+        near += [i for i in keep if i not in near and i in once]
+        alive(near)
+        calls = [self.again(candidates[i]) for i in near]
+        counts = [_count(sieve.effort.microseconds, once[i]) for i in near]
+        return dict(zip(near, _race(self.stream, calls, counts, sieve.effort.replays), strict=True))
+
+    def _finalists(
+        self,
+        candidates: Sequence[Candidate],
+        keep: Collection[int],
+        sieve: StagedPruning,
+        again: dict[int, float],
+        alive: Callable[[Sequence[int]], object],
+        wrong: dict[int, str],
+    ) -> list[int]:
+        """``keep``, and what is nearest to the best of those whose results are the reference's."""
+        last: list[int] = []
+        best = 0.0
+        for i in [*(i for i in keep if i in again), *sorted(again, key=again.__getitem__)]:
+            if i in last or i in wrong or (i not in keep and best and again[i] > sieve.last * best):
+                continue
+            if len(last) >= sieve.finalists + len(keep):
+                break
+            alive([i])
+            try:
+                self.check(candidates[i])
+                last.append(i)
+                best = min(best or again[i], again[i])
+            except (WrongResultError, KernelError, ValueError) as error:
+                wrong[i] = f"{error}".splitlines()[0]
+        return last
+
+
+def _address(weight: Any) -> int:
+    """Where the packed codes of a copy lie."""
+    codes: Tensor = weight.tiles if hasattr(weight, "tiles") else weight.planes
+    return codes.data_ptr()
+
+
+_CHUNK = 48
+"""Candidates in one graph, where a whole space is gone through."""
+_FEW_ALONE = 4
+"""Calls of one that is suspected of a fault."""
+
+
+def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[int], effort: TimingBudget) -> list[int]:
+    """Who is timed again: the better half of each strategy, and all of them where they are few."""
+    best = min(us)
+    chosen: set[int] = set()
+    for strategy in dict.fromkeys(strategies):
+        mine = sorted((i for i, name in enumerate(strategies) if name == strategy), key=us.__getitem__)
+        if us[mine[0]] > 2 * best:
+            continue
+        most = max(effort.finalists, len(mine) // 2)
+        chosen.update([i for i in mine if us[i] <= effort.margin * us[mine[0]]][:most])
+        chosen.update(i for i in mine if i in keep)
+    return sorted(chosen)
+
+
+_ROUGH = 60.0
+"""Microseconds of a call that is looked at once in the first round: what is far behind is so by more than the noise."""
+_LONG = 300.0
+"""Microseconds of a call whose start and end matter little: one is enough, and none before it."""
+
+
+_CALLS, _MOST_CALLS = 16, 48
+"""The most calls of one candidate in a graph; the second in the last round, where short calls are told
+from others that take 5 % more by events that are off by some tenths of a microsecond."""
+
+
+def _count(microseconds: float, guess_us: float, most: int = _CALLS) -> int:
+    """Calls in a graph."""
+    return max(1 if guess_us > _LONG else 2, min(most, round(microseconds / max(guess_us, 0.5))))
+
+
+_SHORT, _PLACED = 20.0, 60.0
+"""Microseconds of a call whose time depends on the ticks of the GPU's clock, and on what stands before it: one of 25 us
+took 4 % more or less in two graphs (w4a16g128, 37888 x 3584)."""
+
+
+def _few(guess_us: float) -> int:
+    """Calls for a first look."""
+    return 1 if guess_us > 100 else 2 if guess_us >= _SHORT else 4
+
+
+def _race(
+    stream: torch.cuda.Stream, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int
+) -> list[float]:
+    """Microseconds of each call, from one graph that holds ``counts`` of each between events; medians of replays.
+
+    A call before those that are timed, where they are short, takes the overlap with another candidate's end, and one
+    replay before those that count takes what is slow at first; with ``replays`` 0 there is one in all.
+    """
+    marks = [[torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)] for _ in calls]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    turn = 0
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="relaxed")
+        try:
+            for call, count, (begin, end) in zip(calls, counts, marks, strict=True):
+                if count > 1:
+                    call(turn)
+                begin.record(stream)
+                for i in range(count):
+                    call(turn + 1 + i)
+                end.record(stream)
+                turn += count + 1
+        finally:
+            graph.capture_end()
+        found: list[list[float]] = []
+        for _ in range(replays + 1):
+            graph.replay()
+            stream.synchronize()
+            found.append([begin.elapsed_time(end) for begin, end in marks])
+    rows = found[1:] or found
+    return [statistics.median(row[i] for row in rows) * 1e3 / count for i, count in enumerate(counts)]
+
+
+def _carefully(
+    stream: torch.cuda.Stream, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int
+) -> list[float]:
+    """``_race``; in three orders where one is short, since its time depends on where in the graph it stands."""
+    places = list(range(len(calls)))
+    half = len(places) // 2
+    found: list[list[float]] = [[] for _ in calls]
+    orders = (places, places[::-1], places[half:] + places[:half])
+    for order in orders[: len(places)]:  # of two calls each stands first once
+        us = _race(stream, [calls[i] for i in order], [counts[i] for i in order], replays)
+        for i, time in zip(order, us, strict=True):
+            found[i].append(time)
+        if min(us) >= _PLACED:
+            break
+    return [statistics.median(times) for times in found]

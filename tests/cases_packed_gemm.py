@@ -1,0 +1,199 @@
+"""What sm90_packed_gemm is tested on: formats, shapes and blocks, for the emulator (tiny), the compiler and the GPU."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from anybit.device import Device
+from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.kernels.gemm.sm90_packed_gemm import Config, Problem
+from anybit.scheme import ActivationFormat, WeightFormat
+
+A16 = ActivationFormat()
+INT8 = ActivationFormat(8, "sym")
+FP8 = ActivationFormat(8, "float")
+
+
+_DIRECT = (0, None, False, 1)
+"""Between the blocks of a cut and how its weights come: no stripes, stages as fit, nothing halved, one block."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem and how it is cut: what config_for is given, in its order."""
+
+    problem: Problem
+    cut: tuple[int | bool | None, ...]
+
+    @property
+    def config(self) -> Config:
+        return sm90_packed_gemm.config_for(self.problem, *self.cut)
+
+    def __str__(self) -> str:
+        p, w = self.problem, self.problem.weights
+        kind = {"f16": "a16", "bf16": "a16bf", "s8": "a8", "e4m3": "a8fp"}[p.operand.name]
+        return f"w{w.bits}{kind}g{w.group}{w.code}-{p.m}x{p.n}x{p.k}-" + "_".join(map(str, self.cut))
+
+
+# Every way of cutting: one block, K shared inside it, K shared over a cluster, X shared over a cluster, both; stripes.
+CUTS = [
+    (64, 2, 1, 1, 1),
+    (16, 1, 4, 1, 1),
+    (128, 4, 1, 1, 1),
+    (64, 1, 2, 2, 1),
+    (128, 2, 1, 1, 2),
+    (32, 2, 2, 2, 2),
+    (48, 3, 1, 1, 1),
+    (256, 2, 1, 1, 1),
+    (64, 2, 1, 1, 1, 4),
+    (32, 1, 2, 1, 1, 7),
+    (16, 2, 2, 1, 1, 11),
+    (64, 4, 1, 1, 1, 0, None, True),
+    (16, 2, 1, 1, 1, 0, None, True),
+    (64, 2, 1, 3, 1),
+]
+_RAGGED = [(37, 320, 520), (16, 192, 768), (70, 300, 1024), (33, 256, 1024), (128, 512, 512), (64, 260, 1040)]
+
+
+def legal(case: Case) -> bool:
+    return sm90_packed_gemm.why_not(case.problem, case.config) is None
+
+
+def weight_formats(activations: ActivationFormat) -> list[WeightFormat]:
+    """Every width with every code and group that the activations allow."""
+    found = []
+    for bits in range(1, 9):
+        for code in ("sym", "asym", "bipolar"):
+            for group in (None, 32, 64, 128, 256):
+                weights = WeightFormat(bits, code, group)  # type: ignore[arg-type]
+                if sm90_packed_gemm.why_not(Problem(16, 64, 128, weights, activations)) is None:
+                    found.append(weights)
+    return found
+
+
+def gpu_cases(every: int = 1) -> list[Case]:
+    """Every so many formats on ragged shapes, cut in ways that walk along; then marlin's and Machete's own lists."""
+    cases = []
+    for activations in (A16, INT8, FP8):
+        for i, weights in enumerate(weight_formats(activations)):
+            dtype = (torch.float16, torch.bfloat16)[i % 2]
+            m, n, k = _RAGGED[i % len(_RAGGED)]
+            k = -(-k // 16) * 16 if activations.quantized else k
+            problem = Problem(m, n, k, weights, activations, dtype)
+            # The nearest cut that is legal for this format: promoted sums want smaller tiles, few units fewer blocks.
+            cuts = (CUTS * 2)[i % len(CUTS) :]
+            cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
+    cases = cases[::every]
+    w4 = WeightFormat(4, "sym", 128)
+    for m in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024):
+        problem = Problem(m, 512, 1024, w4)
+        cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
+    cases.append(Case(Problem(1024, 512, 1024, w4), (64, 2, 1, 1, 1, 20)))  # many tiles whole, the last ones in stripes
+    for m, cut in ((16, 16), (50, 64), (64, 64)):  # two blocks halve a row tile
+        cases.append(Case(Problem(m, 28672, 1024, w4), (cut, 4, 1, 1, 1, 0, None, True)))
+        cases.append(Case(Problem(m, 1500, 1024, WeightFormat(3, "asym", 64)), (cut, 3, 1, 1, 1, 0, None, True)))
+    for m, n, k, cut in (
+        (16, 4096, 1024, (16, 1, 2, 2, 1)),
+        (60, 1500, 4096, (64, 1, 2, 1, 1)),
+        (32, 700, 4096, (32, 1, 1, 2, 1)),
+    ):
+        cases.append(Case(Problem(m, n, k, w4), (*cut, 0, None, False, 2)))  # two blocks a multiprocessor
+    cases.append(Case(Problem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, 0, None, False, 2)))  # both of one launch
+    for m, n, k, activations in (
+        (32, 4096, 4096, A16),
+        (128, 4096, 8192, A16),
+        (16, 4096, 8192, INT8),
+        (50, 6144, 1024, INT8),
+    ):
+        problem = Problem(m, n, k, w4 if activations is A16 else WeightFormat(2), activations)
+        cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))  # stages of two steps
+    for weights, m, n, k, cut in (  # weights past shared memory
+        (w4, 64, 4096, 14336, (64, 1, 2, 2, 1, *_DIRECT, 2)),
+        (WeightFormat(2, "asym", 64), 40, 1500, 4096, (48, 1, 2, 1, 1, *_DIRECT, 3)),
+        (WeightFormat(3, "sym", None), 50, 700, 4224, (64, 1, 3, 2, 1, *_DIRECT, 2)),
+        (WeightFormat(1, "bipolar", 128), 33, 4096, 1024, (48, 1, 2, 2, 1, *_DIRECT, 2)),
+        (WeightFormat(8, "asym", 32), 64, 700, 2048, (64, 1, 2, 1, 1, *_DIRECT, 1)),
+        (w4, 300, 6144, 2048, (128, 2, 1, 1, 1, *_DIRECT, 2)),
+        (w4, 64, 1500, 2048, (64, 1, 2, 1, 2, *_DIRECT, 2)),
+    ):
+        for dtype in (torch.float16, torch.bfloat16):
+            cases.append(Case(Problem(m, n, k, weights, A16, dtype), cut))
+    for weights, m, n, k, activations, cut in (  # stages with code of their own
+        (w4, 128, 6144, 4096, A16, (64, 3, 1, 2, 1, *_DIRECT, 0, True)),
+        (w4, 64, 4096, 14336, A16, (64, 1, 2, 2, 1, *_DIRECT, 0, True)),
+        (WeightFormat(3, "asym", 64), 50, 700, 4224, A16, (48, 2, 1, 2, 1, *_DIRECT, 0, True)),
+        (WeightFormat(2), 100, 1500, 2048, INT8, (128, 1, 2, 2, 1, *_DIRECT, 0, True)),
+        (w4, 32, 6144, 4096, A16, (32, 1, 2, 2, 1, 0, None, False, 2, 0, True)),
+        (w4, 16, 4096, 14336, A16, (16, 1, 3, 2, 1, *_DIRECT, 0, True)),
+    ):
+        cases.append(Case(Problem(m, n, k, weights, activations, torch.float16), cut))
+    for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
+        problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
+        cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
+    for m, n, k in ((1, 128, 128), (13, 8192, 4096), (26, 4096, 8192), (64, 4096, 4096), (257, 128, 4096),
+                    (257, 4224, 4160), (1024, 8192, 4096)):  # fmt: skip
+        for activations in (A16, INT8):
+            problem = Problem(m, n, k, w4 if activations is A16 else WeightFormat(4), activations, torch.bfloat16)
+            cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
+    return cases
+
+
+def cut_of(config: Config) -> tuple[int | bool | None, ...]:
+    c = config
+    return (c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves, c.resident,
+            c.direct, c.unrolled)  # fmt: skip
+
+
+def tiny_cases() -> list[Case]:
+    """For the emulator: one unit or a few, every operand, every way of sharing."""
+    chosen = [
+        (20, 70, 264, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1)),
+        (9, 64, 256, WeightFormat(3, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1)),
+        (16, 64, 384, WeightFormat(8, "sym", None), A16, torch.bfloat16, (16, 1, 1, 2, 1)),
+        (16, 128, 256, WeightFormat(1, "bipolar", None), A16, torch.float16, (16, 1, 1, 1, 2)),
+        (12, 64, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (16, 1, 4, 1, 1)),
+        (20, 70, 512, WeightFormat(2, "sym", 128), A16, torch.float16, (32, 1, 1, 1, 1, 3)),
+        (20, 70, 640, WeightFormat(4, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1, 5)),
+        (40, 130, 384, WeightFormat(4, "sym", None), INT8, torch.float16, (16, 1, 1, 1, 1, 2)),  # whole tiles too
+        (20, 64, 256, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 1, 2, 1, 1)),
+        (20, 64, 1024, WeightFormat(4, "sym", None), INT8, torch.float16, (32, 1, 2, 1, 1)),  # span 2
+        (12, 64, 256, WeightFormat(5, "sym", 64), INT8, torch.float16, (16, 1, 1, 1, 1)),
+        (12, 64, 128, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),
+        # The last tile lacks so many tokens that it is loaded in smaller boxes.
+        (65, 64, 264, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 1, 1, 1)),
+        (3, 64, 256, WeightFormat(4, "sym", None), INT8, torch.float16, (64, 1, 2, 1, 1)),
+        (70, 64, 256, WeightFormat(2, "sym", 128), A16, torch.bfloat16, (64, 1, 1, 2, 1)),
+        (20, 64, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 1, 2, 2, 1)),
+        (20, 70, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 3, 1)),  # tokens divide unevenly
+        (9, 64, 512, WeightFormat(3, "sym", None), INT8, torch.float16, (16, 1, 1, 3, 1)),  # one finishes none
+        # Inputs that are no multiple of 8: rows of x have a pitch of their own.
+        (20, 70, 261, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1)),
+        (9, 64, 395, WeightFormat(3, "asym", None), A16, torch.bfloat16, (16, 1, 2, 1, 1)),
+        (20, 64, 33, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 1, 1, 1, 1)),
+        (12, 64, 129, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),
+        # Two blocks halve a row tile: three tiles a pair, and a last pair that lacks some.
+        (20, 190, 384, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1, 0, None, True)),
+        (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, 0, None, True)),
+        (13, 200, 512, WeightFormat(4, "asym", None), INT8, torch.float16, (16, 2, 1, 1, 1, 0, None, True)),
+        (50, 190, 1024, WeightFormat(4, "asym", 64), A16, torch.float16, (64, 2, 1, 1, 1, 0, None, True)),  # span 2
+        # Weights past shared memory: batches of one, where every stage has code of its own, then of two.
+        (20, 64, 1152, WeightFormat(4, "asym", 64), A16, torch.float16, (32, 1, 2, 2, 1, *_DIRECT, 1)),
+        (48, 64, 1152, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 2, 2, 1, *_DIRECT, 1)),
+        (20, 70, 1408, WeightFormat(3, "asym", 128), A16, torch.bfloat16, (32, 1, 3, 1, 1, *_DIRECT, 2)),
+        (20, 70, 520, WeightFormat(2, "sym", None), A16, torch.float16, (16, 2, 1, 1, 2, *_DIRECT, 2)),
+        # Stages with code of their own.
+        (48, 70, 1152, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 2, 2, 1, *_DIRECT, 0, True)),
+        (20, 130, 896, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 2, 1, 3, 1, *_DIRECT, 0, True)),
+    ]
+    cases = [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
+    # Two blocks a multiprocessor, and blocks without work on a small device.
+    small = replace(Device.named("sm_90a"), sms=4)
+    problem = Problem(12, 64, 384, WeightFormat(4, "sym", 128), device=small)
+    spanned = Problem(13, 128, 1024, WeightFormat(4, "sym", 128), device=replace(small, sms=3))
+    walking = Problem(100, 200, 768, WeightFormat(4, "sym", 128), device=replace(small, sms=3))  # over three tiles
+    return [
+        *cases,
+        Case(problem, (16, 1, 2, 2, 1, 0, None, False, 2)),
+        Case(spanned, (16, 1, 2, 2, 1)),
+        Case(walking, (48, 2, 1, 1, 1, *_DIRECT, 2)),
+    ]

@@ -1,0 +1,66 @@
+"""sm80_packed_gemm.cuh becomes machine code without spills for sm_80 to sm_120a; int4 tensor cores where they exist."""
+
+import itertools
+
+import pytest
+import torch
+from machine_code import count
+
+from anybit import jit
+from anybit.device import Device
+from anybit.kernels.gemm import repack, sm80_packed_gemm
+from anybit.kernels.gemm.sm80_packed_gemm import Problem
+from anybit.scheme import WeightFormat
+
+
+@pytest.mark.parametrize(
+    ("arch", "cases"),
+    [
+        ("sm_80", [(1, 4, torch.float16), (16, 4, torch.int8)]),
+        ("sm_86", [(16, 3, torch.bfloat16)]),
+        ("sm_89", [(16, 2, torch.int8)]),
+        ("sm_90a", [(16, 4, torch.float16)]),
+        ("sm_100a", [(64, 4, torch.int8)]),
+        ("sm_120a", [(64, 4, torch.float16)]),
+    ],
+)
+def test_no_spills(arch: str, cases: list[tuple[int, int, torch.dtype]]) -> None:
+    device = Device.named(arch)
+    for m, bits, dtype in cases:
+        output = dtype if dtype.is_floating_point else torch.float16
+        config = sm80_packed_gemm.default(Problem(m, 4096, 4096, WeightFormat(bits, "sym", 128), dtype, output, device))
+        assert config.nibbles == (dtype == torch.int8 and device.capability < 90)
+        instruction = "HMMA" if dtype.is_floating_point else r"IMMA.*(S4|U4)" if config.nibbles else "IMMA"
+        compiled = jit.cached(sm80_packed_gemm.kernel(config), arch)
+        assert compiled.spill_bytes == 0 and compiled.stack_bytes == 0
+        assert count(compiled.cubin, instruction) > 0
+        # The assembler writes the jump that ends the line as a call, once; a call of a subroutine would be more.
+        assert count(compiled.cubin, "CALL") <= 1
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
+def test_repacking(arch: str) -> None:
+    """Tiles are made where they are multiplied."""
+    for bits, as_bytes in ((3, False), (4, True)):
+        compiled = jit.cached(repack.kernel(repack.Config(bits, as_bytes)), arch)
+        assert compiled.spill_bytes == compiled.stack_bytes == 0
+
+
+@pytest.mark.parametrize("m", [8, 16, 32, 64])
+def test_no_default_for_int8_spills(m: int) -> None:
+    """Sums of integers and of floats, and the scales of groups: what needs most registers."""
+    device = Device.named("sm_80")
+    for bits, group in itertools.product((1, 2, 4, 5, 8), (32, 128, None)):
+        weights = WeightFormat(bits, ("sym", "asym")[(bits + m // 8) % 2], group)
+        config = sm80_packed_gemm.default(Problem(m, 4096, 4096, weights, torch.int8, torch.float16, device))
+        compiled = jit.cached(sm80_packed_gemm.kernel(config), "sm_80")
+        assert compiled.spill_bytes == compiled.stack_bytes == 0, f"{weights} {config}: {compiled.spill_bytes}"
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_89"])
+def test_nor_on_other_machines(arch: str) -> None:
+    for m, bits, code, group in ((32, 1, "sym", 32), (32, 1, "asym", 32), (64, 2, "sym", 128), (8, 8, "sym", None)):
+        weights = WeightFormat(bits, code, group)
+        problem = Problem(m, 4096, 4096, weights, torch.int8, torch.float16, Device.named(arch))
+        compiled = jit.cached(sm80_packed_gemm.kernel(sm80_packed_gemm.default(problem)), arch)
+        assert compiled.spill_bytes == compiled.stack_bytes == 0, f"{weights}, {m} tokens: {compiled.spill_bytes}"

@@ -1,0 +1,93 @@
+"""sm90_packed_gemm to machine code with no GPU: the instruction that was meant, no spills, no calls."""
+
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybit import jit
+from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.kernels.gemm.sm90_packed_gemm import Problem
+from anybit.scheme import ActivationFormat, WeightFormat
+from cases_packed_gemm import A16, FP8, INT8
+
+INSTRUCTION = {"f16": "HGMMA.64x{}x16.F32 ", "bf16": "HGMMA.64x{}x16.F32.BF16 ", "s8": "IGMMA.64x{}x32.{}8.S8 ",
+               "e4m3": "QGMMA.64x{}x32.F32.E4M3.E4M3 "}  # fmt: skip
+CASES = [
+    (WeightFormat(4, "sym", 128), A16, torch.float16, (64, 4, 1, 1, 1)),
+    (WeightFormat(4, "sym", 128), A16, torch.float16, (256, 2, 1, 1, 2)),
+    (WeightFormat(4, "asym", 64), A16, torch.float16, (128, 4, 1, 1, 1)),
+    (WeightFormat(3, "asym", 32), A16, torch.bfloat16, (64, 2, 2, 2, 1)),
+    (WeightFormat(8, "asym", 128), A16, torch.bfloat16, (128, 2, 1, 1, 2)),
+    (WeightFormat(1, "bipolar", None), A16, torch.float16, (16, 1, 4, 1, 1)),
+    (WeightFormat(4, "sym", None), INT8, torch.float16, (128, 4, 1, 1, 2)),
+    (WeightFormat(2, "sym", None), INT8, torch.float16, (256, 2, 1, 1, 2)),
+    (WeightFormat(2, "sym", None), INT8, torch.float16, (256, 2)),
+    (WeightFormat(4, "sym", 128), A16, torch.float16, (64, 4, 1, 1, 1, 132)),
+    (WeightFormat(4, "sym", 128), A16, torch.float16, (64, 1, 2, 2, 1, 0, None, False, 1, 2)),
+    (WeightFormat(3, "asym", 64), A16, torch.bfloat16, (48, 1, 2, 1, 1, 0, None, False, 1, 3)),
+    (WeightFormat(7, "asym", 64), INT8, torch.bfloat16, (128, 2, 1, 1, 1)),
+    (WeightFormat(4, "asym", 128), FP8, torch.float16, (128, 2, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("weights", "activations", "dtype", "cut"), CASES, ids=str)
+def test_machine_code(weights, activations, dtype, cut, tmp_path: Path) -> None:
+    problem = Problem(cut[0], 28672, 4096, weights, activations, dtype)
+    config = sm90_packed_gemm.config_for(problem, *cut)
+    assert sm90_packed_gemm.why_not(problem, config) is None
+    compiled = jit.compile(sm90_packed_gemm.kernel(config), "sm_90a")
+    assert compiled.spill_bytes == 0
+    code = disassembly(compiled.cubin, tmp_path)
+    assert INSTRUCTION[problem.operand.name].format(config.tokens, "S" if weights.group else "U") in code
+    assert "CALL" not in code, "an instruction is emulated"
+    if config.register_sets == 2 and not config.promotes:
+        assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x0") == 1, "the assembler has one product wait for another"
+
+
+def disassembly(cubin: bytes, folder: Path) -> str:
+    """The SASS of a cubin; skips where no disassembler is installed."""
+    places = [Path(sysconfig.get_paths()["purelib"]) / "nvidia/cu13/bin", Path("/usr/local/cuda/bin")]
+    tool = shutil.which("nvdisasm") or next((str(p / "nvdisasm") for p in places if (p / "nvdisasm").exists()), None)
+    if tool is None:
+        pytest.skip("nvdisasm is not installed")
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    return subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("m", [16, 64, 128, 256, 4096])
+def test_bytes_that_are_not_widened_have_one_register_set(m: int, tmp_path: Path) -> None:
+    """Loaded straight into the operands: with two sets the next load overwrites what products under way still read."""
+    problem = Problem(m, 4096, 4096, WeightFormat(8), ActivationFormat(8, "sym"), torch.float16)
+    config = sm90_packed_gemm.default(problem)
+    assert config.register_sets == 1
+    assert "1 register set" in (sm90_packed_gemm.why_not(problem, replace(config, register_sets=2)) or "")
+    code = disassembly(jit.compile(sm90_packed_gemm.kernel(config), "sm_90a").cubin, tmp_path)
+    assert "WARPGROUP.DEPBAR.LE gsb0, 0x1" not in code
+
+
+def test_refusals_are_sentences() -> None:
+    assert "8-bit asym" in str(sm90_packed_gemm.why_not(Problem(16, 64, 128, WeightFormat(8, "asym"), INT8)))
+    assert "e4m3" in str(sm90_packed_gemm.why_not(Problem(16, 64, 128, WeightFormat(6), FP8)))
+    assert (
+        sm90_packed_gemm.why_not(Problem(16, 64, 131, WeightFormat(4))) is None
+    )  # rows of x have a pitch of their own
+    problem = Problem(16, 4096, 14336, WeightFormat(4, "sym", 128))
+    config = sm90_packed_gemm.default(problem)
+    assert config.span == 2 and config.k_warpgroups == 3 and config.stages % 3 == 0
+    assert "dealt evenly" in str(sm90_packed_gemm.why_not(problem, replace(config, stages=config.stages - 1)))
+    assert "1 step of inputs, or 2" in str(sm90_packed_gemm.why_not(replace(problem, k=128 * 111), config))
+    assert "sm_80" in str(
+        sm90_packed_gemm.why_not(Problem(16, 64, 128, WeightFormat(4), device=packed_device("sm_80")))
+    )
+
+
+def packed_device(arch: str):
+    from anybit.device import Device
+
+    return Device.named(arch)

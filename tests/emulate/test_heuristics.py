@@ -1,0 +1,217 @@
+"""sm90_packed_gemv and _skinny_f16 on the CPU: widths, codes, groups, types, act-order, ragged ends, clusters."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import emulate
+from anybit.device import Device
+from anybit.kernels.gemm import (
+    packed_layout,
+    sm90_packed_gemv,
+    sm90_packed_skinny,
+    sm90_packed_skinny_f16,
+)
+from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
+from anybit.scheme import WeightFormat
+from cases import random_weight
+from cases_packed import TOLERANCE, product
+
+pytestmark = pytest.mark.emulate
+HOPPER = replace(Device.named("sm_90a"), sms=2)
+BOTH = pytest.mark.parametrize("module", [sm90_packed_gemv, sm90_packed_skinny_f16], ids=["digits", "mid"])
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def run(
+    module: ModuleType, format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *,
+    ordered: bool = False, bias: bool = False, seed: int = 0,
+    make: Callable[[sm90_packed_skinny.Problem], Any] | None = None, **changes: Any,
+) -> None:  # fmt: skip
+    case = product(format, m, n, k, dtype, ordered=ordered, bias=bias, seed=seed)
+    problem = sm90_packed_skinny.problem_of(case.packed, m, dtype, dtype, HOPPER)
+    problem = replace(problem, aligned=k % 8 == 0)
+    config = replace(module.default(problem) if make is None else make(problem), **changes)
+    assert module.why_not(problem, config) is None
+    y = case.empty()
+    params = sm90_packed_skinny.arguments(case.packed, case.x, y, None, case.bias)
+    emulate.run(module.kernel(config), params, module.grid(problem, config), seed=seed, dependent=("x", "y"))
+    error = case.error(y)
+    assert error < TOLERANCE[dtype], f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+
+
+@BOTH
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_widths(module: ModuleType, bits: int) -> None:
+    run(module, WeightFormat(bits, ("sym", "asym", "bipolar")[bits % 3], 128), 3, 64, 384, HALVES[bits % 2], seed=bits)
+
+
+@BOTH
+@pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
+@pytest.mark.parametrize("group", [32, 64, 256, None])
+def test_codes_and_groups(module: ModuleType, code: str, group: int | None) -> None:
+    for i, bits in enumerate((4, 3, 8)):
+        run(module, WeightFormat(bits, code, group), 2 + i % 2, 64, 512, HALVES[i % 2], seed=i, bias=True)
+
+
+@BOTH
+def test_activation_order(module: ModuleType) -> None:
+    run(module, WeightFormat(4, "asym", 64), 2, 64, 320, ordered=True)
+    run(module, WeightFormat(3, "sym", 256), 1, 64, 300, torch.bfloat16, ordered=True)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 1), (1, 20, 130), (3, 72, 37), (2, 100, 264), (4, 330, 128)])
+@BOTH
+def test_ragged(module: ModuleType, m: int, n: int, k: int) -> None:
+    run(module, WeightFormat(4, "sym", 128), m, n, k, bias=True)
+
+
+def test_rings_of_digits() -> None:
+    """Rings that turn over many times, activations that are converted again, warps without columns."""
+    format = WeightFormat(4, "sym", 128)
+
+    def small(p: sm90_packed_skinny.Problem) -> sm90_packed_gemv.Config:
+        return sm90_packed_gemv.fitted(p, 2, 2, 8, 1, trigger=1)
+
+    run(sm90_packed_gemv, format, 4, 192, 1024, make=small, seed=1)
+    run(sm90_packed_gemv, format, 1, 192, 1024, make=lambda p: sm90_packed_gemv.fitted(p, 3, 1, 20, 2, 2), seed=2)
+    run(sm90_packed_gemv, format, 2, 64, 128, make=lambda p: sm90_packed_gemv.fitted(p, 4, 2, 20))
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+def test_shapes_of_blocks(cluster: int) -> None:
+    """Warps along rows and along columns, blocks that share columns, token tiles."""
+    format = WeightFormat(4, "sym", 128)
+    for i, (row_warps, k_warps, units) in enumerate(((1, 3, 2), (2, 2, 2), (3, 1, 4))):
+
+        def make(
+            p: sm90_packed_skinny.Problem, shape: tuple[int, int, int] = (row_warps, k_warps, units)
+        ) -> sm90_packed_skinny_f16.Config:
+            return sm90_packed_skinny_f16.fitted(p, *shape, 10, 1 + cluster, cluster, trigger=cluster // 2)
+
+        run(sm90_packed_skinny_f16, format, (5, 16, 27)[i], 320, 1152, make=make, seed=i, bias=True)
+
+
+def test_numbers_that_are_not_finite() -> None:
+    """NaN and infinity give NaN (or infinity), never numbers; zeros give zeros."""
+    case = product(WeightFormat(4, "sym", 128), 3, 64, 256)
+    case.x[0, 3], case.x[1, 200], case.x[2] = torch.nan, torch.inf, 0.0
+    problem = sm90_packed_skinny.problem_of(case.packed, 3, torch.float16, torch.float16, HOPPER)
+    y = case.empty()
+    params = sm90_packed_skinny.arguments(case.packed, case.x, y, None, None)
+    config = sm90_packed_gemv.default(problem)
+    emulate.run(sm90_packed_gemv.kernel(config), params, sm90_packed_gemv.grid(problem, config), dependent=("x", "y"))
+    assert not y[:2].isfinite().any() and not y[2].any()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("residual", [True, False])
+def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
+    """The product of an RMSNorm of x + residual, for one and two tokens, with warps that have no columns."""
+    for m, n, k, warps, bits in (
+        (1, 192, 1024, 3, 4),
+        (2, 64, 256, 4, 3),
+        (2, 130, 768, 2, 8),
+        (1, 64, 200, 2, 4),
+        (2, 64, 328, 2, 4),
+    ):
+        case = product(WeightFormat(bits, "sym", 128), m, n, k, dtype, bias=True, seed=k)
+        other, gamma = torch.randn(m, k).to(dtype) if residual else None, (torch.rand(k) + 0.5).to(dtype)
+        problem = sm90_packed_skinny.problem_of(case.packed, m, dtype, dtype, HOPPER)
+        config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
+        assert sm90_packed_gemv.norm_why_not(problem, config) is None
+        y, total = case.empty(), torch.zeros(m, k, dtype=dtype) if residual else None
+        params = sm90_packed_gemv.norm_arguments(case.packed, case.x, y, case.bias, gamma, 1e-5, other, total)
+        dependent = ("x", "y", "residual", "residual_sum") if residual else ("x", "y")
+        emulate.run(
+            sm90_packed_gemv.norm_kernel(config), params, sm90_packed_gemv.grid(problem, config), dependent=dependent
+        )
+        x = case.x if other is None else case.x + other
+        assert total is None or torch.equal(total, x)
+        assert case.bias is not None
+        expected = _rms_norm_cpu(x, gamma, 1e-5).double() @ packed_layout.unpack(case.packed).T + case.bias.double()
+        error = replace(case, expected=expected).error(y)
+        assert error < TOLERANCE[dtype], f"m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("norm", [True, False])
+def test_ends_with_silu(dtype: torch.dtype, norm: bool) -> None:
+    """silu(gate) * up of rows that are eight and eight in turn, also where the last tile is not full."""
+    for m, n, k, warps, bits in ((1, 208, 512, 3, 4), (2, 64, 256, 4, 3)):
+        case = product(WeightFormat(bits, "sym", 128), m, n, k, dtype, bias=True, seed=k)
+        gamma = (torch.rand(k) + 0.5).to(dtype)
+        problem = sm90_packed_skinny.problem_of(case.packed, m, dtype, dtype, HOPPER)
+        config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
+        y = torch.full((m, n // 2), torch.nan, dtype=dtype)
+        if norm:
+            params = sm90_packed_gemv.norm_arguments(case.packed, case.x, y, case.bias, gamma, 1e-5, None, None)
+            kernel = sm90_packed_gemv.norm_kernel(config, silu=True)
+        else:
+            params = sm90_packed_skinny.arguments(case.packed, case.x, y, None, case.bias)
+            kernel = sm90_packed_gemv.kernel(config, silu=True)
+        emulate.run(kernel, params, sm90_packed_gemv.grid(problem, config), dependent=("x", "y"))
+        x = _rms_norm_cpu(case.x, gamma, 1e-5) if norm else case.x
+        assert case.bias is not None
+        whole = x.double() @ packed_layout.unpack(case.packed).T + case.bias.double()
+        expected = _silu_mul_cpu(whole.to(dtype), paired=True)
+        torch.testing.assert_close(y.float(), expected.float(), rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("m", "tokens", "dtype"), [(1, 1, torch.float16), (2, 1, torch.bfloat16), (2, 2, torch.float16)]
+)
+@pytest.mark.parametrize(("dim", "warps"), [(64, 3), (32, 1)])
+def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, warps: int) -> None:
+    """Queries come out turned, keys and values lie in the ring, of sequences in any order."""
+    heads, kv_heads, k, slots = 3, 2, 256, 32
+    n = (heads + 2 * kv_heads) * dim
+    case = product(WeightFormat(4, "sym", 128), m, n, k, dtype, bias=True, seed=dim)
+    other, gamma = torch.randn(m, k).to(dtype), (torch.rand(k) + 0.5).to(dtype)
+    problem = sm90_packed_skinny.problem_of(case.packed, m, dtype, dtype, HOPPER)
+    config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
+    q, total = torch.full((m, heads * dim), torch.nan, dtype=dtype), torch.zeros(m, k, dtype=dtype)
+    ring, wanted = torch.zeros(2, 3, kv_heads, 2, slots * dim, dtype=dtype)
+    angles = torch.rand(m, dim // 2).repeat(1, 2) * 6
+    lengths, order = torch.tensor([40, 7, 33], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    cosine, sine, sequences = angles.cos().to(dtype), angles.sin().to(dtype), order[: m // tokens]
+    step = sm90_packed_gemv.Step(cosine, sine, ring, lengths, sequences, heads, kv_heads, tokens)
+    norm = sm90_packed_gemv.norm_arguments(case.packed, case.x, q, case.bias, gamma, 1e-5, other, total)
+    params = sm90_packed_gemv.rotary_arguments(norm, step)
+    kernel, grid = sm90_packed_gemv.rotary_kernel(config), sm90_packed_gemv.grid(problem, config)
+    emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "ring"))
+    assert case.bias is not None
+    x = _rms_norm_cpu(case.x + other, gamma, 1e-5).double()
+    qkv = (x @ packed_layout.unpack(case.packed).T + case.bias.double()).to(dtype).float()
+    rotary = (qkv, cosine.float(), sine.float(), heads, kv_heads)
+    expected = _rotate_store_cpu(*rotary, wanted, lengths, sequences, tokens, None, None, 0.0, True)
+    atol = 0.02 * float(qkv.abs().max())
+    torch.testing.assert_close(q.view(m, heads, dim).float(), expected.float(), rtol=0.02, atol=atol)
+    torch.testing.assert_close(ring.float(), wanted.float(), rtol=0.02, atol=atol)
+
+
+def test_norm_refusals() -> None:
+    packed = packed_layout.prepare(random_weight(64, 256, WeightFormat(4, "sym", 128)))
+    problem = sm90_packed_skinny.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
+    assert sm90_packed_gemv.norm_why_not(problem, sm90_packed_gemv.norm_default(problem)) is None
+    assert "tokens" in str(sm90_packed_gemv.norm_why_not(replace(problem, m=3)))
+    assert "gathered" in str(sm90_packed_gemv.norm_why_not(replace(problem, act_order=True)))
+    one = sm90_packed_gemv.fitted(problem, 1, 2, 20, 1)
+    assert "whole rows" in str(sm90_packed_gemv.norm_why_not(problem, one))
+
+
+@BOTH
+def test_refusals(module: ModuleType) -> None:
+    packed = packed_layout.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
+    problem = sm90_packed_skinny.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
+    assert "sm_90" in str(module.why_not(replace(problem, device=Device.named("sm_80"))))
+    assert "tokens" in str(module.why_not(replace(problem, m=33)))
+    assert "float16 or bfloat16" in str(module.why_not(replace(problem, activations=torch.int8)))
+    config = module.default(problem)
+    assert "another problem" in str(module.why_not(problem, replace(config, bits=3)))
+    assert "shared memory" in str(module.why_not(problem, replace(config, stages=4000)))
+    assert all(module.why_not(problem, c) is None for c in module.configs(problem))

@@ -1,0 +1,69 @@
+"""repack.cuh on the CPU: the same tiles and factors of rows as packed_layout's torch code, byte for byte."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import emulate
+from anybit.kernels.gemm import packed_layout, repack
+from anybit.packing import QuantizedWeight
+from anybit.scheme import WeightFormat
+from cases import random_weight
+
+pytestmark = pytest.mark.emulate
+
+
+def check(weight: QuantizedWeight, order: packed_layout.Order) -> None:
+    """Tiles and factors of rows as the kernel writes them, over what would be wrong."""
+    expected = packed_layout.prepare(weight, order)
+    (n, k), format = weight.shape, weight.format
+    tiles, groups = torch.full_like(expected.tiles, 0xA5), None
+    if format.group is not None:
+        columns = packed_layout._columns(weight)[1]
+        row_scale = torch.full_like(expected.row_scale, torch.nan)
+        groups = repack.Groups(
+            format.group, weight.scale, weight.zero, None if columns is None else columns.int(), row_scale
+        )
+    params = repack.arguments(weight.words, expected.permutation, tiles, n, k, groups)
+    kernel = repack.kernel(repack.Config(format.bits, order == "a8"))
+    emulate.run(kernel, params, (tiles.shape[1], tiles.shape[0], 1))
+    assert torch.equal(tiles, expected.tiles)
+    if groups is not None:
+        assert torch.equal(groups.row_scale, expected.row_scale)
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 7])
+def test_same_tiles(bits: int) -> None:
+    format = WeightFormat(bits, "asym", 64)
+    for n, k, ordered in ((70, 256, False), (64, 200, False), (40, 320, True)):
+        weight = random_weight(n, k, format, bits)
+        if ordered:
+            index = (torch.arange(k) // 64)[torch.randperm(k, generator=torch.Generator().manual_seed(bits))]
+            weight = QuantizedWeight(
+                weight.words, weight.scale, weight.zero, weight.shape, format, index.to(torch.int32)
+            )
+        for order in ("a16", "a8"):
+            check(weight, order)
+
+
+@pytest.mark.parametrize("group", [32, 128, 256, None])
+def test_groups(group: int | None) -> None:
+    for code in ("sym", "asym"):
+        check(random_weight(70, 600, WeightFormat(2, code, group), 5), "a16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_types_of_scales(dtype: torch.dtype) -> None:
+    weight = random_weight(70, 256, WeightFormat(4, "sym", 32), 5)
+    check(replace(weight, scale=weight.scale.to(dtype)), "a16")
+
+
+def test_scales_of_any_size() -> None:
+    weight = random_weight(70, 256, WeightFormat(1, "sym", 64), 5)
+    weight = replace(weight, scale=weight.scale.float())
+    sizes = (0.0, 1e-45, 1e-38, 1.1754944e-38, 3e-36, 1e-6, 1.0, 255.99, 6e4, 3e38, torch.inf, -2.0)
+    for row, size in enumerate(sizes):
+        weight.scale[row] = torch.tensor([size, size / 2, 0.0, -size])
+    weight.scale[20:40] *= torch.exp2(torch.linspace(-140, 120, 20))[:, None]
+    check(weight, "a16")

@@ -1,0 +1,67 @@
+"""sm80_packed_gemm.cuh on the CPU: stripes that cross row tiles, widths, codes, int8 and int4."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import emulate
+from anybit.device import Device
+from anybit.kernels.gemm import packed_layout, sm80_packed_gemm
+from anybit.scheme import WeightFormat
+from cases_packed import TOLERANCE, product
+
+pytestmark = pytest.mark.emulate
+
+
+def run(
+    format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, sms: int = 3,
+    arch: str = "sm_80", act_order: bool = False, bias: bool = False, seed: int = 0, **changes: int,
+) -> None:  # fmt: skip
+    case = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=seed)
+    y = case.empty()
+    ordered = packed_layout.in_order(case.packed, case.x)
+    device = replace(Device.named(arch), sms=sms)
+    problem = sm80_packed_gemm.Problem(m, n, ordered.shape[1], format, dtype, case.output, device)
+    config = replace(sm80_packed_gemm.default(problem), **changes)
+    assert sm80_packed_gemm.why_not(problem, config) is None
+    partial, locks = sm80_packed_gemm.scratch(problem, config, y.device)
+    partial.fill_(torch.nan)
+    params = sm80_packed_gemm.arguments(case.packed, ordered, y, case.x_scale, case.bias, partial, locks)
+    emulate.run(
+        sm80_packed_gemm.kernel(config), params, sm80_packed_gemm.grid(problem, config), seed=seed, resident=sms
+    )
+    assert not locks.any()
+    error = case.error(y)
+    assert error < TOLERANCE[case.output], f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    [(4, torch.float16), (3, torch.float16), (8, torch.bfloat16), (1, torch.int8), (3, torch.int8), (8, torch.int8)],
+    ids=str,
+)
+def test_widths(bits: int, dtype: torch.dtype) -> None:
+    run(WeightFormat(bits, "sym", 128), 5, 192, 384, dtype, sms=2, seed=bits, bias=True)
+
+
+@pytest.mark.parametrize(("code", "group"), [("asym", 64), ("bipolar", 32), ("asym", None), ("sym", 256)])
+def test_codes_and_groups(code: str, group: int | None) -> None:
+    for bits, dtype in ((4, torch.float16), (2, torch.int8)):
+        run(WeightFormat(bits, code, group), 3, 128, 512, dtype, sms=2)
+
+
+@pytest.mark.parametrize("sms", [1, 3, 5])
+def test_stripes(sms: int) -> None:
+    """Stripes shorter than a row tile, and longer; several token tiles; fewer rows than the last row tile has."""
+    for seed in range(2):
+        run(WeightFormat(4, "sym", 128), 9, 320, 640, sms=sms, seed=seed, tokens=8, units=1, row_warps=8, k_warps=1)
+
+
+def test_ragged_and_ordered() -> None:
+    run(WeightFormat(4, "sym", 128), 17, 70, 200, bias=True)
+    run(WeightFormat(4, "asym", 64), 2, 64, 256, act_order=True)
+
+
+def test_int8_on_later_architectures() -> None:
+    run(WeightFormat(4, "asym", 128), 3, 64, 256, torch.int8, arch="sm_90a")

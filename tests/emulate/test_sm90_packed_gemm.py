@@ -1,0 +1,80 @@
+"""sm90_packed_gemm through the host emulation: every operand, every way of sharing, with races looked for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import emulate
+from anybit.jit.source import KERNELS
+from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.kernels.gemm.packed_layout import prepare
+from anybit.kernels.gemm.sm90_packed_gemm import Problem
+from anybit.reference import quantize_activations
+from anybit.scheme import WeightFormat
+from cases import random_weight
+from cases_packed_gemm import Case, tiny_cases
+
+pytestmark = pytest.mark.emulate
+
+
+def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Path | None = None) -> float:
+    """The mean error of a product, relative to its mean size; `header` stands in for sm90_packed_gemm.cuh."""
+    p = case.problem
+    weight = random_weight(p.n, p.k, p.weights)
+    x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(1)).to(p.dtype)
+    bias = torch.linspace(-1, 1, p.n).to(p.dtype)
+    operand, x_scale, x_sum, values = x, None, None, x.double()
+    if p.activations.quantized:
+        quantized = quantize_activations(x, p.activations)
+        operand, x_scale, values = quantized.codes, quantized.scale, quantized.dequantize(torch.float64)
+        if p.activations.integer:
+            operand = (quantized.codes.to(torch.int16) - 128).to(torch.int8)
+            x_sum = operand.sum(1, dtype=torch.int32)
+    exact = values @ weight.dequantize(torch.float64).T + bias.double()
+    packed = prepare(weight, "a8" if p.activations.quantized else "a16")
+    y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype)
+    workspace = sm90_packed_gemm.workspace_for(config, torch.device("cpu"))
+    if workspace is not None:
+        workspace.random_(generator=torch.Generator().manual_seed(seed))  # stripes ask for no clean memory
+    pitch = -(-p.k // 16) * 16
+    if p.k < pitch:  # rows that start on 16 bytes, and no number between them
+        wide = torch.full((p.m, pitch), 127 if operand.dtype == torch.int8 else torch.nan, dtype=operand.dtype)
+        wide[:, : p.k] = operand
+        operand = wide[:, : p.k]
+    box = emulate.Box(operand, 128 // operand.element_size(), config.tokens // config.row_blocks)
+    tail = emulate.Box(operand, 128 // operand.element_size(), config.tail_rows or 8)
+    params = sm90_packed_gemm.params(p, config, None, packed, y, bias, x_scale, x_sum, workspace)
+    kernel = sm90_packed_gemm.kernel(config)
+    emulate.run(
+        replace(kernel, header=str(header)) if header else kernel,
+        replace(params, x=box, x_tail=tail),
+        sm90_packed_gemm.grid(p, config),
+        seed=seed,
+        dependent=("x", "x_tail", "x_scale", "y"),
+    )
+    return float((y.double() - exact).abs().mean() / exact.abs().mean())
+
+
+@pytest.mark.parametrize("case", tiny_cases(), ids=str)
+def test_product(case: Case) -> None:
+    config = replace(case.config, stages=2 * case.config.k_warpgroups, early=0 if case.config.direct else 2)
+    assert sm90_packed_gemm.why_not(case.problem, config) is None
+    for seed in range(2):
+        assert emulated(case, config, seed) < (1e-3 if case.problem.dtype == torch.float16 else 8e-3)
+
+
+@pytest.mark.parametrize("stages", [3, 5])
+def test_stages_dealt_unevenly_are_named(stages: int, tmp_path: Path) -> None:
+    """Wrong once in thousands of launches on hardware; here in every order of threads."""
+    case = Case(Problem(12, 64, 1024, WeightFormat(4, "sym", 128)), (16, 1, 2, 1, 1))
+    config = replace(case.config, stages=stages, early=2)
+    assert "dealt evenly" in str(sm90_packed_gemm.why_not(case.problem, config))
+    rule = "static_assert(Config::stages % Config::k_warpgroups == 0"
+    before, after = (KERNELS / "gemm/sm90_packed_gemm.cuh").read_text().split(rule)
+    header = tmp_path / "packed_large_uneven.cuh"
+    header.write_text(before + after.split(";", 1)[1])
+    for seed in range(4):
+        with pytest.raises(emulate.EmulationError, match="skipped wait: the mbarrier at shared memory"):
+            emulated(case, config, seed, header)

@@ -1,0 +1,140 @@
+"""sm90_packed_gemv and _skinny_f16 on hardware: widths, codes, groups, repeats, chains of dependent kernels."""
+
+import itertools
+from types import ModuleType
+
+import pytest
+import torch
+
+from anybit.device import Device
+from anybit.jit import Kernel
+from anybit.kernels.gemm import (
+    packed_layout,
+    sm90_packed_gemv,
+    sm90_packed_skinny,
+    sm90_packed_skinny_f16,
+)
+from anybit.kernels.gemm.packed_layout import PackedWeight
+from anybit.packing import QuantizedWeight
+from anybit.scheme import WeightFormat
+from cases_packed import TOLERANCE, product
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+HALVES = (torch.float16, torch.bfloat16)
+Case = tuple[ModuleType, int, int, int, WeightFormat, torch.dtype, bool, bool]
+"""Kernel, m, n, k, format, activations, activation order, bias."""
+
+D, M = sm90_packed_gemv, sm90_packed_skinny_f16
+MOST = {D: 4, M: 16}
+CODES = ("sym", "asym", "bipolar")
+WIDTHS: list[Case] = [
+    (kernel, 3, 512, 1024, WeightFormat(bits, CODES[bits % 3], 128), HALVES[bits % 2], False, False)
+    for kernel in (D, M)
+    for bits in range(1, 9)
+]
+GROUPS: list[Case] = [
+    (kernel, MOST[kernel], 320, 768, WeightFormat((4, 3, 2, 8)[(i + j) % 4], code, group), HALVES[i % 2], False, True)
+    for i, code in enumerate(CODES)
+    for j, group in enumerate((32, 64, 128, 256, None))
+    for kernel in ((D, M)[(i + j) % 2],)
+]
+TOKENS: list[Case] = [
+    *((D, m, 512, 1024, WeightFormat(4, "sym", 128), torch.float16, False, False) for m in (1, 2)),
+    *((M, m, 512, 1024, WeightFormat(4, "sym", g), torch.float16, False, False) for m, g in ((8, None), (24, 128))),
+    *((M, m, 4096, 4096, WeightFormat(4, "sym", 128), torch.float16, False, False) for m in (5, 16)),
+    (D, 1, 28672, 512, WeightFormat(4, "sym", 128), torch.float16, False, False),
+    (M, 16, 28672, 512, WeightFormat(4, "sym", 128), torch.float16, False, False),
+]
+ODD: list[Case] = [
+    (D, 2, 256, 1024, WeightFormat(4, "asym", 128), torch.float16, True, False),
+    (M, 9, 256, 1024, WeightFormat(8, "asym", 32), torch.bfloat16, True, False),
+    (D, 1, 1, 1, WeightFormat(4, "sym", 64), torch.float16, False, True),
+    (D, 3, 77, 300, WeightFormat(3, "sym", 64), torch.float16, False, True),
+    (M, 16, 130, 1000, WeightFormat(4, "sym", 64), torch.bfloat16, False, True),
+    (M, 3, 77, 300, WeightFormat(4, "sym", 64), torch.float16, False, True),
+]
+CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD]
+
+
+def kernels_used() -> list[Kernel]:
+    """What the tests below launch, for precompile.py."""
+    device, found = Device.named("sm_90a"), set()
+    for module, m, n, k, format, dtype, act_order, _ in CASES:
+        columns = -(-k // 128) * 128
+        problem = sm90_packed_skinny.Problem(
+            m, n, k, format, dtype, dtype, device, columns, act_order and format.group is not None, k % 8 == 0
+        )
+        found.add(module.kernel(module.default(problem)))
+    return list(found)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case: Case) -> None:
+    module, m, n, k, format, dtype, act_order, bias = case
+    it = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=n + m, device="cuda")
+    y = it.empty()
+    module.launch(it.packed, it.x, y, bias=it.bias)
+    error = it.error(y)
+    assert error < TOLERANCE[dtype], f"{case}: mean relative error {error:.2e}"
+    again = it.empty()
+    for _ in range(3):
+        module.launch(it.packed, it.x, again, bias=it.bias)
+        assert torch.equal(y, again), f"{case}: results differ from run to run"
+
+
+def chain(module: ModuleType, packed: list[PackedWeight], x: torch.Tensor, links: int, pdl: bool) -> torch.Tensor:
+    """y = x W^T again and again, each product the next one's activations."""
+    buffers = [x.clone(), torch.empty_like(x)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(links):
+            module.launch(packed[i % len(packed)], buffers[i % 2], buffers[(i + 1) % 2], pdl=pdl)
+    graph.replay()
+    torch.cuda.synchronize()
+    return buffers[links % 2]
+
+
+@pytest.mark.parametrize(
+    ("module", "m"), [(sm90_packed_skinny, 1), (sm90_packed_skinny, 8), (D, 1), (D, 4), (M, 8), (M, 16)]
+)
+def test_chains_under_programmatic_launch(module: ModuleType, m: int) -> None:
+    """What a kernel prefetches before its predecessor has ended must not change a bit."""
+    size = 4096
+    layers = []
+    for seed in range(6):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        words = torch.randint(-(2**31), 2**31, (size, size // 8), generator=generator, device="cuda").to(torch.int32)
+        scale = (torch.rand(size, size // 128, generator=generator, device="cuda") + 0.5) / (4.6 * 64 * 1.04)
+        # Of both signs: sym codes have a mean of half a step, which would grow from link to link.
+        scale *= torch.randint(0, 2, scale.shape, generator=generator, device="cuda") * 2 - 1
+        weight = QuantizedWeight(words, scale, None, (size, size), WeightFormat(4, "sym", 128))
+        layers.append(packed_layout.prepare(weight))
+    x = torch.randn(m, size, device="cuda").half()
+    plain = chain(module, layers, x, 41, pdl=False)
+    assert plain.isfinite().all() and plain.count_nonzero() > 0.9 * plain.numel()
+    for _ in range(10):
+        assert torch.equal(chain(module, layers, x, 41, pdl=True), plain)
+
+
+@pytest.mark.parametrize(("module", "m", "step"), [(D, 2, 10), (M, 16, 20)])
+def test_configs_agree(module: ModuleType, m: int, step: int) -> None:
+    it = product(WeightFormat(2, "sym", 128), m, 1024, 2048, device="cuda")
+    problem = sm90_packed_skinny.problem_of(it.packed, m, torch.float16, torch.float16, Device.of(it.x))
+    for config in itertools.islice(module.configs(problem), 0, None, step):
+        y = it.empty()
+        module.launch(it.packed, it.x, y, config=config)
+        assert it.error(y) < 1e-3, f"{config}: {it.error(y):.2e}"
+
+
+def test_outliers_keep_their_place() -> None:
+    """Fixed point in blocks of 128 columns: a channel a thousand times the others spoils nothing."""
+    it = product(WeightFormat(4, "sym", 128), 1, 512, 2048, device="cuda")
+    x = it.x.clone()
+    x[0, 77] = 1000.0
+    y = it.empty()
+    sm90_packed_gemv.launch(it.packed, x, y)
+    expected = x.double() @ packed_layout.unpack(it.packed).T
+    assert (y.double() - expected).abs().mean() / expected.abs().mean() < 1e-3

@@ -1,0 +1,43 @@
+"""Repacking on hardware: the tiles of packed_layout's torch code, and no memory but theirs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from anybit.kernels.gemm import packed_layout
+from anybit.scheme import WeightFormat
+from cases import random_weight
+from cases_packed import act_order, on
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256, None])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_tiles_are_those_of_torch(bits: int, group: int | None) -> None:
+    for code in ("sym", "asym"):
+        for order in ("a16", "a8"):
+            host = random_weight(300, 1000, WeightFormat(bits, code, group))
+            if group == 64 and order == "a16":
+                host = act_order(host, torch.Generator().manual_seed(bits))
+            expected = packed_layout.prepare(host, order)
+            found = packed_layout.prepare(on(host, "cuda"), order)
+            for name in ("tiles", "row_scale", "row_zero", "permutation"):
+                mine, theirs = getattr(found, name), getattr(expected, name)
+                assert mine is theirs is None or torch.equal(mine.cpu(), theirs), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("bits", "group"), [(1, 128), (4, 128), (4, 32), (8, None)])
+def test_memory(bits: int, group: int | None, dtype: torch.dtype) -> None:
+    """Beside the layer that is read: its tiles, and a few numbers a row."""
+    weight = random_weight(4096, 4096, WeightFormat(bits, "sym", group))
+    weight = on(replace(weight, scale=weight.scale.to(dtype)), "cuda")
+    packed_layout.prepare(weight)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # not what the allocator rounds it up to
+    packed = packed_layout.prepare(weight)
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert packed.tiles.numel() < peak < packed.tiles.numel() + 16 * 4096

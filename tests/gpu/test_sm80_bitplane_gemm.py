@@ -1,0 +1,109 @@
+"""Bit-plane products through mma.sync on a GPU: exact against the reference."""
+
+import pytest
+import torch
+
+from anybit.device import Device
+from anybit.jit import Kernel
+from anybit.kernels.elementwise import quantize_activations as activation_kernel
+from anybit.kernels.gemm import bitplane_layout, sm80_bitplane_gemm
+from anybit.kernels.gemm.sm80_bitplane_gemm import Output
+from anybit.reference import integer_product, quantize_activations
+from anybit.scheme import ActivationFormat, WeightFormat
+from cases import EXHAUSTIVE, PAIRS, random_weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+CODES = ["sym", "asym", "bipolar"]
+RAGGED = [(1, 1, 1), (1, 8, 128), (7, 5, 33), (65, 129, 1025), (4097, 24, 256), (130, 264, 4096), (2, 576, 1536)]
+
+
+WIDTHS = PAIRS if EXHAUSTIVE else [(1, 1), (1, 7), (2, 5), (4, 4), (8, 8)]
+OUTPUTS = [Output.f16, Output.bf16, Output.f32] if EXHAUSTIVE else [Output.f16]
+EVERY_CONFIG = [(1, 1), (2, 2), (4, 4), (3, 8)] if EXHAUSTIVE else [(3, 8)]
+
+
+def code_of(p: int, q: int) -> tuple[str, str]:
+    return CODES[(p + q) % 3], CODES[(p + 2 * q) % 3]
+
+
+def problem_of(
+    m: int, n: int, k: int, p: int, q: int, codes: tuple[str, str], output: Output
+) -> sm80_bitplane_gemm.Problem:
+    formats = WeightFormat(p, codes[0]), ActivationFormat(q, codes[1])
+    return sm80_bitplane_gemm.Problem(m, n, k, *formats, output, Device.named("sm_90a"), n % 8 == 0)
+
+
+def sampled(problem: sm80_bitplane_gemm.Problem) -> tuple[sm80_bitplane_gemm.Config, ...]:
+    return sm80_bitplane_gemm.configs(problem)[:: 1 if EXHAUSTIVE else 5]
+
+
+def kernels_used() -> list[Kernel]:
+    """What the tests below launch, for precompile.py."""
+    found = set()
+    shapes = [(19, 72, 1100, p, q, code_of(p, q), Output.f16) for p, q in WIDTHS]
+    shapes += [(33, 136, 2500, 3, 2, (w, x), o) for w in CODES for x in CODES for o in OUTPUTS]
+    for shape in RAGGED:
+        shapes += [(*shape, 2, 2, ("sym", "sym"), Output.f16), (*shape, 1, 4, ("bipolar", "asym"), Output.f16)]
+    for m, n, k, p, q, codes, output in shapes:
+        for each in {output, Output.s32}:
+            found.add(sm80_bitplane_gemm.kernel(sm80_bitplane_gemm.default(problem_of(m, n, k, p, q, codes, each))))
+        found.add(
+            activation_kernel.kernel(
+                activation_kernel.default(
+                    activation_kernel.Problem(m, k, ActivationFormat(q, codes[1]), aligned=k % 8 == 0)
+                )
+            )
+        )
+    for p, q in EVERY_CONFIG:
+        problem = problem_of(70, 200, 3000, p, q, ("asym", "asym"), Output.s32)
+        found |= {sm80_bitplane_gemm.kernel(config) for config in sampled(problem)}
+    return list(found)
+
+
+def run(
+    m: int, n: int, k: int, p: int, q: int, codes: tuple[str, str], *outputs: Output, every_config: bool = False
+) -> None:
+    weights, activations = WeightFormat(p, codes[0]), ActivationFormat(q, codes[1])
+    weight = random_weight(n, k, weights, seed=m + n + k)
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(7)).half()
+    quantized = quantize_activations(x, activations)
+    doubled = (codes[0] == "bipolar") + (codes[1] == "bipolar")
+    expected = (integer_product(quantized, weight) * 2**doubled).int()
+    prepared = bitplane_layout.prepare(weight).to("cuda")
+    packed = activation_kernel.quantize(x.cuda(), activations)
+    chosen: list[sm80_bitplane_gemm.Config | None] = [None]
+    if every_config:
+        chosen += sampled(problem_of(m, n, k, p, q, codes, Output.s32))
+    for config in chosen:
+        y = torch.full((m, n), -0x5A5A5A5A, dtype=torch.int32, device="cuda")
+        sm80_bitplane_gemm.multiply(packed, prepared, Output.s32, y=y, config=config)
+        assert torch.equal(y.cpu(), expected), config
+    bias = torch.randn(n)
+    exact = integer_product(quantized, weight) * packed.scale.cpu().double()[:, None] * weight.scale[:, 0].double()
+    for output in outputs:
+        y = sm80_bitplane_gemm.multiply(packed, prepared, output, bias=bias.cuda()).cpu()
+        tolerance = {Output.f16: 1e-3, Output.bf16: 8e-3, Output.f32: 1e-6}[output]
+        torch.testing.assert_close(y.double(), exact + bias, rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize(("p", "q"), WIDTHS)
+def test_all_widths(p: int, q: int) -> None:
+    run(19, 72, 1100, p, q, code_of(p, q), Output.f16)
+
+
+@pytest.mark.parametrize("weight_code", CODES)
+@pytest.mark.parametrize("token_code", CODES)
+def test_all_codes(weight_code: str, token_code: str) -> None:
+    run(33, 136, 2500, 3, 2, (weight_code, token_code), *OUTPUTS)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), RAGGED)
+def test_ragged_shapes(m: int, n: int, k: int) -> None:
+    run(m, n, k, 2, 2, ("sym", "sym"), Output.f16)
+    run(m, n, k, 1, 4, ("bipolar", "asym"), Output.f16)
+
+
+@pytest.mark.parametrize(("p", "q"), EVERY_CONFIG)
+def test_every_config(p: int, q: int) -> None:
+    run(70, 200, 3000, p, q, ("asym", "asym"), every_config=True)

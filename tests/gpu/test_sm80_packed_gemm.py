@@ -1,0 +1,40 @@
+"""sm80_packed_gemm.cuh on an H200: its own case list, int8 activations, repeated runs."""
+
+import pytest
+import torch
+
+from anybit.kernels.gemm import sm80_packed_gemm
+from anybit.scheme import WeightFormat
+from cases_packed import TOLERANCE, product
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def check(format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    it = product(format, m, n, k, dtype, seed=m, device="cuda")
+    y = it.empty()
+    sm80_packed_gemm.launch(it.packed, it.x, y, it.x_scale)
+    error = it.error(y)
+    assert error < TOLERANCE[it.output], f"{format} m={m} {dtype}: error {error:.2e}"
+    for _ in range(3):
+        again = it.empty()
+        sm80_packed_gemm.launch(it.packed, it.x, again, it.x_scale)
+        assert torch.equal(y, again)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024])
+def test_marlin_cases(m: int) -> None:
+    check(WeightFormat(4, "sym", 128), m, 512, 1024, torch.float16)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(64, 4096, 4096), (257, 128, 4096), (257, 4224, 4160)])
+def test_machete_cases(m: int, n: int, k: int) -> None:
+    check(WeightFormat(4, "asym", 128), m, n, k, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("bits", "code", "group"), [(8, "sym", None), (3, "bipolar", 64), (2, "asym", 32), (4, "sym", 128)]
+)
+def test_formats(bits: int, code: str, group: int | None, dtype: torch.dtype) -> None:
+    check(WeightFormat(bits, code, group), 20, 640, 1024, dtype)

@@ -1,0 +1,88 @@
+"""sm90_bitplane_stacked.cuh on an H200: exact results, what blocks keep, warpgroups that lag, ragged sizes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from anybit.errors import KernelError
+from anybit.jit import Kernel
+from anybit.kernels.gemm import sm90_bitplane, sm90_bitplane_stacked
+from anybit.kernels.gemm.sm90_bitplane import Output, Problem
+from anybit.kernels.gemm.sm90_bitplane_stacked import Config, Keep
+from anybit.scheme import Scheme
+from cases_bitplane import H200, code_pairs, operands, wide
+
+pytestmark = pytest.mark.gpu
+SHAPES = [(1024, 4096, 4096), (65, 8, 77), (1000, 4104, 3000), (4097, 136, 1024), (300, 30000, 1024)]
+WAYS: list[tuple[int, dict[str, Any]]] = [
+    (128, {"weight_slots": 4, "token_slots": 3, "keep": Keep.tokens, "lag": 1}),
+    (128, {"weight_slots": 6, "token_slots": 2, "keep": Keep.weights}),
+    (128, {"weight_slots": 3, "token_slots": 2, "lag": 1, "early": 0}),
+    (64, {"weight_slots": 6, "token_slots": 6, "lag": 2, "slab": 64, "buffers": 2}),
+]
+
+
+def asked(m: int, n: int, k: int, scheme: str | Scheme, output: Output = Output.f16) -> Problem:
+    parsed = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
+    return Problem(m, n, k, parsed.weights, parsed.activations, output, H200)
+
+
+def schemes() -> list[str]:
+    """Weights of 1 to 8 bits, and all pairs of codes."""
+    pairs = [f"w3a2{'' if w == 'sym' else w}{'' if x == 'sym' else '-x' + x}" for w, x in code_pairs()]
+    return [*(f"w{bits}a2" for bits in range(1, 9)), *pairs]
+
+
+def kernels_used() -> list[Kernel]:
+    """What the tests below launch, for precompile.py."""
+    configs = {sm90_bitplane_stacked.default(asked(*shape, scheme)) for shape in SHAPES for scheme in ("w1a2", "w2a2")}
+    configs |= {sm90_bitplane_stacked.default(asked(700, 1032, 2100, scheme)) for scheme in schemes()}
+    configs |= {wide(asked(1030, 4104, 2100, "w2a2"), tokens, **change) for tokens, change in WAYS}
+    configs |= {sm90_bitplane_stacked.default(asked(300, 264, 1500, "w2a2-xasym", Output.bf16))}
+    return [sm90_bitplane_stacked.kernel(config) for config in configs]
+
+
+def check(problem: Problem, config: Config | None = None, *, padding: int = 0, bias: bool = False) -> None:
+    """Multiply into poisoned memory; compare with the exact integers, and bit for bit with sm90_bitplane.py."""
+    m, n = problem.m, problem.n
+    given = operands(m, n, problem.k, problem.weights, problem.activations, "cuda")
+    room = torch.full((m + 2, n + padding), 77, dtype=problem.output.dtype, device="cuda")
+    y = room[1 : m + 1, :n]
+    added = torch.linspace(-1, 1, n, device="cuda") if bias else None
+    sm90_bitplane_stacked.multiply(given.x, given.weight, problem.output, bias=added, y=y, config=config)
+    expected = given.exact * given.unit + (0 if added is None else added.double())
+    step = {torch.float16: 2**-11, torch.bfloat16: 2**-8}[y.dtype] + 2**-21
+    bound = expected.abs() * step + 2**-24 * (y.dtype is torch.float16) + 1e-6 * bias
+    assert bool(((y.double() - expected).abs() <= bound).all())
+    assert bool((room[0] == 77).all() and (room[m + 1] == 77).all() and (room[:, n:] == 77).all())
+    other = sm90_bitplane.multiply(given.x, given.weight, problem.output, bias=added)
+    assert torch.equal(y.contiguous().view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.parametrize("scheme", ["w1a2", "w2a2"])
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_shapes(m: int, n: int, k: int, scheme: str) -> None:
+    check(asked(m, n, k, scheme))
+
+
+@pytest.mark.parametrize("scheme", schemes())
+def test_every_width_and_code(scheme: str) -> None:
+    check(asked(700, 1032, 2100, scheme), bias=True)
+
+
+@pytest.mark.parametrize(("tokens", "change"), WAYS, ids=str)
+def test_every_kind_of_config(tokens: int, change: dict[str, Any]) -> None:
+    problem = asked(1030, 4104, 2100, "w2a2")
+    config = wide(problem, tokens, **change)
+    assert sm90_bitplane_stacked.why_not(problem, config) is None
+    check(problem, config, padding=8)
+
+
+def test_rows_of_results_start_on_16_bytes() -> None:
+    problem = asked(300, 264, 1500, "w2a2-xasym", Output.bf16)
+    check(problem)
+    given = operands(300, 264, 1500, problem.weights, problem.activations, "cuda")
+    y = torch.empty(300, 267, dtype=torch.bfloat16, device="cuda")[:, :264]
+    with pytest.raises(KernelError, match="rows 267 elements apart"):
+        sm90_bitplane_stacked.multiply(given.x, given.weight, Output.bf16, y=y)

@@ -1,0 +1,202 @@
+"""sm90_packed_gemm on hardware: every width, code, group and way of cutting against float64; the same bits every time.
+
+Every seventh of the 285 formats is tested, all with ANYBIT_EXHAUSTIVE=1 in the environment.
+"""
+
+import importlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from anybit import jit
+from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.kernels.gemm.packed_layout import prepare
+from anybit.packing import QuantizedWeight
+from anybit.reference import quantize_activations
+from anybit.scheme import ActivationFormat, WeightFormat
+from cases import random_weight
+from cases_packed_gemm import A16, FP8, INT8, Case, cut_of, gpu_cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+CASES = gpu_cases(1 if os.environ.get("ANYBIT_EXHAUSTIVE") else 7)
+
+
+def operands(case: Case, seed: int = 0):
+    """The layer, x as the kernel takes it with its scales, and the exact product without bias, float64."""
+    p = case.problem
+    weight = random_weight(p.n, p.k, p.weights, seed).to("cuda")
+    x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(seed)).to("cuda", p.dtype)
+    if not p.activations.quantized:
+        return weight, x, None, x.double() @ weight.dequantize(torch.float64).T
+    quantized = quantize_activations(x, p.activations)
+    exact = quantized.dequantize(torch.float64) @ weight.dequantize(torch.float64).T
+    if p.activations.integer:
+        codes = (quantized.codes.to(torch.int16) - 2 ** (p.activations.bits - 1)).to(torch.int8)
+        return weight, codes, quantized.scale, exact
+    return weight, quantized.codes, quantized.scale, exact
+
+
+def product(case: Case, packed, x, x_scale, bias=None) -> torch.Tensor:
+    p = case.problem
+    y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype, device="cuda")
+    x_sum = x.sum(1, dtype=torch.int32) if x.dtype == torch.int8 else None
+    workspace = sm90_packed_gemm.workspace_for(case.config, y.device)
+    sm90_packed_gemm.launch(
+        sm90_packed_gemm.kernel(case.config),
+        sm90_packed_gemm.params(p, case.config, x, packed, y, bias, x_scale, x_sum, workspace),
+        sm90_packed_gemm.grid(p, case.config),
+        pdl=True,
+    )
+    return y
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(request: pytest.FixtureRequest) -> None:
+    """All kernels of the selected cases at once: compilation takes the time, and it runs in threads."""
+    importlib.import_module("cuda.core")  # before the threads race for it
+    selected = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    kernels = {sm90_packed_gemm.kernel(case.config) for case in CASES if case in selected}
+    with ThreadPoolExecutor() as pool:
+        for result in pool.map(lambda kernel: jit.cached(kernel, "sm_90a"), kernels):
+            assert result.spill_bytes == 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_product(case: Case) -> None:
+    p = case.problem
+    weight, x, x_scale, exact = operands(case)
+    packed = prepare(weight, "a8" if p.activations.quantized else "a16")
+    bias = torch.randn(p.n, device="cuda").to(p.dtype)
+    y = product(case, packed, x, x_scale, bias)
+    error = (y.double() - exact - bias.double()).abs().mean() / exact.abs().mean()
+    assert error < (1e-3 if p.dtype == torch.float16 else 8e-3)
+    assert torch.equal(y, product(case, packed, x, x_scale, bias)), "a second run gave other bits"
+
+
+def test_integer_sums_are_exact() -> None:
+    """With scales of one and sums that fp16 holds, every output is the integer that it stands for."""
+    for bits in range(1, 9):
+        weights = WeightFormat(bits, "sym")
+        problem = sm90_packed_gemm.Problem(40, 200, 512, weights, INT8)
+        case = Case(problem, (64, 1, 2, 2, 1))
+        weight = random_weight(200, 512, weights, bits).to("cuda")
+        weight.scale.fill_(1)
+        x = (torch.rand(40, 512, device="cuda") < 0.02).to(torch.int8) * torch.randint(
+            -127, 128, (40, 512), device="cuda", dtype=torch.int8
+        )
+        exact = x.double() @ weight.centered(torch.float64).T
+        y = product(case, prepare(weight, "a8"), x, torch.full((40,), 2.0**-6, device="cuda"))
+        assert torch.equal(y, (exact / 64).to(torch.float16))
+
+
+@pytest.mark.parametrize("group", [None, 128])
+def test_float_sums_are_promoted(group: int | None) -> None:
+    """e4m3's tensor cores keep about 14 bits of a sum: one of 16,384 terms of one sign would be off by a per cent."""
+    weights = WeightFormat(4, "sym", group)
+    problem = sm90_packed_gemm.Problem(64, 256, 16384, weights, FP8)
+    case = Case(problem, cut_of(sm90_packed_gemm.default(problem)))
+    codes = torch.randint(9, 16, (256, 16384), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    scale = torch.full((256, weights.groups(16384)), 2.0**-8)
+    weight = QuantizedWeight.from_codes(codes, scale, None, weights).to("cuda")
+    quantized = quantize_activations(torch.rand(64, 16384, device="cuda").half() / 64, FP8)
+    exact = quantized.dequantize(torch.float64) @ weight.dequantize(torch.float64).T
+    y = product(case, prepare(weight, "a8"), quantized.codes, quantized.scale)
+    assert ((y.double() - exact).abs() / exact).max() < 1e-3  # half of it may be the rounding to fp16
+
+
+def test_chain_of_dependent_launches() -> None:
+    """Programmatic dependent launch changes nothing: a chain that feeds itself gives the bits of plain launches.
+
+    Scales have both signs: uniform codes have the mean -1/2, which otherwise grows threefold a product (2e5).
+    """
+    weights = WeightFormat(4, "sym", 128)
+    problem = sm90_packed_gemm.Problem(64, 1024, 1024, weights)
+    config = sm90_packed_gemm.default(problem)
+    layers, packed = [], []
+    for seed in range(3):
+        weight = random_weight(1024, 1024, weights, seed)
+        signs = torch.randint(0, 2, weight.scale.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+        weight.scale.mul_(0.1 * signs)  # a product's values are about as large as its input's
+        weight = weight.to("cuda")
+        layers.append(weight.dequantize(torch.float64))
+        packed.append(prepare(weight))
+    start = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
+    results = []
+    for pdl in (False, True, True):
+        x, buffers = start, [torch.empty_like(start), torch.empty_like(start)]
+        for i in range(12):
+            sm90_packed_gemm.multiply(x, packed[i % 3], None, buffers[i % 2], config, pdl=pdl)
+            x = buffers[i % 2]
+        results.append(x.clone())
+    exact = start.double()
+    for i in range(12):
+        exact = (exact @ layers[i % 3].T).to(torch.float16).double()
+    assert (results[0].double() - exact).abs().mean() / exact.abs().mean() < 4e-3  # twelve roundings of 1e-3 at most
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_stripes_on_two_streams_and_in_a_graph() -> None:
+    """Sums that travel through L2 give the same bits in every launch, on two streams at a time and from a graph too."""
+    weights = WeightFormat(4, "sym", 128)
+    problem = sm90_packed_gemm.Problem(64, 4096, 4096, weights)
+    config = sm90_packed_gemm.config_for(problem, 64, 2, 2, stripes=problem.device.sms)
+    weight = random_weight(4096, 4096, weights).to("cuda")
+    packed = prepare(weight)
+    x = torch.randn(64, 4096, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
+    expected, y = torch.empty_like(x), [torch.empty_like(x) for _ in range(20)]
+    sm90_packed_gemm.multiply(x, packed, None, expected, config)
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    assert (expected.double() - exact).abs().mean() / exact.abs().mean() < 1e-3
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    for i, one in enumerate(y):
+        with torch.cuda.stream(streams[i % 2]):
+            sm90_packed_gemm.multiply(x, packed, None, one, config)
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, expected) for one in y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for one in y:
+            sm90_packed_gemm.multiply(x, packed, None, one.zero_(), config)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, expected) for one in y)
+
+
+def test_activation_order() -> None:
+    from anybit.packing import QuantizedWeight
+
+    weights = WeightFormat(4, "asym", 128)
+    plain = random_weight(192, 512, weights)
+    index = (torch.arange(512, dtype=torch.int32) // 128)[
+        torch.randperm(512, generator=torch.Generator().manual_seed(3))
+    ]
+    weight = QuantizedWeight(plain.words, plain.scale, plain.zero, plain.shape, weights, index).to("cuda")
+    packed = prepare(weight)
+    assert packed.permutation is not None
+    x = torch.randn(24, 512, device="cuda", dtype=torch.float16)
+    gathered = torch.where(packed.permutation >= 0, x[:, packed.permutation.clamp(min=0).long()], 0)
+    problem = sm90_packed_gemm.Problem(24, 192, gathered.shape[1], weights)
+    case = Case(problem, cut_of(sm90_packed_gemm.default(problem)))
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    y = product(case, packed, gathered.contiguous(), None)
+    assert (y.double() - exact).abs().mean() / exact.abs().mean() < 1e-3
+
+
+def test_default_is_legal_everywhere() -> None:
+    for m in (1, 17, 100, 300, 5000):
+        for n, k in ((64, 128), (4096, 14336), (1000, 4096)):
+            for activations in (A16, INT8, ActivationFormat(8, "float")):
+                problem = sm90_packed_gemm.Problem(m, n, k, WeightFormat(4), activations)
+                assert sm90_packed_gemm.why_not(problem, sm90_packed_gemm.default(problem)) is None
+
+
+def kernels_used() -> list:
+    """For precompile.py."""
+    return [sm90_packed_gemm.kernel(case.config) for case in CASES]

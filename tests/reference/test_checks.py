@@ -1,0 +1,265 @@
+"""Bad input of the ops that norm, code and multiply is named before anything is launched."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anybit import jit
+from anybit.errors import KernelError
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.gemm import (
+    bitplane_layout,
+    packed_layout,
+    sm80_bitplane_gemm,
+    sm90_bitplane,
+    sm90_bitplane_stacked,
+    sm90_packed_gemm,
+)
+from anybit.ops import elementwise, fused
+from anybit.ops.backend import LinearSpec
+from anybit.ops.checks import check_input, rows_of
+from anybit.scheme import Scheme, WeightFormat
+from cases import random_weight
+
+INT8 = Scheme.parse("w4a8").activations
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object, **__: object) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(jit, "launch", launch)
+
+
+def half(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+def spec(n: int = 8, k: int = 64) -> LinearSpec:
+    scheme = Scheme.parse("w4a8")
+    return LinearSpec("packed", n, k, scheme.weights, scheme.activations)
+
+
+@pytest.mark.parametrize(
+    ("x", "bias", "said"),
+    [
+        (half(2, 64).float(), None, "x is float32, and the kernels take float16 or bfloat16"),
+        (half(2, 60), None, r"x has shape \(2, 60\), and the layer takes 64 features"),
+        (half(2, 64).to("meta"), None, "x is on meta, and the weight was prepared on cpu"),
+        (half(2, 64), half(7), r"the bias has shape \(7,\), and the layer has 8 outputs"),
+        (half(2, 64), half(8).to("meta"), "the bias is on meta, and x is on cpu"),
+        (half(2, 64), half(8, 1), r"the bias has shape \(8, 1\), and the layer has 8 outputs"),
+    ],
+)
+def test_input_of_a_layer(x: Tensor, bias: Tensor | None, said: str) -> None:
+    with pytest.raises(KernelError, match=said):
+        check_input(x, half(1), spec(), bias)
+
+
+@pytest.mark.parametrize(
+    ("residual", "gamma", "said"),
+    [
+        (None, half(60), r"gamma must be torch.float16 \[64\] on cpu as x is, not torch.float16 \(60,\)"),
+        (None, half(64).float(), r"gamma must be torch.float16 .* not torch.float32 \(64,\)"),
+        (None, half(64).to("meta"), "gamma must be .* on meta"),
+        (None, half(128)[::2], r"gamma must have its values side by side, and they are \(2,\) apart"),
+        (
+            half(2, 60),
+            half(64),
+            r"residual must be torch.float16 \(2, 64\) on cpu as x is, not torch.float16 \(2, 60\)",
+        ),
+        (half(2, 64).bfloat16(), half(64), "residual must be torch.float16 .* not torch.bfloat16"),
+    ],
+)
+def test_a_norm_whose_result_is_coded(
+    residual: Tensor | None, gamma: Tensor, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_codes", lambda *_: True)  # as on a GPU
+    for call in (
+        lambda x: elementwise.check_norm(x, residual, gamma),
+        lambda x: fused._norm_linear(x, residual, gamma, 1e-5, [half(1)], None, str(spec())),
+    ):
+        with pytest.raises(KernelError, match=said):
+            call(half(2, 64))
+
+
+def test_gate_and_up_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_codes", lambda *_: True)
+    with pytest.raises(KernelError, match=r"gate_up has shape \(2, 256\), and the layer takes 64 features of each"):
+        fused._silu_linear(half(2, 256), [half(1)], None, str(spec()))
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (half(64, 2).t(), r"adjacent columns, not \(2, 64\) strided \(1, 2\)"),
+        (half(2, 3, 64), r"x must be \[m, k\] with adjacent columns, not \(2, 3, 64\)"),
+        (half(2, 64), "x is on cpu, and quantize-and-pack needs a CUDA device"),
+    ],
+)
+def test_quantize_and_pack(x: Tensor, said: str) -> None:
+    with pytest.raises(KernelError, match=said):
+        quantize_activations.quantize(x, INT8)
+
+
+@pytest.mark.parametrize(("shape", "k"), [((3, 64), 64), ((2, 3, 64), 64), ((1, 64), 64), ((64,), 64), ((0, 64), 64)])
+def test_rows_of_dense_inputs_are_no_copy(shape: tuple[int, ...], k: int) -> None:
+    x = torch.randn(*shape)
+    rows = rows_of(x, k)
+    assert rows.shape == (x.numel() // k, k) and rows.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(64).expand(3, 64),  # rows on top of each other
+        torch.randn(64, 3).t(),
+        torch.randn(200).as_strided((3, 64), (32, 1)),  # rows that overlap
+        torch.randn(3, 2, 64).transpose(0, 1),
+    ],
+)
+def test_rows_never_overlap(x: Tensor) -> None:
+    rows = rows_of(x, 64)
+    assert torch.equal(rows, x.reshape(-1, 64))
+    assert rows.stride(1) == 1 and rows.stride(0) >= 64
+
+
+def test_rows_further_apart_are_no_copy() -> None:
+    x = torch.randn(4, 80)[:, :64]
+    assert rows_of(x, 64).data_ptr() == x.data_ptr() and rows_of(x, 64).stride() == (80, 1)
+
+
+@pytest.mark.parametrize("k", [1, 7, 8, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_rows_in_order_start_on_16_bytes(k: int, dtype: torch.dtype) -> None:
+    weight = packed_layout.prepare(random_weight(64, k, WeightFormat(4)), "a16")
+    for x in (torch.randint(-9, 9, (5, k)).to(dtype), torch.randint(-9, 9, (5, k + 1)).to(dtype)[:, 1:]):
+        found = packed_layout.in_order(weight, x)
+        assert torch.equal(found, x) and quantize_activations.rows_aligned(found)
+        assert found.stride(0) in (x.stride(0), quantize_activations.pitch(k, x.element_size()))
+
+
+ROTARY = {"cosine": half(3, 16), "sine": half(3, 16), "q_gamma": half(16), "k_gamma": half(16)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"cosine": half(3, 16).float()},
+            r"cosine must be torch.float16 \(3, 16\) on cpu as qkv is, not torch.float32",
+        ),
+        ({"sine": half(2, 16)}, r"sine must be torch.float16 \(3, 16\) .* not torch.float16 \(2, 16\)"),
+        ({"q_gamma": half(8)}, r"q_gamma must be torch.float16 \(16,\)"),
+        ({"k_gamma": half(32)[::2]}, r"k_gamma must have its values side by side, and they are \(2,\) apart"),
+    ],
+)
+def test_rotary_tables_of_another_kind(changes: dict[str, Tensor], said: str) -> None:
+    """A kernel reads 16-bit patterns where the CPU would promote."""
+    with pytest.raises(KernelError, match=said):
+        elementwise._rotate_cuda(half(3, 64), query_heads=2, key_heads=1, epsilon=1e-5, **(ROTARY | changes))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sequences", "said"),
+    [
+        (torch.ones(2, dtype=torch.int64), None, "lengths must be a dense int32 vector on cpu, not torch.int64"),
+        (torch.ones(2, dtype=torch.int32), torch.zeros(2), "sequences must be a dense int32 vector"),
+        (torch.ones(4, dtype=torch.int32)[::2], None, r"lengths must be a dense int32 .* strided \(2,\)"),
+    ],
+)
+def test_lengths_of_a_cache_of_another_kind(lengths: Tensor, sequences: Tensor | None, said: str) -> None:
+    with pytest.raises(KernelError, match=said):
+        elementwise._rotate_store_cuda(
+            half(3, 64), half(3, 16), half(3, 16), 2, 1, half(2, 1, 2, 64), lengths, sequences, 1, None, None, 1e-5
+        )
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
+def test_no_tokens_launch_nothing(shape: tuple[int, ...]) -> None:
+    x, gamma = half(*shape), half(16)
+    assert elementwise._silu_mul_cuda(x).shape == (*shape[:-1], 8)
+    assert elementwise._rms_norm_cuda(x, gamma, 1e-5).shape == shape
+    assert [t.shape for t in elementwise._add_rms_norm_cuda(x, x, gamma, 1e-5)] == [shape, shape]
+
+
+def test_no_tokens_store_nothing() -> None:
+    lengths = torch.ones(1, dtype=torch.int32)
+    none, table = half(0, 64), half(0, 16)
+    assert elementwise._rotate_cuda(none, table, table, 2, 1, None, None, 1e-5)[0].shape == (0, 2, 16)
+    stored = elementwise._rotate_store_cuda(
+        none, table, table, 2, 1, half(1, 1, 2, 64), lengths, None, 1, None, None, 1e-5
+    )
+    assert stored.shape == (0, 2, 16)
+
+
+def strides(found: Any) -> list[tuple[int, ...]]:
+    return [one.stride() for one in (found if isinstance(found, tuple) else (found,))]
+
+
+@pytest.mark.parametrize("name", ["hadamard", "rms_norm", "add_rms_norm", "silu_mul"])
+def test_what_torch_compile_expects_is_what_comes(name: str) -> None:
+    """An input whose rows lie in another order: results are dense, and their fakes say so."""
+    x = torch.randn(3, 5, 64).transpose(0, 1)
+    rest = {"rms_norm": (torch.ones(64), 1e-6), "add_rms_norm": (torch.randn(5, 3, 64), torch.ones(64), 1e-6)}
+    op = getattr(torch.ops.anybit, name)
+    real = op(x, *rest.get(name, ()))
+    with FakeTensorMode() as mode:
+        arguments = [mode.from_tensor(one) if isinstance(one, Tensor) else one for one in (x, *rest.get(name, ()))]
+        assert strides(op(*arguments)) == strides(real)
+    assert all(one.is_contiguous() for one in (real if isinstance(real, tuple) else (real,)))
+
+
+CODED = Scheme.parse("w2a2").activations
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"x": quantize_activations.Packed(2, 60, CODED, quantize_activations.Target.planes, torch.device("cpu"))},
+            "x must be 64 columns of codes",
+        ),
+        (
+            {"x": quantize_activations.Packed(2, 64, CODED, quantize_activations.Target.bytes, torch.device("cpu"))},
+            "planes, and these are 64 in bytes",
+        ),
+        ({"bias": torch.zeros(16)[::2]}, r"bias must be a dense float32 \[8\]"),
+        ({"bias": half(8)}, r"bias must be a dense float32 \[8\], not torch.float16"),
+        (
+            {"y": half(3, 8)},
+            r"y must be torch.float16 \[2, 8\] on cpu with adjacent columns, not torch.float16 \(3, 8\)",
+        ),
+        ({"y": half(8, 2).t()}, r"y must be .* strided \(1, 8\)|y must be .* strided \(1, 2\)"),
+        ({"y": torch.zeros(2, 8)}, r"y must be torch.float16 .* not torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("family", [sm90_bitplane, sm90_bitplane_stacked, sm80_bitplane_gemm])
+def test_products_of_planes(family: Any, changes: dict[str, Any], said: str) -> None:
+    weight = bitplane_layout.prepare(random_weight(8, 64, WeightFormat(2)))
+    x = quantize_activations.Packed(2, 64, CODED, quantize_activations.Target.planes, torch.device("cpu"))
+    given = {"x": x, "bias": None, "y": None} | changes
+    with pytest.raises(KernelError, match=said):
+        family.multiply(given["x"], weight, sm90_bitplane.Output.f16, bias=given["bias"], y=given["y"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"x": half(2, 60)}, r"x must be \[m, 64\] with adjacent columns, not \(2, 60\) strided \(60, 1\)"),
+        ({"x": half(2, 65)[:, :64]}, "rows of x must start on 16 bytes, not 65 values apart"),
+        ({"x": half(64, 2).t()}, r"with adjacent columns, not \(2, 64\) strided \(1, 2\)"),
+        ({"y": half(2, 16)[:, :8]}, r"y must be a contiguous \[2, 8\], not \(2, 8\) strided \(16, 1\)"),
+        ({"y": half(3, 8)}, r"y must be a contiguous \[2, 8\]"),
+        ({"bias": half(16)[::2]}, r"bias must be a dense float16 \[8\], not float16 \(8,\) strided \(2,\)"),
+    ],
+)
+def test_products_of_large_tiles(changes: dict[str, Tensor], said: str) -> None:
+    weight = packed_layout.prepare(random_weight(8, 64, WeightFormat(4)))
+    given: dict[str, Any] = {"x": half(2, 64), "bias": None, "y": half(2, 8)} | changes
+    with pytest.raises(KernelError, match=said):
+        sm90_packed_gemm.multiply(given["x"], weight, given["bias"], given["y"])

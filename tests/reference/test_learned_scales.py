@@ -1,0 +1,67 @@
+"""Scales learned between layers: the model computes the same, and quantized activations cost it less."""
+
+import copy
+
+import pytest
+import torch
+
+from anybit import hadamard
+from anybit.errors import CalibrationError
+from anybit.quantize.learn.scales import (
+    Balance,
+    learn_scales,
+    put_scales,
+)
+from anybit.quantize.methods.llama_block import anatomies
+from anybit.quantize.methods.scaling_pairs import places
+from anybit.quantize.methods.smooth_rotate import online
+from anybit.quantize.pipeline.calibrate import _round_inputs
+from anybit.scheme import Scheme
+from cases_calibration import loud, models, sequences, tiny
+
+FORMAT = Scheme.parse("w4a4").activations
+
+
+@pytest.mark.parametrize("kind", range(3))
+@torch.no_grad()
+def test_scales_of_any_place_leave_the_model_as_it_was(kind):
+    model = list(models())[kind].double()
+    tokens = torch.stack(sequences(9)[::3])
+    before = model(tokens).logits
+    g = torch.Generator().manual_seed(1)
+    for part in anatomies(model):
+        for place in places(part):
+            place.apply(torch.randn(place.channels, generator=g).exp())
+    torch.testing.assert_close(model(tokens).logits, before, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_learned_scales_lower_what_activations_cost(rotated):
+    tokens = torch.stack(sequences(9)[::3])
+    model = loud(tiny(layers=2))
+    wanted = model(tokens).logits.log_softmax(-1).detach()
+    lost = []
+    for steps in (0, 24):
+        changed = copy.deepcopy(model)
+        if steps:
+            settings = Balance(steps, step_tokens=256, rate=0.05, half=False)
+            with torch.no_grad():  # as those who change models are
+                put_scales(changed, learn_scales(changed, sequences(), FORMAT, rotated, settings))
+            found = changed(tokens).logits.log_softmax(-1)
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+        linears = {n: m for n, m in changed.named_modules() if n.endswith("_proj")}
+        if rotated:
+            for layer in linears.values():
+                layer.weight.data = hadamard.transform(layer.weight.data)
+                layer.register_forward_pre_hook(online)
+        _round_inputs(linears, FORMAT)
+        after = changed(tokens).logits.log_softmax(-1)
+        lost.append(float((wanted.exp() * (wanted - after)).sum(-1).mean().detach()))
+    assert lost[1] < 0.9 * lost[0]
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    model = tiny(layers=1)
+    model.model.embed_tokens.weight.data[:] = torch.nan
+    with pytest.raises(CalibrationError, match="scales"):
+        learn_scales(model, sequences(), FORMAT, settings=Balance(1, 256, half=False))

@@ -1,0 +1,171 @@
+"""What a search makes of times; the timing itself needs a GPU (tests/gpu/test_tune.py)."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from anybit import jit
+from anybit.device import Device
+from anybit.kernels.gemm import packed_layout, sm80_packed_gemm
+from anybit.scheme import Scheme, WeightFormat
+from anybit.tune import worker
+from anybit.tune.registry import FAMILIES, LinearProblem
+from anybit.tune.space import space
+from cases import random_weight
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_two_calls_and_more_stand_first_as_often(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def race(stream: Any, calls: Sequence[Callable[[int], Any]], *_: Any) -> list[float]:
+        return [5.0 + 0.5 * (place == 0) for place, _ in enumerate(calls)]
+
+    monkeypatch.setattr(worker, "_race", race)
+    calls: Any = [lambda i: None] * count
+    found = worker._carefully(None, calls, [1] * count, 5)  # type: ignore[arg-type]
+    assert found == pytest.approx([found[0]] * count)
+
+
+@pytest.mark.parametrize(("us", "orders"), [(5.0, 3), (50.0, 3), (70.0, 1)])
+def test_what_short_calls_take_does_not_depend_on_where_they_stand(
+    us: float, orders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, seen = {"a": us, "b": us - 0.2, "c": us + 0.2, "d": us + 0.1}, []
+
+    def race(stream: Any, calls: Sequence[Callable[[int], Any]], counts: Sequence[int], replays: int) -> list[float]:
+        order = [call(0) for call in calls]
+        seen.append((order, list(counts), replays))
+        return [times[name] + 0.5 * (place == 0) for place, name in enumerate(order)]  # the first is slow
+
+    monkeypatch.setattr(worker, "_race", race)
+    calls: Any = [lambda i, name=name: name for name in times]
+    found = worker._carefully(None, calls, [1, 2, 3, 4], 5)  # type: ignore[arg-type]
+    assert found[1:] == pytest.approx(list(times.values())[1:])
+    assert found[0] == pytest.approx(us if orders == 3 else us + 0.5)
+    assert [set(order) for order, _, _ in seen] == [set(times)] * orders
+    assert all(counts == [list(times).index(name) + 1 for name in order] for order, counts, _ in seen)
+    assert all(replays == 5 for *_, replays in seen)
+
+
+class _FakeLauncher:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __call__(self, params: Any) -> None:
+        pass
+
+    def last(self) -> bytes:
+        return bytes(8)
+
+
+def test_a_recorded_launch_keeps_the_memory_that_it_was_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """marlin's sums and locks have no other owner: launched again, it waited on what others had written there."""
+    scratch, made = sm80_packed_gemm.scratch, []
+
+    def watched(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        found = scratch(*arguments)
+        made.extend(weakref.ref(one) for one in found if one is not None)
+        return found
+
+    monkeypatch.setattr(sm80_packed_gemm, "scratch", watched)
+    monkeypatch.setattr(sys.modules["anybit.jit.launch"], "Launcher", _FakeLauncher)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named("sm_80")))
+    weight = packed_layout.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
+    x, y = torch.zeros(4, 128, dtype=torch.half), torch.empty(4, 64, dtype=torch.half)
+    tape = jit.record(lambda: sm80_packed_gemm.launch(weight, x, y))
+    moved = [launch.moved(0, 1) for launch in tape]
+    gc.collect()
+    assert made and all(one() is not None for one in made)
+    del tape
+    gc.collect()
+    assert all(one() is not None for one in made), "those that were moved keep it, too"
+    del moved
+    gc.collect()
+    assert all(one() is None for one in made)
+
+
+def test_candidates_of_marlin_share_one_set_of_sums_and_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kept its own, some 10 GB for one product of many tokens."""
+    device, scheme = Device.named("sm_80"), Scheme.parse("w4a8")
+    monkeypatch.setattr(sys.modules["anybit.jit.launch"], "Launcher", _FakeLauncher)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
+    rooms: list[Any] = []
+    launch = sm80_packed_gemm.launch
+    monkeypatch.setattr(sm80_packed_gemm, "launch", lambda *a, **more: rooms.append(more["room"]) or launch(*a, **more))
+    product = LinearProblem(16, 192, 256, scheme.weights, scheme.activations, device=device)
+    layer = worker.Layer.random(192, 256, scheme.weights, torch.device("cpu"))
+    bench = worker.Bench(product, layer, None)  # type: ignore[arg-type]
+    candidates = [one for one in space(product).candidates if one.kernel == "sm80_packed_gemm"][:12]
+    for one in candidates:
+        bench._record(one)
+        problem = FAMILIES["sm80_packed_gemm"].problem(product)
+        needed = sm80_packed_gemm.scratch(problem, one.config, torch.device("cpu"))
+        assert all(given.numel() >= least.numel() for given, least in zip(rooms[-1], needed, strict=True))
+    assert len(candidates) == 12 and len({id(room) for room in rooms}) == 1
+
+
+class _Bench(worker.Bench):
+    """A bench whose candidates are their microseconds; negative ones are refused, odd ones beyond 100 are wrong."""
+
+    def __init__(self) -> None:
+        self.stream, self.started, self.checked = None, [], []
+
+    def again(self, candidate: Any) -> Any:
+        return lambda i: candidate
+
+    def _first(self, candidate: Any) -> None:
+        self.started.append(candidate)
+        if candidate < 0:
+            raise ValueError("no kernel\nmore lines")
+
+    def check(self, candidate: Any) -> None:
+        self.checked.append(candidate)
+        if candidate > 100 and candidate % 2:
+            raise worker.WrongResultError("its mean relative error is 1.0")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> _Bench:
+    def race(stream: Any, calls: Sequence[Callable[[int], Any]], counts: Sequence[int], replays: int) -> list[float]:
+        assert calls, "an empty graph was captured"
+        return [float(call(0)) for call in calls]
+
+    monkeypatch.setattr(worker, "_race", race)
+    return _Bench()
+
+
+def sift(bench: _Bench, us: list[int], keep: Sequence[int] = (), **sieve: Any) -> Any:
+    alive: list[Sequence[int]] = []
+    found = bench.sift(us, keep, worker.StagedPruning(**sieve), 10.0, alive.append)  # type: ignore[arg-type]
+    assert {i for some in alive for i in some} >= set(found[0])
+    return found
+
+
+def test_a_whole_space_is_sifted_in_three_rounds(bench: _Bench) -> None:
+    us = [*range(1000, 1400, 4), 2000]
+    times, wrong, left_out = sift(bench, us, keep=[len(us) - 1], finalists=3)
+    assert set(times) == set(range(len(us))) and not wrong and not left_out
+    assert sorted(i for i, time in times.items() if time.final) == [0, 1, 2, len(us) - 1]
+    assert bench.checked == [2000, 1000, 1004, 1008], "only finalists, and what is kept"
+
+
+def test_what_cannot_be_the_best_is_not_run(bench: _Bench) -> None:
+    us = [200] * 48 + [300] * 60
+    times, _, left_out = sift(bench, us, bounds=tuple(us))
+    assert left_out == 60 and len(times) == 48 and 300 not in bench.started
+
+
+def test_wrong_results_and_refusals_are_told_and_not_timed(bench: _Bench) -> None:
+    times, wrong, _ = sift(bench, [-1, 201, 202, 204])
+    assert wrong == {0: "no kernel", 1: "its mean relative error is 1.0"}
+    assert set(times) == {2, 3}
+
+
+@pytest.mark.parametrize("us", [[-1, -2], [101, 103], [-1, 103], []])
+def test_where_nothing_runs_there_are_reasons_and_no_times(us: list[int], bench: _Bench) -> None:
+    times, wrong, left_out = sift(bench, us)
+    assert times == {} and set(wrong) == set(range(len(us))) and not left_out
