@@ -41,7 +41,7 @@ unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 perplexity: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 	$(BIN)/python benchmarks/perplexity.py --model $(MODEL) --text $(CACHE)/wikipedia.txt
 
-$(QUANTIZED).saved: $(MODEL)/config.json $(wildcard src/anybit/quantize/*.py) | $(VENV)/.demo
+$(QUANTIZED).saved: $(MODEL)/config.json $(wildcard src/anybit/quantization/*.py) | $(VENV)/.demo
 	@$(BIN)/anybit quantize $(MODEL) --scheme $(SCHEME) --output $(QUANTIZED) --overwrite > $@.new
 	@mv $@.new $@
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 import anybit
 from anybit import AnyBitCache, attention, reference
 from anybit.integrations.transformers import replace_linears
-from anybit.kernels.gemm.sm90_packed_gemv import Step
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.linear import QuantLinear
 from anybit.ops import elementwise
 from anybit.packing import QuantizedWeight
@@ -204,7 +204,9 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
             errors.append(apart(y, elementwise._silu_mul_cpu(wanted.to(y.dtype), paired=True) if silu else wanted))
             return y, total
 
-        def norm_linear_rope(x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, step: Step) -> Any:
+        def norm_linear_rope(
+            x: torch.Tensor, residual: Any, gamma: torch.Tensor, epsilon: float, step: RopeStoreArgs
+        ) -> Any:
             new = torch.zeros_like(step.ring)
             q, total = turn(x, residual, gamma, epsilon, step)
             added = x if residual is None else x + residual

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from anybit import Scheme, evaluate
-from anybit.quantize.pipeline.calibrate import tokenized
+from anybit.quantization.pipeline.calibrate import tokenized
 from anybit.scheme import WeightFormat
 from quantizers import RESULTS, add
 

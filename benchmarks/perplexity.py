@@ -16,8 +16,8 @@ import torch
 from anybit import Scheme, evaluate
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.pipeline.modules import kept_modules, linear_layers
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.modules import kept_modules, linear_layers
 from rows import commit, publish
 
 ROOT = Path(__file__).parent.parent

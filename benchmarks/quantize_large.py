@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from anybit.quantize.methods import gptq
-from anybit.quantize.methods.distill import Distillation, distill
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.pipeline.blocks import find_blocks
-from anybit.quantize.pipeline.calibrate import Calibration, calibrate
+from anybit.quantization.methods import gptq
+from anybit.quantization.methods.distill import Distillation, distill
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.blocks import find_blocks
+from anybit.quantization.pipeline.calibrate import Calibration, calibrate
 from anybit.scheme import Scheme
 from rows import commit, publish
 

@@ -34,7 +34,7 @@ from anybit.errors import KernelError
 from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
-from anybit.quantize.methods.registry import METHODS, quantize_folder
+from anybit.quantization.methods.registry import METHODS, quantize_folder
 from rows import commit, locked, publish
 
 ROOT = Path(__file__).parent.parent

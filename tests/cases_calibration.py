@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from anybit.quantize.pipeline.blocks import find_blocks
+from anybit.quantization.pipeline.blocks import find_blocks
 
 
 def tiny(seed: int = 0, layers: int = 3):

@@ -20,8 +20,8 @@ FLOORS = [
     {"ops"},
     {"linear", "kvpool", "kvcache", "attention"},
     {"kvops"},
-    {"quantize", "checkpoints"},
-    {"integrations", "evaluate"},
+    {"quantization", "checkpoints"},
+    {"integrations", "evaluate", "functional"},
     {"registration", "cli", "__main__", "__init__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

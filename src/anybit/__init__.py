@@ -17,13 +17,14 @@ from anybit.registration import register_in_time
 
 if TYPE_CHECKING:
     from anybit.errors import AnyBitError
+    from anybit.functional import matmul, quantize
     from anybit.integrations.cache import AnyBitCache
     from anybit.integrations.fuse import accelerate, fuse, unfuse
     from anybit.integrations.transformers import AnyBitConfig
     from anybit.kvcache import KVCache
     from anybit.linear import QuantLinear, use_backend
     from anybit.packing import QuantizedWeight
-    from anybit.quantize.methods.rtn import quantize_weight
+    from anybit.quantization.methods.rtn import quantize_weight
     from anybit.scheme import ActivationFormat, KVFormat, Scheme, WeightFormat
 
 __version__ = "0.1.0"
@@ -41,6 +42,8 @@ __all__ = [
     "WeightFormat",
     "accelerate",
     "fuse",
+    "matmul",
+    "quantize",
     "quantize_weight",
     "unfuse",
     "use_backend",
@@ -59,7 +62,9 @@ _HOMES = {
     "WeightFormat": "scheme",
     "accelerate": "integrations.fuse",
     "fuse": "integrations.fuse",
-    "quantize_weight": "quantize.rtn",
+    "matmul": "functional",
+    "quantize": "functional",
+    "quantize_weight": "quantization.methods.rtn",
     "unfuse": "integrations.fuse",
     "use_backend": "linear",
 }

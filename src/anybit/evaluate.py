@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from anybit.errors import TextError
 from anybit.linear import QuantLinear
-from anybit.quantize.pipeline.calibrate import read_text as read_text
+from anybit.quantization.pipeline.calibrate import read_text as read_text
 
 Progress = Callable[[int, int], None]
 """Called with the windows done and all there are."""

@@ -27,7 +27,7 @@ class QuantLinear(nn.Module):
     Beside that format: weight_g_idx int32 [K] (activation order), weight_indices int32 (2:4 sparse).
 
     input_scale: float [K], what x is multiplied by first: OneBit's value vector of the columns.
-    hadamard: x goes through ``ops.hadamard`` first; the weight holds the inverse (``anybit.quantize.methods.rotate``).
+    hadamard: x goes through ``ops.hadamard`` first; the weight holds the inverse (``quantization.methods.rotate``).
 
     The weight is prepared for a backend at the first call, or by ``prepare``; the backend's own layout then replaces
     the saved one in memory, and ``state_dict`` brings it back.
@@ -328,15 +328,15 @@ class QuantLinear(nn.Module):
         plain = self.input_scale is None and self.weight_g_idx is None
         if self.hadamard and ops.rotation_refused(self.in_features, x.dtype):
             return False
-        coded = self.scheme.activations.quantized and self._prepared.spec.backend in ops.CODING_BACKENDS
+        coded = self.scheme.activations.quantized and ops.backends[self._prepared.spec.backend].codes
         return plain and coded and x.is_cuda
 
     def _norms_first(self, x: Tensor) -> bool:
         """Whether the kernel that multiplies this layer's input may norm it too."""
         assert self._prepared is not None
         plain = self.input_scale is None and not self.hadamard and self.weight_g_idx is None
-        wide = not self.scheme.activations.quantized and self._prepared.spec.backend in ops.NORMING_BACKENDS
-        return plain and wide and x.is_cuda and x.numel() <= ops.NORM_TOKENS * self.in_features
+        most = 0 if self.scheme.activations.quantized else ops.backends[self._prepared.spec.backend].norm_tokens
+        return plain and x.is_cuda and x.numel() <= most * self.in_features
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # Moving or casting the module: the saved layout moves, and is prepared anew for the new device.

@@ -12,9 +12,9 @@ from anybit.checkpoints.convert import convert
 from anybit.errors import ConversionError
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight
-from anybit.quantize.methods.registry import quantize_folder
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.pipeline.stream import Job, write_quantized
+from anybit.quantization.methods.registry import quantize_folder
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.stream import Job, write_quantized
 from anybit.scheme import Scheme
 
 

@@ -24,10 +24,10 @@ from anybit.errors import (
     TextError,
 )
 from anybit.linear import QuantLinear
-from anybit.quantize.methods.onebit import factorize, quantize_onebit
-from anybit.quantize.methods.registry import METHODS, quantize_folder
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.pipeline.calibrated import Options
+from anybit.quantization.methods.onebit import factorize, quantize_onebit
+from anybit.quantization.methods.registry import METHODS, quantize_folder
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.calibrated import Options
 from anybit.scheme import Scheme, WeightFormat
 
 TOKENS = [(s % 96).tolist() for s in sequences(30)]
@@ -50,7 +50,7 @@ def divergence(source: Path, quantized: Path) -> float:
 @pytest.mark.parametrize("method", sorted(m for m in METHODS if METHODS[m].calibrated))
 @pytest.mark.parametrize("scheme", ["w3a16g32asym", "w4a6g64"])
 def test_calibrated_methods_lose_less(method: str, scheme: str, llama: Path, tmp_path: Path) -> None:
-    options = FAST | ({"learn_tokens": 1500, "step_tokens": 256} if method == "learned" else {})
+    options = FAST | ({"learn_tokens": 1500, "step_tokens": 256} if method == "distill" else {})
     seen: list[tuple[str, int, int]] = []
     quantize_folder(llama, tmp_path / "rtn", scheme)
     quantize_folder(llama, tmp_path / "out", scheme, method, options=options, progress=lambda *s: seen.append(s))
@@ -68,7 +68,7 @@ def test_token_ids_from_a_file_are_those_of_a_list(llama: Path, tmp_path: Path) 
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.mark.parametrize("method", ["rotate", "spread"])
+@pytest.mark.parametrize("method", ["rotate", "smooth_rotate"])
 def test_rotated_models_save_reload_and_dequantize(method: str, llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, tmp_path / "out", "w8a16g32", method, options=FAST)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -99,7 +99,7 @@ def test_everything_that_can_be_changed_reloads(llama: Path, tmp_path: Path) -> 
     assert divergence(llama, tmp_path / "out") < 0.8 * divergence(llama, tmp_path / "rtn")
 
 
-@pytest.mark.parametrize("method", ["rotate", "spread"])
+@pytest.mark.parametrize("method", ["rotate", "smooth_rotate"])
 def test_rotated_models_do_not_convert(method: str, llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, tmp_path / "out", "w4a16g32", method, options=FAST)
     with pytest.raises(ConversionError, match="hadamard"):
@@ -113,16 +113,16 @@ def test_activation_order_is_saved(llama: Path, tmp_path: Path) -> None:
 
 
 def test_learning_begins_at_nearest_rounding_too(llama: Path, tmp_path: Path) -> None:
-    for name, method, more in (("rtn", "rtn", {}), ("block", "block", FAST | {"start": "nearest", "drift": 0})):
+    for name, method, more in (("rtn", "rtn", {}), ("blockwise", "blockwise", FAST | {"start": "nearest", "drift": 0})):
         quantize_folder(llama, tmp_path / name, "w3a16g32asym", method, options=more)
-    assert divergence(llama, tmp_path / "block") < divergence(llama, tmp_path / "rtn")
+    assert divergence(llama, tmp_path / "blockwise") < divergence(llama, tmp_path / "rtn")
 
 
-@pytest.mark.parametrize("method", ["gptq", "block", "learned", "smooth"])
+@pytest.mark.parametrize("method", ["gptq", "blockwise", "distill", "smooth"])
 @pytest.mark.parametrize("scheme", ["w2a16g32asym", "w4a16g32"])
 def test_what_was_calibrated_converts_and_comes_back(method: str, scheme: str, llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    learn = {"learn_tokens": 600, "step_tokens": 256} if method == "learned" else {}
+    learn = {"learn_tokens": 600, "step_tokens": 256} if method == "distill" else {}
     quantize_folder(llama, tmp_path / "out", scheme, method, options=FAST | learn)
 
     @torch.no_grad()
@@ -150,8 +150,8 @@ def test_sparse_schemes_lose_less_than_magnitude(llama: Path, tmp_path: Path) ->
     [
         ("w4a16g32", "gptq", {}, torch.float16),
         ("w4a16g32asym", "gptq", {}, torch.bfloat16),
-        ("w3a16g32", "block", {}, torch.float16),
-        ("w4a4g32", "spread", {"scale_steps": 2}, torch.float32),
+        ("w3a16g32", "blockwise", {}, torch.float16),
+        ("w4a4g32", "smooth_rotate", {"scale_steps": 2}, torch.float32),
         ("w6a6g32", "smooth", {"scale_steps": 2}, torch.bfloat16),
     ],
 )
@@ -206,7 +206,7 @@ def test_bad_options_are_refused_and_leave_nothing(options, error, match, llama:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("method", ["gptq", "learned", "smooth"])
+@pytest.mark.parametrize("method", ["gptq", "distill", "smooth"])
 @pytest.mark.parametrize("fault", ["infinite", "unreached", "encoding"])
 def test_failures_under_way_name_the_layer_and_leave_nothing(fault, method, llama: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
@@ -229,13 +229,13 @@ def test_what_learns_by_itself() -> None:
         return Options.of(given).learning(method, Scheme.parse(scheme))[0]
 
     for device in ("cpu", "cuda"):
-        assert tokens("learned", "w3a16g64", device=device) > 0
+        assert tokens("distill", "w3a16g64", device=device) > 0
         assert tokens("gptq", "w4a4g64", device=device) == 0
         assert tokens("rotate", "w4a16g64", device=device) == 0
         assert tokens("gptq", "w3a16", device=device, learn_tokens=700) == 700
     assert tokens("rotate", "w4a4g64", device="cuda") > tokens("rotate", "w4a4g64", device="cpu") == 0
     chosen = Options.of({"learn_passes": "2.5", "step_tokens": 64, "device": "cpu"}).learning(
-        "learned", Scheme.parse("w2a16")
+        "distill", Scheme.parse("w2a16")
     )
     assert (chosen[1].passes, chosen[1].step_tokens, chosen[1].gain_rate) == (2.5, 64, 0.0)
     for device, scheme, steps in (("cuda", "w6a6", 64), ("cpu", "w6a6", 0), ("cuda", "w4a16g64", 0)):

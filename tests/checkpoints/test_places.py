@@ -9,8 +9,8 @@ from tests.cases_models import save_tiny
 
 from anybit.checkpoints import new_folder, writing
 from anybit.errors import CheckpointError
-from anybit.quantize.methods.registry import quantize_folder
-from anybit.quantize.pipeline import stream
+from anybit.quantization.methods.registry import quantize_folder
+from anybit.quantization.pipeline import stream
 
 
 @pytest.fixture(scope="module")

@@ -88,10 +88,10 @@ def test_refusals_are_sentences():
         "bulk copies need": (asked, config, Device.named("sm_80")),
         "fixed split merges within": (
             dataclasses.replace(asked, split=4 * config.block),
-            dataclasses.replace(config, split=4, pieces=2),
+            dataclasses.replace(config, split=4, merge_warps=2),
             device,
         ),
-        f"heads have {config.head_dim} channels": (asked, dataclasses.replace(config, pieces=3), device),
+        f"heads have {config.head_dim} channels": (asked, dataclasses.replace(config, merge_warps=3), device),
     }
     for words, (p, c, d) in refusals.items():
         assert words in (decode.why_not(p, c, d) or ""), words

@@ -95,7 +95,7 @@ def test_a_pair_of_many_parts(pieces: int, length: int):
     cache, sequences, q = case.build("cpu")
     device = dataclasses.replace(Device.named("sm_90a"), sms=41)
     config = kernel.make(problem_of(q, cache), device, 2, 2)
-    launch = prepare(q, cache, 1, sequences, case.masks(), device, dataclasses.replace(config, pieces=pieces))
+    launch = prepare(q, cache, 1, sequences, case.masks(), device, dataclasses.replace(config, merge_warps=pieces))
     emulate.run(launch.kernel, launch.params, launch.grid, seed=pieces, resident=41)
     want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)
     assert relative_error(launch.out, want) < 2e-3
@@ -113,7 +113,7 @@ def test_what_l2_is_asked_for_ahead(stages: int, ahead: int, after: int):
     cache, sequences, q = case.build("cpu")
     device = dataclasses.replace(Device.named("sm_90a"), sms=1)
     config = kernel.make(problem_of(q, cache), device, 2, stages)
-    config = dataclasses.replace(config, ahead=ahead, after=after)
+    config = dataclasses.replace(config, l2_early=ahead, l2_late=after)
     launch = prepare(q, cache, 1, sequences, case.masks(), device, config)
     emulate.run(launch.kernel, launch.params, launch.grid, dependent=("q", "residual", "out"))
     want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)

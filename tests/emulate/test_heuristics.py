@@ -179,7 +179,7 @@ def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, war
     angles = torch.rand(m, dim // 2).repeat(1, 2) * 6
     lengths, order = torch.tensor([40, 7, 33], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
     cosine, sine, sequences = angles.cos().to(dtype), angles.sin().to(dtype), order[: m // tokens]
-    step = sm90_packed_gemv.Step(cosine, sine, ring, lengths, sequences, heads, kv_heads, tokens)
+    step = sm90_packed_gemv.RopeStoreArgs(cosine, sine, ring, lengths, sequences, heads, kv_heads, tokens)
     norm = sm90_packed_gemv.norm_arguments(case.packed, case.x, q, case.bias, gamma, 1e-5, other, total)
     params = sm90_packed_gemv.rotary_arguments(norm, step)
     kernel, grid = sm90_packed_gemv.rotary_kernel(config), sm90_packed_gemv.grid(problem, config)

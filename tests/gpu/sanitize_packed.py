@@ -97,7 +97,9 @@ def ends() -> None:
         ring = torch.zeros(m, kv_heads, 2, slots * dim, dtype=HALF, device="cuda")
         lengths = torch.tensor([40, 7][:m], dtype=torch.int32, device="cuda")
         angles = torch.rand(m, dim, device="cuda")
-        step = sm90_packed_gemv.Step(angles.cos().half(), angles.sin().half(), ring, lengths, None, heads, kv_heads, 1)
+        step = sm90_packed_gemv.RopeStoreArgs(
+            angles.cos().half(), angles.sin().half(), ring, lengths, None, heads, kv_heads, 1
+        )
         sm90_packed_gemv.launch_rotary(it.packed, it.x, q, *norm, step)
         plain = it.empty()
         sm90_packed_gemv.launch_norm(it.packed, it.x, plain, *norm)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from anybit import QuantLinear
-from anybit.kernels.gemm.sm90_packed_gemv import Step
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops import elementwise
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, rotate_store, silu_mul
-from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -151,7 +151,7 @@ def test_products_that_turn_and_store(dtype, m, tokens, heads, kv_heads, dim, k)
     sequences = torch.tensor([2, 0], dtype=torch.int32, device="cuda")[: m // tokens]
     got, wanted = torch.zeros(2, 3, kv_heads, 2, ring * dim, dtype=dtype, device="cuda")
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
-    step = Step(cosine, sine, got, lengths, sequences, heads, kv_heads, tokens)
+    step = RopeStoreArgs(cosine, sine, got, lengths, sequences, heads, kv_heads, tokens)
     for _ in range(5):
         q, total = layer.norm_linear_rope(x + 0, residual, gamma, 1e-5, step)
         qkv, same = layer.norm_linear(x + 0, residual, gamma, 1e-5)

@@ -5,7 +5,7 @@ import torch
 
 from anybit.kernels.quantization import gptq_update as kernel
 from anybit.ops.gptq_update import sweep
-from anybit.quantize.methods import gptq
+from anybit.quantization.methods import gptq
 from anybit.scheme import WeightFormat
 from cases_calibration import sweep_case
 

@@ -11,7 +11,7 @@ from anybit.kernels.gemm import bitplane_layout
 from anybit.linear import QuantLinear
 from anybit.ops.elementwise import add_rms_norm, silu_mul
 from anybit.ops.prologue import ActivationPrologue
-from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import ActivationFormat, Scheme
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

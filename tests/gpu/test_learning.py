@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybit.quantize.learn import cuda_graphs as recordings
-from anybit.quantize.learn.cuda_graphs import Recorder
-from anybit.quantize.learn.kl_gradient import Accumulation
-from anybit.quantize.learn.scales import (
-    Balance,
+from anybit.quantization.learn import cuda_graphs as recordings
+from anybit.quantization.learn.cuda_graphs import GraphRecorder
+from anybit.quantization.learn.kl_gradient import KLGradient
+from anybit.quantization.learn.scales import (
+    ScaleLearning,
     learn_scales,
     put_scales,
 )
-from anybit.quantize.methods import gptq
-from anybit.quantize.methods.blockwise import BlockLearning
-from anybit.quantize.methods.distill import Distillation, distill
-from anybit.quantize.methods.registry import quantize_folder
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.pipeline.calibrate import (
+from anybit.quantization.methods import gptq
+from anybit.quantization.methods.blockwise import BlockLearning
+from anybit.quantization.methods.distill import Distillation, distill
+from anybit.quantization.methods.registry import quantize_folder
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.calibrate import (
     Calibration,
     LayerQuantizer,
     calibrate,
@@ -49,7 +49,7 @@ def test_recorded_steps_give_the_same_gradients():
     for parameter in student.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
         parameter.requires_grad_().grad = torch.zeros_like(parameter)
-    run = Accumulation(teacher, student, False, torch.device("cuda"))
+    run = KLGradient(teacher, student, False, torch.device("cuda"))
     plain, plain_losses = [], []
     for recorded in (False, True):
         run._records = recorded
@@ -97,9 +97,9 @@ def test_resumed_on_a_gpu_equals_uninterrupted(tmp_path):
     settings = Calibration(device="cuda", resume=tmp_path)
     with pytest.raises(Interrupted):
         calibrate(model, tokens, scheme, names_of(model), by_gptq(scheme), settings, progress=interrupt)
-    gptq._RECORDER = Recorder()  # as in a new process
+    gptq._RECORDER = GraphRecorder()  # as in a new process
     resumed = calibrate(model, tokens, scheme, names_of(model), by_gptq(scheme), settings)
-    gptq._RECORDER = Recorder()
+    gptq._RECORDER = GraphRecorder()
     whole = calibrate(model, tokens, scheme, names_of(model), by_gptq(scheme), Calibration(device="cuda"))
     for name, weight in whole.items():
         for part in ("words", "scale", "zero"):
@@ -109,7 +109,7 @@ def test_resumed_on_a_gpu_equals_uninterrupted(tmp_path):
 @pytest.mark.parametrize("rotated", [False, True])
 def test_scales_learn_on_a_gpu(rotated):
     model, losses = loud(tiny(layers=2)).cuda(), []
-    settings = Balance(24, step_tokens=128, rate=0.05, device="cuda")
+    settings = ScaleLearning(24, step_tokens=128, rate=0.05, device="cuda")
     rows = [row for batch in batches(4) for row in batch]
     with torch.no_grad():
         tokens = torch.stack(rows).cuda()
@@ -140,7 +140,7 @@ def test_learning_twice_is_the_same_bit_for_bit(text):
     for name, weight in first.items():
         assert torch.equal(weight.words, second[name].words) and torch.equal(weight.scale, second[name].scale), name
     assert gains and all(torch.equal(gain, again[name]) for name, gain in gains.items())
-    balance = Balance(6, 2048, device="cuda")
+    balance = ScaleLearning(6, 2048, device="cuda")
     scales = [learn_scales(model, rows, Scheme.parse("w4a4").activations, True, balance) for _ in range(2)]
     assert all(map(torch.equal, *scales))
 
@@ -148,11 +148,11 @@ def test_learning_twice_is_the_same_bit_for_bit(text):
 @pytest.mark.parametrize(
     ("scheme", "method"),
     [
-        ("w2a16g32asym", "learned"),
-        ("w4a4g32asym-xasym", "spread"),
+        ("w2a16g32asym", "distill"),
+        ("w4a4g32asym-xasym", "smooth_rotate"),
         ("w6a6g32asym-xasym", "smooth"),
-        ("w3a16g32asym", "block"),
-        ("w3a6g32", "block"),
+        ("w3a16g32asym", "blockwise"),
+        ("w3a6g32", "blockwise"),
     ],
 )
 def test_an_interrupted_folder_is_the_same_bit_for_bit(scheme: str, method: str, tmp_path: Path) -> None:

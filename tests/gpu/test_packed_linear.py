@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anybit.linear import QuantLinear
-from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 from cases import random_weight
 

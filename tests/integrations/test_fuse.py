@@ -14,7 +14,7 @@ from anybit.kernels.elementwise.rope import paired_channels
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops.elementwise import rotate_store
 from anybit.packing import reorder
-from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 
 SIZES = {

@@ -8,7 +8,7 @@ import torch
 
 from anybit import AnyBitCache, evaluate
 from anybit.integrations.loading import Loaded, load_model
-from anybit.quantize.methods.registry import quantize_folder
+from anybit.quantization.methods.registry import quantize_folder
 
 pytestmark = pytest.mark.model
 

@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from anybit.errors import CalibrationError, TextError
-from anybit.quantize.methods import gptq
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.pipeline import resume
-from anybit.quantize.pipeline.blocks import Store
-from anybit.quantize.pipeline.calibrate import (
+from anybit.quantization.methods import gptq
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline import resume
+from anybit.quantization.pipeline.blocks import Store
+from anybit.quantization.pipeline.calibrate import (
     Calibration,
     batched,
     calibrate,

@@ -5,16 +5,16 @@ import torch
 
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
-from anybit.quantize.learn.fake_quant import SoftWeight, banks
-from anybit.quantize.learn.norms import fuse_norms
-from anybit.quantize.learn.rounding import rounded_through
-from anybit.quantize.methods import gptq
-from anybit.quantize.methods.blockwise import BlockLearning
-from anybit.quantize.methods.distill import Distillation, distill
-from anybit.quantize.methods.distill import _gains as distill_gains
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.pipeline.blocks import Call
-from anybit.quantize.pipeline.calibrate import Calibration, calibrate
+from anybit.quantization.learn.fake_quant import FakeQuantWeight, banks
+from anybit.quantization.learn.norms import fuse_norms
+from anybit.quantization.learn.rounding import rounded_through
+from anybit.quantization.methods import gptq
+from anybit.quantization.methods.blockwise import BlockLearning
+from anybit.quantization.methods.distill import Distillation, distill
+from anybit.quantization.methods.distill import _gains as distill_gains
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.blocks import Call
+from anybit.quantization.pipeline.calibrate import Calibration, calibrate
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_calibration import divergence, names_of, sequences, tiny
@@ -27,7 +27,7 @@ FORMATS = [WeightFormat(2, "asym", 32), WeightFormat(3), WeightFormat(1, "bipola
 def test_soft_weight_starts_at_its_codes_and_packs_what_it_computes(format, k):
     original = torch.randn(6, k, generator=torch.Generator().manual_seed(0)).half()
     weight = quantize_weight(original, format)
-    soft = SoftWeight(weight, original)
+    soft = FakeQuantWeight(weight, original)
     torch.testing.assert_close(soft(), weight.dequantize())
     with torch.no_grad():
         soft.place.add_(torch.randn(soft.place.shape, generator=torch.Generator().manual_seed(1)))
@@ -37,7 +37,7 @@ def test_soft_weight_starts_at_its_codes_and_packs_what_it_computes(format, k):
 
 def test_gradients_reach_codes_and_scales():
     original = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
-    soft = SoftWeight(quantize_weight(original, WeightFormat(3, "asym", 32)), original)
+    soft = FakeQuantWeight(quantize_weight(original, WeightFormat(3, "asym", 32)), original)
     x = torch.randn(10, 64, generator=torch.Generator().manual_seed(1))
     direct = (x @ soft().T - x @ original.T).square().sum()
     direct.backward()
@@ -117,7 +117,7 @@ def test_banks_are_the_layers_that_they_hold():
     x = torch.randn(5, 64, generator=g)
     for bank in found:
         for name, leaf in bank.leaves.items():
-            alone = SoftWeight(weights[name], originals[name])
+            alone = FakeQuantWeight(weights[name], originals[name])
             (x @ leaf.T).square().sum().backward()
             (x @ alone().T).square().sum().backward()
             weights[name] = alone.place.grad
@@ -174,7 +174,7 @@ def test_blocks_that_cannot_be_recorded_learn_all_the_same(monkeypatch):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     expected = run()
-    monkeypatch.setattr("anybit.quantize.methods.blockwise.Recorder", Refusing)
+    monkeypatch.setattr("anybit.quantization.methods.blockwise.GraphRecorder", Refusing)
     with pytest.warns(UserWarning, match="without CUDA graphs, which is slower: operation not permitted"):
         found = run()
     assert all(torch.equal(found[name].words, expected[name].words) for name in expected)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from anybit.errors import CalibrationError
-from anybit.quantize.methods import gptq
-from anybit.quantize.methods.grid import Grid
-from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantization.methods import gptq
+from anybit.quantization.methods.grid import Grid
+from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import WeightFormat
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybit import jit
+from anybit import jit, ops
 from anybit.device import Device
 from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
 from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.sm90_packed_gemv import Step
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops import (
     backends,
     bitwise,
@@ -176,7 +176,7 @@ def test_products_that_turn_and_store(batch: int, launches: Launches) -> None:
     x, gamma = torch.randn(batch, K).half(), torch.ones(K).half()
     tables = torch.randn(batch, dim).half(), torch.randn(batch, dim).half()
     ring, lengths = torch.zeros(batch, heads[1], 2, 128 * dim).half(), torch.ones(batch, dtype=torch.int32)
-    step = Step(*tables, ring, lengths, None, *heads, 1)
+    step = RopeStoreArgs(*tables, ring, lengths, None, *heads, 1)
     made = backends["packed"].norm_rotate_store(x, x, gamma, 1e-5, found[0], None, found[1], step)
     assert made is None or made[0].numel() == batch * heads[0] * dim
     q = elementwise._rotate_store_cuda(
@@ -204,7 +204,7 @@ def test_products_whose_inputs_are_made_while_they_are_coded(
 ) -> None:
     monkeypatch.setattr(fused, "_codes", lambda *_: True)  # as on a GPU
     parsed, ran = Scheme.parse(scheme), 0
-    for name in fused.CODING_BACKENDS:
+    for name in (name for name, backend in ops.backends.items() if backend.codes):
         found = prepared(name, random_weight(N, K, parsed.weights), parsed)
         for m in TOKENS if found else ():
             tensors, spec = found

@@ -7,15 +7,15 @@ import torch
 
 from anybit import hadamard
 from anybit.errors import CalibrationError
-from anybit.quantize.learn.scales import (
-    Balance,
+from anybit.quantization.learn.scales import (
+    ScaleLearning,
     learn_scales,
     put_scales,
 )
-from anybit.quantize.methods.llama_block import anatomies
-from anybit.quantize.methods.scaling_pairs import places
-from anybit.quantize.methods.smooth_rotate import online
-from anybit.quantize.pipeline.calibrate import _round_inputs
+from anybit.quantization.methods.llama_block import llama_blocks
+from anybit.quantization.methods.scaling_pairs import scaling_pairs
+from anybit.quantization.methods.smooth_rotate import online
+from anybit.quantization.pipeline.calibrate import _round_inputs
 from anybit.scheme import Scheme
 from cases_calibration import loud, models, sequences, tiny
 
@@ -29,8 +29,8 @@ def test_scales_of_any_place_leave_the_model_as_it_was(kind):
     tokens = torch.stack(sequences(9)[::3])
     before = model(tokens).logits
     g = torch.Generator().manual_seed(1)
-    for part in anatomies(model):
-        for place in places(part):
+    for part in llama_blocks(model):
+        for place in scaling_pairs(part):
             place.apply(torch.randn(place.channels, generator=g).exp())
     torch.testing.assert_close(model(tokens).logits, before, rtol=1e-6, atol=1e-6)
 
@@ -44,7 +44,7 @@ def test_learned_scales_lower_what_activations_cost(rotated):
     for steps in (0, 24):
         changed = copy.deepcopy(model)
         if steps:
-            settings = Balance(steps, step_tokens=256, rate=0.05, half=False)
+            settings = ScaleLearning(steps, step_tokens=256, rate=0.05, half=False)
             with torch.no_grad():  # as those who change models are
                 put_scales(changed, learn_scales(changed, sequences(), FORMAT, rotated, settings))
             found = changed(tokens).logits.log_softmax(-1)
@@ -64,4 +64,4 @@ def test_a_loss_that_is_not_finite_is_named():
     model = tiny(layers=1)
     model.model.embed_tokens.weight.data[:] = torch.nan
     with pytest.raises(CalibrationError, match="scales"):
-        learn_scales(model, sequences(), FORMAT, settings=Balance(1, 256, half=False))
+        learn_scales(model, sequences(), FORMAT, settings=ScaleLearning(1, 256, half=False))

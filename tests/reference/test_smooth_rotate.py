@@ -5,10 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from anybit.errors import CalibrationError, LayerError
-from anybit.quantize.methods.rotate import rotate
-from anybit.quantize.methods.smooth import channel_peaks, smooth
-from anybit.quantize.methods.smooth_rotate import spread
-from anybit.quantize.pipeline.calibrate import batched
+from anybit.quantization.methods.rotate import rotate
+from anybit.quantization.methods.smooth import channel_peaks, smooth
+from anybit.quantization.methods.smooth_rotate import spread
+from anybit.quantization.pipeline.calibrate import batched
 from cases_calibration import loud, models, sequences, tiny
 
 
@@ -76,7 +76,7 @@ def test_smoothing_refuses_nan_and_odd_strengths():
 
 def test_four_bit_inputs_lose_less_than_by_rotation_alone():
     """Channels that matter little to the weights are quiet after smoothing: what rounding adds is quieter too."""
-    from anybit.quantize.pipeline.calibrate import _round_inputs
+    from anybit.quantization.pipeline.calibrate import _round_inputs
     from anybit.scheme import Scheme
 
     tokens = torch.stack(sequences(9)[::3])

@@ -44,7 +44,7 @@ class Part(ReferencePacked):
         return [*super().prepare(weight, activations), torch.tensor(activations.bits)]
 
     def linear(
-        self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, before: Any = None
+        self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, prologue: Any = None
     ) -> Tensor:
         assert len(tensors) == 6
         assert int(tensors[5]) == spec.activations.bits

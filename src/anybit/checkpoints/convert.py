@@ -162,7 +162,7 @@ def _unquantized_linears(source: Folder, quantized: Iterable[str]) -> list[str]:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    from anybit.quantize.pipeline.modules import skeleton
+    from anybit.quantization.pipeline.modules import skeleton
 
     done, ignored = set(quantized), []
     for name, module in skeleton(source.path).named_modules():

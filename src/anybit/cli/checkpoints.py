@@ -96,7 +96,7 @@ def _cache_words(kv: KVFormat) -> str:
 def _model(what: str) -> dict[str, Any]:
     from anybit.checkpoints import Folder, local_folder
     from anybit.checkpoints.configuration import scheme_of
-    from anybit.quantize.pipeline.modules import (
+    from anybit.quantization.pipeline.modules import (
         kept_modules,
         linear_layers,
         skeleton,

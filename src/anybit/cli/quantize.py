@@ -10,7 +10,7 @@ import typer
 
 from anybit.cli.common import JsonOption, Model, megabytes, output, print_json, progress_bar, status
 from anybit.errors import SchemeError, TextError
-from anybit.quantize.methods.registry import METHODS, quantize_folder
+from anybit.quantization.methods.registry import ALIASES, METHODS, quantize_folder
 from anybit.scheme import Scheme
 
 
@@ -72,6 +72,7 @@ def quantize(
 
 def _options(method: str, text: Path | None, tokens: int | None, settings: list[str]) -> dict[str, Any]:
     """The options of a job: ``text`` (a path), ``tokens``, and the settings of the method, numbers as numbers."""
+    method = ALIASES.get(method, method)
     if method not in METHODS:
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
     if METHODS[method].calibrated and text is None:

@@ -236,7 +236,7 @@ def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int
     """The scheme, the shapes of a model's linear layers, first as ``fuse`` joins them, and the dtype they run in."""
     from anybit.checkpoints import Folder, local_folder
     from anybit.checkpoints.configuration import scheme_of
-    from anybit.quantize.pipeline.modules import (
+    from anybit.quantization.pipeline.modules import (
         kept_modules,
         linear_layers,
         skeleton,

@@ -17,7 +17,7 @@ from anybit.errors import CheckpointError, KernelError
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
 from anybit.ops import backends
-from anybit.quantize.pipeline.modules import skeleton
+from anybit.quantization.pipeline.modules import skeleton
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import allowed
 

@@ -19,8 +19,8 @@ from anybit.errors import KernelError, LayerError, OptionError
 from anybit.integrations import graph
 from anybit.linear import QuantLinear
 from anybit.ops import backends
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.pipeline.modules import check_kept, kept_modules
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.modules import check_kept, kept_modules
 from anybit.scheme import Scheme
 
 METHOD = "anybit"
@@ -39,7 +39,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ``anybit.use_backend(model, name)``.
     group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
     input_scale: the checkpoint stores a scale of every input channel for every layer (OneBit's form).
-    hadamard: names of the layers whose inputs are rotated on line (``anybit.quantize.methods.rotate``).
+    hadamard: names of the layers whose inputs are rotated on line (``anybit.quantization.methods.rotate``).
     Raises SchemeError, KernelError for an unknown backend, OptionError for an argument that it does not have.
     """
 

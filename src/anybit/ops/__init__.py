@@ -18,9 +18,6 @@ from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
 from anybit.ops.fused import (
-    CODING_BACKENDS,
-    NORM_TOKENS,
-    NORMING_BACKENDS,
     hadamard_linear,
     norm_linear,
     norm_rotate_store,
@@ -35,9 +32,6 @@ from anybit.scheme import ActivationFormat
 from anybit.tune.registry import Layout
 
 __all__ = [
-    "CODING_BACKENDS",
-    "NORMING_BACKENDS",
-    "NORM_TOKENS",
     "Backend",
     "LinearSpec",
     "Prepared",

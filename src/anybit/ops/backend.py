@@ -1,13 +1,15 @@
 """What a backend of linear layers is, and how one is chosen."""
 
 import warnings
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 from torch import Tensor
 
 from anybit.errors import KernelError
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
+from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
@@ -58,29 +60,79 @@ def _parsed_spec(text: str) -> LinearSpec:
     return LinearSpec(backend, n, k, parsed.weights, parsed.activations, rest == ["fused"])
 
 
-class Backend(Protocol):
-    """One way to run linear layers. ``why_not`` decides; the rest may assume that it said yes.
+class Backend(ABC):
+    """One way to run linear layers. ``why_not`` decides; the other methods may assume that it said yes.
 
     unasked: the device types on which it may be chosen without being named.
+    codes: whether ``linear`` takes a ``prologue``, work that its quantize-and-pack kernel does on the way.
+    norm_tokens: to so many tokens of 16-bit activations it may norm them inside the product (``norm_linear``).
     """
 
     name: str
-    unasked: tuple[str, ...]
+    unasked: tuple[str, ...] = ()
+    codes: bool = False
+    norm_tokens: int = 0
 
+    @abstractmethod
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Why this backend cannot run a layer where it is, in a sentence, or None if it can."""
 
+    @abstractmethod
     def cost(self, weight: QuantizedWeight, activations: ActivationFormat) -> int:
         """Of the backends that can run a layer, the one of the lowest cost does; of equals, the first registered."""
 
+    @abstractmethod
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """The tensors that ``linear`` reads."""
 
+    @abstractmethod
     def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
         """The packed weight again; the inverse of ``prepare``, bit for bit."""
 
-    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
-        """Y = x W^T + bias, [..., K] -> [..., N], in x's dtype."""
+    @abstractmethod
+    def linear(
+        self,
+        x: Tensor,
+        tensors: list[Tensor],
+        bias: Tensor | None,
+        spec: LinearSpec,
+        prologue: ActivationPrologue | None = None,
+    ) -> Tensor:
+        """Y = x W^T + bias, [..., K] -> [..., N], in x's dtype.
+
+        prologue: given only to backends that say ``codes``; x then has the shape of the rows that it makes.
+        """
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        gamma: Tensor,
+        epsilon: float,
+        tensors: list[Tensor],
+        bias: Tensor | None,
+        spec: LinearSpec,
+        silu: bool = False,
+    ) -> tuple[Tensor, Tensor] | None:
+        """(linear of RMSNorm(x + residual), x + residual) in one launch; None where this backend has no such kernel.
+
+        silu: the first is silu(gate) * up [..., N / 2] of outputs that are eight of gate and eight of up in turn.
+        """
+        return None
+
+    def norm_rotate_store(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        gamma: Tensor,
+        epsilon: float,
+        tensors: list[Tensor],
+        bias: Tensor | None,
+        spec: LinearSpec,
+        step: RopeStoreArgs,
+    ) -> tuple[Tensor, Tensor] | None:
+        """(rotated queries of the norm's linear, x + residual), keys and values stored as ``step`` says; or None."""
+        return None
 
 
 backends: dict[str, Backend] = {}

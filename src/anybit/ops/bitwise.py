@@ -15,7 +15,7 @@ from anybit.kernels.gemm import (
     sm90_bitplane,
 )
 from anybit.kernels.gemm.sm90_bitplane import Output
-from anybit.ops.backend import LinearSpec
+from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import (
     check_input,
     dense_bias,
@@ -53,14 +53,15 @@ _plans: dict[tuple[int, int, torch.dtype, bool, int], _Plan] = {}
 forget_with_maps(_plans)
 
 
-class Bitwise:
+class Bitwise(Backend):
     """Weights in bit planes, activations quantized and packed per call; sm_80 to sm_90.
 
     wgmma on sm_90a (kernels/gemm/sm90_bitplane.py), else mma.sync (kernels/gemm/sm80_bitplane_gemm.py).
     """
 
     name = "bitwise"
-    unasked: tuple[str, ...] = ("cuda",)
+    unasked = ("cuda",)
+    codes = True
 
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Why no kernel runs this layer where it is, in a sentence."""
@@ -102,7 +103,7 @@ class Bitwise:
         tensors: list[Tensor],
         bias: Tensor | None,
         spec: LinearSpec,
-        before: ActivationPrologue | None = None,
+        prologue: ActivationPrologue | None = None,
     ) -> Tensor:
         """Two launches: quantize-and-pack, then the product with its whole epilogue."""
         check_input(x, tensors[0], spec, bias)
@@ -112,12 +113,12 @@ class Bitwise:
         if m:
             plan = _plan(spec, rows)
             packed = Packed(m, spec.k, spec.activations, Target.planes, x.device)
-            if before is None:
+            if prologue is None:
                 quantize_activations.launch(
                     quantize_activations.problem_of(rows, spec.activations), plan.pack_config, packed, rows
                 )
             else:
-                before.code(packed, Target.planes)
+                prologue.code(packed, Target.planes)
             stored, scale, correction, zero = tensors[:4]
             weight = bitplane_layout.PlaneWeight(
                 stored, scale, correction, zero if zero.numel() else None, (spec.n, spec.k), spec.weights

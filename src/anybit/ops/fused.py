@@ -17,20 +17,13 @@ from anybit.kernels.elementwise.quantize_activations import (
     Source,
     why_not,
 )
-from anybit.kernels.gemm.sm90_packed_gemv import NORM_TOKENS as NORM_TOKENS
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import copy_of, rows_of
 from anybit.ops.elementwise import add_rms_norm, check_norm, rms_norm, rotate_store, silu_mul
-from anybit.ops.packed import PackedTiles
 from anybit.ops.prologue import ActivationPrologue
 from anybit.scheme import ActivationFormat
-
-CODING_BACKENDS = ("bitwise", "packed", "bitwise+packed")
-"""The backends whose ``linear`` takes ``before``."""
-NORMING_BACKENDS = ("packed",)
-"""The backends whose products of up to NORM_TOKENS tokens norm 16-bit activations themselves."""
 
 
 def norm_linear(
@@ -68,12 +61,12 @@ def _norm_rotate_store(
     sequences: Tensor | None, tokens: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parsed = LinearSpec.parse(spec)
-    if parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel():
+    backend = backends[parsed.backend]
+    if backend.norm_tokens and x.is_cuda and x.numel():
         check_norm(x, residual, gamma)
         step = RopeStoreArgs(
             cosine.contiguous(), sine.contiguous(), ring, lengths, sequences, query_heads, key_heads, tokens
         )
-        backend: PackedTiles = backends[parsed.backend]  # type: ignore[assignment]
         found = backend.norm_rotate_store(x, residual, gamma, epsilon, weight, bias, parsed, step)
         if found is not None:
             return found[0].view(len(cosine), query_heads, -1), found[1]
@@ -97,7 +90,7 @@ def hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: 
 
 def _codes(x: Tensor, spec: LinearSpec, rotated: bool) -> bool:
     """Whether a kernel codes rows of a layer and makes them as well."""
-    coding = spec.activations.quantized and spec.backend in CODING_BACKENDS and x.is_cuda and x.numel() > 0
+    coding = spec.activations.quantized and backends[spec.backend].codes and x.is_cuda and x.numel() > 0
     return coding and not (rotated and rotation_refused(spec.k, x.dtype))
 
 
@@ -113,12 +106,12 @@ def _norm_linear(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parsed = LinearSpec.parse(spec)
     backend, codes = backends[parsed.backend], _codes(x, parsed, rotated)
-    norms = not (codes or rotated) and parsed.backend in NORMING_BACKENDS and x.is_cuda and x.numel()
+    norms = not (codes or rotated) and backend.norm_tokens > 0 and x.is_cuda and x.numel()
     if codes or norms:  # a norm that is an op of its own checks this itself
         check_norm(x, residual, gamma)
     if not codes:
         if norms:
-            found = backend.norm_linear(x, residual, gamma, epsilon, weight, bias, parsed, silu)  # type: ignore[attr-defined]
+            found = backend.norm_linear(x, residual, gamma, epsilon, weight, bias, parsed, silu)
             if found is not None:
                 y, total = found
                 return y, total
@@ -130,12 +123,12 @@ def _norm_linear(
         return silu_mul(y, paired=True) if silu else y, total
     rows = x.reshape(-1, parsed.k).contiguous()
     if residual is None:
-        total, before = copy_of(x), ActivationPrologue(Source.rms_norm, rows, gamma, epsilon, rotated=rotated)
+        total, prologue = copy_of(x), ActivationPrologue(Source.rms_norm, rows, gamma, epsilon, rotated=rotated)
     else:
         other = residual.reshape(rows.shape).contiguous()
         total = torch.empty_like(other)
-        before = ActivationPrologue(Source.rms_norm, rows, gamma, epsilon, other, total, rotated)
-    y = backend.linear(rows, weight, bias, parsed, before)  # type: ignore[call-arg]
+        prologue = ActivationPrologue(Source.rms_norm, rows, gamma, epsilon, other, total, rotated)
+    y = backend.linear(rows, weight, bias, parsed, prologue)
     y = y.view(*x.shape[:-1], parsed.n)
     return silu_mul(y, paired=True) if silu else y, total.view(x.shape)
 
@@ -151,8 +144,8 @@ def _silu_linear(
     if gate_up.shape[-1] != 2 * parsed.k:
         raise KernelError(f"gate_up has shape {tuple(gate_up.shape)}, and the layer takes {parsed.k} features of each")
     rows = gate_up.reshape(-1, 2 * parsed.k).contiguous()
-    gate, before = rows[:, : parsed.k], ActivationPrologue(Source.silu_mul, rows, rotated=rotated)
-    y: Tensor = backend.linear(gate, weight, bias, parsed, before)  # type: ignore[call-arg]
+    gate, prologue = rows[:, : parsed.k], ActivationPrologue(Source.silu_mul, rows, rotated=rotated)
+    y: Tensor = backend.linear(gate, weight, bias, parsed, prologue)
     return y.view(*gate_up.shape[:-1], parsed.n)
 
 
@@ -162,8 +155,8 @@ def _hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec:
     if not _codes(x, parsed, True):
         return backend.linear(torch.ops.anybit.hadamard(x), weight, bias, parsed)
     rows = rows_of(x, parsed.k)
-    before = ActivationPrologue(Source.plain, rows, rotated=True)
-    y: Tensor = backend.linear(rows, weight, bias, parsed, before)  # type: ignore[call-arg]
+    prologue = ActivationPrologue(Source.plain, rows, rotated=True)
+    y: Tensor = backend.linear(rows, weight, bias, parsed, prologue)
     return y.view(*x.shape[:-1], parsed.n)
 
 

@@ -47,7 +47,7 @@ def _room(weight: QuantizedWeight) -> bool:
     return False
 
 
-class MultiLayoutBackend:
+class MultiLayoutBackend(Backend):
     """Two backends in one; ``layouts``: what each reads, ``first``: how many of the tensors are the first one's."""
 
     def __init__(
@@ -60,6 +60,7 @@ class MultiLayoutBackend:
     ) -> None:
         self.name, self.parts, self.layouts, self._first = name, parts, layouts, first
         self.unasked = unasked
+        self.codes = not self.eight and all(part.codes for part in parts)
 
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Why one of the two cannot run this layer where it is, in a sentence."""
@@ -110,7 +111,7 @@ class MultiLayoutBackend:
         tensors: list[Tensor],
         bias: Tensor | None,
         spec: LinearSpec,
-        before: ActivationPrologue | None = None,
+        prologue: ActivationPrologue | None = None,
     ) -> Tensor:
         """The faster of the two at this many tokens."""
         tokens = x.numel() // spec.k if spec.k else 0
@@ -120,10 +121,7 @@ class MultiLayoutBackend:
             found = _decided[key] = self._decide(x, spec, tokens)
         which, inner = found
         mine = tensors[self._first :] if which else tensors[: self._first]
-        if before is None:
-            return self.parts[which].linear(x, mine, bias, inner)
-        y: Tensor = self.parts[which].linear(x, mine, bias, inner, before)  # type: ignore[call-arg]
-        return y
+        return self.parts[which].linear(x, mine, bias, inner, prologue)
 
     def _decide(self, x: Tensor, spec: LinearSpec, tokens: int) -> _Decided:
         product = product_of(spec, step(max(tokens, 1)), x)

@@ -25,7 +25,7 @@ from anybit.kernels.gemm import (
     sm90_packed_skinny,
 )
 from anybit.kernels.gemm.packed_layout import PackedWeight
-from anybit.ops.backend import LinearSpec
+from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import (
     check_input,
     copy_of,
@@ -68,14 +68,16 @@ _plans: dict[tuple[int, int, torch.dtype, bool, int, int], _Plan] = {}
 forget_with_maps(_plans)
 
 
-class PackedTiles:
-    """Weights of 1 to 8 bits in tiles, widened in registers: `sm90_packed_gemm`, or what `packed_few` says.
+class PackedTiles(Backend):
+    """Weights of 1 to 8 bits in tiles, widened in registers: `sm90_packed_gemm`, or what `heuristics` says.
 
-    Without wgmma (all but sm_90a) `marlin` takes what `sm90_packed_gemm` does elsewhere.
+    Without wgmma (all but sm_90a) `sm80_packed_gemm` takes what `sm90_packed_gemm` does elsewhere.
     """
 
     name = "packed"
-    unasked: tuple[str, ...] = ("cuda",)
+    unasked = ("cuda",)
+    codes = True
+    norm_tokens = sm90_packed_gemv.NORM_TOKENS
 
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Why no kernel runs this layer where it is, in a sentence."""
@@ -107,7 +109,7 @@ class PackedTiles:
         tensors: list[Tensor],
         bias: Tensor | None,
         spec: LinearSpec,
-        before: ActivationPrologue | None = None,
+        prologue: ActivationPrologue | None = None,
     ) -> Tensor:
         """One launch; with quantized activations another before it, that quantizes them."""
         check_input(x, tensors[0], spec, bias)
@@ -123,12 +125,12 @@ class PackedTiles:
             if weight.permutation is not None:  # a token's scale is the same in any order
                 rows = packed_layout.in_order(weight, rows)
             codes = Packed(m, rows.shape[1], spec.activations, Target.bytes, x.device)
-            if before is None:
+            if prologue is None:
                 quantize_activations.launch(
                     quantize_activations.problem_of(rows, spec.activations, Target.bytes), plan.quantizer, codes, rows
                 )
             else:
-                before.code(codes, Target.bytes)
+                prologue.code(codes, Target.bytes)
             _multiply_bytes(codes, weight, bias, y, plan)
         elif plan.kernel is sm90_packed_gemm:
             sm90_packed_gemm.multiply(packed_layout.in_order(weight, rows), weight, bias, y, plan.config)

@@ -4,17 +4,18 @@ import torch
 from torch import Tensor
 
 from anybit import reference
-from anybit.ops.backend import LinearSpec
+from anybit.ops.backend import Backend, LinearSpec
+from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 
 
-class ReferencePacked:
+class ReferencePacked(Backend):
     """Keeps the weight packed and decodes it at every call: the least memory, and slow."""
 
     name = "reference-packed"
     # Runs wherever torch does, but a silent fallback on a GPU would be slow: there it must be asked for by name.
-    unasked: tuple[str, ...] = ("cpu",)
+    unasked = ("cpu",)
 
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Nothing is beyond the reference."""
@@ -36,7 +37,14 @@ class ReferencePacked:
         zero, group_index, indices = (tensor if tensor.numel() else None for tensor in optional)
         return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices)
 
-    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        tensors: list[Tensor],
+        bias: Tensor | None,
+        spec: LinearSpec,
+        prologue: ActivationPrologue | None = None,
+    ) -> Tensor:
         """The exact linear of ``anybit.reference``."""
         return reference.linear(x, self.restore(tensors, spec), spec.activations, bias)
 
@@ -50,7 +58,14 @@ class ReferenceDecoded(ReferencePacked):
         """The packed tensors, then the decoded weight."""
         return [*super().prepare(weight, activations), reference.decode(weight, activations)]
 
-    def linear(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        tensors: list[Tensor],
+        bias: Tensor | None,
+        spec: LinearSpec,
+        prologue: ActivationPrologue | None = None,
+    ) -> Tensor:
         """The exact linear of ``anybit.reference`` over the decoded weight."""
         reference.check_activations(x, spec.k)
         return reference.multiply(x, tensors[5], tensors[1], spec.weights, spec.activations, bias)

@@ -180,13 +180,7 @@ PTX void attend(Pipeline<Config>& pipeline, const Cursor<Config>& at, const Quer
                 State<Config>& state, const Logits& logits, const Column (&column)[Config::query_tiles][Shape<Config>::width], bool first) {
     Block block;
     const uint32_t keys = pipeline.take();
-    if constexpr (!Config::whole) {  // copies alone
-        pipeline.release();
-        pipeline.take();
-        return pipeline.release();
-    }
     block.scores(keys, queries, logits);
-    if (first) stamp<Config>(pipeline.p, 13);
     pipeline.release();
     block.mask(at.position(), logits, column);
     const uint32_t values = pipeline.take();
@@ -212,13 +206,12 @@ PTX void load_columns(const Params& p, const Cursor<Config>& at, Column (&column
         }
 }
 
-template <class Config> __global__ void __launch_bounds__(Config::threads, Config::blocks_per_sm) kernel(const __grid_constant__ Params p) {
+template <class Config> __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) kernel(const __grid_constant__ Params p) {
     using S = Shape<Config>;
     constexpr bool raw_residual = Config::bf16 && !S::raw_queries;
     const int warp = ptx::warp_id();
     const Layout<Config> shared{};
     ptx::griddepcontrol_launch_dependents();
-    stamp<Config>(p, 0);
     // Pages, tables and lengths were written before the previous kernel began; queries and the residual by it.
     Line<Config> line(p);
     const int total = line.total, shares = min(static_cast<int>(gridDim.x), total);
@@ -231,7 +224,6 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     const int early = Config::stages;
     int asked = 0;
     for (; asked < early && pipeline.left > 0 && pipeline.next_is_packed(); ++asked) pipeline.fill();
-    stamp<Config>(p, 1);
     if constexpr (Config::split == 0) {
         shared.clear_segments(warp);
         plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // while the first copies are on their way
@@ -240,19 +232,17 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     // as soon as the previous kernel has ended and memory has nothing else to do until a slot is free. Short stretches
     // gain nothing from it.
     constexpr int enough = 6;  // steps left
-    if constexpr (Config::bulk && Config::ahead > 0)
+    if constexpr (Config::bulk && Config::l2_early > 0)
         if (asked == early && pipeline.left >= enough) {
             ptx::mbarrier_wait_parity(pipeline.barrier + 8 * (early - 1), 0);
-            stamp<Config>(p, 8);
-            pipeline.ask_ahead(pipeline.place_ahead(0, Config::ahead), 0);
+            pipeline.ask_ahead(pipeline.place_ahead(0, Config::l2_early), 0);
         }
     const uint8_t* next = nullptr;  // looked up now, so that queries need not wait for it
-    if constexpr (Config::bulk && Config::after > 0)
-        if (asked == early && pipeline.left >= enough) next = pipeline.place_ahead(Config::ahead, Config::after);
+    if constexpr (Config::bulk && Config::l2_late > 0)
+        if (asked == early && pipeline.left >= enough) next = pipeline.place_ahead(Config::l2_early, Config::l2_late);
     ptx::griddepcontrol_wait();
-    if constexpr (Config::bulk && Config::after > 0) pipeline.ask_ahead(next, Config::ahead);
+    if constexpr (Config::bulk && Config::l2_late > 0) pipeline.ask_ahead(next, Config::l2_early);
     for (; asked < early; ++asked) pipeline.fill();
-    stamp<Config>(p, 2);
 
     State<Config> state;
     Queries<Config> queries;
@@ -264,7 +254,6 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
             fresh = false;
             raw = S::raw_queries;
             queries.load(p, at, raw);
-            if (i == from) stamp<Config>(p, 10);
             state.clear();
             if constexpr (Packed<Config>::general) load_columns<Config>(p, at, column);
         }
@@ -280,7 +269,6 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
             if constexpr (!Packed<Config>::general) load_columns<Config>(p, at, column);
             attend<Config, Block<Config, Residual<Config>>>(pipeline, at, queries, state, logits, column, i == from);
         }
-        if (i == from) stamp<Config>(p, 3);
         const int done = i;
         i += at.ends();
         if constexpr (Config::split > 0) {
@@ -296,10 +284,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
         }
         at.advance(p);
     }
-    stamp<Config>(p, 4);
     if constexpr (Config::split == 0) merge_block<Config>(p, shared, warp);
-    if constexpr (Config::stamped) __syncwarp();
-    stamp<Config>(p, 7);
 }
 
 }  // namespace decode

@@ -60,11 +60,8 @@ class Problem:
 class Config(BlockConfig):
     """How: the constants of one compiled kernel. ``decode_block.cuh`` explains them.
 
-    ahead, after: packed blocks a warp asks L2 for beyond its ring, once the ring is there and the previous kernel still
-    runs, and when that one has ended.  pieces: warps that share a row of the merge.
-
-    For measuring only, with results that are wrong: ``whole`` False copies without computing, ``unpacks`` False feeds
-    the tensor cores words as they are.
+    l2_early, l2_late: packed blocks that a warp prefetches into L2 beyond its ring, once the ring is full and the
+    previous kernel still runs, and when that one has ended.  merge_warps: warps that share a row of the merge.
     """
 
     windowed: bool
@@ -79,17 +76,14 @@ class Config(BlockConfig):
     query_chunks: int
     warps: int
     stages: int
-    blocks_per_sm: int
+    min_blocks_per_sm: int
     split: int
     bulk: bool
     keep_in_l2: bool
     checked: bool
-    ahead: int = 0
-    after: int = 0
-    pieces: int = 1
-    stamped: bool = False
-    whole: bool = True
-    unpacks: bool = True
+    l2_early: int = 0
+    l2_late: int = 0
+    merge_warps: int = 1
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ def make(
     stages: int,
     *,
     query_tiles: int = 0,
-    blocks_per_sm: int = 1,
+    min_blocks_per_sm: int = 1,
     paired: bool | None = None,
     checked: bool = False,
 ) -> Config:
@@ -185,7 +179,7 @@ def make(
         query_chunks=-(-problem.rows // rows),
         warps=warps,
         stages=stages,
-        blocks_per_sm=blocks_per_sm,
+        min_blocks_per_sm=min_blocks_per_sm,
         split=problem.split // layout.block,
         bulk=device.capability >= 90,
         keep_in_l2=problem.rows > rows,
@@ -217,20 +211,20 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
         return f"a fixed split must be a multiple of the {config.block} tokens of a block, not {problem.split}"
     if not 2 <= config.warps <= _MOST_WARPS:
         return f"a block has 2 to {_MOST_WARPS} warps, not {config.warps}"
-    if config.pieces > 1 and (config.split or config.head_dim % (32 * config.pieces)):
+    if config.merge_warps > 1 and (config.split or config.head_dim % (32 * config.merge_warps)):
         where = "a fixed split merges within its loop" if config.split else f"heads have {config.head_dim} channels"
-        return f"{config.pieces} warps cannot share a row of the merge, since {where}: use pieces = 1"
+        return f"{config.merge_warps} warps cannot share a row of the merge, since {where}: use merge_warps = 1"
     if config.stages < 2:
         return f"a ring needs 2 slots, one for keys and one for values, not {config.stages}"
     if config.bulk and device.capability < 90:
         return f"bulk copies need sm_90 or later, and {device.name} is {device.arch}"
     needed = shared_bytes(config, problem.layout)
-    available = device.shared_bytes // config.blocks_per_sm - (1024 if config.blocks_per_sm > 1 else 0)
+    available = device.shared_bytes // config.min_blocks_per_sm - (1024 if config.min_blocks_per_sm > 1 else 0)
     if needed > available:
         return f"{config.warps} warps with {config.stages} slots need {needed} bytes of shared memory of {available}"
     units = problem.batch * problem.kv_heads * config.query_chunks * config.rows
     units *= problem.capacity // config.block + problem.ring // config.residual_tokens + 1
-    if units * device.sms * config.blocks_per_sm >= 1 << 32:
+    if units * device.sms * config.min_blocks_per_sm >= 1 << 32:
         return f"{units} units of work are more than the 32-bit split of the line can count: use larger blocks"
     return None
 
@@ -238,10 +232,10 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
 def configs(problem: Problem, device: Device) -> list[Config]:
     """Every legal config worth timing."""
     found = []
-    for blocks_per_sm in (1, 2):
+    for min_blocks_per_sm in (1, 2):
         for warps in (4, 6, 8, 10, 12, 16):
             for stages in (2, 3, 4, 6):
-                config = make(problem, device, warps, stages, blocks_per_sm=blocks_per_sm)
+                config = make(problem, device, warps, stages, min_blocks_per_sm=min_blocks_per_sm)
                 if why_not(problem, config, device) is None:
                     found.append(config)
     return found
@@ -272,28 +266,30 @@ def default(problem: Problem, device: Device, checked: bool = False) -> Config:
     reason: str | None = why_not(problem, make(problem, device, 2, 2), device)
     if reason is not None:  # whatever the warps
         raise KernelError(reason)
-    for warps, stages, blocks_per_sm in (*first, *rest):
-        asks = int(not wide and bits <= 8 and not layout.format.float4 and blocks_per_sm == 1)
+    for warps, stages, min_blocks_per_sm in (*first, *rest):
+        asks = int(not wide and bits <= 8 and not layout.format.float4 and min_blocks_per_sm == 1)
         # Where few pairs are cut finely, memory is asked for more once the previous kernel has ended, not before.
-        ahead = int(asks and bits > 4 and 4 * pairs > device.sms)
-        config = make(problem, device, warps, stages, blocks_per_sm=blocks_per_sm, checked=checked)
-        config = replace(config, ahead=ahead, after=asks - ahead, pieces=_pieces(problem, config, device))
+        early = int(asks and bits > 4 and 4 * pairs > device.sms)
+        config = make(problem, device, warps, stages, min_blocks_per_sm=min_blocks_per_sm, checked=checked)
+        config = replace(
+            config, l2_early=early, l2_late=asks - early, merge_warps=_merge_warps(problem, config, device)
+        )
         reason = why_not(problem, config, device)
         if reason is None:
             return config
     raise KernelError(str(reason))
 
 
-def _pieces(problem: Problem, config: Config, device: Device) -> int:
+def _merge_warps(problem: Problem, config: Config, device: Device) -> int:
     """Warps that merge a row: two where a pair has so many parts that one would need more than one round of loads."""
     pairs, round_of_loads = problem.batch * problem.kv_heads * config.query_chunks, 18  # see decode_merge.cuh
-    many = device.sms * config.blocks_per_sm > round_of_loads * pairs and not problem.split
+    many = device.sms * config.min_blocks_per_sm > round_of_loads * pairs and not problem.split
     return 2 if many and 2 * config.rows <= config.warps and problem.layout.head_dim % 64 == 0 else 1
 
 
 def grid(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
     """Blocks: one wave, whatever the lengths."""
-    return (device.sms * config.blocks_per_sm, 1, 1)
+    return (device.sms * config.min_blocks_per_sm, 1, 1)
 
 
 def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
@@ -305,8 +301,8 @@ def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, in
         parts = pairs * -(-units // config.split)
     return (
         parts * config.rows * config.head_dim,
-        parts * config.rows * 2 * config.pieces,
-        pairs * config.rows * config.pieces,
+        parts * config.rows * 2 * config.merge_warps,
+        pairs * config.rows * config.merge_warps,
     )
 
 

@@ -107,7 +107,7 @@ template <class Config, class Part> struct Block {
 #pragma unroll
                     for (int x = 0; x < U::tiles; ++x) {
                         uint32_t a[4];
-                        kv_page::fragment<Part::key_bits, Config::unpacks || Part::residual>(a, w, x);
+                        kv_page::fragment<Part::key_bits>(a, w, x);
                         const int i = c * chunk_tiles + u * U::tiles + x;
 #pragma unroll
                         for (int n = 0; n < columns; ++n)
@@ -205,7 +205,7 @@ template <class Config, class Part> struct Block {
 #pragma unroll
                     for (int i = 0; i < chunk_tiles; ++i) {
                         uint32_t a[4];
-                        kv_page::byte_fragment<Part::key_bits, Config::unpacks>(a, w[0], w[1], i);
+                        kv_page::byte_fragment<Part::key_bits>(a, w[0], w[1], i);
 #pragma unroll
                         for (int n = 0; n < columns; ++n) ptx::mma_m16n8k32_u8s8(sums[n][i], a, bytes[n].b[j]);
                     }
@@ -432,7 +432,7 @@ template <class Config, class Part> struct Block {
 #pragma unroll
                 for (int x = 0; x < U::tiles; ++x) {
                     uint32_t a[4];
-                    kv_page::fragment<Part::value_bits, Config::unpacks || Part::residual>(a, w, x);
+                    kv_page::fragment<Part::value_bits>(a, w, x);
                     if constexpr (Part::residual) {  // a slot not written yet may hold anything, even a NaN
 #pragma unroll
                         for (int k = 0; k < 2; ++k) {

@@ -133,7 +133,7 @@ PTX void finish_segment(const Params& p, const Layout<Config>& shared, int warp,
 
 // What a warp sums of a row, or of a piece of one: `width` channels a lane, one after another.
 template <class Config> struct RowSum {
-    static constexpr int width = Config::head_dim / 32 / Config::pieces;
+    static constexpr int width = Config::head_dim / 32 / Config::merge_warps;
     int first;  // channel
     float v[width];
     PTX explicit RowSum(int piece) : first(width * (32 * piece + static_cast<int>(threadIdx.x % 32))) {
@@ -231,15 +231,15 @@ template <class Config> PTX void merge_parts(const Params& p, int pair, int row,
     using Sum = RowSum<Config>;
     constexpr int step = Config::split ? 1 : 2;
     // A fixed split merges within the loop, with what registers are left there.
-    constexpr bool tight = Config::split > 0 && (!Config::paired || Config::threads * Config::blocks_per_sm > 256);
-    constexpr int batch = tight && Config::threads * Config::blocks_per_sm > 384 ? 2 : 6, batches = tight || Sum::width > 4 ? 1 : Sum::width > 2 ? 3 : 6;
+    constexpr bool tight = Config::split > 0 && (!Config::paired || Config::threads * Config::min_blocks_per_sm > 256);
+    constexpr int batch = tight && Config::threads * Config::min_blocks_per_sm > 384 ? 2 : 6, batches = tight || Sum::width > 4 ? 1 : Sum::width > 2 ? 3 : 6;
     constexpr int together = batch * batches, few = 4;  // so few parts beyond 32 are not worth another round
-    constexpr int state_stride = step * Config::rows * Config::pieces * 2;
+    constexpr int state_stride = step * Config::rows * Config::merge_warps * 2;
     const int lane = threadIdx.x % 32;
     softmax::State total;
     Sum sum(piece);
     const float* parts = p.partial + (static_cast<int64_t>(begin) * Config::rows + row) * Config::head_dim + sum.first;
-    const float* states = p.partial_state + ((static_cast<int64_t>(begin) * Config::rows + row) * Config::pieces + piece) * 2;
+    const float* states = p.partial_state + ((static_cast<int64_t>(begin) * Config::rows + row) * Config::merge_warps + piece) * 2;
     for (int base = 0; base < count; base += 32) {
         const int here = min(count - base, 32);
         float rows[batches][batch][Sum::width];
@@ -271,7 +271,6 @@ template <class Config> PTX void merge_parts(const Params& p, int pair, int row,
         for (int k = 0; k < Sum::width; ++k) sum.v[k] *= old;
         total.sum = total.sum * old + found;
         total.reference = most;
-        stamp<Config>(p, 9);
 #pragma unroll 1
         for (int at = 0; at < here + more; at += together) {
             if (at) load_parts<Config>(rows, parts, base, at, count, offset);
@@ -287,9 +286,7 @@ template <class Config> PTX void merge_parts(const Params& p, int pair, int row,
         }
         base += more;
     }
-    stamp<Config>(p, 14);
     sum.write(p, pair, row, total);
-    stamp<Config>(p, 15);
 }
 
 // A piece ends here, the `place`-th of the line: write the result, or keep it; who brings the last of a pair merges them.
@@ -317,16 +314,15 @@ template <class Config> PTX void finish_piece(const Params& p, const Cursor<Conf
 // the one that arrives last merges these. Rows do not wait for one another, and what a warp shares of both pairs is
 // counted at once.
 template <class Config> PTX void merge_block(const Params& p, const Layout<Config>& shared, int warp) {
-    constexpr int tasks = Config::rows * Config::pieces;  // of a pair
+    constexpr int tasks = Config::rows * Config::merge_warps;  // of a pair
     const int lane = threadIdx.x % 32;
     __syncthreads();
-    stamp<Config>(p, 6);
     const Plan& plan = *shared.plan();
     const int first = plan.pair[0], last = plan.pair[1];
     const int mine = lane < 2 * Config::warps ? *shared.owner(lane) : -1;
     int left = 0, counted = 0;  // parts that are left for other blocks, and the one of them that this lane counts
     for (int task = warp; task < (last - first + 1) * tasks; task += Config::warps) {
-        const int index = task / tasks, row = task / Config::pieces % Config::rows, piece = task % Config::pieces;
+        const int index = task / tasks, row = task / Config::merge_warps % Config::rows, piece = task % Config::merge_warps;
         const int pair = index == 0 ? first : index == 1 ? last : first + index - 1;
         uint32_t parts = __ballot_sync(0xffffffffu, mine == pair);
         if (parts == 0) continue;  // a pair that one warp finished alone
@@ -357,15 +353,14 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
         const int64_t place = static_cast<int64_t>(2 * blockIdx.x + which) * Config::rows + row;
         sum.leave(p.partial + place * Config::head_dim);
         if (lane == 0) {
-            p.partial_state[2 * (place * Config::pieces + piece)] = state.reference;
-            p.partial_state[2 * (place * Config::pieces + piece) + 1] = state.sum;
+            p.partial_state[2 * (place * Config::merge_warps + piece)] = state.reference;
+            p.partial_state[2 * (place * Config::merge_warps + piece) + 1] = state.sum;
         }
         if (lane == left) counted = task;
         ++left;
     }
     if (left == 0) return;
     __syncwarp();
-    stamp<Config>(p, 11);
     bool arrived = false;
     if (lane < left) {
         const int which = counted / tasks;
@@ -375,10 +370,9 @@ template <class Config> PTX void merge_block(const Params& p, const Layout<Confi
     }
     uint32_t complete = __ballot_sync(0xffffffffu, arrived);
     __syncwarp();  // what one lane has seen to be complete is read by all
-    stamp<Config>(p, 12);
     for (; complete; complete &= complete - 1) {
         const int task = __shfl_sync(0xffffffffu, counted, __ffs(complete) - 1), which = task / tasks;
-        merge_parts<Config>(p, plan.pair[which], task / Config::pieces % Config::rows, task % Config::pieces, 2 * plan.first[which], plan.count[which], plan.second[which]);
+        merge_parts<Config>(p, plan.pair[which], task / Config::merge_warps % Config::rows, task % Config::merge_warps, 2 * plan.first[which], plan.count[which], plan.second[which]);
     }
 }
 

@@ -41,14 +41,6 @@ struct Params {
     float uncap;
 };
 
-// For measuring: each warp leaves the time in nanoseconds at each of 16 phases, after 31 words of its own.
-template <class Config> PTX void stamp(const Params& p, int phase) {
-    if constexpr (Config::stamped)
-        if (threadIdx.x % 32 == 0)
-            p.errors[32 + 16 * (blockIdx.x * Config::warps + threadIdx.x / 32) + phase] =
-                phase == 5 ? ptx::smid() : static_cast<uint32_t>(ptx::globaltimer());
-}
-
 // What of one sequence is to be read.
 struct Extent {
     int length, packed;    // tokens, and those read from pages

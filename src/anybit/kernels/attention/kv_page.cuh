@@ -44,10 +44,8 @@ template <int bits> PTX constexpr float unscale(int tile, int half) {
 }
 
 // The A fragment of row tile `tile` (within the unit) from the unit's words.
-template <int bits, bool unpacks = true> PTX void fragment(uint32_t (&a)[4], const uint32_t* w, int tile) {
-    if constexpr (!unpacks) {  // for measuring: what the tensor cores would do if nothing had to be unpacked
-        a[0] = w[0]; a[1] = w[0]; a[2] = w[0]; a[3] = w[0];
-    } else if constexpr (bits == 16) {
+template <int bits> PTX void fragment(uint32_t (&a)[4], const uint32_t* w, int tile) {
+    if constexpr (bits == 16) {
         a[0] = w[0]; a[1] = w[1]; a[2] = w[2]; a[3] = w[3];
     } else if constexpr (bits == 8) {
         a[0] = w[0] & 0x00ff00ffu; a[1] = (w[0] >> 8) & 0x00ff00ffu;
@@ -62,12 +60,11 @@ template <int bits, bool unpacks = true> PTX void fragment(uint32_t (&a)[4], con
 
 // The A fragment of mma.m16n8k32 with unsigned bytes, of row tile `tile`: the words of two depth tiles side by side, each
 // of all the row tiles. Codes stay where they are in their bytes: rows are worth powers of two.
-template <int bits, bool unpacks, int words> PTX void byte_fragment(uint32_t (&a)[4], const uint32_t (&even)[words], const uint32_t (&odd)[words], int tile) {
+template <int bits, int words> PTX void byte_fragment(uint32_t (&a)[4], const uint32_t (&even)[words], const uint32_t (&odd)[words], int tile) {
     const uint32_t v = even[tile / Unit<bits>::tiles], w = odd[tile / Unit<bits>::tiles];
     const uint32_t low = bits == 4 ? 0x0f0f0f0fu : tile & 1 ? 0x30303030u : 0x03030303u;
     const uint32_t high = bits == 4 ? 0xf0f0f0f0u : tile & 1 ? 0xc0c0c0c0u : 0x0c0c0c0cu;
-    if constexpr (unpacks) { a[0] = v & low; a[1] = v & high; a[2] = w & low; a[3] = w & high; }
-    else { a[0] = v; a[1] = v; a[2] = w; a[3] = w; }
+    a[0] = v & low; a[1] = v & high; a[2] = w & low; a[3] = w & high;
 }
 
 // A lane's words in order, sixteen bytes at a time; every index is a constant once the loops are unrolled.

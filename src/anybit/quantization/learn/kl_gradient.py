@@ -102,7 +102,7 @@ def written_out(config: Any, shape: Sequence[int], device: torch.device, layers:
         yield
 
 
-class Accumulation:
+class KLGradient:
     """Mean KL(teacher || student) in nats over all positions of some batches; gradients are added to the student's.
 
     Where gradients go must stay in place from call to call. half: passes in bfloat16.

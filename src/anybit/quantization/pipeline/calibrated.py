@@ -1,11 +1,11 @@
 """The calibrated methods behind ``anybit quantize``: load the model, look at a text, quantize, save.
 
-    gptq     error feedback, block by block                              (anybit.quantize.methods.gptq, .calibrate)
-    block    gptq, then rounding and scales learned block by block       (.learned)
-    learned  gptq, then rounding and scales learned end to end           (.distill)
-    smooth   activations' outliers migrate into the weights, then gptq   (.smooth)
-    rotate   a Hadamard rotation spreads outliers, then gptq             (.rotate)
-    spread   smoothing and a rotation of every layer's input, then gptq  (.spread)
+    gptq           error feedback, block by block
+    blockwise      gptq, then rounding and scales learned block by block
+    distill        gptq, then rounding and scales learned end to end
+    smooth         outliers of activations move into the weights, then gptq
+    rotate         a Hadamard rotation spreads outliers, then gptq
+    smooth_rotate  smoothing and a rotation of every layer's input, then gptq
 
 Any of them also learns if it is given ``block_passes`` or ``learn_tokens``; the last three do on a GPU.
 """
@@ -21,20 +21,20 @@ from torch import Tensor
 
 from anybit.errors import CheckpointError, OptionError, TextError
 from anybit.packing import QuantizedWeight
-from anybit.quantize.learn.scales import (
-    Balance,
+from anybit.quantization.learn.scales import (
+    ScaleLearning,
     learn_scales,
     put_scales,
 )
-from anybit.quantize.methods import gptq
-from anybit.quantize.methods.blockwise import BlockLearning
-from anybit.quantize.methods.distill import Distillation, distill
-from anybit.quantize.methods.rotate import rotate
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.methods.smooth import smooth
-from anybit.quantize.methods.smooth_rotate import spread
-from anybit.quantize.pipeline.blocks import find_blocks
-from anybit.quantize.pipeline.calibrate import (
+from anybit.quantization.methods import gptq
+from anybit.quantization.methods.blockwise import BlockLearning
+from anybit.quantization.methods.distill import Distillation, distill
+from anybit.quantization.methods.rotate import rotate
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.methods.smooth import smooth
+from anybit.quantization.methods.smooth_rotate import spread
+from anybit.quantization.pipeline.blocks import find_blocks
+from anybit.quantization.pipeline.calibrate import (
     Calibration,
     Statistics,
     batched,
@@ -44,9 +44,9 @@ from anybit.quantize.pipeline.calibrate import (
     read_text,
     tokenized,
 )
-from anybit.quantize.pipeline.modules import LinearLayer
-from anybit.quantize.pipeline.resume import remembered
-from anybit.quantize.pipeline.stream import (
+from anybit.quantization.pipeline.modules import LinearLayer
+from anybit.quantization.pipeline.resume import remembered
+from anybit.quantization.pipeline.stream import (
     Changes,
     Job,
     Saved,
@@ -65,8 +65,8 @@ class Options:
     start: what codes begin as: "gptq", or "nearest", rounding to nearest of the (corrected) weights.
     drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
     order, damping, passes: see ``gptq.GPTQ``.  block_passes: over the text, to learn each block against
-    its original output (``anybit.quantize.methods.blockwise``).  learn_tokens, learn_passes, step_tokens, place_rate,
-    scale_rate, gain_rate: see ``anybit.quantize.methods.distill``; what is None is chosen by ``learning``.
+    its original output (``methods.blockwise``).  learn_tokens, learn_passes, step_tokens, place_rate,
+    scale_rate, gain_rate: see ``anybit.quantization.methods.distill``; what is None is chosen by ``learning``.
     strength: how much of the outliers smoothing moves; None finds it for each place (0.5 where a rotation follows).
     scale_steps, between_rate: in how many steps these scales then learn, and how fast (``learn.scales``);
     None is 64 on a GPU, else 0.
@@ -153,7 +153,7 @@ class Options:
         the norms' gains with them. A GPU goes over all of a text, some times; a CPU over a part of it, once.
         """
         gpu, coded = self.on_gpu, scheme.activations.quantized
-        learns = method == "learned" or (gpu and coded and method in ("smooth", "rotate", "spread"))
+        learns = method == "distill" or (gpu and coded and method in ("smooth", "rotate", "smooth_rotate"))
         narrow = min(scheme.weights.bits, scheme.activations.bits) < 4 or scheme.activations.bits == 4
         passes = (5.0 if coded and narrow else 3.0 if coded or narrow else 2.0) if gpu else 1.0
         # What is far from the start wants many steps rather than smooth ones.
@@ -172,11 +172,11 @@ class Options:
             return self.learn_tokens, settings
         return (1 << 19 if gpu else 49152) if learns else 0, settings
 
-    def balance(self, scheme: Scheme) -> Balance:
+    def balance(self, scheme: Scheme) -> ScaleLearning:
         """How scales learn; in no steps where they do not."""
         usual = 64 if self.on_gpu else 0
         steps = (usual if self.scale_steps is None else self.scale_steps) if scheme.activations.quantized else 0
-        return Balance(steps, 8192 if self.on_gpu else 1024, self.between_rate, device=self.where)
+        return ScaleLearning(steps, 8192 if self.on_gpu else 1024, self.between_rate, device=self.where)
 
 
 def _truth(value: object) -> bool:
@@ -188,14 +188,14 @@ def run_gptq(job: Job) -> Saved:
     return _run(job, "gptq")
 
 
-def run_block(job: Job) -> Saved:
+def run_blockwise(job: Job) -> Saved:
     """GPTQ, then learning block by block."""
-    return _run(job, "block")
+    return _run(job, "blockwise")
 
 
-def run_learned(job: Job) -> Saved:
+def run_distill(job: Job) -> Saved:
     """GPTQ, then distillation."""
-    return _run(job, "learned")
+    return _run(job, "distill")
 
 
 def run_smooth(job: Job) -> Saved:
@@ -208,16 +208,16 @@ def run_rotate(job: Job) -> Saved:
     return _run(job, "rotate")
 
 
-def run_spread(job: Job) -> Saved:
+def run_smooth_rotate(job: Job) -> Saved:
     """Smoothing and rotation of every layer's input, then GPTQ."""
-    return _run(job, "spread")
+    return _run(job, "smooth_rotate")
 
 
 def _run(job: Job, method: str) -> Saved:
     options = Options.of(job.options)
     if options.block_passes is None:
         # A GPU goes over more text, some two hundred steps in all.
-        options = replace(options, block_passes=(6 if options.on_gpu else 4) if method == "block" else 0)
+        options = replace(options, block_passes=(6 if options.on_gpu else 4) if method == "blockwise" else 0)
     learn, distillation = options.learning(method, job.scheme)
     passes = options.block_passes
     refine = BlockLearning(passes, options.place_rate, options.scale_rate) if passes else None
@@ -284,7 +284,7 @@ def _learn(
 
 def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options: Options) -> Changes:
     """Smooth, rotate or spread the model; what that changes about the checkpoint."""
-    if method not in ("smooth", "rotate", "spread"):
+    if method not in ("smooth", "rotate", "smooth_rotate"):
         return Changes()
     home = model.device
     model.to(_roomy(options.where, model))
@@ -298,7 +298,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
             return
         told = {"scales": str(settings), "tokens": sum(map(len, sequences))}
         key = fingerprint(model, batches, job.scheme, set(), Calibration(options=told))
-        rotated = method == "spread"
+        rotated = method == "smooth_rotate"
 
         def learn() -> list[Tensor]:
             return learn_scales(model, sequences, job.scheme.activations, rotated, settings, tell)
@@ -313,7 +313,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     if method == "smooth":
         smooth(model, batches, options.strength, job.scheme)
         improve()
-    elif method == "spread":
+    elif method == "smooth_rotate":
         hadamard = spread(model, batches, 0.5 if options.strength is None else options.strength, options.seed, improve)
     else:
         hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)

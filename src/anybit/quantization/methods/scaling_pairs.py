@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybit.quantize.methods.llama_block import Anatomy, gain_of
+from anybit.quantization.methods.llama_block import LlamaBlock, gain_of
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ScalingPair:
     """A writer, and the layers that read its channels.
 
     shared, size: so many readers' heads of so many channels each read one head of the writer (grouped queries).
@@ -52,7 +52,7 @@ class Place:
             reader.weight.data = (weight.double() * self.read(scale.double())).to(weight.dtype)
 
 
-def places(part: Anatomy) -> Iterator[Place]:
+def scaling_pairs(part: LlamaBlock) -> Iterator[ScalingPair]:
     """The four places of a block. Raises LayerError, before anything is given, for norms without plain gains."""
     gain_of(part.attention_norm), gain_of(part.feed_forward_norm)
     layers = {name.rpartition(".")[2]: (name, layer) for name, layer in part.names.items()}
@@ -60,8 +60,8 @@ def places(part: Anatomy) -> Iterator[Place]:
     def named(*kinds: str) -> dict[str, nn.Linear]:
         return dict(layers[f"{kind}_proj"] for kind in kinds)
 
-    yield Place(part.attention_norm, named("q", "k", "v"))
-    yield Place(part.feed_forward_norm, named("gate", "up"))
-    yield Place(part.up, named("down"))
+    yield ScalingPair(part.attention_norm, named("q", "k", "v"))
+    yield ScalingPair(part.feed_forward_norm, named("gate", "up"))
+    yield ScalingPair(part.up, named("down"))
     heads = part.output.in_features // part.value.out_features
-    yield Place(part.value, named("o"), heads, part.head_dim if heads > 1 else 1)
+    yield ScalingPair(part.value, named("o"), heads, part.head_dim if heads > 1 else 1)

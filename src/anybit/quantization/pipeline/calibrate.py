@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight, unstack
-from anybit.quantize.pipeline import blocks as walk
-from anybit.quantize.pipeline import resume as resuming
+from anybit.quantization.pipeline import blocks as walk
+from anybit.quantization.pipeline import resume as resuming
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat, Scheme
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from anybit.packing import QuantizedWeight, stack, unstack
-from anybit.quantize.methods.grid import Grid
+from anybit.quantization.methods.grid import Grid
 
 # How far outside the outermost codes a place may lie: just within their cells.
 _EDGE = 0.49
 
 
-class SoftWeight(nn.Module):
+class FakeQuantWeight(nn.Module):
     """The learnable form of a QuantizedWeight. Called, it returns the dequantized weight, [N, K].
 
     place: [N, K], where each weight lies in units of code.  stretch: [N, G], the logarithm of the
@@ -113,7 +113,7 @@ class SoftWeight(nn.Module):
         return per_group[:, self.groups]
 
 
-class SoftBank:
+class FakeQuantBank:
     """Quantized weights that share a format and a number of inputs, learned as one tall matrix.
 
     A model has hundreds of layers, and a GPU would spend its time on launching an operation for each of them.
@@ -122,7 +122,7 @@ class SoftBank:
     """
 
     def __init__(self, weights: dict[str, QuantizedWeight], originals: dict[str, Tensor], dtype: torch.dtype) -> None:
-        self.soft = SoftWeight(stack(list(weights.values())), torch.cat([originals[name] for name in weights]))
+        self.soft = FakeQuantWeight(stack(list(weights.values())), torch.cat([originals[name] for name in weights]))
         self._rows = {name: weight.shape[0] for name, weight in weights.items()}
         self._weight = self.soft.computed(dtype)
         self._gradient = torch.zeros_like(self._weight)
@@ -162,16 +162,16 @@ class GivenLinear(nn.Module):
 
 def banks(
     weights: dict[str, QuantizedWeight], originals: dict[str, Tensor], dtype: torch.dtype = torch.float32
-) -> list[SoftBank]:
+) -> list[FakeQuantBank]:
     """Weights in as few banks as there can be: layers that scatter their groups each have one of their own."""
     together: dict[object, list[str]] = {}
     for name, weight in weights.items():
         key = name if weight.group_index is not None else (weight.format, weight.shape[1], weight.scale.dtype)
         together.setdefault(key, []).append(name)
-    return [SoftBank({name: weights[name] for name in names}, originals, dtype) for names in together.values()]
+    return [FakeQuantBank({name: weights[name] for name in names}, originals, dtype) for names in together.values()]
 
 
-def parameter_groups(modules: Sequence[SoftBank], place_rate: float, scale_rate: float) -> list[dict[str, object]]:
+def parameter_groups(modules: Sequence[FakeQuantBank], place_rate: float, scale_rate: float) -> list[dict[str, object]]:
     """Optimizer groups: places in units of code and scales in relative units have rates of their own."""
     return [
         {"params": [m.soft.place for m in modules], "lr": place_rate},

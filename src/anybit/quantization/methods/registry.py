@@ -10,7 +10,7 @@ from anybit.errors import OptionError, SchemeError
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
-    from anybit.quantize.pipeline.stream import (
+    from anybit.quantization.pipeline.stream import (
         Job,
         Progress,
         Saved,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Method:
     """A quantization method.
 
-    summary: one line for help texts.  home: the function that does a job (``anybit.quantize.pipeline.stream.Job``), as
+    summary: one line for help texts.  home: the function that does a job (``quantization.pipeline.stream.Job``), as
     ``module.function`` of this room; most prepare what they need and end in ``write_quantized``.
     calibrated: whether it needs text to look at.
     """
@@ -33,7 +33,7 @@ class Method:
     def run(self, job: "Job") -> "Saved":
         """Do a job."""
         module, _, function = self.home.rpartition(".")
-        saved: Saved = getattr(importlib.import_module(f"anybit.quantize.{module}"), function)(job)
+        saved: Saved = getattr(importlib.import_module(f"anybit.quantization.{module}"), function)(job)
         return saved
 
 
@@ -43,18 +43,22 @@ METHODS: dict[str, Method] = {
         "error feedback on a calibration text; also 2:4 sparse schemes", "pipeline.calibrated.run_gptq", True
     ),
     "onebit": Method("signs with scales for rows and for columns; no text needed", "methods.onebit.run_onebit"),
-    "block": Method("gptq, then codes and scales learn block by block", "pipeline.calibrated.run_block", True),
-    "learned": Method(
-        "gptq, then codes and scales learn from the original model", "pipeline.calibrated.run_learned", True
+    "blockwise": Method("gptq, then codes and scales learn block by block", "pipeline.calibrated.run_blockwise", True),
+    "distill": Method(
+        "gptq, then codes and scales learn from the original model", "pipeline.calibrated.run_distill", True
     ),
     "smooth": Method(
         "outliers of activations move into the weights, then gptq", "pipeline.calibrated.run_smooth", True
     ),
     "rotate": Method("a Hadamard rotation spreads outliers, then gptq", "pipeline.calibrated.run_rotate", True),
-    "spread": Method(
-        "smoothing and a rotation of every layer's input, then gptq", "pipeline.calibrated.run_spread", True
+    "smooth_rotate": Method(
+        "smoothing and a rotation of every layer's input, then gptq", "pipeline.calibrated.run_smooth_rotate", True
     ),
 }
+
+
+ALIASES = {"block": "blockwise", "learned": "distill", "spread": "smooth_rotate"}
+"""Older names of methods, which keep working."""
 
 
 def quantize_folder(
@@ -79,6 +83,7 @@ def quantize_folder(
     scheme does not fit or a name that no layer has, SchemeError for an unknown scheme or method, OptionError for an
     option that the method does not have; nothing is left behind then.
     """
+    method = ALIASES.get(method, method)
     if method not in METHODS:
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
     if options is not None and not isinstance(options, Mapping):
@@ -89,7 +94,7 @@ def quantize_folder(
             if name in options:
                 looking = ", ".join(other for other in METHODS if METHODS[other].calibrated)
                 raise OptionError(f"method {method} looks at no text: leave out {name}, or take one of {looking}")
-    from anybit.quantize.pipeline.stream import Job
+    from anybit.quantization.pipeline.stream import Job
 
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     rest |= {"overwrite": overwrite, "progress": progress, "options": options}

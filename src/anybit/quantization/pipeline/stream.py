@@ -21,8 +21,8 @@ from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, ne
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.pipeline.modules import (
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.modules import (
     LinearLayer,
     check_kept,
     kept_modules,

@@ -15,7 +15,7 @@ _LARGEST = 1 << 22
 _MOST = 16
 
 
-class Recorder:
+class GraphRecorder:
     """Calls functions; one that comes again with the same key and shapes on a GPU is recorded, and replayed then.
 
     A function must do the same for the same key, wait for nothing, and may change its arguments. Its results are new.

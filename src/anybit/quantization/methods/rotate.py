@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from anybit import hadamard
 from anybit.errors import LayerError
-from anybit.quantize.methods.llama_block import (
-    Anatomy,
-    anatomies,
+from anybit.quantization.methods.llama_block import (
+    LlamaBlock,
     gain_of,
+    llama_blocks,
 )
 
 
@@ -30,7 +30,7 @@ def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = Fal
     the layers are replaced. Raises LayerError, before anything is changed, for an architecture or a size that it cannot
     rotate.
     """
-    parts = list(anatomies(model))
+    parts = list(llama_blocks(model))
     embedding, head, final = model.get_input_embeddings(), model.get_output_embeddings(), model.base_model.norm
     for norm in [final, *(norm for part in parts for norm in (part.attention_norm, part.feed_forward_norm))]:
         gain_of(norm)
@@ -57,7 +57,7 @@ def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = Fal
     return names
 
 
-def _rotate_block(part: Anatomy, signs: Tensor, online: bool, mix_heads: bool) -> None:
+def _rotate_block(part: LlamaBlock, signs: Tensor, online: bool, mix_heads: bool) -> None:
     _absorb(part.attention_norm, [part.query, part.key, part.value])
     _absorb(part.feed_forward_norm, [part.gate, part.up])
     for reader in (part.query, part.key, part.value, part.gate, part.up):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import OptionError
-from anybit.quantize.methods.llama_block import anatomies
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.methods.scaling_pairs import Place, places
-from anybit.quantize.pipeline.blocks import reduce_inputs
+from anybit.quantization.methods.llama_block import llama_blocks
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
+from anybit.quantization.pipeline.blocks import reduce_inputs
 from anybit.reference import quantize_activations
 from anybit.scheme import Scheme
 
@@ -30,27 +30,27 @@ def smooth(model: Any, batches: Sequence[Tensor], strength: float | None = 0.5, 
     """Smooth a Llama-like model in place; what it computes stays the same, up to rounding.
 
     batches: token ids, int64 [B, L] each.  strength: a above; 0 leaves activations as they are, 1 flattens them; None
-    finds it for each place, under ``scheme``, whose weights and activations are both quantized for the trials.
+    finds it for each pair, under ``scheme``, whose weights and activations are both quantized for the trials.
     Raises CalibrationError for activations that are not finite, LayerError for another architecture.
     """
     if strength is not None and not 0 <= strength <= 1:
         raise OptionError(f"strength must be from 0 to 1, not {strength}")
     search = strength is None and scheme is not None and scheme.activations.quantized
-    found = [place for part in anatomies(model) for place in places(part)]
+    found = [pair for part in llama_blocks(model) for pair in scaling_pairs(part)]
     samples: dict[nn.Module, Tensor] | None = {} if search else None
-    peaks = channel_peaks(model, [place.reader for place in found], batches, samples)
+    peaks = channel_peaks(model, [pair.reader for pair in found], batches, samples)
 
-    def choose(place: Place) -> Tensor:
-        peak, weight = _by_channel(place, peaks[place.reader]), _by_channel(place, _weight_peaks(place))
+    def choose(pair: ScalingPair) -> Tensor:
+        peak, weight = _by_channel(pair, peaks[pair.reader]), _by_channel(pair, _weight_peaks(pair))
         if samples is None or scheme is None:
             return _ratio(peak, weight, 0.5 if strength is None else strength)
-        x, whole = samples[place.reader], torch.cat([reader.weight.data.float() for reader in place.readers.values()])
+        x, whole = samples[pair.reader], torch.cat([reader.weight.data.float() for reader in pair.readers.values()])
         tried = [_ratio(peak, weight, a) for a in _STRENGTHS]
-        losses = [_loss(x, whole, place.read(scale), scheme) for scale in tried]
+        losses = [_loss(x, whole, pair.read(scale), scheme) for scale in tried]
         return tried[losses.index(min(losses))]
 
-    for place in found:
-        place.apply(choose(place))
+    for pair in found:
+        pair.apply(choose(pair))
 
 
 def _loss(x: Tensor, weight: Tensor, scale: Tensor, scheme: Scheme) -> float:
@@ -86,13 +86,13 @@ def channel_peaks(
     return reduce_inputs(model, modules, batches, peak)
 
 
-def _by_channel(place: Place, peak: Tensor) -> Tensor:
+def _by_channel(pair: ScalingPair, peak: Tensor) -> Tensor:
     """The largest of the channels read that come from one that is written."""
-    return peak.view(-1, place.shared, place.size).amax(1).flatten()
+    return peak.view(-1, pair.shared, pair.size).amax(1).flatten()
 
 
-def _weight_peaks(place: Place) -> Tensor:
-    return torch.stack([reader.weight.data.float().abs().amax(0) for reader in place.readers.values()]).amax(0)
+def _weight_peaks(pair: ScalingPair) -> Tensor:
+    return torch.stack([reader.weight.data.float().abs().amax(0) for reader in pair.readers.values()]).amax(0)
 
 
 def _ratio(peak: Tensor, weight: Tensor, strength: float) -> Tensor:

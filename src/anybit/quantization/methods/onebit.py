@@ -11,9 +11,9 @@ from torch import Tensor
 
 from anybit.errors import OptionError, SchemeError
 from anybit.packing import QuantizedWeight
-from anybit.quantize.methods.rtn import quantize_weight
-from anybit.quantize.pipeline.modules import LinearLayer
-from anybit.quantize.pipeline.stream import (
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.modules import LinearLayer
+from anybit.quantization.pipeline.stream import (
     Changes,
     Job,
     Saved,

@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybit.errors import LayerError
-from anybit.quantize.pipeline.blocks import find_blocks
+from anybit.quantization.pipeline.blocks import find_blocks
 
 # What stands between a block's parts and the residual stream in some families, and would not commute with a rotation.
 _OBSTACLES = ("pre_feedforward_layernorm", "post_feedforward_layernorm", "residual_multiplier")
 
 
 @dataclass(frozen=True, eq=False)
-class Anatomy:
+class LlamaBlock:
     """A block: two norms, the four projections of attention, and a gated feed-forward network."""
 
     name: str
@@ -39,11 +39,11 @@ class Anatomy:
         }
 
 
-def anatomies(model: nn.Module) -> Iterator[Anatomy]:
+def llama_blocks(model: nn.Module) -> Iterator[LlamaBlock]:
     """The anatomy of every block. Raises LayerError, naming the block and what it lacks, if it is not Llama's."""
     prefix, blocks = find_blocks(model)
     for index, block in enumerate(blocks):
-        yield _anatomy(f"{prefix}.{index}", block)
+        yield _llama_block(f"{prefix}.{index}", block)
 
 
 def gain_of(norm: Any) -> Tensor:
@@ -55,7 +55,7 @@ def gain_of(norm: Any) -> Tensor:
     return gain
 
 
-def _anatomy(name: str, block: nn.Module) -> Anatomy:
+def _llama_block(name: str, block: nn.Module) -> LlamaBlock:
     obstacle = next((part for part in _OBSTACLES if hasattr(block, part)), None)
     if obstacle is not None:
         raise LayerError(f"{name} has {obstacle}: this architecture cannot be smoothed or rotated here")
@@ -78,4 +78,4 @@ def _anatomy(name: str, block: nn.Module) -> Anatomy:
             raise LayerError(f"{name} has no {path}: only blocks built like Llama's can be smoothed or rotated")
         parts.append(part)
     attention: Any = block.self_attn
-    return Anatomy(name, *parts, int(attention.head_dim))  # type: ignore[call-arg]
+    return LlamaBlock(name, *parts, int(attention.head_dim))  # type: ignore[call-arg]

@@ -19,14 +19,14 @@ from torch import Tensor
 from anybit.errors import CalibrationError, OptionError
 from anybit.ops.gptq_update import sweep
 from anybit.packing import QuantizedWeight
-from anybit.quantize.learn.cuda_graphs import Recorder
-from anybit.quantize.methods.grid import Grid, best_candidates
+from anybit.quantization.learn.cuda_graphs import GraphRecorder
+from anybit.quantization.methods.grid import Grid, best_candidates
 from anybit.scheme import WeightFormat
 
 # The smallest clipping threshold tried: few levels serve the many small weights better than the few large ones.
 _HARDEST_CLIP = {1: 0.06, 2: 0.2, 3: 0.3}
 
-_RECORDER = Recorder()
+_RECORDER = GraphRecorder()
 
 Order = Literal["natural", "grouped", "sorted"]
 

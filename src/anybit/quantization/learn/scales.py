@@ -3,7 +3,7 @@ transformation, against the model's predictions instead of a block's output).
 
 In front of every layer stands ``x -> s * R^T Q(R (x / s))`` with the rounding Q, a rotation R or none, and the scales s
 that learn: without Q it would do nothing. Gradients pass straight through Q and know what its range costs. Afterwards
-the scales go where ``anybit.quantize.methods.scaling_pairs`` says, and the model computes what it did.
+the scales go where ``anybit.quantization.methods.scaling_pairs`` says, and the model computes what it did.
 """
 
 import copy
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from anybit import hadamard
 from anybit.errors import CalibrationError
-from anybit.quantize.learn.fake_quant import GivenLinear
-from anybit.quantize.learn.kl_gradient import Accumulation
-from anybit.quantize.learn.norms import fuse_norms
-from anybit.quantize.learn.rounding import RoundedThrough, Shared
-from anybit.quantize.methods.distill import batches_of, shuffled
-from anybit.quantize.methods.llama_block import anatomies
-from anybit.quantize.methods.scaling_pairs import Place, places
+from anybit.quantization.learn.fake_quant import GivenLinear
+from anybit.quantization.learn.kl_gradient import KLGradient
+from anybit.quantization.learn.norms import fuse_norms
+from anybit.quantization.learn.rounding import RoundedThrough, Shared
+from anybit.quantization.methods.distill import batches_of, shuffled
+from anybit.quantization.methods.llama_block import llama_blocks
+from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
 from anybit.scheme import ActivationFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Balance:
+class ScaleLearning:
     """How scales learn: steps of so many tokens, and how far a scale's logarithm may move in one."""
 
     steps: int = 64
@@ -41,12 +41,12 @@ class Balance:
 class _Between:
     """The forward pre-hook of a place's readers, with scales that learn."""
 
-    def __init__(self, place: Place, stretch: nn.Parameter, format: ActivationFormat, rotated: bool) -> None:
-        self.place, self.stretch, self.format, self.rotated = place, stretch, format, rotated
+    def __init__(self, pair: ScalingPair, stretch: nn.Parameter, format: ActivationFormat, rotated: bool) -> None:
+        self.pair, self.stretch, self.format, self.rotated = pair, stretch, format, rotated
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = args[0]
-        scale = self.place.read(self.stretch.exp()).to(x.dtype)
+        scale = self.pair.read(self.stretch.exp()).to(x.dtype)
         y = x / scale
         if self.rotated:
             y = hadamard.transform(y)
@@ -62,7 +62,7 @@ def learn_scales(
     sequences: Sequence[Tensor],
     activations: ActivationFormat,
     rotated: bool = False,
-    settings: Balance | None = None,
+    settings: ScaleLearning | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> list[Tensor]:
     """Learn scales for every place of a Llama-like model, float32 [channels] each: ``put_scales`` puts them there.
@@ -71,20 +71,20 @@ def learn_scales(
     The model is left as it is. Raises CalibrationError when the loss is not finite, LayerError for an architecture that
     is not Llama's.
     """
-    settings = settings or Balance()
+    settings = settings or ScaleLearning()
     device = torch.device(settings.device)
     home = model.device
     teacher = model.to(device)
     student = copy.deepcopy(teacher).requires_grad_(False)
     kind = torch.bfloat16 if settings.half else torch.float32
     stretches: list[nn.Parameter] = []
-    for part in list(anatomies(student)):
-        for place in places(part):
-            stretch = nn.Parameter(torch.zeros(place.channels, device=device))
+    for part in list(llama_blocks(student)):
+        for pair in scaling_pairs(part):
+            stretch = nn.Parameter(torch.zeros(pair.channels, device=device))
             stretch.grad = torch.zeros_like(stretch)
             stretches.append(stretch)
-            hook = Shared([_Between(place, stretch, activations, rotated)])
-            for name, reader in place.readers.items():
+            hook = Shared([_Between(pair, stretch, activations, rotated)])
+            for name, reader in pair.readers.items():
                 layer = GivenLinear(reader.weight.data.to(kind), reader.bias)
                 layer.register_forward_pre_hook(hook)
                 student.set_submodule(name, layer, strict=False)
@@ -95,7 +95,7 @@ def learn_scales(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / settings.steps)))
     )
-    run = Accumulation(teacher, student, settings.half, device)
+    run = KLGradient(teacher, student, settings.half, device)
     ahead: list[list[Tensor]] = []
     for step in range(settings.steps):
         # From all over the text, however few the steps are.
@@ -119,6 +119,6 @@ def learn_scales(
 @torch.no_grad()
 def put_scales(model: Any, scales: Sequence[Tensor]) -> None:
     """Put scales in place, in the order of ``learn_scales``; what the model computes stays the same, up to rounding."""
-    found = [place for part in anatomies(model) for place in places(part)]
-    for place, scale in zip(found, scales, strict=True):
-        place.apply(scale.to(place.writer.weight.device))
+    found = [pair for part in llama_blocks(model) for pair in scaling_pairs(part)]
+    for pair, scale in zip(found, scales, strict=True):
+        pair.apply(scale.to(pair.writer.weight.device))

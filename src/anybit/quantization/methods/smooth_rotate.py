@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from anybit import hadamard
-from anybit.quantize.methods.llama_block import anatomies
-from anybit.quantize.methods.scaling_pairs import Place, places
-from anybit.quantize.pipeline.blocks import reduce_inputs
+from anybit.quantization.methods.llama_block import llama_blocks
+from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
+from anybit.quantization.pipeline.blocks import reduce_inputs
 
 
 @torch.no_grad()
@@ -35,15 +35,15 @@ def spread(
     until the layers are replaced.
     Raises CalibrationError for activations that are not finite, LayerError for another architecture or size.
     """
-    parts = list(anatomies(model))
-    found = [place for part in parts for place in places(part)]
-    for place in found:
-        hadamard.factor(place.reader.in_features)
-    power = _power(model, [place.reader for place in found], batches)
+    parts = list(llama_blocks(model))
+    found = [pair for part in parts for pair in scaling_pairs(part)]
+    for pair in found:
+        hadamard.factor(pair.reader.in_features)
+    power = _power(model, [pair.reader for pair in found], batches)
     generator = torch.Generator().manual_seed(seed)
-    for place in found:
-        scale = _scale(place, power[place.reader], strength)
-        place.apply(scale * (torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1).to(scale))
+    for pair in found:
+        scale = _scale(pair, power[pair.reader], strength)
+        pair.apply(scale * (torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1).to(scale))
     if improve is not None:
         improve()
     layers = {name: layer for part in parts for name, layer in part.names.items()}
@@ -69,10 +69,10 @@ def _power(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor]) -> d
     return {module: total / count for module, total in reduce_inputs(model, modules, batches, add).items()}
 
 
-def _scale(place: Place, seen: Tensor, strength: float) -> Tensor:
+def _scale(pair: ScalingPair, seen: Tensor, strength: float) -> Tensor:
     """The scales of a place from the mean squares of what its readers see."""
-    weight = torch.stack([reader.weight.data.double().square().sum(0) for reader in place.readers.values()]).sum(0)
-    both = torch.stack([seen, weight]).view(2, -1, place.shared, place.size)
+    weight = torch.stack([reader.weight.data.double().square().sum(0) for reader in pair.readers.values()]).sum(0)
+    both = torch.stack([seen, weight]).view(2, -1, pair.shared, pair.size)
     both = both.mean(2).clamp(min=1e-12).sqrt().flatten(1)
     scale = both[0] ** strength / both[1] ** (1 - strength)
     return (scale / scale.log().mean().exp()).clamp(1e-3, 1e3)

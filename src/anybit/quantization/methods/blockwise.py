@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybit.quantize.learn.cuda_graphs import Recorder
-from anybit.quantize.learn.fake_quant import (
+from anybit.quantization.learn.cuda_graphs import GraphRecorder
+from anybit.quantization.learn.fake_quant import (
+    FakeQuantBank,
     GivenLinear,
-    SoftBank,
     banks,
     parameter_groups,
 )
-from anybit.quantize.learn.kl_gradient import written_out
-from anybit.quantize.pipeline.blocks import Call, run_block
-from anybit.quantize.pipeline.calibrate import BlockTask
+from anybit.quantization.learn.kl_gradient import written_out
+from anybit.quantization.pipeline.blocks import Call, run_block
+from anybit.quantization.pipeline.calibrate import BlockTask
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLearning:
-    """How to learn a block. passes: over the calibration text.  rates: see ``anybit.quantize.methods.distill``."""
+    """How to learn a block. passes: over the calibration text.  rates: see ``anybit.quantization.methods.distill``."""
 
     passes: int = 4
     place_rate: float = 0.006
@@ -60,13 +60,13 @@ class BlockLearning:
         if better:
             task.weights.update({name: hard[name] for name in task.weights if name in hard})
 
-    def _learn(self, task: BlockTask, learned: list[SoftBank]) -> None:
+    def _learn(self, task: BlockTask, learned: list[FakeQuantBank]) -> None:
         optimizer = torch.optim.Adam(parameter_groups(learned, self.place_rate, self.scale_rate), betas=(0.9, 0.99))
         count = len(task.calls)
         steps = self.passes * count
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
         leaves = [leaf for bank in learned for leaf in bank.leaves.values()]
-        run: Callable[..., object] = partial(Recorder(), "step")
+        run: Callable[..., object] = partial(GraphRecorder(), "step")
         for step in range(steps):
             for bank in learned:
                 bank.refresh()

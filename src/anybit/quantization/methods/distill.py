@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
-from anybit.quantize.learn.fake_quant import (
+from anybit.quantization.learn.fake_quant import (
     GivenLinear,
     banks,
     parameter_groups,
 )
-from anybit.quantize.learn.kl_gradient import Accumulation
-from anybit.quantize.learn.norms import fuse_norms
-from anybit.quantize.learn.rounding import Shared, rounded_through
-from anybit.quantize.pipeline.blocks import weight_of
+from anybit.quantization.learn.kl_gradient import KLGradient
+from anybit.quantization.learn.norms import fuse_norms
+from anybit.quantization.learn.rounding import Shared, rounded_through
+from anybit.quantization.pipeline.blocks import weight_of
 from anybit.scheme import ActivationFormat
 
 Progress = Callable[[int, int, float], None]
@@ -89,7 +89,7 @@ def distill(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / steps)))
     )
-    run = Accumulation(teacher, student, settings.half, device)
+    run = KLGradient(teacher, student, settings.half, device)
     for step in range(steps):
         ahead = ahead or batches_of(shuffled(sequences, step), settings.step_tokens)
         for bank in learned:

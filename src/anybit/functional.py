@@ -1,0 +1,51 @@
+"""anybit without modules: quantize one weight matrix, multiply with it.
+
+    weight = anybit.quantize(torch.randn(4096, 4096, dtype=torch.float16, device="cuda"), "w4a16g128")
+    y = anybit.matmul(x, weight)                          # x [..., 4096] -> y [..., 4096]
+
+``anybit.attention.decode`` is the same for attention over a quantized KV cache.
+"""
+
+from torch import Tensor
+
+from anybit import ops
+from anybit.errors import LayerError
+from anybit.ops import Prepared
+from anybit.packing import QuantizedWeight
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.scheme import Scheme
+
+
+def quantize(weight: Tensor | QuantizedWeight, scheme: Scheme | str, *, backend: str | None = None) -> Prepared:
+    """Quantize a weight matrix by rounding to nearest, and lay it out for the kernels that will multiply with it.
+
+    weight: float [N, K], on the device that is to run it; or a QuantizedWeight, whose codes are kept.
+    scheme: what weights and activations become, such as ``"w4a16g128"`` or ``"w4a8"``.
+    backend: a name out of ``anybit.ops.backends``; None takes the fastest that can run this layer on this device.
+    The result goes into ``matmul``; its ``restore()`` gives the QuantizedWeight back.
+
+    Raises SchemeError for a scheme that does not parse, LayerError for a weight that the scheme does not fit, and
+    KernelError, with every backend's reason, where none can run it.
+    """
+    parsed = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
+    if isinstance(weight, QuantizedWeight):
+        if weight.format != parsed.weights:
+            raise LayerError(f"the weight is quantized as {weight.format}, and the scheme {parsed} asks for another")
+        codes = weight
+    else:
+        codes = quantize_weight(weight, parsed.weights)
+    return ops.prepare(codes, parsed.activations, backend)
+
+
+def matmul(x: Tensor, weight: Prepared, bias: Tensor | None = None) -> Tensor:
+    """Y = x W^T + bias for a weight that ``quantize`` has made.
+
+    x: [..., K]; float16 or bfloat16 on a GPU, any float type on a CPU. bias: float [N]. Returns [..., N] in x's dtype.
+    Quantized activations are quantized on the way. Raises KernelError or LayerError, before anything is launched, for
+    an x of another width, dtype or device than the weight takes.
+    """
+    if not isinstance(weight, Prepared):
+        raise LayerError(
+            f"weight must come from anybit.quantize(weight, scheme), and is of type {type(weight).__name__}"
+        )
+    return ops.linear(x, weight, bias)
