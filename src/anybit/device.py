@@ -1,5 +1,6 @@
 """What anybit knows of a GPU: its architecture and the few numbers that kernels are planned with."""
 
+import os
 from dataclasses import dataclass
 from functools import cache
 
@@ -75,3 +76,10 @@ def _present(index: int) -> Device:
         properties.L2_cache_size,
         _TYPICAL[arch].bandwidth,
     )
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of memory that a device has in all, whoever uses them."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -8,6 +8,9 @@ Everything here is plain torch and runs anywhere; on a GPU ``write`` hands the w
 
 ``extend`` may touch the host's tables; ``write`` and the attention only read fixed addresses on the device, so a CUDA
 graph of them stays right while the sequences grow.
+
+Whatever changes sequences does all that it is asked or raises CacheError and changes nothing, on the host and on the
+device: ``kvpool.Ledger`` plans a change and refuses it, or the copies are made and both sides take it over.
 """
 
 import itertools
@@ -19,16 +22,18 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.device import Device
+from anybit.device import Device, memory_of
 from anybit.errors import KernelError, LayerError
 from anybit.kernels.attention import kv_page, kv_quantize
 from anybit.kernels.attention.kv_page import PageLayout, ring_places
-from anybit.kvpool import Action, CacheError, CopyPage, CopyRing, Ledger, Unpack
+from anybit.kvpool import CacheError, Change, CopyPages, CopyRings, Ledger, Unpack, whole
 from anybit.scheme import KVFormat, is_whole
 
 WINDOW = 128
 """Tokens that are packed at a time, at most: Eq. 1 of BitDecoding for 4 bits (8 tokens x 4 warps x 4 codes a word)."""
 
+MOST = 2**31 - 1
+"""The largest size of a cache: kernels count tokens and pages in int32."""
 
 _numbers = itertools.count(1)
 _live: "weakref.WeakValueDictionary[int, KVCache]" = weakref.WeakValueDictionary()
@@ -70,16 +75,18 @@ class KVCache:
             raise LayerError(f"a KV cache keeps its newest tokens in float16 or bfloat16, not {dtype}")
         sizes = {"layers": layers, "kv_heads": kv_heads, "sequences": sequences, "capacity": capacity, "pages": pages}
         for name, size in sizes.items():
-            fits = name == "pages" if size is None else is_whole(size) and size >= 1
-            if not fits:
-                raise LayerError(f"{name} of a KV cache must be a whole number from 1, not {size!r}")
-        if not is_whole(slack) or slack % 32 or slack < 0:
+            if name != "pages" or size is not None:
+                _check_size(name, size)
+        if not is_whole(slack) or slack % 32 or not 0 <= slack <= MOST:
             raise LayerError(f"slack must be a multiple of 32 tokens, 0 or more, not {slack!r}")
+        if not is_whole(page) or not is_whole(head_dim):
+            raise LayerError(f"page and head_dim must be whole numbers, not {page!r} and {head_dim!r}")
         self.format = format if isinstance(format, KVFormat) else KVFormat.parse(format)
         self.layout = PageLayout(self.format, head_dim, page)
         self.window = min(page, WINDOW)
         per_sequence = -(-capacity // page)
         count = sequences * per_sequence if pages is None else pages
+        self._check_memory(layers, sequences, count, kv_heads, self.window + slack, torch.device(device))
         self.ledger = Ledger(sequences, count, self.window, page, slack, capacity)
         self.layers, self.kv_heads, self.head_dim, self.dtype = layers, kv_heads, head_dim, dtype
         self.device = torch.device(device)
@@ -97,6 +104,18 @@ class KVCache:
         """Under which ``live`` finds this cache: ops take no objects."""
         _live[self.number] = self
 
+    def _check_memory(
+        self, layers: int, sequences: int, pages: int, kv_heads: int, ring: int, device: torch.device
+    ) -> None:
+        """Raise LayerError for a cache that this machine cannot hold, before anything is made."""
+        size = layers * kv_heads * (pages * self.layout.page_bytes + sequences * 4 * ring * self.layout.head_dim)
+        have = memory_of(device)
+        if pages > MOST or size > have:
+            raise LayerError(
+                f"a KV cache of {pages} pages for {sequences} sequences and {layers} layers takes {size / 1e9:.4g} GB, "
+                f"and {device} has {have / 1e9:.4g}: make it for fewer or shorter sequences, or with fewer pages"
+            )
+
     # -------- sequences
 
     def length(self, sequence: int) -> int:
@@ -105,9 +124,7 @@ class KVCache:
 
     def add(self) -> int:
         """A new, empty sequence; raises CacheError when all are in use."""
-        sequence = self.ledger.add()
-        self._publish([sequence])
-        return sequence
+        return self.ledger.add()  # whose rows on the device are those that ``free`` left
 
     def free(self, sequence: int) -> None:
         """Forget a sequence."""
@@ -116,10 +133,13 @@ class KVCache:
         self.lengths[sequence] = 0
 
     def fork(self, sequence: int) -> int:
-        """A second sequence with the same tokens: full pages are shared, and only what differs later is copied."""
-        target, actions = self.ledger.fork(sequence)
-        self._act(actions)
-        self._publish([target])
+        """A second sequence with the same tokens: full pages are shared, and only what differs later is copied.
+
+        What ``reserve`` set aside stays the first one's. A half-full page is shared too; whichever of its owners
+        writes to it first takes a copy, and so one page more.
+        """
+        target, change = self.ledger.plan_fork(sequence)
+        self._commit(change)
         return target
 
     def crop(self, sequence: int, length: int) -> None:
@@ -128,38 +148,35 @@ class KVCache:
         Exact for the newest ``slack`` tokens; further back, the tokens of the block that is opened again keep the
         values that the pages held.
         """
-        self._act(self.ledger.crop(sequence, length))
-        self._publish([sequence])
+        self._commit(self.ledger.plan_crop(sequence, length))
 
     def reorder(self, sequences: Sequence[int], origin: Sequence[int]) -> None:
         """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was (the beams of a beam search)."""
-        copies = self.ledger.reorder(sequences, origin)
-        if copies:
-            sources = self.row_index([s for s, _ in copies])
-            self.residual[:, self.row_index([t for _, t in copies])] = self.residual[:, sources]
-        self._publish(sequences)
+        self._commit(self.ledger.plan_reorder(sequences, origin))
+
+    def reserve(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
+        """Set pages aside for ``tokens`` more tokens of each sequence, so that ``extend`` by them is not refused.
+
+        That holds until a sequence is cropped or reordered, which gives up pages without tokens, or forked, whose
+        half-full page takes a copy once more.
+        """
+        self._commit(self.ledger.plan_reserve(sequences, _each(tokens, sequences)), lengths=False)
 
     def extend(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
-        """Count ``tokens`` more tokens for each sequence and make sure of their pages; then ``write`` them."""
-        counts = [tokens] * len(sequences) if isinstance(tokens, int) else list(tokens)
-        needed = sum(self.ledger.needs(s, n) for s, n in zip(sequences, counts, strict=True))
-        if needed > self.ledger.pool.available:
-            raise CacheError(
-                f"{len(sequences)} sequences need {needed} more pages, and the cache has {self.ledger.pool.available} "
-                f"left of {len(self.ledger.pool.references)}: free a sequence, or make the cache with more pages"
-            )
-        changed = []
-        for sequence, count in zip(sequences, counts, strict=True):
-            before = list(self.ledger.entry(sequence).pages)
-            self._act(self.ledger.extend(sequence, count))
-            if self.ledger.entry(sequence).pages != before:
-                changed.append(sequence)
-        self._publish(changed, lengths=False)
-        rows = self.row_index(sequences)
-        if isinstance(tokens, int):
-            self.lengths.index_add_(0, rows, torch.full_like(rows, tokens, dtype=torch.int32))
+        """Count ``tokens`` more tokens for each sequence and make sure of their pages; then ``write`` them.
+
+        All sequences or none: CacheError, and nothing has changed, if one is at its capacity or the pages do not
+        suffice for all.
+        """
+        counts = _each(tokens, sequences)
+        change = self.ledger.plan_extend(sequences, counts)
+        rows = self.row_index(tuple(change.entries))
+        if len(set(counts)) == 1:
+            more = torch.full_like(rows, whole(counts[0], "a number of tokens"), dtype=torch.int32)
         else:
-            self.lengths.index_add_(0, rows, torch.tensor(counts, dtype=torch.int32, device=self.device))
+            more = self._int32(counts)
+        self._commit(change, lengths=False)
+        self.lengths.index_add_(0, rows, more)
 
     def row_index(self, sequences: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
         """The sequences as a tensor on the cache's device, made once."""
@@ -170,23 +187,32 @@ class KVCache:
             self._rows[key] = torch.tensor(sequences, dtype=dtype, device=self.device)
         return self._rows[key]
 
-    def _publish(self, sequences: Sequence[int], lengths: bool = True) -> None:
-        """Bring the device's tables in line with the ledger."""
-        for sequence in sequences:
-            entry = self.ledger.entry(sequence)
-            row = entry.pages + [-1] * (self.table.shape[1] - len(entry.pages))
-            self.table[sequence] = torch.tensor(row, dtype=torch.int32)
-            if lengths:
-                self.lengths[sequence] = entry.length
+    def _commit(self, change: Change, lengths: bool = True) -> None:
+        """Carry out a plan: the copies first, then the ledger and the device's tables.
 
-    def _act(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            if isinstance(action, CopyPage):
-                self.pages[:, action.target] = self.pages[:, action.source]
-            elif isinstance(action, CopyRing):
-                self.residual[:, action.target] = self.residual[:, action.source]
-            elif isinstance(action, Unpack):
+        Copies go to pages and rows that nobody reads yet, and are read in full before they are written, so that one
+        that fails (for want of memory) leaves the cache as it was.
+        """
+        moved = self.ledger.moved(change)
+        width = self.table.shape[1]
+        owned = [change.entries[s].pages for s in moved]
+        tables = self._int32([[*pages, *[-1] * (width - len(pages))] for pages in owned]) if moved else None
+        for action in change.actions:
+            if isinstance(action, CopyPages):
+                self.pages[:, list(action.targets)] = self.pages[:, list(action.sources)]
+            elif isinstance(action, CopyRings):
+                self.residual[:, self.row_index(action.targets)] = self.residual[:, self.row_index(action.sources)]
+            else:
                 self._unpack(action)
+        self.ledger.commit(change)
+        if tables is not None:
+            self.table[self.row_index(moved)] = tables
+        if lengths and change.entries:
+            new = self._int32([entry.length for entry in change.entries.values()])
+            self.lengths[self.row_index(tuple(change.entries))] = new
+
+    def _int32(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def _unpack(self, action: Unpack) -> None:
         page, size = self.layout.page, self.layout.page_bytes
@@ -366,6 +392,10 @@ class KVCache:
         packed = self.ledger.packed(max(length - newest, 0))
         if packed < self.ledger.entry(sequence).oldest:  # more new tokens than the ring holds: a prompt
             packed = self.ledger.packed(length)
+        return self._read(layer, sequence, length, packed)
+
+    def _read(self, layer: int, sequence: int, length: int, packed: int) -> tuple[Tensor, Tensor]:
+        """The first ``length`` tokens, of which ``packed`` come from pages."""
         owned = self.ledger.entry(sequence).pages[: -(-packed // self.layout.page)]
         pages = self.pages[layer, owned].transpose(0, 1)  # [heads, pages, page_bytes]
         blocks = pages.reshape(self.kv_heads, len(owned) * self.layout.blocks, self.layout.block_bytes)
@@ -378,13 +408,8 @@ class KVCache:
 
     def read_before(self, layer: int, sequence: int, newest: int) -> tuple[Tensor, Tensor]:
         """K and V [kv_heads, length - newest, head_dim] in float32, not rotated, before the newest are written."""
-        entry = self.ledger.entry(sequence)
-        length, oldest = entry.length, entry.oldest
-        entry.length, entry.oldest = length - newest, min(oldest, self.ledger.packed(length - newest))
-        try:
-            both = self.read(layer, sequence)
-        finally:
-            entry.length, entry.oldest = length, oldest
+        length = self.length(sequence) - newest
+        both = self._read(layer, sequence, length, self.ledger.packed(length))
         if self.rotation is not None:
             rotation = self.rotation.float()
             return both[0] @ rotation, both[1] @ rotation
@@ -392,10 +417,14 @@ class KVCache:
 
     def grow(self, layers: int, capacity: int) -> None:
         """Make room for more layers and longer sequences; what is there stays, its addresses do not."""
+        _check_size("layers", layers)
+        _check_size("capacity", capacity)
+        layers = max(layers, self.layers)
         per_sequence = max(-(-capacity // self.layout.page), self.table.shape[1])
         sequences = self.table.shape[0]
         old = self.pages.shape[1]
         count = max(old, sequences * per_sequence)
+        self._check_memory(layers, sequences, count, self.kv_heads, self.ledger.ring, self.device)
         pages = self.pages.new_zeros(layers, count, *self.pages.shape[2:])
         pages[: self.layers, :old] = self.pages
         residual = self.residual.new_zeros(layers, *self.residual.shape[1:])
@@ -418,6 +447,16 @@ def live(number: int) -> KVCache:
     if found is None:
         raise CacheError(f"KV cache {number} is gone: an op ran after the cache it was made for")
     return found
+
+
+def _check_size(name: str, size: object) -> None:
+    if not is_whole(size) or not 1 <= size <= MOST:  # type: ignore[operator]
+        raise LayerError(f"{name} of a KV cache must be a whole number from 1 to 2^31 - 1, not {size!r}")
+
+
+def _each(tokens: int | Sequence[int], sequences: Sequence[int]) -> list[int]:
+    """Tokens of each sequence, from one number for all or a list of them."""
+    return list(tokens) if isinstance(tokens, list | tuple) else [tokens] * len(sequences)  # type: ignore[list-item]
 
 
 def _aligned(x: Tensor) -> Tensor:

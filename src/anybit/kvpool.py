@@ -1,18 +1,30 @@
 """Who owns which page: the bookkeeping of a paged KV cache, in plain Python, without any tensor.
 
-``PagePool`` counts the references of pages; ``Ledger`` keeps the sequences. Whatever a change of the ledger asks of the
-memory (copy a page that two sequences would write to, bring packed tokens back into the 16-bit residual) is returned as
-a list of ``Action`` for the cache to carry out in order.
+``PagePool`` counts the references of pages; ``Ledger`` keeps the sequences. A change of the ledger has two steps:
+
+    change = ledger.plan_extend([0, 1], [5, 5])     checks everything, changes nothing; CacheError says what is wrong
+    ...                                             the memory carries out ``change.actions``, in order
+    ledger.commit(change)                           cannot fail
+
+so a change that is refused, or whose copies fail, leaves everything as it was.
 
 A sequence of ``n`` tokens has its first ``n - n % window`` tokens in pages and its newest tokens in a ring of
 ``ring = window + slack`` slots, token ``i`` in slot ``i % ring``. So the newest ``slack`` tokens can always be taken
 back exactly as they were, even when a window was packed in between.
+
+Sequences share pages that hold tokens of both, and only those. Of a page that is half full the first sequence that
+writes to it takes a copy; the last one that still has it writes to the page itself.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from anybit.errors import AnyBitError
+from anybit.scheme import is_whole
 
 
 class CacheError(AnyBitError, ValueError):
@@ -20,19 +32,19 @@ class CacheError(AnyBitError, ValueError):
 
 
 @dataclass(frozen=True)
-class CopyPage:
-    """Copy a page, all layers and heads, before one of its owners writes to it."""
+class CopyPages:
+    """Copy pages, all layers and heads, before one of their owners writes: ``sources[i]`` to ``targets[i]``."""
 
-    source: int
-    target: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class CopyRing:
-    """Copy the residual of one sequence to another."""
+class CopyRings:
+    """Copy residuals of sequences, all at once: every source is read before any target is written."""
 
-    source: int
-    target: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,24 @@ class Unpack:
     pages: tuple[int, ...]
 
 
-Action = CopyPage | CopyRing | Unpack
+Action = CopyPages | CopyRings | Unpack
+
+
+class Entry(NamedTuple):
+    """One sequence: how many tokens it has, its pages, and the oldest token that its ring still holds."""
+
+    length: int = 0
+    pages: tuple[int, ...] = ()
+    oldest: int = 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a plan found: the entries as they will be, what the memory has to do before, and how many pages it takes."""
+
+    entries: dict[int, Entry]
+    actions: tuple[Action, ...] = ()
+    taken: int = 0
 
 
 class PagePool:
@@ -60,48 +89,35 @@ class PagePool:
         """How many pages nobody owns."""
         return len(self._free)
 
-    def take(self) -> int:
-        """A page of one's own. Raises CacheError when none is left."""
-        if not self._free:
-            raise CacheError(
-                f"all {len(self.references)} pages of the KV cache are in use: free a sequence, or make the cache with "
-                "more pages"
-            )
-        page = self._free.pop()
-        self.references[page] = 1
-        return page
+    def next(self, count: int) -> list[int]:
+        """The ``count`` pages that ``exchange`` will take first; they stay free until then."""
+        return self._free[-1 : -count - 1 : -1]
 
     def grow(self, pages: int) -> None:
         """Have ``pages`` pages in all."""
         self._free[:0] = range(pages - 1, len(self.references) - 1, -1)
         self.references += [0] * (pages - len(self.references))
 
-    def share(self, page: int) -> None:
-        """One owner more."""
-        self.references[page] += 1
+    def exchange(self, taken: int, gained: Iterable[int], lost: Iterable[int]) -> None:
+        """Take the ``next`` pages, count an owner more of pages that are gained, and one less of those that are lost.
 
-    def drop(self, page: int) -> None:
-        """One owner less; the last one frees it."""
-        self.references[page] -= 1
-        if self.references[page] == 0:
-            self._free.append(page)
-        elif self.references[page] < 0:
-            raise CacheError(f"page {page} of the KV cache was freed twice")
-
-
-@dataclass
-class Entry:
-    """One sequence: how many tokens it has, its pages, and the oldest token that its ring still holds."""
-
-    length: int = 0
-    pages: list[int] = field(default_factory=list)
-    oldest: int = 0
+        Pages without an owner are free again.
+        """
+        if taken:
+            del self._free[-taken:]
+        for page in gained:
+            self.references[page] += 1
+        for page in lost:
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self._free.append(page)
 
 
 class Ledger:
     """The sequences of a cache: who has how many tokens, and where.
 
     window: tokens that are packed at a time (a multiple of 16).  page: tokens of a page; one divides the other.
+    Every method raises CacheError for what cannot be, and then nothing has changed.
     """
 
     def __init__(self, sequences: int, pages: int, window: int, page: int, slack: int, capacity: int) -> None:
@@ -116,6 +132,7 @@ class Ledger:
 
     def entry(self, sequence: int) -> Entry:
         """The state of a live sequence."""
+        sequence = whole(sequence, "a sequence")
         found = self.entries[sequence] if 0 <= sequence < len(self.entries) else None
         if found is None:
             raise CacheError(f"sequence {sequence} is not in the cache")
@@ -125,110 +142,163 @@ class Ledger:
         """How many of ``length`` tokens are in pages."""
         return length - length % self.window
 
+    def holding(self, length: int) -> int:
+        """How many pages hold tokens of a sequence of ``length``."""
+        return -(-self.packed(length) // self.page)
+
     def add(self) -> int:
         """A new, empty sequence."""
+        sequence = self._unused()
+        self.entries[sequence] = Entry()
+        return sequence
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence; pages that nobody else has become available."""
+        self.pool.exchange(0, (), self.entry(sequence).pages)
+        self.entries[sequence] = None
+
+    def plan_reserve(self, sequences: Sequence[int], tokens: Sequence[int]) -> Change:
+        """Give each sequence the pages of its own that ``tokens[i]`` more tokens will be written to.
+
+        ``plan_extend`` by no more tokens than that then takes no page, unless the sequence was cropped, forked or
+        reordered meanwhile: a crop and a reorder give up pages without tokens; a fork shares the half-full page again.
+        """
+        return self._plan_growth(sequences, tokens, counts=False)
+
+    def plan_extend(self, sequences: Sequence[int], tokens: Sequence[int]) -> Change:
+        """Append ``tokens[i]`` tokens to each sequence: their pages, and their count."""
+        return self._plan_growth(sequences, tokens, counts=True)
+
+    def plan_crop(self, sequence: int, length: int) -> Change:
+        """Keep the first ``length`` tokens; what leaves the pages but not the sequence goes back to the ring."""
+        entry, length = self.entry(sequence), whole(length, "the length to crop to")
+        if not 0 <= length <= entry.length:
+            raise CacheError(f"sequence {sequence} has {entry.length} tokens and cannot be cropped to {_short(length)}")
+        actions: tuple[Action, ...] = ()
+        begin, oldest = self.packed(length), entry.oldest
+        if begin < length and oldest > begin:
+            end = min(length, oldest)
+            pages = entry.pages[begin // self.page : -(-end // self.page)]
+            actions = (Unpack(operator.index(sequence), begin, end, pages),)
+            oldest = begin
+        kept = Entry(length, entry.pages[: self.holding(length)], min(oldest, length))
+        return Change({operator.index(sequence): kept}, actions)
+
+    def plan_fork(self, sequence: int) -> tuple[int, Change]:
+        """A second sequence with the same tokens: pages that hold tokens are shared, the residual is copied."""
+        source, target = self.entry(sequence), self._unused()
+        entry = source._replace(pages=source.pages[: self.holding(source.length)])
+        return target, Change({target: entry}, (CopyRings((operator.index(sequence),), (target,)),))
+
+    def plan_reorder(self, sequences: Sequence[int], origin: Sequence[int]) -> Change:
+        """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was."""
+        rows = self._rows(sequences)
+        places = [whole(o, "an origin") for o in origin]
+        if len(places) != len(rows):
+            raise CacheError(f"{len(rows)} sequences cannot be reordered by {len(places)} origins: give one for each")
+        for place in places:
+            if not 0 <= place < len(rows):
+                raise CacheError(f"origin {_short(place)} is not one of the {len(rows)} sequences: count them from 0")
+        moved = [(rows[o], s) for s, o in zip(rows, places, strict=True) if rows[o] != s]
+        entries = {}
+        for source, target in moved:
+            old = self.entry(source)
+            entries[target] = old._replace(pages=old.pages[: self.holding(old.length)])
+        rings = CopyRings(tuple(s for s, _ in moved), tuple(t for _, t in moved))
+        return Change(entries, (rings,) if moved else ())
+
+    def commit(self, change: Change) -> None:
+        """Make a plan true; no other change may have come between."""
+        moved = self.moved(change)
+        lost = [page for s in moved for page in (self.entries[s] or Entry()).pages]
+        for sequence, entry in change.entries.items():
+            self.entries[sequence] = entry
+        self.pool.exchange(change.taken, [page for s in moved for page in change.entries[s].pages], lost)
+
+    def moved(self, change: Change) -> list[int]:
+        """Sequences that will have other pages."""
+        return [s for s, new in change.entries.items() if (self.entries[s] or Entry()).pages is not new.pages]
+
+    def _unused(self) -> int:
         for sequence, entry in enumerate(self.entries):
             if entry is None:
-                self.entries[sequence] = Entry()
                 return sequence
         raise CacheError(
             f"all {len(self.entries)} sequences of the KV cache are in use: free one, or make room for more"
         )
 
-    def free(self, sequence: int) -> None:
-        """Forget a sequence; pages that nobody else has become available."""
-        for page in self.entry(sequence).pages:
-            self.pool.drop(page)
-        self.entries[sequence] = None
+    def _rows(self, sequences: Sequence[int]) -> list[int]:
+        """Sequences that are there, each once."""
+        rows = [whole(s, "a sequence") for s in sequences]
+        for row in rows:
+            self.entry(row)
+        if len(set(rows)) < len(rows):
+            twice = next(row for row in rows if rows.count(row) > 1)
+            raise CacheError(f"sequence {twice} is named {rows.count(twice)} times: name each sequence once")
+        return rows
 
-    def needs(self, sequence: int, tokens: int) -> int:
-        """How many new pages ``reserve`` would take."""
-        entry = self.entry(sequence)
-        wanted = -(-self.packed(entry.length + tokens) // self.page)
-        extra = max(wanted - len(entry.pages), 0)
-        return extra + (1 if self._shared_tail(entry, entry.length + tokens) is not None else 0)
-
-    def _shared_tail(self, entry: Entry, length: int) -> int | None:
-        """The index of a half-filled page that ``length`` tokens would write to and another sequence has too."""
-        begin = self.packed(entry.length)
-        if self.packed(length) == begin or begin % self.page == 0:
-            return None
-        index = begin // self.page
-        shared = index < len(entry.pages) and self.pool.references[entry.pages[index]] > 1
-        return index if shared else None
-
-    def reserve(self, sequence: int, tokens: int) -> list[Action]:
-        """Make sure that ``tokens`` more tokens have pages of their own. All or nothing."""
-        entry = self.entry(sequence)
-        if tokens < 0 or entry.length + tokens > self.capacity:
+    def _plan_growth(self, sequences: Sequence[int], tokens: Sequence[int], counts: bool) -> Change:
+        rows = self._rows(sequences)
+        more = [whole(n, "a number of tokens") for n in tokens]
+        if len(more) != len(rows):
+            raise CacheError(f"{len(rows)} sequences and {len(more)} numbers of tokens: give one number for each")
+        for row, n in zip(rows, more, strict=True):
+            if n < 0 or self.entry(row).length + n > self.capacity:
+                raise CacheError(
+                    f"sequence {row} has {self.entry(row).length} tokens of at most {self.capacity}: {_short(n)} more "
+                    "do not fit"
+                )
+        left: Counter[int] = Counter()  # how many of these sequences leave a page to its other owners
+        copied: set[int] = set()
+        needed = 0
+        for row, n in zip(rows, more, strict=True):
+            entry = self.entry(row)
+            begin, end = self.packed(entry.length), self.packed(entry.length + n)
+            needed += max(self.holding(entry.length + n) - len(entry.pages), 0)
+            if end > begin and begin % self.page:  # a page that is half full will be written to
+                page = entry.pages[begin // self.page]
+                if self.pool.references[page] - left[page] > 1:
+                    left[page] += 1
+                    copied.add(row)
+        needed += len(copied)
+        if needed > self.pool.available:
             raise CacheError(
-                f"sequence {sequence} has {entry.length} tokens of at most {self.capacity}: {tokens} more do not fit"
+                f"{len(rows)} sequences need {needed} more pages for their tokens, and the KV cache has "
+                f"{self.pool.available} of {len(self.pool.references)} left: free a sequence, or make the cache with "
+                "more pages"
             )
-        if self.needs(sequence, tokens) > self.pool.available:
-            raise CacheError(
-                f"sequence {sequence} needs {self.needs(sequence, tokens)} more pages for {tokens} tokens, and the KV "
-                f"cache has {self.pool.available} of {len(self.pool.references)} left: free a sequence, or add pages"
+        fresh = iter(self.pool.next(needed))
+        entries: dict[int, Entry] = {}
+        copies: list[tuple[int, int]] = []
+        for row, n in zip(rows, more, strict=True):
+            length, pages, oldest = self.entry(row)
+            total = length + n
+            if row in copied:
+                tail = self.packed(length) // self.page
+                copies.append((pages[tail], next(fresh)))
+                pages = (*pages[:tail], copies[-1][1], *pages[tail + 1 :])
+            extra = self.holding(total) - len(pages)
+            if extra > 0:
+                pages = (*pages, *itertools.islice(fresh, extra))
+            entries[row] = (
+                Entry(total, pages, max(oldest, total - self.ring)) if counts else Entry(length, pages, oldest)
             )
-        actions: list[Action] = []
-        index = self._shared_tail(entry, entry.length + tokens)
-        if index is not None:
-            old, entry.pages[index] = entry.pages[index], self.pool.take()
-            self.pool.drop(old)
-            actions.append(CopyPage(old, entry.pages[index]))
-        while len(entry.pages) * self.page < self.packed(entry.length + tokens):
-            entry.pages.append(self.pool.take())
-        return actions
+        actions = (CopyPages(*map(tuple, zip(*copies, strict=True))),) if copies else ()
+        return Change(entries, actions, needed)
 
-    def extend(self, sequence: int, tokens: int) -> list[Action]:
-        """Append ``tokens`` tokens: reserve their pages and count them."""
-        actions = self.reserve(sequence, tokens)
-        entry = self.entry(sequence)
-        entry.length += tokens
-        entry.oldest = max(entry.oldest, entry.length - self.ring)
-        return actions
 
-    def crop(self, sequence: int, length: int) -> list[Action]:
-        """Keep the first ``length`` tokens; what leaves the pages but not the sequence goes back to the ring."""
-        entry = self.entry(sequence)
-        if not 0 <= length <= entry.length:
-            raise CacheError(f"sequence {sequence} has {entry.length} tokens and cannot be cropped to {length}")
-        actions: list[Action] = []
-        begin = self.packed(length)
-        if begin < length and entry.oldest > begin:
-            end = min(length, entry.oldest)
-            first, last = begin // self.page, -(-end // self.page)
-            actions.append(Unpack(sequence, begin, end, tuple(entry.pages[first:last])))
-            entry.oldest = begin
-        entry.length = length
-        entry.oldest = min(entry.oldest, length)
-        keep = -(-begin // self.page)
-        for page in entry.pages[keep:]:
-            self.pool.drop(page)
-        del entry.pages[keep:]
-        return actions
+def whole(value: object, name: str) -> int:
+    """The whole number that ``value`` is; CacheError for 1.5, 1.0, True and whatever else is none."""
+    if type(value) is int:
+        return value
+    try:
+        if is_whole(value):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass  # a tensor of floats, for one
+    raise CacheError(f"{name} must be a whole number, not {value!r}")
 
-    def fork(self, sequence: int) -> tuple[int, list[Action]]:
-        """A second sequence with the same tokens: pages are shared, the residual is copied."""
-        source = self.entry(sequence)
-        target = self.add()
-        for page in source.pages:
-            self.pool.share(page)
-        self.entries[target] = Entry(source.length, list(source.pages), source.oldest)
-        return target, [CopyRing(sequence, target)]
 
-    def reorder(self, sequences: Sequence[int], origin: Sequence[int]) -> list[tuple[int, int]]:
-        """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was; returns (source, target) ring copies.
-
-        The copies are meant at once: every source is read before any target is written.
-        """
-        old = [self.entry(s) for s in sequences]
-        new = [Entry(old[o].length, list(old[o].pages), old[o].oldest) for o in origin]
-        for entry in new:
-            for page in entry.pages:
-                self.pool.share(page)
-        for entry in old:
-            for page in entry.pages:
-                self.pool.drop(page)
-        for sequence, entry in zip(sequences, new, strict=True):
-            self.entries[sequence] = entry
-        return [(sequences[o], s) for s, o in zip(sequences, origin, strict=True) if sequences[o] != s]
+def _short(number: int) -> str:
+    """A number as messages show it, however many digits it has."""
+    return str(number) if abs(number) < 10**18 else f"{'-' if number < 0 else ''}more than 10^18"

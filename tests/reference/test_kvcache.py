@@ -1,6 +1,4 @@
-"""The KV cache on tensors, and its attention reference, against plain lists and plain attention."""
-
-import random
+"""The KV cache on tensors, and its attention reference, against plain attention."""
 
 import pytest
 import torch
@@ -24,46 +22,6 @@ def put(cache, sequence, kv):
     cache.extend([sequence], kv[0].shape[2])
     for layer in range(2):
         cache.write(layer, [sequence], kv[0][layer], kv[1][layer])
-
-
-@pytest.mark.parametrize("page", [64, 128, 256])
-def test_a_random_life_against_plain_lists(page):
-    rng, generator = random.Random(page), torch.Generator().manual_seed(page)
-    cache = make(page=page, pages=2048 // page)
-    model = {}
-    for _ in range(150):
-        act, live = rng.random(), list(model)
-        try:
-            if not live or act < 0.1:
-                s = cache.add()
-                model[s] = [torch.zeros(2, 0, 2, 64).half() for _ in range(2)]
-            elif act < 0.65:
-                s, kv = rng.choice(live), tokens(rng.choice((1, 1, 5, 16, 63, 64, 130)), generator)
-                put(cache, s, kv)
-                model[s] = [torch.cat((old, new[:, 0]), 1) for old, new in zip(model[s], kv, strict=True)]
-            elif act < 0.75:
-                s = rng.choice(live)
-                model[cache.fork(s)] = list(model[s])
-            elif act < 0.88:
-                s = rng.choice(live)
-                n = rng.randrange(model[s][0].shape[1] + 1)
-                cache.crop(s, n)
-                model[s] = [x[:, :n] for x in model[s]]
-            elif act < 0.95:
-                origin = [rng.randrange(len(live)) for _ in live]
-                cache.reorder(live, origin)
-                model = {s: model[live[o]] for s, o in zip(live, origin, strict=True)}
-            else:
-                s = rng.choice(live)
-                cache.free(s)
-                del model[s]
-        except CacheError:
-            pass
-        for s, expected in model.items():
-            assert int(cache.lengths[s]) == expected[0].shape[1]
-            for layer in range(2):
-                for got, want in zip(cache.read(layer, s), expected, strict=True):
-                    assert torch.equal(got.half(), want[layer].transpose(0, 1))
 
 
 @pytest.mark.parametrize("format", ["kv8", "kv4", "kv2g32", "kv4t", "k4v2g32t", "k16v4", "kv4rot"])
@@ -167,7 +125,9 @@ def test_what_does_not_fit_is_refused_in_words():
     with pytest.raises(LayerError, match="power of two"):
         make("k4v4g32rot", head_dim=96)
     for name, size in (("layers", -1), ("capacity", 0), ("sequences", 2.0), ("kv_heads", "2"), ("pages", 0)):
-        with pytest.raises(LayerError, match=f"{name} of a KV cache must be a whole number from 1, not {size!r}"):
+        with pytest.raises(
+            LayerError, match=rf"{name} of a KV cache must be a whole number from 1 to .*, not {size!r}"
+        ):
             make(**{name: size})
     with pytest.raises(LayerError, match="slack must be a multiple of 32 tokens, 0 or more, not -32"):
         make(slack=-32)

@@ -1,10 +1,14 @@
-"""The ledger of pages against plain lists: nothing is lost, nothing leaks, whatever the order of events."""
+"""The ledger of pages against plain lists: nothing is lost, nothing leaks, whatever the order of events.
+
+Whole caches live through random histories in ``test_kv_histories.py``; here are plans and pages alone, and smaller
+windows and pages than kernels take.
+"""
 
 import random
 
 import pytest
 
-from anybit.kvpool import CacheError, CopyPage, CopyRing, Ledger, PagePool, Unpack
+from anybit.kvpool import CacheError, CopyPages, CopyRings, Ledger, PagePool, Unpack
 
 
 class Memory:
@@ -15,17 +19,18 @@ class Memory:
         self.pages = [[None] * ledger.page for _ in ledger.pool.references]
         self.rings = [[None] * ledger.ring for _ in ledger.entries]
 
-    def act(self, actions):
-        for a in actions:
-            if isinstance(a, CopyPage):
-                self.pages[a.target] = list(self.pages[a.source])
-            elif isinstance(a, CopyRing):
-                self.rings[a.target] = list(self.rings[a.source])
+    def commit(self, change):
+        for a in change.actions:
+            if isinstance(a, CopyPages | CopyRings):
+                memory = self.pages if isinstance(a, CopyPages) else self.rings
+                for target, held in zip(a.targets, [list(memory[source]) for source in a.sources], strict=True):
+                    memory[target] = held
             elif isinstance(a, Unpack):
                 first = a.begin - a.begin % self.ledger.page
                 held = [token for page in a.pages for token in self.pages[page]]
                 for i in range(a.begin, a.end):
                     self.rings[a.sequence][i % self.ledger.ring] = held[i - first]
+        self.ledger.commit(change)
 
     def write(self, sequence, tokens):
         entry, ledger = self.ledger.entry(sequence), self.ledger
@@ -60,27 +65,24 @@ def life(seed, window=16, page=32, slack=16):
                 model[ledger.add()] = []
             elif act < 0.6:
                 s, n = rng.choice(live), rng.choice((1, 2, 3, 15, 16, 17, 40))
-                memory.act(ledger.extend(s, n))
+                memory.commit(ledger.plan_extend([s], [n]))
                 tokens = list(range(name, name + n))
                 name += n
                 memory.write(s, tokens)
                 model[s] = model[s] + tokens
             elif act < 0.72:
                 s = rng.choice(live)
-                target, actions = ledger.fork(s)
-                memory.act(actions)
+                target, change = ledger.plan_fork(s)
+                memory.commit(change)
                 model[target] = list(model[s])
             elif act < 0.86:
                 s = rng.choice(live)
                 n = rng.randrange(len(model[s]) + 1)
-                memory.act(ledger.crop(s, n))
+                memory.commit(ledger.plan_crop(s, n))
                 model[s] = model[s][:n]
             elif act < 0.93:
                 origin = [rng.randrange(len(live)) for _ in live]
-                copies = ledger.reorder(live, origin)
-                rings = [list(memory.rings[source]) for source, _ in copies]
-                for (_, target), ring in zip(copies, rings, strict=True):
-                    memory.rings[target] = ring
+                memory.commit(ledger.plan_reorder(live, origin))
                 model = dict(zip(live, [list(model[live[o]]) for o in origin], strict=True))
             else:
                 s = rng.choice(live)
@@ -105,24 +107,73 @@ def test_ten_thousand_random_lives_lose_and_leak_nothing():
         life(seed, *((16, 32, 16), (16, 16, 16), (32, 32, 0))[seed % 3])
 
 
+def extend(ledger, sequences, tokens):
+    change = ledger.plan_extend(sequences, tokens)
+    ledger.commit(change)
+    return change
+
+
 def test_a_full_pool_refuses_as_a_whole():
     ledger = Ledger(2, 2, 16, 16, 16, 160)
     s = ledger.add()
-    ledger.extend(s, 31)
+    extend(ledger, [s], [31])
     with pytest.raises(CacheError, match="2 more pages"):
-        ledger.extend(s, 30)
+        ledger.plan_extend([s], [30])
     assert ledger.entry(s).length == 31 and len(ledger.entry(s).pages) == 1
     with pytest.raises(CacheError, match="at most 160"):
-        ledger.extend(s, 200)
+        ledger.plan_extend([s], [200])
     with pytest.raises(CacheError, match="cannot be cropped"):
-        ledger.crop(s, 32)
+        ledger.plan_crop(s, 32)
     with pytest.raises(CacheError, match="not in the cache"):
-        ledger.extend(1, 1)
+        ledger.plan_extend([1], [1])
 
 
-def test_freeing_twice_is_found():
-    pool = PagePool(1)
-    page = pool.take()
-    pool.drop(page)
-    with pytest.raises(CacheError, match="freed twice"):
-        pool.drop(page)
+def test_a_plan_changes_nothing():
+    ledger = Ledger(3, 8, 16, 32, 16, 160)
+    s = ledger.add()
+    extend(ledger, [s], [40])
+    before = list(ledger.entries), list(ledger.pool.references), list(ledger.pool._free)
+    ledger.plan_extend([s], [60])
+    ledger.plan_reserve([s], [60])
+    ledger.plan_crop(s, 3)
+    ledger.plan_fork(s)
+    ledger.plan_reorder([s], [0])
+    assert before == (ledger.entries, ledger.pool.references, ledger.pool._free)
+
+
+def test_of_forks_that_write_to_one_page_all_but_one_copy_it():
+    """Three owners of a half-full page, and two pages left: that is enough, and for one of them one is."""
+    ledger = Ledger(3, 3, 16, 32, 16, 160)
+    s = ledger.add()
+    extend(ledger, [s], [20])
+    rows = [s]
+    for _ in range(2):
+        target, change = ledger.plan_fork(s)
+        ledger.commit(change)
+        rows.append(target)
+    assert ledger.plan_extend(rows[:1], [12]).taken == 1
+    change = extend(ledger, rows, [12, 12, 12])
+    assert change.taken == 2 and len(change.actions[0].targets) == 2
+    assert len({ledger.entry(row).pages for row in rows}) == 3
+    assert ledger.pool.references == [1, 1, 1]
+
+
+def test_what_is_reserved_is_no_fork_s():
+    ledger = Ledger(2, 4, 16, 16, 16, 160)
+    s = ledger.add()
+    ledger.commit(ledger.plan_reserve([s], [40]))
+    assert len(ledger.entry(s).pages) == 2
+    target, change = ledger.plan_fork(s)
+    ledger.commit(change)
+    assert not ledger.entry(target).pages
+    change = extend(ledger, [s, target], [40, 16])
+    assert change.taken == 1 and not set(ledger.entry(s).pages) & set(ledger.entry(target).pages)
+
+
+def test_pages_are_counted():
+    pool = PagePool(3)
+    assert pool.next(2) == [0, 1] and pool.available == 3
+    pool.exchange(2, [0, 1, 1], ())
+    assert pool.references == [1, 2, 0] and pool.available == 1
+    pool.exchange(0, (), [0, 1])
+    assert pool.references == [0, 1, 0] and pool.available == 2
