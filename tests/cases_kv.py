@@ -134,7 +134,7 @@ class Model:
 
 ODD_NUMBERS = (1.5, 1.0, True, -1, 10**30, None, "3", 2**31)
 ODD_SEQUENCES = (-1, SEQUENCES, True, 0.0, 10**30, None)
-STEPS = ("extend", "extend", "extend", "extend", "reserve", "fork", "fork", "crop", "reorder", "add", "add", "free")
+STEPS = ("extend", "extend", "extend", "extend", "reserve", "fork", "fork", "crop", "crop", "reorder", "add", "add", "free")
 
 
 class History:
@@ -143,7 +143,7 @@ class History:
     def __init__(self, seed):
         self.seed, self.rng = seed, random.Random(seed)
         # Windows are 64 or 128 tokens; pages of 256 can be half full. Few pages, so that they run out.
-        page, pages = ((64, 12), (256, 5), (128, 7))[seed % 3]
+        page, pages = ((64, 12), (256, 4), (128, 7))[seed % 3]
         self.cache = KVCache(
             "kv16", layers=LAYERS, kv_heads=HEADS, head_dim=DIM, sequences=SEQUENCES, capacity=CAPACITY,
             pages=pages, page=page, slack=(32, 0, 64)[seed // 3 % 3],
