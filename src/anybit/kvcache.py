@@ -24,16 +24,26 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device, memory_of
 from anybit.errors import KernelError, LayerError
+from anybit.hadamard import matrix
 from anybit.kernels.attention import kv_page, kv_quantize
 from anybit.kernels.attention.kv_page import PageLayout, ring_places
-from anybit.kvpool import CacheError, Change, CopyPages, CopyRings, Ledger, Unpack, whole
+from anybit.kvpool import (
+    MOST,
+    CacheError,
+    Change,
+    CopyPages,
+    CopyRings,
+    Ledger,
+    Unpack,
+    check_page,
+    check_size,
+    each,
+    whole,
+)
 from anybit.scheme import KVFormat, is_whole
 
 WINDOW = 128
 """Tokens that are packed at a time, at most: Eq. 1 of BitDecoding for 4 bits (8 tokens x 4 warps x 4 codes a word)."""
-
-MOST = 2**31 - 1
-"""The largest size of a cache: kernels count tokens and pages in int32."""
 
 _numbers = itertools.count(1)
 _live: "weakref.WeakValueDictionary[int, KVCache]" = weakref.WeakValueDictionary()
@@ -76,11 +86,10 @@ class KVCache:
         sizes = {"layers": layers, "kv_heads": kv_heads, "sequences": sequences, "capacity": capacity, "pages": pages}
         for name, size in sizes.items():
             if name != "pages" or size is not None:
-                _check_size(name, size)
-        if not is_whole(slack) or slack % 32 or not 0 <= slack <= MOST:
-            raise LayerError(f"slack must be a multiple of 32 tokens, 0 or more, not {slack!r}")
-        if not is_whole(page) or not is_whole(head_dim):
-            raise LayerError(f"page and head_dim must be whole numbers, not {page!r} and {head_dim!r}")
+                check_size(name, size)
+        if not is_whole(head_dim):
+            raise LayerError(f"head_dim must be a whole number, not {head_dim!r}")
+        check_page(page, slack)
         self.format = format if isinstance(format, KVFormat) else KVFormat.parse(format)
         self.layout = PageLayout(self.format, head_dim, page)
         self.window = min(page, WINDOW)
@@ -160,7 +169,7 @@ class KVCache:
         That holds until a sequence is cropped or reordered, which gives up pages without tokens, or forked, whose
         half-full page takes a copy once more.
         """
-        self._commit(self.ledger.plan_reserve(sequences, _each(tokens, sequences)), lengths=False)
+        self._commit(self.ledger.plan_reserve(sequences, each(tokens, sequences)), lengths=False)
 
     def extend(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> None:
         """Count ``tokens`` more tokens for each sequence and make sure of their pages; then ``write`` them.
@@ -168,7 +177,7 @@ class KVCache:
         All sequences or none: CacheError, and nothing has changed, if one is at its capacity or the pages do not
         suffice for all.
         """
-        counts = _each(tokens, sequences)
+        counts = each(tokens, sequences)
         change = self.ledger.plan_extend(sequences, counts)
         rows = self.row_index(tuple(change.entries))
         if len(set(counts)) == 1:
@@ -417,8 +426,8 @@ class KVCache:
 
     def grow(self, layers: int, capacity: int) -> None:
         """Make room for more layers and longer sequences; what is there stays, its addresses do not."""
-        _check_size("layers", layers)
-        _check_size("capacity", capacity)
+        check_size("layers", layers)
+        check_size("capacity", capacity)
         layers = max(layers, self.layers)
         per_sequence = max(-(-capacity // self.layout.page), self.table.shape[1])
         sequences = self.table.shape[0]
@@ -447,16 +456,6 @@ def live(number: int) -> KVCache:
     if found is None:
         raise CacheError(f"KV cache {number} is gone: an op ran after the cache it was made for")
     return found
-
-
-def _check_size(name: str, size: object) -> None:
-    if not is_whole(size) or not 1 <= size <= MOST:  # type: ignore[operator]
-        raise LayerError(f"{name} of a KV cache must be a whole number from 1 to 2^31 - 1, not {size!r}")
-
-
-def _each(tokens: int | Sequence[int], sequences: Sequence[int]) -> list[int]:
-    """Tokens of each sequence, from one number for all or a list of them."""
-    return list(tokens) if isinstance(tokens, list | tuple) else [tokens] * len(sequences)  # type: ignore[list-item]
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -493,7 +492,4 @@ def hadamard(size: int, dtype: torch.dtype = torch.float32, device: torch.device
     """The normalized, symmetric Hadamard matrix [size, size]: its own inverse. Sizes are powers of two."""
     if size & (size - 1):
         raise LayerError(f"heads of {size} channels cannot be rotated: a Hadamard matrix here has a power of two")
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while matrix.shape[0] < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    return torch.Tensor.to(matrix / size**0.5, device, dtype)
+    return torch.Tensor.to(matrix(size, torch.float64), device, dtype)

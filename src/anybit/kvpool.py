@@ -23,8 +23,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from anybit.errors import AnyBitError
+from anybit.errors import AnyBitError, LayerError
+from anybit.kernels.attention.kv_page import PAGES
 from anybit.scheme import is_whole
+
+MOST = 2**31 - 1
+"""The largest size of a cache: kernels count tokens and pages in int32."""
 
 
 class CacheError(AnyBitError, ValueError):
@@ -302,3 +306,22 @@ def whole(value: object, name: str) -> int:
 def _short(number: int) -> str:
     """A number as messages show it, however many digits it has."""
     return str(number) if abs(number) < 10**18 else f"{'-' if number < 0 else ''}more than 10^18"
+
+
+def check_size(name: str, size: object) -> None:
+    """Raise LayerError for a size of a cache that is none."""
+    if not is_whole(size) or not 1 <= size <= MOST:  # type: ignore[operator]
+        raise LayerError(f"{name} of a KV cache must be a whole number from 1 to 2^31 - 1, not {size!r}")
+
+
+def check_page(page: object, slack: object) -> None:
+    """Raise LayerError for tokens of a page, or tokens that can be cropped exactly, that no KV cache has."""
+    if not is_whole(page) or page not in PAGES:
+        raise LayerError(f"a page holds 64, 128 or 256 tokens, not {page!r}")
+    if not is_whole(slack) or slack % 32 or not 0 <= slack <= MOST:  # type: ignore[operator]
+        raise LayerError(f"slack must be a multiple of 32 tokens, 0 or more, not {slack!r}")
+
+
+def each(tokens: int | Sequence[int], sequences: Sequence[int]) -> list[int]:
+    """Tokens of each sequence, from one number for all or a list of them."""
+    return list(tokens) if isinstance(tokens, list | tuple) else [tokens] * len(sequences)  # type: ignore[list-item]

@@ -6,6 +6,7 @@ import transformers as hf
 
 from anybit.errors import LayerError
 from anybit.integrations.cache import _CROP_COUNTS_REMOVED, AnyBitCache
+from anybit.kvpool import CacheError
 
 COMMON = {"vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
 GATED = {**COMMON, "intermediate_size": 160, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512}
@@ -163,3 +164,64 @@ def test_what_a_cache_holds_and_does_not() -> None:
         cache.batch_repeat_interleave(2)
     with pytest.raises(LayerError, match="rows that it was filled with"):
         cache.batch_select_indices(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("attention", ["anybit", "eager"])
+def test_tokens_that_a_static_cache_refuses_are_not_counted(attention: str) -> None:
+    model = model_of("llama")
+    model.set_attn_implementation(attention)
+    ids = torch.randint(0, 97, (2, 140))
+    fresh, used = (AnyBitCache("kv4", config=model.config, capacity=100, static=True) for _ in range(2))
+    with torch.no_grad():
+        with pytest.raises(LayerError, match="140 tokens do not fit a static AnyBitCache for 128"):
+            model(input_ids=ids, past_key_values=used)
+        assert used.get_seq_length() == 0 and used.store is None
+        for cache in (fresh, used):
+            model(input_ids=ids[:, :120], past_key_values=cache)
+        for wrong, said in ((ids[:, 120:130], "130 tokens do not fit"), (ids[:1, 120:121], "the batch has 1 rows")):
+            with pytest.raises(LayerError, match=said):
+                model(input_ids=wrong, past_key_values=used)
+        with pytest.raises(LayerError, match="129 tokens do not fit"):
+            used.count(9)
+        for wrong in (1.5, True, "1"):
+            with pytest.raises(CacheError, match="the tokens of a step must be a whole number"):
+                used.count(wrong)
+            with pytest.raises(CacheError, match="the tokens to crop must be a whole number"):
+                used.crop(wrong)
+        assert used.get_seq_length() == 120 and used.store.lengths.tolist() == [120, 120]
+        step = ids[:, 120:128]
+        answers = [model(input_ids=step, past_key_values=cache).logits for cache in (fresh, used)]
+    assert torch.equal(*answers) and used.store.lengths.tolist() == [128, 128]
+
+
+def test_tokens_that_a_later_layer_refuses_are_taken_back() -> None:
+    model = model_of("llama")
+    model.set_attn_implementation("anybit")
+    two = hf.LlamaConfig(**{**GATED, "num_hidden_layers": 2}, attn_implementation="anybit")
+    cache = AnyBitCache("kv4", config=two, capacity=256, static=True)
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(LayerError, match="layer 2 of a static AnyBitCache made for 2 layers"):
+            model(input_ids=torch.randint(0, 97, (1, 140)), past_key_values=cache)
+        assert cache.get_seq_length() == 0 and cache.store.lengths.tolist() == [0]
+
+
+def test_a_cache_goes_on_after_a_mask_that_it_refused() -> None:
+    model = model_of("llama")
+    model.set_attn_implementation("anybit")
+    ids, hole = torch.randint(0, 97, (1, 20)), torch.ones(1, 20, dtype=torch.long)
+    hole[0, 7] = 0
+    fresh, used = (AnyBitCache("kv4", config=model.config) for _ in range(2))
+    with torch.no_grad():
+        with pytest.raises(LayerError, match="padding on the left alone"):
+            model(input_ids=ids, attention_mask=hole, past_key_values=used)
+        assert used.get_seq_length() == 0
+        answers = [model(input_ids=ids, past_key_values=cache).logits for cache in (fresh, used)]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("capacity", [1.5, True, -1, 10**30, "128", None])
+def test_capacities_that_are_none(capacity: object) -> None:
+    with pytest.raises(LayerError, match="capacity of an AnyBitCache must be a whole number of tokens, not"):
+        AnyBitCache("kv4", capacity=capacity)
+    with pytest.raises(LayerError, match="a page holds 64, 128 or 256 tokens, not 0"):
+        AnyBitCache("kv4", page=0)

@@ -100,5 +100,5 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_made() -> None:
         LayerError, match=r"takes 4\.\d+e\+07 GB, and cpu has .*: make it for fewer or shorter sequences"
     ):
         KVCache("kv4", **{**SMALL, "capacity": 2**31 - 1, "layers": 10**5})
-    with pytest.raises(LayerError, match=r"page and head_dim must be whole numbers, not 64\.0 and 64"):
+    with pytest.raises(LayerError, match=r"a page holds 64, 128 or 256 tokens, not 64\.0"):
         KVCache("kv4", **{**SMALL, "page": 64.0})

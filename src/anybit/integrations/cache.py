@@ -24,14 +24,17 @@ from anybit.errors import LayerError
 from anybit.kernels.attention.decode import MOST_QUERIES
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.kvcache import KVCache
+from anybit.kvpool import MOST, check_page, whole
 from anybit.ops.elementwise import rotate, rotate_store
-from anybit.scheme import KVFormat, Scheme
+from anybit.scheme import KVFormat, Scheme, is_whole
 
 NAME = "anybit"
 _GROWTH = 1024
 
 Norms = tuple[Tensor | None, Tensor | None, float]
 """Gammas of the norms of each query and key head, and their epsilon."""
+Waiting = tuple[Tensor, Tensor, int]
+"""Keys and values [batch, tokens, kv_heads, dim] of a layer, and the layer."""
 
 
 class AnyBitCache(Cache):  # type: ignore[misc]
@@ -43,6 +46,10 @@ class AnyBitCache(Cache):  # type: ignore[misc]
     page, slack: see ``KVCache``.
     static: never grow beyond ``capacity``, so that every address stays and a step can be a CUDA graph (``graph.py``).
     Left-padded batches are kept without their padding where attention is "anybit".
+
+    Tokens that are refused are not counted: after an error the cache is what it was before the forward pass, and can
+    be used on. (Tokens of a pass that is refused at a later layer than its first are taken back by ``KVCache.crop``,
+    which is exact up to ``slack`` of them, and for all tokens that the cache has.)
     """
 
     is_compileable = False
@@ -61,13 +68,17 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         self.format = _format(scheme)
         self.config, self.capacity, self.page, self.slack = config, capacity, page, slack
         self.static = static
+        check_page(page, slack)
+        if not is_whole(capacity) or not 0 <= capacity <= MOST:
+            raise LayerError(f"capacity of an AnyBitCache must be a whole number of tokens, not {capacity!r}")
         if static and capacity < 1:
             raise LayerError(f"a static AnyBitCache needs a capacity of at least 1 token, not {capacity}")
         self.store: KVCache | None = None
         self.rows: list[int] = []
         self.seen = 0  # tokens of a row, padding included
-        self._waiting: tuple[Tensor, Tensor, int] | None = None
+        self._waiting: Waiting | None = None
         self._counted_ahead = 0  # tokens of the forward pass under way that ``count`` has counted already
+        self._pass: tuple[int, list[int]] = 0, []  # tokens that the pass under way has counted: in all, and of each row
         self.packs_later = False  # whether ``pack`` follows the forward pass, which then packs no window itself
 
     # -------- what transformers asks
@@ -80,8 +91,9 @@ class AnyBitCache(Cache):  # type: ignore[misc]
                 "models whose heads of K and V differ are not supported by AnyBitCache"
             )
         if self._waiting is not None:
+            layer, self._waiting = self._waiting[2], None
             raise LayerError(
-                f"layer {self._waiting[2]} did not run the attention {NAME!r} although the model's configuration names "
+                f"layer {layer} did not run the attention {NAME!r} although the model's configuration names "
                 "it: its attention does not go through transformers' interface; leave out AnyBitCache's config"
             )
         self._begin(tuple(key_states.shape), layer_idx, key_states)
@@ -91,8 +103,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
             key_states.anybit_cache = self  # type: ignore[attr-defined]
             self._waiting = (k, v, layer_idx)
             return key_states, value_states
-        if layer_idx == 0 and not self._counted_ahead:
-            self._store().extend(self.rows, k.shape[1])
+        self._count(layer_idx, k.shape[1])
         old = self.seen - k.shape[1]
         store = self._store()
         store.write(layer_idx, self.rows, k.to(store.dtype), v.to(store.dtype))
@@ -110,28 +121,59 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         return getattr(self.config, "_attn_implementation", None) == NAME
 
     def _begin(self, shape: tuple[int, ...], layer: int, k: Tensor | None = None) -> None:
-        batch, heads, tokens, dim = shape
-        if layer == 0 and not self._counted_ahead:
-            self.seen += tokens
+        """Make room for a layer's new keys [batch, kv_heads, tokens, dim]; LayerError if that cannot be.
+
+        Nothing is counted, and what the pass has counted before is taken back if this is refused.
+        """
+        counted = layer > 0 or self._counted_ahead > 0
+        total = self.seen + (0 if counted else shape[2])
+        try:
+            self._check(shape, layer, total, k)
+        except LayerError:
+            if counted:
+                self._take_back()
+            raise
         if self.store is None and k is not None:
-            self._allocate(k)
-        assert self.store is not None
+            self._allocate(k, total)
+        store = self._store()
+        if layer >= store.layers or total > store.ledger.capacity:
+            store.grow(max(layer + 1, store.layers), total + (_GROWTH if layer == 0 else 0))
+
+    def _check(self, shape: tuple[int, ...], layer: int, total: int, k: Tensor | None) -> None:
+        batch, heads, _, dim = shape
+        if self.static:
+            self._check_room(total)
+        store = self.store
+        if store is None:
+            return
         if batch != len(self.rows):
             raise LayerError(f"the batch has {batch} rows, and this cache was filled with {len(self.rows)}")
-        if (heads, dim) != (self.store.kv_heads, self.store.head_dim):
+        if (heads, dim) != (store.kv_heads, store.head_dim):
             raise LayerError(
-                f"layer {layer} has {heads} KV heads of {dim} channels, and earlier ones {self.store.kv_heads} of "
-                f"{self.store.head_dim}: AnyBitCache needs all layers alike"
+                f"layer {layer} has {heads} KV heads of {dim} channels, and earlier ones {store.kv_heads} of "
+                f"{store.head_dim}: AnyBitCache needs all layers alike"
             )
-        if layer >= self.store.layers or self.seen > self.store.ledger.capacity:
-            if self.static:
-                self._refuse_growth(layer)
-            self.store.grow(max(layer + 1, self.store.layers), self.seen + (_GROWTH if layer == 0 else 0))
+        if k is not None and k.device != store.pages.device:
+            raise LayerError(f"keys are on {k.device}, and the KV cache on {store.pages.device}: move one of them")
+        if self.static and layer >= store.layers:
+            raise LayerError(
+                f"layer {layer} of a static AnyBitCache made for {store.layers} layers: give it the config"
+            )
 
-    def _allocate(self, k: Tensor) -> None:
+    def _check_room(self, total: int) -> None:
+        """Raise LayerError for more tokens than a static cache has room for."""
+        room = self._pages(self.capacity)
+        if total > room:
+            raise LayerError(f"{total} tokens do not fit a static AnyBitCache for {room}: give it a larger capacity")
+
+    def _pages(self, tokens: int) -> int:
+        """Tokens of as many whole pages."""
+        return -(-tokens // self.page) * self.page
+
+    def _allocate(self, k: Tensor, total: int) -> None:
         """Make the store for a batch of keys [batch, kv_heads, tokens, dim]."""
         batch, heads, _, dim = k.shape
-        capacity = self.capacity if self.static else max(self.capacity, self.seen + _GROWTH)
+        capacity = self.capacity if self.static else max(self.capacity, total + _GROWTH)
         # Tensors made in inference mode could not be written to outside of it, and a static cache is kept.
         with torch.inference_mode(False):
             self.store = KVCache(
@@ -140,7 +182,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
                 kv_heads=heads,
                 head_dim=dim,
                 sequences=batch,
-                capacity=-(-capacity // self.page) * self.page,
+                capacity=self._pages(capacity),
                 page=self.page,
                 slack=self.slack,
                 dtype=k.dtype if k.dtype in (torch.float16, torch.bfloat16) else torch.float16,
@@ -148,26 +190,30 @@ class AnyBitCache(Cache):  # type: ignore[misc]
             )
             self.rows = [self.store.add() for _ in range(batch)]
 
-    def _refuse_growth(self, layer: int) -> None:
-        store = self._store()
-        if layer >= store.layers:
-            raise LayerError(
-                f"layer {layer} of a static AnyBitCache made for {store.layers} layers: give it the config"
-            )
-        raise LayerError(
-            f"{self.seen} tokens do not fit a static AnyBitCache for {store.ledger.capacity}: give it a larger capacity"
-        )
+    def _count(self, layer: int, tokens: int, of_rows: list[int] | None = None) -> None:
+        """Count the tokens of a forward pass with its first layer, unless ``count`` has; of_rows: without padding."""
+        if layer == 0 and not self._counted_ahead:
+            self._store().extend(self.rows, tokens if of_rows is None else of_rows)
+            self.seen += tokens
+            self._pass = tokens, [tokens] * len(self.rows) if of_rows is None else of_rows
+
+    def _take_back(self) -> None:
+        """Count no token of the forward pass under way."""
+        store, (tokens, of_rows) = self._store(), self._pass
+        for row, n in zip(self.rows, of_rows, strict=False):
+            store.crop(row, store.length(row) - n)
+        self.seen, self._counted_ahead, self._pass = self.seen - tokens, 0, (0, [])
 
     def count(self, tokens: int) -> None:
         """Count a step's tokens ahead of the forward pass that brings them: all of a step that is the host's work."""
-        store = self._store()
-        self.seen += tokens
-        if self.seen > store.ledger.capacity:
-            if self.static:
-                self._refuse_growth(0)
-            store.grow(store.layers, self.seen + _GROWTH)
+        store, tokens = self._store(), whole(tokens, "the tokens of a step")
+        total = self.seen + tokens
+        if self.static:
+            self._check_room(total)
+        elif total > store.ledger.capacity:
+            store.grow(store.layers, total + _GROWTH)
         store.extend(self.rows, tokens)
-        self._counted_ahead = tokens
+        self.seen, self._counted_ahead, self._pass = total, tokens, (tokens, [tokens] * len(self.rows))
 
     def counted(self) -> None:
         """The forward pass that ``count`` announced has run: pack what it has left to be packed."""
@@ -191,7 +237,8 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
-        return self.seen
+        waits = self._waiting is not None and self._waiting[2] == 0 and not self._counted_ahead
+        return self.seen + (self._waiting[0].shape[1] if waits and self._waiting else 0)
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """No limit: the cache grows."""
@@ -213,6 +260,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens: int) -> None:
         """Take tokens back, exactly up to ``slack``: how many, or in older transformers how many stay."""
+        tokens = whole(tokens, "the tokens to crop")
         removed = tokens if _CROP_COUNTS_REMOVED else (-tokens if tokens < 0 else self.seen - tokens)
         removed = min(removed, self.seen)
         if self.store is None or removed <= 0:
@@ -233,7 +281,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens; a static cache keeps its memory."""
-        self.seen, self._waiting, self._counted_ahead = 0, None, 0
+        self.seen, self._waiting, self._counted_ahead, self._pass = 0, None, 0, (0, [])
         if self.store is None or not self.static:
             self.store, self.rows = None, []
             return
@@ -333,28 +381,29 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     def _begun_step(self, layer: int, heads: int, dim: int, batch: int, tokens: int) -> KVCache:
         self._begin((batch, heads, tokens, dim), layer)
-        store = self._store()
-        if layer == 0 and not self._counted_ahead:
-            store.extend(self.rows, tokens)
-        return store
+        self._count(layer, tokens)
+        return self._store()
 
-    def attend(self, q: Tensor, padding: Tensor | None, masks: Masks) -> Tensor:
-        """Store what ``update`` took, and attend; q [batch, heads, tokens, dim], padding [batch, keys]."""
-        if self._waiting is None:
+    def taken(self) -> Waiting | None:
+        """What ``update`` took for the attention that comes next, which is this caller's."""
+        found, self._waiting = self._waiting, None
+        return found
+
+    def attend(self, q: Tensor, new: Waiting | None, padding: Tensor | None, masks: Masks) -> Tensor:
+        """Store what was ``taken``, and attend; q [batch, heads, tokens, dim], padding [batch, keys]."""
+        if new is None:
             raise LayerError("attention was asked for before keys and values came")
-        (k, v, layer), self._waiting = self._waiting, None
+        k, v, layer = new
         store, tokens = self._store(), q.shape[2]
         q = q.transpose(1, 2).to(store.dtype)
         k, v = (x.to(store.dtype) for x in (k, v))
-        counts = [tokens] * len(self.rows) if padding is None else padding[:, -tokens:].sum(1).tolist()
+        counts = [tokens] * len(self.rows) if padding is None else (padding[:, -tokens:] != 0).sum(1).tolist()
         if layer == 0 and padding is not None and bool((padding[:, 1:] < padding[:, :-1]).any()):
-            self._waiting = None
             raise LayerError(
                 "attention 'anybit' takes padding on the left alone, and this attention_mask hides tokens after "
                 "visible ones (generate makes such a mask from pad tokens within a prompt: pass attention_mask)"
             )
-        if layer == 0 and not self._counted_ahead:
-            store.extend(self.rows, tokens if padding is None else counts)
+        self._count(layer, tokens, None if padding is None else counts)
         even = all(count == tokens for count in counts)
         if even and tokens <= min(MOST_QUERIES, store.ledger.slack) and self.seen > tokens:
             kvops.write(store, layer, self.rows, k, v)
@@ -362,8 +411,8 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         out = torch.zeros_like(q)
         for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
             if count:
-                new = slice(tokens - count, tokens)
-                out[i, new] = attention.prefill(q[i, new], k[i, new], v[i, new], store, layer, row, masks)
+                own = slice(tokens - count, tokens)
+                out[i, own] = attention.prefill(q[i, own], k[i, own], v[i, own], store, layer, row, masks)
         return out
 
 
@@ -401,6 +450,7 @@ def attention_forward(
         raise LayerError(
             "attention 'anybit' needs an AnyBitCache: pass past_key_values=AnyBitCache('kv4', config=model.config)"
         )
+    new = cache.taken()  # first, so that nothing waits after a refusal
     if dropout:
         raise LayerError(f"attention 'anybit' has no dropout, and {dropout} was asked for: call model.eval()")
     if position_bias is not None:
@@ -410,7 +460,7 @@ def attention_forward(
     if attention_mask is not None and attention_mask.dim() != 2:
         raise LayerError(f"attention 'anybit' takes padding masks [batch, keys], not {tuple(attention_mask.shape)}")
     masks = Masks(scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
-    return cache.attend(query, attention_mask, masks).to(query.dtype), None
+    return cache.attend(query, new, attention_mask, masks).to(query.dtype), None
 
 
 def mask(
