@@ -19,7 +19,6 @@ FLOORS = [
     {"tune"},
     {"ops"},
     {"linear", "kvpool", "kvcache", "attention"},
-    {"kvops"},
     {"quantization", "checkpoints"},
     {"integrations", "evaluate", "functional"},
     {"registration", "cli", "__main__", "__init__"},
@@ -53,6 +52,43 @@ def test_imports_point_one_way(path: Path) -> None:
         assert other == room or FLOOR_OF[other] <= FLOOR_OF[room], (
             f"{path.name} ({room}) imports {other}, a floor above"
         )
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_ops_is_the_only_door_to_kernels(path: Path) -> None:
+    """Elsewhere only the layout of a KV page is known, which is memory and no kernel."""
+    if room_of(path) in ("kernels", "jit", "tune", "ops"):
+        return
+    text = path.read_text()
+    found = set(
+        re.findall(r"^\s*(?:from|import) (anybit\.(?:kernels|jit)[\w.]*)(?: import (\w+))?", text, re.MULTILINE)
+    )
+    found |= set(re.findall(r"^\s*from (anybit) import (jit)\b", text, re.MULTILINE))
+    layout = "anybit.kernels.attention"
+    other = {one for one in found if one[0] != f"{layout}.kv_page" and one != (layout, "kv_page")}
+    assert not other, f"{path.name} imports {other}: reach kernels through anybit.ops"
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    modules = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = set()
+        for node in ast.parse(path.read_text()).body:  # at the top level: what is imported when a module is
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        graph[name] = found & modules.keys() - {name}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"imports go in a circle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
 
 
 def sources() -> list[Path]:

@@ -2,43 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from anybit import jit
 from anybit.device import Device
-from anybit.errors import KernelError, LayerError
-from anybit.kernels.attention import decode as kernels
+from anybit.errors import LayerError
 from anybit.kernels.attention import kv_page
 from anybit.kvcache import KVCache
-
-
-@dataclass(frozen=True)
-class Masks:
-    """What a model does to its logits; all off by default.
-
-    scale: factor of q.k (default 1 / sqrt(head_dim)).  window: each token sees itself and the ``window - 1`` before it.
-    softcap: logits become softcap * tanh(logit / softcap).  sinks: float32 [heads], a logit a head that only adds to
-    the denominator.  alibi: float32 [heads], slopes; the logit of a key gains slope * (key position - query position).
-    Order as in the models that have them: scale, softcap, alibi, mask, sink.
-    """
-
-    scale: float | None = None
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    alibi: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise LayerError(f"a sliding window has at least 1 token, not {self.window}")
-        if self.softcap is not None and not self.softcap > 0:
-            raise LayerError(f"softcap must be positive, not {self.softcap}")
-
-
-NO_MASKS = Masks()
+from anybit.ops import kv
+from anybit.ops.kv import NO_MASKS, Masks
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, masks: Masks = NO_MASKS) -> tuple[Tensor, Tensor]:
@@ -179,95 +152,9 @@ def decode_reference(
     return torch.stack(outs).to(q.dtype), torch.stack(totals).float()
 
 
-def problem_of(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS, split: int = 0) -> kernels.Problem:
+def view_problem(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS, split: int = 0) -> kv.Problem:
     """What ``decode`` asks of the kernel."""
-    return kernels.Problem(
-        layout=cache.layout,
-        batch=q.shape[0],
-        heads=q.shape[2],
-        kv_heads=cache.kv_heads,
-        queries=q.shape[1],
-        ring=cache.ledger.ring,
-        window=cache.window,
-        capacity=cache.ledger.capacity,
-        bf16=cache.dtype == torch.bfloat16,
-        sliding=masks.window is not None,
-        softcap=masks.softcap is not None,
-        alibi=masks.alibi is not None,
-        split=split,
-    )
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch of the kernel, ready: what it is, what it is given, and where its results will be."""
-
-    kernel: jit.Kernel
-    params: kernels.Params
-    grid: tuple[int, int, int]
-    out: Tensor
-    lse: Tensor
-
-
-def prepare(
-    q: Tensor,
-    cache: KVCache,
-    layer: int,
-    sequences: Sequence[int],
-    masks: Masks,
-    device: Device,
-    config: kernels.Config | None = None,
-    out: Tensor | None = None,
-    errors: Tensor | None = None,
-    split: int = 0,
-) -> Launch:
-    """The launch that answers ``decode`` on ``device``; raises KernelError, in words, where there is none.
-
-    config: how (default: the kernel's own choice).  out: where the output goes, dense, in q's shape and dtype.
-    errors: int32, where checked kernels leave what was wrong, and stamped ones their clocks.
-    """
-    problem = problem_of(q, cache, masks, split)
-    if config is None:
-        config = kernels.default(problem, device)
-    elif (reason := kernels.why_not(problem, config, device)) is not None:
-        raise KernelError(reason)
-    q = q if q.stride(3) == 1 and q.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in q.stride()[:3]) else q.contiguous()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    space = _workspace(q.device, *kernels.workspace(problem, config, device))
-    scale = 1.0 / math.sqrt(cache.head_dim) if masks.scale is None else masks.scale
-    identity = list(sequences) == list(range(len(sequences)))
-    params = kernels.Params(
-        pages=cache.pages[layer],
-        residual=cache.residual[layer],
-        table=cache.table,
-        lengths=cache.lengths,
-        sequences=None if identity else cache.row_index(sequences, torch.int32),
-        q=q,
-        out=out,
-        lse=lse,
-        sinks=None if masks.sinks is None else _log2(masks.sinks, q),
-        slopes=None if masks.alibi is None else _log2(masks.alibi, q),
-        partial=space[0],
-        partial_state=space[1],
-        arrivals=space[2],
-        errors=space[3] if errors is None else errors,
-        q_batch_stride=q.stride(0),
-        q_token_stride=q.stride(1),
-        q_head_stride=q.stride(2),
-        batch=problem.batch,
-        kv_heads=problem.kv_heads,
-        table_width=cache.table.shape[1],
-        ring=problem.ring,
-        window=problem.window,
-        sliding=masks.window or 0,
-        pages_count=cache.pages.shape[1],
-        sequences_count=cache.table.shape[0],
-        scale=kernels.log2_scale(scale),
-        cap=kernels.log2_scale(masks.softcap or 0.0),
-        uncap=2.0 / masks.softcap if masks.softcap else 0.0,
-    )
-    return Launch(kernels.kernel(config, cache.layout), params, kernels.grid(problem, config, device), out, lse)
+    return kv.problem_of(q, cache.view(0), masks, split)
 
 
 def decode_kernel(
@@ -276,52 +163,26 @@ def decode_kernel(
     layer: int,
     sequences: Sequence[int],
     masks: Masks = NO_MASKS,
-    config: kernels.Config | None = None,
+    config: kv.Config | None = None,
     out: Tensor | None = None,
     errors: Tensor | None = None,
     split: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """``decode`` by the GPU's kernel, without the checks and without rotation; see ``prepare`` for the rest."""
-    device = Device.of(q)
-    launch = prepare(q, cache, layer, sequences, masks, device, config, out, errors, split)
-    # Pages may be read before the previous kernel has ended, unless it is one that writes a prompt's.
-    overlaps = cache.newest_are_few and device.capability >= 90
-    jit.launch(launch.kernel, launch.params, launch.grid, pdl=overlaps, device=launch.out.get_device())
-    return launch.out, launch.lse
+    """``decode`` by the GPU's kernel, without the checks and without rotation; see ``ops.kv.prepare`` for the rest."""
+    view, rows, overlaps = cache.view(layer), cache.row_pointer(sequences), cache.newest_are_few
+    return kv.decode(q, view, rows, masks, config=config, out=out, errors=errors, split=split, overlaps=overlaps)
 
 
 def decode_checked(
     q: Tensor, cache: KVCache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS, *, split: int = 0
 ) -> tuple[Tensor, Tensor]:
     """``decode_kernel`` with every length, table entry and sequence checked on the device; it waits for the outcome."""
-    problem = problem_of(q, cache, masks, split)
-    config = kernels.default(problem, Device.of(q), checked=True)
+    problem = view_problem(q, cache, masks, split)
+    config = kv.default(problem, Device.of(q), checked=True)
     errors = torch.zeros(1, dtype=torch.int32, device=q.device)
     results = decode_kernel(q, cache, layer, sequences, masks, config, errors=errors, split=split)
     kv_page.report(int(errors), layer)
     return results
 
 
-def _log2(values: Tensor, like: Tensor) -> Tensor:
-    return (values.to(like.device, torch.float32) * math.log2(math.e)).contiguous()
-
-
-_spaces: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-
-
-def _workspace(device: torch.device, partial: int, states: int, arrivals: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What blocks leave for one another: kept for each stream and size, so that its addresses stay fixed."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, partial, states, arrivals)
-    if key in _spaces:
-        return _spaces[key]
-    space = (
-        torch.empty(partial, dtype=torch.float32, device=device),
-        torch.empty(states, dtype=torch.float32, device=device),
-        torch.zeros(arrivals, dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
-    )
-    # What a graph capture allocates is zeroed by the graph's replays, not now: it belongs to that graph alone.
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        _spaces[key] = space
-    return space
+kv.implement(decode)

@@ -13,19 +13,16 @@ Whatever changes sequences does all that it is asked or raises CacheError and ch
 device: ``kvpool.Ledger`` plans a change and refuses it, or the copies are made and both sides take it over.
 """
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybit import jit
-from anybit.device import Device, memory_of
-from anybit.errors import KernelError, LayerError
+from anybit.device import memory_of
+from anybit.errors import LayerError
 from anybit.hadamard import matrix
-from anybit.kernels.attention import kv_page, kv_quantize
+from anybit.kernels.attention import kv_page
 from anybit.kernels.attention.kv_page import PageLayout, ring_places
 from anybit.kvpool import (
     MOST,
@@ -40,13 +37,12 @@ from anybit.kvpool import (
     each,
     whole,
 )
+from anybit.ops import kv
+from anybit.ops.kv import LayerView
 from anybit.scheme import KVFormat, is_whole
 
 WINDOW = 128
 """Tokens that are packed at a time, at most: Eq. 1 of BitDecoding for 4 bits (8 tokens x 4 warps x 4 codes a word)."""
-
-_numbers = itertools.count(1)
-_live: "weakref.WeakValueDictionary[int, KVCache]" = weakref.WeakValueDictionary()
 
 
 class KVCache:
@@ -109,9 +105,8 @@ class KVCache:
         self._rows: dict[tuple[object, ...], Tensor] = {}
         self.newest_are_few = False
         """Whether the last write was of a step and not of a prompt: then attention may start reading pages early."""
-        self.number = next(_numbers)
-        """Under which ``live`` finds this cache: ops take no objects."""
-        _live[self.number] = self
+        self.number = kv.register(self)
+        """Under which ops find this cache: they take no objects."""
 
     def _check_memory(
         self, layers: int, sequences: int, pages: int, kv_heads: int, ring: int, device: torch.device
@@ -250,8 +245,10 @@ class KVCache:
         self.newest_are_few = k.shape[1] <= self.ledger.slack + 1
         if self.rotation is not None:
             k, v = k @ self.rotation, v @ self.rotation
-        kernel = self.pages.is_cuda and not self.format.float4
-        (self._write_kernel if kernel else self._write_torch)(layer, sequences, k, v)
+        if self.pages.is_cuda and not self.format.float4:
+            kv.store(self.view(layer), self.row_pointer(sequences), len(sequences), k, v, layer)
+        else:
+            self._write_torch(layer, sequences, k, v)
 
     def _write_torch(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         for row, sequence in enumerate(sequences):
@@ -283,58 +280,12 @@ class KVCache:
                     "call extend first"
                 )
 
-    def _write_kernel(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
-        """The same by one kernel (two for a prompt), at fixed addresses and without any synchronization."""
-        k, v = (_aligned(x) for x in (k, v))
-        strides = {
-            "k_batch_stride": k.stride(0),
-            "v_batch_stride": v.stride(0),
-            "k_token_stride": k.stride(1),
-            "k_head_stride": k.stride(2),
-            "v_token_stride": v.stride(1),
-            "v_head_stride": v.stride(2),
-        }
-        step = k.shape[1] <= self.ledger.ring - self.window + 1
-        for packs, keeps in ((1, 1),) if step else ((1, 0), (0, 1)):
-            self._launch(layer, sequences, k.shape[1], k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
-
-    def _launch(self, layer: int, sequences: Sequence[int], tokens: int, **arguments: Any) -> None:
-        bf16 = self.dtype == torch.bfloat16
-        problem = kv_quantize.Problem(
-            self.layout, len(sequences), self.kv_heads, tokens, self.ledger.ring, self.window, bf16
-        )
-        debug = kv_page.debugging()
-        device, config = Device.of(self.pages), kv_quantize.default(problem, checked=debug)
-        errors = torch.zeros(1, dtype=torch.int32, device=self.device) if debug else None
-        reason = kv_quantize.why_not(problem, config, device)
-        if reason is not None:
-            raise KernelError(reason)
-        params = kv_quantize.Params(
-            pages=self.pages[layer],
-            residual=self.residual[layer],
-            table=self.table,
-            lengths=self.lengths,
-            sequences=self.row_pointer(sequences),
-            tokens=tokens,
-            kv_heads=self.kv_heads,
-            table_width=self.table.shape[1],
-            ring=self.ledger.ring,
-            window=self.window,
-            pages_count=self.pages.shape[1],
-            sequences_count=self.table.shape[0],
-            errors=errors,
-            **arguments,
-        )
-        overlaps = device.capability >= 90 and problem.step
-        jit.launch(
-            kv_quantize.kernel(config),
-            params,
-            kv_quantize.grid(problem, bool(arguments["packs"])),
-            pdl=overlaps,
-            device=self.pages.get_device(),
-        )
-        if errors is not None:
-            kv_page.report(int(errors), layer)
+    def view(self, layer: int) -> LayerView:
+        """A layer as kernels read it."""
+        return LayerView(
+            self.layout, self.pages[layer], self.residual[layer], self.table, self.lengths, self.ledger.ring,
+            self.window, self.ledger.capacity,
+        )  # fmt: skip
 
     def row_pointer(self, sequences: Sequence[int]) -> Tensor | None:
         """The sequences as int32 for a kernel; None where they are 0, 1, 2 ..."""
@@ -349,10 +300,7 @@ class KVCache:
     def pack(self, layer: int, sequences: Sequence[int], tokens: int) -> None:
         """Pack the windows that the newest ``tokens`` tokens completed, all of which are in the residual already."""
         if self.pages.is_cuda and not self.format.float4:
-            strides = dict.fromkeys(("k_batch_stride", "v_batch_stride", "k_token_stride", "v_token_stride"), 0)
-            strides |= {"k_head_stride": 0, "v_head_stride": 0}
-            nothing = {"k": None, "v": None}
-            self._launch(layer, sequences, tokens, **strides, **nothing, packs=1, keeps=0, stored=1)
+            kv.pack(self.view(layer), self.row_pointer(sequences), len(sequences), tokens, layer)
             return
         for sequence in sequences:
             length = self.length(sequence)
@@ -448,20 +396,6 @@ class KVCache:
         """Dequantized values in float32; 16-bit parts as the cache's type reads them."""
         k, v = kv_page.decode(self.layout, blocks, torch.float32)
         return (stored[0] if self.format.key_bits == 16 else k, stored[1] if self.format.value_bits == 16 else v)
-
-
-def live(number: int) -> KVCache:
-    """The cache of a number, while it lives."""
-    found = _live.get(number)
-    if found is None:
-        raise CacheError(f"KV cache {number} is gone: an op ran after the cache it was made for")
-    return found
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """X itself if rows can be read sixteen bytes at a time, else a copy."""
-    fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:3])
-    return x if fits else x.contiguous()
 
 
 def why_not(model: Any, format: KVFormat) -> str | None:

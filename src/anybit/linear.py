@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from anybit import ops
 from anybit.errors import LayerError
 from anybit.hadamard import inverse
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
+from anybit.ops.backend import RopeStoreArgs
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
 from anybit.scheme import Scheme, is_whole

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import emulate
-from anybit import kvcache
-from anybit.attention import decode_reference, prepare, problem_of
+from anybit.attention import decode_reference, view_problem
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.attention import decode as kernel
 from anybit.kernels.attention import kv_page
 from anybit.kvcache import KVCache
+from anybit.ops import kv
 from cases_decode import Case, relative_error
 
 pytestmark = pytest.mark.emulate
@@ -46,7 +46,7 @@ MEMBERS = [
 def run(case: Case, arch: str = "sm_90a", blocks: int = 3, seed: int = 0, tolerance: float = 0.0, **kw):
     device = dataclasses.replace(Device.named(arch), sms=blocks)
     cache, sequences, q = case.build("cpu")
-    launch = prepare(q, cache, 1, sequences, case.masks(), device)
+    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device)
     emulate.run(launch.kernel, launch.params, launch.grid, seed=seed, resident=blocks, **kw)
     want, want_lse = decode_reference(q, cache, 1, sequences, case.masks(), precision=torch.float64)
     assert launch.out.isfinite().all()
@@ -94,8 +94,15 @@ def test_a_pair_of_many_parts(pieces: int, length: int):
     case = small("kv2g128", lengths=(length, 40), heads=4, kv_heads=1)
     cache, sequences, q = case.build("cpu")
     device = dataclasses.replace(Device.named("sm_90a"), sms=41)
-    config = kernel.make(problem_of(q, cache), device, 2, 2)
-    launch = prepare(q, cache, 1, sequences, case.masks(), device, dataclasses.replace(config, merge_warps=pieces))
+    config = kernel.make(view_problem(q, cache), device, 2, 2)
+    launch = kv.prepare(
+        q,
+        cache.view(1),
+        cache.row_pointer(sequences),
+        case.masks(),
+        device,
+        dataclasses.replace(config, merge_warps=pieces),
+    )
     emulate.run(launch.kernel, launch.params, launch.grid, seed=pieces, resident=41)
     want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)
     assert relative_error(launch.out, want) < 2e-3
@@ -112,9 +119,9 @@ def test_what_l2_is_asked_for_ahead(stages: int, ahead: int, after: int):
     case = MEMBERS[0]
     cache, sequences, q = case.build("cpu")
     device = dataclasses.replace(Device.named("sm_90a"), sms=1)
-    config = kernel.make(problem_of(q, cache), device, 2, stages)
+    config = kernel.make(view_problem(q, cache), device, 2, stages)
     config = dataclasses.replace(config, l2_early=ahead, l2_late=after)
-    launch = prepare(q, cache, 1, sequences, case.masks(), device, config)
+    launch = kv.prepare(q, cache.view(1), cache.row_pointer(sequences), case.masks(), device, config)
     emulate.run(launch.kernel, launch.params, launch.grid, dependent=("q", "residual", "out"))
     want, _ = decode_reference(q, cache, 1, sequences, precision=torch.float64)
     assert relative_error(launch.out, want) < 2e-3
@@ -130,7 +137,9 @@ def test_a_fixed_split_makes_results_independent_of_the_batch():
 
     def together(rows: list[int], blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
         device = dataclasses.replace(Device.named("sm_90a"), sms=blocks)
-        launch = prepare(q[rows], cache, 1, [sequences[i] for i in rows], case.masks(), device, split=256)
+        launch = kv.prepare(
+            q[rows], cache.view(1), cache.row_pointer([sequences[i] for i in rows]), case.masks(), device, split=256
+        )
         emulate.run(launch.kernel, launch.params, launch.grid, resident=blocks)
         return launch.out, launch.lse
 
@@ -149,7 +158,9 @@ def test_lengths_from_zero_as_only_the_device_sees_them():
     want, want_lse = decode_reference(q, cache, 1, sequences, precision=torch.float64)
     for row in (0, 2):
         cache.lengths[sequences[row]] = 0
-    launch = prepare(q, cache, 1, sequences, case.masks(), dataclasses.replace(Device.named("sm_90a"), sms=3))
+    launch = kv.prepare(
+        q, cache.view(1), cache.row_pointer(sequences), case.masks(), dataclasses.replace(Device.named("sm_90a"), sms=3)
+    )
     emulate.run(launch.kernel, launch.params, launch.grid, resident=3)
     assert not launch.out[[0, 2]].any() and (launch.lse[[0, 2]] == -torch.inf).all()
     assert relative_error(launch.out[[1, 3]], want[[1, 3]]) < 2e-3
@@ -167,9 +178,11 @@ def test_what_is_out_of_range_is_reported_by_the_checked_kernels(error: int):
         cache.table[sequences[0], 1] = 10_000
     else:
         rows[1] = 77
-    config = kernel.default(problem_of(q, cache), device, checked=True)
+    config = kernel.default(view_problem(q, cache), device, checked=True)
     errors = torch.zeros(1, dtype=torch.int32)
-    launch = prepare(q, cache, 1, sequences, MEMBERS[0].masks(), device, config, errors=errors)
+    launch = kv.prepare(
+        q, cache.view(1), cache.row_pointer(sequences), MEMBERS[0].masks(), device, config, errors=errors
+    )
     emulate.run(launch.kernel, launch.params, launch.grid, resident=2)
     assert int(errors) == error
     with pytest.raises(KernelError, match="layer 1"):
@@ -179,10 +192,8 @@ def test_what_is_out_of_range_is_reported_by_the_checked_kernels(error: int):
 @pytest.mark.parametrize("error", sorted(kv_page.WRONG))
 def test_packing_reports_what_is_out_of_range(error: int, monkeypatch):
     monkeypatch.setenv("ANYBIT_DEBUG", "1")
-    monkeypatch.setattr(
-        kvcache.jit, "launch", lambda kernel, params, grid, pdl, device: emulate.run(kernel, params, grid)
-    )
-    monkeypatch.setattr(kvcache.Device, "of", lambda tensor: Device.named("sm_90a"))
+    monkeypatch.setattr(kv.jit, "launch", lambda kernel, params, grid, pdl, device: emulate.run(kernel, params, grid))
+    monkeypatch.setattr(kv.Device, "of", lambda tensor: Device.named("sm_90a"))
     cache = KVCache("kv4g128", layers=1, kv_heads=1, head_dim=64, sequences=3, capacity=256)
     cache.add()
     sequence = cache.add()
@@ -195,7 +206,7 @@ def test_packing_reports_what_is_out_of_range(error: int, monkeypatch):
     else:
         cache.row_index([sequence], torch.int32)[0] = 9
     with pytest.raises(KernelError, match=kv_page.WRONG[error][:20]):
-        cache._write_kernel(0, [sequence], k, k)
+        kv.store(cache.view(0), cache.row_pointer([sequence]), 1, k, k)
 
 
 PACKED = [
@@ -216,9 +227,13 @@ def test_packing_gives_the_pages_of_the_reference(case: Case, monkeypatch):
         emulate.run(kernel, params, grid, resident=64)
 
     here, *_ = case.build("cpu")
-    monkeypatch.setattr(kvcache.jit, "launch", launch)
-    monkeypatch.setattr(kvcache.Device, "of", lambda tensor: Device.named("sm_90a"))
-    monkeypatch.setattr(KVCache, "_write_torch", KVCache._write_kernel)
+    monkeypatch.setattr(kv.jit, "launch", launch)
+    monkeypatch.setattr(kv.Device, "of", lambda tensor: Device.named("sm_90a"))
+    monkeypatch.setattr(
+        KVCache,
+        "_write_torch",
+        lambda self, layer, rows, k, v: kv.store(self.view(layer), self.row_pointer(rows), len(rows), k, v, layer),
+    )
     there, *_ = case.build("cpu")
     assert torch.equal(here.residual[1].view(torch.int16), there.residual[1].view(torch.int16))
     wrong = (here.pages[1] != there.pages[1]).nonzero()
@@ -239,10 +254,9 @@ def test_packing_what_is_in_the_residual_already(format: str, monkeypatch):
     want = cache.pages.clone()
     cache.pages.zero_()
     assert cache.completes(sequences, 3)
-    monkeypatch.setattr(kvcache.jit, "launch", launch)
-    monkeypatch.setattr(kvcache.Device, "of", lambda tensor: Device.named("sm_90a"))
-    strides = dict.fromkeys((f"{x}_{y}_stride" for x in "kv" for y in ("batch", "token", "head")), 0)
-    cache._launch(0, sequences, 3, **strides, k=None, v=None, packs=1, keeps=0, stored=1)
+    monkeypatch.setattr(kv.jit, "launch", launch)
+    monkeypatch.setattr(kv.Device, "of", lambda tensor: Device.named("sm_90a"))
+    kv.pack(cache.view(0), cache.row_pointer(sequences), len(sequences), 3)
     assert torch.equal(cache.pages, want)
 
 
@@ -266,13 +280,12 @@ def test_one_token_completes_a_window(format: str, stored: bool, known: bool, mo
         cache.write(0, sequences, *tokens[:, :, begin:end])
     want = cache.residual.clone(), cache.pages.clone()
     cache.pages.copy_(before[1])
-    monkeypatch.setattr(kvcache.jit, "launch", launch)
-    monkeypatch.setattr(kvcache.Device, "of", lambda tensor: Device.named("sm_90a"))
+    monkeypatch.setattr(kv.jit, "launch", launch)
+    monkeypatch.setattr(kv.Device, "of", lambda tensor: Device.named("sm_90a"))
     if stored:
-        strides = dict.fromkeys((f"{x}_{y}_stride" for x in "kv" for y in ("batch", "token", "head")), 0)
-        cache._launch(0, sequences, 1, **strides, k=None, v=None, packs=1, keeps=0, stored=1)
+        kv.pack(cache.view(0), cache.row_pointer(sequences), len(sequences), 1)
     else:
         cache.residual.copy_(before[0])
-        cache._write_kernel(0, sequences, *tokens[:, :, 255:])
+        kv.store(cache.view(0), cache.row_pointer(sequences), len(sequences), *tokens[:, :, 255:])
     assert torch.equal(cache.pages, want[1])
     assert torch.equal(cache.residual.view(torch.int16), want[0].view(torch.int16))

@@ -18,14 +18,14 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
-from anybit import attention, kvops
-from anybit.attention import Masks
+from anybit import attention
 from anybit.errors import LayerError
-from anybit.kernels.attention.decode import MOST_QUERIES
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.kvcache import KVCache
 from anybit.kvpool import MOST, check_page, whole
+from anybit.ops import kv
+from anybit.ops.backend import RopeStoreArgs
 from anybit.ops.elementwise import rotate, rotate_store
+from anybit.ops.kv import MOST_QUERIES, Masks
 from anybit.scheme import KVFormat, Scheme, is_whole
 
 NAME = "anybit"
@@ -352,8 +352,8 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         q, k = rotate(flat, *rotary, *heads, norms[0], norms[1], norms[2], paired)
         v = flat[:, -heads[1] * dim :]
         q, k, v = (x.view(batch, tokens, -1, dim).to(store.dtype) for x in (q, k, v))
-        kvops.write(store, layer, self.rows, k, v)
-        return kvops.decode(q, store, layer, self.rows, masks).to(qkv.dtype)
+        kv.write(store, layer, self.rows, k, v)
+        return kv.attend(q, store, layer, self.rows, masks).to(qkv.dtype)
 
     def step(
         self, layer: int, rotary: tuple[Tensor, Tensor], heads: tuple[int, int], batch: int, tokens: int,
@@ -377,7 +377,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         store, tokens = self._store(), q.shape[1]
         if not self.packs_later and store.completes(self.rows, tokens):
             store.pack(layer, self.rows, tokens)
-        return kvops.decode(q, store, layer, self.rows, masks)
+        return kv.attend(q, store, layer, self.rows, masks)
 
     def _begun_step(self, layer: int, heads: int, dim: int, batch: int, tokens: int) -> KVCache:
         self._begin((batch, heads, tokens, dim), layer)
@@ -406,8 +406,8 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         self._count(layer, tokens, None if padding is None else counts)
         even = all(count == tokens for count in counts)
         if even and tokens <= min(MOST_QUERIES, store.ledger.slack) and self.seen > tokens:
-            kvops.write(store, layer, self.rows, k, v)
-            return kvops.decode(q, store, layer, self.rows, masks)
+            kv.write(store, layer, self.rows, k, v)
+            return kv.attend(q, store, layer, self.rows, masks)
         out = torch.zeros_like(q)
         for i, (row, count) in enumerate(zip(self.rows, counts, strict=True)):
             if count:

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from anybit.attention import Masks
 from anybit.errors import LayerError
 from anybit.integrations import graph
 from anybit.integrations.cache import AnyBitCache, Norms
-from anybit.kernels.elementwise.norm_act import paired_rows
-from anybit.kernels.elementwise.rope import paired_channels
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.linear import QuantLinear
-from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate
+from anybit.ops.backend import RopeStoreArgs
+from anybit.ops.elementwise import add_rms_norm, paired_channels, paired_rows, rms_norm, rotate
+from anybit.ops.kv import Masks
 from anybit.packing import reorder, stack, unstack
 
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")

@@ -8,7 +8,7 @@ from functools import cache
 from torch import Tensor
 
 from anybit.errors import KernelError
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs as RopeStoreArgs
 from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat

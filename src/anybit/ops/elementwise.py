@@ -9,6 +9,8 @@ from torch import Tensor
 from anybit.errors import KernelError
 from anybit.kernels.attention.kv_page import ring_places
 from anybit.kernels.elementwise import norm_act, rope
+from anybit.kernels.elementwise.norm_act import paired_rows as paired_rows
+from anybit.kernels.elementwise.rope import paired_channels as paired_channels
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 
 

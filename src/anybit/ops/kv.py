@@ -1,0 +1,394 @@
+"""The KV cache's kernels: launches over a layer's tensors, and the torch.library ops that torch.compile sees.
+
+A layer of a cache reaches kernels as a ``LayerView``, tensors and sizes; what is in them is described in ``kvcache``.
+Ops take tensors and numbers: ``anybit::kv_write`` and ``anybit::kv_decode`` name the cache by its number (``live``),
+beside the tensors that they read and write. Their bodies are registered by the modules that own a cache
+(``implement``); lengths are counted before (``KVCache.extend``), outside of what is compiled.
+"""
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.device import Device
+from anybit.errors import KernelError, LayerError
+from anybit.kernels.attention import decode as kernels
+from anybit.kernels.attention import kv_page, kv_quantize
+from anybit.kernels.attention.decode import MOST_QUERIES as MOST_QUERIES
+from anybit.kernels.attention.decode import Config as Config
+from anybit.kernels.attention.decode import Problem as Problem
+from anybit.kernels.attention.decode import default as default
+from anybit.kernels.attention.kv_page import PageLayout
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What a model does to its logits; all off by default.
+
+    scale: factor of q.k (default 1 / sqrt(head_dim)).  window: each token sees itself and the ``window - 1`` before it.
+    softcap: logits become softcap * tanh(logit / softcap).  sinks: float32 [heads], a logit a head that only adds to
+    the denominator.  alibi: float32 [heads], slopes; the logit of a key gains slope * (key position - query position).
+    Order as in the models that have them: scale, softcap, alibi, mask, sink.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise LayerError(f"a sliding window has at least 1 token, not {self.window}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise LayerError(f"softcap must be positive, not {self.softcap}")
+
+
+NO_MASKS = Masks()
+
+
+@dataclass(frozen=True, eq=False)
+class LayerView:
+    """One layer of a cache, as kernels read it.
+
+    pages: uint8 [pages, kv_heads, page_bytes].  residual: 16-bit [sequences, kv_heads, 2, ring * head_dim].
+    table: int32 [sequences, pages of each].  lengths: int32 [sequences].  ring, window, capacity: tokens.
+    """
+
+    layout: PageLayout
+    pages: Tensor
+    residual: Tensor
+    table: Tensor
+    lengths: Tensor
+    ring: int
+    window: int
+    capacity: int
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of a token."""
+        return self.pages.shape[1]
+
+    @property
+    def bf16(self) -> bool:
+        """Whether the residual is bfloat16 rather than float16."""
+        return self.residual.dtype == torch.bfloat16
+
+
+# -------- storing tokens
+
+
+def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor, layer: int = 0) -> None:
+    """Store the newest tokens, already counted in ``lengths``: into the residual, full windows packed into pages.
+
+    k, v: [batch, tokens, kv_heads, head_dim] in the residual's dtype. rows: int32 [batch], which sequences these are;
+    None for 0, 1, 2 ... One launch (two for a prompt), at fixed addresses and without any synchronization.
+    layer: what errors name.
+    """
+    k, v = (_aligned(x) for x in (k, v))
+    strides = {
+        "k_batch_stride": k.stride(0),
+        "v_batch_stride": v.stride(0),
+        "k_token_stride": k.stride(1),
+        "k_head_stride": k.stride(2),
+        "v_token_stride": v.stride(1),
+        "v_head_stride": v.stride(2),
+    }
+    step = k.shape[1] <= view.ring - view.window + 1
+    for packs, keeps in ((1, 1),) if step else ((1, 0), (0, 1)):
+        _quantize(view, rows, batch, k.shape[1], layer, k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
+
+
+def pack(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: int = 0) -> None:
+    """Pack the windows that the newest ``tokens`` tokens completed, all of which are in the residual already."""
+    names = ("k_batch_stride", "v_batch_stride", "k_token_stride", "v_token_stride", "k_head_stride", "v_head_stride")
+    arguments = dict.fromkeys(names, 0) | {"k": None, "v": None}
+    _quantize(view, rows, batch, tokens, layer, **arguments, packs=1, keeps=0, stored=1)
+
+
+def _quantize(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: int, **arguments: Any) -> None:
+    problem = kv_quantize.Problem(view.layout, batch, view.kv_heads, tokens, view.ring, view.window, view.bf16)
+    debug = kv_page.debugging()
+    device, config = Device.of(view.pages), kv_quantize.default(problem, checked=debug)
+    errors = torch.zeros(1, dtype=torch.int32, device=view.pages.device) if debug else None
+    reason = kv_quantize.why_not(problem, config, device)
+    if reason is not None:
+        raise KernelError(reason)
+    params = kv_quantize.Params(
+        pages=view.pages,
+        residual=view.residual,
+        table=view.table,
+        lengths=view.lengths,
+        sequences=rows,
+        tokens=tokens,
+        kv_heads=view.kv_heads,
+        table_width=view.table.shape[1],
+        ring=view.ring,
+        window=view.window,
+        pages_count=view.pages.shape[0],
+        sequences_count=view.table.shape[0],
+        errors=errors,
+        **arguments,
+    )
+    overlaps = device.capability >= 90 and problem.step
+    grid = kv_quantize.grid(problem, bool(arguments["packs"]))
+    jit.launch(kv_quantize.kernel(config), params, grid, pdl=overlaps, device=view.pages.get_device())
+    if errors is not None:
+        kv_page.report(int(errors), layer)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """X itself if rows can be read sixteen bytes at a time, else a copy."""
+    fits = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:3])
+    return x if fits else x.contiguous()
+
+
+# -------- attention
+
+
+def problem_of(q: Tensor, view: LayerView, masks: Masks = NO_MASKS, split: int = 0) -> Problem:
+    """What ``decode`` asks of the kernel."""
+    return Problem(
+        layout=view.layout,
+        batch=q.shape[0],
+        heads=q.shape[2],
+        kv_heads=view.kv_heads,
+        queries=q.shape[1],
+        ring=view.ring,
+        window=view.window,
+        capacity=view.capacity,
+        bf16=view.bf16,
+        sliding=masks.window is not None,
+        softcap=masks.softcap is not None,
+        alibi=masks.alibi is not None,
+        split=split,
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of the kernel, ready: what it is, what it is given, and where its results will be."""
+
+    kernel: jit.Kernel
+    params: kernels.Params
+    grid: tuple[int, int, int]
+    out: Tensor
+    lse: Tensor
+
+
+def prepare(
+    q: Tensor,
+    view: LayerView,
+    rows: Tensor | None,
+    masks: Masks,
+    device: Device,
+    config: Config | None = None,
+    out: Tensor | None = None,
+    errors: Tensor | None = None,
+    split: int = 0,
+) -> Launch:
+    """The launch that answers ``decode`` on ``device``; raises KernelError, in words, where there is none.
+
+    rows: int32 [batch], which sequences the queries are of; None for 0, 1, 2 ...  config: how (default: the kernel's
+    own choice).  out: where the output goes, dense, in q's shape and dtype.  errors: int32, where checked kernels leave
+    what was wrong.
+    """
+    problem = problem_of(q, view, masks, split)
+    if config is None:
+        config = default(problem, device)
+    elif (reason := kernels.why_not(problem, config, device)) is not None:
+        raise KernelError(reason)
+    q = q if q.stride(3) == 1 and q.data_ptr() % 8 == 0 and all(s % 4 == 0 for s in q.stride()[:3]) else q.contiguous()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    space = _workspace(q.device, *kernels.workspace(problem, config, device))
+    scale = 1.0 / math.sqrt(q.shape[3]) if masks.scale is None else masks.scale
+    params = kernels.Params(
+        pages=view.pages,
+        residual=view.residual,
+        table=view.table,
+        lengths=view.lengths,
+        sequences=rows,
+        q=q,
+        out=out,
+        lse=lse,
+        sinks=None if masks.sinks is None else _log2(masks.sinks, q),
+        slopes=None if masks.alibi is None else _log2(masks.alibi, q),
+        partial=space[0],
+        partial_state=space[1],
+        arrivals=space[2],
+        errors=space[3] if errors is None else errors,
+        q_batch_stride=q.stride(0),
+        q_token_stride=q.stride(1),
+        q_head_stride=q.stride(2),
+        batch=problem.batch,
+        kv_heads=problem.kv_heads,
+        table_width=view.table.shape[1],
+        ring=problem.ring,
+        window=problem.window,
+        sliding=masks.window or 0,
+        pages_count=view.pages.shape[0],
+        sequences_count=view.table.shape[0],
+        scale=kernels.log2_scale(scale),
+        cap=kernels.log2_scale(masks.softcap or 0.0),
+        uncap=2.0 / masks.softcap if masks.softcap else 0.0,
+    )
+    return Launch(kernels.kernel(config, view.layout), params, kernels.grid(problem, config, device), out, lse)
+
+
+def decode(
+    q: Tensor,
+    view: LayerView,
+    rows: Tensor | None,
+    masks: Masks = NO_MASKS,
+    *,
+    config: Config | None = None,
+    out: Tensor | None = None,
+    errors: Tensor | None = None,
+    split: int = 0,
+    overlaps: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the newest tokens over everything before and among them; unchecked, and without rotation.
+
+    q: [batch, tokens, heads, head_dim]; the rest as in ``prepare``. overlaps: pages may be read before the previous
+    kernel has ended, which must then be none that writes a prompt's.
+    Returns the output in q's shape and dtype, and the log-sum-exp float32 [batch, tokens, heads].
+    """
+    device = Device.of(q)
+    launch = prepare(q, view, rows, masks, device, config, out, errors, split)
+    early = overlaps and device.capability >= 90
+    jit.launch(launch.kernel, launch.params, launch.grid, pdl=early, device=launch.out.get_device())
+    return launch.out, launch.lse
+
+
+def _log2(values: Tensor, like: Tensor) -> Tensor:
+    return (values.to(like.device, torch.float32) * math.log2(math.e)).contiguous()
+
+
+_spaces: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+
+
+def _workspace(device: torch.device, partial: int, states: int, arrivals: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What blocks leave for one another: kept for each stream and size, so that its addresses stay fixed."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, partial, states, arrivals)
+    if key in _spaces:
+        return _spaces[key]
+    space = (
+        torch.empty(partial, dtype=torch.float32, device=device),
+        torch.empty(states, dtype=torch.float32, device=device),
+        torch.zeros(arrivals, dtype=torch.int32, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
+    # What a graph capture allocates is zeroed by the graph's replays, not now: it belongs to that graph alone.
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        _spaces[key] = space
+    return space
+
+
+# -------- ops
+
+
+class Cache(Protocol):
+    """What ops need of a cache: its tensors, under their names."""
+
+    number: int
+    pages: Tensor
+    residual: Tensor
+    lengths: Tensor
+
+
+_numbers = itertools.count(1)
+_live: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+def register(cache: Any) -> int:
+    """A number under which ``live`` finds a cache, for as long as it lives."""
+    number = next(_numbers)
+    _live[number] = cache
+    return number
+
+
+def live(number: int) -> Any:
+    """The cache of a number. Raises LayerError where it is gone."""
+    found = _live.get(number)
+    if found is None:
+        raise LayerError(f"KV cache {number} is gone: an op ran after the cache it was made for")
+    return found
+
+
+def write(cache: Cache, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
+    """``KVCache.write`` as the op ``anybit::kv_write``."""
+    torch.ops.anybit.kv_write(k, v, cache.pages, cache.residual, cache.lengths, cache.number, layer, list(sequences))
+
+
+def attend(q: Tensor, cache: Cache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS) -> Tensor:
+    """``attention.decode`` as the op ``anybit::kv_decode``; without its log-sum-exp."""
+    out: Tensor = torch.ops.anybit.kv_decode(
+        q, cache.pages, cache.residual, cache.lengths, cache.number, layer, list(sequences),
+        masks.scale, masks.window, masks.softcap, masks.sinks, masks.alibi,
+    )  # fmt: skip
+    return out
+
+
+@contextmanager
+def _over(number: int, pages: Tensor, residual: Tensor) -> Iterator[Any]:
+    """The cache, on the memory that the op was given: a compiler may hand over a copy, and copy it back."""
+    cache = live(number)
+    own = cache.pages, cache.residual
+    cache.pages, cache.residual = pages, residual
+    try:
+        yield cache
+    finally:
+        cache.pages, cache.residual = own
+
+
+_decode_of: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+
+def implement(decode: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Say what ``anybit::kv_decode`` calls: decode(q, cache, layer, sequences, masks), which may be on a CPU, too."""
+    global _decode_of
+    _decode_of = decode
+
+
+def _write(
+    k: Tensor, v: Tensor, pages: Tensor, residual: Tensor, lengths: Tensor, number: int, layer: int, rows: list[int]
+) -> None:
+    with _over(number, pages, residual) as cache:
+        cache.write(layer, rows, k, v)
+
+
+def _decode(
+    q: Tensor, pages: Tensor, residual: Tensor, lengths: Tensor, number: int, layer: int, rows: list[int],
+    scale: float | None, window: int | None, softcap: float | None, sinks: Tensor | None, alibi: Tensor | None,
+) -> Tensor:  # fmt: skip
+    assert _decode_of is not None, "anybit.attention says what decodes"
+    with _over(number, pages, residual) as cache:
+        return _decode_of(q, cache, layer, rows, Masks(scale, window, softcap, sinks, alibi))[0]
+
+
+_library = torch.library.Library("anybit", "FRAGMENT")
+_library.define(
+    "kv_write(Tensor k, Tensor v, Tensor(a!) pages, Tensor(b!) residual, Tensor lengths, int store, int layer, "
+    "int[] rows) -> ()"
+)
+_library.define(
+    "kv_decode(Tensor q, Tensor pages, Tensor residual, Tensor lengths, int store, int layer, int[] rows, "
+    "float? scale, int? window, float? softcap, Tensor? sinks, Tensor? alibi) -> Tensor"
+)
+for _device in ("CPU", "CUDA"):
+    _library.impl("kv_write", _write, _device)
+    _library.impl("kv_decode", _decode, _device)
+torch.library.register_fake("anybit::kv_write", lambda *_: None)
+torch.library.register_fake(
+    "anybit::kv_decode", lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format)
+)
