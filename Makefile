@@ -1,5 +1,5 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Both end in seconds when nothing has to be installed.
-# Needs python3 (3.11 or newer) with venv, make, and for the tests a C++17 compiler.
+# Two commands on a fresh machine: `make demo` and `make test`. Once installed, `make demo` takes seconds. `make docs` builds
+# the pages into site/. Needs python3 (3.11 or newer) with venv, make, and for the tests a C++17 compiler.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 MODEL := $(CACHE)/smollm2-135m-instruct
 QUANTIZED := $(CACHE)/smollm2-$(SCHEME)
 
-.PHONY: demo test lint types unit perplexity clean
+.PHONY: demo test lint types docs unit perplexity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo $(QUANTIZED).saved
@@ -24,7 +24,7 @@ demo: $(VENV)/.demo $(QUANTIZED).saved
 	@echo "> $(PROMPT)"
 	@$(BIN)/anybit generate $(QUANTIZED) --prompt "$(PROMPT)" --max-new-tokens 80
 
-test: lint types unit
+test: lint types docs unit
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -33,11 +33,14 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # One thread a process: two processes share two cores, and threads that wait for each other spin.
 unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 	ANYBIT_CACHE=$(abspath $(CACHE)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --durations=10
 
-# The table of docs/perplexity.md; about half an hour on two cores.
+# The rows of the first table of docs/accuracy.md; about half an hour on two cores.
 perplexity: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 	$(BIN)/python benchmarks/perplexity.py --model $(MODEL) --text $(CACHE)/wikipedia.txt
 
@@ -65,8 +68,8 @@ $(VENV)/.demo: pyproject.toml Makefile | $(BIN)/python
 
 $(VENV)/.test: pyproject.toml Makefile | $(BIN)/python
 	@echo "installing what the tests need into $(VENV)"
-	$(PIP) "$(TORCH)" $(patsubst %,"%",$(NVRTC)) --editable ".[gguf,compressed-tensors,cuda]" --group test --group lint
+	$(PIP) "$(TORCH)" $(patsubst %,"%",$(NVRTC)) --editable ".[gguf,compressed-tensors,cuda]" --group test --group lint --group docs
 	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf $(VENV) $(CACHE) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CACHE) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

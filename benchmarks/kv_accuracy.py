@@ -3,7 +3,7 @@
     python benchmarks/kv_accuracy.py --model FOLDER --text FILE [--parts kernel perplexity needle]
 
 Real weights (SmolLM2-135M-Instruct) in 16 bits, so that nothing but the cache differs. Rows go to
-benchmarks/results/<gpu>/kv_accuracy.json; the tables of docs/kvcache.md show them.
+benchmarks/results/<gpu>/kv_accuracy.json; the tables of docs/accuracy.md show them.
 
 perplexity: windows of 2048 tokens in which every token sees what it would see when it is generated: whole windows of
 128 tokens as pages hold them, its own window in 16 bits. The attention that does so for all tokens at once is compared

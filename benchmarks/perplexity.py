@@ -1,4 +1,4 @@
-"""The perplexity table: SmolLM2-135M on Wikipedia prose, over widths and groups (docs/perplexity.md).
+"""The perplexity table: SmolLM2-135M on Wikipedia prose, over widths and groups (docs/accuracy.md).
 
 python benchmarks/perplexity.py --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt
 
@@ -22,7 +22,6 @@ from rows import commit, publish
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "perplexity.json"
-PAGE = ROOT / "docs" / "perplexity.md"
 
 SCHEMES = (
     "w8a16g128asym",
@@ -83,38 +82,6 @@ def measure(model: torch.nn.Module, windows: torch.Tensor, scheme: str | None) -
     }
 
 
-def page(rows: list[dict[str, object]]) -> str:
-    """The table as Markdown."""
-    lines = []
-    for row in rows:
-        plain = row["plain_rounding"]
-        before = "" if plain is None else f"{plain:.2f}" if plain < 1e4 else f"{plain:.1e}"
-        value = row["perplexity"]
-        after = f"{value:.2f}" if value < 1e4 else f"{value:.1e}"
-        lines.append(f"| `{row['scheme']}` | {row['bits_per_weight']:.2f} | {after} | {before} |")
-    first = rows[0]
-    return f"""# Perplexity
-
-SmolLM2-135M-Instruct on Wikipedia prose: {first["windows"]} windows of {first["context"]} tokens, without BOS,
-{first["scored"]} tokens scored, float32 arithmetic. All 210 linear layers are quantized, the (tied) output head is not.
-Made by `make perplexity` (benchmarks/perplexity.py); the figures are in benchmarks/results/cpu/perplexity.json.
-
-Rounding to nearest with anybit's search for scales (the sum of the cubes of a group's errors, of a whole
-row's fourth powers, is what it makes small), beside plain rounding over the range of each group, which was measured
-before anybit on the same articles; that sample was cut a little differently, hence the 23.94 of its first row.
-(How, is not known: of three ways to cut the
-articles the one nearest to 23.94 was taken, paragraphs of more than 200 characters; so that agreement proves nothing.)
-
-The model is small and its file was a 4-bit one before, so it feels every bit; larger models lose less. Perplexity at
-four bits moves by some three per cent with anything that moves the roundings: smaller differences mean little.
-Methods that look at a text lose much less: [quantizers](quantizers.md).
-
-| scheme | bits per weight | perplexity | plain rounding |
-| --- | ---: | ---: | ---: |
-{chr(10).join(lines)}
-"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -137,8 +104,6 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         ordered = sorted(rows.values(), key=lambda r: order.index(r["scheme"]) if r["scheme"] in order else len(order))
         publish(RESULTS, json.dumps(ordered, indent=1) + "\n")
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page(ordered))
 
 
 if __name__ == "__main__":

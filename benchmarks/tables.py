@@ -1,7 +1,12 @@
-"""Write the tables of README.md and docs/ from the rows in results/: `python benchmarks/tables.py [--check]`.
+"""Write the tables of README.md and docs/ from the rows in results/.
+
+    python benchmarks/tables.py              write them into the pages
+    python benchmarks/tables.py --check      exit with 1 where a page is out of date
+    python benchmarks/tables.py gemm_packed  print tables by name; --list names them
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`, and everything between them is replaced by what the
-function NAME below makes of the rows. A page whose tables are not those of its rows fails tests/test_tables.py.
+function NAME below makes of the rows. A page whose tables are not those of its rows fails tests/test_tables.py. Lab
+notes (docs/notes) are dated and keep the tables they were written with.
 """
 
 import argparse
@@ -13,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-import aims
 import tables_linear
+import tables_quantizers
 from rows import Row, find, rows, table
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +53,35 @@ def headline() -> str:
         ours = ", ".join(f"{row['us']:.0f} us (`{row['scheme']}`)" for row in found)
         body.append(["4096 x 28672 x 4096 product", f"{found[0]['baselines']['cublas fp16']:.0f} us (cuBLAS)", ours])
     return table(["", "fp16, at its best", "anybit"], body)
+
+
+# -------- which scheme
+
+
+LINEAR, REST = 6.98e9, 1.05e9
+"""Weights of Llama-3-8B's linear layers, and of its embedding and output head, which stay in 16 bits."""
+
+
+def choosing() -> str:
+    """Memory and speed of schemes in a Llama-3-8B shape: schemes down."""
+    steps, body = rows("generate"), []
+    for scheme in ("fp16", "w8a16g128", "w4a16g128", "w3a16g128", "w2a16g128", "w4a8", "w4a4", "w2a2"):
+        found = re.match(r"w(\d)a\d+(?:g(\d+))?", scheme)
+        bits = 16.0 if found is None else int(found[1]) + (16 / int(found[2]) if found[2] else 0.0)
+        cells = [f"{(LINEAR * bits / 8 + REST * 2) / 1e9:.1f}"]
+        for batch in (1, 16):
+            row = find(steps, case="Llama-3-8B shape", scheme=scheme, batch=batch, context=512)
+            cells.append(f"{row['tokens_per_second']:,.0f}" if row else "")
+        speeds = []
+        for m in (64, 4096):
+            layer = {"case": "llama-3-8b gate_up", "scheme": scheme, "m": m}
+            packed, planes = find(rows("gemm_packed"), **layer), find(rows("gemm_bitwise"), kernel="wgmma", **layer)
+            each = [(row, row.get("us_with_pack", row["us"])) for row in (packed, planes) if row]
+            ratios = [row["baselines"]["cublas fp16"] / us for row, us in each]
+            speeds.append("1" if scheme == "fp16" else f"{max(ratios):.2f}" if ratios else "")
+        body.append([f"`{scheme}`", *cells, *speeds])
+    heads = ["weights, GB", "tokens/s, batch 1", "tokens/s, batch 16", "64 tokens, x fp16", "4,096 tokens, x fp16"]
+    return table(["scheme", *heads], body)
 
 
 # -------- whole models
@@ -322,94 +356,12 @@ def kv_needle() -> str:
     return table(["", "bits an element", *(f"{round(context / 1024)}k" for context in contexts)], body)
 
 
-# -------- quantizers
-
-
-_METHODS = ("rtn", "gptq", "block", "learned", "smooth", "rotate", "spread", "onebit")
-
-
-def _quantized() -> list[Row]:
-    """Rows of whole quantizers with their defaults, machines named in ``on``."""
-    both = {"CPU": rows("quantizers", "cpu"), "H200": rows("quantizers")}
-    mine = [row | {"on": on} for on, found in both.items() for row in found if row["case"].endswith("first half")]
-    return [row for row in mine if not row["options"] and "perplexity" in row]
-
-
-def _perplexity(value: float) -> str:
-    return f"{value:.2f}" if value < 1e4 else f"{value:.1e}"
-
-
-def quantizers() -> str:
-    """Perplexity of every scheme and method from folder to folder, over the machines: schemes down, methods across."""
-    mine = _quantized()
-    plain = next((row["perplexity"] for row in mine if row["scheme"] == "float32"), None)
-    methods = [m for m in _METHODS if any(row["method"] == m for row in mine)]
-    body = []
-    order = [*aims.PLAIN_GPTQ, *(row["scheme"] for row in mine if "perplexity_kernels" not in row)]
-    for scheme in dict.fromkeys(scheme for scheme in order if scheme != "float32"):
-        cells = []
-        for method in methods:
-            each = [row for row in mine if (row["scheme"], row["method"]) == (scheme, method)]
-            cells.append("; ".join(f"{_perplexity(row['perplexity'])} ({row['on']})" for row in each))
-        if any(cells):
-            body.append([f"`{scheme}`", *cells, f"{aims.PLAIN_GPTQ.get(scheme, '')}"])
-    if plain is None:
-        return ""
-    return table([f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in methods), "plain GPTQ"], body)
-
-
-def quantizers_kernels() -> str:
-    """The same layers in 16 bits through plain dequantized arithmetic and through the kernels (APT-LLM, Table V)."""
-    body = []
-    for row in (row for row in _quantized() if "perplexity_dequantized" in row):
-        dequantized, kernels = row["perplexity_dequantized"], row.get("perplexity_kernels")
-        cells = [_perplexity(kernels), f"{abs(kernels - dequantized):.4f}"] if kernels else ["refused", ""]
-        body.append([f"`{row['scheme']}`", f"`{row['method']}`", _perplexity(dequantized), *cells])
-    head = ["scheme", "method", "dequantized, float16", "through the kernels", "apart"]
-    return table(head, body) if body else ""
-
-
-def rotations() -> str:
-    """Four-bit codes of rotated rows: widths and ways down, tokens across, microseconds."""
-    found = [row for row in rows("rotate") if row["scheme"] == "a4asym"]
-    tokens, body = sorted({row["m"] for row in found}), []
-    for k in sorted({row["k"] for row in found}):
-        mine = {row["m"]: row for row in found if row["k"] == k}
-        ways: dict[str, Callable[[Row], float]] = {
-            f"**{k}**, one kernel": lambda row: row["us"],
-            "a kernel each": lambda row: row["baselines"]["kernel each"],
-            "rotation alone": lambda row: row["baselines"]["rotation alone"],
-            "coding alone": lambda row: row["baselines"]["pack alone"],
-            "torch's rotation alone": lambda row: row["baselines"]["torch"],
-        }
-        for words, of in ways.items():
-            body.append([words, *(f"{of(mine[m]):.1f}" if m in mine else "" for m in tokens)])
-    return table(["us", *(f"M = {m}" for m in tokens)], body) if body else ""
-
-
-def peers() -> str:
-    """Other quantizers on the same model, text and scheme, beside the best of ours."""
-    mine = _quantized()
-    body = []
-    for machine in ("cpu", "h200"):
-        for row in rows("peers", machine):
-            ours = [own for own in mine if own["scheme"] == row["scheme"] and own["method"] in ("gptq", "learned")]
-            cells = []
-            for method in ("gptq", "learned"):
-                found = [own["perplexity"] for own in ours if own["method"] == method]
-                cells.append(_perplexity(min(found)) if found else "")
-            settings = ", ".join(f"{key} {value}" for key, value in row["options"].items())
-            name = f"{row['method']} {row['version']} ({settings}; {machine})"
-            body.append([f"`{row['scheme']}`", name, _perplexity(row["perplexity"]), *cells])
-    return table(["scheme", "peer", "its perplexity", "`gptq`", "`learned`"], body) if body else ""
-
-
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        headline, *tables_linear.MAKERS, generate, generate_models, shipped_map, ablation, ablation_model,
+        headline, choosing, *tables_linear.MAKERS, generate, generate_models, shipped_map, ablation, ablation_model,
         dispatch_model, dispatch_steps, dispatch_check, decode_attention, decode_formats, decode_variants, kv_store,
-        kv_perplexity, kv_widths, kv_kernel, kv_needle, quantizers, quantizers_kernels, rotations, peers, *aims.MAKERS,
+        kv_perplexity, kv_widths, kv_kernel, kv_needle, *tables_quantizers.MAKERS,
     )
 }  # fmt: skip
 _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -432,20 +384,25 @@ def written(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="print these tables and write nothing")
+    parser.add_argument("--list", action="store_true", help="print the names of all tables")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page is out of date")
-    check, stale, homeless = parser.parse_args().check, [], set(TABLES)
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(TABLES)):
+        parser.error(f"there is no table {', '.join(unknown)}: --list names them")
+    if arguments.list or arguments.names:
+        print("\n\n".join(TABLES[name]() for name in arguments.names) or "\n".join(TABLES))
+        return
+    stale = []
     for page in pages():
         text = page.read_text()
-        homeless -= {match[2] for match in _MARK.finditer(text)}
         new = written(text)
         if new != text:
             stale.append(page.name)
-            if not check:
+            if not arguments.check:
                 page.write_text(new)
-    print(f"{'out of date' if check else 'written anew'}: {', '.join(stale) or 'nothing'}")
-    if homeless:
-        print(f"on no page: {', '.join(sorted(homeless))}")
-    sys.exit(check and bool(stale or homeless))
+    print(f"{'out of date' if arguments.check else 'written anew'}: {', '.join(stale) or 'nothing'}")
+    sys.exit(arguments.check and bool(stale))
 
 
 if __name__ == "__main__":

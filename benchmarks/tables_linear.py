@@ -37,7 +37,7 @@ def gemm_bitwise() -> str:
 
 
 def bitwise_shapes() -> str:
-    """What docs/bitwise.md speaks of: shapes down, schemes across, with the rate where there are many tokens."""
+    """Some products of bit planes: shapes down, schemes across, with the rate where there are many tokens."""
     found = [row for row in rows("gemm_bitwise") if row.get("kernel", "wgmma") == "wgmma"]
     body = []
     for m, n, k in ((4096, 28672, 4096), (1024, 4096, 4096), (64, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)):

@@ -19,7 +19,7 @@ def test_every_room_is_on_the_map() -> None:
 
 
 def test_every_link_of_the_documentation_leads_somewhere() -> None:
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
@@ -31,7 +31,7 @@ def pages() -> list[Path]:
 
 def test_every_file_that_the_documentation_names_is_there() -> None:
     examples = {"NAME.py", "NAME.cuh", "config.json", "map.json"}
-    tops = (ROOT / top for top in ("src", "benchmarks", "tests", "scripts"))
+    tops = (ROOT / top for top in ("src", "benchmarks", "tests", "scripts", "examples"))
     there = [str(path.relative_to(ROOT)) for top in tops for path in top.rglob("*")]
     for page in pages():
         for name in set(re.findall(r"`([\w/.-]+\.(?:py|cuh|json|h|cpp))`", page.read_text())) - examples:

@@ -17,6 +17,24 @@ def test_tables_are_those_of_the_rows() -> None:
     assert done.returncode == 0, f"{done.stdout}{done.stderr}run: python benchmarks/tables.py"
 
 
+def test_every_table_can_be_printed_by_name() -> None:
+    command = [sys.executable, str(BENCHMARKS / "tables.py")]
+    names = subprocess.run([*command, "--list"], capture_output=True, text=True, check=True).stdout.split()
+    assert {"headline", "choosing", "gemm_packed"} <= set(names)
+    done = subprocess.run([*command, *names], capture_output=True, text=True, check=True)
+    printed = done.stdout.strip().split("\n\n")
+    assert len(printed) >= len(names) and all("|" in part or part.startswith("**") for part in printed)
+    wrong = subprocess.run([*command, "headlin"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2 and "there is no table headlin" in wrong.stderr
+
+
+def test_tables_are_not_written_into_notes() -> None:
+    script = "import tables; print(*(page.relative_to(tables.ROOT) for page in tables.pages()), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", script], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    pages = done.stdout.split()
+    assert {"README.md", "docs/benchmarks.md"} <= set(pages) and not any("notes" in page for page in pages)
+
+
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results" / "h200").glob("*.json")), ids=lambda path: path.stem)
 def test_every_time_is_of_a_result_that_was_checked(path: Path) -> None:
     for row in json.loads(path.read_text()):

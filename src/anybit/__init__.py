@@ -6,8 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=AnyBitConfig("w4a16g128"))
 
 Importing anybit touches no GPU, reads no environment variable, makes no folder, and loads neither torch nor
-transformers: a name is loaded when it is first asked for. It registers anybit with transformers all the same, now or as
-soon as transformers is loaded, so that a saved model loads by its name alone.
+transformers: a name is loaded when it is first used. It does register anybit with transformers, now or as soon as
+transformers is loaded, so that a saved model loads by its name alone.
 """
 
 import importlib
@@ -72,7 +72,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a room of the package (``anybit.ops``), loaded when it is first asked for."""
+    """A public name, or a subpackage (``anybit.ops``), loaded when it is first used."""
     if name in _HOMES:
         value = getattr(importlib.import_module(f"anybit.{_HOMES[name]}"), name)
         globals()[name] = value

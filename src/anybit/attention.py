@@ -81,7 +81,7 @@ def decode(
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, sequence: int, masks: Masks = NO_MASKS
 ) -> Tensor:
-    """Write a prompt's (or a prompt's next part's) K and V, and attend over its 16-bit values and all before it.
+    """Write K and V of a prompt, or of its next part, and attend over them in 16 bits and over all tokens before.
 
     q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim], already counted by ``cache.extend``. Returns q's shape.
     """
@@ -106,7 +106,7 @@ def prefill(
 
 
 def check(q: Tensor, cache: KVCache, layer: int, sequences: Sequence[int], masks: Masks = NO_MASKS) -> None:
-    """Refuse, in words, what the cache cannot answer; nothing has been launched then."""
+    """Raise LayerError for queries that do not fit the cache, before anything is launched."""
     cache.check_layer(layer)
     if q.dim() != 4 or q.shape[0] != len(sequences) or q.shape[3] != cache.head_dim:
         raise LayerError(

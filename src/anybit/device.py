@@ -1,4 +1,4 @@
-"""What anybit knows of a GPU: its architecture and the few numbers that kernels are planned with."""
+"""What anybit needs to know about a GPU: its architecture and a few numbers to plan kernels with."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Device:
     """A GPU to plan for; it need not be present.
 
     arch: "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a" or "sm_120a".
-    sms: streaming multiprocessors.  shared_bytes: the most shared memory a block can have.
+    sms: streaming multiprocessors.  shared_bytes: shared memory that a block can use at most.
     l2_bytes: size of the L2 cache.  bandwidth: bytes a second that large reads reach.
     """
 

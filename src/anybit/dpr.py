@@ -178,7 +178,7 @@ def execute(plan: Plan, activations: Tensor, weights: Tensor) -> Tensor:
     """Carry a plan out in exact integers: codes X [M, K] and W [N, K] -> Y = X W^T, int64 [M, N].
 
     Every part is checked against the number it is promoted to, so a plan that could not run on hardware fails here.
-    Raises KernelError for that, and for a plan that is no integer product.
+    Raises KernelError for that, and for a plan that is not an integer product.
     """
     if plan.number in ("e4m3", "f16"):
         raise KernelError(f"a plan on {plan.number} is not an integer product, so it has no exact executor")

@@ -6,7 +6,7 @@ class AnyBitError(Exception):
 
 
 class SchemeError(AnyBitError, ValueError):
-    """A scheme that is not understood or that cannot exist."""
+    """A scheme that cannot be parsed, or that is impossible."""
 
 
 class LayerError(AnyBitError, ValueError):
@@ -22,7 +22,7 @@ class ConversionError(AnyBitError, ValueError):
 
 
 class TextError(AnyBitError, ValueError):
-    """A text that is missing, unreadable, or too short for what is asked."""
+    """A text that is missing, unreadable, or too short."""
 
 
 class KernelError(AnyBitError, RuntimeError):
@@ -30,7 +30,7 @@ class KernelError(AnyBitError, RuntimeError):
 
 
 class CalibrationError(AnyBitError, ValueError):
-    """A calibration that cannot go on: a layer never reached, NaN or infinity, a Hessian that cannot be used."""
+    """A calibration that cannot continue: a layer that is never reached, NaN or infinity, an unusable Hessian."""
 
 
 class OptionError(AnyBitError, ValueError):

@@ -1,4 +1,4 @@
-"""How good a model is: perplexity over fixed windows of a text, and agreement with another model."""
+"""Perplexity over fixed windows of a text, and agreement with another model."""
 
 import math
 import time
@@ -35,7 +35,7 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How often two models would say the same next token, and how far their distributions are apart.
+    """How often two models predict the same next token, and how far apart their distributions are.
 
     same: share of positions with the same most likely token.  divergence: mean KL(baseline || model), nats.
     """
@@ -46,7 +46,7 @@ class Agreement:
 
 
 def windows_of(ids: Sequence[int], context: int, windows: int | None = None, bos: int | None = None) -> Tensor:
-    """Cut token ids into consecutive windows of ``context`` tokens, int64 [windows, context]; a rest is left out.
+    """Cut token ids into consecutive windows of ``context`` tokens, int64 [windows, context]; a remainder is left out.
 
     bos: a token put in front of every window, which then holds context - 1 tokens of text.
     Raises TextError for a text shorter than one window, or than the windows asked for.
@@ -115,10 +115,10 @@ def agreement(
 
 
 def bits_per_weight(model: nn.Module) -> float:
-    """Bits a weight of the quantized layers in a 16-bit checkpoint, scales and zeros included; else of all Linears.
+    """Bits per weight of the quantized layers, scales and zeros included; of all Linears if none is quantized.
 
-    Scales, and weights that are not quantized, count 16 bits though they be wider here: a model that runs in float32
-    (on a CPU all do) was stored in 16 bits as a rule.
+    Scales and weights that are not quantized count 16 bits, even where the model runs in float32 (on a CPU all do):
+    a checkpoint usually stores 16.
     """
     bits, weights = 0.0, 0
     for module in model.modules():

@@ -34,7 +34,7 @@ def factor(size: int) -> tuple[int, int]:
             return order, size // order
         order *= 2
     raise LayerError(
-        f"no Hadamard matrix of size {size} is known here: sizes are 2^k, or 2^k times q + 1 or 2 (q + 1) with a "
+        f"Hadamard matrices of size {size} are not supported: sizes are 2^k, or 2^k times q + 1 or 2 (q + 1) with a "
         "prime power q (3 or 1 more than a multiple of 4)"
     )
 
@@ -48,7 +48,7 @@ def transform(x: Tensor) -> Tensor:
     """X [..., n] -> H x for every vector, in x's dtype, with H orthogonal; arithmetic is float32 (float64 if x is).
 
     H is A (x) S: A of order m by Paley, S of order 2^k by Sylvester (``factor``).
-    Under autocast it is one product in the 16-bit type, which is much the faster on a GPU.
+    Under autocast it is one product in the 16-bit type, which is much faster on a GPU.
     """
     size = x.shape[-1]
     kind = x.device.type
@@ -178,7 +178,7 @@ def _multiply(a: tuple[int, ...], b: tuple[int, ...], modulus: tuple[int, ...], 
 def _irreducible(p: int, k: int) -> tuple[int, ...]:
     """The low coefficients of a monic irreducible polynomial of degree k over GF(p): one without a root, for k <= 3."""
     if k > 3:
-        raise LayerError(f"fields of {p}^{k} elements are not built here; only squares and cubes of primes are")
+        raise LayerError(f"finite fields of {p}^{k} elements are not supported; only squares and cubes of primes are")
     for number in range(p**k):
         low = _digits(number, p, k)
         if k == 1 or all((sum(c * x**i for i, c in enumerate(low)) + x**k) % p for x in range(p)):

@@ -1,4 +1,4 @@
-"""The quantized KV cache: pages of codes, a 16-bit residual for the newest tokens, and what one can do to sequences.
+"""The quantized KV cache: pages of codes, a 16-bit residual for the newest tokens, and operations on sequences.
 
 Everything here is plain torch and runs anywhere; on a GPU ``write`` hands the work to one kernel. A step is
 
@@ -59,7 +59,7 @@ class KVCache:
         table     int32 [sequences, capacity / page], -1 where there is no page
         lengths   int32 [sequences], tokens of each sequence, the newest included
 
-    Raises LayerError for sizes that are no sizes and for a head that the format does not divide.
+    Raises LayerError for a size that is not a positive integer, and for a head that the format does not divide.
     """
 
     def __init__(
@@ -405,9 +405,9 @@ def why_not(model: Any, format: KVFormat) -> str | None:
     """
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
-        return f"{type(model).__name__} has an encoder, and AnyBitCache holds the keys of a decoder alone"
+        return f"{type(model).__name__} has an encoder, and AnyBitCache is for decoders only"
     if not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
-        return f"{type(model).__name__} keeps a state of its own instead of keys and values"
+        return f"{type(model).__name__} keeps a state instead of keys and values"
     heads = getattr(config, "num_attention_heads", None)
     dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}

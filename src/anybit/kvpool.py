@@ -1,4 +1,4 @@
-"""Who owns which page: the bookkeeping of a paged KV cache, in plain Python, without any tensor.
+"""The bookkeeping of a paged KV cache: who owns which page. Plain Python, no tensors.
 
 ``PagePool`` counts the references of pages; ``Ledger`` keeps the sequences. A change of the ledger has two steps:
 
@@ -74,7 +74,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """What a plan found: the entries as they will be, what the memory has to do before, and how many pages it takes."""
+    """The result of a plan: the entries as they will be, what the memory must do first, and how many pages it takes."""
 
     entries: dict[int, Entry]
     actions: tuple[Action, ...] = ()
@@ -90,7 +90,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """How many pages nobody owns."""
+        """How many pages are free."""
         return len(self._free)
 
     def next(self, count: int) -> list[int]:
@@ -121,7 +121,7 @@ class Ledger:
     """The sequences of a cache: who has how many tokens, and where.
 
     window: tokens that are packed at a time (a multiple of 16).  page: tokens of a page; one divides the other.
-    Every method raises CacheError for what cannot be, and then nothing has changed.
+    Every method raises CacheError for an impossible request, and then nothing has changed.
     """
 
     def __init__(self, sequences: int, pages: int, window: int, page: int, slack: int, capacity: int) -> None:
@@ -157,7 +157,7 @@ class Ledger:
         return sequence
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence; pages that nobody else has become available."""
+        """Forget a sequence; pages that no other sequence uses become free."""
         self.pool.exchange(0, (), self.entry(sequence).pages)
         self.entries[sequence] = None
 
@@ -292,7 +292,7 @@ class Ledger:
 
 
 def whole(value: object, name: str) -> int:
-    """The whole number that ``value`` is; CacheError for 1.5, 1.0, True and whatever else is none."""
+    """``value`` as an integer; CacheError for 1.5, 1.0, True and everything else that is not one."""
     if type(value) is int:
         return value
     try:
@@ -309,7 +309,7 @@ def _short(number: int) -> str:
 
 
 def check_size(name: str, size: object) -> None:
-    """Raise LayerError for a size of a cache that is none."""
+    """Raise LayerError for an impossible size of a cache."""
     if not is_whole(size) or not 1 <= size <= MOST:  # type: ignore[operator]
         raise LayerError(f"{name} of a KV cache must be a whole number from 1 to 2^31 - 1, not {size!r}")
 

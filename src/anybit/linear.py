@@ -32,7 +32,7 @@ class QuantLinear(nn.Module):
     The weight is prepared for a backend at the first call, or by ``prepare``; the backend's own layout then replaces
     the saved one in memory, and ``state_dict`` brings it back.
 
-    Gradients go through to x, so that what lies before the layer can be trained; the weight has none.
+    Gradients flow to x, so that layers before this one can be trained; the weight has none.
     """
 
     # Tensor parallelism in transformers shards the module's own parameters.
@@ -72,7 +72,7 @@ class QuantLinear(nn.Module):
         self.backend, self.hadamard, self._fused = backend, hadamard, False
         fmt = self.scheme.weights
         if fmt.sparse and in_features % 4:
-            raise LayerError(f"2:4 sparsity needs inputs in fours, and this layer has {in_features}")
+            raise LayerError(f"2:4 sparsity needs a multiple of 4 inputs, and this layer has {in_features}")
         dtype = dtype or torch.get_default_dtype()
         kept = in_features // 2 if fmt.sparse else in_features
         groups = fmt.groups(in_features)
@@ -119,7 +119,7 @@ class QuantLinear(nn.Module):
             if bias.shape != (n,):
                 raise LayerError(f"the bias has shape {tuple(bias.shape)}, and the layer has {n} outputs")
             if not bias.is_floating_point():
-                raise LayerError(f"the bias is {str(bias.dtype).removeprefix('torch.')}, and a layer adds floats")
+                raise LayerError(f"the bias is {str(bias.dtype).removeprefix('torch.')}, and must be floating-point")
             layer.bias = _frozen(bias)
         return layer
 
@@ -141,7 +141,7 @@ class QuantLinear(nn.Module):
         return tensors
 
     def load_weight(self, weight: QuantizedWeight) -> None:
-        """Take over a quantized weight of this layer's shape and format; LayerError for another."""
+        """Replace the layer's weight by a quantized one of its shape and format; LayerError for any other."""
         expected = (self.out_features, self.in_features)
         if weight.shape != expected or weight.format != self.scheme.weights:
             raise LayerError(
@@ -171,7 +171,7 @@ class QuantLinear(nn.Module):
         )
 
     def prepare(self) -> "QuantLinear":
-        """Put the weight into the layout of the backend that will run it; frees the saved layout.
+        """Convert the weight to the layout of the backend that will run it, and free the saved layout.
 
         On a GPU it waits until that is done, so that the layer can be called on any stream. Raises LayerError in a
         CUDA graph that is being captured. It is never part of a graph of torch.compile: with fullgraph=True it has to
@@ -191,9 +191,7 @@ class QuantLinear(nn.Module):
                 return
             weight = self.quantized_weight()
             if weight.words.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise LayerError(
-                    "a layer whose weight is not prepared is in a CUDA graph: call its prepare(), or it, before"
-                )
+                raise LayerError("a layer in a CUDA graph has not been prepared: call its prepare() before capturing")
             prepared = ops.prepare(weight, self.scheme.activations, self.backend, self._fused)
             if self.hadamard:
                 ops.prepare_rotation(self.in_features, weight.words.device)
@@ -208,7 +206,7 @@ class QuantLinear(nn.Module):
         return None if self._prepared is None else self._prepared.spec.backend
 
     def stand_in_fused(self, fused: bool) -> None:
-        """Whether the layer is a product of a fused layer, which decides how its kernels are placed."""
+        """Mark the layer as part of a fused layer, which decides how its kernels share multiprocessors."""
         self._fused = fused
         if self._prepared is not None:
             self._prepared = self._prepared.in_fused(fused)
@@ -247,7 +245,7 @@ class QuantLinear(nn.Module):
         """Y = x W^T + bias: x float [..., in_features] -> [..., out_features] in x's dtype.
 
         On a GPU x is float16 or bfloat16. The first call prepares the weight, and raises KernelError where no backend
-        runs the layer on its device; an x of another dtype, width or device is refused before anything is launched.
+        runs the layer on its device; a wrong dtype, width or device is an error before anything is launched.
         """
         if not isinstance(x, Tensor):
             raise LayerError(f"x must be a torch.Tensor [..., {self.in_features}], not {type(x).__name__}")
@@ -270,10 +268,10 @@ class QuantLinear(nn.Module):
     def norm_linear(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(y of the RMSNorm of x + residual, x + residual); coded as it is normed where activations are.
+        """(y of the RMSNorm of x + residual, x + residual), quantized in the same launch if activations are.
 
-        With 16-bit activations of a token or two the product norms them itself, where its kernel can.
-        silu: y is silu(gate) * up of outputs that are eight of gate and eight of up in turn, [..., out_features / 2].
+        With one or two tokens of 16-bit activations the product normalizes its input itself, where its kernel can.
+        silu: return silu(gate) * up [..., out_features / 2]; rows of gate and up are interleaved eight by eight.
         """
         if self._prepared is None:
             self.prepare()
@@ -291,7 +289,7 @@ class QuantLinear(nn.Module):
     def norm_linear_rope(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, step: RopeStoreArgs
     ) -> tuple[Tensor, Tensor]:
-        """(turned queries [tokens, query_heads, head_dim], x + residual), keys and values stored as ``step`` says.
+        """(rotated queries [tokens, query_heads, head_dim], x + residual); keys and values go where ``step`` says.
 
         Outputs are queries, keys and values, channels as ``kernels.rope.paired_channels`` says.
         """
@@ -389,12 +387,12 @@ class _Differentiable(torch.autograd.Function):
 def use_backend(model: nn.Module, backend: str | None) -> nn.Module:
     """Run every QuantLinear of a model on a backend, by name; None lets each layer choose. Returns the model.
 
-    On a CPU "reference-decoded" trades memory for speed and "reference-packed" the other way.
-    Raises LayerError for what is no model, KernelError for a backend that is unknown or cannot run a layer. After that
-    or any other error, memory that does not suffice among them, all layers are on what they were on.
+    On a CPU "reference-decoded" is fast and keeps float32 weights; "reference-packed" is slow and keeps them packed.
+    Raises LayerError for anything but a model, KernelError for a backend that is unknown or cannot run a layer. After
+    any error, running out of memory included, all layers keep the backend they had.
     """
     if not isinstance(model, nn.Module):
-        raise LayerError(f"model must be a torch.nn.Module whose layers change, not {type(model).__name__}")
+        raise LayerError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     changed: list[tuple[QuantLinear, str | None]] = []
     try:
         for module in model.modules():

@@ -140,7 +140,7 @@ class QuantizedWeight:
             "indices": (self.indices, (n, words_per_row(kept, 2)) if fmt.sparse else None),
         }
         if fmt.sparse and k % 4:
-            raise LayerError(f"2:4 sparsity needs inputs in fours, and this layer has {k}")
+            raise LayerError(f"2:4 sparsity needs a multiple of 4 inputs, and this layer has {k}")
         if self.group_index is not None:
             expected["group_index"] = (self.group_index, (k,))
         for name, (tensor, shape) in expected.items():
@@ -207,7 +207,7 @@ class QuantizedWeight:
         return torch.arange(k, device=self.device) // (self.format.group or k)
 
     def codes(self) -> Tensor:
-        """Unsigned codes, uint8 [N, K]. Of a 2:4 sparse layer the pruned places hold their group's zero."""
+        """Unsigned codes, uint8 [N, K]. Pruned weights of a 2:4 sparse layer hold their group's zero."""
         n, k = self.shape
         if self.indices is None:
             return unpack_words(self.words, self.format.bits, k)
@@ -217,7 +217,7 @@ class QuantizedWeight:
         return pruned.scatter(-1, places, kept).view(n, k)
 
     def mask(self) -> Tensor | None:
-        """Of a 2:4 sparse layer what is kept, bool [N, K]; None for a dense one."""
+        """The weights that a 2:4 sparse layer keeps, bool [N, K]; None for a dense one."""
         if self.indices is None:
             return None
         n, k = self.shape
@@ -260,10 +260,10 @@ def stack(weights: list[QuantizedWeight]) -> QuantizedWeight:
         if weight.format != first.format or weight.shape[1] != first.shape[1]:
             raise LayerError(
                 f"layers of {first.shape[1]} inputs in {first.format} and of {weight.shape[1]} in {weight.format} "
-                "do not stack"
+                "cannot be stacked"
             )
         if not _same(weight.group_index, first.group_index):
-            raise LayerError("layers with different activation orders do not stack")
+            raise LayerError("layers with different activation orders cannot be stacked")
 
     def joined(parts: list[Tensor | None]) -> Tensor | None:
         present = [part for part in parts if part is not None]
@@ -276,7 +276,7 @@ def stack(weights: list[QuantizedWeight]) -> QuantizedWeight:
 
 
 def unstack(weight: QuantizedWeight, outputs: list[int]) -> list[QuantizedWeight]:
-    """The inverse of ``stack``: layers of so many outputs each."""
+    """The inverse of ``stack``: layers with the given numbers of outputs."""
     found, start = [], 0
     for n in outputs:
         rows = slice(start, start + n)
@@ -301,7 +301,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _check_stored(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Kernels read these tensors by their addresses: another type would be other numbers."""
+    """Kernels read these tensors by address, so another dtype would be misread."""
     wanted = {"zero": torch.uint8, "scale": None}.get(name, torch.int32)
     if not (tensor.is_floating_point() if wanted is None else tensor.dtype == wanted):
         words = "floating-point" if wanted is None else str(wanted).removeprefix("torch.")
@@ -312,4 +312,4 @@ def _check_stored(name: str, tensor: Tensor, device: torch.device) -> None:
 
 def _check_bits(bits: int) -> None:
     if bits not in range(1, 9):
-        raise LayerError(f"codes have 1 to 8 bits, not {bits}")
+        raise LayerError(f"codes must have 1 to 8 bits, not {bits}")

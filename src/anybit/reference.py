@@ -38,7 +38,7 @@ class QuantizedActivations:
 def quantize_activations(x: Tensor, format: ActivationFormat) -> QuantizedActivations:
     """Quantize activations [..., K], any float dtype, per token; the kernels give the same codes bit for bit.
 
-    Arithmetic is float32. A row of zeros gets scale 0; a row with NaN or infinity gets scale NaN, never garbage.
+    Arithmetic is float32. A row of zeros gets scale 0; a row with NaN or infinity gets scale NaN.
     Returns codes [M, K] with the leading dimensions flattened. Raises LayerError for a format of 16 bits.
     """
     if not format.quantized:
@@ -92,7 +92,7 @@ def accumulate(activations: Tensor, weights: Tensor) -> Tensor:
 def integer_product(x: QuantizedActivations, weight: QuantizedWeight) -> Tensor:
     """Sum over K of (uw - zw)(ux - zx) from codes and rank-1 terms, float64 [M, N], exact.
 
-    Raises LayerError for weights in groups: sums over whole rows do not know them.
+    Raises LayerError for weights in groups, since the sums are over whole rows.
     """
     if weight.scale.shape[1] != 1:
         raise LayerError(f"{weight.format} has {weight.scale.shape[1]} groups a row; this needs whole rows")
@@ -121,7 +121,7 @@ def linear(
 
     decoded: what ``decode`` returned for this weight, to trade memory for speed; computed and dropped if None.
     Products of integers with whole-row scales are exact before the scales are applied; everything else is float32
-    (float64 if x is). Raises LayerError for an x that is no float or of another width.
+    (float64 if x is). Raises LayerError for an x that is not floating-point or has another width.
     """
     check_activations(x, weight.shape[1])
     work = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,8 +1,8 @@
-"""anybit in transformers' registers, without loading transformers for it.
+"""Register anybit with transformers, without loading transformers.
 
-Once anybit is imported a saved model is to load by its name alone, so transformers has to know anybit's quantizer and
-attention by then. Loading transformers takes seconds, though, which ``anybit --help`` or ``anybit.Scheme`` have no use
-for: where it is not loaded yet, anybit registers right after somebody has.
+Once anybit is imported, a saved model loads by its name alone, so transformers must know anybit's quantizer and
+attention by then. Loading transformers takes seconds, which ``anybit --help`` and ``anybit.Scheme`` do not need. So if
+transformers is not loaded yet, anybit registers right after it has been.
 """
 
 import importlib
@@ -13,11 +13,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MODELS = "transformers.modeling_utils"
-"""What every model of transformers is made with; when it is loaded, all that anybit's adapters need is."""
+"""The module that every transformers model needs; once it is loaded, so is all that anybit's adapters need."""
 
 
 def register() -> None:
-    """Put anybit's quantizer and its configuration, attention and mask into transformers' registers."""
+    """Register anybit's quantizer, configuration, attention and mask with transformers."""
     importlib.import_module("anybit.integrations.transformers")
     importlib.import_module("anybit.integrations.cache")
 
@@ -31,12 +31,12 @@ def register_in_time() -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds nothing itself; sees that ``MODELS`` is about to be loaded, and has ``register`` follow."""
+    """Finds nothing itself; when ``MODELS`` is about to be loaded, it makes ``register`` run afterwards."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders have for ``MODELS``, its loader followed by ``register``."""
+        """The spec that the other finders return for ``MODELS``, with ``register`` run after its loader."""
         if fullname != MODELS:
             return None
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)

@@ -13,7 +13,7 @@ Every code belongs to one family: ``value = scale * (u - zero)`` with an unsigne
 The three codes differ in the zero alone (bipolar-INT is APT-LLM's format, section III-A: x' = 2x + 1, up to the scale):
 
     sym       zero = 2^(bits-1)         signed integers
-    asym      zero = an integer a group, in [0, 2^bits - 1]
+    asym      zero = one integer per group, in [0, 2^bits - 1]
     bipolar   zero = (2^bits - 1) / 2   odd multiples of half a step, symmetric about zero
 """
 
@@ -42,7 +42,7 @@ def fixed_zero(code: str, bits: int) -> float | None:
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, of Python's or another kind: True and 4.0 equal some, and are none."""
+    """Whether a value is an integer, Python's or another kind's; True and 4.0 are not."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
@@ -138,7 +138,7 @@ class KVFormat:
     channel, KC in the paper) or "token" (``group`` channels of one token, KT).  Values are always grouped by token.
     rotate: heads of K and V are rotated by a Hadamard matrix before they are coded.
     float4: instead of all that, e2m1 floats of 4 bits with an e4m3 scale for every 16 (NVFP4), as the tensor cores of
-    sm_120 multiply them; written ``kv_fp4``.
+    sm_120 multiply them; written ``kvfp4``.
     """
 
     key_bits: int = 4
@@ -150,7 +150,7 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         if self.float4 and (self.key_bits, self.value_bits, self.key_axis, self.group) != (4, 4, "token", 64):
-            raise SchemeError("a KV cache of 4-bit floats has its own groups of 16: write kv_fp4 and nothing else")
+            raise SchemeError("a KV cache of 4-bit floats has its own groups of 16: write kvfp4 and nothing else")
         for name, bits in (("key", self.key_bits), ("value", self.value_bits)):
             if not _is_one_of(bits, KV_BITS):
                 raise SchemeError(f"{name} bits of the KV cache must be 2, 4, 8 or 16, not {bits!r}")
@@ -166,7 +166,7 @@ class KVFormat:
 
     def __str__(self) -> str:
         if self.float4:
-            return "kv_fp4" + ("rot" if self.rotate else "")
+            return "kvfp4" + ("rot" if self.rotate else "")
         bits = f"kv{self.key_bits}" if self.key_bits == self.value_bits else f"k{self.key_bits}v{self.value_bits}"
         group = "" if self.group == 64 else f"g{self.group}"
         return bits + group + ("t" if self.key_axis == "token" else "") + ("rot" if self.rotate else "")
@@ -176,7 +176,7 @@ class KVFormat:
         """Read a KV format, for example ``kv4``, ``k4v2g32``, ``kv2t`` or ``kv4rot``."""
         if not isinstance(text, str):
             raise SchemeError(f"a KV format is a string such as 'kv4', not {type(text).__name__}")
-        if text in ("kv_fp4", "kvfp4rot"):
+        if text in ("kvfp4", "kvfp4rot"):
             return cls(4, 4, "token", 64, text.endswith("rot"), float4=True)
         match = _KV.fullmatch(text)
         if match is None:

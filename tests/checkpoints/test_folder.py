@@ -90,13 +90,13 @@ def test_cut_off_files_are_named(tmp_path: Path, keep: int) -> None:
         ('{"a": {"dtype": "F32", "shape": [1]}}', "corrupt safetensors header"),
         ('{"a": {"dtype": "Q4", "shape": [1], "data_offsets": [0, 4]}}', "tensor a has dtype Q4"),
         ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "does not take 4 bytes"),
-        ('{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "which cannot be"),
+        ('{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "which are impossible"),
         ('{"a": {"dtype": "U8", "shape": [3], "data_offsets": [1, 4]}}', "starts at byte"),
         ('{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}', "corrupt: its header describes"),
         (
             '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},'
             ' "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
-            "tensor a is there twice",
+            "tensor a appears twice",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_indexes_are_checked(tmp_path: Path) -> None:
             Folder(tmp_path)
         return str(error.value)
 
-    assert "tensor shared is there twice" in refusal({"one": "one.safetensors", "two": "two.safetensors"})
+    assert "tensor shared appears twice" in refusal({"one": "one.safetensors", "two": "two.safetensors"})
     assert "tensor gone is missing from" in refusal({"gone": "one.safetensors"})
     assert "three.safetensors is missing" in refusal({"one": "three.safetensors"})
     assert "points outside its folder" in refusal({"one": "../one.safetensors"})

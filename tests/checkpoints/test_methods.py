@@ -196,8 +196,8 @@ def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tm
         (FAST | {"drift": None}, OptionError, r"option drift cannot be null: leave it out, and it is 0\.5"),
         ({"tokens": math.inf}, OptionError, "tokens"),
         (FAST | {"seed": 2**64}, OptionError, "seed must be at least 0 and at most 18446744073709551615"),
-        (FAST | {"resume": "/proc/x"}, CalibrationError, "/proc/x cannot be one: No such file or directory; name ano"),
-        (FAST | {"resume": __file__}, CalibrationError, r"test_methods\.py cannot be one: File exists; name another"),
+        (FAST | {"resume": "/proc/x"}, CalibrationError, "/proc/x cannot be one: No such file or directory"),
+        (FAST | {"resume": __file__}, CalibrationError, r"test_methods\.py cannot be one: File exists"),
     ],
 )
 def test_bad_options_are_refused_and_leave_nothing(options, error, match, llama: Path, tmp_path: Path) -> None:

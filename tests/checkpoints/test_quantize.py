@@ -97,9 +97,9 @@ def test_a_tied_head_is_kept_whatever_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("dwon_proj", "'dwon_proj' matches no layer of LlamaForCausalLM .* end in q_proj, k_proj"),
-        ("*.mlp", r"'\*\.mlp' is no layer to leave as it is, nor a pattern of some: nothing to repeat"),
-        ("*", r"; patterns are regular expressions, in which \.\* stands for any text: '\.\*'\?"),
+        ("dwon_proj", "'dwon_proj' matches no layer of LlamaForCausalLM; .* end in q_proj, k_proj"),
+        ("*.mlp", r"'\*\.mlp' is neither a layer to keep in 16 bits nor a pattern: nothing to repeat"),
+        ("*", r"; patterns are regular expressions, in which \.\* matches any text: '\.\*'\?"),
         ("(", r"unterminated subpattern at position \d+; patterns are regular expressions, .* any text$"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_name_to_keep_that_no_layer_has(llama: Path, tmp_path: Path, pattern: 
     with pytest.raises(LayerError, match=message):
         quantize_folder(llama, tmp_path / "out", "w4a16g32", modules_to_not_convert=[pattern])
     assert not list(tmp_path.iterdir())
-    with pytest.raises(LayerError, match="is a list of names, not"):
+    with pytest.raises(LayerError, match="must be a list of names, not"):
         quantize_folder(llama, tmp_path / "out", "w4a16g32", modules_to_not_convert=pattern)  # type: ignore[arg-type]
     config = anybit.AnyBitConfig("w4a16g32", modules_to_not_convert=[pattern])
     with pytest.raises(LayerError, match=message):
@@ -157,7 +157,7 @@ def test_a_base_model_without_its_prefix(llama: Path, tmp_path: Path) -> None:
             {"model.layers.0.mlp.up_proj.weight": torch.ones(96, 64, dtype=torch.int8)},
             r"dtype torch\.int8, which is quantized already",
         ),
-        ({"layers.0.mlp.up_proj.weight": torch.ones(96, 64)}, r"up_proj\.weight is there twice, also as"),
+        ({"layers.0.mlp.up_proj.weight": torch.ones(96, 64)}, r"up_proj\.weight appears twice, also as"),
     ],
 )
 def test_bad_checkpoints_are_named(
@@ -189,7 +189,7 @@ def test_refusals(llama: Path, tmp_path: Path) -> None:
         quantize_folder(llama, tmp_path / "x", "w2a16g32", "magic")
     with pytest.raises(OptionError, match="method rtn does not take speed=3; it takes search=true or false"):
         quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"speed": 3})
-    with pytest.raises(OptionError, match="method rtn looks at no text: leave out text, or take one of gptq"):
+    with pytest.raises(OptionError, match="method rtn needs no text: leave out text, or choose one of gptq"):
         quantize_folder(llama, tmp_path / "x", "w2a16g32", options={"text": tmp_path / "text.txt"})
     with pytest.raises(OptionError, match="method onebit has no options, so it does not take speed=3"):
         quantize_folder(llama, tmp_path / "x", "w1a16", "onebit", options={"speed": 3})
@@ -218,7 +218,7 @@ def test_a_scheme_that_does_not_fit_a_layer(tmp_path: Path) -> None:
         vocab_size=96, hidden_size=64, intermediate_size=98, num_hidden_layers=1, num_attention_heads=4
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
-    with pytest.raises(LayerError, match=r"w4a16s24 does not fit layer model\.layers\.0\.mlp\.down_proj: .* it has 98"):
+    with pytest.raises(LayerError, match=r"w4a16s24 does not fit layer model\.layers\.0\.mlp\.down_proj: .* not 98"):
         quantize_folder(tmp_path / "source", tmp_path / "out", "w4a16s24")
     assert not (tmp_path / "out").exists()
 
@@ -249,7 +249,7 @@ def test_arguments_of_another_type_are_named(llama: Path, tmp_path: Path) -> Non
         quantize_folder(llama, None, "w4a16g32")  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"a model's source must be a path, as text or .* not None"):
         load_model(None)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"options of a method are a dict of names and values, not \[1\]"):
+    with pytest.raises(OptionError, match=r"options must be a dict of names and values, not \[1\]"):
         quantize_folder(llama, tmp_path / "out", "w4a16g32", options=[1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"quantize_folder\(\) got an unexpected keyword argument 'speed'"):
         quantize_folder(llama, tmp_path / "out", "w4a16g32", speed=3)  # type: ignore[call-arg]
@@ -268,7 +268,7 @@ def test_a_kv_format_that_cannot_run_is_not_saved(llama: Path, tmp_path: Path) -
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llama-wide"])
 def test_what_is_refused_before_is_what_is_refused_later(architecture: str) -> None:
     model = tiny_model(architecture)
-    for text in ("kv4", "kv2g128", "kv16", "kv4rot", "kv_fp4"):
+    for text in ("kv4", "kv2g128", "kv16", "kv4rot", "kvfp4"):
         format = KVFormat.parse(text)
         assert kvcache.why_not(model, format) == graph.why_not(model, format)
 

@@ -48,7 +48,7 @@ def test_compiles_without_spills(case: Case, arch: str, tmp_path: Path):
 
 
 def test_floats_of_4_bits_go_to_the_tensor_cores_as_they_are(tmp_path: Path):
-    device, asked = Device.named("sm_120a"), problem(Case("kv_fp4", heads=32, kv_heads=8))
+    device, asked = Device.named("sm_120a"), problem(Case("kvfp4", heads=32, kv_heads=8))
     compiled = jit.compile(decode.kernel(decode.default(asked, device), asked.layout), "sm_120a")
     assert compiled.spill_bytes == 0
     assert "OMMA" in disassembly(compiled.cubin, tmp_path)

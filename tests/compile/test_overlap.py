@@ -1,6 +1,6 @@
 """Under programmatic dependent launch: what kernels may do before griddepcontrol.wait, seen in their machine code.
 
-docs/kernels.md, "Kernels that overlap", has the rules.
+docs/writing-kernels.md, "Kernels that overlap", has the rules.
 """
 
 import re

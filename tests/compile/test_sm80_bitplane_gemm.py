@@ -42,8 +42,8 @@ def test_refused_where_one_bit_products_are_emulated(arch: str) -> None:
     ("scheme", "k", "words"),
     [
         ("w4a16", 4096, "16-bit float activations have no bit planes"),
-        ("w4a4g128", 4096, "groups of 128 inputs have their own scales"),
-        ("w8a8", 40000, "reach 2601000000, and int32 ends at 2"),
+        ("w4a4g128", 4096, "these weights have groups of 128"),
+        ("w8a8", 40000, "reach 2601000000 and overflow int32"),
     ],
 )
 def test_why_not(scheme: str, k: int, words: str) -> None:

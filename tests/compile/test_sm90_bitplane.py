@@ -126,7 +126,7 @@ def test_refuses_what_it_cannot_do() -> None:
     assert "no warpgroup products" in reason(device=Device.named("sm_80"))
     assert "groups of 128" in reason(weights=WeightFormat(2, "sym", 128))
     assert "float activations" in reason(activations=ActivationFormat())
-    assert "int32 ends at 2^31" in reason(weights=WeightFormat(8), activations=ActivationFormat(8, "sym"), k=40000)
+    assert "overflow int32" in reason(weights=WeightFormat(8), activations=ActivationFormat(8, "sym"), k=40000)
     assert "is empty" in reason(m=0)
 
 

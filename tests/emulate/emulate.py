@@ -3,7 +3,7 @@
     emulate.run(kernel, Params(x, y, 8, 100, 2.0), grid=(2, 1, 1))
 
 writes into the tensors that the parameters name, as a launch would, or raises EmulationError with the name of what is
-wrong: an overrun, a race, a missing wait, a divergent barrier, a deadlock. See docs/kernels.md.
+wrong: an overrun, a race, a missing wait, a divergent barrier, a deadlock. See docs/writing-kernels.md.
 """
 
 import ctypes

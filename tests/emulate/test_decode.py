@@ -59,9 +59,7 @@ def test_against_the_dequantized_cache(case: Case):
     run(case)
 
 
-@pytest.mark.parametrize(
-    "case", [small("kv_fp4"), small("kv_fp4", head_dim=64, heads=6, bf16=True, window=150)], ids=str
-)
+@pytest.mark.parametrize("case", [small("kvfp4"), small("kvfp4", head_dim=64, heads=6, bf16=True, window=150)], ids=str)
 def test_floats_of_4_bits_on_the_tensor_cores_of_sm_120(case: Case):
     """Queries and probabilities are pairs of 4-bit floats here: good to about 2^-7, and not run on hardware yet."""
     run(case, arch="sm_120a", tolerance=1.5e-2)

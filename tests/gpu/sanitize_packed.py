@@ -57,7 +57,7 @@ LARGE: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [
     (60, 192, 4096, (64, 1, 2, 1, 1)),
 ]
 STRIPES: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [(70, 300, 640, (32, 1, 2, 1, 1, 7))]
-"""Apart: racecheck's hazards of this one (docs/packed_limits.md) use up the number that it prints."""
+"""Apart: racecheck's hazards of this one (docs/notes/2026-11-23-packed-limits.md) use up the number that it prints."""
 WAYS = {"large": LARGE, "stripes": STRIPES}
 
 

@@ -129,7 +129,7 @@ def test_falls_back_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     scheme = "w4a4g128-xasym"
     weight = random_weight(64, 512, Scheme.parse(scheme).weights)
     x = activations(3, 512)
-    with pytest.raises(KernelError, match="groups of 128 inputs have their own scales"):
+    with pytest.raises(KernelError, match="these weights have groups of 128"):
         QuantLinear.from_weight(weight.to("cuda"), scheme)(x.cuda())
     ops.allow_fallback()
     try:

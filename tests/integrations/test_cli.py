@@ -92,7 +92,7 @@ def test_quantize_generate_eval_convert(run: Any, model: Path, text: Path, tmp_p
     assert 0 <= result["same_token"] <= 1
     assert result["bits_per_weight"] == pytest.approx(4 + 16 / 32, abs=0.1)
 
-    assert "is a model of anybit's already: there is nothing" in run("convert", tmp_path / "w4", "--to", "anybit")[2]
+    assert "is in anybit's format already: there is nothing" in run("convert", tmp_path / "w4", "--to", "anybit")[2]
     code, out, _ = run("convert", tmp_path / "w4", "--to", "compressed-tensors")
     assert code == 0
     assert "is a compressed-tensors model already" in run("convert", tmp_path / "w4", "--to", "compressed-tensors")[2]
@@ -155,7 +155,7 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
             ["quantize", "MODEL", "-o", "FULL", "--overwrite"],
             "is not overwritten: it holds text.txt, which",
         ),
-        (["quantize", "", "-o", "OUT"], "error: the model has no name: write a folder, a GGUF file or a hub name"),
+        (["quantize", "", "-o", "OUT"], "error: the model's name is empty: write a folder, a GGUF file or a hub name"),
         (["quantize", "MODEL", "-o", "OUT", "--set", "search=null"], "error: method rtn does not take search=None"),
         (["quantize", "MODEL", "-o", "/proc/anybit"], "/proc/anybit cannot be written"),
         (["quantize", "MODEL", "-o", "OUT", "--method", "magic"], "method 'magic' is unknown"),
@@ -164,8 +164,8 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
         (["generate", "MODEL", "-p", "x", "--backend", "reference-packed"], "is for layers that anybit quantized, and"),
         (["generate", "MODEL", "-p", "a\udcff\udcfe"], "error: --prompt is not UTF-8: '\\udcff' at character 1"),
         (["chat", "MODEL", "--system", "\udcff"], "error: --system is not UTF-8"),
-        (["generate", " ", "-p", "x"], "error: the model has no name"),
-        (["generate", "MODEL", "-p", "x", "--device", "cuda:99"], "device 'cuda:99' is not here: torch sees"),
+        (["generate", " ", "-p", "x"], "error: the model's name is empty"),
+        (["generate", "MODEL", "-p", "x", "--device", "cuda:99"], "device 'cuda:99' does not exist: torch sees"),
         (["generate", "MODEL", "-p", "x", "--device", "tpu"], "device 'tpu' is unknown; write cpu, cuda"),
         (["eval", "MODEL", "-t", "nothing.txt"], "text nothing.txt cannot be read"),
         (["eval", "MODEL", "-t", "TEXT", "--context", "2000"], "tokens, and one window of 2000 need 2000"),
@@ -176,15 +176,15 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
             "error: the KV format kv4 cannot serve this model",
         ),
         (["convert", "MODEL", "--to", "compressed-tensors"], "is not a model that anybit quantized"),
-        (["convert", "", "--to", "anybit"], "error: the model has no name"),
+        (["convert", "", "--to", "anybit"], "error: the model's name is empty"),
         (["info", "w2"], "error: scheme 'w2' is not understood"),
         (["info", "nofolder"], "; and there is no file or folder 'nofolder'"),
-        (["info", ""], "error: the model has no name"),
-        (["explain", "", "-s", "w4a8"], "error: the model has no name"),
-        (["explain", "4096,", "-s", "w4a8"], "4096, is no shape of a layer: write N,K"),
-        (["explain", "4096,4096.5", "-s", "w4a8"], "4096,4096.5 is no shape of a layer: write N,K"),
-        (["explain", "4096,many", "-s", "w4a8"], "4096,many is no shape of a layer: write N,K"),
-        (["explain", "4096,0", "-s", "w4a8"], "4096,0 is no shape of a layer: write N,K"),
+        (["info", ""], "error: the model's name is empty"),
+        (["explain", "", "-s", "w4a8"], "error: the model's name is empty"),
+        (["explain", "4096,", "-s", "w4a8"], "4096, is not the shape of a layer: write N,K"),
+        (["explain", "4096,4096.5", "-s", "w4a8"], "4096,4096.5 is not the shape of a layer: write N,K"),
+        (["explain", "4096,many", "-s", "w4a8"], "4096,many is not the shape of a layer: write N,K"),
+        (["explain", "4096,0", "-s", "w4a8"], "4096,0 is not the shape of a layer: write N,K"),
         (["quantize", "MODEL", "-o", "OUT", "--keep", "dwon"], "error: 'dwon' matches no layer of LlamaForCausalLM"),
     ],
 )
@@ -217,7 +217,7 @@ def test_answers_longer_than_a_model_was_made_for_are_said(run: Any, model: Path
     table = renamed(model, tmp_path / "table", transformers.GPT2Config(**sizes))
     words = ("-p", "Hello", "--raw", "--device", "cpu", "-n")
     for folder, made, says in (
-        (rotary, 20, "what comes after them may make no sense"),
+        (rotary, 20, "text beyond them may make no sense"),
         (table, 11, "ends after 11"),
     ):
         assert "note:" not in run("generate", folder, *words, 11)[2]
@@ -464,7 +464,7 @@ def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(
             load_model(*words, **more)
 
     with pytest.warns(
-        UserWarning, match="is in float32, and kernels take float16 or bfloat16: it is loaded as bfloat16"
+        UserWarning, match="is in float32, and kernels take float16 or bfloat16, so it is loaded as bfloat16"
     ):
         load(model, "w4a16g32")
     config = json.loads((model / "config.json").read_text())
@@ -486,7 +486,7 @@ def test_an_allowance_that_changes_nothing_is_said(model: Path) -> None:
 
     try:
         dispatch.allow("a8")
-        with pytest.warns(UserWarning, match="no policy map of this device says .* tune MODEL --scheme S --allow a8"):
+        with pytest.warns(UserWarning, match="no policy map of this device has .* tune MODEL --scheme S --allow a8"):
             loaded = load_model(model, "w4a16g32", device="cpu").model
         assert {layer.runs_on for layer in loaded.modules() if isinstance(layer, QuantLinear)} == {"reference-decoded"}
         with warnings.catch_warnings(action="error"):

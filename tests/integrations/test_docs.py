@@ -1,12 +1,16 @@
-"""The examples of docs/python.md run as they stand there, one after the other; that of README does on a CPU."""
+"""The examples of docs/python.md, README.md and docs/quickstart.md run as they stand, one after the other, on a CPU."""
 
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
+from anybit.cli import app
 from anybit.ops.reference import ReferenceDecoded
 from anybit.tune import dispatch
 from cases_models import save_byte_tokenizer
@@ -28,7 +32,7 @@ def test_examples_run(tmp_path: Path) -> None:
     save_model(tmp_path)
     names: dict[str, object] = {"folder": tmp_path}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
     assert names["y"].shape == (5, 256)  # type: ignore[attr-defined]
@@ -36,16 +40,30 @@ def test_examples_run(tmp_path: Path) -> None:
     assert names["out"].shape == (2, 1, 8, 64)  # type: ignore[attr-defined]
 
 
-def test_the_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_a_page_for_beginners_runs_from_top_to_bottom(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands, but for a smaller model: what `make demo` leaves, then every command and every Python block."""
     monkeypatch.chdir(tmp_path)
-    save_model(tmp_path / "model")
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    for there, here in (("Qwen/Qwen3-4B", "model"), ("cuda", "cpu"), ("max_new_tokens=64", "max_new_tokens=3")):
-        assert there in block
-        block = block.replace(there, here)
-    exec(compile(block, "README.md", "exec"), {})
-    again = transformers.AutoModelForCausalLM.from_pretrained("qwen3-4b-w4")
-    assert str(again.config.quantization_config.scheme) == "w4a16g128"
+    original, quantized = ".cache/smollm2-135m-instruct", ".cache/smollm2-w4a16g128"
+    save_model(tmp_path / original)
+    shutil.copy(ROOT / "LICENSE", tmp_path)
+    run = CliRunner()
+    assert run.invoke(app, ["quantize", original, "--scheme", "w4a16g128", "-o", quantized]).exit_code == 0
+    kinds = []
+    for kind, block in re.findall(r"```(bash|python)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        kinds.append(kind)
+        if kind == "python":
+            exec(compile(block, page, "exec"), {})
+        for line in block.splitlines() if kind == "bash" else ():
+            command = shlex.split(line, comments=True)
+            if command[:1] == ["anybit"]:
+                done = run.invoke(app, command[1:])
+                assert done.exit_code == 0, f"{page}: {line}: {done.output}"
+            else:
+                assert line.startswith(("make demo", "source .venv/bin/activate", "pip install")), line
+    assert set(kinds) == {"bash", "python"}
 
 
 def test_what_the_page_names_is_there() -> None:

@@ -257,7 +257,9 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, llama):
         model.generate(prompt(), **GREEDY)
     plain = quantized(tmp_path, "w4a16g32")
     assert not anybit.accelerate(plain)
-    with pytest.warns(UserWarning, match="transformers' own static cache serves this model, .*: head_dim must be"):
+    with pytest.warns(
+        UserWarning, match="this model uses transformers' own static cache, which is slower: .*head_dim must be"
+    ):
         plain.generate(prompt(), **GREEDY, cache_implementation="static")
     with pytest.raises(LayerError, match="capacity of at least 1 token"):
         AnyBitCache("kv4", static=True)

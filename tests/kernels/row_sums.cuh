@@ -1,4 +1,4 @@
-// The example of docs/kernels.md: one warp sums one row of a float matrix and scales the sum.
+// The example of docs/writing-kernels.md: one warp sums one row of a float matrix and scales the sum.
 #include "common/ptx/base.cuh"
 
 struct Params {

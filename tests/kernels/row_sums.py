@@ -1,4 +1,4 @@
-"""The host side of row_sums.cuh, the example of docs/kernels.md."""
+"""The host side of row_sums.cuh, the example of docs/writing-kernels.md."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -41,7 +41,7 @@ def test_planes_restore_the_packed_weight(bits: int, code: str, n: int, k: int, 
         ("w2a2", "sm_90a", None),
         ("w8a8", "sm_86", None),
         ("w2a2", "sm_100a", "no 1-bit tensor cores: from sm_100 on they are emulated on the integer units"),
-        ("w4a4g64", "sm_80", "groups of 64 inputs have their own scales"),
+        ("w4a4g64", "sm_80", "bit planes need one scale a row, and these weights have groups of 64"),
         ("w4a8fp", "sm_90a", "8-bit float activations have no bit planes"),
     ],
 )
@@ -60,7 +60,7 @@ def test_where_planes_run(scheme: str, arch: str, words: str | None) -> None:
         ("w4a16g128", "sm_100a", None),
         ("w8a8", "sm_120a", None),
         ("w4a8fp", "sm_90a", None),
-        ("w4a8fp", "sm_89", "marlin multiplies integers, and the activations are 8-bit floats"),
+        ("w4a8fp", "sm_89", "sm80_packed_gemm multiplies integers, and the activations are 8-bit floats"),
         ("w4a4-xasym", "sm_120a", "bytes hold symmetric activations of 2 bits or more"),
     ],
 )
@@ -76,7 +76,7 @@ def test_where_tiles_run(scheme: str, arch: str, words: str | None) -> None:
 
 
 def documented(weights: WeightFormat, x: ActivationFormat, arch: str) -> bool:
-    """What the table of docs/schemes.md says."""
+    """What the table of docs/hardware.md says."""
     if not x.quantized:
         return True
     if not x.integer:

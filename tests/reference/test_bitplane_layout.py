@@ -67,5 +67,5 @@ class _Largest(TorchDispatchMode):
 
 
 def test_refuses_groups() -> None:
-    with pytest.raises(KernelError, match="groups of 128 inputs have their own scales"):
+    with pytest.raises(KernelError, match="these weights have groups of 128"):
         bitplane_layout.prepare(random_weight(8, 256, WeightFormat(4, group=128)))

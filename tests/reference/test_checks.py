@@ -66,7 +66,7 @@ def test_input_of_a_layer(x: Tensor, bias: Tensor | None, said: str) -> None:
         (None, half(60), r"gamma must be torch.float16 \[64\] on cpu as x is, not torch.float16 \(60,\)"),
         (None, half(64).float(), r"gamma must be torch.float16 .* not torch.float32 \(64,\)"),
         (None, half(64).to("meta"), "gamma must be .* on meta"),
-        (None, half(128)[::2], r"gamma must have its values side by side, and they are \(2,\) apart"),
+        (None, half(128)[::2], r"gamma must be contiguous, and its strides are \(2,\)"),
         (
             half(2, 60),
             half(64),
@@ -155,7 +155,7 @@ ROTARY = {"cosine": half(3, 16), "sine": half(3, 16), "q_gamma": half(16), "k_ga
         ),
         ({"sine": half(2, 16)}, r"sine must be torch.float16 \(3, 16\) .* not torch.float16 \(2, 16\)"),
         ({"q_gamma": half(8)}, r"q_gamma must be torch.float16 \(16,\)"),
-        ({"k_gamma": half(32)[::2]}, r"k_gamma must have its values side by side, and they are \(2,\) apart"),
+        ({"k_gamma": half(32)[::2]}, r"k_gamma must be contiguous, and its strides are \(2,\)"),
     ],
 )
 def test_rotary_tables_of_another_kind(changes: dict[str, Tensor], said: str) -> None:

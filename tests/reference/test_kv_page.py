@@ -116,8 +116,8 @@ def test_the_cost_in_bits():
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_floats_of_4_bits(head_dim: int):
-    layout = PageLayout(KVFormat.parse("kv_fp4"), head_dim, 128)
-    assert str(layout.format) == "kv_fp4" and layout.bits_per_element < 4.6
+    layout = PageLayout(KVFormat.parse("kvfp4"), head_dim, 128)
+    assert str(layout.format) == "kvfp4" and layout.bits_per_element < 4.6
     k, v = (torch.randn(3, 2 * layout.block, head_dim, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
     blocks = encode(layout, k, v)
     for got, want in zip(decode(layout, blocks), (k, v), strict=True):

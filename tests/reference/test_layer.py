@@ -112,7 +112,7 @@ def test_tensors_of_another_type_are_named() -> None:
     ):
         with pytest.raises(LayerError, match=words):
             replace(weight, **{name: value})
-    with pytest.raises(LayerError, match="the bias is int32, and a layer adds floats"):
+    with pytest.raises(LayerError, match="the bias is int32, and must be floating-point"):
         QuantLinear.from_weight(weight, "w4a16g128asym", torch.zeros(8, dtype=torch.int32))
 
 
@@ -133,7 +133,7 @@ def test_what_kernels_would_read_beyond_is_named() -> None:
     check_input(x, tiles, spec, torch.zeros(8))
     with pytest.raises(KernelError, match=r"the bias has shape \(7,\), and the layer has 8 outputs"):
         check_input(x, tiles, spec, torch.zeros(7))
-    with pytest.raises(KernelError, match="a row of 7 has no two halves"):
+    with pytest.raises(KernelError, match="its last dimension must be even, not 7"):
         elementwise._silu_mul_cuda(torch.zeros(1, 7, dtype=torch.float16))
 
 
@@ -146,7 +146,7 @@ def test_what_kernels_would_read_beyond_is_named() -> None:
         ),
         (lambda weight: QuantLinear.from_weight(weight, "w4a16", [0.0] * 8), "a torch.Tensor of 8 floats, not list"),
         (lambda weight: QuantLinear.from_weight(weight, "w4a16")([1.0]), r"x must be a torch.Tensor .* 64\], not list"),
-        (lambda weight: use_backend("abc", "reference-packed"), "model must be a torch.nn.Module .* not str"),
+        (lambda weight: use_backend("abc", "reference-packed"), "model must be a torch.nn.Module, not str"),
     ],
 )
 def test_what_is_no_tensor_is_named(call: Callable[[QuantizedWeight], object], words: str) -> None:

@@ -314,7 +314,7 @@ def test_a_child_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
     start = Worker.start
     monkeypatch.setattr(Worker, "start", lambda self: start(self, limit=0.5))
     before = set(multiprocessing.active_children())
-    with pytest.raises(KernelError, match="could not begin"):
+    with pytest.raises(KernelError, match="could not start"):
         search([product()], None, Options(each=1, jobs=1), factory=SlowRunner)
     assert set(multiprocessing.active_children()) <= before
 
@@ -323,7 +323,7 @@ def test_a_child_that_never_begins_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_file_that_holds_no_plans_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "plans.pkl"
     path.write_bytes(content)
-    with pytest.raises(KernelError, match=r"plans.pkl is no file of plans"):
+    with pytest.raises(KernelError, match=r"plans.pkl is not a file of plans"):
         planning.plans_in(path)
 
 

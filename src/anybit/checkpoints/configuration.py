@@ -1,4 +1,4 @@
-"""The ``quantization_config`` that a saved model's config.json carries: anybit's own words."""
+"""The ``quantization_config`` in a saved model's config.json."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def configuration(
     input_scale: bool = False,
 ) -> dict[str, Any]:
     """What config.json says of a model in ``scheme``; ``kept``: the modules that were not quantized;
-    ``hadamard``: the layers whose inputs are rotated on line; ``input_scale``: layers scale their inputs.
+    ``hadamard``: the layers whose inputs are rotated at run time; ``input_scale``: layers scale their inputs.
     """
     from anybit import __version__
 
@@ -47,4 +47,4 @@ def refuse_quantized(config: dict[str, Any], what: str) -> None:
     if quantization:
         method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else "?"
         scheme = f", {quantization['scheme']}" if isinstance(quantization, dict) and "scheme" in quantization else ""
-        raise CheckpointError(f"{what} is quantized already ({method}{scheme}): start from the model it was made of")
+        raise CheckpointError(f"{what} is quantized already ({method}{scheme}): start from the original model")

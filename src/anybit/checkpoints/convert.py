@@ -1,4 +1,4 @@
-"""Between anybit's checkpoints and compressed-tensors': the same tensors, another config.json."""
+"""Convert between anybit's checkpoints and compressed-tensors': the same tensors, another config.json."""
 
 import json
 from collections.abc import Iterable
@@ -35,13 +35,13 @@ def convert(folder: Path | str, to: str) -> dict[str, Any]:
 def why_not(scheme: Scheme) -> str | None:
     """What of a scheme compressed-tensors' pack-quantized format cannot express, in a sentence, or None."""
     if scheme.weights.code == "bipolar":
-        return "bipolar codes: its zero points are integers, and theirs are halves"
+        return "bipolar codes: their zero points are not integers"
     if scheme.weights.sparse:
-        return "2:4 sparse weights: it stores every weight of a row"
+        return "2:4 sparse weights: it stores whole rows"
     if scheme.activations.quantized:
-        return f"{scheme.activations.bits}-bit activations: it rounds them by another rule, so tokens would differ"
+        return f"{scheme.activations.bits}-bit activations: it rounds them differently, so results would differ"
     if scheme.kv is not None and scheme.kv.quantized:
-        return f"the KV format {scheme.kv}: it has no groups in the KV cache"
+        return f"the KV format {scheme.kv}: it has no groups for KV caches"
     return None
 
 
@@ -53,7 +53,9 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
     if scheme is None:
         raise ConversionError(f"{source.path} is not a model that anybit quantized: its config.json does not say so")
     if source.config["quantization_config"].get("hadamard"):
-        raise ConversionError(f"{source.path} rotates inputs on line (hadamard): compressed-tensors cannot express it")
+        raise ConversionError(
+            f"{source.path} rotates inputs at run time (hadamard): compressed-tensors cannot express it"
+        )
     if source.config["quantization_config"].get("input_scale"):
         raise ConversionError(f"{source.path} scales the inputs of its layers: compressed-tensors cannot express it")
     reason = why_not(scheme)
@@ -90,7 +92,7 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
 def _to_anybit(source: Folder) -> dict[str, Any]:
     config = source.config.get("quantization_config")
     if isinstance(config, dict) and config.get("quant_method") == METHOD:
-        raise ConversionError(f"{source.path} is a model of anybit's already: there is nothing to convert")
+        raise ConversionError(f"{source.path} is in anybit's format already: there is nothing to convert")
     if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
         raise ConversionError(f"{source.path} is not a compressed-tensors model: its config.json does not say so")
     groups = config.get("config_groups") or {}
@@ -104,7 +106,7 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
         raise ConversionError(f"{source.path} quantizes {group.get('targets')}; anybit converts ['Linear']")
     for name in ("input_activations", "output_activations"):
         if group.get(name):
-            raise ConversionError(f"{source.path} quantizes {name} by compressed-tensors' rules, which anybit does not")
+            raise ConversionError(f"{source.path} quantizes {name} by rules that anybit does not support")
     scheme = Scheme(_weight_format(source.path, group.get("weights") or {}))
     layers = _layers(source)
     _check_layers(source, layers, scheme.weights)
@@ -115,9 +117,11 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
 def _weight_format(path: Path, weights: dict[str, Any]) -> WeightFormat:
     strategy, group = weights.get("strategy"), weights.get("group_size")
     if weights.get("type", "int") != "int" or strategy not in ("channel", "group"):
-        raise ConversionError(f"{path} has weights of type {weights.get('type')}, strategy {strategy}: not anybit's")
+        raise ConversionError(
+            f"{path} has weights of type {weights.get('type')}, strategy {strategy}, which anybit does not support"
+        )
     if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise ConversionError(f"{path} has an activation order ({weights['actorder']}) that its tensors do not carry")
+        raise ConversionError(f"{path} has an activation order ({weights['actorder']}) that its tensors do not store")
     if strategy == "group" and group not in GROUPS:
         raise ConversionError(f"{path} has groups of {group}; anybit has groups of {', '.join(map(str, GROUPS))}")
     code = "sym" if weights.get("symmetric", True) else "asym"
@@ -135,7 +139,7 @@ def _check_layers(source: Folder, layers: list[str], fmt: WeightFormat) -> None:
     for layer in layers:
         for suffix, what in (("weight_g_idx", "an activation order"), ("weight_indices", "2:4 sparse weights")):
             if f"{layer}.{suffix}" in source.entries:
-                raise ConversionError(f"layer {layer} has {what} ({suffix}), which the two formats do not share")
+                raise ConversionError(f"layer {layer} has {what} ({suffix}), which only one of the formats has")
         n, k = source.read(f"{layer}.weight_shape").tolist()
         if fmt.group is not None and k % fmt.group:
             smaller = [f"g{group}" for group in GROUPS if k % group == 0]

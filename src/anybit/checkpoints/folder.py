@@ -28,7 +28,7 @@ _WEIGHTS = (
 
 
 def path_of(place: Path | str, name: str) -> Path:
-    """A place as a path. Raises CheckpointError, by the argument's name, for what is none."""
+    """A location as a path. Raises CheckpointError, naming the argument, for anything else."""
     if not isinstance(place, (str, os.PathLike)):
         raise CheckpointError(f"{name} must be a path, as text or as a pathlib.Path, not {place!r}")
     return Path(place)
@@ -51,7 +51,7 @@ class Folder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model is in where nobody asks for another: what config.json says, else its first float tensor."""
+        """The model's dtype: what config.json says, else that of its first float tensor."""
         said = self.config.get("dtype") or self.config.get("torch_dtype")
         named = getattr(torch, said.removeprefix("torch."), None) if isinstance(said, str) else None
         if isinstance(named, torch.dtype):
@@ -61,7 +61,7 @@ class Folder:
 
     @property
     def kernel_dtype(self) -> torch.dtype:
-        """What its layers run in on a GPU: kernels take 16-bit floats, and bfloat16 reaches as far as float32."""
+        """The dtype its layers run in on a GPU: kernels take 16-bit floats, and bfloat16 has float32's range."""
         return self.dtype if self.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
     def read(self, name: str, *, finite: bool = False) -> Tensor:
@@ -152,7 +152,7 @@ def _sharded(path: Path) -> dict[str, Entry]:
         for entry in read_header(path / name):
             if entry.name in entries:
                 raise CheckpointError(
-                    f"tensor {entry.name} is there twice: in {entries[entry.name].file} and {entry.file}"
+                    f"tensor {entry.name} appears twice: in {entries[entry.name].file} and {entry.file}"
                 )
             entries[entry.name] = entry
     for name, file in weight_map.items():

@@ -161,7 +161,9 @@ def _entry(file: Path, name: str, value: dict[str, Any], base: int) -> Entry:
     if dtype not in DTYPES:
         raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; anybit reads {', '.join(DTYPES)}")
     if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
-        raise CheckpointError(f"{file}: tensor {name} has shape {shape} and offsets {begin}, {end}, which cannot be")
+        raise CheckpointError(
+            f"{file}: tensor {name} has shape {shape} and offsets {begin}, {end}, which are impossible"
+        )
     if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
         raise CheckpointError(f"{file}: tensor {name} of shape {shape} in {dtype} does not take {end - begin} bytes")
     return Entry(name, file, DTYPES[dtype], shape, base + begin, base + end)
@@ -172,5 +174,5 @@ def _without_doubles(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]
         double = next(name for name in names if names.count(name) > 1)
-        raise CheckpointError(f"{file}: tensor {double} is there twice")
+        raise CheckpointError(f"{file}: tensor {double} appears twice")
     return result

@@ -1,4 +1,4 @@
-"""From what a user calls a model (a folder, a hub name, a GGUF file) to a folder of safetensors."""
+"""Turn a model's name (a folder, a hub name, a GGUF file) into a folder of safetensors."""
 
 import importlib.util
 import tempfile
@@ -38,7 +38,9 @@ def local_folder(model: str | Path) -> Iterator[Path]:
 def refuse_unnamed(model: str | Path) -> None:
     """Raise CheckpointError for a model without a name, which a path takes for the current directory."""
     if isinstance(model, str) and not model.strip():
-        raise CheckpointError("the model has no name: write a folder, a GGUF file or a hub name; . is this directory")
+        raise CheckpointError(
+            "the model's name is empty: write a folder, a GGUF file or a hub name; . is this directory"
+        )
 
 
 def dequantize_gguf(file: Path, folder: Path) -> None:
@@ -83,4 +85,4 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_FETCHED))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{name} is no folder here, and the hub does not give it: {reason}") from error
+        raise CheckpointError(f"{name} is not a local folder, and the hub does not serve it: {reason}") from error

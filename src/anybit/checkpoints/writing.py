@@ -1,4 +1,4 @@
-"""Writing model folders: beside the place where they shall be, and renamed when they are whole."""
+"""Write model folders under a temporary name, and rename them when they are complete."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def new_folder(path: Path | str, overwrite: bool = False, source: Path | None = 
 
 
 def check_place(path: Path | str, overwrite: bool = False, source: Path | None = None) -> Path:
-    """Where a folder would be written; raises CheckpointError where that would destroy what is no earlier result.
+    """Where a folder would be written; raises CheckpointError if that would destroy anything but an earlier result.
 
     overwrite: a model folder at ``path`` may be replaced, if all that it holds is what models are made of; otherwise
     the place has to be free or an empty folder.  source: the model folder that is read, which is never replaced.
@@ -97,7 +97,7 @@ def check_place(path: Path | str, overwrite: bool = False, source: Path | None =
     if path.is_symlink():
         raise CheckpointError(f"{given} cannot be written: it is a link that leads back to itself")
     if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path} is a file, and a folder shall be written there")
+        raise CheckpointError(f"{path} is a file, so no folder can be written there")
     if path in here:
         which = "the current directory" if path == here[0] else "a folder around the current directory"
         raise CheckpointError(f"{path} is {which}, which cannot be replaced: name a folder inside it")
@@ -145,7 +145,7 @@ def _refuse_to_replace(path: Path, source: Path | None) -> None:
 
 
 def _other_file(error: OSError, ours: tuple[Path, ...]) -> str | None:
-    """The file that an error is about, if it is none of what is written: a copy fails where it reads, too."""
+    """The file that an error is about, if it is not one being written: a copy can fail while reading."""
     names = [name for name in (error.filename, error.filename2) if isinstance(name, str | bytes | os.PathLike)]
     files = [Path(os.fsdecode(name)).absolute() for name in names]
     if not files or any(place in (file, *file.parents) for file in files for place in ours):

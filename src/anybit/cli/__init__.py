@@ -20,7 +20,7 @@ from anybit.errors import AnyBitError
 
 app = typer.Typer(
     name="anybit",
-    help="Large language models at any bit-width.",
+    help="Quantize language models to any bit-width, and run them.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -40,7 +40,7 @@ def _anybit(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Large language models at any bit-width."""
+    """Quantize language models to any bit-width, and run them."""
 
 
 app.command()(quantize.quantize)

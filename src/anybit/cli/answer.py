@@ -57,7 +57,7 @@ def answer(
     seed: int,
     silent: bool,
 ) -> tuple[str, dict[str, Any]]:
-    """The text, and what it took: tokens of prompt and answer, seconds, tokens a second after the first."""
+    """The text, with its figures: tokens of prompt and answer, seconds, tokens a second after the first."""
     tokenizer, model = loaded.tokenizer, loaded.model
     if isinstance(prompt, list) and not tokenizer.chat_template:
         prompt = prompt[-1]["content"]
@@ -69,7 +69,7 @@ def answer(
         )
     ids = inputs["input_ids"].to(model.device)
     if not ids.numel():
-        raise TextError("the prompt has no tokens: write something to go on from")
+        raise TextError("the prompt is empty: write some text to continue")
     max_new_tokens = _fitting(loaded, ids.shape[1], max_new_tokens)
     torch.manual_seed(seed)
     printer = _Printer(tokenizer, silent)
@@ -112,11 +112,11 @@ def _fitting(loaded: Loaded, prompt: int, new: int) -> int:
     made_for = f"the {positions} positions that {loaded.name} was made for (max_position_embeddings in its config.json)"
     told = f"{prompt} tokens of prompt and up to {new} new ones are more than {made_for}"
     if not loaded.positions_end:
-        warnings.warn(f"{told}: what comes after them may make no sense; --max-new-tokens limits it", stacklevel=3)
+        warnings.warn(f"{told}: text beyond them may make no sense; --max-new-tokens limits the answer", stacklevel=3)
         return new
     if prompt >= positions:
         raise TextError(f"a prompt of {prompt} tokens leaves no room in {made_for}: shorten it")
-    warnings.warn(f"{told}, and it has no others: the answer ends after {positions - prompt} tokens", stacklevel=3)
+    warnings.warn(f"{told}, and cannot take more: the answer ends after {positions - prompt} tokens", stacklevel=3)
     return positions - prompt
 
 
@@ -126,7 +126,7 @@ def scheme_of(loaded: Loaded) -> str | None:
 
 
 def speed(loaded: Loaded, figures: dict[str, Any]) -> str:
-    """What an answer took, in one line."""
+    """The speed of an answer, in one line."""
     device = loaded.model.device.type
     other = getattr(getattr(loaded.model.config, "quantization_config", None), "quant_method", None)
     kind = scheme_of(loaded) or ("not quantized" if other is None else str(getattr(other, "value", other)))

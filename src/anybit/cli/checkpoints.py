@@ -12,11 +12,11 @@ from anybit.scheme import KVFormat, Scheme
 
 
 def convert(
-    folder: Annotated[str, typer.Argument(help="The folder of a quantized model; its config.json is rewritten.")],
+    folder: Annotated[str, typer.Argument(help="A quantized model folder; only its config.json is rewritten.")],
     to: Annotated[str, typer.Option(help="compressed-tensors or anybit.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Hand a quantized model over to compressed-tensors, or take it back: the same tensors, another config.json.
+    """Convert a quantized model to compressed-tensors, or back. Only config.json changes.
 
     [bold]Examples[/bold]
 
@@ -41,7 +41,7 @@ def info(
     what: Annotated[str, typer.Argument(metavar="MODEL|SCHEME", help="A model (as for quantize), or a scheme.")],
     as_json: JsonOption = False,
 ) -> None:
-    """What a scheme means, or what a model is made of.
+    """Say what a scheme means, or what a model is made of.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""What the commands share: consoles, options, progress bars, sizes in words.
+"""Shared by the commands: consoles, options, progress bars, sizes as text.
 
 The modules of the commands load torch and transformers inside the functions that need them, so that help, wrong usage
 and mistyped schemes are answered at once.
@@ -19,7 +19,7 @@ from anybit.errors import KernelError
 
 
 class _StandardOutput:
-    """sys.stdout as it is at the moment; its errors, which have no name of a file, say whose they are."""
+    """The current sys.stdout; its errors, which name no file, are made to say whose they are."""
 
     def write(self, text: str) -> int:
         """Write a text."""
@@ -55,9 +55,9 @@ SchemeOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 BackendOption = Annotated[
-    str | None, typer.Option(help="What runs the quantized layers; by default the first that can on the device.")
+    str | None, typer.Option(help="The backend that runs the quantized layers; by default the first one that can.")
 ]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...; by default a GPU if there is one.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
 
 
 def _allow(words: list[str] | None) -> list[str]:
@@ -70,7 +70,7 @@ def _allow(words: list[str] | None) -> list[str]:
 
 
 def known(words: list[str] | None) -> tuple[str, ...]:
-    """Allowances that exist; KernelError, with what there is, for another."""
+    """The allowances, checked; KernelError, with those that exist, for an unknown one."""
     if not words:
         return ()
     from anybit.tune.space import ALLOWANCES
@@ -85,7 +85,9 @@ def known(words: list[str] | None) -> tuple[str, ...]:
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow", callback=_allow, help="a8: 16-bit activations may become 8-bit ones where a tuned map says so."
+        "--allow",
+        callback=_allow,
+        help="a8: quantize 16-bit activations to 8 bits where a tuned map says it is faster.",
     ),
 ]
 
@@ -118,7 +120,7 @@ def progress_bar(what: str, counted: bool = False) -> Iterator[Callable[[str, in
 
 @contextmanager
 def status(what: str) -> Iterator[None]:
-    """Say what is being done, while it is being done; the libraries below keep quiet."""
+    """Show what is being done while it is done, and silence the libraries below."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -32,12 +32,16 @@ def evaluate(
     model: Model,
     text: Annotated[Path, typer.Option("--text", "-t", help="A text file, UTF-8.")],
     scheme: SchemeOption = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 512,
-    windows: Annotated[int | None, typer.Option(min=1, help="How many windows; by default all of the text.")] = None,
-    bos: Annotated[
-        bool | None, typer.Option(help="Begin every window with the BOS token; by default if the tokenizer does.")
+    context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 512,
+    windows: Annotated[
+        int | None, typer.Option(min=1, help="Number of windows; by default as many as the text has.")
     ] = None,
-    baseline: Annotated[str | None, typer.Option(help="A model to compare with, position by position.")] = None,
+    bos: Annotated[
+        bool | None, typer.Option(help="Begin every window with the BOS token; by default as the tokenizer does.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="A model to compare with: same next token, and KL divergence.")
+    ] = None,
     backend: BackendOption = None,
     allow: AllowOption = None,
     device: DeviceOption = None,

@@ -18,29 +18,32 @@ from anybit.cli.common import (
 from anybit.errors import TextError
 from anybit.scheme import Scheme
 
-MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="The most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")]
+MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Generate at most this many tokens.")]
+Temperature = Annotated[
+    float,
+    typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token."),
+]
 Seed = Annotated[
-    int, typer.Option(min=0, max=2**64 - 1, help="Of the random choices, where the temperature is above 0.")
+    int, typer.Option(min=0, max=2**64 - 1, help="Seed of the random choices; used when the temperature is above 0.")
 ]
 
 
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to answer, or to go on from with --raw.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt; with --raw the text to continue.")],
     scheme: SchemeOption = None,
     max_new_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")
+        bool, typer.Option("--raw", help="Pass the prompt unchanged, without the model's chat template.")
     ] = False,
     backend: BackendOption = None,
     allow: AllowOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Generate text, printed as it comes.
+    """Generate text and print it as it comes.
 
     [bold]Examples[/bold]
 
@@ -67,12 +70,12 @@ def chat(
     max_new_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     backend: BackendOption = None,
     allow: AllowOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Talk with a model. An empty line, /quit or the end of the input ends the conversation.
+    """Chat with a model. An empty line, /quit or the end of the input ends the conversation.
 
     [bold]Examples[/bold]
 

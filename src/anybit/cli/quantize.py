@@ -16,35 +16,37 @@ from anybit.scheme import Scheme
 
 def quantize(
     model: Model,
-    out: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    scheme: Annotated[str, typer.Option("--scheme", "-s", help="What is quantized, and how.")] = "w4a16g128",
+    out: Annotated[Path, typer.Option("--output", "-o", help="The folder to write to.")],
+    scheme: Annotated[
+        str, typer.Option("--scheme", "-s", help="The scheme: what is quantized, and how.")
+    ] = "w4a16g128",
     method: Annotated[
         str, typer.Option(help="; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
     ] = "rtn",
     keep: Annotated[
         list[str] | None,
-        typer.Option(help="A layer, or a pattern of layers, to leave as it is; may be repeated. Default: lm_head."),
+        typer.Option(help="A layer, or a pattern of layers, to keep in 16 bits; may be repeated. Default: lm_head."),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option("--text", "-t", help="A text, UTF-8, or .json token ids, to look at.")
+        Path | None, typer.Option("--text", "-t", help="A calibration text: UTF-8, or token ids in a .json file.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="How many tokens of the text are used.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Use this many tokens of the text.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method; may be repeated.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the folder if it exists and is a model's.")
+        bool, typer.Option("--overwrite", help="Replace the output folder if it is a model folder.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Quantize a model and save it: one layer at a time, and nothing half-written is left if it fails.
+    """Quantize a model layer by layer and save it. Nothing half-written is left if it fails.
 
     [bold]Examples[/bold]
 
     \b
     anybit quantize Qwen/Qwen3-4B -o qwen3-4b-w4
     anybit quantize model.gguf --scheme w3a16g64asym -o model-w3
-    anybit quantize ./llama -s w2a16g64asym --method learned --text wikipedia.txt -o llama-w2
+    anybit quantize ./llama -s w2a16g64asym --method distill --text wikipedia.txt -o llama-w2
     anybit quantize ./llama -s w4a8 --keep lm_head --keep down_proj -o llama-w4a8
     """
     parsed = Scheme.parse(scheme)
@@ -76,7 +78,7 @@ def _options(method: str, text: Path | None, tokens: int | None, settings: list[
     if method not in METHODS:
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
     if METHODS[method].calibrated and text is None:
-        raise TextError(f"method {method} looks at text: give it a file with --text")
+        raise TextError(f"method {method} calibrates on a text: name a file with --text")
     options: dict[str, Any] = {
         name: value for name, value in {"text": text, "tokens": tokens}.items() if value is not None
     }

@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 Allow = Annotated[
     list[str] | None,
     typer.Option(
-        help="a8: 16-bit activations may become 8-bit ones where that is faster; "
-        "copy: cuBLAS over dequantized weights is timed too, to compare."
+        help="a8: also time 8-bit activations for 16-bit ones; "
+        "copy: also time cuBLAS over dequantized weights, to compare."
     ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="float16 or bfloat16, the type of activations and results; by default the model's own."),
+    typer.Option(help="float16 or bfloat16, the dtype of activations and results; by default the model's."),
 ]
 SchemeOption = Annotated[
-    str | None, typer.Option("--scheme", "-s", help="For example w4a8; by default the model's own.")
+    str | None, typer.Option("--scheme", "-s", help="For example w4a8; by default the model's own scheme.")
 ]
 _DTYPES = ("float16", "bfloat16")
 _USUAL_SECONDS = 270.0
@@ -41,22 +41,25 @@ _SAY_SECONDS = 30.0
 def tune(
     model: Model,
     scheme: SchemeOption = None,
-    most: Annotated[int, typer.Option("--most-tokens", min=1, help="Measure token counts up to this.")] = 8192,
-    each: Annotated[int, typer.Option(min=0, help="Candidates of each kernel family, the most promising first.")] = 16,
+    most: Annotated[int, typer.Option("--most-tokens", min=1, help="Measure up to this many tokens.")] = 8192,
+    each: Annotated[
+        int, typer.Option(min=0, help="Candidates to time in each kernel family, the most promising first.")
+    ] = 16,
     everything: Annotated[
-        bool, typer.Option("--exhaustive", help="Every legal config: hours, unless --seconds is given.")
+        bool, typer.Option("--exhaustive", help="Time every legal config; takes hours unless --seconds is given.")
     ] = False,
     allow: Allow = None,
     dtype: Dtype = None,
     seconds: Annotated[
-        float | None, typer.Option(min=0, help="Begin nothing new after this long; run again to go on. By default 270.")
+        float | None,
+        typer.Option(min=0, help="Start nothing new after this many seconds; run again to continue. By default 270."),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Measure what the map has anew.")] = False,
-    to: Annotated[Path | None, typer.Option("--output", "-o", help="The map; by default this GPU's own.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure again what the map already has.")] = False,
+    to: Annotated[Path | None, typer.Option("--output", "-o", help="The map to write; by default this GPU's.")] = None,
 ) -> None:
     """Measure which kernel and config is fastest for every linear layer of a model, at every number of tokens.
 
-    What is measured is kept at once: a search that is interrupted goes on where it was. Models run by it from then on.
+    Every measurement is saved at once, so that a search continues after an interruption. Models use what was measured.
 
     [bold]Examples[/bold]
 
@@ -134,15 +137,17 @@ def explain(
         str, typer.Argument(metavar="MODEL|N,K", help="A model, or the shape of a layer as N,K: outputs, inputs.")
     ],
     scheme: SchemeOption = None,
-    tokens: Annotated[list[int] | None, typer.Option("--m", "-m", min=1, help="Tokens; may be given again.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option("--m", "-m", min=1, help="Number of tokens; may be repeated.")
+    ] = None,
     allow: Allow = None,
     dtype: Dtype = None,
     policy: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Another map than this GPU's.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Use this map instead of this GPU's.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Which strategy and config a linear layer would run, and why; needs no GPU (an H200 is explained then).
+    """Say which kernel and config would run a linear layer, and why. Without a GPU it answers for an H200.
 
     [bold]Examples[/bold]
 
@@ -220,7 +225,7 @@ def _minutes(seconds: float) -> str:
 
 
 def _shape(text: str) -> tuple[int, int] | None:
-    """N,K (or NxK); None for what is no numbers. Raises SchemeError for numbers that are no shape."""
+    """N,K (or NxK); None if these are not numbers. Raises SchemeError for numbers that are not a shape."""
     # Digits and what stands around them, or a number and a comma: meant as a shape, be it a wrong one.
     meant = re.fullmatch(r"[\d\s.,x-]*\d[\d\s.,x-]*", text) or re.match(r"\s*\d+\s*,", text)
     if Path(text).expanduser().exists() or not meant:
@@ -228,7 +233,7 @@ def _shape(text: str) -> tuple[int, int] | None:
     parts = text.replace("x", ",").split(",")
     sizes = [int(part) for part in parts if re.fullmatch(r"\s*\d+\s*", part)]
     if len(sizes) != 2 or len(parts) != 2 or min(sizes) < 1:
-        raise SchemeError(f"{text} is no shape of a layer: write N,K, its outputs and inputs, for example 4096,14336")
+        raise SchemeError(f"{text} is not the shape of a layer: write N,K (outputs, inputs), for example 4096,14336")
     return sizes[0], sizes[1]
 
 
@@ -246,7 +251,7 @@ def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int
         folder = Folder(path)
         stored, own = scheme_of(folder.config), str(folder.kernel_dtype).removeprefix("torch.")
         if scheme is None and stored is None:
-            raise SchemeError(f"{model} is not quantized by anybit: say for which scheme, for example --scheme w4a8")
+            raise SchemeError(f"{model} is not quantized by anybit: name a scheme, for example --scheme w4a8")
         empty = skeleton(path)
         quantization = folder.config.get("quantization_config") or {}
         kept = quantization.get("modules_to_not_convert") if stored else None

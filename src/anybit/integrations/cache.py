@@ -84,7 +84,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
     # -------- what transformers asks
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Take the new keys and values [batch, kv_heads, tokens, dim] of a layer; see the module's docstring."""
+        """Add the new keys and values [batch, kv_heads, tokens, dim] of a layer; see the module's docstring."""
         if key_states.shape != value_states.shape:
             raise LayerError(
                 f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} must have one shape: "
@@ -271,13 +271,11 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refused: the base class would do it layer by layer, and here there are none."""
-        raise LayerError("an AnyBitCache has the rows that it was filled with: give generate a batch that is repeated")
+        raise LayerError("an AnyBitCache cannot repeat its rows: give generate a batch that is already repeated")
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Refused, as ``batch_repeat_interleave`` is."""
-        raise LayerError(
-            "an AnyBitCache keeps the rows that it was filled with: reorder_cache puts others in their place"
-        )
+        raise LayerError("an AnyBitCache cannot select rows: use reorder_cache")
 
     def reset(self) -> None:
         """Forget all tokens; a static cache keeps its memory."""
@@ -392,7 +390,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
     def attend(self, q: Tensor, new: Waiting | None, padding: Tensor | None, masks: Masks) -> Tensor:
         """Store what was ``taken``, and attend; q [batch, heads, tokens, dim], padding [batch, keys]."""
         if new is None:
-            raise LayerError("attention was asked for before keys and values came")
+            raise LayerError("attention ran before the cache got its keys and values")
         k, v, layer = new
         store, tokens = self._store(), q.shape[2]
         q = q.transpose(1, 2).to(store.dtype)
@@ -400,7 +398,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         counts = [tokens] * len(self.rows) if padding is None else (padding[:, -tokens:] != 0).sum(1).tolist()
         if layer == 0 and padding is not None and bool((padding[:, 1:] < padding[:, :-1]).any()):
             raise LayerError(
-                "attention 'anybit' takes padding on the left alone, and this attention_mask hides tokens after "
+                "attention 'anybit' supports left padding only, and this attention_mask hides tokens after "
                 "visible ones (generate makes such a mask from pad tokens within a prompt: pass attention_mask)"
             )
         self._count(layer, tokens, None if padding is None else counts)
@@ -423,9 +421,7 @@ def _format(scheme: str | Scheme | KVFormat) -> KVFormat:
         return KVFormat.parse(scheme)
     found = Scheme.parse(scheme).kv
     if found is None:
-        raise LayerError(
-            f"scheme {scheme!s} says nothing about the KV cache: add -kv4, or give a KV format such as 'kv4'"
-        )
+        raise LayerError(f"scheme {scheme!s} names no KV format: add -kv4, or pass a KV format such as 'kv4'")
     return found
 
 
@@ -452,9 +448,9 @@ def attention_forward(
         )
     new = cache.taken()  # first, so that nothing waits after a refusal
     if dropout:
-        raise LayerError(f"attention 'anybit' has no dropout, and {dropout} was asked for: call model.eval()")
+        raise LayerError(f"attention 'anybit' does not support dropout, and dropout is {dropout}: call model.eval()")
     if position_bias is not None:
-        raise LayerError("attention 'anybit' has no learned position bias")
+        raise LayerError("attention 'anybit' does not support a learned position bias")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise LayerError("attention 'anybit' is causal, and this layer is not")
     if attention_mask is not None and attention_mask.dim() != 2:

@@ -240,10 +240,10 @@ def fuse(model: nn.Module) -> nn.Module:
 
 
 def accelerate(model: Any) -> bool:
-    """Ready a model for ``generate(cache_implementation="static")`` at its best: fused if it can be, CUDA graphs.
+    """Prepare a model for fast ``generate(cache_implementation="static")``: fused layers if possible, CUDA graphs.
 
-    In place. Works for models that are not quantized too. Returns whether a static AnyBitCache will serve it; if not,
-    generate as before.
+    Works in place, and for models that are not quantized too. Returns whether a static AnyBitCache will serve the
+    model; if not, generate as before.
     """
     layers = getattr(_body(model), "layers", None)
     if layers is not None and len(layers) and all(_why_not(layer) is None for layer in layers):
@@ -254,7 +254,7 @@ def accelerate(model: Any) -> bool:
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """Undo ``fuse`` and ``accelerate``, in place: the layers and their tensors are as they were. Returns the model."""
+    """Undo ``fuse`` and ``accelerate`` in place, restoring the layers and their tensors. Returns the model."""
     body = _body(model)
     _restore(getattr(body, "layers", ()))
     if isinstance(getattr(body, "norm", None), FusedNorm):
@@ -304,9 +304,9 @@ def _why_not(layer: nn.Module) -> str | None:
     for shared in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         for name in shared:
             if names[name].input_scale is not None:
-                return f"{name} scales its inputs in its own way, so it cannot share a product with its neighbours"
+                return f"{name} scales its inputs by itself, so it cannot be joined with its neighbours"
             if names[name].hadamard != names[shared[0]].hadamard:
-                return f"of {shared[0]} and {name} one has its inputs rotated on line, so they cannot share a product"
+                return f"of {shared[0]} and {name} one rotates its inputs, so they cannot be joined"
     if attention.config.hidden_act not in ("silu", "swish"):
         return f"its activation is {attention.config.hidden_act}, and fuse knows silu"
     return None
@@ -318,7 +318,7 @@ def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> QuantLinea
     biases = [layer.bias for layer in layers]
     bias = torch.cat([b for b in biases if b is not None]) if all(b is not None for b in biases) else None
     if bias is None and any(b is not None for b in biases):
-        raise LayerError("some of the layers that share an input have a bias, and some have none")
+        raise LayerError("some of the layers to join have a bias, and some have none")
     if rows is not None:
         weight, bias = reorder(weight, rows), None if bias is None else bias[rows.to(bias.device)]
     joined = QuantLinear.from_weight(weight, layers[0].scheme, bias, layers[0].backend)

@@ -1,6 +1,6 @@
 """Decoding at the speed of the kernels: a static cache, and the whole step as one CUDA graph.
 
-``install`` (which ``anybit.fuse`` and models of a scheme with ``-kv`` go through) gives a model two habits:
+``install`` (which ``anybit.fuse`` and models of a scheme with ``-kv`` go through) changes two things about a model:
 
 - ``generate`` makes an ``AnyBitCache`` by itself: with ``cache_implementation="static"`` one of a fixed size, in 16
   bits or in the scheme's KV format; and in every ``generate`` of a model whose scheme names a KV format.
@@ -132,7 +132,7 @@ class GreedyGraph(StepGraph):
 
 
 class Decoder:
-    """What a model remembers between calls of ``generate``: its static caches and their graphs.
+    """What a model keeps between calls of ``generate``: its static caches and their graphs.
 
     Threads may share the model. A forward pass is one thread's (``attention``), since the model's configuration says
     meanwhile which attention runs; a ``generate`` over a static cache is, too (``turn``), since that is kept and used
@@ -262,7 +262,7 @@ class _Packed:
 
 
 def install(model: Any, kv: KVFormat | None) -> None:
-    """Teach a transformers model to make AnyBitCaches and to replay its steps; see the module's docstring."""
+    """Make a transformers model create AnyBitCaches and replay its steps; see the module's docstring."""
     if "_anybit_decoder" in model.__dict__ or not hasattr(model, "_prepare_cache_for_generation"):
         return
 
@@ -300,7 +300,7 @@ def install(model: Any, kv: KVFormat | None) -> None:
         if reason is not None and decoder.kv is not None and wanted in (None, "dynamic", "static"):
             raise LayerError(f"the KV format {decoder.kv} cannot serve this model: {reason}")
         if reason is not None and wanted == "static":
-            warnings.warn(f"transformers' own static cache serves this model, at its own speed: {reason}", stacklevel=2)
+            warnings.warn(f"this model uses transformers' own static cache, which is slower: {reason}", stacklevel=2)
         if not free or not (static or (decoder.kv is not None and wanted in (None, "dynamic"))):
             prepare = type(self)._prepare_cache_for_generation
             return prepare(self, generation_config, model_kwargs, mode, batch_size, length, *rest)
@@ -308,7 +308,7 @@ def install(model: Any, kv: KVFormat | None) -> None:
         keep = bool(generation_config.return_dict_in_generate)
         made = decoder.cache(rows, length, static, keep)
         if decoder.kv is not None:
-            logger.warning_once(f"generate keeps keys and values in an AnyBitCache, as the scheme says: {made.format}")
+            logger.warning_once(f"generate uses an AnyBitCache, as the scheme asks: {made.format}")
         model_kwargs["past_key_values"] = made
         return None
 

@@ -1,4 +1,4 @@
-"""Load a model to run it: from a folder, a hub name or a GGUF file, quantized already, on the fly, or not at all."""
+"""Load a model from a folder, a hub name or a GGUF file: quantized already, quantized while loading, or not at all."""
 
 import importlib.util
 import warnings
@@ -96,7 +96,7 @@ def load_model(
             if wanted != folder.dtype:
                 here, there = (str(kind).removeprefix("torch.") for kind in (folder.dtype, wanted))
                 warnings.warn(
-                    f"{source} is in {here}, and kernels take float16 or bfloat16: it is loaded as {there}",
+                    f"{source} is in {here}, and kernels take float16 or bfloat16, so it is loaded as {there}",
                     stacklevel=2,
                 )
         arguments: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def load_model(
 
 
 def stored_scheme(source: str | Path) -> Scheme | None:
-    """What anybit quantized a model to, by its config.json alone; None for a model that is not quantized by it."""
+    """The scheme in a model's config.json; None for a model that anybit did not quantize."""
     if Path(source).expanduser().is_file():
         return None  # a GGUF file, which becomes 16-bit floats
     with local_folder(source) as path:
@@ -145,8 +145,8 @@ def _say_without_effect(model: nn.Module) -> None:
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
     if not any(layer.runs_on == "packed+a8" for layer in layers):
         warnings.warn(
-            "8-bit activations have been allowed (a8), and no policy map of this device says that a layer is faster "
-            "with them: activations stay as they are. `anybit tune MODEL --scheme S --allow a8` measures that on a GPU",
+            "8-bit activations are allowed (a8), but no policy map of this device has a layer that is faster "
+            "with them: activations stay in 16 bits. `anybit tune MODEL --scheme S --allow a8` measures that on a GPU",
             stacklevel=3,
         )
 
@@ -161,7 +161,7 @@ def _checked(device: str | None) -> str:
         raise KernelError(f"device {device!r} is unknown; write cpu, cuda, or cuda:1 for the second GPU") from None
     if kind == "cuda" and index >= torch.cuda.device_count():
         raise KernelError(
-            f"device {device!r} is not here: torch sees {torch.cuda.device_count()} GPUs; cpu always works"
+            f"device {device!r} does not exist: torch sees {torch.cuda.device_count()} GPUs; cpu always works"
         )
     return device
 

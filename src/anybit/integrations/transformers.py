@@ -39,7 +39,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ``anybit.use_backend(model, name)``.
     group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
     input_scale: the checkpoint stores a scale of every input channel for every layer (OneBit's form).
-    hadamard: names of the layers whose inputs are rotated on line (``anybit.quantization.methods.rotate``).
+    hadamard: names of the layers whose inputs are rotated at run time (``anybit.quantization.methods.rotate``).
     Raises SchemeError, KernelError for an unknown backend, OptionError for an argument that it does not have.
     """
 
@@ -249,7 +249,9 @@ def replace_linears(
                 backend=backend,
             )
         except LayerError as error:
-            raise LayerError(f"layer {name}: {error}; name it in modules_to_not_convert to leave it as it is") from None
+            raise LayerError(
+                f"layer {name}: {error}; name it in modules_to_not_convert to keep it in 16 bits"
+            ) from None
         if isinstance(layer, _Loading):
             layer.add_placeholder(transposed)
         model.set_submodule(name, layer)

@@ -108,13 +108,13 @@ def _load(path: Path) -> Compiled | None:
     start = len(_MAGIC) + 32
     body = content[start:]
     if content[: len(_MAGIC)] != _MAGIC or hashlib.sha256(body).digest() != content[len(_MAGIC) : start]:
-        _logger.warning("the cached kernel %s is damaged and is compiled anew", path)
+        _logger.warning("the cached kernel %s is damaged and is compiled again", path)
         return None
     length = int.from_bytes(body[:4], "little")
     try:
         found = Compiled(cubin=body[4 + length :], **json.loads(body[4 : 4 + length]))
     except (TypeError, ValueError):
-        _logger.warning("the cached kernel %s was written by another version of anybit and is compiled anew", path)
+        _logger.warning("the cached kernel %s was written by another version of anybit and is compiled again", path)
         return None
     with contextlib.suppress(OSError):  # tells the removal of old entries that this one is in use
         os.utime(path)
@@ -184,4 +184,4 @@ def _locked(path: Path) -> Iterator[None]:
 
 @cache
 def _warn_unwritable(entries: Path, reason: str) -> None:
-    _logger.warning("kernels are compiled anew by each process, since %s cannot be written: %s", entries, reason)
+    _logger.warning("every process compiles its kernels again, since %s cannot be written: %s", entries, reason)

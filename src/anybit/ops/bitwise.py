@@ -66,7 +66,7 @@ class Bitwise(Backend):
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Why no kernel runs this layer where it is, in a sentence."""
         if not activations.quantized:
-            return "it is for quantized activations, and these have 16 bits"
+            return "it needs quantized activations, and these have 16 bits"
         if weight.device.type != "cuda":
             return f"its kernels need a CUDA device, and the weight is on {weight.device}"
         n, k = weight.shape
@@ -133,7 +133,7 @@ def why_not(
 ) -> str | None:
     """Why no bit-plane kernel multiplies m x k activations with an n x k weight on ``device``; None if one does."""
     if weight.group_index is not None and weight.format.group is not None:
-        return "activation order needs groups, and bit planes are summed over whole rows"
+        return "activation order needs groups, and bit planes need one scale a row"
     wide = sm90_bitplane.Problem(m, n, k, weight.format, activations, Output.f16, device)
     reason = sm90_bitplane.why_not(wide)
     if reason is None:

@@ -182,7 +182,9 @@ def _add_rms_norm_cuda(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: floa
 
 def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
     if gate_up.shape[-1] % 2:
-        raise KernelError(f"gate and up lie beside each other, and a row of {gate_up.shape[-1]} has no two halves")
+        raise KernelError(
+            f"gate_up must hold gate and up side by side, so its last dimension must be even, not {gate_up.shape[-1]}"
+        )
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
     if rows.shape[0]:
@@ -302,7 +304,7 @@ def check_rotary(
 
 def _refuse_strided(name: str, gamma: Tensor) -> None:
     if not gamma.is_contiguous():  # kernels go by its address alone
-        raise KernelError(f"{name} must have its values side by side, and they are {gamma.stride()} apart")
+        raise KernelError(f"{name} must be contiguous, and its strides are {gamma.stride()}")
 
 
 def _check_like(name: str, found: Tensor, qkv: Tensor, shape: torch.Size) -> None:

@@ -31,7 +31,7 @@ from anybit.kernels.attention.kv_page import PageLayout
 
 @dataclass(frozen=True)
 class Masks:
-    """What a model does to its logits; all off by default.
+    """How a model changes its attention logits; all off by default.
 
     scale: factor of q.k (default 1 / sqrt(head_dim)).  window: each token sees itself and the ``window - 1`` before it.
     softcap: logits become softcap * tanh(logit / softcap).  sinks: float32 [heads], a logit a head that only adds to

@@ -65,11 +65,11 @@ class MultiLayoutBackend(Backend):
     def why_not(self, weight: QuantizedWeight, activations: ActivationFormat) -> str | None:
         """Why one of the two cannot run this layer where it is, in a sentence."""
         if self.eight and activations.quantized:
-            return "it is for 16-bit activations that may become 8-bit ones, and these are quantized already"
+            return "it quantizes 16-bit activations to 8 bits, and these are quantized already"
         if self.eight and "a8" not in allowed():
             return 'quantizing 16-bit activations has not been allowed (anybit.tune.dispatch.allow("a8"))'
         if self.eight and weight.group_index is not None:
-            return "activation order is not combined with quantizing activations on the way"
+            return "it does not support activation order"
         formats = (activations, _EIGHT[0] if self.eight else activations)
         for part, form in zip(self.parts, formats, strict=True):
             reason = part.why_not(weight, form)

@@ -1,4 +1,4 @@
-"""What runs a product: looked up in the maps of its GPU, decided once, and kept by whoever asked.
+"""Choose the config that runs a product: look it up in the GPU's maps, once for each layer and token count.
 
 Maps are found in this order: those given to ``use``, the user's own for this GPU (``policy.own_file``), the shipped
 one. A point for exactly this product decides, of few tokens where something won clearly; between two token counts of
@@ -55,7 +55,7 @@ _LIKELY = 0.98
 _CLEARLY_FEW, _CLEARLY_FEW_US, _OTHER_LAYOUT = 0.95, 1.0, 0.94
 """Of few tokens, what a config must take of the built-in one's time to be used instead, or how many microseconds less;
 and of the time of the best in the built-in layout to be used in another: there products hide behind their neighbours,
-and what one of them takes in a chain of itself is off by 0.8 us of some 10 (docs/tuning_check.md)."""
+and what one of them takes in a chain of itself is off by 0.8 us of some 10 (docs/notes/2026-11-24-tuning-check.md)."""
 _OF_MORE_ROWS, _FEW_ROWS, _BOXES_FROM = 0.88, 8, 48
 """What a config must take of the built-in choice's time where it was timed with more of its tile's rows, more than so
 many of which are not there now; wider tiles are loaded in boxes, which leave such rows out."""
@@ -75,9 +75,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs a product, and by which right.
+    """Which config runs a product, and which rule chose it.
 
-    us: of a call where it was measured, else 0.  kept: what it is, where it was not the fastest that was measured.
+    us: of a call where it was measured, else 0.  kept: why it was not replaced by the fastest that was measured.
     """
 
     candidate: Candidate
@@ -287,7 +287,7 @@ class Dispatcher:
 
         A map's times are of products that quantize for themselves, one after another. In a fused layer the kernel
         before does that, and where one product of a layer ran in another layout than its neighbours, by a gain of 6 to
-        21 % in the map, steps took up to 3.5 % longer, and 1.4 % less at most (docs/tuning_check.md).
+        21 % in the map, steps took up to 3.5 % longer, and 1.4 % less at most (docs/notes/2026-11-24-tuning-check.md).
         """
         w, x = product.weights, product.activations
         if product.m > FEW_TOKENS or not x.quantized:
@@ -350,7 +350,7 @@ def _builtin(product: LinearProblem, layouts: Collection[Layout] | None) -> Cand
             return builtin(product, layout)
         except KernelError as error:
             reasons.append(str(error))
-    raise KernelError("; ".join(reasons) or f"no layout was given to run {product} with")
+    raise KernelError("; ".join(reasons) or f"no layout was given for {product}")
 
 
 def _legal(measured: Measured, product: LinearProblem, allow: Collection[str]) -> Candidate | None:
@@ -520,10 +520,10 @@ def _files(gpu: str) -> Iterator[Policy]:
 
 
 def use(*paths: str | Path) -> None:
-    """Obey these maps before all others; none: forget those given, and read files anew at the next call.
+    """Use these maps before all others; without arguments, forget those given, and read files again at the next call.
 
     Layers that are prepared already keep their layout, and CUDA graphs what they were captured with; every other choice
-    is made anew. Files that are no maps are named and ignored.
+    is made anew. Files that are not maps are named in a warning and ignored.
     """
     global _generation
     _generation += 1
@@ -543,7 +543,7 @@ def forget_with_maps(decided: dict[Any, Any]) -> None:
 
 
 def generation() -> int:
-    """A number that changes whenever maps are read anew."""
+    """A number that changes whenever maps are read again."""
     return _generation
 
 

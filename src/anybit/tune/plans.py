@@ -110,9 +110,9 @@ def plans_in(path: Path) -> dict[tuple[object, ...], Plan]:
     try:
         found = pickle.loads(path.read_bytes())
     except (OSError, EOFError, AttributeError, ImportError, IndexError, pickle.UnpicklingError) as error:
-        raise KernelError(f"{path} is no file of plans: {error}; remove it, and plans are made anew") from None
+        raise KernelError(f"{path} is not a file of plans: {error}; remove it, and it is rebuilt") from None
     if not isinstance(found, dict):
-        raise KernelError(f"{path} is no file of plans: it holds a {type(found).__name__}")
+        raise KernelError(f"{path} is not a file of plans: it holds a {type(found).__name__}")
     return found
 
 

@@ -257,9 +257,9 @@ def _parse(content: Any, path: Path) -> Policy:
     for name, fields in content["configs"].items():
         kernel = name.partition("/")[0]
         if kernel not in FAMILIES and kernel != VENDOR:
-            raise ValueError(f"config {name!r} is of a kernel that does not exist; there are {', '.join(FAMILIES)}")
+            raise ValueError(f"config {name!r} names a kernel that does not exist; choose from {', '.join(FAMILIES)}")
         if not all(isinstance(value, (int, bool, str)) for value in fields.values()):
-            raise ValueError(f"config {name!r} holds something that is no number, word or truth")
+            raise ValueError(f"config {name!r} holds something other than a number, a string or a boolean")
         if kernel in FAMILIES and kernel not in origin.changed:  # of other kernels it is but a hint
             FAMILIES[kernel].parsed(fields)
         configs[name] = kernel, tuple(fields.items())
@@ -300,7 +300,7 @@ def _positive(value: Any, kind: type) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{value!r} is not a positive number")
     if kind is int and not isinstance(value, int):
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     return kind(value)
 
 

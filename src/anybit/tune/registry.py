@@ -320,18 +320,18 @@ def _beside(family: KernelFamily, product: LinearProblem) -> str | None:
     x = product.activations
     if family.target is Target.planes:
         if not x.quantized:
-            return "bit planes multiply quantized activations, and these have 16 bits"
+            return "bit planes need quantized activations, and these have 16 bits"
         if product.act_order:
-            return "activation order needs groups, and bit planes are summed over whole rows"
+            return "activation order needs groups, and bit planes need one scale a row"
     elif family.name != "sm90_packed_gemm" and x.quantized:
         if not x.integer:
             return f"{family.name} multiplies integers, and the activations are 8-bit floats"
         if x.code != "sym" or x.bits == 1:
             return f"bytes hold symmetric activations of 2 bits or more, not {x.bits}-bit {x.code} ones"
         if product.act_order and family.name == "sm80_packed_gemm":
-            return "activations in another order are gathered before they are quantized, which nothing here does"
+            return "activation order is not supported with quantized activations"
     if family.name == "sm80_packed_gemm" and product.device.arch == "sm_90a":
-        return f"{product.device.arch} has wgmma, which is half as fast again as this family's mma.sync"
+        return f"{product.device.arch} has wgmma, which is 1.5 times as fast as this family's mma.sync"
     return None
 
 

@@ -1,7 +1,7 @@
-"""What a product cannot be faster than: its operands read once, its products issued at the rate of the tensor cores.
+"""The least time of a product: its operands read once, its products issued at the rate of the tensor cores.
 
-Both were measured on an H200, between other kernels of a chain (docs/packed_limits.md, docs/bitwise.md); for another
-GPU reading is scaled by its bandwidth.
+Both were measured on an H200, between other kernels of a chain (docs/notes/2026-11-23-packed-limits.md and
+docs/notes/2026-11-23-bit-planes.md); for another GPU reading is scaled by its bandwidth.
 """
 
 import itertools

@@ -71,7 +71,7 @@ Report = Callable[[Progress], None]
 
 
 class Worker:
-    """The process that touches the GPU, begun anew when it has died."""
+    """The process that uses the GPU, restarted when it has died."""
 
     def __init__(self, factory: Callable[[], Any] = Runner) -> None:
         self._factory = factory
@@ -96,11 +96,11 @@ class Worker:
         message = self.receive(limit)
         if message is None or message[0] != "hello":
             what = "it did not answer" if message is None else message[-1]
-            raise KernelError(f"the process that measures could not begin: {what}")
+            raise KernelError(f"the measuring process could not start: {what}")
         self.facts = message[1]
 
     def send(self, job: tuple[Any, ...]) -> None:
-        """Hand over a job; a child that has died since the last one is begun anew."""
+        """Hand over a job; a child that has died since the last one is restarted."""
         try:
             self.connection.send(job)
         except OSError:
@@ -139,7 +139,7 @@ def _cuda_has_begun() -> bool:
 
 
 def serve(connection: "Connection[Any, Any]", factory: Callable[[], Any]) -> None:
-    """What the child does: answers jobs until there are no more."""
+    """The child's loop: answer jobs until there are no more."""
     die_with_parent()
     try:
         runner = factory()

@@ -194,7 +194,7 @@ def _excluded_strategies(product: LinearProblem, allow: Collection[str]) -> Iter
 
 def _why_not_vendor(product: LinearProblem) -> str | None:
     if product.activations.quantized:
-        return "activations are quantized, and the vendor's product would not follow the scheme's arithmetic"
+        return "activations are quantized, and cuBLAS would not follow the scheme's arithmetic"
     if product.dtype not in (torch.float16, torch.bfloat16):
         return f"kernels take float16 and bfloat16, not {product.dtype}"
     return None
@@ -233,7 +233,7 @@ def builtin(product: LinearProblem, layout: Layout | None = None) -> Candidate:
     x = product.activations
     if layout is Layout.dense:
         return Candidate(VENDOR, VENDOR, None, x)
-    # w4a16, layers like down: 10.5 us at 5 tokens by the choice for 6, and 11.2 by that for 8 (docs/packed.md).
+    # w4a16, layers like down: 10.5 us at 5 tokens by the choice for 6, and 11.2 by that for 8 (docs/notes).
     fine = product.m > _FEW or (not x.quantized and product.weights.bits == 4 and product.m in (5, 6))
     rounded = replace(product, m=(bucket if fine else power_of_two)(product.m))
     if layout is Layout.planes:

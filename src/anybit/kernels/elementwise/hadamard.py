@@ -56,7 +56,9 @@ def why_not(problem: Problem) -> str | None:
         return f"{problem.k} values are more than a block holds ({MOST_SIZE})"
     order, _ = hadamard.factor(problem.k)
     if order > MOST_ORDER:
-        return f"a factor of order {order} is left to a matrix product (beyond {MOST_ORDER})"
+        return (
+            f"this kernel takes factors up to order {MOST_ORDER}, and this size has one of {order}: torch multiplies it"
+        )
     return None
 
 

@@ -58,7 +58,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"rows are float16 or bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
     if problem.m < 1 or problem.k < 1:
-        return f"rows of shape {problem.m} x {problem.k} hold nothing"
+        return f"rows of shape {problem.m} x {problem.k} are empty"
     if problem.k > MOST_THREADS * MOST_VECTORS * VECTOR:
         return f"K = {problem.k} is more than one block holds ({MOST_THREADS * MOST_VECTORS * VECTOR})"
     if config is None:

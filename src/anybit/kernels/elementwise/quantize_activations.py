@@ -161,15 +161,15 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"activations must be float16 or bfloat16, not {dtype_name(problem.dtype)}"
     if form.quantized == (problem.target is Target.values):
-        return f"{form.bits}-bit activations do not go with the target {problem.target.value}"
+        return f"{form.bits}-bit activations cannot be written as {problem.target.value}"
     if problem.target is Target.values and problem.source is Source.plain:
-        return "there is nothing to do to plain 16-bit values"
+        return "16-bit values need no quantization"
     if problem.target is Target.planes and not form.integer:
         return "bit planes hold integer codes, not e4m3"
     if problem.rotated and (reason := _unrotatable(problem)) is not None:
         return reason
     if problem.m < 1 or problem.k < 1:
-        return f"activations of shape {problem.m} x {problem.k} hold nothing to quantize"
+        return f"activations of shape {problem.m} x {problem.k} are empty: there is nothing to quantize"
     if _width(problem) > MOST_THREADS * MOST_VECTORS * VECTOR:
         return f"K = {problem.k} is more than one block holds ({MOST_THREADS * MOST_VECTORS * VECTOR})"
     if config is None:

@@ -144,7 +144,7 @@ def why_not(format: WeightFormat) -> str | None:
     if format.sparse:
         return "2:4 sparse weights have no 1-bit path"
     if format.group is not None:
-        return f"groups of {format.group} inputs have their own scales, and bit planes are summed over whole rows"
+        return f"bit planes need one scale a row, and these weights have groups of {format.group}"
     return None
 
 
@@ -174,7 +174,7 @@ def why_not_product(
     most = largest_sum(k, weights, activations)
     if most >= 2**31:
         bits = f"{weights.bits}-bit and {activations.bits}-bit"
-        return f"sums of K = {k} products of {bits} codes reach {most}, and int32 ends at 2^31"
+        return f"sums of K = {k} products of {bits} codes reach {most} and overflow int32"
     return None
 
 

@@ -127,7 +127,7 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
     if order not in ("a16", "a8"):
         raise KernelError(f"order must be 'a16' (16-bit activations) or 'a8' (8-bit ones), not {order!r}")
     if weight.format.sparse:
-        raise KernelError("packed tiles hold dense weights, and these are 2:4 sparse")
+        raise KernelError("packed weights must be dense, and these are 2:4 sparse")
     format, (n, k) = weight.format, weight.shape
     permutation, column_group = _columns(weight)
     columns = k if permutation is None else permutation.numel()
@@ -456,7 +456,7 @@ def check_operands(
     if ordered and weight.permutation is not None:
         k = weight.padded[1]
     if outputs and n % UNIT_ROWS:
-        raise KernelError(f"outputs of which something else is made are a multiple of {UNIT_ROWS}, not {n}")
+        raise KernelError(f"a fused epilogue needs a multiple of {UNIT_ROWS} outputs, not {n}")
     if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1:
         raise KernelError(f"x must be [m, {k}] with adjacent columns, not {tuple(x.shape)} strided {x.stride()}")
     if ordered and not rows_aligned(x):
@@ -466,11 +466,11 @@ def check_operands(
         raise KernelError(f"y must be a contiguous [{x.shape[0]}, {outputs or n}], not {found}")
     coded = x.element_size() == 1
     if (x_scale is not None) != coded:
-        raise KernelError(f"x_scale goes with 8-bit activations, and x is {dtype_name(x.dtype)}")
+        raise KernelError(f"x_scale is for 8-bit activations, and x is {dtype_name(x.dtype)}")
     if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,) or not bias.is_contiguous()):
         raise KernelError(
             f"bias must be a dense {dtype_name(y.dtype)} [{n}], not {dtype_name(bias.dtype)} {tuple(bias.shape)} "
             f"strided {bias.stride()}"
         )
     if weight.order != ("a8" if coded else "a16"):
-        raise KernelError(f"tiles were prepared for {weight.order} activations, and x is {dtype_name(x.dtype)}")
+        raise KernelError(f"the weight was prepared for {weight.order} activations, and x is {dtype_name(x.dtype)}")

@@ -211,7 +211,7 @@ def _configs(problem: Problem) -> tuple[Config, ...]:
 
 @functools.cache
 def default(problem: Problem) -> Config:
-    """A good config, by what was measured on an H200 (docs/bitwise.md); raises KernelError where there is none."""
+    """A good config, measured on an H200 (docs/notes/2026-11-23-bit-planes.md); KernelError where there is none."""
     reason = why_not(problem)
     if reason is not None:
         raise KernelError(f"no wgmma kernel for {_text(problem)}: {reason}")

@@ -73,7 +73,7 @@ class Config:
 
 _PLANES = 2
 """Planes side by side: with one nothing is added up, and sums of two tiles at once leave only narrow products; four
-were slower than their rotation (docs/bitwise.md)."""
+were slower than their rotation (docs/notes/2026-11-23-bit-planes.md)."""
 _FEW = 64
 """To so many tokens tiles are for few: those of 128 tokens would be half empty."""
 
@@ -160,7 +160,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 @functools.cache
 def default(problem: Problem) -> Config:
-    """A good config, by what was measured on an H200 (docs/bitwise.md); raises KernelError where there is none."""
+    """A good config, measured on an H200 (docs/notes/2026-11-23-bit-planes.md); KernelError where there is none."""
     text = f"{problem.m} x {problem.n} x {problem.k} in {Scheme(problem.weights, problem.activations)}"
     reason = why_not(problem)
     if reason is not None:

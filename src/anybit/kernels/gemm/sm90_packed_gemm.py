@@ -1,7 +1,7 @@
 """Y = X W^T for packed weights and many tokens, on wgmma: the host side of sm90_packed_gemm.cuh.
 
 The product is computed as Y^T = W X^T: weights, widened in registers, are the first operand of wgmma and its 64 rows;
-tokens are its columns. See docs/packed.md for the figures behind the choices here.
+tokens are its columns. See docs/notes/2026-11-24-packed.md for the figures behind the choices here.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Which loop of sm90_packed_gemm a config runs: weights through the ring or past it, and unrolled stages.
 
-The choices are of what an H200 took; figures in docs/packed.md.
+The choices are of what an H200 took; figures in docs/notes/2026-11-24-packed.md.
 """
 
 from dataclasses import replace

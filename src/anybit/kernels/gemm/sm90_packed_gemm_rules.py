@@ -189,7 +189,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     if min(problem.m, problem.n, problem.k) < 1:
         return f"m, n and k must be at least 1, not {problem.m}, {problem.n} and {problem.k}"
     if weights.sparse:
-        return "no kernel multiplies 2:4 sparse weights yet: the reference backends do"
+        return "no kernel runs 2:4 sparse weights yet: use a reference backend"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"outputs are float16 or bfloat16, not {problem.dtype}"
     if activations.quantized and (refusal := _why_not_bytes(problem)):

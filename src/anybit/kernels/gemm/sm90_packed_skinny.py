@@ -138,7 +138,7 @@ def problem_why_not(problem: Problem, most_tokens: int, otherwise: str) -> str |
     if p.m > most_tokens:
         return f"M = {p.m} is more than {most_tokens} tokens: see {otherwise}"
     if p.weights.sparse:
-        return "no kernel multiplies 2:4 sparse weights yet: the reference backends do"
+        return "no kernel runs 2:4 sparse weights yet: use a reference backend"
     return None
 
 

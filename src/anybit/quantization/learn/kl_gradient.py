@@ -169,7 +169,7 @@ class KLGradient:
             with torch.cuda.graph(graph, stream=self._stream):
                 self._add(static, states)
         except RuntimeError as error:  # a model that looks at values on its way cannot be recorded
-            warnings.warn(f"learning goes on without CUDA graphs, which is slower: {error}", stacklevel=2)
+            warnings.warn(f"learning continues without CUDA graphs, which is slower: {error}", stacklevel=2)
             self._records = False
             self._add(static, states)
             return

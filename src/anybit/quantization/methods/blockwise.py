@@ -87,7 +87,7 @@ class BlockLearning:
             try:
                 run(gradients, *operands)
             except RuntimeError as error:  # a block that looks at values on its way cannot be recorded
-                warnings.warn(f"learning goes on without CUDA graphs, which is slower: {error}", stacklevel=2)
+                warnings.warn(f"learning continues without CUDA graphs, which is slower: {error}", stacklevel=2)
                 run = _called
                 run(gradients, *operands)
             for bank in learned:

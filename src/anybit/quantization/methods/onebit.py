@@ -55,7 +55,9 @@ def run_onebit(job: Job) -> Saved:
     """Signs with row and column vectors, for whole rows of one bipolar bit."""
     format = job.scheme.weights
     if format.bits != 1 or format.code != "bipolar" or format.group is not None:
-        raise SchemeError(f"method onebit makes one bit with a scale a row (w1a16, w1a1, ...), not {job.scheme}")
+        raise SchemeError(
+            f"method onebit needs a 1-bit scheme with one scale a row (w1a16, w1a1, ...), not {job.scheme}"
+        )
     for name, value in job.options.items():
         raise OptionError(f"method onebit has no options, so it does not take {name}={value!r}")
     weights: dict[str, QuantizedWeight] = {}

@@ -1,4 +1,4 @@
-"""The ways to find codes for a model's weights, by name. What they need is loaded when they run."""
+"""The quantization methods, by name. A method's dependencies are loaded when it runs."""
 
 import importlib
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ class Method:
     """A quantization method.
 
     summary: one line for help texts.  home: the function that does a job (``quantization.pipeline.stream.Job``), as
-    ``module.function`` of this room; most prepare what they need and end in ``write_quantized``.
-    calibrated: whether it needs text to look at.
+    ``module.function`` of this package; most prepare what they need and end in ``write_quantized``.
+    calibrated: whether it needs a text.
     """
 
     summary: str
@@ -38,21 +38,23 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "rtn": Method("round to nearest, with a search for the scales", "pipeline.stream.run_rtn"),
+    "rtn": Method("rounds to nearest, with a search for the scales", "pipeline.stream.run_rtn"),
     "gptq": Method(
-        "error feedback on a calibration text; also 2:4 sparse schemes", "pipeline.calibrated.run_gptq", True
+        "error feedback, calibrated on a text; also for 2:4 sparse schemes", "pipeline.calibrated.run_gptq", True
     ),
-    "onebit": Method("signs with scales for rows and for columns; no text needed", "methods.onebit.run_onebit"),
-    "blockwise": Method("gptq, then codes and scales learn block by block", "pipeline.calibrated.run_blockwise", True),
+    "onebit": Method("signs, with a scale for each row and column; needs no text", "methods.onebit.run_onebit"),
+    "blockwise": Method("gptq, then learns codes and scales block by block", "pipeline.calibrated.run_blockwise", True),
     "distill": Method(
-        "gptq, then codes and scales learn from the original model", "pipeline.calibrated.run_distill", True
+        "gptq, then learns codes and scales from the original model",
+        "pipeline.calibrated.run_distill",
+        True,
     ),
     "smooth": Method(
-        "outliers of activations move into the weights, then gptq", "pipeline.calibrated.run_smooth", True
+        "moves outliers of activations into the weights, then gptq", "pipeline.calibrated.run_smooth", True
     ),
-    "rotate": Method("a Hadamard rotation spreads outliers, then gptq", "pipeline.calibrated.run_rotate", True),
+    "rotate": Method("spreads outliers by a Hadamard rotation, then gptq", "pipeline.calibrated.run_rotate", True),
     "smooth_rotate": Method(
-        "smoothing and a rotation of every layer's input, then gptq", "pipeline.calibrated.run_smooth_rotate", True
+        "smooths and rotates the input of every layer, then gptq", "pipeline.calibrated.run_smooth_rotate", True
     ),
 }
 
@@ -87,13 +89,13 @@ def quantize_folder(
     if method not in METHODS:
         raise SchemeError(f"method {method!r} is unknown; there are {', '.join(METHODS)}")
     if options is not None and not isinstance(options, Mapping):
-        raise OptionError(f"options of a method are a dict of names and values, not {options!r}")
+        raise OptionError(f"options must be a dict of names and values, not {options!r}")
     options = dict(options or {})
     if not METHODS[method].calibrated:
         for name in ("text", "tokens"):
             if name in options:
                 looking = ", ".join(other for other in METHODS if METHODS[other].calibrated)
-                raise OptionError(f"method {method} looks at no text: leave out {name}, or take one of {looking}")
+                raise OptionError(f"method {method} needs no text: leave out {name}, or choose one of {looking}")
     from anybit.quantization.pipeline.stream import Job
 
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}

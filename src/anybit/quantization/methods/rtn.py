@@ -3,7 +3,7 @@
 Each group is tried with a few clipping thresholds, each refined by least squares (for given codes the best scale has a
 closed form), and the one whose errors have the smallest sum of cubes is taken. The plain sum of squares clips large
 weights for the sake of many small ones, which models notice: on one text SmolLM2-135M at w3a16g128asym has a perplexity
-of 123 with no clipping, 151 by squares and 91 by cubes (docs/perplexity.md has more).
+of 123 with no clipping, 151 by squares and 91 by cubes (docs/accuracy.md has more).
 
 Symmetric codes reach one step further down than up, so a symmetric scale may be negative: the largest weight of a group
 then always meets the longer side.
@@ -77,7 +77,7 @@ def magnitude_mask(weight: Tensor) -> Tensor:
     """The 2:4 mask that keeps the two largest magnitudes of every four inputs: bool [N, K]."""
     n, k = weight.shape
     if k % 4:
-        raise LayerError(f"2:4 sparsity needs inputs in fours, and this layer has {k}")
+        raise LayerError(f"2:4 sparsity needs a multiple of 4 inputs, and this layer has {k}")
     kept = weight.abs().view(n, -1, 4).topk(2, dim=-1).indices
     return torch.zeros(n, k // 4, 4, dtype=torch.bool, device=weight.device).scatter_(-1, kept, True).view(n, k)
 

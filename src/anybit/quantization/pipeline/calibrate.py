@@ -129,7 +129,7 @@ def read_text(path: Path | str) -> str:
     if not text.strip():
         raise TextError(f"text {path} is empty")
     if "\0" in text:
-        raise TextError(f"text {path} holds zero bytes, as UTF-16 without its mark does: save it in UTF-8")
+        raise TextError(f"text {path} holds zero bytes, as UTF-16 does: save it in UTF-8")
     return text
 
 

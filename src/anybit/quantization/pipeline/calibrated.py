@@ -57,12 +57,12 @@ from anybit.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the calibrated methods can be told.
+    """Settings of the calibrated methods.
 
     text: a file to calibrate on, or with the ending .json the token ids of sequences.  sequences: the same, as lists.
     tokens: how many are used, in sequences of ``length`` (by default 16384, and on a GPU 32768, or 131072 where blocks
     learn from them).
-    start: what codes begin as: "gptq", or "nearest", rounding to nearest of the (corrected) weights.
+    start: where learning starts: "gptq", or "nearest", rounding the (corrected) weights to nearest.
     drift: how far a layer corrects what earlier layers lost, from 0 (plain GPTQ) to 1.
     order, damping, passes: see ``gptq.GPTQ``.  block_passes: over the text, to learn each block against
     its original output (``methods.blockwise``).  learn_tokens, learn_passes, step_tokens, place_rate,
@@ -71,7 +71,7 @@ class Options:
     scale_steps, between_rate: in how many steps these scales then learn, and how fast (``learn.scales``);
     None is 64 on a GPU, else 0.
     seed: of the rotation.
-    mix_heads: rotate what attention hands on across its heads, on line.
+    mix_heads: also rotate attention's output across heads, at run time.
     device: where to work; None takes a GPU if there is one.
     resume: a folder for finished blocks.  spill: a folder for activations that memory cannot hold.
     """
@@ -103,7 +103,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
-        """Options from names and values, which may be text. Raises OptionError for what is unknown or impossible."""
+        """Options from names and values, which may be text. Raises OptionError for a bad name or value."""
         known = {field.name: field for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in given.items():

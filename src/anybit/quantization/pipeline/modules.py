@@ -67,21 +67,20 @@ def kept_modules(model: Any, modules_to_not_convert: list[str] | None) -> list[s
 def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None) -> None:
     """Raise LayerError for a name or pattern that matches no module: what was to be kept would be quantized."""
     if isinstance(modules_to_not_convert, str):
-        raise LayerError(f"modules_to_not_convert is a list of names, not {modules_to_not_convert!r}")
+        raise LayerError(f"modules_to_not_convert must be a list of names, not {modules_to_not_convert!r}")
     names = [name for name, _ in model.named_modules() if name]
     for pattern in modules_to_not_convert or ():
         try:
             matched = any(not should_convert_module(name, [pattern]) for name in names)
         except re.error as error:
             raise LayerError(
-                f"{pattern!r} is no layer to leave as it is, nor a pattern of some: {error}; patterns are regular "
-                "expressions, in which .* stands for any text" + _mended(pattern)
+                f"{pattern!r} is neither a layer to keep in 16 bits nor a pattern: {error}; patterns are regular "
+                "expressions, in which .* matches any text" + _mended(pattern)
             ) from None
         if not matched:
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _linear_names(model)))
             raise LayerError(
-                f"{pattern!r} matches no layer of {type(model).__name__} to leave as it is; its linear layers' names "
-                f"end in {known}"
+                f"{pattern!r} matches no layer of {type(model).__name__}; the names of its linear layers end in {known}"
             )
 
 

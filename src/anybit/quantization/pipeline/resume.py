@@ -100,7 +100,7 @@ def _make(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CalibrationError(
-            f"option resume is a folder for finished blocks, and {path} cannot be one: {error.strerror}; name another"
+            f"option resume names a folder for finished blocks, and {path} cannot be one: {error.strerror}"
         ) from None
 
 

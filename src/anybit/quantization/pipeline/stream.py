@@ -41,7 +41,7 @@ class Changes:
     """What a method changed about a model besides quantizing it.
 
     tensors: by the model's names, in place of the source's, or new.  config: entries of config.json.
-    hadamard: layers whose inputs are rotated on line.  input_scale: ``tensors`` has one for each layer.
+    hadamard: layers whose inputs are rotated at run time.  input_scale: ``tensors`` has one for each layer.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -56,7 +56,7 @@ QuantizeLayer = Callable[[LinearLayer, Tensor], QuantizedWeight]
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a quantized model came to.
+    """The result of quantizing a model.
 
     bytes: of all tensors.  bits_per_weight: of the quantized layers.  seconds: of the whole job, calibration included.
     """
@@ -200,8 +200,8 @@ def _write_companions(job: Job, folder: Path, group_index: bool, changes: Change
 def _check_fit(layer: LinearLayer, scheme: Scheme) -> None:
     if scheme.weights.sparse and layer.k % 4:
         raise LayerError(
-            f"{scheme} does not fit layer {layer.name}: 2:4 sparsity needs inputs in fours, and it has {layer.k}; "
-            "name it in modules_to_not_convert to leave it as it is"
+            f"{scheme} does not fit layer {layer.name}: 2:4 sparsity needs a multiple of 4 inputs, not {layer.k}; "
+            "name it in modules_to_not_convert to keep it in 16 bits"
         )
 
 
@@ -219,7 +219,7 @@ def _match(folder: Folder, model: Any, layers: list[LinearLayer]) -> dict[str, s
         candidates = (stored, prefix + stored, stored.removeprefix(prefix))
         name = next((candidate for candidate in candidates if candidate in parameters), stored)
         if name in names:
-            raise CheckpointError(f"{folder.path}: tensor {name} is there twice, also as {stored}")
+            raise CheckpointError(f"{folder.path}: tensor {name} appears twice, also as {stored}")
         names[name] = stored
     wanted = {f"{layer.name}.weight": layer for layer in layers}
     # Other tensors may be stored in another arrangement, which transformers converts while loading.

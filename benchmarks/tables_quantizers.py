@@ -1,0 +1,108 @@
+"""The tables of quantizers: perplexity by scheme and method, the price of rotations, other quantizers."""
+
+from collections.abc import Callable
+
+from rows import Row, rows, table
+
+
+def perplexity() -> str:
+    """Rounding to nearest on a CPU: schemes down."""
+    body = []
+    for row in rows("perplexity", "cpu"):
+        plain = row["plain_rounding"]
+        cells = [f"{row['bits_per_weight']:.2f}", _perplexity(row["perplexity"]), _perplexity(plain) if plain else ""]
+        body.append([f"`{row['scheme']}`", *cells])
+    return table(["scheme", "bits per weight", "perplexity", "plain rounding"], body)
+
+
+PLAIN_GPTQ = {
+    "w4a16g64asym": 28.11, "w3a16g128asym": 45.77, "w3a16g64asym": 46.32, "w2a16g64asym": 239, "w2a16g32asym": 155.6,
+}  # fmt: skip
+"""Perplexity by a plain GPTQ on the same sample: clip search, act-order, 24 thousand tokens."""
+_METHODS = ("rtn", "gptq", "blockwise", "distill", "smooth", "rotate", "smooth_rotate", "onebit")
+_RENAMED = {"block": "blockwise", "learned": "distill", "spread": "smooth_rotate"}
+"""What older rows call some methods."""
+
+
+def _quantized() -> list[Row]:
+    """Rows of whole quantizers with their defaults, machines named in ``on``."""
+    both = {"CPU": rows("quantizers", "cpu"), "H200": rows("quantizers")}
+    mine = [
+        row | {"on": on, "method": _RENAMED.get(row["method"], row["method"])}
+        for on, found in both.items()
+        for row in found
+        if row["case"].endswith("first half")
+    ]
+    return [row for row in mine if not row["options"] and "perplexity" in row]
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:.2f}" if value < 1e4 else f"{value:.1e}"
+
+
+def quantizers() -> str:
+    """Perplexity of every scheme and method from folder to folder, over the machines: schemes down, methods across."""
+    mine = _quantized()
+    plain = next((row["perplexity"] for row in mine if row["scheme"] == "float32"), None)
+    methods = [m for m in _METHODS if any(row["method"] == m for row in mine)]
+    body = []
+    order = [*PLAIN_GPTQ, *(row["scheme"] for row in mine if "perplexity_kernels" not in row)]
+    for scheme in dict.fromkeys(scheme for scheme in order if scheme != "float32"):
+        cells = []
+        for method in methods:
+            each = [row for row in mine if (row["scheme"], row["method"]) == (scheme, method)]
+            cells.append("; ".join(f"{_perplexity(row['perplexity'])} ({row['on']})" for row in each))
+        if any(cells):
+            body.append([f"`{scheme}`", *cells, f"{PLAIN_GPTQ.get(scheme, '')}"])
+    if plain is None:
+        return ""
+    return table([f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in methods), "plain GPTQ"], body)
+
+
+def quantizers_kernels() -> str:
+    """The same layers in 16 bits through plain dequantized arithmetic and through the kernels (APT-LLM, Table V)."""
+    body = []
+    for row in (row for row in _quantized() if "perplexity_dequantized" in row):
+        dequantized, kernels = row["perplexity_dequantized"], row.get("perplexity_kernels")
+        cells = [_perplexity(kernels), f"{abs(kernels - dequantized):.4f}"] if kernels else ["refused", ""]
+        body.append([f"`{row['scheme']}`", f"`{row['method']}`", _perplexity(dequantized), *cells])
+    head = ["scheme", "method", "dequantized, float16", "through the kernels", "apart"]
+    return table(head, body) if body else ""
+
+
+def rotations() -> str:
+    """Four-bit codes of rotated rows: widths and ways down, tokens across, microseconds."""
+    found = [row for row in rows("rotate") if row["scheme"] == "a4asym"]
+    tokens, body = sorted({row["m"] for row in found}), []
+    for k in sorted({row["k"] for row in found}):
+        mine = {row["m"]: row for row in found if row["k"] == k}
+        ways: dict[str, Callable[[Row], float]] = {
+            f"**{k}**, one kernel": lambda row: row["us"],
+            "a kernel each": lambda row: row["baselines"]["kernel each"],
+            "rotation alone": lambda row: row["baselines"]["rotation alone"],
+            "coding alone": lambda row: row["baselines"]["pack alone"],
+            "torch's rotation alone": lambda row: row["baselines"]["torch"],
+        }
+        for words, of in ways.items():
+            body.append([words, *(f"{of(mine[m]):.1f}" if m in mine else "" for m in tokens)])
+    return table(["us", *(f"M = {m}" for m in tokens)], body) if body else ""
+
+
+def peers() -> str:
+    """Other quantizers on the same model, text and scheme, beside the best of ours."""
+    mine = _quantized()
+    body = []
+    for machine in ("cpu", "h200"):
+        for row in rows("peers", machine):
+            ours = [own for own in mine if own["scheme"] == row["scheme"] and own["method"] in ("gptq", "distill")]
+            cells = []
+            for method in ("gptq", "distill"):
+                found = [own["perplexity"] for own in ours if own["method"] == method]
+                cells.append(_perplexity(min(found)) if found else "")
+            settings = ", ".join(f"{key} {value}" for key, value in row["options"].items())
+            name = f"{row['method']} {row['version']} ({settings}; {machine})"
+            body.append([f"`{row['scheme']}`", name, _perplexity(row["perplexity"]), *cells])
+    return table(["scheme", "peer", "its perplexity", "`gptq`", "`distill`"], body) if body else ""
+
+
+MAKERS = (perplexity, quantizers, quantizers_kernels, rotations, peers)
