@@ -42,7 +42,7 @@ unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 
 # The rows of the first table of docs/accuracy.md; about half an hour on two cores.
 perplexity: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
-	$(BIN)/python benchmarks/perplexity.py --model $(MODEL) --text $(CACHE)/wikipedia.txt
+	$(BIN)/python benchmarks/accuracy.py --model $(MODEL) --text $(CACHE)/wikipedia.txt
 
 $(QUANTIZED).saved: $(MODEL)/config.json $(wildcard src/anybit/quantization/*.py) | $(VENV)/.demo
 	@$(BIN)/anybit quantize $(MODEL) --scheme $(SCHEME) --output $(QUANTIZED) --overwrite > $@.new

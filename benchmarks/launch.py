@@ -21,7 +21,7 @@ from anybit.kernels.gemm import bitplane_layout, sm90_bitplane
 from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.scheme import Scheme
 from cases import Case
-from gemm_bitwise import random_weight
+from linear_bitplane import random_weight
 from timing import RESULTS, merge_rows, stamp
 
 LAUNCHES, ROUNDS = 200, 20

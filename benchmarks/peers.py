@@ -1,4 +1,4 @@
-"""Other quantizers on the same model and text as benchmarks/quantizers.py.
+"""Other quantizers on the same model and text as benchmarks/quantize.py.
 
     python benchmarks/peers.py --peer auto-round --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt
 
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from anybit import Scheme, evaluate
 from anybit.quantization.pipeline.calibrate import tokenized
 from anybit.scheme import WeightFormat
-from quantizers import RESULTS, add
+from quantize import RESULTS, add
 
 SCHEMES = ("w4a16g64asym", "w3a16g128asym", "w3a16g64asym", "w2a16g64asym", "w2a16g32asym")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -47,18 +47,18 @@ timed() { # LOG SECONDS COMMAND...
 }
 
 proofs_and_rows() {
-  step bitwise 90 $PYTHON benchmarks/gemm_bitwise.py --seconds 80
+  step bitwise 90 $PYTHON benchmarks/linear_bitplane.py --seconds 80
   step memcheck 120 compute-sanitizer --tool memcheck --report-api-errors no $PYTHON tests/gpu/sanitize_packed.py
   for tool in memcheck racecheck; do # both filters: with one alone the tool has died in kernels before
     step "${tool}_bitwise" 120 compute-sanitizer --tool $tool --report-api-errors no \
       --kernel-name regex=bitwise --kernel-name regex=quantize $PYTHON tests/gpu/sanitize.py
   done
   step tests 600 $PYTHON -m pytest -q -p no:cacheprovider tests/gpu tests/integrations/test_generate_gpu.py
-  step packed 300 $PYTHON benchmarks/gemm_packed.py --seconds 280
-  step steady 150 $PYTHON benchmarks/gemm_packed.py --steady 0.5 --models llama-3-8b --tokens 1024 4096 --seconds 140 --again
-  step sweep 60 $PYTHON benchmarks/gemm_packed.py --sweep --seconds 50 \
+  step packed 300 $PYTHON benchmarks/linear_packed.py --seconds 280
+  step steady 150 $PYTHON benchmarks/linear_packed.py --steady 0.5 --models llama-3-8b --tokens 1024 4096 --seconds 140 --again
+  step sweep 60 $PYTHON benchmarks/linear_packed.py --sweep --seconds 50 \
     --tokens 1 2 3 4 5 7 8 9 15 16 17 31 32 33 63 64 65 127 128 129 255 256 257
-  step sweep_steady 120 $PYTHON benchmarks/gemm_packed.py --sweep --steady 0.05 --seconds 110 \
+  step sweep_steady 120 $PYTHON benchmarks/linear_packed.py --sweep --steady 0.05 --seconds 110 \
     --tokens 511 512 513 1023 1024 1025 2047 2048 2049 4095 4096
 }
 

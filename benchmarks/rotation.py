@@ -1,6 +1,6 @@
 """A Hadamard rotation, and quantize-and-pack after it: by a kernel each, and by one.
 
-    python benchmarks/rotate.py [--seconds 10]
+    python benchmarks/rotation.py [--seconds 10]
 
 Rows to results/h200/rotate.json: ``us`` of the one kernel, ``baselines`` of both apart, of each alone, and of torch's
 operations. Both ways must give the same codes, bit for bit.

@@ -1,10 +1,10 @@
 """Packed weights of 1 to 8 bits against 16-bit and 8-bit activations: each product followed by one that depends on it.
 
-python benchmarks/gemm_packed.py --compile            # needs no GPU: every kernel of every row, into the cache
-python benchmarks/gemm_packed.py --seconds 200        # all rows, into results/h200/gemm_packed.json
-python benchmarks/gemm_packed.py --only gate_up --schemes w4a16g128 --tokens 1 16
-python benchmarks/gemm_packed.py --sweep              # M = 1 to 4096 and neighbours, to gemm_packed_sweep.json: cliffs
-python benchmarks/gemm_packed.py --steady 0.2 --tokens 1024 4096 --schemes w4a8   # each kernel at its own clock
+python benchmarks/linear_packed.py --compile            # needs no GPU: every kernel of every row, into the cache
+python benchmarks/linear_packed.py --seconds 200        # all rows, into results/h200/gemm_packed.json
+python benchmarks/linear_packed.py --only gate_up --schemes w4a16g128 --tokens 1 16
+python benchmarks/linear_packed.py --sweep              # M = 1 to 4096 and neighbours, to gemm_packed_sweep.json
+python benchmarks/linear_packed.py --steady 0.2 --tokens 1024 4096 --schemes w4a8   # each kernel at its own clock
 
 Chains run in one CUDA graph under programmatic dependent launch, over copies of the weights that together exceed L2:
 the output of a product is (the beginning of) the activations of the next. `us` includes the quantization of 8-bit
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-import humming_layer
+import peers_humming
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
@@ -396,9 +396,9 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
                 if job.scheme not in weights:
                     weights[job.scheme] = Weights(case, Scheme.parse(job.scheme))
                     theirs = case.name.split()[0] in options.humming_models and job.scheme in options.humming
-                    if theirs and humming_layer.installed():
+                    if theirs and peers_humming.installed():
                         try:
-                            peers[job.scheme] = humming_layer.Peer(weights[job.scheme].layer, Scheme.parse(job.scheme))
+                            peers[job.scheme] = peers_humming.Peer(weights[job.scheme].layer, Scheme.parse(job.scheme))
                         except (AssertionError, RuntimeError) as error:  # it compiles, and may not find what it needs
                             print(f"humming {case.name} {job.scheme}: {str(error)[:300]}", flush=True)
             if vendors is None and not options.no_baselines:

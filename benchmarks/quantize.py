@@ -1,6 +1,6 @@
 """Methods against schemes: perplexity of SmolLM2-135M on Wikipedia prose, and a picture of perplexity against size.
 
-    python benchmarks/quantizers.py --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt [CASE ...]
+    python benchmarks/quantize.py --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt [CASE ...]
 
 A case is SCHEME:METHOD, from folder to folder with the method's own defaults, on a GPU if there is one; in
 SCHEME:METHOD+METHOD the second takes the calibrated blocks of the first (its seconds are those of both). Calibration

@@ -1,6 +1,6 @@
 """What a quantized KV cache costs in accuracy: perplexity, exact retrieval of a fact, and the kernel's own error.
 
-    python benchmarks/kv_accuracy.py --model FOLDER --text FILE [--parts kernel perplexity needle]
+    python benchmarks/accuracy_kv.py --model FOLDER --text FILE [--parts kernel perplexity needle]
 
 Real weights (SmolLM2-135M-Instruct) in 16 bits, so that nothing but the cache differs. Rows go to
 benchmarks/results/<gpu>/kv_accuracy.json; the tables of docs/accuracy.md show them.

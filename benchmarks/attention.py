@@ -1,10 +1,10 @@
 """Decode attention over the quantized KV cache: BitDecoding's single, batches and page settings (Fig. 9 to 16).
 
-    python benchmarks/decode_attention.py            into results/h200/decode_attention.json, in a minute
-    python benchmarks/decode_attention.py --compile  only compiles what will be launched, which needs no GPU
-    python benchmarks/decode_attention.py --seconds 30       the most telling rows first, as many as fit
-    python benchmarks/decode_attention.py --only 8x32768 --dry
-    python benchmarks/decode_attention.py --figure   only draws docs/kvcache.svg from the rows (needs matplotlib)
+    python benchmarks/attention.py            into results/h200/decode_attention.json, in a minute
+    python benchmarks/attention.py --compile  only compiles what will be launched, which needs no GPU
+    python benchmarks/attention.py --seconds 30       the most telling rows first, as many as fit
+    python benchmarks/attention.py --only 8x32768 --dry
+    python benchmarks/attention.py --figure   only draws docs/kvcache.svg from the rows (needs matplotlib)
 
 Times are of the attention kernel alone in a CUDA graph with programmatic dependent launch, over pages larger than L2,
 with 64 tokens in the residual of every sequence. Each row is checked against attention over the dequantized cache, and

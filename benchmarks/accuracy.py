@@ -1,6 +1,6 @@
 """The perplexity table: SmolLM2-135M on Wikipedia prose, over widths and groups (docs/accuracy.md).
 
-python benchmarks/perplexity.py --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt
+python benchmarks/accuracy.py --model .cache/smollm2-135m-instruct --text .cache/wikipedia.txt
 
 Round to nearest with the scale search, every linear layer but the output head, float32 arithmetic, 16 windows of 512
 tokens without BOS. Every row runs through QuantLinear and the reference backend, from weights stored in 16 bits.

@@ -1,7 +1,7 @@
 """Bit-plane products over the cases of cases.py: GEMM with its whole epilogue, alone and after quantize-and-pack.
 
-python benchmarks/gemm_bitwise.py                      # everything, into results/h200/gemm_bitwise.json
-python benchmarks/gemm_bitwise.py --only gate_up --tokens 64 --schemes w2a2 --every   # every config, printed
+python benchmarks/linear_bitplane.py                      # everything, into results/h200/gemm_bitwise.json
+python benchmarks/linear_bitplane.py --only gate_up --tokens 64 --schemes w2a2 --every   # every config, printed
 """
 
 import argparse
