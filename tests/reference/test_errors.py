@@ -1,0 +1,41 @@
+"""errors.printable: what comes from a file is shown without steering the terminal."""
+
+import unicodedata
+
+import pytest
+
+from anybit.errors import printable
+
+
+def test_ordinary_names_stay_as_they_are() -> None:
+    for name in ("model.layers.0.q_proj.weight", "C:\\models\\llama", "模型/重み", "naïve [bold] 100 %", ""):
+        assert printable(name) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", r"\x1b[31mred\x1b[0m"),
+        ("a\nerror: b\r", r"a\nerror: b\r"),
+        ("\x9b2J\x7f\x00", r"\x9b2J\x7f\x00"),
+        ("file\u202egnp.exe", r"file\u202egnp.exe"),
+        ("\udcff", r"\udcff"),
+        ("\u2028", r"\u2028"),
+    ],
+)
+def test_what_steers_a_terminal_is_escaped(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_nothing_that_is_not_printable_is_left() -> None:
+    every = "".join(map(chr, range(0x3000))) + "".join(map(chr, range(0xD800, 0xF900))) + chr(0xE0001)
+    shown = printable(every, most=None)
+    assert shown.isprintable()
+    assert not [char for char in shown if unicodedata.category(char) in ("Cc", "Cf", "Cs")]
+
+
+def test_kept_characters_and_long_names() -> None:
+    assert printable("a\tb\n\x1b", keep="\n\t") == "a\tb\n\\x1b"
+    assert printable("x" * 501) == "x" * 500 + "... (501 characters)"
+    assert printable("x" * 501, most=None) == "x" * 501
+    assert printable(ValueError("\a")) == r"\x07"
