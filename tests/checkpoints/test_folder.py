@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from anybit.checkpoints import Folder, ShardWriter, local_folder, new_folder, read_header, read_tensor
 from anybit.checkpoints.safetensors import DTYPES, FileWriter, header_room
+from anybit.checkpoints.writing import MANIFEST
 from anybit.errors import CheckpointError
 
 
@@ -205,7 +206,7 @@ def test_new_folders_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "deep" / "out" / "config.json").read_text() == '{"model_type": "old"}'
     with new_folder(tmp_path / "deep" / "out", overwrite=True) as work:
         (work / "other").write_text("newer")
-    assert [f.name for f in (tmp_path / "deep" / "out").iterdir()] == ["other"]
+    assert sorted(f.name for f in (tmp_path / "deep" / "out").iterdir()) == [MANIFEST, "other"]
     assert [f.name for f in (tmp_path / "deep").iterdir()] == ["out"]
 
 
@@ -264,6 +265,6 @@ def slow_command(tmp_path: Path, before: str = "") -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob(".out*/half")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob(".anybit-unfinished-*/model/half")) and time.monotonic() < deadline:
         time.sleep(0.05)
     return process

@@ -1,7 +1,9 @@
 """Where a folder may be written: nothing that is no model is replaced, nor what is read, and links are followed."""
 
 import json
+import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,28 +38,64 @@ def refused(path: Path, message: str, source: Path | None = None) -> None:
     assert [f.name for f in path.parent.glob(".*")] == []
 
 
-def test_only_what_is_a_models_is_replaced(tmp_path: Path) -> None:
+def written(path: Path, **files: str) -> Path:
+    """A folder as anybit writes it."""
+    with new_folder(path) as work:
+        (work / "config.json").write_text('{"model_type": "llama"}')
+        for name in ("model.safetensors", "tokenizer.json"):
+            (work / name).write_text("old")
+        for name, text in files.items():
+            (work / name).write_text(text)
+    return path
+
+
+def test_what_is_no_models_is_not_replaced(tmp_path: Path) -> None:
+    """Folders that no manifest describes: of an earlier version, or of another tool."""
     thesis = tmp_path / "thesis"
     thesis.mkdir()
     (thesis / "thesis.tex").write_text("years of work")
-    refused(thesis, r"thesis is not overwritten: it holds thesis\.tex, which anybit does not write")
-    refused(model_at(tmp_path / "a", "notes.txt"), r"it holds notes\.txt, which")
+    refused(thesis, r"thesis is not overwritten: it holds thesis\.tex, which anybit did not write there")
     refused(
         model_at(tmp_path / "b", "train.py", "optimizer.pt", "c.bin", "d"), r"holds c\.bin, d, optimizer\.pt and 1 m"
     )
+    for index, name in enumerate(("notes.txt", "README.md", "LICENSE", "LICENSE_KEY.txt", "NOTICE.mine", "foo.spm")):
+        refused(model_at(tmp_path / f"a{index}", name), f"it holds {name}, which")
     (model_at(tmp_path / "c") / "checkpoint-500").mkdir()
     refused(tmp_path / "c", "it holds checkpoint-500, which")
+    (model_at(tmp_path / "e") / "vocab.json").symlink_to(thesis / "thesis.tex")
+    refused(tmp_path / "e", r"it holds vocab\.json, which")
+    refused(model_at(tmp_path / "f", "\x1b[2Jred"), r"it holds \\x1b\[2Jred, which")
     for index, text in enumerate(('{"name": "website"}', "{", None)):
         other = model_at(tmp_path / f"other{index}")
         (other / "config.json").unlink()
         if text is not None:
             (other / "config.json").write_text(text)
         refused(other, r"no config\.json with a model_type, so it is no model folder")
-    with new_folder(
-        model_at(tmp_path / "model", "LICENSE", "model-00001-of-00002.safetensors"), overwrite=True
-    ) as work:
+    with new_folder(model_at(tmp_path / "model", "model-00001-of-00002.safetensors"), overwrite=True) as work:
         (work / "config.json").write_text("new")
-    assert [f.name for f in (tmp_path / "model").iterdir()] == ["config.json"]
+    assert sorted(f.name for f in (tmp_path / "model").iterdir()) == [writing.MANIFEST, "config.json"]
+
+
+def test_what_anybit_wrote_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    out = written(tmp_path / "out", README="of the model", LICENSE="free")
+    (out / "config.json").write_text('{"converted": true}')
+    (out / ".DS_Store").write_text("where the icons are")
+    with new_folder(out, overwrite=True) as work:
+        (work / "config.json").write_text("new")
+    assert sorted(f.name for f in out.iterdir()) == [writing.MANIFEST, "config.json"]
+
+    for index, (name, text) in enumerate(
+        {"README": "my own words", "EVAL.md": "8.2", "model.safetensors": "x"}.items()
+    ):
+        mine = written(tmp_path / f"mine{index}", README="of the model")
+        (mine / name).write_text(text)
+        refused(mine, f"it holds {name}, which anybit did not write there, or not as it is now")
+    (mine / writing.MANIFEST).write_text("{")  # what it said is gone: README is nobody's
+    refused(mine, "it holds README, which")
+    sly = written(tmp_path / "sly")
+    (sly / "thesis.tex").write_text("years of work")
+    (sly / writing.MANIFEST).write_text(json.dumps({"files": {"thesis.tex": {"bytes": 13}, "tokenizer.json": 3}}))
+    refused(sly, r"it holds model\.safetensors, thesis\.tex, tokenizer\.json, which")
 
 
 def test_what_came_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
@@ -76,6 +114,8 @@ def test_what_was_copied_from_the_source_is_replaced(llama: Path, tmp_path: Path
     quantize_folder(source, tmp_path / "out", "w4a16g32")
     assert (tmp_path / "out" / "figure.png").exists()
     quantize_folder(source, tmp_path / "out", "w2a16g32", overwrite=True)
+    (tmp_path / "out" / writing.MANIFEST).unlink()  # as of an earlier version: what the source has as well is not lost
+    quantize_folder(source, tmp_path / "out", "w4a16g32", overwrite=True)
     (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"never copied")
     with pytest.raises(CheckpointError, match=r"it holds pytorch_model\.bin"):
         quantize_folder(source, tmp_path / "out", "w4a16g32", overwrite=True)
@@ -129,7 +169,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
         with new_folder(tmp_path / name, overwrite=True) as work:
             (work / "file").write_text("new")
         assert (tmp_path / name).is_symlink()
-        assert [f.name for f in target.iterdir()] == ["file"]
+        assert sorted(f.name for f in target.iterdir()) == [writing.MANIFEST, "file"]
     (tmp_path / "round").symlink_to(tmp_path / "round")
     with pytest.raises(CheckpointError, match="a link that leads back to itself"), new_folder(tmp_path / "round"):
         pass
@@ -137,18 +177,59 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert sorted(f.name for f in tmp_path.iterdir()) == ["dangling", "later", "link", "real"]
 
 
-@pytest.mark.parametrize("fails", ["first", "second"])
+def test_there_is_a_folder_at_every_moment(tmp_path: Path) -> None:
+    """Where the system can exchange folders; a reader that opens it over and over always finds one."""
+    out = written(tmp_path / "out")
+    absent, stop = [], threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            if not os.path.lexists(out):
+                absent.append(1)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for index in range(20):
+            with new_folder(out, overwrite=True) as work:
+                (work / "config.json").write_text(str(index))
+    finally:
+        stop.set()
+        thread.join()
+    assert (out / "config.json").read_text() == "19"
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+    assert writing._exchange(out, written(tmp_path / "other")), "this file system cannot exchange folders"
+    assert not absent
+
+
+def test_without_an_exchange_there_are_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_exchange", lambda one, other: False)
+    out = written(tmp_path / "out")
+    with new_folder(out, overwrite=True) as work:
+        (work / "config.json").write_text("new")
+    assert (out / "config.json").read_text() == "new"
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("fails", ["exchange", "first", "second"])
 def test_replacing_that_fails_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     old, rename = model_at(tmp_path / "out"), Path.rename
+    busy = OSError(16, "Device or resource busy", str(old))
 
     def failing(path: Path, target: Path) -> Path:
-        if (path == old) == (fails == "first") and ".old-" not in path.name:
-            raise OSError(16, "Device or resource busy", str(path), None, str(target))
+        if (path == old) == (fails == "first") and path.parent.name != "replaced":
+            raise busy
         return rename(path, target)
 
+    def exchange(one: Path, other: Path) -> bool:
+        if fails == "exchange":
+            raise busy
+        return False
+
     monkeypatch.setattr(Path, "rename", failing)
+    monkeypatch.setattr(writing, "_exchange", exchange)
     with (
         pytest.raises(CheckpointError, match="out cannot be written: Device or resource busy"),
         new_folder(old, overwrite=True) as work,

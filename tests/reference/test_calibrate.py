@@ -93,15 +93,15 @@ def test_resumed_equals_uninterrupted(tmp_path, stop_after):
 
 
 def test_blocks_that_cannot_be_kept_are_named_and_leave_nothing(tmp_path, monkeypatch):
-    def full(tensors, file, **more):
-        file.write_text("half")
+    def full(path, content):
+        path.write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(resume, "save_file", full)
     folder = resume.Folder(tmp_path, "key")
-    with pytest.raises(CalibrationError, match=r"block-0000\.safetensors cannot be written: No space left on device"):
+    monkeypatch.setattr(resume.Path, "write_bytes", full)
+    with pytest.raises(CalibrationError, match="block-0000 cannot be written: No space left on device"):
         folder.write(0, {})
-    assert [file.name for file in tmp_path.iterdir()] == ["calibration.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["calibration"]
 
 
 def test_resume_refuses_another_text_and_repairs_a_damaged_block(tmp_path):
@@ -110,8 +110,53 @@ def test_resume_refuses_another_text_and_repairs_a_damaged_block(tmp_path):
     first = calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings)
     with pytest.raises(CalibrationError, match="another calibration"):
         calibrate(model, sequences(seed=5), SCHEME, names_of(model), quantizer, settings)
-    (tmp_path / "block-0001.safetensors").write_bytes(b"torn")
+    (tmp_path / "block-0001").write_bytes(b"torn")
     assert same(calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings), first)
+    (tmp_path / "calibration").write_bytes(b"torn")  # blocks tell by themselves whose they are
+    assert same(calibrate(model, tokens, SCHEME, names_of(model), quantizer, settings), first)
+
+
+def test_what_is_not_as_it_was_written_is_not_resumed_from(tmp_path):
+    """Not a bit may differ; nor may a block take the place of another, of this calibration or of another one."""
+    weight = quantize_weight(torch.randn(8, 64), SCHEME.weights)
+    folder = resume.Folder(tmp_path, "key")
+    folder.write(0, {"layer": weight})
+    torch.testing.assert_close(folder.read(0, SCHEME.weights)["layer"].dequantize(), weight.dequantize())
+    file = tmp_path / "block-0000"
+    whole = file.read_bytes()
+    for bit in torch.randperm(8 * len(whole), generator=torch.Generator().manual_seed(0))[:400].tolist():
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        assert folder.read(0, SCHEME.weights) is None, f"bit {bit}"
+    for cut in (b"", whole[:20], whole[:-1], whole + b"\0"):
+        file.write_bytes(cut)
+        assert folder.read(0, SCHEME.weights) is None
+    (tmp_path / "block-0001").write_bytes(whole)
+    assert folder.read(1, SCHEME.weights) is None
+    other = resume.Folder(tmp_path / "other", "another key")
+    (tmp_path / "other" / "block-0000").write_bytes(whole)
+    assert other.read(0, SCHEME.weights) is None
+
+
+def test_found_once_and_remembered(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return [torch.arange(3), torch.ones(2, 2)]
+
+    for times in (1, 1):
+        found = resume.remembered(tmp_path / "new", "key", make)
+        assert [x.tolist() for x in found] == [[0, 1, 2], [[1, 1], [1, 1]]]
+        assert len(made) == times
+    with pytest.raises(CalibrationError, match="another calibration"):
+        resume.remembered(tmp_path / "new", "other", make)
+    (tmp_path / "new" / "before").write_bytes(b"torn")
+    resume.remembered(tmp_path / "new", "key", make)
+    assert len(made) == 2
+    assert resume.remembered(tmp_path / "none", "key", list) == []
+    assert resume.remembered(tmp_path / "none", "key", make) == []
 
 
 def test_drift_correction_helps():

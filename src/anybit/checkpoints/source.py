@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from anybit.checkpoints.folder import path_of
+from anybit.checkpoints.scratch import Scratch
 from anybit.errors import CheckpointError
 
 # What a model folder is made of; pickles and other frameworks' weights are not even fetched.
@@ -26,9 +27,9 @@ def local_folder(model: str | Path) -> Iterator[Path]:
     if path.is_dir():
         yield path
     elif path.is_file():
-        with tempfile.TemporaryDirectory(prefix="anybit-gguf-") as folder:
-            dequantize_gguf(path, Path(folder))
-            yield Path(folder)
+        with Scratch(Path(tempfile.gettempdir())) as folder:
+            dequantize_gguf(path, folder)
+            yield folder
     elif _is_hub_name(str(model)):
         yield _from_hub(str(model))
     else:

@@ -1,27 +1,31 @@
-"""Write model folders under a temporary name, and rename them when they are complete."""
+"""Write model folders under a temporary name, and put them in place in one step when they are complete."""
 
+import ctypes
+import errno
+import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from anybit.checkpoints.folder import INDEX, SINGLE, companions, read_json
 from anybit.checkpoints.safetensors import FileWriter
-from anybit.errors import CheckpointError
+from anybit.checkpoints.scratch import PREFIX, REPLACED, Scratch, replace_file
+from anybit.errors import CheckpointError, printable
 
 SHARD_BYTES = 4 << 30
-# What anybit and transformers write into a model folder, and the papers that go with it. What is replaced is deleted,
-# so the list is a narrow one: no pickles, no scripts, no *.txt of any name.
-_OWN = (
-    SINGLE,
-    INDEX,
-    "model-*-of-*.safetensors",
-    "config.json",
+MANIFEST = ".anybit-files.json"
+"""In every folder that anybit writes: its files, their sizes, and a checksum of those that a user may want to edit."""
+# What a model is made of by its nature, whatever its content: known by name and size.
+_MODEL = ("config.json", INDEX, SINGLE, "model-*-of-*.safetensors")
+# What was written before there was a manifest, or by transformers. What is replaced is deleted, so these are only files
+# that tools make: no papers, no pickles, no scripts.
+_MADE_BY_TOOLS = (
+    *_MODEL,
     "generation_config.json",
     "preprocessor_config.json",
     "processor_config.json",
@@ -31,8 +35,6 @@ _OWN = (
     "tokenizer.model",
     "sentencepiece.bpe.model",
     "spm.model",
-    "*.spm",
-    "*.tiktoken",
     "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -42,13 +44,8 @@ _OWN = (
     "vocab.txt",
     "merges.txt",
     "spiece.model",
-    "README.md",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-    ".gitattributes",
-    ".DS_Store",
 )
+_OF_SYSTEMS = (MANIFEST, ".DS_Store")
 
 
 @contextmanager
@@ -56,21 +53,23 @@ def new_folder(path: Path | str, overwrite: bool = False, source: Path | None = 
     """A folder to write into, which becomes ``path`` in one step at the end, or vanishes if anything fails.
 
     overwrite, source: see ``check_place``, which says what is refused. A link is followed: the folder that it points to
-    is written.
+    is written. A folder that is replaced is exchanged for the new one by the system, so that at every moment one of
+    them is there, whole. Where the file system cannot do that (NFS, macOS), there is a moment between two renames, and
+    if the process is killed in it, the next run beside it puts the old folder back. What a killed run leaves behind
+    (``.anybit-unfinished-*``) is removed by the next one that writes beside it.
     Raises CheckpointError for a place that cannot be written to.
     """
     path = check_place(path, overwrite, source)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{path.name}.unfinished-", dir=path.parent))
+        scratch = Scratch(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror} ({error.filename})") from None
+    work = scratch.path / "model"
     try:
-        # mkdtemp makes folders that only their owner may read; the result should be like any other folder.
-        umask = os.umask(0)
-        os.umask(umask)
-        work.chmod(0o777 & ~umask)
+        work.mkdir()
         yield work
+        _write_manifest(work)
         check_place(path, overwrite, source)  # much may have come there since
         _publish(work, path)
     except OSError as error:
@@ -79,14 +78,15 @@ def new_folder(path: Path | str, overwrite: bool = False, source: Path | None = 
         what = f"{path} cannot be written" if other is None else f"{other} cannot be read, and {path} is not written"
         raise CheckpointError(f"{what}: {reason}") from error
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        scratch.close()
 
 
 def check_place(path: Path | str, overwrite: bool = False, source: Path | None = None) -> Path:
     """Where a folder would be written; raises CheckpointError if that would destroy anything but an earlier result.
 
-    overwrite: a model folder at ``path`` may be replaced, if all that it holds is what models are made of; otherwise
-    the place has to be free or an empty folder.  source: the model folder that is read, which is never replaced.
+    overwrite: a model folder at ``path`` may be replaced, if all that it holds was written by anybit and is as it was
+    (by its ``MANIFEST``; without one, if it is a model and only what tools make), or is the same in the source.
+    Otherwise the place has to be free or an empty folder.  source: the model folder that is read, never replaced.
     """
     given = Path(path)
     try:
@@ -108,7 +108,10 @@ def check_place(path: Path | str, overwrite: bool = False, source: Path | None =
                 raise CheckpointError(f"{path} holds the model that is read ({read}): choose another folder")
     if path.is_dir() and any(path.iterdir()):
         if not overwrite:
-            raise CheckpointError(f"{path} exists already and is not empty: choose another folder, or overwrite it")
+            raise CheckpointError(
+                f"{path} exists already and is not empty: choose another folder, or replace it with --overwrite "
+                "(overwrite=True)"
+            )
         _refuse_to_replace(path, source)
     return path
 
@@ -119,22 +122,18 @@ def _real(path: Path) -> Path:
 
 
 def _refuse_to_replace(path: Path, source: Path | None) -> None:
-    """Raise CheckpointError for a folder that holds more than a model."""
-    # What goes with the source was copied from it, or is about to be.
-    copied = {file.name for file in companions(source)} if source is not None else set()
-    strangers = sorted(
-        entry.name
-        for entry in path.iterdir()
-        if not (entry.is_file() and (entry.name in copied or any(map(entry.match, _OWN))))
-    )
+    """Raise CheckpointError for a folder that holds more than what anybit wrote into it."""
+    listed = _manifest(path)
+    strangers = sorted(entry.name for entry in path.iterdir() if not _replaceable(entry, listed, source))
     if strangers:
-        named = ", ".join(strangers[:3]) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
+        named = ", ".join(map(printable, strangers[:3]))
+        named += f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
         raise CheckpointError(
-            f"{path} is not overwritten: it holds {named}, which anybit does not write into a model folder and which "
-            "would be lost; choose another folder, or move it away"
+            f"{path} is not overwritten: it holds {named}, which anybit did not write there, or not as it is now, and "
+            "which would be lost; choose another folder, or move it away"
         )
     try:
-        known = "model_type" in read_json(path / "config.json")
+        known = listed is not None or "model_type" in read_json(path / "config.json")
     except CheckpointError:
         known = False
     if not known:
@@ -142,6 +141,46 @@ def _refuse_to_replace(path: Path, source: Path | None) -> None:
             f"{path} is not overwritten: it has no config.json with a model_type, so it is no model folder; choose "
             "another folder, or remove this one yourself"
         )
+
+
+def _replaceable(entry: Path, listed: dict[str, Any] | None, source: Path | None) -> bool:
+    """Whether nothing is lost with an entry of a folder that a new one replaces."""
+    if entry.name.startswith(PREFIX):
+        return True
+    if entry.is_symlink() or not entry.is_file():
+        return False
+    if entry.name in ("config.json", *_OF_SYSTEMS):  # convert rewrites config.json
+        return True
+    if listed is None and any(map(entry.match, _MADE_BY_TOOLS)):
+        return True
+    if listed is not None and entry.name in listed:
+        return bool(listed[entry.name] == _described(entry))
+    # What goes with the source was copied from it, or is about to be.
+    copied = {} if source is None else {file.name: file for file in companions(source)}
+    return entry.name in copied and _described(copied[entry.name]) == _described(entry)
+
+
+def _described(file: Path) -> dict[str, Any]:
+    """A file in a manifest."""
+    size = {"bytes": file.stat().st_size}
+    if any(map(file.match, _MODEL)):
+        return size
+    with file.open("rb") as content:
+        return size | {"sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {file.name: _described(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """The files that anybit wrote into a folder; None where nothing tells."""
+    with suppress(CheckpointError):
+        files = read_json(folder / MANIFEST).get("files")
+        if isinstance(files, dict):
+            return files
+    return None
 
 
 def _other_file(error: OSError, ours: tuple[Path, ...]) -> str | None:
@@ -154,33 +193,46 @@ def _other_file(error: OSError, ours: tuple[Path, ...]) -> str | None:
 
 
 def _publish(work: Path, path: Path) -> None:
+    """Put a finished folder in its place; what it replaces ends up beside it, in the same scratch folder."""
     if not path.is_dir() or not any(path.iterdir()):
         work.rename(path)  # an empty folder in its place is replaced
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
-    moved = False
+    for file in work.iterdir():  # the old files are about to go: the new ones shall outlast a power failure
+        with file.open("rb") as written:
+            os.fsync(written.fileno())
+    if _exchange(work, path):
+        return
+    old = work.parent / REPLACED / path.name
+    old.parent.mkdir()
+    path.rename(old)
     try:
-        path.rename(old)
         work.rename(path)
-        moved = True
-    finally:
-        # Whatever went wrong, and when: what was there is there again, or beside what somebody else has put there.
-        if moved or not any(old.iterdir()):
-            shutil.rmtree(old, ignore_errors=True)
-        elif not path.exists():
+    except BaseException:
+        if not path.exists():
             old.rename(path)
+        raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step; False where the system or the file system cannot. Raises OSError."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    if renameat2 is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
 def write_text(file: Path, text: str) -> None:
     """Replace a file by a text in one step."""
-    work = file.with_name(f".{file.name}.unfinished-{os.getpid()}")
     try:
-        work.write_text(text, encoding="utf-8")
-        work.replace(file)
+        replace_file(file, lambda work: work.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be written: {error.strerror}") from None
-    finally:
-        work.unlink(missing_ok=True)
 
 
 class ShardWriter:

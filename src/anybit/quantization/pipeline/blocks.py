@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from anybit.checkpoints.scratch import Scratch
 from anybit.errors import CalibrationError
 
 
@@ -52,15 +52,15 @@ class Call:
 class Store:
     """Tensors by number, in memory up to a budget, beyond it in files of a folder: activations between blocks.
 
-    The files lie in a folder of their own inside the given one, so that runs may share it; both ``clear`` and the end
-    of the store remove it.
+    The files lie in a folder of their own inside the given one, so that runs may share it; ``clear``, the end of the
+    store, and after a kill the next run remove it.
     """
 
     def __init__(self, folder: Path | None = None, budget: int = 8 << 30) -> None:
         self._memory: dict[int, Tensor] = {}
         self._folder, self._budget, self._held = folder, budget, 0
         self._spilled: set[int] = set()
-        self._scratch: TemporaryDirectory[str] | None = None
+        self._scratch: Scratch | None = None
 
     def __setitem__(self, key: int, value: Tensor) -> None:
         old = self._memory.pop(key, None)
@@ -69,7 +69,7 @@ class Store:
         if self._folder is not None and self._held + value.nbytes > self._budget:
             if self._scratch is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._scratch = TemporaryDirectory(prefix="activations-", dir=self._folder)
+                self._scratch = Scratch(self._folder)
             torch.save(value.cpu(), self._path(key))
             self._spilled.add(key)
             return
@@ -88,12 +88,12 @@ class Store:
 
     def _path(self, key: int) -> Path:
         assert self._scratch is not None
-        return Path(self._scratch.name) / f"{key}.pt"
+        return self._scratch.path / f"{key}.pt"
 
     def clear(self) -> None:
         """Drop everything, files included."""
         if self._scratch is not None:
-            self._scratch.cleanup()
+            self._scratch.close()
             self._scratch = None
         self._memory.clear()
         self._spilled.clear()

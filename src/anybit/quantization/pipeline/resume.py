@@ -1,15 +1,20 @@
-"""A folder that remembers finished blocks, so that an interrupted calibration goes on where it stopped."""
+"""A folder that remembers finished blocks, so that an interrupted calibration goes on where it stopped.
 
-import contextlib
+Every file begins with a checksum of the rest, which names the calibration it belongs to: what a disk has damaged or
+another run has left is found again, never believed.
+"""
+
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
+from anybit.checkpoints.scratch import replace_file, sweep
 from anybit.errors import CalibrationError
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
@@ -25,32 +30,23 @@ class Folder:
     """Finished blocks of one calibration, one file each; ``key`` says which model, text and options they belong to."""
 
     def __init__(self, path: Path, key: str) -> None:
-        self.path = path
+        self.path, self.key = path, key
         _make(path)
-        note = path / "calibration.json"
-        if note.exists():
-            try:
-                found = json.loads(note.read_text()).get("key")
-            except (ValueError, AttributeError):
-                found = None
-            if found != key:
-                raise CalibrationError(_OTHERS.format(path))
-        else:
-            _publish(note, lambda file: file.write_text(json.dumps({"key": key})))
+        note = path / "calibration"
+        found = _read(note)
+        if found is None:
+            _write(note, {"key": key}, {})
+        elif found[0].get("key") != key:
+            raise CalibrationError(_OTHERS.format(path))
 
     def read(self, index: int, format: WeightFormat) -> dict[str, QuantizedWeight] | None:
         """The layers of a finished block, or None. A damaged file counts as none: the block is done again."""
-        file = self._file(index)
-        if not file.exists():
+        found = _read(self._file(index))
+        if found is None or found[0].get("key") != self.key or found[0].get("block") != index:
             return None
-        try:
-            with safe_open(file, "pt") as stored:
-                shapes = json.loads(stored.metadata()["shapes"])
-                tensors = {key: stored.get_tensor(key) for key in stored.keys()}  # noqa: SIM118  not a dict
-        except (SafetensorError, KeyError, TypeError, ValueError):
-            return None
+        note, tensors = found
         layers = {}
-        for name, (n, k) in shapes.items():
+        for name, (n, k) in note["shapes"].items():
             words, scale, zero, group_index, indices = (tensors.get(f"{name}.{part}") for part in _PARTS)
             if words is None or scale is None:
                 return None
@@ -65,11 +61,11 @@ class Folder:
                 tensor = getattr(weight, part)
                 if isinstance(tensor, torch.Tensor):
                     tensors[f"{name}.{part}"] = tensor.contiguous()
-        shapes = json.dumps({name: list(weight.shape) for name, weight in layers.items()})
-        _publish(self._file(index), lambda file: save_file(tensors, file, metadata={"shapes": shapes}))
+        shapes = {name: list(weight.shape) for name, weight in layers.items()}
+        _write(self._file(index), {"key": self.key, "block": index, "shapes": shapes}, tensors)
 
     def _file(self, index: int) -> Path:
-        return self.path / f"block-{index:04d}.safetensors"
+        return self.path / f"block-{index:04d}"
 
 
 def remembered(path: Path | None, key: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -79,39 +75,46 @@ def remembered(path: Path | None, key: str, make: Callable[[], list[Tensor]]) ->
     """
     if path is None:
         return make()
-    file = path / "before.safetensors"
-    if file.exists():
-        try:
-            with safe_open(file, "pt") as stored:
-                if stored.metadata().get("key") != key:
-                    raise CalibrationError(_OTHERS.format(path))
-                return [stored.get_tensor(f"{i:05d}") for i in range(len(stored.keys()))]
-        except (SafetensorError, AttributeError):
-            pass  # damaged: found again
+    file = path / "before"
+    stored = _read(file)
+    if stored is not None:
+        note, tensors = stored
+        if note.get("key") != key:
+            raise CalibrationError(_OTHERS.format(path))
+        return [tensors[f"{i:05d}"] for i in range(len(tensors))]
     _make(path)  # before the work, not after
     found = make()
-    tensors = {f"{i:05d}": tensor.contiguous() for i, tensor in enumerate(found)}
-    _publish(file, lambda file: save_file(tensors, file, metadata={"key": key}))
+    _write(file, {"key": key}, {f"{i:05d}": tensor.contiguous() for i, tensor in enumerate(found)})
     return found
 
 
 def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
+        sweep(path)
     except OSError as error:
         raise CalibrationError(
             f"option resume names a folder for finished blocks, and {path} cannot be one: {error.strerror}"
         ) from None
 
 
-def _publish(file: Path, write) -> None:  # type: ignore[no-untyped-def]
-    beside = file.with_name(file.name + ".part")
+def _write(file: Path, note: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """A note and tensors, behind their SHA-256."""
+    content = json.dumps(note).encode() + b"\n" + save(tensors)
     try:
-        write(beside)
-        beside.replace(file)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CalibrationError(f"option resume: {file} cannot be written: {reason}") from None
-    finally:
-        with contextlib.suppress(OSError):  # gone where all went well
-            beside.unlink(missing_ok=True)
+        replace_file(file, lambda work: work.write_bytes(hashlib.sha256(content).digest() + content))
+    except OSError as error:
+        raise CalibrationError(f"option resume: {file} cannot be written: {error.strerror or error}") from None
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """What ``_write`` wrote; None where it is missing, unreadable or not as it was written."""
+    try:
+        found = file.read_bytes()
+    except OSError:
+        return None
+    digest, content = found[:32], found[32:]
+    if hashlib.sha256(content).digest() != digest:
+        return None
+    note, _, tensors = content.partition(b"\n")
+    return json.loads(note), load(tensors)
