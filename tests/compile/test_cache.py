@@ -4,9 +4,12 @@ import errno
 import hashlib
 import json
 import os
+import shutil
+import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from anybit import jit
+from anybit.errors import KernelError
 from anybit.jit import cache
 from kernels import row_sums
 
@@ -26,7 +30,7 @@ KERNEL = row_sums.kernel(row_sums.Config())
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("ANYBIT_CACHE_DIR", str(tmp_path / "cache"))
     cache.clear_memory()
-    cache._warn_unwritable.cache_clear()
+    cache._warn_once.cache_clear()
     yield tmp_path / "cache"
     cache.clear_memory()
 
@@ -62,6 +66,8 @@ def test_memory_then_disk(folder: Path, compilations: list[str]) -> None:
 def test_entries_of_a_shared_folder_can_be_read_by_all(folder: Path) -> None:
     jit.cached(KERNEL, ARCH)
     assert [stat.S_IMODE(path.stat().st_mode) for path in entries(folder)] == [0o644]
+    folders = (folder, folder / "locks")
+    assert [stat.S_IMODE(path.stat().st_mode) for path in folders] == [0o700, 0o700]  # until its owner shares it
 
 
 def test_key_follows_content(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,19 +108,178 @@ def test_damaged_entries_are_rebuilt(folder: Path, compilations: list[str], dama
     assert len(compilations) == 2
 
 
-@pytest.mark.parametrize("figures", [{"arch": ARCH, "threads": 128}, {}, [1]], ids=str)
+def stored(figures: object, cubin: bytes) -> bytes:
+    """An entry that is whole."""
+    header = json.dumps(figures).encode()
+    body = len(header).to_bytes(4, "little") + header + cubin
+    return cache._MAGIC + hashlib.sha256(body).digest() + body
+
+
+@pytest.mark.parametrize("figures", [{"arch": ARCH, "threads": 128}, {}, [1], None, {"key": 1}], ids=str)
 def test_entries_of_another_version_are_rebuilt(
     folder: Path, compilations: list[str], figures: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = jit.cached(KERNEL, ARCH)
     (path,) = entries(folder)
-    header = json.dumps(figures).encode()
-    body = len(header).to_bytes(4, "little") + header + first.cubin
-    path.write_bytes(cache._MAGIC + hashlib.sha256(body).digest() + body)
+    path.write_bytes(stored(figures, first.cubin))
     cache.clear_memory()
     assert replace(jit.cached(KERNEL, ARCH), seconds=first.seconds) == first
     assert len(compilations) == 2
     assert f"{path} was written by another version of anybit" in caplog.text
+
+
+def test_an_entry_under_another_name_is_not_loaded(
+    folder: Path, compilations: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = jit.cached(KERNEL, ARCH)
+    (path,) = entries(folder)
+    other = replace(KERNEL, config=row_sums.Config(32), shared_bytes=512)
+    shutil.copy(path, folder / (cache.key(other, ARCH) + ".kernel"))
+    assert jit.cached(other, ARCH).cubin != first.cubin
+    assert caplog.text.count("holds another kernel") == 1
+    figures = {name: value for name, value in vars(first).items() if name != "cubin"}
+    path.write_bytes(stored({**figures, "key": path.stem, "arch": "sm_80"}, first.cubin))
+    cache.clear_memory()
+    assert jit.cached(KERNEL, ARCH).arch == ARCH
+    assert len(compilations) == 3
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("group", "is not loaded, since others can write it (mode 0664), and is compiled again"),
+        ("world", "others can write it (mode 0646)"),
+        ("stranger", "it belongs to another user"),
+        ("link", "cannot be opened"),
+        ("fifo", "is no file of a kernel's size"),
+        ("socket", "cannot be opened"),
+        ("huge", "is no file of a kernel's size"),
+        ("folder", "is no file of a kernel's size"),
+    ],
+)
+def test_what_others_may_have_put_there_is_not_loaded(
+    folder: Path,
+    compilations: list[str],
+    what: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = jit.cached(KERNEL, ARCH)
+    (path,) = entries(folder)
+    cache.clear_memory()
+    if what in ("group", "world"):
+        path.chmod(0o664 if what == "group" else 0o646)
+    elif what == "stranger":
+        if os.geteuid() == 0:
+            os.chown(path, 12345, 12345)
+        else:
+            monkeypatch.setattr(cache.os, "geteuid", lambda: 12345)
+    elif what == "huge":
+        os.truncate(path, cache.ENTRY_BYTES + 1)
+    else:
+        kept = path.rename(folder.parent / "kept")
+        if what == "link":
+            path.symlink_to(kept)
+        elif what == "fifo":
+            os.mkfifo(path)
+        elif what == "socket":
+            os.mknod(path, stat.S_IFSOCK | 0o644)
+        else:
+            path.mkdir()
+    assert replace(jit.cached(KERNEL, ARCH), seconds=first.seconds) == first
+    assert len(compilations) == 2
+    assert said in caplog.text or (what == "stranger" and "belongs to another user" in caplog.text)
+    if what not in ("folder", "stranger"):  # the new one has taken its place
+        cache.clear_memory()
+        jit.cached(KERNEL, ARCH)
+        assert len(compilations) == 2
+
+
+def test_a_folder_that_others_can_write_is_not_used(
+    folder: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir()
+    folder.chmod(0o1777)
+    jit.cached(KERNEL, ARCH)
+    assert f"{folder} cannot be used: others can write it (mode 1777); set ANYBIT_CACHE_DIR to a folder" in caplog.text
+    assert not list(folder.iterdir())
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
+    # The default one, made by an earlier version under a umask that let a group write, is closed to it.
+    own = folder.parent / "xdg" / "anybit"
+    own.mkdir(parents=True)
+    own.chmod(0o775)
+    monkeypatch.delenv("ANYBIT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own.parent))
+    cache.clear_memory()
+    jit.cached(KERNEL, ARCH)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert len(entries(own)) == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ("", "ANYBIT_CACHE_DIR is empty: set it to an absolute folder"),
+        ("kernels", "ANYBIT_CACHE_DIR is 'kernels', another folder in every directory"),
+        ("~no-such-user/x", "ANYBIT_CACHE_DIR names a home that is not: '~no-such-user/x'"),
+    ],
+)
+def test_a_folder_that_cannot_be_is_one_sentence(monkeypatch: pytest.MonkeyPatch, chosen: str, said: str) -> None:
+    monkeypatch.setenv("ANYBIT_CACHE_DIR", chosen)
+    cache.clear_memory()
+    with pytest.raises(KernelError, match=said):
+        jit.cached(KERNEL, ARCH)
+    monkeypatch.setenv("ANYBIT_CACHE_DIR", "~/kernels")
+    assert cache.folder() == Path.home() / "kernels"
+    cache.clear_memory()
+    monkeypatch.delenv("ANYBIT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache.folder() == Path.home() / ".cache" / "anybit"
+    cache.clear_memory()
+
+
+@pytest.mark.parametrize("held", ["for a while", "for ever"])
+def test_a_lock_that_is_held_is_waited_for_and_then_done_without(
+    folder: Path,
+    compilations: list[str],
+    held: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = cache.key(KERNEL, ARCH)
+    (folder / "locks").mkdir(parents=True, mode=0o700)
+    lock = folder / "locks" / name[:3]
+    script = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print(flush=True); input()"
+    command = [sys.executable, "-c", script, str(lock)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    monkeypatch.setattr(cache, "SAY_SECONDS", 0.1)
+    monkeypatch.setattr(cache, "WAIT_SECONDS", 0.4 if held == "for ever" else 60)
+    end = threading.Timer(0.3, holder.kill)
+    try:
+        if held == "for ever":
+            holder.send_signal(signal.SIGSTOP)
+        else:
+            end.start()
+        jit.cached(KERNEL, ARCH)
+    finally:
+        holder.kill()
+        holder.wait()
+    assert f"waiting for another process that compiles a kernel (it holds {lock})" in caplog.text
+    assert ("this one compiles the kernel itself" in caplog.text) == (held == "for ever")
+    assert len(entries(folder)) == 1
+
+
+def test_a_lock_that_is_no_file_is_done_without(
+    folder: Path, compilations: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "locks").mkdir(parents=True, mode=0o700)
+    os.mkfifo(folder / "locks" / cache.key(KERNEL, ARCH)[:3])
+    jit.cached(KERNEL, ARCH)
+    assert "is no file" in caplog.text
+    assert len(entries(folder)) == 1
 
 
 def test_old_entries_are_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,16 +305,16 @@ def test_unwritable_folder_only_costs_time(
     monkeypatch.setenv("ANYBIT_CACHE_DIR", str(folder))
     jit.cached(KERNEL, ARCH)
     assert len(compilations) == 2
-    assert "cannot be written" in caplog.text
+    assert "cannot be used: Not a directory" in caplog.text or "cannot be used: File exists" in caplog.text
 
 
 def test_full_disk_leaves_nothing_behind(
     folder: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(self: Path, target: Path) -> Path:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(cache.os, "replace", full)
     assert jit.cached(KERNEL, ARCH).registers > 0
     assert "No space left" in caplog.text
     assert not entries(folder) and not list(folder.glob(".new-*"))

@@ -1,8 +1,12 @@
 """Compiled kernels, kept in memory and on disk.
 
 A disk entry is one file named by a hash of all that decides the machine code: the generated source, every header that
-it can reach, the flags, the compiler's version, the architecture. It is written beside its place and renamed, holds a
-checksum of itself, and is compiled by one process at a time. A folder that cannot be written costs time, no more.
+it can reach, the flags, the compiler's version, the architecture. It is written beside its place and renamed, holds
+that name, the architecture and a checksum of itself, and is compiled by one process at a time.
+
+What is loaded runs on the GPU, so only what this user or root has written is trusted: entries and their folder belong
+to one of them, and nobody else can write them. Links, FIFOs, devices and huge files are refused, and nothing waits
+forever for another process. A folder that cannot be used costs time, no more.
 """
 
 import contextlib
@@ -11,26 +15,32 @@ import hashlib
 import json
 import logging
 import os
+import secrets
+import stat
 import threading
 import time
 from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import IO
 
+from anybit.errors import KernelError
 from anybit.jit.compile import FLAGS, Compiled, compile, reachable_headers
 from anybit.jit.source import Kernel
 
 LIMIT_BYTES = 4 << 30
 """When the folder grows beyond this, the entries not used for longest are removed."""
+ENTRY_BYTES = 64 << 20
+"""No kernel is as large as this: what is, is none."""
+SAY_SECONDS, WAIT_SECONDS = 5.0, 120.0
+"""How long another process may hold an entry's lock until that is said, and until it is done without."""
 _LOOKS = 64
 """A process looks how large the folder is at its first new entry, and after each 64th of the limit that it has added:
 to look at ten thousand entries takes a fifth of the time of compiling one."""
 
-_MAGIC = b"anybit kernel 1\n"
+_MAGIC = b"anybit kernel 2\n"
 _SUFFIX = ".kernel"
+_NEW = ".new-"
 _memory: dict[tuple[Kernel, str], Compiled] = {}
 _memory_lock = threading.Lock()
 _logger = logging.getLogger(__name__)
@@ -40,10 +50,25 @@ _added: int | None = None
 
 @cache
 def folder() -> Path:
-    """Where entries are kept: ANYBIT_CACHE_DIR, else ~/.cache/anybit (XDG_CACHE_HOME is honoured). Read once."""
-    if chosen := os.environ.get("ANYBIT_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anybit"
+    """Where entries are kept: ANYBIT_CACHE_DIR, else ~/.cache/anybit (XDG_CACHE_HOME is honoured). Read once.
+
+    Raises KernelError for an ANYBIT_CACHE_DIR that is empty or relative, or a home that is not known.
+    """
+    chosen, shared = os.environ.get("ANYBIT_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if chosen is not None:
+            path = Path(chosen).expanduser()
+        elif shared and Path(shared).is_absolute():  # the XDG specification: a relative one is ignored
+            path = Path(shared) / "anybit"
+        else:
+            path = Path.home() / ".cache" / "anybit"
+    except RuntimeError:
+        whose = "your home is not known" if chosen is None else f"ANYBIT_CACHE_DIR names a home that is not: {chosen!r}"
+        raise KernelError(f"{whose}: set ANYBIT_CACHE_DIR to an absolute folder for compiled kernels") from None
+    if chosen is not None and not path.is_absolute():
+        what = "is empty" if not chosen else f"is {chosen!r}, another folder in every directory"
+        raise KernelError(f"ANYBIT_CACHE_DIR {what}: set it to an absolute folder for compiled kernels, or unset it")
+    return path
 
 
 def cached(kernel: Kernel, arch: str) -> Compiled:
@@ -87,101 +112,196 @@ def _compiler_version() -> str:
 
 
 def _from_disk(kernel: Kernel, arch: str) -> Compiled:
-    path = folder() / (key(kernel, arch) + _SUFFIX)
-    found = _load(path)
-    if found is not None:
-        return found
-    with _locked(path):
-        found = _load(path)  # another process may have been first
+    with _opened(folder()) as place:
+        if place is None:
+            return compile(kernel, arch)
+        name = key(kernel, arch)
+        found = _load(place, name, arch)
         if found is None:
-            found = compile(kernel, arch)
-            _store(path, found)
-    return found
+            with _locked(place, name):
+                found = _load(place, name, arch)  # another process may have been first
+                if found is None:
+                    found = compile(kernel, arch)
+                    _store(place, name, found)
+        return found
 
 
-def _load(path: Path) -> Compiled | None:
-    """The entry, or None where it is missing, truncated, corrupt or unreadable."""
-    try:
-        content = path.read_bytes()
-    except OSError:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int | None]:
+    """The folder as a descriptor, so that no other can take its place meanwhile; None where it cannot be used."""
+    found: int | None = None
+    with contextlib.ExitStack() as stack:
+        try:
+            if os.name != "posix":
+                raise OSError("this needs the file permissions of POSIX")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            place = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, place)
+            status = os.fstat(place)
+            own = status.st_uid == os.geteuid() and "ANYBIT_CACHE_DIR" not in os.environ
+            if own and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+                os.chmod(place, 0o700)  # noqa: PTH101  made under a umask that lets a group write
+            if reason := _not_trusted(os.fstat(place)):
+                raise OSError(f"{reason}; set ANYBIT_CACHE_DIR to a folder that you alone can write")
+            found = place
+        except OSError as error:
+            _warn_unusable(path, error.strerror or str(error))
+        yield found
+
+
+def _not_trusted(status: os.stat_result) -> str | None:
+    """Why what somebody else may have written is not loaded, or None."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to another user ({status.st_uid})"
+    if status.st_mode & 0o022:
+        return f"others can write it (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
+
+
+def _load(place: int, name: str, arch: str) -> Compiled | None:
+    """The entry, or None where it is missing, damaged, not to be trusted, or another's; all but the first is said."""
+    content = _read(place, name)
+    if content is None:
         return None
     start = len(_MAGIC) + 32
     body = content[start:]
     if content[: len(_MAGIC)] != _MAGIC or hashlib.sha256(body).digest() != content[len(_MAGIC) : start]:
-        _logger.warning("the cached kernel %s is damaged and is compiled again", path)
+        _say(name, "is damaged")
         return None
     length = int.from_bytes(body[:4], "little")
     try:
-        found = Compiled(cubin=body[4 + length :], **json.loads(body[4 : 4 + length]))
-    except (TypeError, ValueError):
-        _logger.warning("the cached kernel %s was written by another version of anybit and is compiled again", path)
+        figures = json.loads(body[4 : 4 + length])
+        own = figures.pop("key")
+        found = Compiled(cubin=body[4 + length :], **figures)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        _say(name, "was written by another version of anybit")
         return None
-    with contextlib.suppress(OSError):  # tells the removal of old entries that this one is in use
-        os.utime(path)
+    if (own, found.arch) != (name, arch):
+        _say(name, "holds another kernel")
+        return None
     return found
 
 
-def _store(path: Path, compiled: Compiled) -> None:
-    figures = {f.name: getattr(compiled, f.name) for f in dataclasses.fields(compiled) if f.name != "cubin"}
-    header = json.dumps(figures).encode()
-    body = len(header).to_bytes(4, "little") + header + compiled.cubin
+def _read(place: int, name: str) -> bytes | None:
     try:
-        with NamedTemporaryFile(dir=path.parent, prefix=".new-", delete=False) as file:
-            try:
-                file.write(_MAGIC + hashlib.sha256(body).digest() + body)
-                file.close()
-                Path(file.name).chmod(0o644)  # made for its owner alone, and the folder may be shared
-                Path(file.name).replace(path)
-            except OSError:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        # A FIFO that nobody writes to would never open otherwise.
+        file = os.open(name + _SUFFIX, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _say(name, f"cannot be opened ({error.strerror})")
+        return None
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > ENTRY_BYTES:
+            _say(name, "is no file of a kernel's size")
+            return None
+        if reason := _not_trusted(status):
+            _say(name, f"is not loaded, since {reason},")
+            return None
+        with contextlib.suppress(OSError):  # tells the removal of old entries that this one is in use
+            os.utime(file)
+        with os.fdopen(file, "rb", closefd=False) as entry:
+            return entry.read(ENTRY_BYTES)
+    except OSError as error:
+        _say(name, f"cannot be read ({error.strerror})")
+        return None
+    finally:
+        os.close(file)
+
+
+def _say(name: str, what: str) -> None:
+    _warn_once(f"the cached kernel {folder() / (name + _SUFFIX)} {what} and is compiled again")
+
+
+def _store(place: int, name: str, compiled: Compiled) -> None:
+    figures = {f.name: getattr(compiled, f.name) for f in dataclasses.fields(compiled) if f.name != "cubin"}
+    header = json.dumps({"key": name, **figures}).encode()
+    body = len(header).to_bytes(4, "little") + header + compiled.cubin
+    new = f"{_NEW}{secrets.token_hex(8)}"
+    try:
+        file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=place)
+        try:
+            with os.fdopen(file, "wb") as entry:
+                entry.write(_MAGIC + hashlib.sha256(body).digest() + body)
+                os.chmod(file, 0o644)  # noqa: PTH101  root's may be for everyone
+            os.replace(new, name + _SUFFIX, src_dir_fd=place, dst_dir_fd=place)
+        except OSError:
+            os.unlink(new, dir_fd=place)
+            raise
         global _added
         if _added is None or (_added := _added + len(body)) > LIMIT_BYTES // _LOOKS:
             _added = 0
-            _remove_oldest(path.parent)
+            _remove_oldest(place)
     except OSError as error:
-        _warn_unwritable(path.parent, str(error))
+        _warn_unusable(folder(), error.strerror or str(error))
 
 
-def _remove_oldest(entries: Path) -> None:
-    files = []
-    for path in entries.glob(f"*{_SUFFIX}"):
+def _remove_oldest(place: int) -> None:
+    files, size = [], 0
+    for entry in os.scandir(place):
         with contextlib.suppress(OSError):  # another process may remove it first
-            status = path.stat()
-            files.append((status.st_mtime, status.st_size, path))
-    size = sum(bytes_ for _, bytes_, _ in files)
-    for _, bytes_, path in sorted(files):
+            status = entry.stat(follow_symlinks=False)
+            if entry.name.endswith(_SUFFIX) and stat.S_ISREG(status.st_mode):
+                files.append((status.st_mtime, status.st_size, entry.name))
+                size += status.st_size
+            elif entry.name.startswith(_NEW) and status.st_mtime < time.time() - 3600:  # of a process that was killed
+                os.unlink(entry.name, dir_fd=place)
+    for _, bytes_, name in sorted(files):
         if size <= LIMIT_BYTES:
             break
         with contextlib.suppress(OSError):
-            path.unlink()
+            os.unlink(name, dir_fd=place)
         size -= bytes_
-    for path in entries.glob(".new-*"):  # left behind by a process that was killed
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime < time.time() - 3600:
-                path.unlink()
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of an entry, across processes and threads; goes on without where the folder cannot be written.
+def _locked(place: int, name: str) -> Iterator[None]:
+    """Holds the lock of an entry, across processes and threads; goes on without where that cannot be had.
 
     Lock files are shared by entries whose names begin alike, so that their number is bounded without removing any:
     removing a lock file that another process is about to lock would let two in.
     """
+    lock = f"locks/{name[:3]}"
     with contextlib.ExitStack() as stack:
         try:
-            locks = path.parent / "locks"
-            locks.mkdir(parents=True, exist_ok=True)
-            import fcntl
-
-            file: IO[bytes] = stack.enter_context((locks / path.name[:3]).open("ab"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except (OSError, ImportError) as error:
-            _warn_unwritable(path.parent, str(error))
+            with contextlib.suppress(FileExistsError):
+                os.mkdir("locks", 0o700, dir_fd=place)
+            file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=place)
+            stack.callback(os.close, file)
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(f"{lock} is no file")
+            _wait_for(file, lock)
+        except OSError as error:
+            _warn_unusable(folder(), error.strerror or str(error))
         yield
 
 
+def _wait_for(file: int, lock: str) -> None:
+    import fcntl
+
+    began, said = time.monotonic(), False
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        waited = time.monotonic() - began
+        if waited >= WAIT_SECONDS:
+            _logger.warning(
+                "another process has held %s for %.0f s: this one compiles the kernel itself", folder() / lock, waited
+            )
+            return
+        if waited >= SAY_SECONDS and not said:
+            said = True
+            _logger.warning("waiting for another process that compiles a kernel (it holds %s)", folder() / lock)
+        time.sleep(min(0.005 + waited / 20, 0.5))
+
+
+def _warn_unusable(entries: Path, reason: str) -> None:
+    _warn_once(f"every process compiles its kernels again, since {entries} cannot be used: {reason}")
+
+
 @cache
-def _warn_unwritable(entries: Path, reason: str) -> None:
-    _logger.warning("every process compiles its kernels again, since %s cannot be written: %s", entries, reason)
+def _warn_once(message: str) -> None:
+    _logger.warning("%s", message)
