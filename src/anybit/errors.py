@@ -42,16 +42,13 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def printable(text: object, keep: str = "", most: int | None = 500) -> str:
+def printable(text: object, keep: str = "") -> str:
     r"""Text from a file as a terminal may show it: what is not printable becomes an escape such as ``\x1b``.
 
     A name of a tensor, a model type or a path may hold control characters, which would move the cursor or colour the
     screen, and marks that turn the direction of writing.  keep: characters that stay, such as "\n\t" in a text.
-    most: how many characters are shown of a longer text, None for all.
     """
     shown = str(text)
-    if most is not None and len(shown) > most:
-        shown = f"{shown[:most]}... ({len(shown)} characters)"
     if shown.isprintable():
         return shown
     return "".join(

@@ -25,42 +25,8 @@ from anybit.errors import TextError
 from anybit.integrations import loading
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
-from cases_models import save_byte_tokenizer
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 20
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of bytes."""
-    folder = tmp_path_factory.mktemp("model")
-    size = save_byte_tokenizer(folder)
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=size, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text(TEXT)
-    return tmp_path / "text.txt"
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    def command(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["anybit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        code = stop.value.code
-        captured = capfd.readouterr()
-        return int(code or 0), captured.out, " ".join(captured.err.split())
-
-    return command
 
 
 def test_quantize_generate_eval_convert(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
@@ -323,7 +289,7 @@ def test_warnings_are_notes_of_one_line(run: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_loading_onto_a_gpu_says_what_it_needs(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_checked", lambda device: "cuda")
+    monkeypatch.setattr(loading, "checked_device", lambda device: "cuda")
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "accelerate" else find(name, *rest)
@@ -455,7 +421,7 @@ def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(
         asked.append(dtype)
         raise OSError("far enough")
 
-    monkeypatch.setattr(loading, "_checked", lambda device: "cuda")
+    monkeypatch.setattr(loading, "checked_device", lambda device: "cuda")
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
 

@@ -1,49 +1,85 @@
 """What ``anybit generate`` and ``anybit chat`` do: load a model, answer a prompt while it is made, keep the time."""
 
+import contextlib
+import signal
 import time
 import warnings
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
-from anybit.cli.common import status, stdout
+from anybit.cli import template
+from anybit.cli.common import status, stdout, trusting
 from anybit.errors import TextError
 from anybit.integrations.fuse import accelerate
 from anybit.integrations.graph import serves
 from anybit.integrations.loading import Loaded, load_model
 from anybit.scheme import Scheme
 
+# A model may write what would steer a terminal; a file gets it as it is.
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class _Stopped(Exception):  # noqa: N818  control flow, not an error
+    """The user has seen enough of an answer."""
+
 
 class _Printer(TextStreamer):  # type: ignore[misc]
-    """Prints text as its tokens come, and keeps the time."""
+    """Prints text as its tokens come, and keeps the time and their number."""
 
     def __init__(self, tokenizer: Any, silent: bool) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.silent = silent
         self.first: float | None = None
+        self.count = 0
         self.text = ""
+        self.stop = False
         self._prompt = True
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, then one token after another."""
-        if not self._prompt and self.first is None:
-            self.first = time.perf_counter()
+        if not self._prompt:
+            self.first = self.first or time.perf_counter()
+            self.count += value.numel()
         self._prompt = False
         super().put(value)
+        if self.stop:
+            raise _Stopped
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Text whose words are complete."""
         self.text += text
         if not self.silent:
-            stdout.write(text + ("\n" if stream_end else ""))
+            shown = text.translate(_CONTROLS) if stdout.isatty() else text
+            stdout.write(shown + ("\n" if stream_end else ""))
             stdout.flush()
 
 
-def load(model: str, scheme: Scheme | None, backend: str | None, device: str | None) -> Loaded:
+@contextlib.contextmanager
+def _stopping(printer: _Printer) -> Iterator[None]:
+    """Ctrl-C ends the answer after its next token; pressed once more, the program."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if printer.stop:
+            raise KeyboardInterrupt
+        printer.stop = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    except _Stopped:
+        printer.end()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def load(model: str, scheme: Scheme | None, backend: str | None, device: str | None, trust_remote_code: bool) -> Loaded:
     """A model that is ready to answer, as fast as it can be where it is."""
     with status(f"Loading {model}" + (f" in {scheme}" if scheme else "")):
-        loaded = load_model(model, scheme, backend=backend, device=device)
+        loaded = load_model(model, scheme, backend=backend, device=device, **trusting(trust_remote_code))
         if loaded.model.device.type == "cuda":
             accelerate(loaded.model)
         return loaded
@@ -54,19 +90,23 @@ def answer(
     prompt: str | list[dict[str, str]],
     max_new_tokens: int,
     temperature: float,
+    top_p: float | None,
     seed: int,
     silent: bool,
+    stoppable: bool = False,
 ) -> tuple[str, dict[str, Any]]:
-    """The text, with its figures: tokens of prompt and answer, seconds, tokens a second after the first."""
+    """The text, with its figures: tokens of prompt and answer, seconds, tokens a second after the first.
+
+    stoppable: Ctrl-C ends the answer, and not the program.
+    """
     tokenizer, model = loaded.tokenizer, loaded.model
     if isinstance(prompt, list) and not tokenizer.chat_template:
         prompt = prompt[-1]["content"]
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
-        inputs = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        text = template.render(tokenizer, prompt, loaded.name)
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     ids = inputs["input_ids"].to(model.device)
     if not ids.numel():
         raise TextError("the prompt is empty: write some text to continue")
@@ -75,12 +115,12 @@ def answer(
     printer = _Printer(tokenizer, silent)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
-        sampling["temperature"] = temperature
+        sampling |= {"temperature": temperature} | ({} if top_p is None else {"top_p": top_p})
     if model.device.type == "cuda" and serves(model):
         sampling["cache_implementation"] = "static"
     start = time.perf_counter()
-    with torch.inference_mode():
-        result = model.generate(
+    with torch.inference_mode(), _stopping(printer) if stoppable else contextlib.nullcontext():
+        model.generate(
             ids,
             attention_mask=inputs["attention_mask"].to(model.device),
             max_new_tokens=max_new_tokens,
@@ -89,13 +129,14 @@ def answer(
             **sampling,
         )
     end = time.perf_counter()
-    count = result.shape[1] - ids.shape[1]
+    count = printer.count
     first = printer.first or end
     figures = {
         "prompt_tokens": ids.shape[1],
         "new_tokens": count,
         "seconds": end - start,
         "first_token_seconds": first - start,
+        "stopped": printer.stop,
         "tokens_per_second": (count - 1) / (end - first) if count > 1 else 1 / (end - start),
     }
     return printer.text, figures
@@ -130,7 +171,8 @@ def speed(loaded: Loaded, figures: dict[str, Any]) -> str:
     device = loaded.model.device.type
     other = getattr(getattr(loaded.model.config, "quantization_config", None), "quant_method", None)
     kind = scheme_of(loaded) or ("not quantized" if other is None else str(getattr(other, "value", other)))
+    stopped = "stopped: " if figures["stopped"] else ""
     return (
-        f"{figures['new_tokens']} tokens, {figures['tokens_per_second']:.1f} tokens/s after the first "
+        f"{stopped}{figures['new_tokens']} tokens, {figures['tokens_per_second']:.1f} tokens/s after the first "
         f"({figures['first_token_seconds']:.2f} s), {kind} on {device}"
     )

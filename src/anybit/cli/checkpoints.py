@@ -13,7 +13,10 @@ from anybit.scheme import KVFormat, Scheme
 
 def convert(
     folder: Annotated[str, typer.Argument(help="A quantized model folder; only its config.json is rewritten.")],
-    to: Annotated[str, typer.Option(help="compressed-tensors or anybit.")],
+    to: Annotated[
+        str,
+        typer.Option(help="compressed-tensors or anybit.", autocompletion=lambda: ["compressed-tensors", "anybit"]),
+    ],
     as_json: JsonOption = False,
 ) -> None:
     """Convert a quantized model to compressed-tensors, or back. Only config.json changes.
@@ -25,9 +28,11 @@ def convert(
     anybit convert smollm2-w4 --to anybit
     """
     from anybit.checkpoints.convert import convert as convert_folder
+    from anybit.checkpoints.scratch import sweep
     from anybit.checkpoints.source import refuse_unnamed
 
     refuse_unnamed(folder)
+    sweep(Path(folder))
     quantization = convert_folder(folder, to)
     if as_json:
         print_json(quantization)

@@ -14,8 +14,9 @@ from typing import IO, Annotated, Any, cast
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from anybit.errors import KernelError
+from anybit.errors import KernelError, printable
 
 
 class _StandardOutput:
@@ -44,18 +45,41 @@ def _named() -> Iterator[None]:
         raise
 
 
+class _Console(Console):
+    """A console that names from files cannot steer: of control characters only lines and tabs are kept."""
+
+    def print(self, *objects: Any, **more: Any) -> None:
+        """Print texts and other objects."""
+        super().print(*(printable(o, "\n\t") if isinstance(o, str) else o for o in objects), **more)
+
+
 stdout = cast(IO[str], _StandardOutput())
 # Results go to stdout; progress, notes and errors go to stderr, so that stdout can be piped.
-output = Console(file=stdout, soft_wrap=True, highlight=False)
-errors = Console(stderr=True, highlight=False)
+output = _Console(file=stdout, soft_wrap=True, highlight=False)
+errors = _Console(stderr=True, highlight=False)
 
 Model = Annotated[str, typer.Argument(help="A folder, a Hugging Face hub name, or a GGUF file.")]
 SchemeOption = Annotated[
     str | None, typer.Option("--scheme", "-s", help="Quantize while loading, for example w4a16g128.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def _backends() -> list[str]:
+    from anybit.ops import backends
+
+    return list(backends)
+
+
 BackendOption = Annotated[
-    str | None, typer.Option(help="The backend that runs the quantized layers; by default the first one that can.")
+    str | None,
+    typer.Option(
+        help="The backend that runs the quantized layers; by default the first one that can.", autocompletion=_backends
+    ),
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the Python code of a model that brings its own: it may do anything."),
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
 
@@ -98,6 +122,11 @@ def print_json(value: dict[str, Any]) -> None:
     output.print(json.dumps(finite, indent=2), markup=False)
 
 
+def trusting(trust_remote_code: bool) -> dict[str, Any]:
+    """The argument of ``load_model`` that lets a model's own code run, only where a user asks for it."""
+    return {"trust_remote_code": True} if trust_remote_code else {}
+
+
 def megabytes(count: float) -> str:
     """A number of bytes in words."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
@@ -106,14 +135,14 @@ def megabytes(count: float) -> str:
 @contextmanager
 def progress_bar(what: str, counted: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr; yields what is to be called with (text, done, total)."""
-    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
+    columns = [TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
     if counted:
         columns.insert(2, MofNCompleteColumn())
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         task = bars.add_task(what, total=None)
 
         def update(text: str, done: int, total: int) -> None:
-            bars.update(task, description=text or what, completed=done, total=total)
+            bars.update(task, description=printable(text or what), completed=done, total=total)
 
         yield update
 
@@ -128,5 +157,5 @@ def status(what: str) -> Iterator[None]:
     if not errors.is_terminal:  # there it would be an empty line
         yield
         return
-    with errors.status(what):
+    with errors.status(Text(printable(what))):
         yield

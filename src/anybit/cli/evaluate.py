@@ -15,10 +15,12 @@ from anybit.cli.common import (
     JsonOption,
     Model,
     SchemeOption,
+    TrustOption,
     output,
     print_json,
     progress_bar,
     status,
+    trusting,
 )
 from anybit.errors import LayerError, TextError
 from anybit.scheme import Scheme
@@ -45,6 +47,7 @@ def evaluate(
     backend: BackendOption = None,
     allow: AllowOption = None,
     device: DeviceOption = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Perplexity over fixed windows of a text, and agreement with another model.
@@ -60,8 +63,9 @@ def evaluate(
     from anybit.integrations.loading import load_model, stored_scheme
 
     content = measure.read_text(text)
+    trust = trusting(trust_remote_code)
     with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
-        loaded = load_model(model, parsed, backend=backend, device=device)
+        loaded = load_model(model, parsed, backend=backend, device=device, **trust)
     _refuse_beyond(loaded, context)
     ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
     first = _bos(loaded.tokenizer, bos)
@@ -80,7 +84,7 @@ def evaluate(
         with status(f"Loading {baseline}"):
             # The backend is that of quantized layers, which a baseline need not have.
             theirs = None if backend is None or stored_scheme(baseline) is None else backend
-            other = load_model(baseline, backend=theirs, device=device)
+            other = load_model(baseline, backend=theirs, device=device, **trust)
         _refuse_beyond(other, context)
         with progress_bar("Comparing", counted=True) as update:
             compared = measure.agreement(

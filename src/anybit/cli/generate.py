@@ -12,6 +12,7 @@ from anybit.cli.common import (
     JsonOption,
     Model,
     SchemeOption,
+    TrustOption,
     errors,
     print_json,
 )
@@ -22,6 +23,15 @@ MaxTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="G
 Temperature = Annotated[
     float,
     typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token."),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        min=0.0,
+        max=1.0,
+        help="Choose among the likeliest tokens that make up this much; by default as the model says.",
+    ),
 ]
 Seed = Annotated[
     int, typer.Option(min=0, max=2**64 - 1, help="Seed of the random choices; used when the temperature is above 0.")
@@ -34,6 +44,7 @@ def generate(
     scheme: SchemeOption = None,
     max_new_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
+    top_p: TopP = None,
     seed: Seed = 0,
     raw: Annotated[
         bool, typer.Option("--raw", help="Pass the prompt unchanged, without the model's chat template.")
@@ -41,6 +52,7 @@ def generate(
     backend: BackendOption = None,
     allow: AllowOption = None,
     device: DeviceOption = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Generate text and print it as it comes.
@@ -52,12 +64,13 @@ def generate(
     anybit generate model.gguf --scheme w3a16g64asym -p "Once upon a time" --raw -n 200
     """
     parsed = None if scheme is None else Scheme.parse(scheme)
+    _refuse_without_effect(top_p, temperature)
     _refuse_broken("--prompt", prompt)
     from anybit.cli import answer
 
-    loaded = answer.load(model, parsed, backend, device)
+    loaded = answer.load(model, parsed, backend, device, trust_remote_code)
     asked = prompt if raw else [{"role": "user", "content": prompt}]
-    text, figures = answer.answer(loaded, asked, max_new_tokens, temperature, seed, silent=as_json)
+    text, figures = answer.answer(loaded, asked, max_new_tokens, temperature, top_p, seed, silent=as_json)
     if as_json:
         print_json({"model": model, "scheme": answer.scheme_of(loaded), "prompt": prompt, "text": text, **figures})
     else:
@@ -69,13 +82,15 @@ def chat(
     scheme: SchemeOption = None,
     max_new_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
+    top_p: TopP = None,
     seed: Seed = 0,
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     backend: BackendOption = None,
     allow: AllowOption = None,
     device: DeviceOption = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:
-    """Chat with a model. An empty line, /quit or the end of the input ends the conversation.
+    """Chat with a model. Ctrl-C stops an answer; an empty line, /quit or the end of the input ends the conversation.
 
     [bold]Examples[/bold]
 
@@ -84,10 +99,11 @@ def chat(
     anybit chat ./llama --scheme w4a16g128 --system "Answer in rhymes." --temperature 0.7
     """
     parsed = None if scheme is None else Scheme.parse(scheme)
+    _refuse_without_effect(top_p, temperature)
     _refuse_broken("--system", system or "")
     from anybit.cli import answer
 
-    loaded = answer.load(model, parsed, backend, device)
+    loaded = answer.load(model, parsed, backend, device, trust_remote_code)
     if not loaded.tokenizer.chat_template:
         raise TextError(f"{model} has no chat template, so it cannot chat; use anybit generate --raw")
     messages = [{"role": "system", "content": system}] if system else []
@@ -101,9 +117,19 @@ def chat(
         if line.strip() in ("", "/quit", "/exit"):
             return
         messages.append({"role": "user", "content": line.strip()})
-        text, figures = answer.answer(loaded, messages, max_new_tokens, temperature, seed, silent=False)
+        text, figures = answer.answer(
+            loaded, messages, max_new_tokens, temperature, top_p, seed, silent=False, stoppable=True
+        )
         messages.append({"role": "assistant", "content": text})
         errors.print(answer.speed(loaded, figures), style="dim", markup=False)
+
+
+def _refuse_without_effect(top_p: float | None, temperature: float) -> None:
+    if top_p is not None and temperature == 0:
+        raise typer.BadParameter(
+            "a temperature of 0 always takes the most likely token: give a --temperature, or leave this out",
+            param_hint="--top-p",
+        )
 
 
 def _refuse_broken(what: str, text: str) -> None:

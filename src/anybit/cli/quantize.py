@@ -1,6 +1,7 @@
 """anybit quantize."""
 
 import json
+import warnings
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,11 @@ def quantize(
         str, typer.Option("--scheme", "-s", help="The scheme: what is quantized, and how.")
     ] = "w4a16g128",
     method: Annotated[
-        str, typer.Option(help="; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
+        str,
+        typer.Option(
+            help="; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()),
+            autocompletion=lambda: list(METHODS),
+        ),
     ] = "rtn",
     keep: Annotated[
         list[str] | None,
@@ -35,8 +40,15 @@ def quantize(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the method; may be repeated.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the output folder if it is a model folder.")
+        bool, typer.Option("--overwrite", help="Replace the output folder if anybit wrote all that it holds.")
     ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu, cuda, cuda:1 ...; by default methods that look at a text take a GPU if there is one, and others "
+            "the CPU."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a model layer by layer and save it. Nothing half-written is left if it fails.
@@ -52,7 +64,11 @@ def quantize(
     parsed = Scheme.parse(scheme)
     options = _options(method, text, tokens, settings or [])
     from anybit.checkpoints import local_folder
+    from anybit.integrations.loading import checked_device
 
+    if device is not None:
+        options["device"] = checked_device(device)
+    _say_if_nothing_runs(parsed)
     with ExitStack() as stack:
         with status(f"Reading {model}"):
             source = stack.enter_context(local_folder(model))
@@ -70,6 +86,26 @@ def quantize(
         f"{saved.seconds:.1f} s, {speed:.3g} million weights/s",
         markup=False,
     )
+
+
+def _say_if_nothing_runs(scheme: Scheme) -> None:
+    """Warn now, and not after an hour, of a scheme that has no kernel."""
+    import torch
+
+    from anybit.device import Device
+    from anybit.tune.registry import FAMILIES, LinearProblem
+
+    here = torch.cuda.is_available()
+    device = Device.of(torch.empty(0, device="cuda")) if here else Device.named("sm_90a")
+    problem = LinearProblem(1, 4096, 4096, scheme.weights, scheme.activations, device=device)
+    reasons = {family.why_not(problem) for family in FAMILIES.values()}
+    if None not in reasons:
+        gpu = f"{'this GPU' if here else 'an H100 or H200'} ({device.arch})"
+        warnings.warn(
+            f"no kernel runs {scheme} on {gpu}: the model will run on a CPU, and on a GPU only with "
+            "--backend reference-packed, which is slow; docs/schemes.md says which schemes have kernels",
+            stacklevel=2,
+        )
 
 
 def _options(method: str, text: Path | None, tokens: int | None, settings: list[str]) -> dict[str, Any]:

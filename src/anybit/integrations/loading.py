@@ -75,7 +75,7 @@ def load_model(
     LayerError for a layer that the scheme does not fit, and KernelError for a backend that is unknown or cannot run it,
     or that is named for a model that is not quantized.
     """
-    device = _checked(device)
+    device = checked_device(device)
     wanted: Any = dtype or (torch.float32 if device == "cpu" else "auto")
     if backend is not None and backend not in backends:
         raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
@@ -151,7 +151,7 @@ def _say_without_effect(model: nn.Module) -> None:
         )
 
 
-def _checked(device: str | None) -> str:
+def checked_device(device: str | None) -> str:
     """The device by name, or the one to take where none is named; KernelError for one that is not here."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -52,20 +52,23 @@ def quantize_onebit(weight: Tensor, format: WeightFormat) -> tuple[QuantizedWeig
 
 
 def run_onebit(job: Job) -> Saved:
-    """Signs with row and column vectors, for whole rows of one bipolar bit."""
+    """Signs with row and column vectors, for whole rows of one bipolar bit, on the setting ``device`` ("cpu")."""
     format = job.scheme.weights
     if format.bits != 1 or format.code != "bipolar" or format.group is not None:
         raise SchemeError(
             f"method onebit needs a 1-bit scheme with one scale a row (w1a16, w1a1, ...), not {job.scheme}"
         )
+    device = job.options.get("device", "cpu")
     for name, value in job.options.items():
-        raise OptionError(f"method onebit has no options, so it does not take {name}={value!r}")
+        if name != "device":
+            raise OptionError(f"method onebit takes a device and nothing else, so it does not take {name}={value!r}")
     weights: dict[str, QuantizedWeight] = {}
     vectors: dict[str, Tensor] = {}
     for layer in job.layers:
         tensor = job.source.read(job.names[f"{layer.name}.weight"], finite=True)
         oriented = tensor.T if layer.transposed else tensor
-        weights[layer.name], vectors[f"{layer.name}.input_scale"] = quantize_onebit(oriented, format)
+        weight, vectors[f"{layer.name}.input_scale"] = quantize_onebit(oriented.to(device), format)
+        weights[layer.name] = weight.to("cpu")
 
     def quantize(layer: LinearLayer, weight: Tensor) -> QuantizedWeight:
         return weights[layer.name]

@@ -173,13 +173,18 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
 
 
 def run_rtn(job: Job) -> Saved:
-    """Method ``rtn``: every layer by itself, to nearest. Its one setting, search=false, covers the range of a group."""
+    """Method ``rtn``: every layer by itself, to nearest, on the setting ``device`` ("cpu").
+
+    search=false covers the range of each group.
+    """
     settings = dict(job.options)
-    search = settings.pop("search", True)
+    search, device = settings.pop("search", True), settings.pop("device", "cpu")
     if settings or not isinstance(search, bool):
         wrong = next(iter(settings), "search")
-        raise OptionError(f"method rtn does not take {wrong}={job.options[wrong]!r}; it takes search=true or false")
-    return write_quantized(job, lambda layer, weight: quantize_weight(weight, job.scheme.weights, search))
+        raise OptionError(
+            f"method rtn does not take {wrong}={job.options[wrong]!r}; it takes search=true or false, and a device"
+        )
+    return write_quantized(job, lambda layer, weight: quantize_weight(weight.to(device), job.scheme.weights, search))
 
 
 def _quantized(layer: LinearLayer, tensor: Tensor, quantize: QuantizeLayer) -> QuantizedWeight:

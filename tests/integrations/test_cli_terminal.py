@@ -1,0 +1,249 @@
+"""The command line against strangers' files and a user's fingers: terminals, templates, Ctrl-C, options."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import unicodedata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from anybit import cli
+from anybit.cli import answer, template
+from anybit.errors import TextError
+from anybit.integrations.loading import Loaded
+
+RED = "\x1b]0;red\x07\x9b2J\u202e"
+
+
+def steering(text: str) -> list[str]:
+    return [char for char in text if unicodedata.category(char) in ("Cc", "Cf") and char not in "\n\t"]
+
+
+def copied(model: Path, to: Path, **config: Any) -> Path:
+    """A model with other entries in its configuration."""
+    shutil.copytree(model, to)
+    own = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(own | config))
+    return to
+
+
+def test_names_from_files_do_not_steer_the_terminal(run: Any, model: Path, tmp_path: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    renamed = copied(model, tmp_path / "renamed")
+    save_file({f"{name}{RED}": tensor for name, tensor in tensors.items()}, renamed / "model.safetensors")
+    more = copied(model, tmp_path / "more")
+    save_file({**tensors, RED: next(iter(tensors.values())).clone()}, more / "model.safetensors")
+    kept = tmp_path / "kept"
+    assert run("quantize", model, "-o", kept, "-s", "w4a16g32")[0] == 0
+    config = json.loads((kept / "config.json").read_text())
+    config["quantization_config"] |= {"modules_to_not_convert": ["lm_head", RED], "ignore": ["lm_head", RED]}
+    (kept / "config.json").write_text(json.dumps(config))
+    folders = [
+        renamed,
+        more,
+        kept,
+        copied(model, tmp_path / "type", model_type=RED),
+        copied(model, tmp_path / "architecture", architectures=[RED], model_type=RED),
+        copied(model, tmp_path / "method", quantization_config={"quant_method": RED}),
+        copied(model, tmp_path / "scheme", quantization_config={"quant_method": "anybit", "scheme": RED}),
+        copied(model, tmp_path / "activation", hidden_act=RED),
+        copied(model, tmp_path / f"folder{RED}"),
+    ]
+    shown = 0
+    for folder in folders:
+        for words in (["info", folder], ["quantize", folder, "-o", tmp_path / "out", "--overwrite"],
+                      ["generate", folder, "-p", "x", "-n", 1, "--raw"]):  # fmt: skip
+            _, out, err = run(*words)
+            assert steering(out + err) == [], f"{words[0]} {folder.name!r}"
+            shown += "\\x1b" in out + err
+    assert shown > len(folders)  # it was about to
+
+
+def test_a_traceback_does_not_steer_it_either(capfd: pytest.CaptureFixture[str]) -> None:
+    error = RuntimeError(RED)
+    cli._show_traceback(RuntimeError, error, None)
+    shown = capfd.readouterr().err
+    assert "RuntimeError: \\x1b]0;red" in shown
+    assert steering(shown) == []
+
+
+def test_answers_steer_no_terminal_and_reach_a_file_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal in (True, False):
+        written = io.StringIO()
+        monkeypatch.setattr(written, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setattr(sys, "stdout", written)
+        printer = answer._Printer(SimpleNamespace(), silent=False)
+        printer.on_finalized_text("a\tb\n\x1b[2J\x9b \u200d\u3000", stream_end=True)
+        assert printer.text == "a\tb\n\x1b[2J\x9b \u200d\u3000"
+        assert written.getvalue() == ("a\tb\n\\x1b[2J\\x9b \u200d\u3000\n" if terminal else printer.text + "\n")
+
+
+def rendered(source: str) -> str:
+    """A message through a template that transformers compiles."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def apply(messages: Any, **_: Any) -> str:
+        return render_jinja_template([messages], chat_template=source)[0][0]
+
+    return template.render(SimpleNamespace(apply_chat_template=apply), [{"role": "user", "content": "Hi"}], "it")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 1 s"),
+        ("{{ 10 ** (9 ** 9) }}", "takes more than 1 s|needs more than 1 GiB"),
+        ("{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}", "makes a text of more than 16 MiB|than 1 s"),
+        ("{{ 'a' * 9999999999 }}", "needs more than 1 GiB of memory"),
+        ("{% if %}", "cannot be used: Expected an expression"),
+        ("{{ nothing.there }}", "cannot be used: 'nothing' is undefined"),
+        ("{{ raise_exception('Roles must\n alternate') }}", "cannot be used: Roles must alternate$"),
+        ("{{ ''.__class__.__mro__ }}", "cannot be used: access to attribute '__class__'"),
+        ("{{ 1 / 0 }}", "cannot be used: ZeroDivisionError"),
+        ("{{ '\\ud800' }}", "cannot be used: UnicodeEncodeError"),
+        ("{%macro f(x)%}{{f(x)}}{%endmacro%}{{f(1)}}", "cannot be used: RecursionError"),
+    ],
+)
+def test_a_bad_chat_template_is_one_sentence(source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "SECONDS", 1.0)
+    began = time.monotonic()
+    with pytest.raises(TextError, match=message) as refused:
+        rendered(source)
+    assert "\n" not in str(refused.value)
+    assert time.monotonic() - began < 5
+
+
+def test_a_good_chat_template_is_rendered() -> None:
+    assert rendered("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}") == "<user>Hi"
+    assert rendered("") == ""
+
+
+def test_a_chat_goes_by_its_template(run: Any, model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(model, tmp_path / "broken")
+    for file in broken.glob("chat_template*"):
+        file.unlink()
+    own = json.loads((broken / "tokenizer_config.json").read_text())
+    (broken / "tokenizer_config.json").write_text(json.dumps(own | {"chat_template": "{{ nothing.there }}"}))
+    code, out, err = run("generate", broken, "-p", "x")
+    assert (code, out) == (1, "")
+    assert f"error: the chat template of {broken} cannot be used: 'nothing' is undefined" in err
+    assert run("generate", broken, "-p", "x", "--raw", "-n", 1)[0] == 0
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_stops_an_answer_and_twice_the_program(
+    run: Any, model: Path, monkeypatch: pytest.MonkeyPatch, presses: int
+) -> None:
+    answers: list[Any] = []
+    put = answer._Printer.put
+
+    def pressed(printer: Any, value: Any) -> None:
+        if printer not in answers:
+            answers.append(printer)
+        if printer is answers[0] and printer.count == 2:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+        put(printer, value)
+
+    monkeypatch.setattr(answer._Printer, "put", pressed)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAgain\n/quit\n"))
+    before = signal.getsignal(signal.SIGINT)
+    code, _, err = run("chat", model, "-n", 6)
+    assert signal.getsignal(signal.SIGINT) is before
+    if presses == 2:
+        assert code == 130
+        return
+    assert code == 0
+    assert "stopped: 3 tokens" in err
+    assert err.count("tokens/s") == 2
+    assert answers[1].count == 6 and not answers[1].stop
+
+
+def test_top_p_is_passed_on(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def load(*_: Any) -> Loaded:
+        return loaded
+
+    loaded = answer.load(str(model), None, None, "cpu", False)
+    generate = loaded.model.generate
+    monkeypatch.setattr(loaded.model, "generate", lambda *a, **k: (seen.update(k), generate(*a, **k))[1])
+    monkeypatch.setattr(answer, "load", load)
+    assert run("generate", model, "-p", "x", "-n", 2, "--temperature", 0.7, "--top-p", 0.5)[0] == 0
+    assert (seen["do_sample"], seen["temperature"], seen["top_p"]) == (True, 0.7, 0.5)
+    seen.clear()
+    assert run("generate", model, "-p", "x", "-n", 2, "--temperature", 0.7)[0] == 0
+    assert "top_p" not in seen
+    code, _, err = run("generate", model, "-p", "x", "--top-p", 0.5)
+    assert code == 2
+    assert "a temperature of 0 always takes" in err
+    assert run("chat", model, "--top-p", 1.5)[0] == 2
+
+
+def test_remote_code_runs_only_where_it_is_asked_for(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def load_model(*_: Any, **options: Any) -> None:
+        seen.append(options)
+        raise TextError("far enough")
+
+    monkeypatch.setattr(answer, "load_model", load_model)
+    run("generate", model, "-p", "x")
+    run("chat", model, "--trust-remote-code")
+    assert [options.get("trust_remote_code", False) for options in seen] == [False, True]
+
+
+def test_short_options_and_completion(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("-V") == run("--version")
+    assert "Examples" in run("quantize", "-h")[1]
+    monkeypatch.setenv("_ANYBIT_COMPLETE", "complete_bash")
+    for words, found in (
+        ("anybit conv", "convert"),
+        ("anybit quantize m --method gp", "gptq"),
+        ("anybit convert m --to c", "compressed-tensors"),
+        ("anybit generate m --backend reference-p", "reference-packed"),
+    ):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        assert run()[1].split() == [found]
+
+
+def test_quantize_on_a_device(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
+    for method, scheme in (("rtn", "w4a16g32"), ("onebit", "w1a16"), ("gptq", "w4a16g32")):
+        words = ["--text", text] if method == "gptq" else []
+        out = tmp_path / method
+        code, _, err = run("quantize", model, "-o", out, "-s", scheme, "--method", method, "--device", "cpu", *words)
+        assert code == 0, err
+        assert "note" not in err
+        code, _, err = run(
+            "quantize", model, "-o", tmp_path / "x", "-s", scheme, "--method", method, *words, "--device", "cuda:99"
+        )
+        assert code == 1
+        assert "device 'cuda:99' is not here" in err
+
+
+def test_a_scheme_that_nothing_runs_says_so(run: Any, model: Path, tmp_path: Path) -> None:
+    _, _, err = run("quantize", model, "-o", tmp_path / "out", "-s", "w4a8g32-xasym")
+    assert err.count("note: no kernel runs w4a8g32-xasym on ") == 1
+    code, _, err = run("quantize", model, "-o", tmp_path / "out", "-s", "w4a16g32")
+    assert code == 1
+    assert "choose another folder, or replace it with --overwrite" in err
+    code, _, err = run("quantize", model, "-o", tmp_path / "out", "-s", "w4a16g32", "--overwrite")
+    assert (code, err) == (0, "")
+
+
+def test_threads_do_not_wait_by_spinning(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    run("-V")
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    run("-V")
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
