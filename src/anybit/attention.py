@@ -9,7 +9,7 @@ from torch import Tensor
 from anybit.device import Device
 from anybit.errors import LayerError
 from anybit.kernels.attention import kv_page
-from anybit.kvcache import KVCache
+from anybit.kvcache import KVCache, turn
 from anybit.ops import kv
 from anybit.ops.kv import NO_MASKS, Masks
 
@@ -38,10 +38,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, masks: Masks = NO_MASKS) -> tuple[Te
     logits = logits.masked_fill(hidden, -torch.inf)
     if masks.sinks is not None:
         sinks = masks.sinks.to(q.dtype).reshape(kv_heads, -1, 1, 1).expand(*logits.shape[:3], 1)
-        total = torch.cat((logits, sinks), -1).logsumexp(-1, keepdim=True)
-    else:
-        total = logits.logsumexp(-1, keepdim=True)
-    weights = torch.exp(logits - total.nan_to_num(neginf=0.0))
+        logits = torch.cat((logits, sinks), -1)
+    total = logits.logsumexp(-1, keepdim=True)
+    weights = logits.softmax(-1)[..., :length]
     out = weights @ v.to(q.dtype)[:, None]
     return out.permute(2, 0, 1, 3).reshape(q.shape), total.squeeze(-1).permute(2, 0, 1).reshape(tokens, heads)
 
@@ -74,8 +73,8 @@ def decode(
     run = decode_checked if debug else decode_kernel
     if cache.rotation is None:
         return run(q, cache, layer, sequences, masks, split=split)
-    out, total = run(q @ cache.rotation, cache, layer, sequences, masks, split=split)
-    return out @ cache.rotation, total
+    out, total = run(turn(q, cache.rotation, cache.dtype), cache, layer, sequences, masks, split=split)
+    return turn(out, cache.rotation, cache.dtype), total
 
 
 def prefill(
@@ -142,11 +141,11 @@ def decode_reference(
     for row, sequence in enumerate(sequences):
         query = q[row].to(precision)
         if cache.rotation is not None:
-            query = query @ cache.rotation.to(precision)
+            query = turn(query, cache.rotation, cache.dtype)
         k, v = cache.read(layer, sequence, newest=q.shape[1])
         out, total = attend(query, k.to(precision), v.to(precision), masks)
         if cache.rotation is not None:
-            out = out @ cache.rotation.to(precision)
+            out = turn(out, cache.rotation, cache.dtype)
         outs.append(out)
         totals.append(total)
     return torch.stack(outs).to(q.dtype), torch.stack(totals).float()

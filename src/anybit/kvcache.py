@@ -23,7 +23,7 @@ from anybit.device import memory_of
 from anybit.errors import LayerError
 from anybit.hadamard import matrix
 from anybit.kernels.attention import kv_page
-from anybit.kernels.attention.kv_page import PageLayout, ring_places
+from anybit.kernels.attention.kv_page import HALF_MAX, PageLayout, ring_places
 from anybit.kvpool import (
     MOST,
     CacheError,
@@ -175,10 +175,8 @@ class KVCache:
         counts = each(tokens, sequences)
         change = self.ledger.plan_extend(sequences, counts)
         rows = self.row_index(tuple(change.entries))
-        if len(set(counts)) == 1:
-            more = torch.full_like(rows, whole(counts[0], "a number of tokens"), dtype=torch.int32)
-        else:
-            more = self._int32(counts)
+        even = len(set(counts)) == 1  # made on the device then, which waits for no copy
+        more = torch.full_like(rows, whole(counts[0], "tokens"), dtype=torch.int32) if even else self._int32(counts)
         self._commit(change, lengths=False)
         self.lengths.index_add_(0, rows, more)
 
@@ -224,13 +222,8 @@ class KVCache:
         blocks = pages.reshape(*pages.shape[:3], self.layout.blocks, size // self.layout.blocks).flatten(2, 3)
         first = action.begin - action.begin % page
         for part, tokens in enumerate(kv_page.decode(self.layout, blocks, self.dtype)):
-            self._into_ring(
-                slice(None),
-                action.sequence,
-                part,
-                action.begin,
-                tokens[..., action.begin - first : action.end - first, :],
-            )
+            tokens = tokens[..., action.begin - first : action.end - first, :]
+            self._into_ring(slice(None), action.sequence, part, action.begin, tokens)
 
     # -------- tokens
 
@@ -244,7 +237,7 @@ class KVCache:
         k, v = k.detach(), v.detach()  # what is kept would keep the graphs of all its tokens
         self.newest_are_few = k.shape[1] <= self.ledger.slack + 1
         if self.rotation is not None:
-            k, v = k @ self.rotation, v @ self.rotation
+            k, v = turn(k, self.rotation, self.dtype), turn(v, self.rotation, self.dtype)
         if self.pages.is_cuda and not self.format.float4:
             kv.store(self.view(layer), self.row_pointer(sequences), len(sequences), k, v, layer)
         else:
@@ -368,8 +361,7 @@ class KVCache:
         length = self.length(sequence) - newest
         both = self._read(layer, sequence, length, self.ledger.packed(length))
         if self.rotation is not None:
-            rotation = self.rotation.float()
-            return both[0] @ rotation, both[1] @ rotation
+            return turn(both[0], self.rotation, self.dtype), turn(both[1], self.rotation, self.dtype)
         return both
 
     def grow(self, layers: int, capacity: int) -> None:
@@ -396,6 +388,18 @@ class KVCache:
         """Dequantized values in float32; 16-bit parts as the cache's type reads them."""
         k, v = kv_page.decode(self.layout, blocks, torch.float32)
         return (stored[0] if self.format.key_bits == 16 else k, stored[1] if self.format.value_bits == 16 else v)
+
+
+def turn(x: Tensor, rotation: Tensor, dtype: torch.dtype) -> Tensor:
+    """X [..., head_dim] times a cache's rotation, in x's dtype, for a cache of ``dtype``.
+
+    Rotated values may be sqrt(head_dim) times as large. What float16 does not hold becomes its largest value, and a
+    head with a value that is not finite becomes NaNs.
+    """
+    if dtype != torch.float16:
+        return x @ rotation.to(x.dtype)
+    whole = x.nan_to_num(torch.nan, torch.nan, torch.nan)
+    return (whole @ rotation.to(x.dtype)).clamp_(-HALF_MAX, HALF_MAX)
 
 
 def why_not(model: Any, format: KVFormat) -> str | None:

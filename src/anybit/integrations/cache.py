@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from anybit import attention
 from anybit.errors import LayerError
-from anybit.kvcache import KVCache
+from anybit.kvcache import KVCache, turn
 from anybit.kvpool import MOST, check_page, whole
 from anybit.ops import kv
 from anybit.ops.backend import RopeStoreArgs
@@ -112,7 +112,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         both = [store.read(layer_idx, row, newest=k.shape[1]) for row in self.rows]
         keys, values = (torch.stack(x) for x in zip(*both, strict=True))
         if store.rotation is not None:
-            keys, values = (x @ store.rotation.to(x.dtype) for x in (keys, values))
+            keys, values = (turn(x, store.rotation, store.dtype) for x in (keys, values))
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
     @property

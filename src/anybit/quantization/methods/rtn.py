@@ -12,7 +12,7 @@ then always meets the longer side.
 import torch
 from torch import Tensor
 
-from anybit.errors import LayerError
+from anybit.errors import LayerError, dtype_name
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 
@@ -24,6 +24,7 @@ _THRESHOLDS = {
     4: (1.0, 0.95, 0.9, 0.85, 0.8, 0.74, 0.68),
 }
 _MILD = (1.0, 0.97, 0.94, 0.9)
+_FAR = 2.0**24
 # Elements worked on at a time: small enough for the caches, large enough to hide the cost of a call.
 _CHUNK = 1 << 17
 
@@ -38,8 +39,11 @@ def quantize_weight(
         cubes for groups and fourth powers for whole rows, as measured.
     Scales are stored in the weight's dtype if that has 16 bits, else in float32, and codes are those that are nearest
     under the stored scale. 2:4 sparse formats keep the two largest of every four weights.
-    Raises LayerError for NaN, infinity, a weight that is not a matrix, has no values or is on the meta device, or
-    inputs that do not come in fours (2:4); TypeError where the format is a text.
+    Weights as large or as small as their dtype holds survive: no scale is so large that a code would stand for an
+    infinite value, and groups too small for their scale's dtype become zeros.
+    Raises LayerError for NaN, infinity, values beyond float32, one-bit signs whose scale (twice the mean magnitude) is
+    more than its dtype holds, a weight that is not a matrix, has no values or is on the meta device, or inputs that do
+    not come in fours (2:4); TypeError where the format is a text.
     """
     if not isinstance(format, WeightFormat):
         raise TypeError(f"format must be a WeightFormat, as in Scheme.parse('w4a16g128').weights, not {format!r}")
@@ -51,6 +55,8 @@ def quantize_weight(
         raise LayerError(f"a weight of shape {tuple(weight.shape)} has no values to quantize")
     if weight.is_meta:
         raise LayerError(f"the weight {tuple(weight.shape)} is on the meta device: it has no values yet, load it first")
+    if weight.dtype == torch.float64 and bool((weight.abs() > torch.finfo(torch.float32).max).any()):
+        raise LayerError(f"the weight has values up to {float(weight.abs().max()):.3g}, more than float32 holds")
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise LayerError(f"the weight has {bad} values that are NaN or infinite; quantizing them would hide the fault")
@@ -100,9 +106,24 @@ def fit_groups(
     groups: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool = True, power: int = 3
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit scale and zero to groups, float32 [..., g] -> codes uint8 [..., g], scale [...] in dtype, zero [...]."""
+    # Sums of fourth powers overflow or vanish far from 1: such groups are fitted in units of a power of two.
+    largest = groups.abs().amax(-1)
+    far = (largest > _FAR) | (largest < 1 / _FAR)
+    unit = torch.where(far, torch.exp2(largest.log2().floor().clamp(-100, 100)), 1.0) if bool(far.any()) else None
+    groups = groups if unit is None else groups / unit[..., None]
     scale, zero = best_scale(groups, format, search, power)
-    stored = scale.to(dtype)
-    return nearest_codes(groups, stored.float(), zero, format.bits).to(torch.uint8), stored, zero
+    scale = scale if unit is None else scale * unit
+    # No code stands for more than the dtype holds; rounded to it, the scale stays below that.
+    kind = torch.finfo(dtype)
+    most = kind.max / torch.maximum(zero, 2**format.bits - 1 - zero) * (1 - kind.eps)
+    stored = torch.minimum(torch.maximum(scale, -most), most).to(dtype)
+    if not bool(stored.isfinite().all()):
+        raise LayerError(
+            f"the weight has values up to {float(largest.max()):.5g}, and the scale of w{format.bits} for them is more "
+            f"than {dtype_name(dtype)} holds: quantize it to 2 bits or more, or divide it by a power of two"
+        )
+    own = stored.float() if unit is None else stored.float() / unit
+    return nearest_codes(groups, own, zero, format.bits).to(torch.uint8), stored, zero
 
 
 def best_scale(groups: Tensor, format: WeightFormat, search: bool = True, power: int = 3) -> tuple[Tensor, Tensor]:
