@@ -286,6 +286,8 @@ def run(histories, first=0):
         history = History(seed)
         history.run(history.rng.randint(8, 40))
         done, refused = done + history.done, refused + history.refused
+        if histories > 1000 and seed % 1000 == 999:
+            print(seed + 1, "histories", flush=True)
     return done, refused
 
 

@@ -192,13 +192,14 @@ class KVCache:
     def _commit(self, change: Change, lengths: bool = True) -> None:
         """Carry out a plan: the copies first, then the ledger and the device's tables.
 
-        Copies go to pages and rows that nobody reads yet, and are read in full before they are written, so that one
-        that fails (for want of memory) leaves the cache as it was.
+        Copies are read in full before they are written: one that fails for want of memory leaves the cache as it was.
         """
-        moved = self.ledger.moved(change)
-        width = self.table.shape[1]
-        owned = [change.entries[s].pages for s in moved]
-        tables = self._int32([[*pages, *[-1] * (width - len(pages))] for pages in owned]) if moved else None
+        cells = [
+            (sequence, i, new[i] if i < len(new) else -1)
+            for sequence, old, new, first in self.ledger.moves(change)
+            for i in range(first, max(len(old), len(new)))
+        ]
+        places = self._int32(cells).T if cells else None
         for action in change.actions:
             if isinstance(action, CopyPages):
                 self.pages[:, list(action.targets)] = self.pages[:, list(action.sources)]
@@ -207,11 +208,11 @@ class KVCache:
             else:
                 self._unpack(action)
         self.ledger.commit(change)
-        if tables is not None:
-            self.table[self.row_index(moved)] = tables
+        if places is not None:
+            self.table[places[0], places[1]] = places[2]
         if lengths and change.entries:
-            new = self._int32([entry.length for entry in change.entries.values()])
-            self.lengths[self.row_index(tuple(change.entries))] = new
+            counted = self._int32([entry.length for entry in change.entries.values()])
+            self.lengths[self.row_index(tuple(change.entries))] = counted
 
     def _int32(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -19,7 +19,7 @@ writes to it takes a copy; the last one that still has it writes to the page its
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -196,7 +196,7 @@ class Ledger:
 
     def plan_reorder(self, sequences: Sequence[int], origin: Sequence[int]) -> Change:
         """Sequence ``sequences[i]`` becomes what ``sequences[origin[i]]`` was."""
-        rows = self._rows(sequences)
+        rows = list(self._rows(sequences))
         places = [whole(o, "an origin") for o in origin]
         if len(places) != len(rows):
             raise CacheError(f"{len(rows)} sequences cannot be reordered by {len(places)} origins: give one for each")
@@ -213,15 +213,24 @@ class Ledger:
 
     def commit(self, change: Change) -> None:
         """Make a plan true; no other change may have come between."""
-        moved = self.moved(change)
-        lost = [page for s in moved for page in (self.entries[s] or Entry()).pages]
+        gained: list[int] = []
+        lost: list[int] = []
+        for _, old, new, first in self.moves(change):
+            gained += new[first:]
+            lost += old[first:]
         for sequence, entry in change.entries.items():
             self.entries[sequence] = entry
-        self.pool.exchange(change.taken, [page for s in moved for page in change.entries[s].pages], lost)
+        self.pool.exchange(change.taken, gained, lost)
 
-    def moved(self, change: Change) -> list[int]:
-        """Sequences that will have other pages."""
-        return [s for s, new in change.entries.items() if (self.entries[s] or Entry()).pages is not new.pages]
+    def moves(self, change: Change) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...], int]]:
+        """Sequences that will have other pages: the pages before and then, and how many of the first stay the same.
+
+        All that stay are counted where pages are only added, as in most steps, and none elsewhere.
+        """
+        for sequence, entry in change.entries.items():
+            old = (self.entries[sequence] or Entry()).pages
+            if entry.pages is not old:
+                yield sequence, old, entry.pages, len(old) if entry.pages[: len(old)] == old else 0
 
     def _unused(self) -> int:
         for sequence, entry in enumerate(self.entries):
@@ -231,14 +240,12 @@ class Ledger:
             f"all {len(self.entries)} sequences of the KV cache are in use: free one, or make room for more"
         )
 
-    def _rows(self, sequences: Sequence[int]) -> list[int]:
-        """Sequences that are there, each once."""
-        rows = [whole(s, "a sequence") for s in sequences]
-        for row in rows:
-            self.entry(row)
-        if len(set(rows)) < len(rows):
-            twice = next(row for row in rows if rows.count(row) > 1)
-            raise CacheError(f"sequence {twice} is named {rows.count(twice)} times: name each sequence once")
+    def _rows(self, sequences: Sequence[int]) -> dict[int, Entry]:
+        """Sequences that are there, each once, and their entries."""
+        rows = {whole(s, "a sequence"): self.entry(s) for s in sequences}
+        if len(rows) < len(sequences):
+            twice = next(row for row in rows if list(sequences).count(row) > 1)
+            raise CacheError(f"sequence {twice} is named {list(sequences).count(twice)} times: name each sequence once")
         return rows
 
     def _plan_growth(self, sequences: Sequence[int], tokens: Sequence[int], counts: bool) -> Change:
@@ -246,17 +253,15 @@ class Ledger:
         more = [whole(n, "a number of tokens") for n in tokens]
         if len(more) != len(rows):
             raise CacheError(f"{len(rows)} sequences and {len(more)} numbers of tokens: give one number for each")
-        for row, n in zip(rows, more, strict=True):
-            if n < 0 or self.entry(row).length + n > self.capacity:
+        for (row, entry), n in zip(rows.items(), more, strict=True):
+            if n < 0 or entry.length + n > self.capacity:
                 raise CacheError(
-                    f"sequence {row} has {self.entry(row).length} tokens of at most {self.capacity}: {_short(n)} more "
-                    "do not fit"
+                    f"sequence {row} has {entry.length} tokens of at most {self.capacity}: {_short(n)} more do not fit"
                 )
         left: Counter[int] = Counter()  # how many of these sequences leave a page to its other owners
         copied: set[int] = set()
         needed = 0
-        for row, n in zip(rows, more, strict=True):
-            entry = self.entry(row)
+        for (row, entry), n in zip(rows.items(), more, strict=True):
             begin, end = self.packed(entry.length), self.packed(entry.length + n)
             needed += max(self.holding(entry.length + n) - len(entry.pages), 0)
             if end > begin and begin % self.page:  # a page that is half full will be written to
@@ -274,8 +279,7 @@ class Ledger:
         fresh = iter(self.pool.next(needed))
         entries: dict[int, Entry] = {}
         copies: list[tuple[int, int]] = []
-        for row, n in zip(rows, more, strict=True):
-            length, pages, oldest = self.entry(row)
+        for (row, (length, pages, oldest)), n in zip(rows.items(), more, strict=True):
             total = length + n
             if row in copied:
                 tail = self.packed(length) // self.page
