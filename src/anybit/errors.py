@@ -2,7 +2,10 @@
 
 
 class AnyBitError(Exception):
-    """The root of every error that anybit raises on purpose."""
+    """The root of every error that anybit raises on purpose. Its message is ``printable``, whatever names it quotes."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(printable(item, keep="\n\t") if isinstance(item, str) else item for item in arguments))
 
 
 class SchemeError(AnyBitError, ValueError):
@@ -54,3 +57,13 @@ def printable(text: object, keep: str = "") -> str:
     return "".join(
         char if char.isprintable() or char in keep else char.encode("unicode_escape").decode("ascii") for char in shown
     )
+
+
+def one_line(error: BaseException, first: bool = False) -> str:
+    """Another library's error within a sentence: its words or its first line, 300 characters at most."""
+    text = str(error).strip()
+    text = " ".join((text.splitlines() or [""])[0].split() if first else text.split())
+    # Python's own words make no sentence alone: KeyError('x') says 'x'.
+    if not text or isinstance(error, LookupError | TypeError | AttributeError | RecursionError | ArithmeticError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -56,7 +56,7 @@ def test_compressed_tensors_gives_the_same_tokens(
         torch.testing.assert_close(theirs(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
     convert(tmp_path / "out", "anybit")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert config["scheme"] == scheme
+    assert config["anybit"]["scheme"] == scheme
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert tokens_of(again) == tokens_of(ours)
 

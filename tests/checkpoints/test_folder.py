@@ -171,7 +171,10 @@ def test_what_is_no_model_is_named(tmp_path: Path) -> None:
 def test_corrupt_gguf_is_named(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\x03\0\0\0" + b"\xff" * 16)
-    with pytest.raises(CheckpointError, match=r"model\.gguf cannot be read"), local_folder(tmp_path / "model.gguf"):
+    with (
+        pytest.raises(CheckpointError, match=r"model\.gguf is a corrupt GGUF file"),
+        local_folder(tmp_path / "model.gguf"),
+    ):
         pass
 
 

@@ -60,8 +60,8 @@ def test_figures_are_true(llama: Path, tmp_path: Path) -> None:
     stored = sum(e.bytes for n, e in folder.entries.items() if n.endswith(parts))
     assert saved.bits_per_weight == pytest.approx(8 * stored / saved.weights)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"]["scheme"] == "w3a16g32"
-    assert config["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+    assert config["quantization_config"]["anybit"]["scheme"] == "w3a16g32"
+    assert config["quantization_config"]["anybit"]["modules_to_not_convert"] == ["lm_head"]
 
 
 def test_the_search_can_be_left_out(llama: Path, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_groups_that_are_not_there_name_the_layer(sources: dict[str, Path], tmp_
         tensors[f"{name}.weight_g_idx"] = (torch.arange(inputs) // 32 + 9 * ("1.mlp.up" in name)).int()
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["group_index"] = True
+    config["quantization_config"]["anybit"]["group_index"] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(LayerError, match=r"layer model\.layers\.1\.mlp\.up_proj: group_index holds groups 9 to"):
         load_model(tmp_path, device="cpu")

@@ -1,27 +1,101 @@
-"""The ``quantization_config`` in a saved model's config.json."""
+"""The ``quantization_config`` of a config.json: which method quantized a model, and in anybit's words how.
 
+Where compressed-tensors can hold a model, the entry is compressed-tensors' own, so that every program that reads that
+format loads the folder as it is, and anybit's words stand in it under ``anybit``. Elsewhere the entry is anybit's.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from anybit.errors import CheckpointError
-from anybit.scheme import Scheme
+from anybit.errors import CheckpointError, SchemeError
+from anybit.scheme import Scheme, WeightFormat
 
 METHOD = "anybit"
+COMPRESSED_TENSORS = "compressed-tensors"
+FORMAT = "pack-quantized"
+"""The format of compressed-tensors whose tensors anybit's are."""
+
+_WORDS = {"version", "scheme", "modules_to_not_convert", "group_index", "hadamard", "input_scale", "backend"}
+_LONGEST_PATTERN = 256
+_MOST_REPETITIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a saved model is quantized, as its config.json says.
+
+    kept: names or patterns of the modules that were not quantized; None: the output head.  group_index, input_scale:
+    whether every layer stores an activation order, and a scale of every input.  hadamard: layers whose inputs are
+    rotated at run time.
+    """
+
+    scheme: Scheme
+    kept: list[str] | None = None
+    group_index: bool = False
+    hadamard: list[str] = field(default_factory=list)
+    input_scale: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: object = "config.json") -> "Quantization | None":
+        """Read a config.json that anybit wrote; None for a model that it did not quantize.
+
+        Raises CheckpointError, naming ``where`` and the entry, for words that are missing, unknown or of another type,
+        for a version that is newer than this one, for patterns that could take for ever, and where compressed-tensors'
+        words say something else than anybit's.
+        """
+        entry = config.get("quantization_config")
+        words = words_of(entry)
+        if words is None:
+            return None
+        place = f"{where}: quantization_config"
+        _check_words(words, place)
+        try:
+            scheme = Scheme.parse(words["scheme"])
+        except SchemeError as error:
+            raise CheckpointError(f"{place}: {error}") from None
+        _check_version(words.get("version"), place)
+        kept = words.get("modules_to_not_convert")
+        for pattern in kept or ():
+            check_pattern(pattern, f"{place}.modules_to_not_convert")
+        assert isinstance(entry, Mapping)
+        if entry.get("quant_method") == COMPRESSED_TENSORS:
+            _check_agreement(entry, scheme, place)
+        hadamard = list(words.get("hadamard") or ())
+        flags = (bool(words.get(name, False)) for name in ("group_index", "input_scale"))
+        group_index, input_scale = flags
+        return cls(scheme, kept, group_index, hadamard, input_scale)
+
+
+def words_of(quantization: object) -> dict[str, Any] | None:
+    """Anybit's own words in a ``quantization_config``, unchecked; None if they are not there."""
+    if not isinstance(quantization, Mapping):
+        return None
+    if quantization.get("quant_method") == METHOD:
+        return {name: value for name, value in quantization.items() if name != "quant_method"}
+    words = quantization.get(METHOD)
+    if quantization.get("quant_method") == COMPRESSED_TENSORS and isinstance(words, Mapping):
+        return dict(words)
+    return None
 
 
 def configuration(
     scheme: Scheme,
-    kept: list[str],
+    kept: list[str] | None,
     group_index: bool = False,
     hadamard: list[str] | None = None,
     input_scale: bool = False,
+    ignore: list[str] | None = None,
 ) -> dict[str, Any]:
-    """What config.json says of a model in ``scheme``; ``kept``: the modules that were not quantized;
-    ``hadamard``: the layers whose inputs are rotated at run time; ``input_scale``: layers scale their inputs.
+    """What config.json says of a model in ``scheme``; ``kept``: the modules that were not quantized.
+
+    hadamard: the layers whose inputs are rotated at run time.  input_scale: layers scale their inputs.
+    ignore: every Linear that is not quantized, where compressed-tensors can hold the model; None where it cannot.
     """
     from anybit import __version__
 
-    return {
-        "quant_method": METHOD,
+    words = {
         "version": __version__,
         "scheme": str(scheme),
         "modules_to_not_convert": kept,
@@ -29,22 +103,156 @@ def configuration(
         **({"hadamard": hadamard} if hadamard else {}),
         **({"input_scale": True} if input_scale else {}),
     }
+    if ignore is None:
+        return {"quant_method": METHOD, **words}
+    return {**compressed_tensors_words(scheme.weights, ignore), METHOD: words}
 
 
-def scheme_of(config: dict[str, Any]) -> Scheme | None:
+def compressed_tensors_words(fmt: WeightFormat, ignore: list[str]) -> dict[str, Any]:
+    """compressed-tensors' ``quantization_config`` for weights in a format, all Linear layers but those to ignore."""
+    return {
+        "quant_method": COMPRESSED_TENSORS,
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        # transformers 5.23 makes room for unpacked zero points and then refuses packed ones, unless it unpacks all.
+        **({"dequantize": True} if fmt.code == "asym" else {}),
+        "ignore": ignore,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": _weights_words(fmt),
+                "input_activations": None,
+                "output_activations": None,
+                "format": FORMAT,
+            }
+        },
+    }
+
+
+def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     """The scheme of a config.json written by anybit, else None (also for other quantization methods)."""
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
+    quantization = Quantization.of(config)
+    return None if quantization is None else quantization.scheme
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """Who quantized a model: anybit, another method by its name, or None if nobody did."""
+    entry = config.get("quantization_config")
+    if not entry:
         return None
-    if not isinstance(quantization.get("scheme"), str):
-        raise CheckpointError("the quantization_config of config.json names anybit, but no scheme")
-    return Scheme.parse(quantization["scheme"])
+    if words_of(entry) is not None:
+        return METHOD
+    method = entry.get("quant_method") if isinstance(entry, Mapping) else None
+    return method if isinstance(method, str) else "an unknown method"
 
 
-def refuse_quantized(config: dict[str, Any], what: str) -> None:
+def refuse_quantized(config: Mapping[str, Any], what: str) -> None:
     """Raise CheckpointError if a model is quantized already."""
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else "?"
-        scheme = f", {quantization['scheme']}" if isinstance(quantization, dict) and "scheme" in quantization else ""
+    method = method_of(config)
+    if method is not None:
+        words = words_of(config["quantization_config"]) or config["quantization_config"]
+        named = isinstance(words, Mapping) and isinstance(words.get("scheme"), str)
+        scheme = f", {words['scheme']}" if named else ""
         raise CheckpointError(f"{what} is quantized already ({method}{scheme}): start from the original model")
+
+
+def unreadable(config: Mapping[str, Any], what: object, reason: str) -> CheckpointError:
+    """The one sentence for a model whose method nobody here reads: what it is, why it failed, what to do."""
+    return CheckpointError(
+        f"{what} is quantized by {method_of(config)}, which anybit does not read, and transformers cannot load it "
+        f"here: {reason}; start from the original model"
+    )
+
+
+def check_pattern(pattern: str, place: str) -> None:
+    """Raise CheckpointError for a pattern of a checkpoint that may take for ever, or is none.
+
+    What backtracks without end repeats a group, or repeats often: such patterns are refused by their form, before they
+    are used once.
+    """
+    if len(pattern) > _LONGEST_PATTERN:
+        raise CheckpointError(f"{place} has a pattern of {len(pattern)} characters; {_LONGEST_PATTERN} are allowed")
+    plain = re.sub(r"\\.", "x", pattern)  # what is escaped is a character
+    plain = re.sub(r"\[[^\]]*\]", "x", plain)  # and so is a set of them
+    # A backslash and a digit stand for a group's text once more.
+    looped = re.search(r"\)[*+?{]", plain) or re.search(r"\(\?", plain) or re.search(r"\\[0-9]", pattern)
+    if looped or len(re.findall(r"[*+{]\??|(?<![*+}])\?", plain)) > _MOST_REPETITIONS:
+        raise CheckpointError(
+            f"{place} has the pattern {pattern!r}, which may take for ever: at most {_MOST_REPETITIONS} repetitions "
+            "are allowed, none of a group, and no look-around; name the layers instead"
+        )
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{place} has {pattern!r}, which is no pattern: {error}") from None
+
+
+def _check_words(words: dict[str, Any], place: str) -> None:
+    if not isinstance(words.get("scheme"), str):
+        raise CheckpointError(f"{place} names anybit, but no scheme")
+    unknown = sorted(set(words) - _WORDS)
+    if unknown:
+        raise CheckpointError(
+            f"{place} has {unknown[0]}, which this version of anybit does not know; "
+            f"it knows {', '.join(sorted(_WORDS))}"
+        )
+    for name in ("group_index", "input_scale"):
+        if not isinstance(words.get(name, False), bool):
+            raise CheckpointError(f"{place}.{name} is true or false, not {words[name]!r}")
+    for name in ("modules_to_not_convert", "hadamard"):
+        value = words.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise CheckpointError(f"{place}.{name} is a list of names, not {_short(value)}")
+    if not isinstance(words.get("backend"), str | None):
+        raise CheckpointError(f"{place}.backend is a name, not {_short(words['backend'])}")
+
+
+def _check_version(version: object, place: str) -> None:
+    """A newer version may have changed what the same words mean; an older one has not."""
+    from anybit import __version__
+
+    if version is None:
+        return
+    match = re.match(r"(\d{1,9})\.(\d{1,9})\b", version) if isinstance(version, str) else None
+    if match is None:
+        raise CheckpointError(f"{place}.version is a version such as {__version__!r}, not {_short(version)}")
+    own = re.match(r"(\d+)\.(\d+)", __version__)
+    assert own is not None
+    if tuple(map(int, match.groups())) > tuple(map(int, own.groups())):
+        raise CheckpointError(
+            f"{place} was written by anybit {version}, and this is {__version__}: pip install --upgrade anybit"
+        )
+
+
+def _weights_words(fmt: WeightFormat) -> dict[str, Any]:
+    return {
+        "num_bits": fmt.bits,
+        "type": "int",
+        "symmetric": fmt.code == "sym",
+        "strategy": "channel" if fmt.group is None else "group",
+        "group_size": fmt.group,
+        "dynamic": False,
+    }
+
+
+def _check_agreement(entry: Mapping[str, Any], scheme: Scheme, place: str) -> None:
+    """Two descriptions of one model have to be of one model."""
+    groups = entry.get("config_groups")
+    (group,) = groups.values() if isinstance(groups, Mapping) and len(groups) == 1 else (None,)
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or entry.get("format") != FORMAT:
+        raise CheckpointError(f"{place} is to describe one group of weights in the format {FORMAT}, and does not")
+    for name, value in _weights_words(scheme.weights).items():
+        if weights.get(name) != value:
+            raise CheckpointError(
+                f"{place} contradicts itself: its scheme is {scheme}, "
+                f"and {name} of its weights {_short(weights.get(name))}"
+            )
+    ignore = entry.get("ignore")
+    if ignore is not None and not (isinstance(ignore, list) and all(isinstance(item, str) for item in ignore)):
+        raise CheckpointError(f"{place}.ignore is a list of names, not {_short(ignore)}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

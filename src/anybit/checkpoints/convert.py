@@ -1,19 +1,25 @@
 """Convert between anybit's checkpoints and compressed-tensors': the same tensors, another config.json."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from anybit.checkpoints.configuration import METHOD, configuration, scheme_of
+from anybit.checkpoints.configuration import (
+    COMPRESSED_TENSORS,
+    FORMAT,
+    METHOD,
+    compressed_tensors_words,
+    configuration,
+    words_of,
+)
 from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.verify import layer_shapes
 from anybit.checkpoints.writing import write_text
 from anybit.errors import ConversionError
-from anybit.packing import words_per_row
 from anybit.scheme import GROUPS, Scheme, WeightFormat
 
-FORMAT = "pack-quantized"
-TARGETS = ("compressed-tensors", METHOD)
+TARGETS = (COMPRESSED_TENSORS, METHOD)
 _MARK = ".weight_packed"
 
 
@@ -45,60 +51,80 @@ def why_not(scheme: Scheme) -> str | None:
     return None
 
 
+def shared_ignore(
+    model: Any, scheme: Scheme, quantized: Iterable[str], hadamard: bool = False, input_scale: bool = False
+) -> list[str] | None:
+    """The Linear layers of a model that are not quantized, if compressed-tensors can hold the rest; None if it cannot.
+
+    model: on the meta device, before its layers are replaced.  quantized: the names of those that are, without an
+    activation order.
+    """
+    quantized = set(quantized)
+    if hadamard or input_scale or why_not(scheme) is not None:
+        return None
+    for name, module in model.named_modules():
+        if name in quantized and _why_not_layer(name, module, scheme.weights) is not None:
+            return None
+    return _unquantized_linears(model, quantized)
+
+
+def _why_not_layer(name: str, module: Any, fmt: WeightFormat) -> str | None:
+    """What of a layer the format cannot express, or None."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, Conv1D):
+        return f"layer {name} was a Conv1D, whose weight compressed-tensors expects transposed"
+    k = module.weight.shape[1]
+    if fmt.group is not None and k % fmt.group:
+        smaller = [f"g{group}" for group in GROUPS if k % group == 0]
+        advice = f"quantize with {' or '.join(smaller)}, or with whole rows" if smaller else "use whole rows"
+        return (
+            f"layer {name} has {k} inputs, which groups of {fmt.group} do not divide, as compressed-tensors demands; "
+            f"{advice}"
+        )
+    return None
+
+
 def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
-    scheme = scheme_of(source.config)
-    found = source.config.get("quantization_config")
-    if isinstance(found, dict) and found.get("quant_method") == "compressed-tensors":
+    from anybit.quantization.pipeline.modules import skeleton
+
+    found, quantization = source.config.get("quantization_config"), source.quantization
+    foreign = isinstance(found, dict) and found.get("quant_method") == COMPRESSED_TENSORS
+    if quantization is None and foreign:
         raise ConversionError(f"{source.path} is a compressed-tensors model already: there is nothing to convert")
-    if scheme is None:
+    if quantization is None:
         raise ConversionError(f"{source.path} is not a model that anybit quantized: its config.json does not say so")
-    if source.config["quantization_config"].get("hadamard"):
+    if quantization.hadamard:
         raise ConversionError(
             f"{source.path} rotates inputs at run time (hadamard): compressed-tensors cannot express it"
         )
-    if source.config["quantization_config"].get("input_scale"):
+    if quantization.input_scale:
         raise ConversionError(f"{source.path} scales the inputs of its layers: compressed-tensors cannot express it")
+    scheme = quantization.scheme
     reason = why_not(scheme)
     if reason is not None:
         raise ConversionError(f"compressed-tensors cannot express {scheme}: {reason}")
     layers = _layers(source)
     _check_layers(source, layers, scheme.weights)
-    fmt = scheme.weights
-    weights = {
-        "num_bits": fmt.bits,
-        "type": "int",
-        "symmetric": fmt.code == "sym",
-        "strategy": "channel" if fmt.group is None else "group",
-        "group_size": fmt.group,
-        "dynamic": False,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": FORMAT,
-        "quantization_status": "compressed",
-        "ignore": _unquantized_linears(source, layers),
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights,
-                "input_activations": None,
-                "output_activations": None,
-                "format": FORMAT,
-            }
-        },
-    }
+    model = skeleton(source.path)
+    for name, module in model.named_modules():
+        if name in layers and (why := _why_not_layer(name, module, scheme.weights)) is not None:
+            raise ConversionError(why)
+    return compressed_tensors_words(scheme.weights, _unquantized_linears(model, layers))
 
 
 def _to_anybit(source: Folder) -> dict[str, Any]:
     config = source.config.get("quantization_config")
-    if isinstance(config, dict) and config.get("quant_method") == METHOD:
+    if words_of(config) is not None:
         raise ConversionError(f"{source.path} is in anybit's format already: there is nothing to convert")
-    if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
+    if not isinstance(config, dict) or config.get("quant_method") != COMPRESSED_TENSORS:
         raise ConversionError(f"{source.path} is not a compressed-tensors model: its config.json does not say so")
     groups = config.get("config_groups") or {}
-    if len(groups) != 1:
+    if not isinstance(groups, Mapping) or len(groups) != 1:
         raise ConversionError(f"{source.path} has {len(groups)} config_groups; anybit has one scheme a model")
     (group,) = groups.values()
+    if not isinstance(group, Mapping) or not isinstance(group.get("weights") or {}, Mapping):
+        raise ConversionError(f"{source.path}: its config_groups are no descriptions of weights")
     kind = group.get("format") or config.get("format")
     if kind != FORMAT:
         raise ConversionError(f"{source.path} is in the format {kind!r}; anybit's tensors are those of {FORMAT!r}")
@@ -110,8 +136,9 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
     scheme = Scheme(_weight_format(source.path, group.get("weights") or {}))
     layers = _layers(source)
     _check_layers(source, layers, scheme.weights)
-    kept = [pattern.removeprefix("re:") for pattern in config.get("ignore") or []]
-    return configuration(scheme, kept)
+    ignore = [str(pattern) for pattern in config.get("ignore") or []]
+    kept = [pattern.removeprefix("re:") for pattern in ignore]
+    return {**config, METHOD: words_of(configuration(scheme, kept))}
 
 
 def _weight_format(path: Path, weights: dict[str, Any]) -> WeightFormat:
@@ -141,37 +168,16 @@ def _check_layers(source: Folder, layers: list[str], fmt: WeightFormat) -> None:
             if f"{layer}.{suffix}" in source.entries:
                 raise ConversionError(f"layer {layer} has {what} ({suffix}), which only one of the formats has")
         n, k = source.read(f"{layer}.weight_shape").tolist()
-        if fmt.group is not None and k % fmt.group:
-            smaller = [f"g{group}" for group in GROUPS if k % group == 0]
-            advice = f"quantize with {' or '.join(smaller)}, or with whole rows" if smaller else "use whole rows"
-            raise ConversionError(
-                f"layer {layer} has {k} inputs, which groups of {fmt.group} do not divide, as compressed-tensors "
-                f"demands; {advice}"
-            )
-        expected: dict[str, tuple[int, ...]] = {
-            "weight_packed": (n, words_per_row(k, fmt.bits)),
-            "weight_scale": (n, fmt.groups(k)),
-        }
-        if fmt.code == "asym":
-            expected["weight_zero_point"] = (words_per_row(n, fmt.bits), fmt.groups(k))
-        for suffix, shape in expected.items():
+        for suffix, shape in layer_shapes(n, k, fmt).items():
             entry = source.entries.get(f"{layer}.{suffix}")
             if entry is None or entry.shape != shape:
                 found = "absent" if entry is None else f"of shape {entry.shape}"
                 raise ConversionError(f"layer {layer}: {suffix} is {found}; {shape} is what the configuration implies")
 
 
-def _unquantized_linears(source: Folder, quantized: Iterable[str]) -> list[str]:
+def _unquantized_linears(model: Any, quantized: Iterable[str]) -> list[str]:
     """compressed-tensors takes every Linear that is not ignored, so all that stayed as they were are named."""
     from torch import nn
-    from transformers.pytorch_utils import Conv1D
 
-    from anybit.quantization.pipeline.modules import skeleton
-
-    done, ignored = set(quantized), []
-    for name, module in skeleton(source.path).named_modules():
-        if isinstance(module, Conv1D) and name in done:
-            raise ConversionError(f"layer {name} was a Conv1D, whose weight compressed-tensors expects transposed")
-        if isinstance(module, nn.Linear) and name not in done:
-            ignored.append(name)
-    return ignored
+    done = set(quantized)
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in done]

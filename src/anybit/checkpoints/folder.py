@@ -2,20 +2,24 @@
 
 import json
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.safetensors import Entry, read_header, read_tensor
+from anybit.checkpoints.verify import check_config, check_layers
 from anybit.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_LARGEST_JSON = 100_000_000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# Weights in whatever format; everything else in a model folder (tokenizer, templates, licence) belongs to its copy.
-_WEIGHTS = (
+# Weights in whatever format, and programs; all else (tokenizer, templates, licence) goes with a copy of the model.
+_LEFT = (
     *_PICKLES,
     "*.safetensors",
     "*.safetensors.index.json",
@@ -24,6 +28,8 @@ _WEIGHTS = (
     "*.h5",
     "*.msgpack",
     "*.onnx",
+    "*.py",
+    "*.pyc",
 )
 
 
@@ -35,7 +41,10 @@ def path_of(place: Path | str, name: str) -> Path:
 
 
 class Folder:
-    """A model folder, open for reading; tensors are read one at a time. Raises CheckpointError, naming the file."""
+    """A model folder, open for reading; tensors are read one at a time. Raises CheckpointError, naming the file.
+
+    What ``verify`` can say without the model has been checked by then. quantization: how anybit quantized it, or None.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = path_of(path, "the folder of a model")
@@ -43,6 +52,9 @@ class Folder:
             raise CheckpointError(f"{self.path} is not a folder")
         self.config = read_json(self.path / "config.json")
         self.entries = _entries(self.path)
+        self.quantization: Quantization | None = check_config(self.config, self.path / "config.json", self.entries)
+        if self.quantization is not None:
+            check_layers(self.quantization, self.entries)
 
     @property
     def bytes(self) -> int:
@@ -75,20 +87,36 @@ class Folder:
         return tensor
 
     def companions(self) -> list[Path]:
-        """The files that go with the weights: tokenizer, templates, generation settings. Never a pickle."""
+        """The files that go with the weights: tokenizer, templates, generation settings. Never a pickle or a program.
+
+        Raises CheckpointError for a link that leaves the folder: a copy would give away what it points to.
+        """
         return companions(self.path)
 
 
 def companions(path: Path) -> list[Path]:
     """What goes with the weights of a model folder: see ``Folder.companions``."""
-    return sorted(
-        file
-        for file in path.iterdir()
-        if file.is_file()
-        and file.name != "config.json"
-        and not file.name.startswith(".")
-        and not any(file.match(pattern) for pattern in _WEIGHTS)
-    )
+    found = []
+    for file in sorted(path.iterdir()):
+        left = file.name == "config.json" or file.name.startswith(".") or any(map(file.match, _LEFT))
+        if left or not file.is_file():
+            continue
+        if file.is_symlink() and not _is_inside(path, file.resolve()):
+            raise CheckpointError(
+                f"{file} is a link to {file.resolve()}, outside of its folder, and would be copied into the result: "
+                "put the file itself there, or remove the link"
+            )
+        found.append(file)
+    return found
+
+
+def _is_inside(folder: Path, target: Path) -> bool:
+    """Whether a file belongs to a model folder; those of the hub's cache are links into the blobs beside them."""
+    real = folder.resolve()
+    places = [real]
+    if real.parent.name == "snapshots":
+        places.append(real.parent.parent / "blobs")
+    return any(place in target.parents for place in places)
 
 
 def refuse_not_finite(tensor: Tensor, entry: Entry) -> None:
@@ -112,15 +140,22 @@ def refuse_not_finite(tensor: Tensor, entry: Entry) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object, or say what is wrong with the file."""
     try:
+        if file.stat().st_size > _LARGEST_JSON:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, and {_LARGEST_JSON} at most are read")
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file.parent} has no {file.name}, so it is not a model folder") from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise CheckpointError(f"{file} is not valid JSON: it is nested too deeply") from None
     except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a {type(value).__name__}, not an object")
+        kind = "null" if value is None else f"a {type(value).__name__}"
+        raise CheckpointError(f"{file} holds {kind}, not an object")
     return value
 
 
@@ -143,19 +178,43 @@ def _sharded(path: Path) -> dict[str, Entry]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index} has no weight_map of tensor names to files")
-    entries: dict[str, Entry] = {}
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if not name or Path(name).name != name or "\0" in name:
             raise CheckpointError(f"{index} points outside its folder: {name}")
         if not (path / name).is_file():
             raise CheckpointError(f"{path / name} is missing, and {index.name} says that it holds tensors")
-        for entry in read_header(path / name):
+    entries = _joined(path / name for name in names)
+    for name, file in weight_map.items():
+        if name not in entries or entries[name].file.name != file:
+            raise CheckpointError(f"tensor {name} is missing from {path / file}, where {index.name} says it is")
+    return entries
+
+
+def read_entries(files: Sequence[Path], root: Path) -> dict[str, Entry]:
+    """The tensors of the files that transformers has chosen in a folder, checked as those of a ``Folder`` are.
+
+    root: the folder that was asked for. Raises CheckpointError for a file outside of it.
+    """
+    for file in files:
+        outside = os.path.relpath(file, root).startswith("..") if root.is_dir() else ".." in file.parts
+        if outside:
+            raise CheckpointError(f"{file} lies outside of {root}, whose index names it")
+    folder, names = files[0].parent, {file.name for file in files}
+    if SINGLE not in names and (folder / INDEX).is_file():
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if isinstance(weight_map, dict) and names == {item for item in weight_map.values() if isinstance(item, str)}:
+            return _sharded(folder)
+    return _joined(files)
+
+
+def _joined(files: Iterable[Path]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for file in files:
+        for entry in read_header(file):
             if entry.name in entries:
                 raise CheckpointError(
                     f"tensor {entry.name} appears twice: in {entries[entry.name].file} and {entry.file}"
                 )
             entries[entry.name] = entry
-    for name, file in weight_map.items():
-        if name not in entries or entries[name].file.name != file:
-            raise CheckpointError(f"tensor {name} is missing from {path / file}, where {index.name} says it is")
     return entries

@@ -37,6 +37,9 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER = 100_000_000
+_LARGEST_SIZE = 1 << 48
+"""Of one dimension of a tensor: a model of that many bytes is no model, and sizes beyond 63 bits overflow."""
+_MOST_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ def read_header(file: Path) -> list[Entry]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
     try:
         header = json.loads(text, object_pairs_hook=lambda pairs: _without_doubles(file, pairs))
-        items = [(name, value) for name, value in header.items() if name != "__metadata__"]
+        _check_metadata(file, header.pop("__metadata__", {}))
+        items = list(header.items())
         entries = [_entry(file, name, value, 8 + length) for name, value in items]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
@@ -93,7 +97,7 @@ def read_header(file: Path) -> list[Entry]:
 
 def read_tensor(entry: Entry) -> Tensor:
     """Read one tensor into memory of its own."""
-    data = torch.empty(entry.bytes, dtype=torch.uint8)
+    data = torch.empty(entry.bytes, dtype=torch.uint8, device="cpu")  # whatever the default is
     try:
         with entry.file.open("rb") as stream:
             stream.seek(entry.begin)
@@ -160,7 +164,8 @@ def _entry(file: Path, name: str, value: dict[str, Any], base: int) -> Entry:
     dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if dtype not in DTYPES:
         raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; anybit reads {', '.join(DTYPES)}")
-    if not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+    sizes = (*shape, begin, end)
+    if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and 0 <= size < _LARGEST_SIZE for size in sizes):
         raise CheckpointError(
             f"{file}: tensor {name} has shape {shape} and offsets {begin}, {end}, which are impossible"
         )
@@ -169,10 +174,15 @@ def _entry(file: Path, name: str, value: dict[str, Any], base: int) -> Entry:
     return Entry(name, file, DTYPES[dtype], shape, base + begin, base + end)
 
 
+def _check_metadata(file: Path, metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{file} has a corrupt safetensors header: its __metadata__ is no table of texts")
+
+
 def _without_doubles(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in names if names.count(name) > 1)
-        raise CheckpointError(f"{file}: tensor {double} appears twice")
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise CheckpointError(f"{file}: tensor {name} appears twice")
+        result[name] = value
     return result

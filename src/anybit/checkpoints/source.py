@@ -1,18 +1,23 @@
 """Turn a model's name (a folder, a hub name, a GGUF file) into a folder of safetensors."""
 
 import importlib.util
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from anybit.checkpoints.folder import path_of
+from anybit.checkpoints.gguf import read_gguf_header
 from anybit.checkpoints.scratch import Scratch
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, one_line
 
 # What a model folder is made of; pickles and other frameworks' weights are not even fetched.
 _FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_GGUF_MAGIC = b"GGUF"
+# The factors of scaled rotary embeddings, which a model computes by itself.
+_FREQUENCIES = re.compile(r"rope_(freqs|factors)")
 
 
 @contextmanager
@@ -45,32 +50,59 @@ def refuse_unnamed(model: str | Path) -> None:
 
 
 def dequantize_gguf(file: Path, folder: Path) -> None:
-    """Write a GGUF file's model and tokenizer into a folder, as 16-bit floats. Needs the ``gguf`` extra."""
-    with file.open("rb") as stream:
-        if stream.read(4) != _GGUF_MAGIC:
-            raise CheckpointError(f"{file} is not a GGUF file; a model is a folder, a hub name or a GGUF file")
+    """Write a GGUF file's model and tokenizer into a folder, as 16-bit floats. Needs the ``gguf`` extra.
+
+    Raises CheckpointError for a file that lacks a tensor of its model, has one too many, or is corrupt in another way.
+    What lies beside the file is not looked at.
+    """
+    read_gguf_header(file)
     absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if absent:
         raise CheckpointError(f"reading {file} needs {' and '.join(absent)}: pip install 'anybit[gguf]'")
     import torch
     import transformers
 
-    arguments = {"gguf_file": file.name, "dtype": torch.float16}
+    arguments: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    options: dict[str, Any] = {"dtype": torch.float16, "output_loading_info": True}
     if hasattr(transformers, "GgufConfig"):
         # Without it newer versions keep the file's own quantization, which can be neither cast nor saved.
-        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    # transformers reads configurations and code beside a file, too: it gets a folder with nothing else in it.
+    alone = folder / "source"
+    alone.mkdir()
+    (alone / file.name).symlink_to(file.resolve())
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **arguments)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(alone, **arguments, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(alone, **arguments)
+    except MemoryError:
+        raise
     except Exception as error:  # a corrupt file can make its parsers fail in any way
+        why = one_line(error).replace(str(alone), str(file.parent))
         raise CheckpointError(
-            f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {error}"
+            f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {why}"
         ) from error
+    finally:
+        shutil.rmtree(alone)
+    _refuse_other_model(file, found)
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def _refuse_other_model(file: Path, found: dict[str, Any]) -> None:
+    """Transformers makes up what a file lacks, and leaves aside what its model has no place for."""
+    surplus = [key for key in found.get("unexpected_keys") or () if not _FREQUENCIES.search(str(key))]
+    for keys, what in (
+        (found.get("missing_keys"), "has no tensor for {}, which its model needs"),
+        (found.get("mismatched_keys"), "has another shape for {} than its model"),
+        (surplus, "has tensor {}, which its model has no place for"),
+    ):
+        names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in keys or ())
+        if names:
+            count = "" if len(names) == 1 else f" and {len(names) - 1} more"
+            raise CheckpointError(f"{file} {what.format(names[0] + count)}")
 
 
 def _is_hub_name(text: str) -> bool:

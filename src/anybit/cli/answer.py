@@ -12,7 +12,7 @@ import torch
 from transformers import TextStreamer
 
 from anybit.cli import template
-from anybit.cli.common import status, stdout, trusting
+from anybit.cli.common import status, stdout
 from anybit.errors import TextError
 from anybit.integrations.fuse import accelerate
 from anybit.integrations.graph import serves
@@ -79,7 +79,7 @@ def _stopping(printer: _Printer) -> Iterator[None]:
 def load(model: str, scheme: Scheme | None, backend: str | None, device: str | None, trust_remote_code: bool) -> Loaded:
     """A model that is ready to answer, as fast as it can be where it is."""
     with status(f"Loading {model}" + (f" in {scheme}" if scheme else "")):
-        loaded = load_model(model, scheme, backend=backend, device=device, **trusting(trust_remote_code))
+        loaded = load_model(model, scheme, backend=backend, device=device, trust_remote_code=trust_remote_code)
         if loaded.model.device.type == "cuda":
             accelerate(loaded.model)
         return loaded

@@ -100,7 +100,7 @@ def _cache_words(kv: KVFormat) -> str:
 
 def _model(what: str) -> dict[str, Any]:
     from anybit.checkpoints import Folder, local_folder
-    from anybit.checkpoints.configuration import scheme_of
+    from anybit.checkpoints.configuration import method_of
     from anybit.quantization.pipeline.modules import (
         kept_modules,
         linear_layers,
@@ -109,11 +109,9 @@ def _model(what: str) -> dict[str, Any]:
 
     with status(f"Reading {what}"), local_folder(what) as path:
         folder = Folder(path)
-        scheme = scheme_of(folder.config)
-        quantization = folder.config.get("quantization_config") or {}
+        saved = folder.quantization
         model = skeleton(path)
-        kept = quantization.get("modules_to_not_convert") if scheme else None
-        keep = kept if kept is not None else kept_modules(model, None)
+        keep = kept_modules(model, None if saved is None else saved.kept)
         layers = linear_layers(model, keep)
         weights = sum(layer.n * layer.k for layer in layers)
         names = {layer.name for layer in layers}
@@ -126,8 +124,8 @@ def _model(what: str) -> dict[str, Any]:
         return {
             "model": what,
             "architecture": type(model).__name__,
-            "quantization": quantization.get("quant_method"),
-            "scheme": str(scheme) if scheme else None,
+            "quantization": method_of(folder.config),
+            "scheme": str(saved.scheme) if saved else None,
             "bytes": folder.bytes,
             "size": megabytes(folder.bytes),
             "files": len(files),

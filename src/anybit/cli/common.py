@@ -78,8 +78,7 @@ BackendOption = Annotated[
     ),
 ]
 TrustOption = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run the Python code of a model that brings its own: it may do anything."),
+    bool, typer.Option("--trust-remote-code", help="Run the Python files that the model brings; otherwise none is run.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
 
@@ -120,11 +119,6 @@ def print_json(value: dict[str, Any]) -> None:
     """Print an object on stdout; infinities and NaN as null, since JSON has none."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in value.items()}
     output.print(json.dumps(finite, indent=2), markup=False)
-
-
-def trusting(trust_remote_code: bool) -> dict[str, Any]:
-    """The argument of ``load_model`` that lets a model's own code run, only where a user asks for it."""
-    return {"trust_remote_code": True} if trust_remote_code else {}
 
 
 def megabytes(count: float) -> str:

@@ -20,7 +20,6 @@ from anybit.cli.common import (
     print_json,
     progress_bar,
     status,
-    trusting,
 )
 from anybit.errors import LayerError, TextError
 from anybit.scheme import Scheme
@@ -63,9 +62,8 @@ def evaluate(
     from anybit.integrations.loading import load_model, stored_scheme
 
     content = measure.read_text(text)
-    trust = trusting(trust_remote_code)
     with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
-        loaded = load_model(model, parsed, backend=backend, device=device, **trust)
+        loaded = load_model(model, parsed, backend=backend, device=device, trust_remote_code=trust_remote_code)
     _refuse_beyond(loaded, context)
     ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
     first = _bos(loaded.tokenizer, bos)
@@ -84,7 +82,7 @@ def evaluate(
         with status(f"Loading {baseline}"):
             # The backend is that of quantized layers, which a baseline need not have.
             theirs = None if backend is None or stored_scheme(baseline) is None else backend
-            other = load_model(baseline, backend=theirs, device=device, **trust)
+            other = load_model(baseline, backend=theirs, device=device, trust_remote_code=trust_remote_code)
         _refuse_beyond(other, context)
         with progress_bar("Comparing", counted=True) as update:
             compared = measure.agreement(

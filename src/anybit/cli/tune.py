@@ -240,7 +240,6 @@ def _shape(text: str) -> tuple[int, int] | None:
 def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]], str]:
     """The scheme, the shapes of a model's linear layers, first as ``fuse`` joins them, and the dtype they run in."""
     from anybit.checkpoints import Folder, local_folder
-    from anybit.checkpoints.configuration import scheme_of
     from anybit.quantization.pipeline.modules import (
         kept_modules,
         linear_layers,
@@ -249,13 +248,12 @@ def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int
 
     with local_folder(model) as path:
         folder = Folder(path)
-        stored, own = scheme_of(folder.config), str(folder.kernel_dtype).removeprefix("torch.")
+        saved, own = folder.quantization, str(folder.kernel_dtype).removeprefix("torch.")
+        stored = None if saved is None else saved.scheme
         if scheme is None and stored is None:
             raise SchemeError(f"{model} is not quantized by anybit: name a scheme, for example --scheme w4a8")
         empty = skeleton(path)
-        quantization = folder.config.get("quantization_config") or {}
-        kept = quantization.get("modules_to_not_convert") if stored else None
-        layers = linear_layers(empty, kept if kept is not None else kept_modules(empty, None))
+        layers = linear_layers(empty, kept_modules(empty, None if saved is None else saved.kept))
     fused = _as_fused({layer.name: (layer.n, layer.k) for layer in layers})
     shapes = dict.fromkeys([*fused, *((layer.n, layer.k) for layer in layers)])
     parsed = Scheme.parse(scheme) if scheme is not None else stored

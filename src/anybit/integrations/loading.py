@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from anybit.checkpoints import Folder, local_folder
-from anybit.checkpoints.configuration import refuse_quantized, scheme_of
+from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized, scheme_of, unreadable
 from anybit.checkpoints.folder import read_json
-from anybit.errors import CheckpointError, KernelError
+from anybit.checkpoints.verify import check_model
+from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
 from anybit.ops import backends
@@ -64,6 +66,7 @@ def load_model(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     modules_to_not_convert: list[str] | None = None,
+    trust_remote_code: bool = False,
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
@@ -71,6 +74,7 @@ def load_model(
     dtype: of what is not quantized; by default float32 on a CPU (whose 16-bit arithmetic is slow), else the model's. A
         quantized model that is stored in float32 is loaded as bfloat16 onto a GPU, whose kernels take 16-bit floats; a
         warning says so.
+    trust_remote_code: run the Python files of a model that brings its own; without it nothing in a folder is executed.
     Raises CheckpointError, naming the file and the tensor, for a checkpoint that is corrupt, incomplete or not finite,
     LayerError for a layer that the scheme does not fit, and KernelError for a backend that is unknown or cannot run it,
     or that is named for a model that is not quantized.
@@ -83,8 +87,14 @@ def load_model(
         raise KernelError(f"transformers loads a model onto {device} with accelerate: pip install 'anybit[cuda]'")
     with local_folder(source) as path:
         folder = Folder(path)
-        skeleton(path)  # a configuration that transformers cannot build gets its own error
-        stored = scheme_of(folder.config)
+        # A configuration that transformers cannot build gets its own error.
+        empty = skeleton(path, trust_remote_code)
+        method = method_of(folder.config)
+        if method not in (None, METHOD) and not AutoHfQuantizer.supports_quant_method(_entry(folder)):
+            raise unreadable(folder.config, source, "it does not know the method")
+        if method is None:
+            check_model(empty, folder.entries, path)
+        stored = None if folder.quantization is None else folder.quantization.scheme
         quantized = scheme is not None or stored is not None
         if backend is not None and not quantized:
             raise KernelError(
@@ -105,31 +115,42 @@ def load_model(
             arguments["quantization_config"] = AnyBitConfig(scheme, modules_to_not_convert, backend)
         elif stored is not None and backend is not None:
             # Beside a checkpoint's own quantization_config transformers ignores another: it has to be in that one.
-            arguments["config"] = config = AutoConfig.from_pretrained(path)
-            config.quantization_config["backend"] = backend
+            arguments["config"] = config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            entry = config.quantization_config
+            (entry if entry["quant_method"] == METHOD else entry[METHOD])["backend"] = backend
         if device != "cpu":
             arguments["device_map"] = device
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
-                path, dtype=wanted, output_loading_info=True, **arguments
+                path, dtype=wanted, output_loading_info=True, trust_remote_code=trust_remote_code, **arguments
             )
-        except KernelError:
+        except (AnyBitError, MemoryError, torch.OutOfMemoryError):
             raise
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # what is wrong with a folder can make the libraries below fail in any way
             _refuse_not_finite(folder)  # transformers does not tell what went wrong while it quantized
-            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+            if method not in (None, METHOD):
+                raise unreadable(folder.config, source, one_line(error)) from error
+            raise CheckpointError(f"{path} cannot be loaded: {one_line(error)}") from error
         _refuse_incomplete(path, found)
         if _has_fault(model):
             _refuse_not_finite(folder)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            why = " ".join(str(error).split())
-            raise CheckpointError(f"{path} has no tokenizer that can be read: {why}") from error
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            tokenizer("a")  # some settings fail at the first text only
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{path} has no tokenizer that can be read: {one_line(error)}") from error
     parsed = stored if scheme is None else Scheme.parse(scheme)
     if parsed is not None and not parsed.activations.quantized and "a8" in allowed():
         _say_without_effect(model)
     return Loaded(model.eval(), tokenizer, parsed, str(source))
+
+
+def _entry(folder: Folder) -> dict[str, Any]:
+    """The quantization_config of another method, with a name where it has none."""
+    entry = folder.config["quantization_config"]
+    return {**entry, "quant_method": str(entry.get("quant_method", ""))}
 
 
 def stored_scheme(source: str | Path) -> Scheme | None:

@@ -1,29 +1,35 @@
 """anybit in transformers: ``from_pretrained(model, quantization_config=AnyBitConfig("w4a16g128"))``, save and reload.
 
-Importing this module (or anybit) registers the quantizer; transformers finds it by ``quant_method: "anybit"``.
+Importing this module (or anybit) registers the quantizer; transformers finds it by ``quant_method: "anybit"``, and for
+folders in compressed-tensors' format by anybit's words in them.
 """
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import auto
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit.errors import KernelError, LayerError, OptionError
+from anybit.checkpoints.configuration import COMPRESSED_TENSORS, METHOD, Quantization, configuration, words_of
+from anybit.checkpoints.convert import shared_ignore
+from anybit.checkpoints.folder import read_entries, read_json
+from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values
+from anybit.errors import CheckpointError, KernelError, LayerError, OptionError
 from anybit.integrations import graph
 from anybit.linear import QuantLinear
 from anybit.ops import backends
 from anybit.quantization.methods.rtn import quantize_weight
-from anybit.quantization.pipeline.modules import check_kept, kept_modules
+from anybit.quantization.pipeline.modules import check_kept, kept_modules, linear_layers
 from anybit.scheme import Scheme
-
-METHOD = "anybit"
 
 
 @register_quantization_config(METHOD)
@@ -60,6 +66,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.group_index = group_index
         self.hadamard = list(hadamard or ())
         self.input_scale = input_scale
+        self.ignore: list[str] | None = None
         if backend is not None and backend not in backends:
             raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
         # A saved configuration also says who wrote it, which changes nothing here.
@@ -68,19 +75,44 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             known = "scheme, modules_to_not_convert, backend, group_index, hadamard and input_scale"
             raise OptionError(f"AnyBitConfig takes no {', '.join(sorted(unexpected))}; it takes {known}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """What ``config.json`` says: the format of the checkpoint, not the choice of a backend."""
-        from anybit import __version__
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Read what a config.json says, in anybit's words or beside compressed-tensors'. Raises CheckpointError."""
+        if Quantization.of({"quantization_config": config_dict}) is None:
+            raise CheckpointError(f"a quantization_config of anybit's has quant_method {METHOD!r} and a scheme")
+        return super().from_dict(words_of(config_dict), return_unused_kwargs, **kwargs)
 
-        return {
-            "quant_method": METHOD,
-            "version": __version__,
-            "scheme": self.scheme,
-            "modules_to_not_convert": self.modules_to_not_convert,
-            **({"group_index": True} if self.group_index else {}),
-            **({"hadamard": self.hadamard} if self.hadamard else {}),
-            **({"input_scale": True} if self.input_scale else {}),
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """What ``config.json`` says: the format of the checkpoint, not the choice of a backend.
+
+        It is compressed-tensors' entry with anybit's words in it where that format can hold the model.
+        """
+        return configuration(
+            Scheme.parse(self.scheme),
+            self.modules_to_not_convert,
+            self.group_index,
+            self.hadamard,
+            self.input_scale,
+            self.ignore,
+        )
+
+
+def _taking_over(theirs: Any) -> Any:
+    """compressed-tensors' configuration, or anybit's for a folder that carries anybit's words."""
+
+    class CompressedTensorsOrAnyBit(theirs):  # type: ignore[misc]
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+            kind = theirs if words_of(config_dict) is None else AnyBitConfig
+            return kind.from_dict(config_dict, *arguments, **options)
+
+    return CompressedTensorsOrAnyBit
+
+
+# transformers chooses by the name of the method alone, and has one class a name.
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS] = _taking_over(
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS]
+)
 
 
 @register_quantizer(METHOD)
@@ -90,15 +122,35 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     requires_calibration = False
     quantization_config: AnyBitConfig
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Check the configuration: transformers shows it to a quantizer here, before it builds a model by it."""
+        place = Path(str(getattr(config, "name_or_path", "") or "")) / "config.json"
+        if place.is_file():
+            check_config(read_json(place), place)
+        return config
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
         config = self.quantization_config
+        entries = _entries_of(checkpoint_files, Path(model.name_or_path))
         if not self.pre_quantized:
             check_kept(model, config.modules_to_not_convert)
+            if entries is not None:
+                check_model(model, entries, model.name_or_path)
+        elif entries is not None:
+            kept = config.modules_to_not_convert
+            scheme = Scheme.parse(config.scheme)
+            check_layers(Quantization(scheme, kept, config.group_index, config.hadamard, config.input_scale), entries)
         keep = kept_modules(model, config.modules_to_not_convert)
         config.modules_to_not_convert = keep
+        scheme = Scheme.parse(config.scheme)
+        linears = [layer.name for layer in linear_layers(model, keep)]
+        if not config.group_index:
+            config.ignore = shared_ignore(model, scheme, linears, bool(config.hadamard), config.input_scale)
         replace_linears(
             model,
-            Scheme.parse(config.scheme),
+            scheme,
             keep,
             config.backend,
             config.group_index,
@@ -106,18 +158,33 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             hadamard=config.hadamard,
             input_scale=config.input_scale,
         )
+        if self.pre_quantized and entries is not None:
+            check_model(model, entries, model.name_or_path, self)
+        # The empty tensors that keep other programs out are no surprise here.
+        trap = rf"({'|'.join(map(re.escape, linears))})\.{TRAP}$"
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), trap}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
+                check_values(name, dict(module.named_parameters()))
                 try:
                     module.prepare()
                 except LayerError as error:
                     raise LayerError(f"layer {name}: {error}") from None
+        check_finite(model)
         kv = Scheme.parse(self.quantization_config.scheme).kv
         if kv is not None:
             graph.install(model, kv)
         return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        """What is saved; where compressed-tensors cannot hold it, with an empty tensor a layer: see ``TRAP``."""
+        if self.quantization_config.ignore is not None:
+            return None, {}
+        state = model.state_dict()
+        traps = [name.replace("weight_packed", TRAP) for name in state if name.endswith(".weight_packed")]
+        return {**state, **{name: torch.empty(0, dtype=torch.uint8) for name in traps}}, {}
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Whether a checkpoint tensor is the weight of a layer that is to be quantized while loading."""
@@ -159,6 +226,24 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
                 linear.bias = module.bias  # type: ignore[assignment]
                 model.set_submodule(name, linear)
         return model
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise CheckpointError for a parameter with NaN or infinity, of what is not quantized, and name it."""
+    for name, parameter in model.named_parameters():
+        # A sum that is finite proves its terms finite, in one pass.
+        if parameter.is_meta or not parameter.is_floating_point():
+            continue
+        tensor = parameter.detach()
+        if not bool(torch.isfinite(tensor.sum(dtype=torch.float32))) and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"tensor {name} has a value that is not finite")
+
+
+def _entries_of(files: list[str] | None, root: Path) -> Mapping[str, Any] | None:
+    """The tensors of the files that transformers is about to read, checked as a folder's; None if it reads no files."""
+    if not files or not all(str(file).endswith(".safetensors") for file in files):
+        return None
+    return read_entries([Path(file) for file in files], root)
 
 
 class _Quantize(ConversionOps):  # type: ignore[misc]

@@ -13,7 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from anybit.errors import CheckpointError, LayerError
+from anybit.checkpoints.configuration import check_pattern
+from anybit.errors import CheckpointError, LayerError, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,16 @@ class LinearLayer:
     transposed: bool
 
 
-def skeleton(folder: Path) -> Any:
+def skeleton(folder: Path, trust_remote_code: bool = False) -> Any:
     """The model of a folder's config.json on the meta device. Raises CheckpointError for an unknown architecture."""
     file = folder / "config.json"
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError, StrictDataclassError) as error:
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except MemoryError:
+        raise
+    except Exception as error:  # numbers of any size and type go into classes that expect others
         raise CheckpointError(
             f"{file}: transformers cannot build {_architecture(file)} as a causal language model: {_first_line(error)}"
         ) from error
@@ -77,6 +80,10 @@ def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None)
                 f"{pattern!r} is neither a layer to keep in 16 bits nor a pattern: {error}; patterns are regular "
                 "expressions, in which .* matches any text" + _mended(pattern)
             ) from None
+        try:
+            check_pattern(pattern, "modules_to_not_convert")  # the saved folder is to load again
+        except CheckpointError as error:
+            raise LayerError(str(error)) from None
         if not matched:
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _linear_names(model)))
             raise LayerError(
@@ -116,4 +123,4 @@ def _architecture(file: Path) -> str:
 def _first_line(error: BaseException) -> str:
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__  # its own first line names a validator, not what is wrong
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return one_line(error, first=True)

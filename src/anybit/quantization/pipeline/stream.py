@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anybit import kvcache
 from anybit.checkpoints.configuration import configuration, refuse_quantized
+from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.folder import Folder, path_of
 from anybit.checkpoints.safetensors import header_room
+from anybit.checkpoints.verify import TRAP, check_model
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.linear import QuantLinear
@@ -123,6 +126,8 @@ class Job:
                 "and values as they are"
             )
         names = _match(folder, model, layers)
+        check_model(model, folder.entries, folder.path)
+        folder.companions()  # what may not be copied is said now, too
         return cls(folder, output, scheme, method, model, kept, layers, names, began=began, **rest)
 
 
@@ -157,7 +162,11 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
                     job.progress(layer.name, done, total)
             for name in new:
                 writer.add(name, changes.tensors[name].contiguous())
-        _write_companions(job, folder, group_index, changes)
+            ignore = None if group_index else _shared_ignore(job, changes)
+            if ignore is None:
+                for layer in job.layers:
+                    writer.add(f"{layer.name}.{TRAP}", torch.empty(0, dtype=torch.uint8))
+        _write_companions(job, folder, group_index, changes, ignore)
         after = writer.bytes
     return Saved(
         str(job.output),
@@ -194,8 +203,14 @@ def _quantized(layer: LinearLayer, tensor: Tensor, quantize: QuantizeLayer) -> Q
         raise LayerError(f"layer {layer.name}: {error}") from None
 
 
-def _write_companions(job: Job, folder: Path, group_index: bool, changes: Changes) -> None:
-    quantization = configuration(job.scheme, job.kept, group_index, list(changes.hadamard), changes.input_scale)
+def _shared_ignore(job: Job, changes: Changes) -> list[str] | None:
+    quantized = [layer.name for layer in job.layers]
+    return shared_ignore(job.model, job.scheme, quantized, bool(changes.hadamard), changes.input_scale)
+
+
+def _write_companions(job: Job, folder: Path, group_index: bool, changes: Changes, ignore: list[str] | None) -> None:
+    hadamard = list(changes.hadamard)
+    quantization = configuration(job.scheme, job.kept, group_index, hadamard, changes.input_scale, ignore)
     config = {**job.source.config, **changes.config, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in job.source.companions():

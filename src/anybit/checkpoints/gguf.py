@@ -1,0 +1,177 @@
+"""The header of a GGUF file, checked against the file before a parser loops over what it says.
+
+The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: counts, typed metadata, the table of
+tensors, aligned data. Parsers trust its counts, and a wrong one costs hours or memory; here each is held against what
+the file can hold.
+"""
+
+import math
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anybit.errors import CheckpointError
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MOST_ENTRIES = 1 << 20
+"""Of metadata or tensors: the largest models have some thousands."""
+_MOST_ELEMENTS = 1 << 24
+"""Of one array: the largest vocabularies have some hundred thousand words."""
+_LONGEST_NAME = 1 << 16
+_LARGEST_SIZE = 1 << 31
+_MOST_DIMENSIONS = 4
+_COUNTS = re.compile(r"\.(block_count|expert_count|attention\.head_count(_kv)?)$")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor of a GGUF file: its dimensions, fastest first, its type's number, and where its data begins."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a GGUF file says of itself. metadata: scalars and strings; of an array its length."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def read_gguf_header(file: Path) -> GgufHeader:
+    """Read a GGUF file's header. Raises CheckpointError, naming the entry, for one that the file cannot bear out."""
+    try:
+        with file.open("rb") as stream:
+            if stream.read(4) != MAGIC:
+                raise CheckpointError(f"{file} is not a GGUF file; a model is a folder, a hub name or a GGUF file")
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(file, data).header()
+    except (OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+
+
+class _Reader:
+    def __init__(self, file: Path, data: mmap.mmap) -> None:
+        self.file, self.data, self.at = file, data, 4
+
+    def header(self) -> GgufHeader:
+        (version,) = self.take("I")
+        if version not in _VERSIONS:
+            raise self.fault(f"its version is {version}; {' and '.join(map(str, _VERSIONS))} are read")
+        tensors, entries = self.take("QQ")
+        if max(tensors, entries) > _MOST_ENTRIES:
+            raise self.fault(f"it announces {tensors} tensors and {entries} entries")
+        metadata: dict[str, Any] = {}
+        for _ in range(entries):
+            name = self.text(_LONGEST_NAME)
+            if name in metadata:
+                raise self.fault(f"entry {name} appears twice")
+            metadata[name] = self.value(name)
+        table: dict[str, GgufTensor] = {}
+        for _ in range(tensors):
+            tensor = self.tensor()
+            if tensor.name in table:
+                raise self.fault(f"tensor {tensor.name} appears twice")
+            table[tensor.name] = tensor
+        self.check(metadata, table)
+        return GgufHeader(metadata, table)
+
+    def check(self, metadata: dict[str, Any], table: dict[str, GgufTensor]) -> None:
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self.fault(f"general.alignment is {alignment}, and a power of two is needed")
+        if not isinstance(metadata.get("general.architecture"), str):
+            raise self.fault("it names no general.architecture")
+        for name in ("block_count", "embedding_length"):  # parsers have defaults, those of another model
+            if not isinstance(metadata.get(f"{metadata['general.architecture']}.{name}"), int):
+                raise self.fault(f"it says no {metadata['general.architecture']}.{name}")
+        largest = max((size for tensor in table.values() for size in tensor.shape), default=0)
+        for name, value in metadata.items():
+            if isinstance(value, float) and math.isnan(value):
+                raise self.fault(f"{name} is NaN")
+            match = _COUNTS.search(name)
+            most = _LARGEST_SIZE if match is None else len(table) if match[1] == "block_count" else max(largest, 1)
+            sized = match is not None or name.startswith(f"{metadata['general.architecture']}.")
+            if sized and isinstance(value, int | float) and value > most:
+                raise self.fault(f"{name} is {value}, and {most} is the most that its tensors bear out")
+        blocks = metadata.get(f"{metadata['general.architecture']}.block_count")
+        beyond = [
+            name for name in table if (found := _BLOCK.match(name)) and blocks is not None and int(found[1]) >= blocks
+        ]
+        if beyond:
+            raise self.fault(f"it has tensor {beyond[0]}, and {blocks} blocks")
+        start = -(-self.at // alignment) * alignment
+        for tensor in table.values():
+            if tensor.begin % alignment or start + tensor.begin >= len(self.data):
+                raise self.fault(
+                    f"tensor {tensor.name} begins at byte {tensor.begin} of its data, which is no place for it"
+                )
+
+    def tensor(self) -> GgufTensor:
+        name = self.text(_LONGEST_NAME)
+        (dimensions,) = self.take("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise self.fault(f"tensor {name} has {dimensions} dimensions, and {_MOST_DIMENSIONS} at most are possible")
+        shape = self.take(f"{dimensions}Q")
+        kind, begin = self.take("IQ")
+        # No type takes less than a bit an element.
+        if math.prod(shape) > 8 * len(self.data) or max(shape, default=0) > _LARGEST_SIZE:
+            raise self.fault(f"tensor {name} of shape {shape} does not fit {len(self.data)} bytes")
+        return GgufTensor(name, shape, kind, begin)
+
+    def value(self, name: str) -> Any:
+        (kind,) = self.take("I")
+        if kind in _SCALARS:
+            return self.take(_SCALARS[kind])[0]
+        if kind == _STRING:
+            return self.text(len(self.data))
+        if kind != _ARRAY:
+            raise self.fault(f"entry {name} has type {kind}, which there is not")
+        kind, count = self.take("IQ")
+        if count > _MOST_ELEMENTS:
+            raise self.fault(f"entry {name} has {count} elements")
+        if kind in _SCALARS:
+            self.skip(struct.calcsize(f"<{_SCALARS[kind]}") * count)
+        elif kind == _STRING:
+            for _ in range(count):
+                self.skip(self.take("Q")[0])
+        else:
+            raise self.fault(f"entry {name} is an array of type {kind}, which is not read")
+        return [count]
+
+    def text(self, longest: int) -> str:
+        (length,) = self.take("Q")
+        if length > longest:
+            raise self.fault(f"a text of {length} bytes at byte {self.at - 8}")
+        begin = self.at
+        self.skip(length)
+        try:
+            return self.data[begin : self.at].decode()
+        except UnicodeDecodeError:
+            raise self.fault(f"a text at byte {begin} is not UTF-8") from None
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        form = f"<{form}"
+        begin = self.at
+        self.skip(struct.calcsize(form))
+        return struct.unpack_from(form, self.data, begin)
+
+    def skip(self, count: int) -> None:
+        if count > len(self.data) - self.at:
+            raise self.fault(f"it ends at byte {len(self.data)}, within an entry that begins at {self.at}")
+        self.at += count
+
+    def fault(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.file} is a corrupt GGUF file, or is cut off: {what}")

@@ -1,0 +1,288 @@
+"""What a model folder must be for anybit to load it: one check, whichever door a model comes in by.
+
+``load_model``, transformers' ``from_pretrained``, the commands and a server's loader all call these, in the order in
+which a folder is read. Each raises CheckpointError, naming the file and the tensor, and builds nothing before.
+
+``check_config``   config.json: counts that the tensors do not bear out, NaN, code and files it may not name; what
+                   ``Quantization.of`` refuses: no scheme, a newer version, unknown words, patterns that take for ever
+``check_layers``   the header against the scheme: a quantized layer without one of its tensors, with a tensor that it
+                   does not have, of another shape or type; tensors of no quantized layer, layers that are not there
+``check_model``    the header against the model: missing tensors, surplus ones, other shapes, integers for floats
+``check_values``   a layer's tensors, once read: scales that are not finite, shapes and 2:4 places that contradict
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoints.configuration import Quantization
+from anybit.checkpoints.safetensors import Entry, read_tensor
+from anybit.errors import CheckpointError, dtype_name
+from anybit.packing import unpack_words, words_per_row
+from anybit.scheme import WeightFormat
+
+TRAP = "weight"
+"""An empty tensor beside the codes of each layer that compressed-tensors cannot hold. A program that does not know
+anybit takes it for the layer's weight and fails on its shape, instead of making up a weight at random."""
+
+_SUFFIXES = ("packed", "scale", "zero_point", "shape", "g_idx", "indices")
+_MARK = ".weight_packed"
+
+# Numbers that a model is built by, one loop a unit: layers each have a tensor of their own, the others a row of one.
+_LAYERS = re.compile(r"(?:n|num|encoder|decoder|\w*_hidden|num_\w+)_layers?|n_blocks?|num_blocks|depths?")
+_UNITS = re.compile(r"\w*(?:experts|heads|labels|stages)(?:_per_\w+)?")
+_SIZES = re.compile(r"\w*(?:_size|_dim|_positions?|_embeddings|_features|_channels)")
+_FEWEST_LAYERS = 128
+_FEWEST_UNITS = 4096
+_LARGEST_SIZE = 1 << 31
+_DEEPEST = 64
+_MOST_LAYERS = 1000
+"""Of a model whose tensors are not known yet: more than any model has."""
+
+
+def check_config(
+    config: Mapping[str, Any], where: object, entries: Mapping[str, Entry] | None = None
+) -> Quantization | None:
+    """Check a config.json before anything is built by it; returns how anybit quantized the model, or None.
+
+    where: what to call it.  entries: the tensors beside it, which bound what it may count.
+    """
+    dimensions = (size for entry in (entries or {}).values() for size in entry.shape)
+    largest = max(_FEWEST_UNITS, max(dimensions, default=0))
+    layers = _MOST_LAYERS if entries is None else max(_FEWEST_LAYERS, len(entries))
+    for name, value in _numbers(config, where):
+        key = name.rpartition(".")[2]
+        if isinstance(value, float) and math.isnan(value):
+            raise CheckpointError(f"{where}: {name} is NaN, which is no number")
+        for pattern, most in ((_LAYERS, layers), (_UNITS, largest), (_SIZES, _LARGEST_SIZE)):
+            if pattern.fullmatch(key) and value > most:
+                why = "" if entries is None else f", more than {len(entries)} tensors bear out"
+                raise CheckpointError(f"{where}: {name} is {value:.6g}{why}; at most {most} can be")
+    _check_names(config, where)
+    quantization = Quantization.of(config, where)
+    count = 0 if quantization is None else len(quantization.kept or ())
+    if count > max(_FEWEST_UNITS, len(entries or ())):
+        raise CheckpointError(f"{where}: quantization_config keeps {count} modules, more than there are")
+    return quantization
+
+
+def layer_shapes(
+    n: int, k: int, fmt: WeightFormat, group_index: bool = False, input_scale: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that a layer of N outputs and K inputs stores for its weight, and their shapes."""
+    kept = k // 2 if fmt.sparse else k
+    shapes: dict[str, tuple[int, ...]] = {
+        "weight_packed": (n, words_per_row(kept, fmt.bits)),
+        "weight_scale": (n, fmt.groups(k)),
+        "weight_shape": (2,),
+    }
+    if fmt.code == "asym":
+        shapes["weight_zero_point"] = (words_per_row(n, fmt.bits), fmt.groups(k))
+    if fmt.sparse:
+        shapes["weight_indices"] = (n, words_per_row(kept, 2))
+    if group_index:
+        shapes["weight_g_idx"] = (k,)
+    if input_scale:
+        shapes["input_scale"] = (k,)
+    return shapes
+
+
+def check_layers(quantization: Quantization, entries: Mapping[str, Entry]) -> list[str]:
+    """Check the headers of every quantized layer, and their ``weight_shape``; returns the layers' names."""
+    layers = [name.removesuffix(_MARK) for name in entries if name.endswith(_MARK)]
+    if not layers:
+        raise CheckpointError(f"the checkpoint is quantized to {quantization.scheme}, and has no tensor *{_MARK}")
+    known = set(layers)
+    for name, entry in entries.items():
+        layer, _, last = name.rpartition(".")
+        if last in {f"weight_{suffix}" for suffix in _SUFFIXES} and layer not in known:
+            raise CheckpointError(f"{entry.file}: tensor {name} belongs to no quantized layer: no {layer}{_MARK}")
+    strangers = sorted(set(quantization.hadamard) - known)
+    if strangers:
+        raise CheckpointError(f"{strangers[0]}, whose inputs are to be rotated (hadamard), is no quantized layer")
+    for layer in layers:
+        _check_layer(layer, quantization, entries)
+    return layers
+
+
+def check_model(model: Any, entries: Mapping[str, Entry], where: object, quantizer: Any = None) -> None:
+    """Check the headers against a transformers model on the meta device, its quantized layers in place.
+
+    quantizer: the HfQuantizer that loads the model, whose conversions of names are followed.
+    """
+    wanted: dict[str, Tensor] = dict(model.state_dict())
+    layers = {name.removesuffix(_MARK) for name in wanted if name.endswith(_MARK)}
+    optional = set(getattr(model, "all_tied_weights_keys", ()))
+    converted, found = _names(model, list(entries), wanted, quantizer)
+    surplus: list[str] = []
+    doubles: dict[str, str] = {}
+    for stored, name in found.items():
+        entry = entries[stored]
+        layer, _, last = name.rpartition(".")
+        if last == TRAP and layer in layers and entry.bytes == 0:
+            continue
+        if name not in wanted:
+            surplus.append(stored)
+            continue
+        if name in doubles:
+            raise CheckpointError(f"{where}: tensor {name} appears twice, as {doubles[name]} and {stored}")
+        doubles[name] = stored
+        if tuple(wanted[name].shape) != entry.shape:
+            raise CheckpointError(
+                f"{entry.file}: tensor {stored} has shape {entry.shape}, "
+                f"and {type(model).__name__} takes {tuple(wanted[name].shape)}"
+            )
+        _check_kind(entry, wanted[name].dtype)
+    _refuse(model, sorted(set(wanted) - set(doubles) - converted - optional), where, missing=True)
+    _refuse(model, sorted(surplus), where, missing=False)
+
+
+def check_values(layer: str, tensors: Mapping[str, Tensor | None]) -> None:
+    """Check what a quantized layer's tensors hold, on any device but meta; names as ``layer_shapes`` has them."""
+    for name in ("weight_scale", "input_scale", "bias"):
+        tensor = tensors.get(name)
+        if tensor is not None and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"layer {layer}: {name} has a value that is not finite")
+    indices = tensors.get("weight_indices")
+    if indices is None or indices.is_meta:
+        return
+    words = indices.detach()
+    places = unpack_words(words, 2, words.shape[-1] * 16).unflatten(-1, (-1, 2))
+    shape = tensors.get("weight_shape")
+    pairs = places.shape[-2] if shape is None else int(shape[1]) // 4
+    if bool((places[..., :pairs, 0] == places[..., :pairs, 1]).any()):
+        raise CheckpointError(f"layer {layer}: weight_indices name one of four places twice, and two are kept")
+
+
+def _check_layer(layer: str, quantization: Quantization, entries: Mapping[str, Entry]) -> None:
+    shape = entries.get(f"{layer}.weight_shape")
+    if shape is None:
+        raise CheckpointError(f"{entries[layer + _MARK].file} has no tensor {layer}.weight_shape, which {layer} needs")
+    if shape.shape != (2,) or shape.dtype not in (torch.int64, torch.int32):
+        raise CheckpointError(
+            f"{shape.file}: tensor {shape.name} is {dtype_name(shape.dtype)} {shape.shape}, and holds 2 whole numbers"
+        )
+    n, k = read_tensor(shape).tolist()
+    if min(n, k) < 1:
+        raise CheckpointError(f"{shape.file}: tensor {shape.name} says {n} outputs and {k} inputs")
+    fmt = quantization.scheme.weights
+    expected = layer_shapes(n, k, fmt, quantization.group_index, quantization.input_scale)
+    for suffix, size in expected.items():
+        entry = entries.get(f"{layer}.{suffix}")
+        if entry is None:
+            raise CheckpointError(f"{shape.file} has no tensor {layer}.{suffix}, which {quantization.scheme} needs")
+        if entry.shape != size:
+            raise CheckpointError(
+                f"{entry.file}: tensor {entry.name} has shape {entry.shape}, and {size} is what a layer of {n} outputs "
+                f"and {k} inputs has in {quantization.scheme}"
+            )
+        if suffix != "weight_shape":
+            _check_kind(entry, torch.float32 if suffix.endswith("scale") else torch.int32)
+    for suffix in (*(f"weight_{name}" for name in _SUFFIXES), "input_scale"):
+        if suffix not in expected and f"{layer}.{suffix}" in entries:
+            raise CheckpointError(
+                f"{entries[f'{layer}.{suffix}'].file}: layer {layer} has {suffix}, and {quantization.scheme} as "
+                "config.json describes it does not"
+            )
+
+
+def _check_kind(entry: Entry, wanted: torch.dtype) -> None:
+    """Floats may be of another width, since they are converted; integers have to be what they are."""
+    floats = entry.dtype.is_floating_point and entry.dtype.itemsize >= 2
+    right = floats if wanted.is_floating_point else entry.dtype == wanted
+    if entry.name.endswith(".weight_shape"):
+        right = entry.dtype in (torch.int64, torch.int32)
+    if not right:
+        what = "a float of 16 bits or more" if wanted.is_floating_point else dtype_name(wanted)
+        raise CheckpointError(
+            f"{entry.file}: tensor {entry.name} is {dtype_name(entry.dtype)}, and the model takes {what}"
+        )
+
+
+def _numbers(config: Mapping[str, Any], where: object) -> Iterator[tuple[str, int | float]]:
+    """Every number of a config.json with its place, but for those of the quantization; never recursive."""
+    rest: list[tuple[str, object, int]] = [("", config, 0)]
+    while rest:
+        name, value, depth = rest.pop()
+        if depth > _DEEPEST:
+            raise CheckpointError(f"{where} is nested more than {_DEEPEST} deep, at {name[:80]}")
+        if isinstance(value, Mapping):
+            rest += [(f"{name}.{key}" if name else str(key), item, depth + 1) for key, item in value.items()]
+        elif isinstance(value, list):
+            rest += [(name, item, depth + 1) for item in value]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, value
+
+
+def _check_names(config: Mapping[str, Any], where: object) -> None:
+    """What a configuration may not do: name files elsewhere, or code to fetch and run."""
+    if config.get("transformers_weights") is not None:
+        raise CheckpointError(f"{where}: transformers_weights names other files than those that are checked: remove it")
+    if not isinstance(config.get("model_type", ""), str):
+        raise CheckpointError(f"{where}: model_type is a name, not {config['model_type']!r}")
+    for name in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
+        if any("/" in str(text) for text in _texts(config.get(name))):
+            raise CheckpointError(f"{where}: {name} names code on the hub, which a model folder may not have run")
+    if not isinstance(config.get("quantization_config"), Mapping | None):
+        raise CheckpointError(f"{where}: quantization_config is an object, not {config['quantization_config']!r:.80}")
+
+
+def _texts(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, Mapping) else () if value is None else (value,)
+
+
+def _names(
+    model: Any, stored: list[str], wanted: Mapping[str, Tensor], quantizer: Any
+) -> tuple[set[str], dict[str, str]]:
+    """What transformers makes of the stored names: (targets of conversions, stored name -> the model's).
+
+    Tensors that transformers converts while loading (experts merged into one, for example) or ignores are left out of
+    the second.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model, None, quantizer)
+    renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+    converters = [item for item in transforms if isinstance(item, WeightConverter)]
+    prefix = model.base_model_prefix
+    ignored = _ignored(model)
+    converted, found = set(), {}
+    for name in stored:
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if renamed not in wanted and name in wanted:
+            renamed, pattern = name, None
+        if pattern is not None and renamed in wanted:
+            converted.add(renamed)
+            converter = next(item for item in converters if pattern in item.source_patterns)
+            targets = converter.target_patterns
+            converted.update(renamed.replace(targets[0], other) for other in targets[1:])
+        elif renamed in wanted or ignored is None or ignored.search(renamed) is None:
+            found[name] = renamed
+    return converted, found
+
+
+def _ignored(model: Any) -> re.Pattern[str] | None:
+    """The surplus tensors that a model is known to leave aside: old buffers, or heads that are not part of it."""
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ()) | {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+    return re.compile("|".join(f"({pattern})" for pattern in patterns))
+
+
+def _refuse(model: Any, names: list[str], where: object, missing: bool) -> None:
+    if not names:
+        return
+    if missing:
+        ignored = model._keys_to_ignore_on_load_missing or ()
+        names = [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
+    count = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    kind = type(model).__name__
+    if names and missing:
+        raise CheckpointError(f"{where} has no tensor {names[0]}{count}, which {kind} needs")
+    if names:
+        raise CheckpointError(
+            f"{where} has tensor {names[0]}{count}, which {kind} has no place for: its config.json is another model's"
+        )

@@ -1,0 +1,451 @@
+"""Damaged model folders: seeded mutations of configurations, indexes, headers, tensors, tokenizers and GGUF files.
+
+A mutation changes one thing in a copy of a good folder. ``kind`` says what it is; ``VALID`` lists the kinds after which
+no loader can tell that the folder was changed, since what is left is the folder of another model.
+"""
+
+import json
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import pre_tokenizers
+
+VALID = {
+    "hyperparameter": "another value of one, or its default",
+    "scheme of activations": "the same codes, multiplied otherwise",
+    "tensor: another value": "weights of any finite values",
+    "tokenizer": "another tokenizer",
+    "header: an empty tensor is gone": "what keeps other programs out",
+    "gguf: a byte": "metadata that change a hyperparameter, or values of tensors",
+    "gguf: an entry is renamed": "a hyperparameter at its default",
+}
+"""Kinds of changes that may give another model without an error, and what that model differs in."""
+
+NASTY: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 64, 100, 10_000, 10**9, 2**31, 2**63, 10**30, 0.5, 1.5, -0.0, 1e30, 1e300,
+    float("nan"), float("inf"), float("-inf"), "", "x", "1", "\x1b[2J\x1b]0;owned\x07", "../../etc/passwd", "a" * 5000,
+    [], [1], ["x"], [None], [[]], {}, {"a": 1}, {"quant_method": "gptq"}, "(a+)+$", [["a"]], "gelu", "llama", "gpt2",
+    "cuda",
+)  # fmt: skip
+"""Values that no entry expects, and some that several do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """What was done to a folder. kind: one of ``kinds``; what: the rest, for a message."""
+
+    kind: str
+    what: str
+
+
+Mutation = Callable[[random.Random, Path], Damage]
+
+
+def damaged(rng: random.Random, folder: Path, groups: tuple[str, ...]) -> Damage:
+    """Change one thing in a folder, in place."""
+    while True:
+        damage = rng.choice(MUTATIONS[rng.choice(groups)])(rng, folder)
+        if damage is not None:
+            return damage
+
+
+def copy(source: Path, target: Path) -> Path:
+    """A copy of a folder that replaces an earlier one."""
+    shutil.rmtree(target, ignore_errors=True)
+    return shutil.copytree(source, target)
+
+
+# ---- config.json, and JSON in general
+
+
+HYPERPARAMETERS = {
+    *(
+        "attention_bias",
+        "attention_dropout",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "hidden_act",
+        "initializer_range",
+    ),
+    *("max_position_embeddings", "mlp_bias", "pad_token_id", "pretraining_tp", "rms_norm_eps", "rope_parameters"),
+    *("rope_theta", "rope_type", "tie_word_embeddings", "torch_dtype", "use_cache"),
+}
+"""Entries of config.json that say nothing of the tensors: with another value they are those of another model."""
+
+ANOTHER_METHOD = "quantization: another method"
+"""transformers asks no quantizer where it knows no method, so that anybit's check has no say in ``from_pretrained``."""
+
+
+def _change_entry(rng: random.Random, file: Path, kind: str) -> Damage:
+    config = json.loads(file.read_text())
+    owner, key = rng.choice(_places(config))
+    before = owner[key]
+    if kind == "config":
+        kind = "hyperparameter" if key in HYPERPARAMETERS else ANOTHER_METHOD if key in _METHOD else kind
+    if rng.random() < 0.15:
+        del owner[key]
+        return _written(file, config, kind, f"{key} is gone")
+    if rng.random() < 0.3 and type(before) in (int, float):
+        owner[key] = type(before)(before * rng.choice([2, 0.5, -1, 1000, 1e6]))
+    elif rng.random() < 0.2 and isinstance(before, str):
+        owner[key] = rng.choice([before + "x", before[:-1], before.upper(), before.replace("4", "3")])
+    else:
+        owner[key] = rng.choice(NASTY)
+    return _written(file, config, kind, f"{key}={owner[key]!r:.60}")
+
+
+_METHOD = ("quantization_config", "quant_method")
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    found = []
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        found.append((value, key))
+        if isinstance(item, dict | list):
+            found += _places(item)
+    return found
+
+
+def _written(file: Path, config: Any, kind: str, what: str) -> Damage:
+    file.write_text(json.dumps(config))
+    return Damage(kind, what)
+
+
+def config_entry(rng: random.Random, folder: Path) -> Damage:
+    return _change_entry(rng, folder / "config.json", "config")
+
+
+def quantization_entry(rng: random.Random, folder: Path) -> Damage | None:
+    config = json.loads((folder / "config.json").read_text())
+    entry = config.get("quantization_config")
+    if entry is None:
+        return None
+    owner, key = rng.choice(_places(entry))
+    if rng.random() < 0.3:
+        del owner[key]
+        kind = ANOTHER_METHOD if key in _METHOD else "quantization"
+        return _written(folder / "config.json", config, kind, f"{key} is gone")
+    schemes = ["w4a16g64", "w3a16g32", "w4a16g32asym", "w4a8g32", "w4", "w4a16g32-kv4", "", "w99a16"]
+    owner[key] = rng.choice([*NASTY, "9.9.9", *schemes, ["lm_head", "(a+)+$"], ["q_proj"], ["lm_head", "nothing"]])
+    other = key == "scheme" and owner[key] == "w4a8g32"
+    kind = ANOTHER_METHOD if key in _METHOD else "scheme of activations" if other else "quantization"
+    return _written(folder / "config.json", config, kind, f"{key}={owner[key]!r:.60}")
+
+
+def config_new_entry(rng: random.Random, folder: Path) -> Damage:
+    config = json.loads((folder / "config.json").read_text())
+    names = (
+        "transformers_weights",
+        "attn_implementation",
+        "auto_map",
+        "num_hidden_layers",
+        "text_config",
+        "torch_dtype",
+    )
+    name = rng.choice(names)
+    config[name] = rng.choice(
+        [*NASTY, "model.safetensors", "a/b", {"AutoConfig": "x.Y", "AutoModelForCausalLM": "x.Z"}]
+    )
+    return _written(
+        folder / "config.json",
+        config,
+        "hyperparameter" if name in HYPERPARAMETERS else "config",
+        f"{name}={config[name]!r:.60}",
+    )
+
+
+def _spoilt(rng: random.Random, file: Path, kind: str) -> Damage:
+    data = file.read_bytes()
+    what = rng.choice(["null", "[]", "3", "{", "", "cut", "deep", "digits", "bytes"])
+    cut = data[: rng.randrange(len(data))]
+    texts = {"cut": cut, "deep": b"[" * 200_000, "digits": b'{"a": ' + b"9" * 6000 + b"}", "bytes": b"\xff\xfe\0"}
+    file.write_bytes(texts.get(what, what.encode()))
+    return Damage(f"{kind}: spoilt", what)
+
+
+def config_spoilt(rng: random.Random, folder: Path) -> Damage:
+    return _spoilt(rng, folder / "config.json", "config")
+
+
+def config_deep(rng: random.Random, folder: Path) -> Damage:
+    config = json.loads((folder / "config.json").read_text())
+    value: Any = 1
+    for _ in range(rng.choice([70, 500])):
+        value = {"a": value} if rng.random() < 0.5 else [value]
+    config[rng.choice(list(config))] = value
+    return _written(folder / "config.json", config, "config: deep", "")
+
+
+# ---- the index
+
+
+def index_entry(rng: random.Random, folder: Path) -> Damage | None:
+    file = folder / "model.safetensors.index.json"
+    if not file.exists():
+        return None
+    index = json.loads(file.read_text())
+    names = list(index["weight_map"])
+    name = rng.choice(names)
+    files = sorted(set(index["weight_map"].values()))
+    what = rng.choice(["gone", "new", "moved", "outside", "absent", "number", "all outside", "map"])
+    if what == "gone":
+        del index["weight_map"][name]
+    elif what == "new":
+        index["weight_map"][f"{name}x"] = files[0]
+    elif what == "moved":
+        index["weight_map"][name] = next(item for item in files if item != index["weight_map"][name])
+    elif what == "outside":
+        index["weight_map"][name] = f"../{folder.name}/{index['weight_map'][name]}"
+    elif what == "all outside":
+        shutil.copytree(folder, folder.parent / "elsewhere", dirs_exist_ok=True)
+        index["weight_map"] = {key: f"../elsewhere/{item}" for key, item in index["weight_map"].items()}
+    elif what == "map":
+        index["weight_map"] = rng.choice(NASTY)
+    else:
+        index["weight_map"][name] = 3 if what == "number" else "model-00009-of-00009.safetensors"
+    # A tensor that the index leaves out is there all the same: the files decide.
+    return _written(file, index, f"index: {what}", name)
+
+
+def index_spoilt(rng: random.Random, folder: Path) -> Damage | None:
+    file = folder / "model.safetensors.index.json"
+    return _spoilt(rng, file, "index") if file.exists() else None
+
+
+# ---- headers and tensors
+
+
+def _weights(rng: random.Random, folder: Path) -> Path:
+    return rng.choice(sorted(folder.glob("*.safetensors")))
+
+
+def _read(file: Path) -> tuple[dict[str, Any], bytes]:
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def _write(file: Path, header: dict[str, Any] | str, data: bytes) -> None:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def _names(header: dict[str, Any]) -> list[str]:
+    return [name for name in header if name != "__metadata__"]
+
+
+def header_entry(rng: random.Random, folder: Path) -> Damage:
+    file = _weights(rng, folder)
+    header, data = _read(file)
+    name = rng.choice(_names(header))
+    entry = header[name]
+    what = rng.choice(["renamed", "swapped", "dtype", "shape", "offsets", "field", "name"])
+    if what == "renamed":
+        header[rng.choice([f"{name}x", name.replace("0", "1"), name.replace("0", "7"), "\x1b[31mx"])] = header.pop(name)
+    elif what == "swapped":
+        other = rng.choice(_names(header))
+        header[name], header[other] = header[other], header[name]
+        alike = (entry["dtype"], entry["shape"]) == (header[name]["dtype"], header[name]["shape"])
+        return _save(file, header, data, "tensor: another value" if alike else "header: swapped", f"{name} {other}")
+    elif what == "dtype":
+        widths = (("F32", "I32", "U32"), ("F64", "I64", "U64"), ("F16", "BF16", "I16"), ("U8", "I8", "BOOL", "F8_E4M3"))
+        entry["dtype"] = rng.choice([*next(group for group in widths if entry["dtype"] in group), "Q4", 3, None])
+    elif what == "shape":
+        entry["shape"] = rng.choice(
+            [entry["shape"][::-1], [*entry["shape"], 1], [1, *entry["shape"]], [-1], "x", None, []]
+        )
+    elif what == "offsets":
+        begin, end = entry["data_offsets"]
+        entry["data_offsets"] = rng.choice([[begin + 4, end + 4], [end, begin], [0, 2**63], [begin], None, [1.5, 2.5]])
+    elif what == "field":
+        entry.pop(rng.choice(list(entry)))
+    else:
+        header["__metadata__"] = rng.choice([{"format": "tf"}, {"format": 3}, [], "x", None])
+    return _save(file, header, data, f"header: {what}", name)
+
+
+def _save(file: Path, header: Any, data: bytes, kind: str, what: str) -> Damage:
+    _write(file, header, data)
+    return Damage(kind, what)
+
+
+def header_tensors(rng: random.Random, folder: Path) -> Damage:
+    file = _weights(rng, folder)
+    header, data = _read(file)
+    name = rng.choice(_names(header))
+    what = rng.choice(["gone", "surplus", "twice", "hole", "many"])
+    if what == "gone":
+        begin, end = header.pop(name)["data_offsets"]
+        for entry in header.values():
+            offsets = entry.get("data_offsets", [0, 0])
+            if offsets[0] >= end:
+                entry["data_offsets"] = [offset - (end - begin) for offset in offsets]
+        kind = "header: an empty tensor is gone" if begin == end else "header: gone"
+        return _save(file, header, data[:begin] + data[end:], kind, name)
+    if what == "surplus":
+        new = rng.choice(["extra", f"{name}_extra", "model.layers.7.mlp.up_proj.weight_packed", "lm_head.bias"])
+        header[new] = {"dtype": "F32", "shape": [2], "data_offsets": [len(data), len(data) + 8]}
+        return _save(file, header, data + b"\0" * 8, "header: surplus", new)
+    if what == "twice":
+        text = json.dumps(header)
+        return _save(
+            file, text[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}", data, "header: twice", name
+        )
+    if what == "many":
+        entry = {"dtype": "U8", "shape": [0], "data_offsets": [len(data), len(data)]}
+        return _save(file, {**header, **{f"x{i}": entry for i in range(20_000)}}, data, "header: many", "")
+    del header[name]
+    return _save(file, header, data, "header: hole", name)
+
+
+def header_spoilt(rng: random.Random, folder: Path) -> Damage:
+    file = _weights(rng, folder)
+    data = bytearray(file.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    what = rng.choice(["cut", "longer", "length", "byte"])
+    if what == "cut":
+        del data[rng.randrange(len(data)) :]
+    elif what == "longer":
+        data += b"\0" * rng.choice([1, 8, 4096])
+    elif what == "length":
+        data[:8] = struct.pack("<Q", rng.choice([0, 1, length - 1, length + 1, 2**40, 2**64 - 1]))
+    else:
+        data[8 + rng.randrange(length)] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+    return Damage(f"header: {what}", "")
+
+
+def tensor_values(rng: random.Random, folder: Path) -> Damage:
+    file = _weights(rng, folder)
+    header, data = _read(file)
+    name = rng.choice(
+        [name for name in _names(header) if header[name]["data_offsets"][1] > header[name]["data_offsets"][0]]
+    )
+    begin, end = header[name]["data_offsets"]
+    raw = bytearray(data)
+    place = rng.randrange(begin, end)
+    if header[name]["dtype"] in ("F32", "F16", "BF16") and rng.random() < 0.6:
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[header[name]["dtype"]]
+        value = torch.tensor([rng.choice([float("nan"), float("inf"), float("-inf")])], dtype=dtype)
+        width = dtype.itemsize
+        place -= (place - begin) % width
+        raw[place : place + width] = value.view(torch.uint8).numpy().tobytes()
+        return _save(file, header, bytes(raw), "tensor: not finite", name)
+    if name.endswith("weight_indices"):
+        raw[begin:end] = bytes(end - begin)  # every pair is (0, 0)
+        return _save(file, header, bytes(raw), "tensor: one place twice", name)
+    raw[place] ^= 1 << rng.randrange(8)
+    kind = "tensor: another shape" if name.endswith("weight_shape") else "tensor: another value"
+    return _save(file, header, bytes(raw), kind, name)
+
+
+# ---- the tokenizer
+
+
+def tokenizer_file(rng: random.Random, folder: Path) -> Damage | None:
+    file = rng.choice([folder / "tokenizer.json", folder / "tokenizer_config.json"])
+    if not file.exists():
+        return None
+    if rng.random() < 0.3:
+        damage = _spoilt(rng, file, "tokenizer")
+    elif rng.random() < 0.1:
+        file.unlink()
+        damage = Damage("", f"{file.name} is gone")
+    else:
+        damage = _change_entry(rng, file, "tokenizer")
+    return Damage("tokenizer", f"{file.name} {damage.what}")
+
+
+# ---- GGUF
+
+
+def save_gguf(file: Path) -> Path:
+    """A llama of one block in 16-bit floats with a tokenizer of single bytes."""
+    import gguf
+
+    writer, rng = gguf.GGUFWriter(file, "llama"), np.random.default_rng(3)
+    hidden, ffn, heads = 32, 64, 4
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<pad>", "<s>", "</s>", *alphabet, alphabet[0] + alphabet[1]]
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
+    writer.add_token_merges([f"{alphabet[0]} {alphabet[1]}"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    shapes = {"token_embd": (len(tokens), hidden), "output": (len(tokens), hidden)}
+    shapes |= {f"blk.0.attn_{part}": (hidden, hidden) for part in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.ffn_gate": (ffn, hidden), "blk.0.ffn_up": (ffn, hidden), "blk.0.ffn_down": (hidden, ffn)}
+    norms = ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm")
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float16))
+    for name in norms:
+        writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def damage_gguf(rng: random.Random, file: Path) -> Damage:
+    """Change one thing in a GGUF file, in place."""
+    data = bytearray(file.read_bytes())
+    header = data.index(b"output_norm.weight") + 64
+    what = rng.choice(["byte", "count", "cut", "tensor", "entry", "blocks", "not finite"])
+    kind = f"gguf: {what}"
+    if what == "byte":
+        # Most of the header is the vocabulary.
+        place = rng.choice([rng.randrange(4, 600), rng.randrange(header - 800, header)])
+        data[place] ^= 1 << rng.randrange(8)
+        kind = "gguf: a byte"
+    elif what == "count":
+        data[8:24] = struct.pack("<QQ", *rng.choice([(12, 2**40), (2**40, 17), (2**63, 1), (0, 17), (12, 3)]))
+    elif what == "cut":
+        del data[rng.randrange(len(data)) :]
+    elif what == "tensor":
+        name = rng.choice([b"ffn_up", b"attn_q.", b"ffn_norm", b"token_embd", b"output_norm", b"attn_output"])
+        place = data.index(name, 600)
+        data[place : place + 2] = b"zz"
+    elif what == "entry":
+        name = rng.choice(
+            [b"llama.block_count", b"llama.embedding_length", b"general.architecture", b"llama.feed_forward"]
+        )
+        place = data.index(name)
+        data[place + 8 : place + 10] = b"zz"
+        kind = "gguf: an entry is renamed"
+    elif what == "blocks":
+        place = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
+        data[place : place + 4] = struct.pack("<I", rng.choice([0, 2, 12, 13, 10_000, 2**31, 2**32 - 1]))
+    else:
+        data[-2:] = b"\xff\xff"
+        data[-200:-196] = b"\xff\xff\xff\xff"
+    file.write_bytes(data)
+    return Damage(kind, "")
+
+
+MUTATIONS: dict[str, list[Callable[[random.Random, Path], Damage | None]]] = {
+    "config": [*[config_entry] * 3, *[quantization_entry] * 2, config_new_entry, config_spoilt, config_deep],
+    "index": [index_entry, index_entry, index_spoilt],
+    "header": [header_entry, header_entry, header_tensors, header_spoilt],
+    "tensors": [tensor_values],
+    "tokenizer": [tokenizer_file],
+}

@@ -1,0 +1,217 @@
+"""2,000 damaged folders a run, by every door: each is refused in a sentence, or the model is what it was, or is valid.
+
+Fails on a model that changed without a word, an exception that is no sentence, more than 4 s, and 1 GB of memory.
+"""
+
+import collections
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cases_damage import ANOTHER_METHOD, MUTATIONS, VALID, Damage, copy, damage_gguf, damaged, save_gguf
+from tests.cases_models import save_byte_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging as transformers_logging
+
+from anybit import AnyBitConfig
+from anybit.errors import AnyBitError
+from anybit.integrations.loading import load_model
+from anybit.quantization.methods.registry import quantize_folder
+
+COUNTS = {"load_model": 920, "from_pretrained": 920, "gguf": 100, "command": 60}
+SECONDS = 4.0
+BYTES = 1 << 30
+SCHEMES = {"packed": "w4a16g32", "sharded": "w3a16g32asym", "sparse": "w4a16g32s24", "plain": None}
+
+
+class _TooSlow(BaseException):
+    """A load that would not end; no handler of errors takes it."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Good folders: in compressed-tensors' format, in several files, in anybit's own, and not quantized."""
+    root = tmp_path_factory.mktemp("good")
+    (root / "plain").mkdir()
+    words = save_byte_tokenizer(root / "plain")
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=words, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / "plain")
+    for name, scheme in SCHEMES.items():
+        if scheme is not None:
+            quantize_folder(root / "plain", root / name, scheme, shard_bytes=20_000 if name == "sharded" else 1 << 30)
+    return {name: root / name for name in SCHEMES}
+
+
+def logits(model: Any) -> torch.Tensor:
+    """What a model makes of a fixed prompt."""
+    with torch.inference_mode():
+        return model.eval()(torch.arange(3, 15)[None]).logits[0]
+
+
+def by_load_model(folder: Path) -> Any:
+    """The model and what its tokenizer makes of a text."""
+    loaded = load_model(folder, device="cpu", scheme="w4a16g32" if is_plain(folder) else None)
+    return logits(loaded.model), loaded.tokenizer("It is so.").input_ids
+
+
+def by_from_pretrained(folder: Path) -> Any:
+    """As a program that uses transformers does it."""
+    options = {"quantization_config": AnyBitConfig("w4a16g32")} if is_plain(folder) else {}
+    return logits(AutoModelForCausalLM.from_pretrained(folder, **options)), None
+
+
+def is_plain(folder: Path) -> bool:
+    return folder.name.startswith("plain")
+
+
+def outcome(load: Callable[[], Any], good: Any) -> tuple[str, str]:
+    """(what came of it, more about it): refused, theirs, same, other, raw, slow or memory."""
+    peak, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, 4 * SECONDS)
+    try:
+        result, detail = _compared(load, good)
+    except _TooSlow:
+        result, detail = "slow", "it did not end"
+    except MemoryError as error:
+        result, detail = "memory", str(error)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    if time.process_time() - began > SECONDS:
+        return "slow", f"{time.process_time() - began:.1f} s; {result} {detail}"
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)
+    return ("memory", f"{grown / 1e9:.1f} GB") if grown > BYTES else (result, detail)
+
+
+def _compared(load: Callable[[], Any], good: Any) -> tuple[str, str]:
+    try:
+        found = load()
+    except AnyBitError as error:
+        text = str(error)
+        return ("refused", text) if text.isprintable() and len(text) < 3000 else ("raw", f"unprintable: {text!r}")
+    except Exception as error:
+        frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        ours = [name for name in frames if "/anybit/" in name and "/tests/" not in name]
+        # What transformers refuses before it asks anybit is not anybit's to say.
+        return ("raw" if ours else "theirs"), f"{type(error).__name__}: {error}"
+    same = all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(found, good, strict=True))
+    return ("same" if same else "other"), ""
+
+
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    """Memory and time that a mistake may take before it ends."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 6 * BYTES, before[1]))
+
+    def stop(number: int, frame: object) -> None:
+        raise _TooSlow
+
+    handler = signal.signal(signal.SIGPROF, stop)
+    yield
+    signal.signal(signal.SIGPROF, handler)
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    transformers_logging.set_verbosity_warning()
+    transformers_logging.enable_progress_bar()
+
+
+def judged(results: list[tuple[Damage, str, str, str]], allowed: Collection[str] = VALID) -> None:
+    """Fail for what must not be, by kind; print what was."""
+    print(collections.Counter(result for _, _, result, _ in results))
+    if os.environ.get("DAMAGE"):
+        for damage, name, result, detail in results:
+            if result in ("theirs", "other"):
+                print("@@", result, name, damage.kind, damage.what, detail[:150].replace("\n", " "))
+    wrong = [
+        f"{result.upper():8} {name}: {damage.kind} ({damage.what}) {detail}"
+        for damage, name, result, detail in results
+        if result in ("raw", "slow", "memory") or (result == "other" and damage.kind not in allowed)
+    ]
+    assert not wrong, f"{len(wrong)} of {len(results)}\n" + "\n".join(wrong[:60])
+
+
+@pytest.mark.parametrize("door", ["load_model", "from_pretrained"])
+def test_folders(folders: dict[str, Path], tmp_path: Path, bounded: None, door: str) -> None:
+    load = {"load_model": by_load_model, "from_pretrained": by_from_pretrained}[door]
+    good = {name: load(folder) for name, folder in folders.items()}
+    rng, results = random.Random(24), []
+    groups = tuple(group for group in MUTATIONS if door == "load_model" or group != "tokenizer")
+    for _ in range(COUNTS[door]):
+        name = rng.choice(list(folders))
+        folder = copy(folders[name], tmp_path / f"{name}-{door}")
+        damage = damaged(rng, folder, groups)
+        results.append((damage, name, *outcome(lambda folder=folder: load(folder), good[name])))
+    judged(results, VALID if door == "load_model" else {*VALID, ANOTHER_METHOD})
+
+
+def test_gguf_files(tmp_path: Path, bounded: None) -> None:
+    pytest.importorskip("gguf")
+    good_file = save_gguf(tmp_path / "good.gguf")
+
+    def load(file: Path) -> Any:
+        loaded = load_model(file, device="cpu")
+        return logits(loaded.model), loaded.tokenizer("It is so.").input_ids
+
+    good = load(good_file)
+    rng, results = random.Random(24), []
+    for _ in range(COUNTS["gguf"]):
+        file = tmp_path / "bad.gguf"
+        file.write_bytes(good_file.read_bytes())
+        damage = damage_gguf(rng, file)
+        results.append((damage, "gguf", *outcome(lambda file=file: load(file), good)))
+    judged(results)
+
+
+def test_commands(
+    folders: dict[str, Path], tmp_path: Path, bounded: None, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    from anybit import cli
+
+    def run(folder: Path, *words: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["anybit", words[0], str(folder), *words[1:]])
+        capfd.readouterr()
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        text = capfd.readouterr()
+        assert "\x1b" not in text.out + text.err, text
+        if code:
+            assert "error:" in text.err and "Traceback" not in text.err, text.err
+            raise AnyBitError(text.err.replace("\n", " "))
+        return (text.out,)
+
+    commands = [("info", "--json"), ("generate", "--prompt", "It is", "--max-new-tokens", "3", "--device", "cpu")]
+    rng, results = random.Random(24), []
+    good = {}
+    for i in range(COUNTS["command"]):
+        name, words = rng.choice(list(folders)), commands[i % 2]
+        folder = copy(folders[name], tmp_path / name)
+        if (name, words) not in good:
+            good[name, words] = run(folder, *words)
+        damage = damaged(rng, folder, tuple(MUTATIONS))
+        found, detail = outcome(lambda folder=folder, words=words: run(folder, *words), good[name, words])
+        # What info says of a folder is true of the folder as it is.
+        results.append((damage, name, "same" if found == "other" and words[0] == "info" else found, detail))
+    judged(results)
+
+
+def test_kinds_are_listed() -> None:
+    assert not {"config", "quantization", "index: moved", "header: dtype", "tensor: not finite", "gguf: cut"} & set(
+        VALID
+    )

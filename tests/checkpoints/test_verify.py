@@ -1,0 +1,263 @@
+"""What a folder may not do, one at a time: code, links, patterns, numbers, headers, other methods."""
+
+import json
+import os
+import re
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cases_damage import save_gguf
+from tests.cases_models import save_byte_tokenizer, save_tiny, tokens_of
+from transformers import AutoModelForCausalLM
+
+from anybit import AnyBitConfig
+from anybit.checkpoints import Folder, local_folder, read_header
+from anybit.checkpoints.configuration import Quantization, check_pattern, configuration
+from anybit.checkpoints.folder import companions
+from anybit.checkpoints.gguf import read_gguf_header
+from anybit.checkpoints.verify import check_config, check_values
+from anybit.errors import AnyBitError, CheckpointError, LayerError
+from anybit.integrations.loading import load_model
+from anybit.packing import pack_words
+from anybit.quantization.methods.registry import quantize_folder
+from anybit.scheme import Scheme
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny("llama", tmp_path_factory.mktemp("models") / "llama")
+    save_byte_tokenizer(folder)
+    return folder
+
+
+def linked(source: Path, target: Path) -> Path:
+    """A folder of the same files, hard links but for the JSON, which tests change."""
+    target.mkdir()
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            (target / file.name).write_bytes(file.read_bytes())
+        else:
+            os.link(file, target / file.name)
+    return target
+
+
+def changed(folder: Path, **entries: Any) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **entries}))
+    return folder
+
+
+@pytest.mark.parametrize("door", ["load_model", "from_pretrained", "quantize"])
+def test_nothing_in_a_folder_is_executed(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str
+) -> None:
+    """Neither by the configuration nor by the tokenizer, also where a terminal could be asked."""
+    monkeypatch.setattr("builtins.input", lambda *words: "y")
+    folder = linked(llama, tmp_path / "model")
+    code = f"open({str(tmp_path / 'pwned')!r}, 'w').close()\n"
+    for name in ("evil.py", "__init__.py"):
+        (folder / name).write_text(code)
+    names = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
+    changed(folder, auto_map=names)
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**tokenizer, "auto_map": names, "tokenizer_class": "Evil"})
+    )
+    try:
+        if door == "load_model":
+            load_model(folder, device="cpu")
+        elif door == "from_pretrained":
+            AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=AnyBitConfig("w4a16"), trust_remote_code=False
+            )
+        else:
+            quantize_folder(folder, tmp_path / "out", "w4a16")
+            assert not list((tmp_path / "out").glob("*.py"))
+    except AnyBitError:
+        pass
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_files_beside_a_gguf_file_are_not_looked_at(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = save_gguf(tmp_path / "model.gguf")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'pwned')!r}, 'w').close()\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}}')
+    (tmp_path / "config.json").write_text("null")
+    with local_folder(file) as folder:
+        assert sorted(item.name for item in folder.glob("*.safetensors")) == ["model.safetensors"]
+        assert not (folder / "source").exists()
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("name", [b"blk.0.ffn_up.weight", b"blk.0.attn_norm.weight", b"token_embd.weight"])
+def test_a_gguf_file_that_lacks_a_tensor_is_refused(tmp_path: Path, name: bytes) -> None:
+    pytest.importorskip("gguf")
+    file = save_gguf(tmp_path / "model.gguf")
+    file.write_bytes(file.read_bytes().replace(name, name.replace(b".w", b".v")))
+    with pytest.raises(CheckpointError, match=r"model\.gguf"), local_folder(file):
+        pass
+
+
+def test_gguf_counts_are_held_against_the_file(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = save_gguf(tmp_path / "model.gguf")
+    data = file.read_bytes()
+    header = read_gguf_header(file)
+    assert header.metadata["llama.block_count"] == 1
+    assert header.tensors["blk.0.ffn_up.weight"].shape == (32, 64)
+    place = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
+    for count in (10**9, 13):
+        file.write_bytes(data[:place] + struct.pack("<I", count) + data[place + 4 :])
+        with pytest.raises(CheckpointError, match=rf"llama\.block_count is {count}, and 12 is the most"):
+            read_gguf_header(file)
+    for counts, message in (((2**40, 17), "announces"), ((2**19, 17), "corrupt GGUF"), ((12, 2**19), "corrupt GGUF")):
+        file.write_bytes(data[:8] + struct.pack("<QQ", *counts) + data[24:])
+        with pytest.raises(CheckpointError, match=message):
+            read_gguf_header(file)
+
+
+def test_links_out_of_a_folder_are_not_copied(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("key")
+    folder = linked(llama, tmp_path / "model")
+    (folder / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"notes\.txt is a link to .*secret, outside of its folder"):
+        quantize_folder(folder, tmp_path / "out", "w4a16")
+    assert not (tmp_path / "out").exists()
+    (folder / "notes.txt").unlink()
+    (folder / "notes.txt").symlink_to("config.json")
+    assert "notes.txt" in [file.name for file in companions(folder)]
+
+
+def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    repository = tmp_path / "models--a--b"
+    snapshot, blobs = repository / "snapshots" / "123", repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "f00").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/f00")
+    assert [file.name for file in companions(snapshot)] == ["tokenizer.json"]
+    (snapshot / "other.json").symlink_to("../../../other")
+    (tmp_path / "other").write_text("")
+    with pytest.raises(CheckpointError, match="outside of its folder"):
+        companions(snapshot)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "(a|a)*b", r"(.*)\1", ".*.*.*.*x", "(?=a)b", "a?a?a?a?a", "x" * 300, "(", "[a-z]+(?:x+){9}"]
+)
+def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
+    with pytest.raises(CheckpointError, match="here has"):
+        check_pattern(pattern, "here")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["lm_head", r".*layers\.\d+\.mlp.*", "q_proj|k_proj", "model.layers.[0-3].self_attn"]
+)
+def test_ordinary_patterns_are_allowed_and_fast(pattern: str) -> None:
+    check_pattern(pattern, "here")
+    began = time.process_time()
+    re.match(f"(?:{pattern})$", "model.layers.123.self_attn.q_proj" * 4)
+    assert time.process_time() - began < 0.5
+
+
+def test_patterns_are_checked_before_they_are_saved(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(LayerError, match="may take for ever"):
+        quantize_folder(llama, tmp_path / "out", "w4a16", modules_to_not_convert=["(.*proj)+"])
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"num_hidden_layers": 10_000}, r"num_hidden_layers is 10000, more than \d+ tensors bear out"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1e"),
+        ({"num_labels": 10**9}, "num_labels is 1e"),
+        ({"vocab_size": 10**12}, "vocab_size is 1e"),
+        ({"text_config": {"num_experts": 10**9}}, r"text_config\.num_experts is 1e"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights names other files"),
+        ({"attn_implementation": "someone/kernel"}, "attn_implementation names code on the hub"),
+        ({"quantization_config": 3}, "quantization_config is an object"),
+        ({"model_type": None}, "model_type is a name"),
+    ],
+)
+def test_configurations_are_bounded_before_anything_is_built(
+    llama: Path, tmp_path: Path, entries: dict[str, Any], message: str
+) -> None:
+    began = time.process_time()
+    with pytest.raises(CheckpointError, match=message):
+        Folder(changed(linked(llama, tmp_path / "model"), **entries))
+    assert time.process_time() - began < 1
+
+
+def test_from_pretrained_is_bounded_too(llama: Path, tmp_path: Path) -> None:
+    quantize_folder(llama, tmp_path / "out", "w4a16g32")
+    began = time.process_time()
+    with pytest.raises(CheckpointError, match="num_hidden_layers"):
+        AutoModelForCausalLM.from_pretrained(changed(tmp_path / "out", num_hidden_layers=10_000))
+    assert time.process_time() - began < 2
+
+
+def test_many_names_are_read_in_linear_time(tmp_path: Path) -> None:
+    names = {f"t{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(50_000)}
+    text = json.dumps(names)[:-1] + ', "t7": ' + json.dumps(names["t7"]) + "}"
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text.encode())
+    began = time.process_time()
+    with pytest.raises(CheckpointError, match="tensor t7 appears twice"):
+        read_header(tmp_path / "model.safetensors")
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"scheme": None}, "names anybit, but no scheme"),
+        ({"version": "9.9.0"}, r"written by anybit 9\.9\.0, .*upgrade"),
+        ({"version": 3}, "version is a version"),
+        ({"shape": 3}, "has shape, which this version of anybit does not know"),
+        ({"group_index": "yes"}, "group_index is true or false"),
+        ({"hadamard": {"a": 1}}, "hadamard is a list of names"),
+        ({"scheme": "w4a16g64"}, "contradicts itself: its scheme is w4a16g64, and group_size"),
+    ],
+)
+def test_words_are_checked(words: dict[str, Any], message: str) -> None:
+    entry = configuration(Scheme.parse("w4a16g32"), ["lm_head"], ignore=["lm_head"])
+    assert Quantization.of({"quantization_config": entry}) == Quantization(Scheme.parse("w4a16g32"), ["lm_head"])
+    entry["anybit"].update(words)
+    with pytest.raises(CheckpointError, match=message):
+        check_config({"quantization_config": entry}, "config.json")
+
+
+def test_places_of_sparse_weights_are_two(llama: Path) -> None:
+    places = torch.tensor([[0, 1, 3, 2, 2, 2, 0, 3]])
+    tensors = {"weight_indices": pack_words(places, 2), "weight_shape": torch.tensor([1, 16])}
+    with pytest.raises(CheckpointError, match="layer x: weight_indices name one of four places twice"):
+        check_values("x", tensors)
+    places[0, 5] = 1
+    check_values("x", {**tensors, "weight_indices": pack_words(places, 2)})
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "hqq", "unheard-of", None])
+def test_other_methods_end_in_a_sentence(llama: Path, tmp_path: Path, method: str | None) -> None:
+    entry = {"quant_method": method, "bits": 4, "group_size": 128} if method else {"bits": 4}
+    folder = changed(linked(llama, tmp_path / "model"), quantization_config=entry)
+    named = method or "an unknown method"
+    with pytest.raises(CheckpointError, match=rf"quantized by {named}, which anybit does not read"):
+        load_model(folder, device="cpu")
+    with pytest.raises(CheckpointError, match=rf"quantized already \({named}\)"):
+        quantize_folder(folder, tmp_path / "out", "w4a16")
+
+
+def test_errors_show_no_control_characters(llama: Path, tmp_path: Path) -> None:
+    folder = changed(linked(llama, tmp_path / "model"), model_type="\x1b[2Jllama\x07\u202e")
+    with pytest.raises(CheckpointError) as error:
+        load_model(folder, device="cpu")
+    assert str(error.value).isprintable()
+
+
+def test_a_good_folder_is_not_refused(llama: Path) -> None:
+    assert tokens_of(load_model(llama, device="cpu").model)

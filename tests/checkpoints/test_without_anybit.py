@@ -1,0 +1,109 @@
+"""A program that has never heard of anybit gets the right model from a saved folder, or an error, nothing else."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+from tests.cases_models import save_tiny, tokens_of
+from transformers import AutoModelForCausalLM
+
+from anybit import AnyBitConfig, QuantLinear
+from anybit.checkpoints.verify import TRAP
+from anybit.quantization.methods.registry import quantize_folder
+
+HELD = ("w4a16g32", "w8a16", "w3a16g32asym", "w1a16asym")
+"""Schemes that compressed-tensors can hold."""
+OTHERS = ("w1a16", "w4a8", "w4a16g32s24", "w4a16-kv4", "w4a16g64")
+"""Schemes that it cannot; groups of 64 do not divide a layer of 96 inputs."""
+
+PLAIN = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+found = {}
+for folder in sys.argv[1:]:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.inference_mode():
+            ids = torch.tensor([[5, 17, 42, 3, 88, 61]])
+            ids = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+        found[folder] = ids[0, 6:].tolist()
+    except Exception as error:
+        found[folder] = f"{type(error).__name__}: {error}"
+assert not any(name.partition(".")[0] == "anybit" for name in sys.modules)
+print(json.dumps(found))
+"""
+
+
+def without_anybit(*folders: Path) -> dict[str, Any]:
+    """What a process of transformers alone makes of each folder, by its name: tokens, or an error in words."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, *map(str, folders)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {Path(folder).name: result for folder, result in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that both ways of saving have written, named by the way and the scheme."""
+    root = tmp_path_factory.mktemp("saved")
+    for architecture in ("llama", "llama-wide", "gpt2"):
+        save_tiny(architecture, root / architecture)
+    for scheme in (*HELD, *OTHERS):
+        source = root / ("llama-wide" if "kv" in scheme else "llama")
+        quantize_folder(source, root / f"quantize {scheme}", scheme)
+        config = AnyBitConfig(scheme)
+        AutoModelForCausalLM.from_pretrained(source, quantization_config=config).save_pretrained(
+            root / f"save {scheme}"
+        )
+    quantize_folder(root / "gpt2", root / "quantize gpt2", "w4a16")
+    return root
+
+
+def test_saved_folders(folders: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    ways = ("quantize", "save")
+    held = [folders / f"{way} {scheme}" for way in ways for scheme in HELD]
+    others = [*(folders / f"{way} {scheme}" for way in ways for scheme in OTHERS), folders / "quantize gpt2"]
+    found = without_anybit(*held, *others)
+    for folder in held:
+        # Here anybit is there, and takes the folder over.
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert any(isinstance(module, QuantLinear) for module in model.modules())
+        assert found[folder.name] == tokens_of(model), folder.name
+    for folder in others:
+        assert "ignore_mismatched_sizes" in found[folder.name], (folder.name, found[folder.name])
+        assert tokens_of(AutoModelForCausalLM.from_pretrained(folder).eval())
+
+
+def test_loading_says_nothing_of_the_empty_tensors(folders: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    AutoModelForCausalLM.from_pretrained(folders / "save w4a8")
+    captured = capfd.readouterr()
+    assert "UNEXPECTED" not in captured.out + captured.err
+    tensors = safetensors.torch.load_file(folders / "save w4a8" / "model.safetensors")
+    traps = [name for name, tensor in tensors.items() if name.endswith(f".{TRAP}") and tensor.numel() == 0]
+    assert len(traps) == len([name for name in tensors if name.endswith(".weight_packed")]) > 0
+
+
+def test_folders_of_earlier_versions_load(folders: Path, tmp_path: Path) -> None:
+    """They have anybit's words alone, and no empty tensors."""
+    for scheme in ("w4a16g32", "w4a8"):
+        source, old = folders / f"quantize {scheme}", tmp_path / scheme
+        old.mkdir()
+        tensors = safetensors.torch.load_file(source / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        safetensors.torch.save_file(kept, old / "model.safetensors", {"format": "pt"})
+        config = json.loads((source / "config.json").read_text())
+        config["quantization_config"] = {
+            "quant_method": "anybit",
+            "version": "0.1.0",
+            "scheme": scheme,
+            "modules_to_not_convert": ["lm_head"],
+        }
+        (old / "config.json").write_text(json.dumps(config))
+        ours = AutoModelForCausalLM.from_pretrained(old).eval()
+        assert tokens_of(ours) == tokens_of(AutoModelForCausalLM.from_pretrained(source).eval())
