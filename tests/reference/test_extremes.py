@@ -10,7 +10,7 @@ from torch import Tensor
 from anybit.attention import decode, prefill
 from anybit.errors import LayerError, SchemeError
 from anybit.kvcache import KVCache
-from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import CODES, WeightFormat
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
