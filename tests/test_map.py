@@ -30,7 +30,7 @@ def pages() -> list[Path]:
 
 
 def test_every_file_that_the_documentation_names_is_there() -> None:
-    examples = {".anybit-files.json", "NAME.py", "NAME.cuh", "config.json", "map.json"}
+    examples = {"NAME.py", "NAME.cuh", "config.json", "map.json", ".anybit-files.json"}
     tops = (ROOT / top for top in ("src", "benchmarks", "tests", "scripts", "examples"))
     there = [str(path.relative_to(ROOT)) for top in tops for path in top.rglob("*")]
     for page in pages():

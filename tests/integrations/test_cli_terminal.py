@@ -227,7 +227,7 @@ def test_quantize_on_a_device(run: Any, model: Path, text: Path, tmp_path: Path)
             "quantize", model, "-o", tmp_path / "x", "-s", scheme, "--method", method, *words, "--device", "cuda:99"
         )
         assert code == 1
-        assert "device 'cuda:99' is not here" in err
+        assert "device 'cuda:99' does not exist" in err
 
 
 def test_a_scheme_that_nothing_runs_says_so(run: Any, model: Path, tmp_path: Path) -> None:
