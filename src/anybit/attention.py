@@ -152,7 +152,7 @@ def decode_reference(
 
 
 def view_problem(q: Tensor, cache: KVCache, masks: Masks = NO_MASKS, split: int = 0) -> kv.Problem:
-    """What ``decode`` asks of the kernel."""
+    """The kernel's problem for a call of ``decode``."""
     return kv.problem_of(q, cache.view(0), masks, split)
 
 

@@ -40,30 +40,27 @@ def test_examples_run(tmp_path: Path) -> None:
     assert names["out"].shape == (2, 1, 8, 64)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
-def test_a_page_for_beginners_runs_from_top_to_bottom(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it stands, but for a smaller model: what `make demo` leaves, then every command and every Python block."""
+def test_readme_and_quickstart_run_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, as they stand but for a smaller model: what `make demo` leaves, then every block."""
     monkeypatch.chdir(tmp_path)
     original, quantized = ".cache/smollm2-135m-instruct", ".cache/smollm2-w4a16g128"
     save_model(tmp_path / original)
     shutil.copy(ROOT / "LICENSE", tmp_path)
     run = CliRunner()
     assert run.invoke(app, ["quantize", original, "--scheme", "w4a16g128", "-o", quantized]).exit_code == 0
-    kinds = []
-    for kind, block in re.findall(r"```(bash|python)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
-        kinds.append(kind)
-        if kind == "python":
-            exec(compile(block, page, "exec"), {})
-        for line in block.splitlines() if kind == "bash" else ():
-            command = shlex.split(line, comments=True)
-            if command[:1] == ["anybit"]:
-                done = run.invoke(app, command[1:])
-                assert done.exit_code == 0, f"{page}: {line}: {done.output}"
-            else:
-                assert line.startswith(("make demo", "source .venv/bin/activate", "pip install")), line
-    assert set(kinds) == {"bash", "python"}
+    for page in ("README.md", "docs/quickstart.md"):
+        blocks = re.findall(r"```(bash|python)\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        assert {kind for kind, _ in blocks} == {"bash", "python"}
+        for kind, block in blocks:
+            if kind == "python":
+                exec(compile(block, page, "exec"), {})
+            for line in block.splitlines() if kind == "bash" else ():
+                command = shlex.split(line, comments=True)
+                if command[:1] == ["anybit"]:
+                    done = run.invoke(app, command[1:])
+                    assert done.exit_code == 0, f"{page}: {line}: {done.output}"
+                else:
+                    assert line.startswith(("make demo", "source .venv/bin/activate", "pip install")), line
 
 
 def test_what_the_page_names_is_there() -> None:

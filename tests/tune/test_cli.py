@@ -96,7 +96,7 @@ def test_explains_every_layer_of_a_model(
         (("explain", "64,64", "-s", "w4a8s24"), "sparse"),
         (
             ("explain", "64,64", "-s", "w4a8g32-xasym"),
-            "bitwise: bit planes need one scale a row",
+            "sm90_bitplane: bit planes need one scale a row",
         ),
         (("explain", "64,64", "-s", "w4a1g32"), "the reference does, slowly, after anybit.ops.allow_fallback()"),
     ],

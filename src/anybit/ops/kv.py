@@ -155,7 +155,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def problem_of(q: Tensor, view: LayerView, masks: Masks = NO_MASKS, split: int = 0) -> Problem:
-    """What ``decode`` asks of the kernel."""
+    """The kernel's problem for a call of ``decode``."""
     return Problem(
         layout=view.layout,
         batch=q.shape[0],
@@ -175,7 +175,7 @@ def problem_of(q: Tensor, view: LayerView, masks: Masks = NO_MASKS, split: int =
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the kernel, ready: what it is, what it is given, and where its results will be."""
+    """One launch of the kernel: the kernel, its parameters, and where its results go."""
 
     kernel: jit.Kernel
     params: kernels.Params
@@ -195,7 +195,7 @@ def prepare(
     errors: Tensor | None = None,
     split: int = 0,
 ) -> Launch:
-    """The launch that answers ``decode`` on ``device``; raises KernelError, in words, where there is none.
+    """The launch that runs ``decode`` on ``device``; raises KernelError, with the reason, where there is none.
 
     rows: int32 [batch], which sequences the queries are of; None for 0, 1, 2 ...  config: how (default: the kernel's
     own choice).  out: where the output goes, dense, in q's shape and dtype.  errors: int32, where checked kernels leave
@@ -277,7 +277,7 @@ _spaces: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
 
 def _workspace(device: torch.device, partial: int, states: int, arrivals: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What blocks leave for one another: kept for each stream and size, so that its addresses stay fixed."""
+    """Workspace that blocks share: kept for each stream and size, so that its addresses stay fixed."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, partial, states, arrivals)
     if key in _spaces:
@@ -321,7 +321,7 @@ def live(number: int) -> Any:
     """The cache of a number. Raises LayerError where it is gone."""
     found = _live.get(number)
     if found is None:
-        raise LayerError(f"KV cache {number} is gone: an op ran after the cache it was made for")
+        raise LayerError(f"KV cache {number} no longer exists: an op ran after its cache was deleted")
     return found
 
 
