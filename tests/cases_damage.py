@@ -374,7 +374,7 @@ def save_gguf(file: Path) -> Path:
     writer, rng = gguf.GGUFWriter(file, "llama"), np.random.default_rng(3)
     hidden, ffn, heads = 32, 64, 4
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = ["<pad>", "<s>", "</s>", *alphabet, alphabet[0] + alphabet[1]]
+    tokens = ["<pad>", "<s>", "</s>", *alphabet, "".join(alphabet[:2]), "".join(alphabet[2:4])]
     writer.add_context_length(64)
     writer.add_embedding_length(hidden)
     writer.add_block_count(1)
@@ -388,7 +388,7 @@ def save_gguf(file: Path) -> Path:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 3, *[1] * (len(tokens) - 3)])
-    writer.add_token_merges([f"{alphabet[0]} {alphabet[1]}"])
+    writer.add_token_merges([" ".join(alphabet[:2]), " ".join(alphabet[2:4])])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     shapes = {"token_embd": (len(tokens), hidden), "output": (len(tokens), hidden)}
