@@ -24,7 +24,7 @@ from anybit.kernels.gemm import (
     sm90_bitplane_stacked,
 )
 from anybit.kernels.gemm.bitplane_layout import PlaneWeight
-from anybit.kernels.common.types import Output
+from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.scheme import Scheme
 from cases import BITWISE_SCHEMES, GEMM, PAPERS, Case, select
 from timing import (

@@ -8,7 +8,7 @@ from anybit.device import Device
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Source, Target
 from anybit.kernels.gemm import sm80_bitplane_gemm
-from anybit.kernels.common.types import Output
+from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.scheme import ActivationFormat, Scheme
 
 

@@ -25,7 +25,7 @@ from anybit.kernels.gemm import (  # noqa: E402
     sm80_bitplane_gemm,
     sm90_bitplane,
 )
-from anybit.kernels.common.types import Output  # noqa: E402
+from anybit.kernels.gemm.sm90_bitplane import Output  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
 from cases_bitplane import H200  # noqa: E402

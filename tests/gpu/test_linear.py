@@ -11,7 +11,7 @@ from anybit.errors import KernelError, LayerError
 from anybit.jit import Kernel
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.gemm import sm90_bitplane
-from anybit.kernels.common.types import Output
+from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.linear import QuantLinear
 from anybit.scheme import Scheme
 from cases import EXHAUSTIVE, random_weight

@@ -14,7 +14,7 @@ from anybit.kernels.gemm import (
     sm80_bitplane_gemm,
     sm90_bitplane,
 )
-from anybit.kernels.common.types import Output
+from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import (
     check_input,

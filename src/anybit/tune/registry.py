@@ -30,7 +30,7 @@ from anybit.kernels.gemm import (
     sm90_packed_skinny,
     sm90_packed_skinny_f16,
 )
-from anybit.kernels.common.types import Output
+from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.kernels.gemm.sm90_bitplane_rules import half_bytes
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from anybit.tune.diversify import representatives

@@ -19,7 +19,7 @@ from anybit.errors import KernelError
 from anybit.jit import tensor_map
 from anybit.kernels.elementwise.quantize_activations import Packed
 from anybit.kernels.gemm import bitplane_layout, sm90_bitplane
-from anybit.kernels.common.types import Code
+from anybit.kernels.gemm.bitplane_layout import Code
 from anybit.kernels.gemm.sm90_bitplane import Params
 from anybit.kernels.gemm.sm90_bitplane_rules import (
     ROWS,
