@@ -16,9 +16,9 @@ import torch
 from anybit import jit
 from anybit.device import Device
 from anybit.jit import cache, tensor_map
+from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.gemm import bitplane_layout, sm90_bitplane
-from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.scheme import Scheme
 from cases import Case
 from linear_bitplane import random_weight

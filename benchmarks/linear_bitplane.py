@@ -16,6 +16,7 @@ import torch
 
 from anybit import jit
 from anybit.device import Device
+from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.gemm import (
     bitplane_layout,
@@ -24,7 +25,6 @@ from anybit.kernels.gemm import (
     sm90_bitplane_stacked,
 )
 from anybit.kernels.gemm.bitplane_layout import PlaneWeight
-from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.scheme import Scheme
 from cases import BITWISE_SCHEMES, GEMM, PAPERS, Case, select
 from timing import (

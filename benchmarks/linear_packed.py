@@ -9,7 +9,7 @@ python benchmarks/linear_packed.py --steady 0.2 --tokens 1024 4096 --schemes w4a
 Chains run in one CUDA graph under programmatic dependent launch, over copies of the weights that together exceed L2:
 the output of a product is (the beginning of) the activations of the next. `us` includes the quantization of 8-bit
 activations, `us_product` does not. `us_close`: the same kernel without what keeps blocks of a model's small layers
-apart (packed_few.apart), which a chain of one layer alone does not need.
+apart (heuristics.limit_occupancy), which a chain of one layer alone does not need.
 All schemes of a layer at one M, cuBLAS fp16, fp8 `_scaled_mm` and humming-kernels (where it is installed) are timed in
 turns, or, with --steady, each runs for so many seconds before it is timed: at the power limit a kernel in turns has the
 clock that the one before it left. Rows that this commit has written before are skipped (`--again` repeats them), so
@@ -118,10 +118,10 @@ def job_of(asked: tuple[Case, str, str]) -> Job | None:
     else:
         # As ops/packed.py chooses.
         chosen = dispatcher(device.name).choose(product, (tiles_of(x),)).candidate
-        name, config = chosen.kernel, heuristics.apart(chosen.config, device)
+        name, config = chosen.kernel, heuristics.limit_occupancy(chosen.config, device)
     kernels = [FAMILIES[name].module.kernel(config)]
-    if getattr(config, "least_shared", 0):
-        kernels.append(FAMILIES[name].module.kernel(replace(config, least_shared=0)))
+    if getattr(config, "min_shared_bytes", 0):
+        kernels.append(FAMILIES[name].module.kernel(replace(config, min_shared_bytes=0)))
     kernels.append(repack.kernel(repack.Config(scheme.weights.bits, x.quantized)))
     if x.quantized:
         problem = quantize_activations.Problem(case.m, case.k, x, target=Target.bytes)
@@ -191,7 +191,7 @@ class Run:
         self.graphs = {"us": Captured(self.call, calls)}
         if x.quantized:
             self.graphs["us_product"] = Captured(self.call_product, calls)
-        if getattr(job.config, "least_shared", 0):
+        if getattr(job.config, "min_shared_bytes", 0):
             self.graphs["us_close"] = Captured(self.call_close, calls)
 
     def product(self, i: int, x: torch.Tensor, y: torch.Tensor, codes: bool = True, config: Any = None) -> None:
@@ -218,8 +218,8 @@ class Run:
         self.call(i, codes=False)
 
     def call_close(self, i: int) -> None:
-        """The same with blocks that may share a multiprocessor with the next kernel's (packed_few.apart)."""
-        self.call(i, config=replace(self.job.config, least_shared=0))
+        """The same with blocks that may share a multiprocessor with the next kernel's (heuristics.limit_occupancy)."""
+        self.call(i, config=replace(self.job.config, min_shared_bytes=0))
 
     def check(self) -> float:
         """Run once and compare; raises AssertionError."""

@@ -21,7 +21,6 @@ export PYTHONPATH=src PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} # tests and compilers share the cores with what is timed
 PYTHON=${PYTHON:-python3} SEED=${SEED:-20261130}
 GPUS=$(nvidia-smi -L | wc -l)
-PLANS=$OUT/work/check-$SEED-${ANYBIT_COMMIT:-$(git rev-parse --short HEAD)} # of these problems, and of these kernels
 began=$(date +%s)
 
 wanted() { # NAME
@@ -65,26 +64,25 @@ proofs_and_rows() {
 map_and_models() {
   local ahead
   if wanted map; then
-    mkdir "$OUT/work/map"
-    $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work/map" --ahead > "$OUT/log/ahead" 2>&1 &
+    $PYTHON tools/tuning/build_policy.py measure --compile --out "$OUT/whole.json" > "$OUT/log/ahead" 2>&1 &
     ahead=$!
-    step map 700 $PYTHON benchmarks/dispatch_refresh.py measure --work "$OUT/work/map" --out "$OUT/nvidia-h200.json" \
-      --seconds "${MAP_SECONDS:-600}"
+    step map 700 $PYTHON tools/tuning/build_policy.py measure --out "$OUT/whole.json" --seconds "${MAP_SECONDS:-600}"
     kill $ahead 2> "$OUT/log/kill"
+    step compact 300 $PYTHON tools/tuning/build_policy.py compact "$OUT/whole.json" --out "$OUT/nvidia-h200.json"
   fi
   by_map
-  step model 200 $PYTHON benchmarks/dispatch.py model "${BY[@]}" --seconds 180
+  step model 200 $PYTHON tools/tuning/measure_choices.py model "${BY[@]}" --seconds 180
   if wanted steps; then
     for model in Qwen3-14B SmolLM2-1.7B Qwen2.5-7B Llama-2-7B Llama-3-8B; do # w4a8 and w2a4 of the last are of step model
       schemes="w4a16g128 w4a4 w2a2"
       [ $model = Llama-3-8B ] || schemes="w4a16g128 w4a8 w2a4 w4a4 w2a2"
-      timed "steps_$model" 60 $PYTHON benchmarks/dispatch.py model "${BY[@]}" --model $model --layers 8 --schemes $schemes \
+      timed "steps_$model" 60 $PYTHON tools/tuning/measure_choices.py model "${BY[@]}" --model $model --layers 8 --schemes $schemes \
         --without "one config" --prompts --seconds 55
     done
   fi
-  step ablate 90 $PYTHON benchmarks/dispatch.py ablate "${BY[@]}"
+  step ablate 90 $PYTHON tools/tuning/measure_choices.py ablate "${BY[@]}"
   step generate 150 $PYTHON benchmarks/generate.py --record --seconds 130
-  step clock 320 $PYTHON benchmarks/dispatch.py clock
+  step clock 320 $PYTHON tools/tuning/measure_choices.py clock
 }
 
 by_map() { # the map that was just measured, or MAP, or the shipped one
@@ -96,18 +94,11 @@ by_map() { # the map that was just measured, or MAP, or the shipped one
 check() { # PART PARTS
   wanted check || return 0
   by_map
-  until [ -f "$PLANS.spaces" ] || ! kill -0 $spaces; do sleep 1; done # what is to be compiled is planned first
-  timed "check$1" $((${CHECK_SECONDS:-380} + 20)) $PYTHON benchmarks/dispatch.py verify --tune-each 16 --seed "$SEED" \
-    --plans "$PLANS" "${BY[@]}" --part "$1" "$2" --verify-seconds "${CHECK_SECONDS:-380}" --check-rows "$OUT/check.json" \
-    --times "$OUT/times$1.jsonl"
+  timed "check$1" $((${CHECK_SECONDS:-380} + 20)) $PYTHON tools/tuning/check_policy.py verify --seed "$SEED" \
+    "${BY[@]}" --part "$1" "$2" --seconds "${CHECK_SECONDS:-380}" --rows "$OUT/check.json"
 }
 
-step look_up 30 $PYTHON benchmarks/dispatch.py look-up # host time: on a machine that does nothing else
-if wanted check; then
-  nice -n 19 $PYTHON benchmarks/dispatch.py verify --compile --tune-each 16 --seed "$SEED" --plans "$PLANS" \
-    > "$OUT/log/spaces" 2>&1 &
-  spaces=$!
-fi
+step look_up 30 $PYTHON tools/tuning/measure_choices.py look-up # host time: on a machine that does nothing else
 if [ "$GPUS" -ge 2 ]; then
   (export CUDA_VISIBLE_DEVICES=1; map_and_models) &
   models=$!
@@ -121,8 +112,5 @@ else
   proofs_and_rows
   map_and_models
   check 0 1
-fi
-if wanted check; then
-  kill $spaces 2>> "$OUT/log/kill"
 fi
 true

@@ -14,8 +14,8 @@ INT8 = ActivationFormat(8, "sym")
 FP8 = ActivationFormat(8, "float")
 
 
-_DIRECT = (0, None, False, 1)
-"""Between the blocks of a cut and how its weights come: no stripes, stages as fit, nothing halved, one block."""
+_DIRECT = (None, False, 1)
+"""Between the blocks of a cut and how its weights come: stages as fit, nothing halved, one block."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Case:
         return f"w{w.bits}{kind}g{w.group}{w.code}-{p.m}x{p.n}x{p.k}-" + "_".join(map(str, self.cut))
 
 
-# Every way of cutting: one block, K shared inside it, K shared over a cluster, X shared over a cluster, both; stripes.
+# Every way of cutting: one block, K shared inside it, K shared over a cluster, X shared over a cluster, both.
 CUTS = [
     (64, 2, 1, 1, 1),
     (16, 1, 4, 1, 1),
@@ -45,11 +45,8 @@ CUTS = [
     (32, 2, 2, 2, 2),
     (48, 3, 1, 1, 1),
     (256, 2, 1, 1, 1),
-    (64, 2, 1, 1, 1, 4),
-    (32, 1, 2, 1, 1, 7),
-    (16, 2, 2, 1, 1, 11),
-    (64, 4, 1, 1, 1, 0, None, True),
-    (16, 2, 1, 1, 1, 0, None, True),
+    (64, 4, 1, 1, 1, None, True),
+    (16, 2, 1, 1, 1, None, True),
     (64, 2, 1, 3, 1),
 ]
 _RAGGED = [(37, 320, 520), (16, 192, 768), (70, 300, 1024), (33, 256, 1024), (128, 512, 512), (64, 260, 1040)]
@@ -88,17 +85,17 @@ def gpu_cases(every: int = 1) -> list[Case]:
     for m in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024):
         problem = Problem(m, 512, 1024, w4)
         cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
-    cases.append(Case(Problem(1024, 512, 1024, w4), (64, 2, 1, 1, 1, 20)))  # many tiles whole, the last ones in stripes
+    cases.append(Case(Problem(1024, 512, 1024, w4), (64, 2, 1, 1, 1)))  # more tiles than multiprocessors
     for m, cut in ((16, 16), (50, 64), (64, 64)):  # two blocks halve a row tile
-        cases.append(Case(Problem(m, 28672, 1024, w4), (cut, 4, 1, 1, 1, 0, None, True)))
-        cases.append(Case(Problem(m, 1500, 1024, WeightFormat(3, "asym", 64)), (cut, 3, 1, 1, 1, 0, None, True)))
+        cases.append(Case(Problem(m, 28672, 1024, w4), (cut, 4, 1, 1, 1, None, True)))
+        cases.append(Case(Problem(m, 1500, 1024, WeightFormat(3, "asym", 64)), (cut, 3, 1, 1, 1, None, True)))
     for m, n, k, cut in (
         (16, 4096, 1024, (16, 1, 2, 2, 1)),
         (60, 1500, 4096, (64, 1, 2, 1, 1)),
         (32, 700, 4096, (32, 1, 1, 2, 1)),
     ):
-        cases.append(Case(Problem(m, n, k, w4), (*cut, 0, None, False, 2)))  # two blocks a multiprocessor
-    cases.append(Case(Problem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, 0, None, False, 2)))  # both of one launch
+        cases.append(Case(Problem(m, n, k, w4), (*cut, None, False, 2)))  # two blocks a multiprocessor
+    cases.append(Case(Problem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, None, False, 2)))  # both of one launch
     for m, n, k, activations in (
         (32, 4096, 4096, A16),
         (128, 4096, 8192, A16),
@@ -123,7 +120,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
         (w4, 64, 4096, 14336, A16, (64, 1, 2, 2, 1, *_DIRECT, 0, True)),
         (WeightFormat(3, "asym", 64), 50, 700, 4224, A16, (48, 2, 1, 2, 1, *_DIRECT, 0, True)),
         (WeightFormat(2), 100, 1500, 2048, INT8, (128, 1, 2, 2, 1, *_DIRECT, 0, True)),
-        (w4, 32, 6144, 4096, A16, (32, 1, 2, 2, 1, 0, None, False, 2, 0, True)),
+        (w4, 32, 6144, 4096, A16, (32, 1, 2, 2, 1, None, False, 2, 0, True)),
         (w4, 16, 4096, 14336, A16, (16, 1, 3, 2, 1, *_DIRECT, 0, True)),
     ):
         cases.append(Case(Problem(m, n, k, weights, activations, torch.float16), cut))
@@ -140,8 +137,8 @@ def gpu_cases(every: int = 1) -> list[Case]:
 
 def cut_of(config: Config) -> tuple[int | bool | None, ...]:
     c = config
-    return (c.tokens, c.row_warpgroups, c.k_warpgroups, c.k_blocks, c.row_blocks, c.stripes, None, c.halves, c.resident,
-            c.direct, c.unrolled)  # fmt: skip
+    return (c.tile_m, c.row_warpgroups, c.split_k_warpgroups, c.cluster_k, c.cluster_n, None, c.halves,
+            c.min_blocks_per_sm, c.direct, c.unrolled)  # fmt: skip
 
 
 def tiny_cases() -> list[Case]:
@@ -152,9 +149,6 @@ def tiny_cases() -> list[Case]:
         (16, 64, 384, WeightFormat(8, "sym", None), A16, torch.bfloat16, (16, 1, 1, 2, 1)),
         (16, 128, 256, WeightFormat(1, "bipolar", None), A16, torch.float16, (16, 1, 1, 1, 2)),
         (12, 64, 640, WeightFormat(4, "sym", 128), A16, torch.float16, (16, 1, 4, 1, 1)),
-        (20, 70, 512, WeightFormat(2, "sym", 128), A16, torch.float16, (32, 1, 1, 1, 1, 3)),
-        (20, 70, 640, WeightFormat(4, "asym", 64), A16, torch.float16, (16, 1, 2, 1, 1, 5)),
-        (40, 130, 384, WeightFormat(4, "sym", None), INT8, torch.float16, (16, 1, 1, 1, 1, 2)),  # whole tiles too
         (20, 64, 256, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 1, 2, 1, 1)),
         (20, 64, 1024, WeightFormat(4, "sym", None), INT8, torch.float16, (32, 1, 2, 1, 1)),  # span 2
         (12, 64, 256, WeightFormat(5, "sym", 64), INT8, torch.float16, (16, 1, 1, 1, 1)),
@@ -172,10 +166,10 @@ def tiny_cases() -> list[Case]:
         (20, 64, 33, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 1, 1, 1, 1)),
         (12, 64, 129, WeightFormat(4, "asym", 128), FP8, torch.bfloat16, (16, 1, 1, 1, 1)),
         # Two blocks halve a row tile: three tiles a pair, and a last pair that lacks some.
-        (20, 190, 384, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1, 0, None, True)),
-        (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, 0, None, True)),
-        (13, 200, 512, WeightFormat(4, "asym", None), INT8, torch.float16, (16, 2, 1, 1, 1, 0, None, True)),
-        (50, 190, 1024, WeightFormat(4, "asym", 64), A16, torch.float16, (64, 2, 1, 1, 1, 0, None, True)),  # span 2
+        (20, 190, 384, WeightFormat(4, "sym", 128), A16, torch.float16, (32, 2, 1, 1, 1, None, True)),
+        (9, 300, 256, WeightFormat(3, "asym", 64), A16, torch.bfloat16, (16, 2, 1, 1, 1, None, True)),
+        (13, 200, 512, WeightFormat(4, "asym", None), INT8, torch.float16, (16, 2, 1, 1, 1, None, True)),
+        (50, 190, 1024, WeightFormat(4, "asym", 64), A16, torch.float16, (64, 2, 1, 1, 1, None, True)),  # span 2
         # Weights past shared memory: batches of one, where every stage has code of its own, then of two.
         (20, 64, 1152, WeightFormat(4, "asym", 64), A16, torch.float16, (32, 1, 2, 2, 1, *_DIRECT, 1)),
         (48, 64, 1152, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 2, 2, 1, *_DIRECT, 1)),
@@ -193,7 +187,7 @@ def tiny_cases() -> list[Case]:
     walking = Problem(100, 200, 768, WeightFormat(4, "sym", 128), device=replace(small, sms=3))  # over three tiles
     return [
         *cases,
-        Case(problem, (16, 1, 2, 2, 1, 0, None, False, 2)),
+        Case(problem, (16, 1, 2, 2, 1, None, False, 2)),
         Case(spanned, (16, 1, 2, 2, 1)),
         Case(walking, (48, 2, 1, 1, 1, *_DIRECT, 2)),
     ]

@@ -24,7 +24,7 @@ def point(one: LinearProblem, us: dict[str, float], default_us: float = 20.0) ->
     for kernel, time in us.items():
         candidate = other_than_default(one, kernel)
         found[candidate.strategy] = Measured.of(candidate, one, time)
-    return Point(default_us, 1.0, found)
+    return Point(default_us, found)
 
 
 def policy(*points: tuple[LinearProblem, Point], gpu: str = "NVIDIA H200") -> Policy:

@@ -31,7 +31,7 @@ def pages() -> list[Path]:
 
 def test_every_file_that_the_documentation_names_is_there() -> None:
     examples = {"NAME.py", "NAME.cuh", "config.json", "map.json", ".anybit-files.json"}
-    tops = (ROOT / top for top in ("src", "benchmarks", "tests", "scripts", "examples"))
+    tops = (ROOT / top for top in ("src", "benchmarks", "tests", "scripts", "examples", "tools"))
     there = [str(path.relative_to(ROOT)) for top in tops for path in top.rglob("*")]
     for page in pages():
         for name in set(re.findall(r"`([\w/.-]+\.(?:py|cuh|json|h|cpp))`", page.read_text())) - examples:

@@ -81,7 +81,7 @@ def test_key_follows_content(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     keys.add(cache.key(kernel, ARCH))
     monkeypatch.setitem(cache.FLAGS, "lineinfo", False)
     keys.add(cache.key(kernel, ARCH))
-    monkeypatch.setattr(cache, "_compiler_version", lambda: "another")
+    monkeypatch.setattr(cache, "compiler_version", lambda: "another")
     keys.add(cache.key(kernel, ARCH))
     assert len(keys) == 6
     again = deeper.read_bytes()

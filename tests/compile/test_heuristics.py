@@ -56,7 +56,7 @@ def test_digits_that_end_with_something_else() -> None:
 def test_gate_up_lets_the_next_kernel_begin_as_measured() -> None:
     def trigger(bits: int, m: int, n: int) -> int:
         config = sm90_packed_gemv.norm_default(problem(bits, m, n, 4096))
-        return heuristics.apart_and_normed(config, HOPPER).trigger - config.trigger
+        return heuristics.limit_occupancy_normed(config, HOPPER).trigger - config.trigger
 
     assert [trigger(bits, 1, 28672) for bits in (4, 2, 3)] == [1, -1, 0]
     assert trigger(4, 1, 6144) == trigger(4, 2, 28672) == 0
@@ -69,19 +69,19 @@ def test_room_for_one_block_of_the_next(bits: int, m: int) -> None:
     sm = HOPPER.shared_bytes + 1024  # of which each block costs 1 KB
     for n, k in ((6144, 4096), (28672, 4096), (960, 576), (3072, 576)):
         it = replace(problem(bits, m, n, k), columns=-(-k // 128) * 128)
-        config = heuristics.apart_and_normed(sm90_packed_gemv.norm_default(it), HOPPER)
+        config = heuristics.limit_occupancy_normed(sm90_packed_gemv.norm_default(it), HOPPER)
         assert sm90_packed_gemv.norm_why_not(it, config) is None
         assert 2 * (sm90_packed_gemv.shared_bytes(config) + 1024) > sm
     wide = sm90_packed_gemv.default(problem(bits, m, 4096, 14336))  # not all activations at hand: apart from its like
-    assert wide.x_resident or 2 * (sm90_packed_gemv.shared_bytes(heuristics.apart(wide, HOPPER)) + 1024) > sm
+    assert wide.x_resident or 2 * (sm90_packed_gemv.shared_bytes(heuristics.limit_occupancy(wide, HOPPER)) + 1024) > sm
     for n, k in ((4096, 4096), (576, 1536)):
-        config = heuristics.apart(sm90_packed_gemv.default(problem(bits, m, n, k)), HOPPER)
+        config = heuristics.limit_occupancy(sm90_packed_gemv.default(problem(bits, m, n, k)), HOPPER)
         assert (
             2 * (sm90_packed_gemv.shared_bytes(config) + 1024)
             <= sm
             < 3 * (sm90_packed_gemv.shared_bytes(config) + 1024)
         )
-        of_four = heuristics.apart(sm90_packed_gemv.default(problem(bits, 4, n, k)), HOPPER)
+        of_four = heuristics.limit_occupancy(sm90_packed_gemv.default(problem(bits, 4, n, k)), HOPPER)
         assert of_four.chunks > 1 or 2 * (sm90_packed_gemv.shared_bytes(of_four) + 1024) > sm
 
 
@@ -111,9 +111,9 @@ def test_one_block_of_many_tokens_among_small_kernels() -> None:
         (8, 4096, 4096, False),
     ):
         it = sm90_packed_gemm.Problem(m, n, k, WeightFormat(4, "sym", 128))
-        chosen = sm90_packed_gemm.config_for(it, 16, 1, 2, 2, resident=2)
+        chosen = sm90_packed_gemm.config_for(it, 16, 1, 2, 2, min_blocks_per_sm=2)
         found = heuristics.among_small(it, chosen)
-        assert found == (replace(chosen, resident=1) if changes else chosen)
+        assert found == (replace(chosen, min_blocks_per_sm=1) if changes else chosen)
         assert sm90_packed_gemm.why_not(it, found) is None
 
 
@@ -123,7 +123,7 @@ def test_one_block_is_always_legal(scheme: str) -> None:
     for m in (9, 16, 32, 64):
         for n, k in ((4096, 14336), (576, 1536)):
             it = sm90_packed_gemm.Problem(m, n, k, parsed.weights, parsed.activations)
-            close = [config for config in sm90_packed_gemm.configs(it) if config.resident > 1]
+            close = [config for config in sm90_packed_gemm.configs(it) if config.min_blocks_per_sm > 1]
             assert close and all(
                 sm90_packed_gemm.why_not(it, heuristics.among_small(it, config)) is None for config in close
             )

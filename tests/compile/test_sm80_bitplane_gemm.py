@@ -5,10 +5,10 @@ from machine_code import ARCHITECTURES, sass
 
 from anybit import jit
 from anybit.device import Device
+from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Source, Target
 from anybit.kernels.gemm import sm80_bitplane_gemm
-from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.scheme import ActivationFormat, Scheme
 
 

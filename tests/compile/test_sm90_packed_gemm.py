@@ -43,7 +43,7 @@ def test_machine_code(weights, activations, dtype, cut, tmp_path: Path) -> None:
     compiled = jit.compile(sm90_packed_gemm.kernel(config), "sm_90a")
     assert compiled.spill_bytes == 0
     code = disassembly(compiled.cubin, tmp_path)
-    assert INSTRUCTION[problem.operand.name].format(config.tokens, "S" if weights.group else "U") in code
+    assert INSTRUCTION[problem.operand.name].format(config.tile_m, "S" if weights.group else "U") in code
     assert "CALL" not in code, "an instruction is emulated"
     if config.register_sets == 2 and not config.promotes:
         assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x0") == 1, "the assembler has one product wait for another"
@@ -79,7 +79,7 @@ def test_refusals_are_sentences() -> None:
     )  # rows of x have a pitch of their own
     problem = Problem(16, 4096, 14336, WeightFormat(4, "sym", 128))
     config = sm90_packed_gemm.default(problem)
-    assert config.span == 2 and config.k_warpgroups == 3 and config.stages % 3 == 0
+    assert config.span == 2 and config.split_k_warpgroups == 3 and config.stages % 3 == 0
     assert "dealt evenly" in str(sm90_packed_gemm.why_not(problem, replace(config, stages=config.stages - 1)))
     assert "1 step of inputs, or 2" in str(sm90_packed_gemm.why_not(replace(problem, k=128 * 111), config))
     assert "sm_80" in str(

@@ -5,9 +5,9 @@ import torch
 
 import emulate
 from anybit.device import Device
+from anybit.kernels.common.types import Code, Output
 from anybit.kernels.gemm import bitplane_layout, sm80_bitplane_gemm
-from anybit.kernels.gemm.bitplane_layout import Code
-from anybit.kernels.gemm.sm90_bitplane import Output, Params
+from anybit.kernels.gemm.sm90_bitplane import Params
 from anybit.reference import QuantizedActivations, integer_product
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_codes, random_weight

@@ -55,7 +55,18 @@ def test_codes_and_groups(code: str, group: int | None) -> None:
 def test_stripes(sms: int) -> None:
     """Stripes shorter than a row tile, and longer; several token tiles; fewer rows than the last row tile has."""
     for seed in range(2):
-        run(WeightFormat(4, "sym", 128), 9, 320, 640, sms=sms, seed=seed, tokens=8, units=1, row_warps=8, k_warps=1)
+        run(
+            WeightFormat(4, "sym", 128),
+            9,
+            320,
+            640,
+            sms=sms,
+            seed=seed,
+            tile_m=8,
+            units=1,
+            row_warps=8,
+            split_k_warps=1,
+        )
 
 
 def test_ragged_and_ordered() -> None:

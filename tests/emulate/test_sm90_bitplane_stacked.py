@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import emulate
+from anybit.kernels.common.types import Output
 from anybit.kernels.gemm import sm90_bitplane_stacked
-from anybit.kernels.gemm.sm90_bitplane import Output, Problem
+from anybit.kernels.gemm.sm90_bitplane import Problem
 from anybit.kernels.gemm.sm90_bitplane_stacked import Keep
 from cases_bitplane import DEPENDENT, emulated, on_host, operands, wide
 

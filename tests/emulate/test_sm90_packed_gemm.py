@@ -35,17 +35,14 @@ def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Pat
     exact = values @ weight.dequantize(torch.float64).T + bias.double()
     packed = prepare(weight, "a8" if p.activations.quantized else "a16")
     y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype)
-    workspace = sm90_packed_gemm.workspace_for(config, torch.device("cpu"))
-    if workspace is not None:
-        workspace.random_(generator=torch.Generator().manual_seed(seed))  # stripes ask for no clean memory
     pitch = -(-p.k // 16) * 16
     if p.k < pitch:  # rows that start on 16 bytes, and no number between them
         wide = torch.full((p.m, pitch), 127 if operand.dtype == torch.int8 else torch.nan, dtype=operand.dtype)
         wide[:, : p.k] = operand
         operand = wide[:, : p.k]
-    box = emulate.Box(operand, 128 // operand.element_size(), config.tokens // config.row_blocks)
+    box = emulate.Box(operand, 128 // operand.element_size(), config.tile_m // config.cluster_n)
     tail = emulate.Box(operand, 128 // operand.element_size(), config.tail_rows or 8)
-    params = sm90_packed_gemm.params(p, config, None, packed, y, bias, x_scale, x_sum, workspace)
+    params = sm90_packed_gemm.params(p, config, None, packed, y, bias, x_scale, x_sum)
     kernel = sm90_packed_gemm.kernel(config)
     emulate.run(
         replace(kernel, header=str(header)) if header else kernel,
@@ -59,7 +56,9 @@ def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Pat
 
 @pytest.mark.parametrize("case", tiny_cases(), ids=str)
 def test_product(case: Case) -> None:
-    config = replace(case.config, stages=2 * case.config.k_warpgroups, early=0 if case.config.direct else 2)
+    config = replace(
+        case.config, stages=2 * case.config.split_k_warpgroups, prologue_stages=0 if case.config.direct else 2
+    )
     assert sm90_packed_gemm.why_not(case.problem, config) is None
     for seed in range(2):
         assert emulated(case, config, seed) < (1e-3 if case.problem.dtype == torch.float16 else 8e-3)
@@ -69,9 +68,9 @@ def test_product(case: Case) -> None:
 def test_stages_dealt_unevenly_are_named(stages: int, tmp_path: Path) -> None:
     """Wrong once in thousands of launches on hardware; here in every order of threads."""
     case = Case(Problem(12, 64, 1024, WeightFormat(4, "sym", 128)), (16, 1, 2, 1, 1))
-    config = replace(case.config, stages=stages, early=2)
+    config = replace(case.config, stages=stages, prologue_stages=2)
     assert "dealt evenly" in str(sm90_packed_gemm.why_not(case.problem, config))
-    rule = "static_assert(Config::stages % Config::k_warpgroups == 0"
+    rule = "static_assert(Config::stages % Config::split_k_warpgroups == 0"
     before, after = (KERNELS / "gemm/sm90_packed_gemm.cuh").read_text().split(rule)
     header = tmp_path / "packed_large_uneven.cuh"
     header.write_text(before + after.split(";", 1)[1])

@@ -85,9 +85,29 @@ def test_ragged(m: int, n: int, k: int) -> None:
 def test_small_rings(seed: int) -> None:
     """Rings that turn over many times, activations that are fetched again, warps that share rows."""
     format = WeightFormat(4, "sym", 128)
-    run(format, 4, 192, 1024, seed=seed, stages=2, prefetch=1, x_stages=1, x_resident=False, warps=4, k_warps=2)
-    run(format, 1, 192, 1024, seed=seed, stages=3, prefetch=2, warps=4, k_warps=4, x_stages=2, trigger=1)
-    paced = {"stages": 3, "prefetch": 1, "row_units": 2, "row_chunks": 3, "warps": 4, "k_warps": 4, "x_stages": 2}
+    run(
+        format,
+        4,
+        192,
+        1024,
+        seed=seed,
+        stages=2,
+        prologue_stages=1,
+        x_stages=1,
+        x_resident=False,
+        warps=4,
+        split_k_warps=2,
+    )
+    run(format, 1, 192, 1024, seed=seed, stages=3, prologue_stages=2, warps=4, split_k_warps=4, x_stages=2, trigger=1)
+    paced = {
+        "stages": 3,
+        "prologue_stages": 1,
+        "row_units": 2,
+        "row_chunks": 3,
+        "warps": 4,
+        "split_k_warps": 4,
+        "x_stages": 2,
+    }
     run(WeightFormat(4, "sym", None), 4, 192, 1024, torch.int8, seed=seed, **paced)
 
 
@@ -111,8 +131,8 @@ def test_copies_are_paced() -> None:
 
     for problem in (int8(5, 5120, 5120), int8(4, 28672, 4096), int8(8, 4096, 14336)):
         own = sm90_packed_skinny.default(problem)
-        assert own.paced and own.prefetch < own.stages
+        assert own.paced and own.prologue_stages < own.stages
         assert all(config.paced for config in sm90_packed_skinny.configs(problem))
     missed = (3, 1, 3, 1)  # what a search lacked: 5.9 us, 6.7 built in
     configs = sm90_packed_skinny.configs(int8(5, 5120, 5120))
-    assert missed in [(c.row_units, c.row_chunks, c.stages, c.prefetch) for c in configs]
+    assert missed in [(c.row_units, c.row_chunks, c.stages, c.prologue_stages) for c in configs]

@@ -18,9 +18,9 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from anybit import AnyBitConfig, QuantLinear, use_backend  # noqa: E402
+from anybit.kernels.common.types import Output  # noqa: E402
 from anybit.kernels.elementwise import quantize_activations as activation_kernel  # noqa: E402
 from anybit.kernels.gemm import bitplane_layout, sm90_bitplane  # noqa: E402
-from anybit.kernels.gemm.sm90_bitplane import Output  # noqa: E402
 from anybit.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from timing import merge_rows, stamp  # noqa: E402

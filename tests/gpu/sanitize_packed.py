@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck --report-api-errors no python3 tests/gpu/sanitize_packed.py [digits] ...
 
-Every way in which they share work (rings, clusters, stripes), each compared with float64,
+Every way in which they share work (rings, clusters), each compared with float64,
 so that a tool that changes the timing changes nothing else.
 """
 
@@ -46,19 +46,17 @@ LARGE: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [
     (16, 192, 1024, (16, 1, 4, 1, 1)),
     (37, 128, 1024, (64, 1, 2, 2, 1)),
     (20, 256, 512, (32, 2, 2, 2, 2)),
-    (16, 192, 3072, (16, 1, 2, 2, 1, 0, 6)),
+    (16, 192, 3072, (16, 1, 2, 2, 1, 6)),
     (30, 192, 1024, (32, 2, 1, 3, 1)),
-    (16, 448, 1024, (16, 4, 1, 1, 1, 0, None, True)),
-    (16, 192, 1024, (16, 1, 2, 2, 1, 0, None, False, 2)),
+    (16, 448, 1024, (16, 4, 1, 1, 1, None, True)),
+    (16, 192, 1024, (16, 1, 2, 2, 1, None, False, 2)),
     # Stages of two steps, as qkv and down have them at 16 tokens.
-    (16, 4352, 1024, (16, 1, 2, 2, 1, 0, None, False, 2)),
+    (16, 4352, 1024, (16, 1, 2, 2, 1, None, False, 2)),
     (16, 192, 8192, (16, 1, 3, 2, 1)),
     # Weights past shared memory, as qkv has them at 64 tokens.
     (60, 192, 4096, (64, 1, 2, 1, 1)),
 ]
-STRIPES: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [(70, 300, 640, (32, 1, 2, 1, 1, 7))]
-"""Apart: racecheck's hazards of this one (docs/notes/2026-11-23-packed-limits.md) use up the number that it prints."""
-WAYS = {"large": LARGE, "stripes": STRIPES}
+WAYS = {"large": LARGE}
 
 
 def problem_of(
@@ -76,7 +74,7 @@ def kernels_used() -> list[Kernel]:
         for cases in FEW.values()
         for module, m, n, k, format, dtype, ordered in cases
     }
-    for m, n, k, cut in [*LARGE, *STRIPES]:
+    for m, n, k, cut in LARGE:
         found.add(sm90_packed_gemm.kernel(sm90_packed_gemm.config_for(sm90_packed_gemm.Problem(m, n, k, W4), *cut)))
     return list(found)
 

@@ -19,13 +19,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import torch  # noqa: E402
 
 from anybit import jit  # noqa: E402
+from anybit.kernels.common.types import Output  # noqa: E402
 from anybit.kernels.elementwise import quantize_activations  # noqa: E402
 from anybit.kernels.gemm import (  # noqa: E402
     bitplane_layout,
     sm80_bitplane_gemm,
     sm90_bitplane,
 )
-from anybit.kernels.gemm.sm90_bitplane import Output  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
 from cases_bitplane import H200  # noqa: E402

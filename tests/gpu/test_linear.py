@@ -9,9 +9,9 @@ from anybit import ops, reference
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.jit import Kernel
+from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.gemm import sm90_bitplane
-from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.linear import QuantLinear
 from anybit.scheme import Scheme
 from cases import EXHAUSTIVE, random_weight

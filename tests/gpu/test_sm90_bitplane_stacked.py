@@ -7,8 +7,9 @@ import torch
 
 from anybit.errors import KernelError
 from anybit.jit import Kernel
+from anybit.kernels.common.types import Output
 from anybit.kernels.gemm import sm90_bitplane, sm90_bitplane_stacked
-from anybit.kernels.gemm.sm90_bitplane import Output, Problem
+from anybit.kernels.gemm.sm90_bitplane import Problem
 from anybit.kernels.gemm.sm90_bitplane_stacked import Config, Keep
 from anybit.scheme import Scheme
 from cases_bitplane import H200, code_pairs, operands, wide

@@ -46,7 +46,7 @@ def obey(tmp_path: Path, *points: tuple[LinearProblem, dict[str, float]]) -> Non
         for strategy, time in us.items():
             candidate = next(c for c in space(one, ["a8"]).candidates if c.strategy == strategy)
             found[strategy] = Measured.of(candidate, one, time)
-        policy.put(one, Point(max(us.values()), 1.0, found))
+        policy.put(one, Point(max(us.values()), found))
     save(policy, tmp_path / "map.json")
     dispatching.use(tmp_path / "map.json")
 

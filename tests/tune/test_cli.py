@@ -45,7 +45,7 @@ def measured(tmp_path: Path) -> Path:
         "padding to int8": Measured.of(builtin(one), one, 12.5),
     }
     policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
-    policy.put(one, Point(12.5, 5.0, found))
+    policy.put(one, Point(12.5, found))
     save(policy, tmp_path / "map.json")
     return tmp_path / "map.json"
 
@@ -194,7 +194,7 @@ def test_explains_the_dtype_that_is_asked_for(
     parsed = Scheme.parse("w3a16")
     one = LinearProblem(64, 4096, 14336, parsed.weights, parsed.activations, torch.bfloat16)
     policy = Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
-    policy.put(one, Point(12.5, 5.0, {"dequantize": Measured.of(builtin(one), one, 12.5)}))
+    policy.put(one, Point(12.5, {"dequantize": Measured.of(builtin(one), one, 12.5)}))
     save(policy, tmp_path / "map.json")
     words = ("explain", "4096,14336", "-s", "w3a16", "-m", "64", "--policy", str(tmp_path / "map.json"), "--json")
     found = [json.loads(run(monkeypatch, capsys, *words, *more)[1]) for more in ((), ("--dtype", "bfloat16"))]

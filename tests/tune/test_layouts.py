@@ -79,7 +79,7 @@ def obey(monkeypatch: pytest.MonkeyPatch, scheme: str, times: dict[int, dict[str
             strategy: Measured.of(next(c for c in candidates if c.strategy == strategy), one, time)
             for strategy, time in us.items()
         }
-        policy.put(one, Point(max(us.values()), 1.0, found))
+        policy.put(one, Point(max(us.values()), found))
     monkeypatch.setattr(dispatching, "_dispatchers", {H200.name: Dispatcher(H200.name, [policy])})
 
 

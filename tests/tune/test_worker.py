@@ -24,9 +24,9 @@ def test_two_calls_and_more_stand_first_as_often(count: int, monkeypatch: pytest
     def race(stream: Any, calls: Sequence[Callable[[int], Any]], *_: Any) -> list[float]:
         return [5.0 + 0.5 * (place == 0) for place, _ in enumerate(calls)]
 
-    monkeypatch.setattr(worker, "_race", race)
+    monkeypatch.setattr(worker, "race", race)
     calls: Any = [lambda i: None] * count
-    found = worker._carefully(None, calls, [1] * count, 5)  # type: ignore[arg-type]
+    found = worker.race_in_orders(None, calls, [1] * count, 5)  # type: ignore[arg-type]
     assert found == pytest.approx([found[0]] * count)
 
 
@@ -41,9 +41,9 @@ def test_what_short_calls_take_does_not_depend_on_where_they_stand(
         seen.append((order, list(counts), replays))
         return [times[name] + 0.5 * (place == 0) for place, name in enumerate(order)]  # the first is slow
 
-    monkeypatch.setattr(worker, "_race", race)
+    monkeypatch.setattr(worker, "race", race)
     calls: Any = [lambda i, name=name: name for name in times]
-    found = worker._carefully(None, calls, [1, 2, 3, 4], 5)  # type: ignore[arg-type]
+    found = worker.race_in_orders(None, calls, [1, 2, 3, 4], 5)  # type: ignore[arg-type]
     assert found[1:] == pytest.approx(list(times.values())[1:])
     assert found[0] == pytest.approx(us if orders == 3 else us + 0.5)
     assert [set(order) for order, _, _ in seen] == [set(times)] * orders
@@ -106,66 +106,3 @@ def test_candidates_of_marlin_share_one_set_of_sums_and_locks(monkeypatch: pytes
         needed = sm80_packed_gemm.scratch(problem, one.config, torch.device("cpu"))
         assert all(given.numel() >= least.numel() for given, least in zip(rooms[-1], needed, strict=True))
     assert len(candidates) == 12 and len({id(room) for room in rooms}) == 1
-
-
-class _Bench(worker.Bench):
-    """A bench whose candidates are their microseconds; negative ones are refused, odd ones beyond 100 are wrong."""
-
-    def __init__(self) -> None:
-        self.stream, self.started, self.checked = None, [], []
-
-    def again(self, candidate: Any) -> Any:
-        return lambda i: candidate
-
-    def _first(self, candidate: Any) -> None:
-        self.started.append(candidate)
-        if candidate < 0:
-            raise ValueError("no kernel\nmore lines")
-
-    def check(self, candidate: Any) -> None:
-        self.checked.append(candidate)
-        if candidate > 100 and candidate % 2:
-            raise worker.WrongResultError("its mean relative error is 1.0")
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> _Bench:
-    def race(stream: Any, calls: Sequence[Callable[[int], Any]], counts: Sequence[int], replays: int) -> list[float]:
-        assert calls, "an empty graph was captured"
-        return [float(call(0)) for call in calls]
-
-    monkeypatch.setattr(worker, "_race", race)
-    return _Bench()
-
-
-def sift(bench: _Bench, us: list[int], keep: Sequence[int] = (), **sieve: Any) -> Any:
-    alive: list[Sequence[int]] = []
-    found = bench.sift(us, keep, worker.StagedPruning(**sieve), 10.0, alive.append)  # type: ignore[arg-type]
-    assert {i for some in alive for i in some} >= set(found[0])
-    return found
-
-
-def test_a_whole_space_is_sifted_in_three_rounds(bench: _Bench) -> None:
-    us = [*range(1000, 1400, 4), 2000]
-    times, wrong, left_out = sift(bench, us, keep=[len(us) - 1], finalists=3)
-    assert set(times) == set(range(len(us))) and not wrong and not left_out
-    assert sorted(i for i, time in times.items() if time.final) == [0, 1, 2, len(us) - 1]
-    assert bench.checked == [2000, 1000, 1004, 1008], "only finalists, and what is kept"
-
-
-def test_what_cannot_be_the_best_is_not_run(bench: _Bench) -> None:
-    us = [200] * 48 + [300] * 60
-    times, _, left_out = sift(bench, us, bounds=tuple(us))
-    assert left_out == 60 and len(times) == 48 and 300 not in bench.started
-
-
-def test_wrong_results_and_refusals_are_told_and_not_timed(bench: _Bench) -> None:
-    times, wrong, _ = sift(bench, [-1, 201, 202, 204])
-    assert wrong == {0: "no kernel", 1: "its mean relative error is 1.0"}
-    assert set(times) == {2, 3}
-
-
-@pytest.mark.parametrize("us", [[-1, -2], [101, 103], [-1, 103], []])
-def test_where_nothing_runs_there_are_reasons_and_no_times(us: list[int], bench: _Bench) -> None:
-    times, wrong, left_out = sift(bench, us)
-    assert times == {} and set(wrong) == set(range(len(us))) and not left_out

@@ -110,15 +110,15 @@ def tune(
                 errors.print(f"{progress.done} of {progress.total}: {progress.product}{left}", markup=False)
 
         options = Options(10**6 if everything else each, allowed, again=again)
-        for part, grid in ((coarse, GRID), (fine, STEPS)):
+        for part in (coarse, fine):
             left = max(0.0, seconds - (time.perf_counter() - began))
             if part:
-                how = replace(options, seconds=left, grid=grid)
+                how = replace(options, seconds=left)
                 policy = search(part, partial(_map, to), how, hints=hints, report=report)
     gains = [
-        point.default_us / min(measured.us for measured in point.strategies.values())
+        point.default_us / min((measured.us for measured in point.strategies.values()), default=point.default_us)
         for product in products
-        if (point := policy.exact(replace(product, device=Device.named(policy.origin.arch)))) and point.strategies
+        if (point := policy.exact(replace(product, device=Device.named(policy.origin.arch))))
     ]
     mean = math.exp(sum(map(math.log, gains)) / len(gains)) if gains else 1.0
     errors.print(

@@ -91,7 +91,7 @@ def clear_memory() -> None:
 def key(kernel: Kernel, arch: str) -> str:
     """The name of a kernel's entry: a hash of everything that decides its machine code."""
     digest = hashlib.sha256()
-    parts = [_MAGIC, arch.encode(), json.dumps(FLAGS, sort_keys=True).encode(), _compiler_version().encode()]
+    parts = [_MAGIC, arch.encode(), json.dumps(FLAGS, sort_keys=True).encode(), compiler_version().encode()]
     parts += [kernel.source.encode()]
     for name, content in reachable_headers(kernel).items():
         parts += [name.encode(), content]
@@ -101,7 +101,8 @@ def key(kernel: Kernel, arch: str) -> str:
 
 
 @cache
-def _compiler_version() -> str:
+def compiler_version() -> str:
+    """The compiler that machine code depends on, patch release included."""
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):  # tells patch releases apart, and loads no library
         with contextlib.suppress(metadata.PackageNotFoundError):
             return f"{package} {metadata.version(package)}"

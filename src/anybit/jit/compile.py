@@ -26,7 +26,7 @@ FLAGS: dict[str, Any] = {
 _importing = threading.Lock()
 """Threads that import cuda.core together for the first time find it half made."""
 
-_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.MULTILINE)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^">]+)[">]', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -121,24 +121,29 @@ def cuda_headers() -> tuple[Path, ...]:
 
 
 def reachable_headers(kernel: Kernel) -> dict[str, bytes]:
-    """The content of every header that the kernel may include, directly or not, CUDA's excepted; sorted by name."""
+    """The content of every header that the kernel may include, directly or not, CUDA's excepted; sorted by name.
+
+    Raises FileNotFoundError for a quoted header that is in no folder and not CUDA's either.
+    """
     folders = [kernel.path.parent, KERNELS]
     found: dict[str, bytes] = {}
-    todo = [kernel.include]
+    todo = [('"', kernel.include)]
     while todo:
-        name = todo.pop()
-        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
-        if name in found or path is None:
+        quote, name = todo.pop()
+        if name in found:
             continue
+        path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        if path is None:
+            if quote == "<" or any((folder / name).is_file() for folder in cuda_headers()):
+                continue  # the compiler's, or CUDA's
+            raise FileNotFoundError(f"the kernel header {name} does not exist in {', '.join(map(str, folders))}")
         found[name] = path.read_bytes()
         todo += _included(found[name])
-    if not found:
-        raise FileNotFoundError(f"kernel header {kernel.path} does not exist")
     return dict(sorted(found.items()))
 
 
 @lru_cache(maxsize=256)
-def _included(content: bytes) -> tuple[str, ...]:
+def _included(content: bytes) -> tuple[tuple[str, str], ...]:
     """What a header includes; kept by its content, since thousands of kernels are named after the same few."""
     return tuple(_INCLUDE.findall(content.decode()))
 

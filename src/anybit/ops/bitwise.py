@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from anybit.device import Device
+from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import (
@@ -14,7 +15,6 @@ from anybit.kernels.gemm import (
     sm80_bitplane_gemm,
     sm90_bitplane,
 )
-from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import (
     check_input,

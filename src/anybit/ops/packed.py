@@ -217,7 +217,9 @@ def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> sm90_p
         problem = problem if aligned else replace(problem, aligned=False)
         reason = sm90_packed_gemv.norm_why_not(problem)
         try:
-            found = None if reason else heuristics.apart_and_normed(sm90_packed_gemv.norm_default(problem), device)
+            found = (
+                None if reason else heuristics.limit_occupancy_normed(sm90_packed_gemv.norm_default(problem), device)
+            )
         except KernelError:
             found = None
         _norm_configs[key] = found
@@ -264,7 +266,7 @@ def _decide(spec: LinearSpec, rows: Tensor, weight: PackedWeight, bucket: int, a
     quantize = quantizer(product, Target.bytes) if quantized else None
     chosen = dispatcher(product.device.name).choose(product, (tiles_of(spec.activations),)).candidate
     module = FAMILIES[chosen.kernel].module
-    config = heuristics.apart(chosen.config, product.device)
+    config = heuristics.limit_occupancy(chosen.config, product.device)
     if spec.fused and module is sm90_packed_gemm:
         config = heuristics.among_small(FAMILIES[chosen.kernel].problem(product), config)
     return _Plan(module, config, quantize)

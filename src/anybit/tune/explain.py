@@ -1,10 +1,11 @@
-"""Why a product runs as it does: the choice, its time, the runner-up, the floor, and why the others lost or are out."""
+"""Why a linear problem runs as it does: the choice, its time, the runner-up, and why the others do not run."""
 
+from collections import Counter
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from anybit.tune.dispatch import Dispatcher, holds
+from anybit.tune.dispatch import Dispatcher
 from anybit.tune.registry import LinearProblem
 from anybit.tune.roofline import floor_us
 from anybit.tune.space import VENDOR, builtin, space
@@ -22,7 +23,7 @@ class Other:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All that is known of how one product runs. us: measured for a call, quantization of activations included."""
+    """All that is known of how one problem runs. us: measured for a call, quantization of activations included."""
 
     product: str
     gpu: str
@@ -46,7 +47,7 @@ class Explanation:
         """For people."""
         time = "not measured"
         if self.us is not None:
-            time = f"{self.us:.2f} us, {self.floor_us / self.us:.0%} of the floor's speed"
+            time = f"{self.us:.2f} us, {self.floor_us / self.us:.0%} of the roofline's speed"
         own = "" if self.builtin_us is None else f", {self.builtin_us:.2f} us"
         families = ", ".join(f"{count} {name}" for name, count in self.families.items())
         lines = [
@@ -56,7 +57,7 @@ class Explanation:
             f"  because    {self.why}",
             f"  runner-up  {self.runner_up}",
             f"  built in   {self.builtin}{own}",
-            f"  floor      {self.floor_us:.2f} us: operands read once, products issued at the tensor cores' rate",
+            f"  roofline   {self.floor_us:.2f} us: operands read once, products issued at the tensor cores' rate",
             f"  space      {self.candidates} legal candidates: {families}",
         ]
         for other in self.others:
@@ -65,62 +66,60 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _slower(ratio: float) -> str:
-    return f"{abs(ratio - 1):.0%} {'slower' if ratio >= 1 else 'faster'}"
+_WHY = {
+    "map": "it was the fastest at M = {m}, by {source}",
+    "between": "it is expected to be the fastest, by {source}",
+    "alike": "it is expected to be faster than the built-in choice, by {source}",
+}
 
 
 def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ()) -> Explanation:
-    """How a product would run on the device that it names. Raises KernelError, in a sentence, if it cannot."""
-    choice = by.choose(product, allow=allow)
-    found = by.point(product)
-    whole = space(product, allow)
-    own = builtin(product)
+    """How a problem would run on the device that it names. Raises KernelError, in a sentence, if it cannot."""
+    choice, found, whole, own = (
+        by.choose(product, allow=allow),
+        by.point(product),
+        space(product, allow),
+        builtin(product),
+    )
     others: list[Other] = []
-    runner_up = "not measured"
-    if found is not None and found[0] < product.m:  # beyond all counts that maps have
-        choice = replace(choice, origin="nearest", us=0.0, source=f"measured at {found[0]} tokens, by {choice.source}")
-        found = None
-    if found is not None:
-        m, point, policy = found
-        for name, measured in point.ordered():
-            if name == choice.candidate.strategy:
-                continue
-            slower = _slower(measured.us / choice.us) if choice.us else "measured"
-            if measured.activations and "a8" not in allow:
-                slower = "not allowed (allow a8)"
-            if measured.kernel == VENDOR:
-                slower += ", and only compared"
-            fields = ", ".join(f"{key}={value}" for key, value in measured.fields)
-            others.append(Other(name, f"{measured.kernel}({fields})", measured.us, slower))
-        if others:
-            runner_up = f"{others[0].strategy}, {others[0].us:.2f} us ({others[0].reason})"
-        origin = policy.origin
-        what = f"was the fastest of {len(point.strategies)} strategies"
-        why = f"it {f'is {choice.kept}' if choice.kept else what} at M = {m}, by {choice.source}"
-        why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"
-        if choice.origin != "map":
-            why = f"{choice.source or 'none of what was measured decides here: it is the built-in choice'}"
+    at = product.m if found is None else found[0]
+    within = found is not None and at >= product.m and choice.origin in ("map", "built in")
+    for name, measured in found[1].ordered() if found and within else ():
+        if name == choice.candidate.strategy:
+            continue
+        more = measured.us / choice.us - 1 if choice.us else 0.0
+        slower = f"{abs(more):.0%} {'slower' if more >= 0 else 'faster'}" if choice.us else "measured"
+        if measured.activations and "a8" not in allow:
+            slower = "not allowed (allow a8)"
+        if measured.kernel == VENDOR:
+            slower += ", and only compared"
+        fields = ", ".join(f"{key}={value}" for key, value in measured.fields)
+        others.append(Other(name, f"{measured.kernel}({fields})", measured.us, slower))
+    runner_up = f"{others[0].strategy}, {others[0].us:.2f} us ({others[0].reason})" if others else "not measured"
+    if choice.origin == "built in":
+        why = "nothing was measured for it: it is the built-in choice"
+        if choice.source:
+            why = f"it is the built-in choice, and nothing is clearly faster at M = {at}, by {choice.source}"
     else:
-        why = choice.source or "nothing was measured for it: it is the built-in choice"
+        why = _WHY[choice.origin].format(m=at, source=choice.source)
+    if found is not None:
+        origin = found[2].origin
+        why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"
     for excluded in whole.excluded:
         name = f"{excluded.strategy} ({excluded.kernel})" if excluded.kernel else excluded.strategy
         others.append(Other(name, "", None, excluded.reason))
-    others = list(dict.fromkeys(others))  # what is out for each of several activations is said once
-    families: dict[str, int] = {}
-    for candidate in whole.candidates:
-        families[candidate.kernel] = families.get(candidate.kernel, 0) + 1
     return Explanation(
         product=str(product),
         gpu=product.device.name,
         strategy=choice.candidate.strategy,
         config=choice.candidate.name,
-        us=choice.us or None,
+        us=choice.us if within and choice.us else None,
         why=why,
         runner_up=runner_up,
         builtin=own.name,
-        builtin_us=found[1].default_us if found is not None and found[1].default and holds(product, found[1]) else None,
+        builtin_us=found[1].default_us if found and within else None,
         floor_us=round(floor_us(product), 3),
-        others=tuple(others),
+        others=tuple(dict.fromkeys(others)),  # what is out for each of several activations is said once
         candidates=len(whole.candidates),
-        families=families,
+        families=dict(Counter(candidate.kernel for candidate in whole.candidates)),
     )

@@ -1,84 +1,89 @@
-"""What a config takes at a token count that was not measured, from what it took at one that was.
+"""What a config takes where it was not measured, from what it took where it was.
 
-Tiles of tokens fill the last round of multiprocessors or leave it nearly empty: of w4a8 at 4096 x 16384 the best config
-of 1280 tokens takes 1.22 times the best of 1038. That part is arithmetic, and a family's estimate (or what its tiles
-take at least, where it has none) follows it, though it is 10 % off in what a tile takes: so the time that was measured
-is scaled by what is expected at either count.
+Tiles of tokens fill the last round of multiprocessors or leave it nearly empty. A family's estimate follows that, and
+is 10 % off in what a tile takes: so measured times are scaled by its estimates in both places.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from anybit.errors import KernelError
-from anybit.tune.lower_bound import lower_bound_us
-from anybit.tune.registry import FAMILIES, LinearProblem
-from anybit.tune.space import Candidate
-
-_AROUND_US = 2.0
-"""What a launch takes beside its tiles' products, where a family has no estimate."""
-_TOKENS = 64
-"""Tokens of which a tile of bit planes skips those that are not there: 256 with 128 of them took 10.3 us, and with 140
-13.4, which no number of tiles tells (w2a2, 16384 x 2048)."""
-_SAVED = 0.8
-"""The power of what is expected to be saved that is: a config that needs one round for two saves less than half (9.4 us
-with 284 tokens for 11.7 with 320; w4a4, 2048 x 2048)."""
-_ROWS, _RAGGED = 16, 1.1
-"""Tokens that a tile may lack of the box that its last ones are loaded in (of the tile, where it is loaded whole), and
-what it is expected to take where it lacks more: 24 to 31 cost 5 to 28 % in a third of 65 configs, nothing in the
-others, and 40 % in one (17.9 us with 161 tokens, 13.1 with 160; w4a16g128, 2048 x 8192)."""
+from anybit.tune.policy import Measured, Point
+from anybit.tune.registry import FAMILIES, LinearProblem, power_of_two
+from anybit.tune.space import VENDOR, Candidate, builtin, builtin_layout
 
 
-def scaled(candidate: Candidate, us: float, there: LinearProblem, here: LinearProblem) -> float | None:
-    """Microseconds of a candidate ``here``, which took ``us`` for its layer ``there``; None: nothing is known, as where
-    a family without an estimate would need more rounds of multiprocessors. Of such a family a tile that holds all
-    tokens is expected to take longer in proportion to them; tiles of mma.sync have no ``tokens``, and skip none.
+def around(points: Mapping[int, Point], tokens: int) -> tuple[int, int]:
+    """The measured counts next below and next at or above, at most a factor of two away; 0 where there is none."""
+    upper = min((m for m in points if tokens <= m <= power_of_two(tokens)), default=0)
+    return max((m for m in points if 2 * m >= tokens > m), default=0), upper
+
+
+def between(
+    here: LinearProblem,
+    points: Mapping[int, Point],
+    own: Candidate,
+    legal: Callable[[Measured], Candidate | None],
+) -> tuple[float, Candidate | None]:
+    """The config that is expected to be fastest between two measured counts, and its share of ``own``'s time.
+
+    own: the built-in choice here. It was measured at both counts, as other configs of its kernel, perhaps. Where a
+    family has no estimate, times follow the line through those of the built-in choices.
     """
-    if there.m == here.m:
-        return us
-    if candidate.why_not(here) is not None:
-        return None
-    us *= _ragged(candidate, here.m) / _ragged(candidate, there.m)
-    one, other = _estimated(candidate, here), _estimated(candidate, there)
-    if one is None or other is None:
-        one, other = _at_least(candidate, here), _at_least(candidate, there)
-        if one > other:
-            return None
-        if there.m < here.m <= getattr(candidate.config, "tokens", 0):
-            one = max(one, other * -(-here.m // _TOKENS) / -(-there.m // _TOKENS))
-    return us * _changed(one, other)
+    lower, upper = around(points, here.m)
+    ends = (lower, upper) if lower else (upper,)
+    line = {m: points[m].default_us for m in ends}
+    slope = (line[upper] - line[ends[0]]) / max(upper - ends[0], 1)
+    own_line = line[upper] - slope * (upper - here.m)
+
+    def scaled(one: Candidate, us: float, there: LinearProblem, then: Candidate) -> float:
+        now, before = _estimate(one, here), _estimate(then, there)
+        return us * (own_line / line[there.m] if now is None or before is None else now / before)
+
+    own_us: list[float] = []
+    found: dict[Candidate, list[float]] = {}
+    for m in ends:
+        there, point = replace(here, m=m), points[m]
+        base = builtin(there, own.layout)
+        own_us.append(scaled(own, point.default_us, there, base) if base.kernel == own.kernel else own_line)
+        for measured in point.strategies.values():
+            one = legal(measured)
+            if one is not None and one != own:
+                found.setdefault(one, []).append(scaled(one, measured.us, there, one))
+    mean = {one: sum(some) / len(some) for one, some in found.items()}
+    best = min(mean, key=mean.__getitem__, default=None)
+    if own.layout is not builtin_layout(here):
+        return 0.0, best  # a map knows the times of the built-in layout's choice alone
+    return (mean[best] / (sum(own_us) / len(own_us)) if best else 1.0), best
 
 
-def of_its_like(
-    candidate: Candidate, us: float, there: LinearProblem, own: Candidate, here: LinearProblem
+def expected_gain(
+    candidate: Candidate, own: Candidate, there: LinearProblem, here: LinearProblem, gain: float
 ) -> float | None:
-    """Microseconds of ``own`` here, of whose family ``candidate`` took ``us`` there; None for another family's."""
-    if own.kernel != candidate.kernel or own.activations != candidate.activations:
+    """What share of the built-in choice's time a config is expected to take ``here``, which took ``gain`` of it there.
+
+    None where nothing is known.
+    """
+    try:
+        base = builtin(there, own.layout)
+    except KernelError:
         return None
-    us *= _ragged(own, here.m) / _ragged(candidate, there.m)
-    one, other = _estimated(own, here), _estimated(candidate, there)
-    if one is None or other is None:
-        one, other = _at_least(own, here), _at_least(candidate, there)
-    return us * _changed(one, other)
+    if base.kernel != own.kernel:
+        return gain
+    known = [_estimate(candidate, here), _estimate(candidate, there), _estimate(own, here), _estimate(base, there)]
+    if None in known:
+        return gain if here.m <= there.m else None
+    c_here, c_there, own_here, base_there = (us or 1.0 for us in known)
+    return gain * (c_here / c_there) / (own_here / base_there)
 
 
-def _changed(here: float, there: float) -> float:
-    """How a measured time changes where what is expected does."""
-    return here / there if here >= there else (here / there) ** _SAVED
-
-
-def _ragged(candidate: Candidate, tokens: int) -> float:
-    """What the last tile's missing tokens cost, as a factor."""
-    ragged = candidate.kernel == "sm90_packed_gemm" and candidate.config.missing_rows(tokens) > _ROWS
-    return _RAGGED if ragged else 1.0
-
-
-def _estimated(candidate: Candidate, product: LinearProblem) -> float | None:
+def _estimate(candidate: Candidate, product: LinearProblem) -> float | None:
+    """The family's estimate in microseconds; None where it has none, or the config is illegal there."""
+    if candidate.kernel == VENDOR:
+        return None
     try:
         return FAMILIES[candidate.kernel].estimate(
             replace(product, activations=candidate.activations), candidate.config
         )
     except KernelError:
         return None
-
-
-def _at_least(candidate: Candidate, product: LinearProblem) -> float:
-    return _AROUND_US + lower_bound_us(product, candidate)

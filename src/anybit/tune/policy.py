@@ -1,12 +1,13 @@
-"""Policy maps: what was measured, on disk, and what to run by it.
+"""Policy maps on disk: what was measured, and what to run by it.
 
-A map is one readable JSON file. ``configs`` names every config that won somewhere, by its fields; ``layers`` holds, for
-each scheme, dtype and shape, the measured token counts, and for each of these microseconds of the built-in choice, of
-the best config of every strategy, and of reading the operands once (``floor_us``).
+A map is one JSON file. ``configs`` names every config that won somewhere, by its fields. ``layers`` holds for each
+scheme, dtype and shape two things: ``built_in``, the token counts where the built-in choice is the fastest or as good
+as that, with its microseconds; and ``tokens``, the counts where something else won, with the microseconds of the
+built-in choice and of the best config of each strategy.
 
-A map is obeyed only where it was measured: on the GPU that it names, with the kernels that it names (a fingerprint of
-each family's sources; a point holds while those of all kernels that it names are unchanged). The rest is a hint: a
-search starts from it, nothing runs by it. A file that cannot be read as a map is named in a warning and ignored.
+A map decides only on the GPU that it names, and each point only while its kernel families have the revisions that the
+map names (``registry.REVISIONS``). Everything else is a hint for searches. A point that names an unknown family,
+strategy or field is dropped with one warning; a file that is no map is named in a warning and ignored.
 """
 
 import contextlib
@@ -24,15 +25,10 @@ from typing import Any
 from anybit.errors import KernelError, dtype_name
 from anybit.jit.cache import folder
 from anybit.scheme import Scheme
-from anybit.tune.registry import (
-    FAMILIES,
-    REVISIONS,
-    FieldValue,
-    LinearProblem,
-)
+from anybit.tune.registry import FAMILIES, REVISIONS, FieldValue, LinearProblem
 from anybit.tune.space import STRATEGIES, VENDOR, Candidate, strategy_of
 
-FORMAT = "anybit policy map 1"
+FORMAT = "anybit policy map 2"
 SHIPPED = Path(__file__).parent / "policies"
 _QUANTIZER = "quantize_activations"
 _DTYPES = ("float16", "bfloat16")
@@ -43,6 +39,10 @@ Key = tuple[str, str, int, int]
 
 class PolicyError(KernelError):
     """A file that is not a policy map, or not a whole one."""
+
+
+class UnknownNameError(KernelError):
+    """A point names a kernel family, strategy or field that this version does not have."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ class Measured:
             activations = Scheme.parse(f"w8a{self.activations}").activations
         if self.kernel == VENDOR:
             return Candidate(VENDOR, VENDOR, None, activations)
-        effective = replace(product, activations=activations)
-        config = FAMILIES[self.kernel].rebuild(effective, dict(self.fields))
+        config = FAMILIES[self.kernel].rebuild(replace(product, activations=activations), dict(self.fields))
         found = Candidate(strategy_of(activations, self.kernel, config), self.kernel, config, activations)
         reason = found.why_not(product)
         if reason is not None:
@@ -81,32 +80,27 @@ class Measured:
 
 @dataclass(frozen=True)
 class Point:
-    """What is known of a product at one token count. ``strategies``: the best of each that was timed."""
+    """What is known of a product at one token count: the built-in choice's time, and the best of each strategy.
+
+    Without strategies the built-in choice is the one to run.
+    """
 
     default_us: float
-    floor_us: float
-    strategies: dict[str, Measured]
-    default: Measured | None = None
-    """The built-in choice that took ``default_us``; where another is built in now, the point no longer decides."""
-    also: tuple[Measured, ...] = ()
-    """What won no strategy, but is expected to win one at token counts between this one and the next measured ones."""
+    strategies: dict[str, Measured] = field(default_factory=dict)
 
     def ordered(self) -> list[tuple[str, Measured]]:
         """Strategies, the fastest first."""
         return sorted(self.strategies.items(), key=lambda item: item[1].us)
 
-    def named(self) -> tuple[Measured, ...]:
-        """All configs that it names."""
-        return (*self.strategies.values(), *self.also, *(() if self.default is None else (self.default,)))
-
     def kernels(self) -> set[str]:
-        """The kernels that it holds times of."""
-        return {measured.kernel for measured in self.named()}
+        """The kernels that it holds times of; the quantizer, too, where it turns 16-bit activations into 8-bit ones."""
+        found = {measured.kernel for measured in self.strategies.values()}
+        return found | {_QUANTIZER} if any(one.activations for one in self.strategies.values()) else found
 
 
 @dataclass
 class Origin:
-    """Where a map was measured."""
+    """Where a map was measured. kernels: the revision of each family."""
 
     gpu: str
     arch: str
@@ -114,35 +108,33 @@ class Origin:
     torch: str = ""
     library: str = ""
     kernels: dict[str, int] = field(default_factory=dict)
-    """The revision of each family of kernels."""
     date: str = ""
 
     @staticmethod
     def here(gpu: str, arch: str, driver: str = "", torch_version: str = "") -> "Origin":
         """What is measured on a GPU with this library, today."""
+        from anybit import __version__
+
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-        return Origin(gpu, arch, driver, torch_version, library(), dict(revisions()), today)
+        return Origin(gpu, arch, driver, torch_version, __version__, dict(REVISIONS), today)
 
     def foreign(self, gpu: str) -> str | None:
-        """Why a map from here is but a hint on ``gpu``, in a sentence; None if it holds there."""
-        if self.gpu != gpu:
-            return f"it was measured on {self.gpu}, and this is {gpu}"
-        return None
+        """Why a map from here is only a hint on ``gpu``, in a sentence; None if it holds there."""
+        return None if self.gpu == gpu else f"it was measured on {self.gpu}, and this is {gpu}"
 
     @property
     def changed(self) -> set[str]:
-        """The families whose kernels are other ones now."""
-        return {name for name, here in revisions().items() if self.kernels.get(name) != here}
+        """The families whose kernels have another revision now."""
+        return {name for name, here in REVISIONS.items() if self.kernels.get(name) != here}
 
 
 @dataclass
 class Policy:
-    """A map in memory."""
+    """A map in memory. excluded: candidates that crashed, hung or were wrong, by name, and what happened."""
 
     origin: Origin
     layers: dict[Key, dict[int, Point]] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
-    """Candidates that crashed, hung or were wrong, by name, and what happened."""
     path: Path | None = None
 
     def put(self, product: LinearProblem, point: Point) -> None:
@@ -154,9 +146,8 @@ class Policy:
         return self.layers.get(key_of(product), {}).get(product.m)
 
     def near(self, product: LinearProblem, most: float = 1.0) -> Iterator[tuple[float, Key, int, Point]]:
-        """Points of the same scheme whose shapes are not far (in powers of two), the nearest first."""
-        scheme = str(product.scheme)
-        found = []
+        """Points of the same scheme whose sizes are at most so many powers of two away, the nearest first."""
+        scheme, found = str(product.scheme), []
         for key, points in self.layers.items():
             if key[0] != scheme:
                 continue
@@ -175,7 +166,7 @@ class Policy:
         self.excluded |= other.excluded
 
     def current(self) -> "Policy":
-        """What of it still holds: points and exclusions whose kernels are the same now."""
+        """What still holds: points and exclusions of kernels that have the same revision now."""
         changed = self.origin.changed
         if not changed:
             return self
@@ -183,7 +174,7 @@ class Policy:
         for key, points in self.layers.items():
             if _QUANTIZER in changed and Scheme.parse(key[0]).activations.quantized:
                 continue
-            kept = {m: point for m, point in points.items() if not changed & _kernels(point)}
+            kept = {m: point for m, point in points.items() if not changed & point.kernels()}
             if kept:
                 found.layers[key] = kept
         for name, reason in self.excluded.items():
@@ -193,7 +184,7 @@ class Policy:
         return found
 
     def why_hint(self, gpu: str) -> str | None:
-        """Why it, or a part of it, is but a hint on ``gpu``, in a sentence; None if all of it holds there."""
+        """Why it, or a part of it, is only a hint on ``gpu``, in a sentence; None if all of it holds there."""
         foreign = self.origin.foreign(gpu)
         stale = self.points - self.current().points
         if foreign is not None or not stale:
@@ -207,93 +198,92 @@ class Policy:
         return sum(len(points) for points in self.layers.values())
 
 
-def _kernels(point: Point) -> set[str]:
-    """The kernels whose change makes a point a hint."""
-    found = point.kernels()
-    return found | {_QUANTIZER} if any(measured.activations for measured in point.strategies.values()) else found
-
-
 def key_of(product: LinearProblem) -> Key:
     """What a layer is called in a map."""
     return str(product.scheme), dtype_name(product.dtype), product.n, product.k
-
-
-def library() -> str:
-    """The version of anybit."""
-    from anybit import __version__
-
-    return __version__
-
-
-def revisions() -> dict[str, int]:
-    """The revision of each linear family's device code, and of the quantizer's (``registry.REVISIONS``)."""
-    return dict(REVISIONS)
 
 
 # -------- reading
 
 
 def read(path: Path) -> Policy:
-    """Read a map. Raises PolicyError, naming the file and what is wrong with it."""
+    """Read a map. Raises PolicyError, naming the file and what is wrong with it; warns of points that it drops."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PolicyError(f"{path} cannot be read as a policy map: {error}") from None
+    dropped: list[str] = []
     try:
-        return _parse(content, path)
+        policy = _parse(content, path, dropped)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, KernelError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise PolicyError(f"{path} is not a whole policy map: {what}") from None
+    if dropped:
+        warnings.warn(f"{path}: {len(dropped)} points are dropped; the first: {dropped[0]}", stacklevel=3)
+    return policy
 
 
-def _parse(content: Any, path: Path) -> Policy:
+def _parse(content: Any, path: Path, dropped: list[str]) -> Policy:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
-    names = ("gpu", "arch", "driver", "torch", "library", "date")
     said = content["measured"]
-    families = said["kernels"] if isinstance(said["kernels"], dict) else {}
-    origin = Origin(**{name: str(said[name]) for name in names}, kernels={str(k): int(v) for k, v in families.items()})
+    names = ("gpu", "arch", "driver", "torch", "library", "date")
+    kernels = {str(name): int(number) for name, number in said["kernels"].items()}
+    origin = Origin(**{name: str(said[name]) for name in names}, kernels=kernels)
     configs: dict[str, tuple[str, tuple[tuple[str, FieldValue], ...]]] = {}
     for name, fields in content["configs"].items():
-        kernel = name.partition("/")[0]
-        if kernel not in FAMILIES and kernel != VENDOR:
-            raise ValueError(f"config {name!r} names a kernel that does not exist; choose from {', '.join(FAMILIES)}")
         if not all(isinstance(value, (int, bool, str)) for value in fields.values()):
             raise ValueError(f"config {name!r} holds something other than a number, a string or a boolean")
-        if kernel in FAMILIES and kernel not in origin.changed:  # of other kernels it is but a hint
-            FAMILIES[kernel].parsed(fields)
-        configs[name] = kernel, tuple(fields.items())
+        configs[name] = name.partition("/")[0], tuple(fields.items())
+    unknown = {name: reason for name, config in configs.items() if (reason := _unknown(*config, origin))}
     policy = Policy(origin, path=path)
     for layer in content["layers"]:
         scheme = Scheme.parse(layer["scheme"])
         if layer["dtype"] not in _DTYPES:
             raise ValueError(f"dtype {layer['dtype']!r} is unknown; there are {', '.join(_DTYPES)}")
         key = str(scheme), layer["dtype"], _positive(layer["n"], int), _positive(layer["k"], int)
-        points = policy.layers.setdefault(key, {})
+        points = {_positive(int(m), int): Point(_positive(us, float)) for m, us in layer["built_in"].items()}
         for m, point in layer["tokens"].items():
-            points[_positive(int(m), int)] = _parse_point(point, configs)
+            try:
+                points[_positive(int(m), int)] = _parse_point(point, configs, unknown)
+            except UnknownNameError as error:
+                dropped.append(f"{key[0]} {m} x {key[2]} x {key[3]}: {error}")
+        policy.layers.setdefault(key, {}).update(points)
     policy.excluded = {str(name): str(reason) for name, reason in content["excluded"].items()}
     return policy
 
 
-def _parse_point(point: dict[str, Any], configs: dict[str, Any]) -> Point:
+def _unknown(kernel: str, fields: tuple[tuple[str, FieldValue], ...], origin: Origin) -> str | None:
+    """What of a config this version does not know; fields of kernels that have changed since are not looked at."""
+    if kernel == VENDOR:
+        return None
+    if kernel not in FAMILIES:
+        return f"there is no kernel family {kernel!r}"
+    if kernel in origin.changed:
+        return None
+    try:
+        FAMILIES[kernel].parsed(dict(fields))
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def _parse_point(point: dict[str, Any], configs: dict[str, Any], unknown: dict[str, str]) -> Point:
     strategies = {}
     for name, measured in point.items():
-        if name in ("default_us", "floor_us", "default", "also"):
+        if name == "built_in_us":
             continue
         if name not in STRATEGIES:
-            raise ValueError(f"strategy {name!r} is unknown; there are {', '.join(STRATEGIES)}")
-        kernel, fields = configs[measured["config"]]
+            raise UnknownNameError(f"strategy {name!r} is none of {', '.join(STRATEGIES)}")
+        config = measured["config"]
+        kernel, fields = configs[config]
+        if config in unknown:
+            raise UnknownNameError(unknown[config])
         activations = str(measured.get("activations", ""))
         if activations not in ("", "8", "8fp"):
             raise ValueError(f"activations become 8 or 8fp bits, not {activations!r}")
         strategies[name] = Measured(_positive(measured["us"], float), kernel, fields, activations)
-    default_us, default = _positive(point["default_us"], float), None
-    if "default" in point:
-        kernel, fields = configs[point["default"]]
-        default = Measured(default_us, kernel, fields)
-    also = tuple(Measured(_positive(us, float), *configs[name]) for name, us in point.get("also", {}).items())
-    return Point(default_us, _positive(point["floor_us"], float), strategies, default, also)
+    return Point(_positive(point["built_in_us"], float), strategies)
 
 
 def _positive(value: Any, kind: type) -> Any:
@@ -317,7 +307,7 @@ def usable(path: Path) -> Policy | None:
 
 
 def text(policy: Policy) -> str:
-    """A map as JSON, a layer's token count a line."""
+    """A map as JSON: a line for each layer, each point and each config."""
     names: dict[tuple[str, tuple[tuple[str, FieldValue], ...]], str] = {}
     counts: dict[str, int] = {}
 
@@ -332,18 +322,16 @@ def text(policy: Policy) -> str:
     for (scheme, dtype, n, k), points in sorted(policy.layers.items()):
         lines = []
         for m, point in sorted(points.items()):
-            row: dict[str, Any] = {"default_us": point.default_us, "floor_us": point.floor_us}
-            if point.default is not None:
-                row["default"] = name(point.default)
+            row: dict[str, Any] = {"built_in_us": point.default_us}
             for strategy, measured in point.ordered():
                 row[strategy] = {"us": measured.us, "config": name(measured)}
                 if measured.activations:
                     row[strategy]["activations"] = measured.activations
-            if point.also:
-                row["also"] = {name(measured): measured.us for measured in point.also}
-            lines.append(f'  "{m}": {json.dumps(row)}')
-        head = json.dumps({"scheme": scheme, "dtype": dtype, "n": n, "k": k})[:-1]
-        layers.append(head + ', "tokens": {\n' + ",\n".join(lines) + "}}")
+            if point.strategies:
+                lines.append(f'\n  "{m}": {json.dumps(row)}')
+        built_in = {str(m): point.default_us for m, point in sorted(points.items()) if not point.strategies}
+        head = json.dumps({"scheme": scheme, "dtype": dtype, "n": n, "k": k, "built_in": built_in})[:-1]
+        layers.append(head + ', "tokens": {' + ",".join(lines) + "}}")
     configs = [f" {json.dumps(short)}: {json.dumps(dict(fields))}" for (_, fields), short in names.items()]
     parts = [
         f'"format": {json.dumps(FORMAT)}',
@@ -377,40 +365,37 @@ def save(policy: Policy, path: Path) -> None:
     that is no map is kept beside it (``.bad``). Raises PolicyError where it cannot be written.
     """
     try:
-        _save(policy, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            before = usable(path) if path.exists() else None
+            if before is None and path.exists():
+                path.replace(path.with_name(f"{path.name}.bad"))
+            elif before is not None and before.origin.foreign(policy.origin.gpu) is None:
+                before = before.current()
+                before.merge(policy)
+                policy = replace(before, origin=policy.origin)
+            _write(path, text(policy))
     except OSError as error:
         raise PolicyError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _save(policy: Policy, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path):
-        whole = policy
-        if path.exists():
-            before = usable(path)
-            if before is None:
-                path.replace(path.with_name(f"{path.name}.bad"))
-            elif before.origin.foreign(policy.origin.gpu) is None:
-                before = before.current()
-                before.merge(policy)
-                before.origin = policy.origin
-                whole = before
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text(whole))
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+def _write(path: Path, content: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a map, across processes."""
+    """Holds the lock of a map, across processes; where there is no fcntl the last one to write wins."""
     with path.with_name(f".{path.name}.lock").open("ab") as file:
-        with contextlib.suppress(ImportError):  # where there is no fcntl, the last one to write wins
+        with contextlib.suppress(ImportError):
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX)

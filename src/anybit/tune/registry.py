@@ -1,13 +1,13 @@
-"""What a linear call is (`LinearProblem`), and the kernel families that can run one, all spoken to in the same way.
+"""What a linear call is (`LinearProblem`), and the kernel families that can run one, behind one interface.
 
-A family is a module of ``anybit.kernels`` with ``Problem``, ``Config``, ``why_not``, ``configs`` and ``default``; what
-is legal is what its ``why_not`` says, and nothing here knows better.
+A family is a module of ``anybit.kernels.gemm`` with ``Problem``, ``Config``, ``why_not``, ``configs``, ``default``,
+``kernel`` and ``shared_bytes``, perhaps ``estimate`` (microseconds) or ``seeds`` (what a search begins with).
 """
 
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
@@ -17,6 +17,7 @@ import torch
 
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Target
 from anybit.kernels.gemm import (
@@ -24,16 +25,15 @@ from anybit.kernels.gemm import (
     sm80_bitplane_gemm,
     sm80_packed_gemm,
     sm90_bitplane,
+    sm90_bitplane_kinds,
     sm90_bitplane_stacked,
     sm90_packed_gemm,
     sm90_packed_gemv,
     sm90_packed_skinny,
     sm90_packed_skinny_f16,
 )
-from anybit.kernels.gemm.sm90_bitplane import Output
 from anybit.kernels.gemm.sm90_bitplane_rules import half_bytes
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
-from anybit.tune.diversify import representatives
 
 FieldValue = int | bool | str
 _OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
@@ -92,7 +92,6 @@ class KernelFamily:
     """A family of kernels.
 
     facts: the fields of its configs that repeat the problem.  target: what activations are quantized into, if they are.
-    since: fields that maps of before them lack.
     """
 
     name: str
@@ -100,7 +99,6 @@ class KernelFamily:
     facts: frozenset[str]
     problem: Callable[[LinearProblem], Any]
     target: Target
-    since: frozenset[str] = frozenset()
 
     def layout(self, activations: ActivationFormat) -> Layout:
         """Where the weights must lie."""
@@ -112,8 +110,6 @@ class KernelFamily:
         if reason is not None:
             return reason
         problem = self.problem(product)
-        if _waits(config):
-            return "blocks that wait for each other through L2 could wait for ever beside a second such launch"
         reason = self.module.why_not(problem) if config is None else self.module.why_not(problem, config)
         return None if reason is None else str(reason)
 
@@ -122,8 +118,7 @@ class KernelFamily:
         if self.why_not(product) is not None:
             return []
         try:
-            found = dict.fromkeys(self._ready(config, product) for config in self.module.configs(self.problem(product)))
-            return [config for config in found if not _waits(config)]
+            return list(dict.fromkeys(self._ready(one, product) for one in self.module.configs(self.problem(product))))
         except KernelError:
             return []
 
@@ -132,7 +127,7 @@ class KernelFamily:
         if self.why_not(product) is not None:
             return False
         try:
-            return any(not _waits(config) for config in self.module.configs(self.problem(product)))
+            return next(iter(self.module.configs(self.problem(product))), None) is not None
         except KernelError:
             return False
 
@@ -145,36 +140,24 @@ class KernelFamily:
 
     def _ready(self, config: Any, product: LinearProblem) -> Any:
         """A config as layers of a model run it."""
-        return heuristics.apart(config, product.device)
+        return heuristics.limit_occupancy(config, product.device)
 
     def fields(self, config: Any) -> dict[str, FieldValue]:
         """What a search may choose of a config, by name; the inverse of ``rebuild``."""
-        found: dict[str, FieldValue] = {}
-        for name in (f.name for f in dataclasses.fields(config)):
-            value = getattr(config, name)
-            if name not in self.facts:
-                found[name] = value.name if isinstance(value, Enum) else value
-            elif name == "activation":
-                found["split"] = value.split
-        return found
+        values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in self.facts}
+        return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
 
     def rebuild(self, product: LinearProblem, fields: dict[str, FieldValue]) -> Any:
         """The config with these fields, for another product; not yet known to be legal there.
 
-        Fields that are missing are those of the default, but for ``since``: configs of before them are without. Raises
-        KernelError for one that is unknown or of the wrong kind, and where the family has no default for the product.
+        Fields that are missing are those of the default. Raises KernelError for one that is unknown or of the wrong
+        kind, and where the family has no default for the product.
         """
-        try:
-            base = _base(
-                self, replace(product, m=1)
-            )  # what a problem decides of a config does not depend on its tokens
+        try:  # what a problem decides of a config does not depend on its tokens
+            base = _base(self, replace(product, m=1))
         except KernelError:  # a family for many tokens alone
             base = _base(self, product)
-        changes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(base) if f.name in self.since}
-        changes |= self.parsed(fields)
-        if "split" in changes:
-            changes["activation"] = _split(base.activation, changes.pop("split"))
-        return replace(base, **changes)
+        return replace(base, **self.parsed(fields))
 
     def parsed(self, fields: Mapping[str, FieldValue]) -> dict[str, Any]:
         """Fields as a config holds them. Raises KernelError for one that is unknown or of the wrong kind."""
@@ -221,12 +204,11 @@ class KernelFamily:
         return list(dict.fromkeys([first, *order]))
 
     def first(self, product: LinearProblem, count: int) -> list[Any]:
-        """The first of ``ranked``, without looking at them all where what a search starts from is enough."""
+        """The first of ``ranked``; few of them are the family's seeds, without a look at the whole space."""
         if count <= _FEW_SEEDS and hasattr(self.module, "seeds") and self.runs(product):
             problem = self.problem(product)
-            seeds = list(
-                dict.fromkeys([self._ready(self.module.default(problem), product), *self.module.seeds(problem)])
-            )
+            first = self._ready(self.module.default(problem), product)
+            seeds = list(dict.fromkeys([first, *self.module.seeds(problem)]))
             if len(seeds) >= count:
                 return seeds[:count]
         return self.ranked(product)[:count]
@@ -241,23 +223,17 @@ class KernelFamily:
         own = self.default(product)
         half = half_bytes(product.device)
         idle = -(-product.m // _TILE) * -(-product.n // _TILE) <= product.device.sms // 2
-        return representatives(self.configs(product), product.m, half, own, idle, rings)
+        return sm90_bitplane_kinds.representatives(self.configs(product), product.m, half, own, idle, rings)
 
 
 @functools.cache
 def _kinds(family: KernelFamily) -> dict[str, type]:
     """What a search may choose of a family's configs, by name: bool, int, or an enum whose members are named."""
     hints = typing.get_type_hints(family.module.Config)
-    kinds = {name: kind for name, kind in hints.items() if name not in family.facts}
-    return kinds | ({"split": bool} if "activation" in hints else {})
+    return {name: kind for name, kind in hints.items() if name not in family.facts}
 
 
 _FEW_SEEDS = 3
-
-
-def _waits(config: Any) -> bool:
-    """Whether blocks that are no cluster wait for each other's sums."""
-    return bool(getattr(config, "stripes", 0))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -275,13 +251,6 @@ def _unlike(one: dict[str, FieldValue], other: dict[str, FieldValue]) -> float:
         numbers = type(value) is int and type(reference) is int
         total += 1 + (0.25 * abs(int(value) - int(reference)) / max(int(value), int(reference), 1) if numbers else 0.5)
     return total
-
-
-def _split(activation: Any, split: bool) -> Any:
-    kind = sm90_packed_skinny.Activation
-    pairs = {kind.f16: kind.f16_split, kind.bf16: kind.bf16_split}
-    inverse = {wide: plain for plain, wide in pairs.items()}
-    return pairs.get(activation, activation) if split else inverse.get(activation, activation)
 
 
 def _bitwise(p: LinearProblem) -> sm90_bitplane.Problem:
@@ -336,21 +305,17 @@ def _beside(family: KernelFamily, product: LinearProblem) -> str | None:
 
 
 def _family(
-    module: ModuleType,
-    problem: Callable[[LinearProblem], Any],
-    target: Target,
-    facts: Iterable[str],
-    since: Iterable[str] = (),
+    module: ModuleType, problem: Callable[[LinearProblem], Any], target: Target, facts: Iterable[str]
 ) -> KernelFamily:
-    return KernelFamily(module.__name__.rpartition(".")[2], module, frozenset(facts), problem, target, frozenset(since))
+    return KernelFamily(module.__name__.rpartition(".")[2], module, frozenset(facts), problem, target)
 
 
 _PLANE_FACTS = ("weight_bits", "activation_bits", "weight_code", "activation_code", "output")
-_SMALL_FACTS = ("activation", "output", "bits", "group", "asym", "bipolar", "gather", "ragged")
-_DIGITS_FACTS = ("source", "bits", "group", "code", "gather", "ragged")
-_MID_FACTS = ("operand", "bits", "group", "code", "gather", "ragged", "wide_store")
-_LARGE_FACTS = ("operand", "bits", "group", "code", "bfloat_out", "tile_bytes")
-_MARLIN_FACTS = ("operand", "output", "bits", "group", "code")
+_SKINNY_FACTS = ("operand", "output", "bits", "group", "code", "gather", "ragged")
+_GEMV_FACTS = ("operand", "bits", "group", "code", "gather", "ragged")
+_SKINNY_F16_FACTS = ("operand", "bits", "group", "code", "gather", "ragged", "wide_store")
+_GEMM_FACTS = ("operand", "bits", "group", "code", "bfloat_out", "tile_bytes")
+_SM80_FACTS = ("operand", "output", "bits", "group", "code")
 
 FAMILIES: dict[str, KernelFamily] = {
     family.name: family
@@ -358,11 +323,11 @@ FAMILIES: dict[str, KernelFamily] = {
         _family(sm90_bitplane, _bitwise, Target.planes, (*_PLANE_FACTS, "short_sums")),
         _family(sm90_bitplane_stacked, _bitwise, Target.planes, (*_PLANE_FACTS, "short_sums")),
         _family(sm80_bitplane_gemm, _bitwise_sync, Target.planes, (*_PLANE_FACTS, "aligned")),
-        _family(sm90_packed_gemv, few_tokens, Target.bytes, _DIGITS_FACTS),
-        _family(sm90_packed_skinny, few_tokens, Target.bytes, _SMALL_FACTS),
-        _family(sm90_packed_skinny_f16, few_tokens, Target.bytes, _MID_FACTS),
-        _family(sm90_packed_gemm, _large, Target.bytes, _LARGE_FACTS, since=("direct", "unrolled")),
-        _family(sm80_packed_gemm, _marlin, Target.bytes, _MARLIN_FACTS),
+        _family(sm90_packed_gemv, few_tokens, Target.bytes, _GEMV_FACTS),
+        _family(sm90_packed_skinny, few_tokens, Target.bytes, _SKINNY_FACTS),
+        _family(sm90_packed_skinny_f16, few_tokens, Target.bytes, _SKINNY_F16_FACTS),
+        _family(sm90_packed_gemm, _large, Target.bytes, _GEMM_FACTS),
+        _family(sm80_packed_gemm, _marlin, Target.bytes, _SM80_FACTS),
     )
 }
 
@@ -384,14 +349,14 @@ def quantizer(product: LinearProblem, target: Target) -> quantize_activations.Co
 # -------- how many tokens count as the same
 
 MOST_TOKENS = 8192
-BETWEEN_FROM = 64
-"""To so many tokens a measured count stands for those below it: tiles are about as wide as all tokens."""
+INTERPOLATE_FROM = 64
+"""To so many tokens the next measured count decides, since a tile holds all tokens; above it the two around do."""
 _QUARTERS_FROM, _EIGHTHS_TO = 16, 24
 GRID: tuple[int, ...] = tuple(
     sorted(
         {1 << i for i in range(14)}
         | {3 << i for i in range(12)}
-        | {steps << i for steps in (5, 7) for i in range(11) if BETWEEN_FROM < steps << i <= MOST_TOKENS}
+        | {steps << i for steps in (5, 7) for i in range(11) if INTERPOLATE_FROM < steps << i <= MOST_TOKENS}
     )
 )
 """The token counts of a map: every power of two and what lies half way between two of them; above 64, where tiles of
@@ -406,28 +371,15 @@ def bucket(tokens: int) -> int:
 
 @functools.cache
 def step(tokens: int) -> int:
-    """The token count that a plan is made for: to 16 that of ``bucket``, to 64 the next quarter of the way between two
-    powers of two (to 24 the next eighth), above it the next 32nd, since what is fastest between two of a map's counts
-    is neither's (``tune.between``), and rows of a tile that are not there take their time, too: at 24 tokens a tile of
-    32 was nearly as fast as one of 24, and at 20 it took 1.17 times as long (w4a16g128, 4096 x 12288).
+    """The token count that kernels are chosen for: to 16 that of ``bucket``, to 24 the next eighth of the way between
+    two powers of two, to 64 the next quarter, above it the next 32nd. Tiles of tokens that are not there take their
+    time: at 24 tokens a tile of 32 is nearly as fast as one of 24, and at 20 it takes 1.17 times as long.
     """
     if not _QUARTERS_FROM < tokens <= MOST_TOKENS:
         return bucket(tokens)
-    parts = 64 if tokens > BETWEEN_FROM else 8 if tokens > _EIGHTHS_TO else 16
+    parts = 64 if tokens > INTERPOLATE_FROM else 8 if tokens > _EIGHTHS_TO else 16
     unit = power_of_two(tokens) // parts
     return -(-tokens // unit) * unit
-
-
-_MOST_STEPS = 4
-
-
-def steps_to(tokens: int, grid: Sequence[int]) -> tuple[int, ...]:
-    """Some counts of ``step`` from a grid's last one before ``tokens``, which is one of it, to ``tokens``."""
-    last = max((m for m in grid if m < tokens), default=0)
-    if tokens not in grid or last < BETWEEN_FROM:
-        return (tokens,)
-    between = [m for m in STEPS if last < m <= tokens]
-    return tuple(between[:: -max(1, len(between) // _MOST_STEPS)])
 
 
 def power_of_two(tokens: int) -> int:

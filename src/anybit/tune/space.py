@@ -1,12 +1,12 @@
-"""The space of a product: every strategy, every family's legal configs, and what is excluded and why, in sentences.
+"""The space of a problem: every strategy, every family's legal configs, and what is excluded and why, in sentences.
 
-Legality comes from the families' ``why_not`` alone. The paper's relation among block widths, warps and tiles
-(APT-LLM, section V-B: B_w B_x / (W_M W_N) = W_B T_R T_C) is part of it: a tile is what its warps cover in whole
-products, so a config states the tile and its warps, and the products a warp does follow.
+Legality comes from the families' ``why_not`` alone. APT-LLM's relation among block widths, warps and tiles (section
+V-B) is part of it: a config states the tile and its warps, and what a warp does follows.
 """
 
+import contextlib
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +26,8 @@ from anybit.kernels.gemm import (
 from anybit.kernels.gemm.sm90_bitplane_rules import half_bytes
 from anybit.scheme import ActivationFormat
 from anybit.tune.registry import (
-    BETWEEN_FROM,
     FAMILIES,
-    GRID,
+    INTERPOLATE_FROM,
     MOST_TOKENS,
     FieldValue,
     KernelFamily,
@@ -38,7 +37,6 @@ from anybit.tune.registry import (
     few_tokens,
     power_of_two,
     quantizer,
-    steps_to,
     tiles_of,
 )
 
@@ -120,22 +118,6 @@ class Space:
     product: LinearProblem
     candidates: tuple[Candidate, ...]
     excluded: tuple[Excluded, ...]
-
-    @property
-    def sizes(self) -> dict[tuple[str, str], int]:
-        """How many candidates each strategy has in each family."""
-        counts: dict[tuple[str, str], int] = {}
-        for candidate in self.candidates:
-            key = candidate.strategy, candidate.kernel
-            counts[key] = counts.get(key, 0) + 1
-        return counts
-
-    def text(self) -> str:
-        """The size of the space and what is excluded, for people."""
-        lines = [f"{self.product}: {len(self.candidates)} legal candidates"]
-        lines += [f"  {strategy} ({kernel}): {count}" for (strategy, kernel), count in self.sizes.items()]
-        lines += [f"  not {e.strategy}{f' ({e.kernel})' if e.kernel else ''}: {e.reason}" for e in self.excluded]
-        return "\n".join(lines)
 
 
 def strategy_of(activations: ActivationFormat, kernel: str, config: Any = None) -> str:
@@ -233,7 +215,7 @@ def builtin(product: LinearProblem, layout: Layout | None = None) -> Candidate:
     x = product.activations
     if layout is Layout.dense:
         return Candidate(VENDOR, VENDOR, None, x)
-    # w4a16, layers like down: 10.5 us at 5 tokens by the choice for 6, and 11.2 by that for 8 (docs/notes).
+    # Five and six tokens of w4a16 have a choice of their own: that for eight takes 7 % longer in layers like down.
     fine = product.m > _FEW or (not x.quantized and product.weights.bits == 4 and product.m in (5, 6))
     rounded = replace(product, m=(bucket if fine else power_of_two)(product.m))
     if layout is Layout.planes:
@@ -264,23 +246,27 @@ FEW_TOKENS = 8
 """To so many tokens a product is over before the next one's blocks could all have started beside its own."""
 
 
-def leaves_room(product: LinearProblem, candidate: Candidate) -> bool:
-    """Whether, of few tokens, it takes no more shared memory than its kernel's built-in config, and no more blocks.
+def clearly_faster(us: float, built_in_us: float) -> bool:
+    """Whether a config of few tokens is so much faster than the built-in choice that a whole step gains by it.
 
-    More of it keeps the kernels that follow in a model from starting early, which no product timed by itself shows: on
-    an H200 a ring of 10 stages for 7 (w4a8 gate_up, one token) was 1 % faster among the layers of a model, and made
-    each layer of the model's step 5 us slower, where small kernels stand between them. Blocks that leave room for a
-    second one are placed two on the multiprocessors that are free first, and none on others (o in w4a8 at 5 to 8
-    tokens: 5.5 to 5.8 us for 4.8). Bit planes, several blocks of which share a multiprocessor, may take half of it
-    each in any case. Another kernel than the layout's built-in one may take as much as that, or three quarters of a
-    multiprocessor: in 9 of 10 steps ``sm90_packed_gemm`` with 208 KB and more, 4 to 10 % faster by itself, was 0.2 to
-    1.5 us slower a layer than the built-in ``sm90_packed_skinny`` with 123 to 137 KB (gate_up, int8, 2 and 4 tokens).
+    A product timed in a chain of itself is off by up to a microsecond from what it takes between others.
+    """
+    return us < max(0.95 * built_in_us, built_in_us - 1.0)
+
+
+def preserves_pdl_overlap(product: LinearProblem, candidate: Candidate) -> bool:
+    """Whether the kernels after it can start as early as after the built-in config of its kernel; of few tokens alone.
+
+    More shared memory, or a second block on a multiprocessor, keeps the next kernel's blocks from starting beside this
+    one's. No product timed by itself shows that, and steps of models do: a ring of 10 stages for 7 was 1 % faster alone
+    and cost 5 us a layer (w4a8, one token). Bit planes may always take half of a multiprocessor, and another kernel
+    than the built-in one as much as that one or three quarters.
     """
     if product.m > FEW_TOKENS or candidate.kernel not in FAMILIES:
         return True
     module = FAMILIES[candidate.kernel].module
-    most, resident = _most_shared(replace(product, activations=candidate.activations), candidate.kernel)
-    if module is sm90_packed_gemm and candidate.config.resident > resident:
+    most, blocks = _most_shared(replace(product, activations=candidate.activations), candidate.kernel)
+    if module is sm90_packed_gemm and candidate.config.min_blocks_per_sm > blocks:
         return False
     return bool(module.shared_bytes(candidate.config) <= most)
 
@@ -291,7 +277,7 @@ _ANOTHER = 0.75
 
 @functools.lru_cache(maxsize=4096)
 def _most_shared(product: LinearProblem, kernel: str) -> tuple[float, int]:
-    """How much shared memory a block of a kernel may take for ``leaves_room``, and how many blocks may share a
+    """How much shared memory a block of a kernel may take for ``preserves_pdl_overlap``, and how many may share a
     multiprocessor where the config says that.
     """
     family = FAMILIES[kernel]
@@ -306,15 +292,7 @@ def _most_shared(product: LinearProblem, kernel: str) -> tuple[float, int]:
     if chosen.kernel != kernel:
         others: int = FAMILIES[chosen.kernel].module.shared_bytes(chosen.config)
         most = min(most, max(others, _ANOTHER * product.device.shared_bytes))
-    return most, getattr(own, "resident", 1)
-
-
-def builtins(product: LinearProblem) -> list[Candidate]:
-    """The built-in choice for a product, if there is one."""
-    try:
-        return [builtin(product)]
-    except KernelError:
-        return []
+    return most, getattr(own, "min_blocks_per_sm", 1)
 
 
 def _planes_family(product: LinearProblem) -> KernelFamily | None:
@@ -338,10 +316,8 @@ def _tiles_run(product: LinearProblem) -> bool:
 
 _EVERYTHING = 1000
 """A search for so many candidates of each family leaves nothing out."""
-_EVERY_KIND = 4
-"""A search for so many candidates of each family tries every kind of tile of a family that has no estimate, too."""
-_EVERY_RING = 12
-"""And one for so many several rings of each."""
+_EVERY_KIND, _EVERY_RING = 4, 12
+"""A search for so many of each family tries every kind of bit-plane tile, and for more several rings of each."""
 _MANY_TOKENS = 256
 """Above so many, planes that are not the built-in choice take several times its time: too long to time them for all."""
 
@@ -361,7 +337,9 @@ def targets_of(product: LinearProblem, allow: Collection[str] = ()) -> list[Acti
 
 def builtins_of(product: LinearProblem, allow: Collection[str] = ()) -> list[Candidate]:
     """The built-in choices of every layout that a product may have; the one that would run comes first."""
-    chosen = builtins(product)
+    chosen = []
+    with contextlib.suppress(KernelError):
+        chosen.append(builtin(product))
     for activations in targets_of(product, allow):
         effective = replace(product, activations=activations)
         layouts = [family.layout(activations) for family in FAMILIES.values() if family.why_not(effective) is None]
@@ -376,17 +354,11 @@ def builtins_of(product: LinearProblem, allow: Collection[str] = ()) -> list[Can
 
 
 def promising(
-    product: LinearProblem,
-    each: int,
-    hints: Collection[Candidate] = (),
-    allow: Collection[str] = (),
-    grid: Sequence[int] = GRID,
+    product: LinearProblem, each: int, hints: Collection[Candidate] = (), allow: Collection[str] = ()
 ) -> list[Candidate]:
     """The built-in choices, then hints that are allowed, then the ``each`` most promising of every family.
 
     The product's built-in choice comes first and is always there, so that a search never ends with something worse.
-    grid: the token counts that are measured; what is promising at those between the last one and the product's is
-    tried, too.
     """
     targets = targets_of(product, allow)
     chosen = builtins_of(product, allow)
@@ -395,42 +367,31 @@ def promising(
     if each < _EVERY_KIND and product.m > _MANY_TOKENS:
         chosen = [one for one in chosen if one == chosen[0] or not _hopeless(product, one)]
     chosen += [hint for hint in hints if hint.activations in targets and (hint.kernel != VENDOR or "copy" in allow)]
-    if each >= _EVERY_KIND:
-        for activations in targets:
-            effective = replace(product, activations=activations)
-            for family in FAMILIES.values():
-                of_kind = family.kinds(effective, each >= _EVERY_RING)
-                kinds = [Candidate("bitwise", family.name, config, activations) for config in of_kind]
-                chosen += [one for one in kinds if each >= _EVERYTHING or not _hopeless(product, one)]
     if each >= _EVERYTHING:
         chosen += space(product, allow).candidates
     elif each:
-        chosen += _first(product, each, targets, grid)
+        chosen += _first(product, each, targets)
     return [candidate for candidate in dict.fromkeys(chosen) if candidate.why_not(product) is None]
 
 
-def _first(
-    product: LinearProblem, each: int, targets: Collection[ActivationFormat], grid: Sequence[int]
-) -> Iterator[Candidate]:
+def _first(product: LinearProblem, each: int, targets: Collection[ActivationFormat]) -> Iterator[Candidate]:
     """The ``each`` most promising of every family and strategy, hopeless ones left out."""
     for activations in targets:
         effective = replace(product, activations=activations)
         for family in FAMILIES.values():
             if _hopeless(product, Candidate(strategy_of(activations, family.name), family.name, None, activations)):
                 continue
-            splits = family.name == "sm80_packed_gemm"  # whose configs belong to two strategies
+            # Kernels for few tokens have few configs that leave room to others, and likeness ranks them badly.
+            estimated, splits = hasattr(family.module, "estimate"), family.name == "sm80_packed_gemm"
+            every = not estimated and each >= _EVERY_RING and product.m <= FEW_TOKENS and family.target is Target.bytes
+            count = each * 3 // 2 if estimated and each >= _EVERY_RING and product.m > INTERPOLATE_FROM else each
+            configs = family.ranked(effective) if splits or every else family.first(effective, count)
+            if each >= _EVERY_KIND:
+                configs = [*configs, *family.kinds(effective, each >= _EVERY_RING)]
+            limit = each if splits or every else len(configs)
             counts: dict[str, int] = {}
-            if hasattr(family.module, "estimate"):  # which follows how tiles of tokens fill multiprocessors
-                # Of many tokens the best config was the 26th by estimate at worst, 6 % faster than the first 24.
-                count = each if product.m <= BETWEEN_FROM or each < _EVERY_RING else each + each // 2
-                for tokens in steps_to(product.m, grid):
-                    for config in family.first(replace(effective, m=tokens), count):
-                        yield Candidate(strategy_of(activations, family.name, config), family.name, config, activations)
-                continue
-            # To 8 tokens these families have few configs that leave room to others, and likeness ranks them badly.
-            every = each >= _EVERY_RING and product.m <= FEW_TOKENS and family.target is Target.bytes
-            for config in family.ranked(effective) if splits or every else family.first(effective, each):
+            for config in configs:
                 found = Candidate(strategy_of(activations, family.name, config), family.name, config, activations)
                 counts[found.strategy] = counts.get(found.strategy, 0) + 1
-                if (every and not splits and leaves_room(product, found)) or counts[found.strategy] <= each:
+                if counts[found.strategy] <= limit or (every and preserves_pdl_overlap(product, found)):
                     yield found

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from anybit import jit, reference
 from anybit.device import Device
-from anybit.errors import KernelError
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import (
@@ -54,24 +53,6 @@ class Time:
 
     us: float
     final: bool
-
-
-@dataclass(frozen=True)
-class StagedPruning:
-    """How a whole space is gone through: everything once, what is within ``first`` of the best with more replays, what
-    is within ``last`` of it, at most ``finalists``, carefully.
-
-    bounds: microseconds that each candidate needs at least (``bounds.lower_bound_us``); those above the best time found
-    so far are left out.
-    """
-
-    first: float = 1.25
-    last: float = 1.08
-    most: int = 48
-    finalists: int = 10
-    bounds: tuple[float, ...] = ()
-    effort: TimingBudget = field(default_factory=lambda: TimingBudget(80.0, 3, 9))
-    alone: frozenset[int] = frozenset()
 
 
 class WrongResultError(Exception):
@@ -132,43 +113,6 @@ def _copies(weight: QuantizedWeight, layout: Layout, dtype: torch.dtype) -> list
 
 def _rotations(size: int) -> int:
     return max(2, min(256, -(-_ROTATE_BYTES // max(size, 1))))
-
-
-class Runner:
-    """Checks and times candidates on the current CUDA device; the weights of the last layer are kept."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.stream = torch.cuda.Stream(self.device)
-        self._layer: Layer | None = None
-
-    def describe(self) -> dict[str, Any]:
-        """The device as kernels see it, and what a map says of where it comes from."""
-        from cuda.bindings import driver
-
-        _, version = driver.cuDriverGetVersion()
-        found = Device.of(torch.empty(0, device=self.device))
-        return {"device": found, "driver": _driver_version() or f"CUDA {version}", "torch": torch.__version__}
-
-    def prepare(self, product: LinearProblem) -> "Bench":
-        """Inputs, outputs and expected values of a product."""
-        key, layer = (product.n, product.k, product.weights), self._layer
-        if layer is None or (layer.n, layer.k, layer.format) != key:
-            if layer is not None:
-                self._layer = layer = None
-                torch.cuda.empty_cache()
-            layer = self._layer = Layer.random(*key, self.device)
-        return Bench(product, layer, self.stream)
-
-
-def _driver_version() -> str:
-    try:
-        from pathlib import Path
-
-        words = Path("/proc/driver/nvidia/version").read_text().split()
-        return next(word for word in words if word.count(".") >= 1 and word[0].isdigit())
-    except (OSError, StopIteration):
-        return ""
 
 
 class Bench:
@@ -244,12 +188,6 @@ class Bench:
 
         return call
 
-    def _first(self, candidate: Candidate) -> None:
-        """Run a candidate for the first time, to its end, so that a fault is its own."""
-        if candidate.layout is not Layout.dense:
-            self._record(candidate)
-        torch.cuda.synchronize()
-
     def _record(self, candidate: Candidate) -> dict[int, list[jit.Recorded]]:
         """The launches of a call, which is made if it never was."""
         found = self._recorded.get(candidate)
@@ -313,8 +251,8 @@ class Bench:
         """
         calls = [self.again(candidate) for candidate in candidates]
         once = guess_us > _ROUGH
-        counts = [1 if once else _count(effort.microseconds, guess_us)] * len(calls)
-        us = _race(self.stream, calls, counts, min(1, effort.replays) if once else effort.replays)
+        counts = [1 if once else calls_in(effort.microseconds, guess_us)] * len(calls)
+        us = race(self.stream, calls, counts, min(1, effort.replays) if once else effort.replays)
         alive, microseconds, last = list(range(len(calls))), effort.microseconds, len(calls) == 1
         while effort.final_replays and not last:
             names = [candidates[i].strategy for i in alive]
@@ -325,134 +263,56 @@ class Bench:
             )
             microseconds *= 2
             replays = max(2, min(effort.final_replays, round(4000 / min(us)))) if last else effort.replays
-            counts = [_count(microseconds, us[i], _MOST_CALLS if last else _CALLS) for i in alive]
-            race = _carefully if last else _race
-            for i, found in zip(alive, race(self.stream, [calls[i] for i in alive], counts, replays), strict=True):
+            counts = [calls_in(microseconds, us[i], MOST_CALLS if last else _CALLS) for i in alive]
+            how = race_in_orders if last else race
+            for i, found in zip(alive, how(self.stream, [calls[i] for i in alive], counts, replays), strict=True):
                 us[i] = found
         return [Time(found, i in alive) for i, found in enumerate(us)]
 
-    def sift(
-        self,
-        candidates: Sequence[Candidate],
-        keep: Collection[int],
-        sieve: StagedPruning,
-        guess_us: float,
-        alive: Callable[[Sequence[int]], object] = lambda places: None,
-    ) -> tuple[dict[int, Time], dict[int, str], int]:
-        """Times of a whole space, reasons of what failed, and how many were left out by their bounds.
 
-        Only finalists, ``keep`` among them, are checked: what is wrong can but look fast. Where none passes there are
-        no times. alive: told which candidates are about to run.
-        """
-        wrong: dict[int, str] = {}
-        once, left_out = self._each_once(candidates, keep, sieve, guess_us, alive, wrong)
-        again = self._near_the_best(candidates, keep, sieve, once, alive)
-        last = self._finalists(candidates, keep, sieve, again, alive, wrong)
-        if not last:
-            return {}, wrong, left_out
-        alive(last)
-        calls = [self.again(candidates[i]) for i in last]
-        counts = [_count(2 * sieve.effort.microseconds, again[i], _MOST_CALLS) for i in last]
-        best = min(again[i] for i in last)
-        replays = max(3, min(sieve.effort.final_replays, round(8000 / best)))  # long calls vary less
-        careful = dict(zip(last, _carefully(self.stream, calls, counts, replays), strict=True))
-        times = {i: Time(us, i in careful) for i, us in (once | again | careful).items() if i not in wrong}
-        return times, wrong, left_out
+class Runner:
+    """Checks and times candidates on the current CUDA device; the weights of the last layer are kept."""
 
-    def _each_once(
-        self,
-        candidates: Sequence[Candidate],
-        keep: Collection[int],
-        sieve: StagedPruning,
-        guess_us: float,
-        alive: Callable[[Sequence[int]], object],
-        wrong: dict[int, str],
-    ) -> tuple[dict[int, float], int]:
-        """Microseconds of a first look at what may be the best by its bound, and how many may not."""
-        found: dict[int, float] = {}
-        left_out = 0
-        bounds = sieve.bounds or (0.0,) * len(candidates)
-        order = list(dict.fromkeys([*keep, *sorted(range(len(candidates)), key=bounds.__getitem__)]))
-        for chunk in (order[at : at + _CHUNK] for at in range(0, len(order), _CHUNK)):
-            best = min(found.values(), default=float("inf"))
-            good = []
-            for i in chunk:
-                if bounds[i] > best and i not in keep:
-                    left_out += 1
-                    continue
-                alive([i])
-                try:
-                    self._first(candidates[i])
-                    if i in sieve.alone:
-                        _race(self.stream, [self.again(candidates[i])], [_FEW_ALONE], 2)
-                    good.append(i)
-                except (KernelError, ValueError) as error:
-                    wrong[i] = f"{error}".splitlines()[0]
-            if not good:
-                continue
-            alive(good)
-            guess = min(best, guess_us)
-            calls = [self.again(candidates[i]) for i in good]
-            us = _race(self.stream, calls, [_few(guess)] * len(good), 1 if guess < _SHORT else 0)
-            found |= dict(zip(good, us, strict=True))
-        return found, left_out
+    bench: type[Bench] = Bench
 
-    def _near_the_best(
-        self,
-        candidates: Sequence[Candidate],
-        keep: Collection[int],
-        sieve: StagedPruning,
-        once: dict[int, float],
-        alive: Callable[[Sequence[int]], object],
-    ) -> dict[int, float]:
-        """Microseconds, with more replays, of what a first look found near the best, and of ``keep``."""
-        if not once:
-            return {}
-        best = min(once.values())
-        near = [i for i in sorted(once, key=once.__getitem__) if once[i] <= sieve.first * best][: sieve.most]
-        near += [i for i in keep if i not in near and i in once]
-        alive(near)
-        calls = [self.again(candidates[i]) for i in near]
-        counts = [_count(sieve.effort.microseconds, once[i]) for i in near]
-        return dict(zip(near, _race(self.stream, calls, counts, sieve.effort.replays), strict=True))
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.stream = torch.cuda.Stream(self.device)
+        self._layer: Layer | None = None
 
-    def _finalists(
-        self,
-        candidates: Sequence[Candidate],
-        keep: Collection[int],
-        sieve: StagedPruning,
-        again: dict[int, float],
-        alive: Callable[[Sequence[int]], object],
-        wrong: dict[int, str],
-    ) -> list[int]:
-        """``keep``, and what is nearest to the best of those whose results are the reference's."""
-        last: list[int] = []
-        best = 0.0
-        for i in [*(i for i in keep if i in again), *sorted(again, key=again.__getitem__)]:
-            if i in last or i in wrong or (i not in keep and best and again[i] > sieve.last * best):
-                continue
-            if len(last) >= sieve.finalists + len(keep):
-                break
-            alive([i])
-            try:
-                self.check(candidates[i])
-                last.append(i)
-                best = min(best or again[i], again[i])
-            except (WrongResultError, KernelError, ValueError) as error:
-                wrong[i] = f"{error}".splitlines()[0]
-        return last
+    def describe(self) -> dict[str, Any]:
+        """The device as kernels see it, and what a map says of where it comes from."""
+        from cuda.bindings import driver
+
+        _, version = driver.cuDriverGetVersion()
+        found = Device.of(torch.empty(0, device=self.device))
+        return {"device": found, "driver": _driver_version() or f"CUDA {version}", "torch": torch.__version__}
+
+    def prepare(self, product: LinearProblem) -> Bench:
+        """Inputs, outputs and expected values of a product."""
+        key, layer = (product.n, product.k, product.weights), self._layer
+        if layer is None or (layer.n, layer.k, layer.format) != key:
+            if layer is not None:
+                self._layer = layer = None
+                torch.cuda.empty_cache()
+            layer = self._layer = Layer.random(*key, self.device)
+        return self.bench(product, layer, self.stream)
+
+
+def _driver_version() -> str:
+    try:
+        from pathlib import Path
+
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+        return next(word for word in words if word.count(".") >= 1 and word[0].isdigit())
+    except (OSError, StopIteration):
+        return ""
 
 
 def _address(weight: Any) -> int:
     """Where the packed codes of a copy lie."""
     codes: Tensor = weight.tiles if hasattr(weight, "tiles") else weight.planes
     return codes.data_ptr()
-
-
-_CHUNK = 48
-"""Candidates in one graph, where a whole space is gone through."""
-_FEW_ALONE = 4
-"""Calls of one that is suspected of a fault."""
 
 
 def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[int], effort: TimingBudget) -> list[int]:
@@ -475,12 +335,12 @@ _LONG = 300.0
 """Microseconds of a call whose start and end matter little: one is enough, and none before it."""
 
 
-_CALLS, _MOST_CALLS = 16, 48
+_CALLS, MOST_CALLS = 16, 48
 """The most calls of one candidate in a graph; the second in the last round, where short calls are told
 from others that take 5 % more by events that are off by some tenths of a microsecond."""
 
 
-def _count(microseconds: float, guess_us: float, most: int = _CALLS) -> int:
+def calls_in(microseconds: float, guess_us: float, most: int = _CALLS) -> int:
     """Calls in a graph."""
     return max(1 if guess_us > _LONG else 2, min(most, round(microseconds / max(guess_us, 0.5))))
 
@@ -490,12 +350,7 @@ _SHORT, _PLACED = 20.0, 60.0
 took 4 % more or less in two graphs (w4a16g128, 37888 x 3584)."""
 
 
-def _few(guess_us: float) -> int:
-    """Calls for a first look."""
-    return 1 if guess_us > 100 else 2 if guess_us >= _SHORT else 4
-
-
-def _race(
+def race(
     stream: torch.cuda.Stream, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int
 ) -> list[float]:
     """Microseconds of each call, from one graph that holds ``counts`` of each between events; medians of replays.
@@ -529,16 +384,16 @@ def _race(
     return [statistics.median(row[i] for row in rows) * 1e3 / count for i, count in enumerate(counts)]
 
 
-def _carefully(
+def race_in_orders(
     stream: torch.cuda.Stream, calls: Sequence[Callable[[int], object]], counts: Sequence[int], replays: int
 ) -> list[float]:
-    """``_race``; in three orders where one is short, since its time depends on where in the graph it stands."""
+    """``race``; in three orders where one is short, since its time depends on where in the graph it stands."""
     places = list(range(len(calls)))
     half = len(places) // 2
     found: list[list[float]] = [[] for _ in calls]
     orders = (places, places[::-1], places[half:] + places[:half])
     for order in orders[: len(places)]:  # of two calls each stands first once
-        us = _race(stream, [calls[i] for i in order], [counts[i] for i in order], replays)
+        us = race(stream, [calls[i] for i in order], [counts[i] for i in order], replays)
         for i, time in zip(order, us, strict=True):
             found[i].append(time)
         if min(us) >= _PLACED:

@@ -11,9 +11,9 @@ from anybit import jit
 from anybit.errors import KernelError, dtype_name
 from anybit.hadamard import factor
 from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.kernels.common.types import Code
 from anybit.kernels.elementwise import hadamard
 from anybit.kernels.gemm import bitplane_layout
-from anybit.kernels.gemm.bitplane_layout import Code
 from anybit.scheme import ActivationFormat
 
 VECTOR = 8

@@ -5,9 +5,7 @@
 #define ANYBIT_PLANES_CUH
 
 #include "common/ptx/base.cuh"
-
-// value = scale * (u - zero) with u in [0, 2^bits): only the zero differs. e4m3 codes are 8-bit floats.
-enum class Code { sym, asym, bipolar, e4m3 };
+#include "common/types.cuh"
 
 namespace planes {
 

@@ -7,7 +7,6 @@ any number of rows are copied as they are.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -23,15 +22,6 @@ ROW_BYTES = CHUNK // 8
 _PIECES = 8
 _ROWS_ELEMENTS = 1 << 25
 """Weights are prepared so many codes at a time: on the way a code takes several bytes, where its planes take bits."""
-
-
-class Code(Enum):
-    """The codes that kernels tell apart; the C++ enum of this name."""
-
-    sym = "sym"
-    asym = "asym"
-    bipolar = "bipolar"
-    e4m3 = "float"
 
 
 def chunks(k: int) -> int:

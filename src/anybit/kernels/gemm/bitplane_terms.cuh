@@ -9,7 +9,6 @@
 enum class Path { large, small, once };
 enum class Turns { none, diagonals, tiles, staggered };
 enum class Walk { weights, tokens };
-enum class Output { s32, f16, bf16, f32 };
 
 struct Params {
     ptx::TensorMap y_map;           // of y, in boxes of 64 weights, where Config::tensor

@@ -6,11 +6,8 @@
 #ifndef ANYBIT_PACKED_WIDEN_CUH
 #define ANYBIT_PACKED_WIDEN_CUH
 
+#include "common/types.cuh"
 #include "gemm/packed_layout.cuh"
-
-// What the tensor cores multiply: the type of x, and of the widened weights.
-enum class Operand { f16, bf16, s8, e4m3 };
-enum class Code { sym, asym, bipolar };
 
 namespace packed {
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.kernels.common.types import Code
 from anybit.kernels.elementwise.quantize_activations import Packed, rows_aligned
 from anybit.kernels.gemm import bitplane_layout
-from anybit.kernels.gemm.bitplane_layout import Code
 from anybit.kernels.gemm.sm90_bitplane import (
     Output,
     Params,

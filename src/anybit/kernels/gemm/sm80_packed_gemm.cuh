@@ -14,7 +14,6 @@
 
 #include "gemm/packed_dequantize.cuh"
 
-enum class Output { f16, bf16 };
 
 struct Params {
     const uint8_t* tiles;
@@ -62,11 +61,11 @@ template <class C> struct Traits {
     static constexpr int element = integer ? 1 : 2, pitch = 128 * element + 16;
     static constexpr int unit_bytes = packed::unit_bytes(C::bits, C::group, C::code == Code::asym);
     static constexpr int rows = C::row_warps * C::units * 16, tiles = rows / 64;
-    static constexpr int weight_bytes = tiles * 4 * unit_bytes, x_bytes = C::tokens * pitch;
+    static constexpr int weight_bytes = tiles * 4 * unit_bytes, x_bytes = C::tile_m * pitch;
     static constexpr int stage_bytes = weight_bytes + x_bytes;
-    static constexpr int token_tiles = C::tokens / 8, sums = C::units * token_tiles * 4;
+    static constexpr int token_tiles = C::tile_m / 8, sums = C::units * token_tiles * 4;
     // Warps that share K meet in shared memory of their own: the pipeline does not stop for a row tile's end.
-    static constexpr int exchange_bytes = (C::k_warps - 1) * C::row_warps * 32 * sums * 4;
+    static constexpr int exchange_bytes = (C::split_k_warps - 1) * C::row_warps * 32 * sums * 4;
     static constexpr int parts = packed::subgroups(C::group) > 1 ? packed::subgroups(C::group) : 1;
     static constexpr bool asym = C::code == Code::asym, bipolar = C::code == Code::bipolar;
     static constexpr int twice_zero = bipolar ? (1 << C::bits) - 1 : 1 << C::bits;
@@ -97,7 +96,7 @@ template <class C> struct Block {
         for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += C::threads * 16)
             ptx::cp_async<16>(to + i, weights + i);
         constexpr int chunks = 128 * T::element / 16;
-        for (int i = static_cast<int>(threadIdx.x); i < C::tokens * chunks; i += C::threads) {
+        for (int i = static_cast<int>(threadIdx.x); i < C::tile_m * chunks; i += C::threads) {
             const int token = i / chunks, at = block * 128 * T::element + i % chunks * 16;
             const int left = p.k * T::element - at, valid = left < 0 ? 0 : left < 16 ? left : 16;
             const bool inside = first_token + token < p.m && valid > 0;
@@ -132,7 +131,7 @@ template <class C> struct Block {
         unroll<0, 4>([&](auto index) {
             constexpr int wide = decltype(index)::value;
             uint32_t b[T::token_tiles][4];
-            if (C::k_warps == 1 || wide / (4 / C::k_warps) == k_warp) {
+            if (C::split_k_warps == 1 || wide / (4 / C::split_k_warps) == k_warp) {
 #pragma unroll
                 for (int n = 0; n < T::token_tiles; n++) columns(b[n], x, n, wide * 64);
 #pragma unroll
@@ -223,8 +222,8 @@ template <class C> struct Block {
             packed::load_words_shared<C::bits>(words, at, lane);
             unroll<0, T::parts>([&](auto index) {
                 constexpr int group = decltype(index)::value, steps = 4 / T::parts;  // k32-steps
-                if (C::k_warps > 1 && C::k_warps <= T::parts && group / (T::parts / C::k_warps) != k_warp) return;
-                if (C::k_warps > T::parts && k_warp != 0) return;
+                if (C::split_k_warps > 1 && C::split_k_warps <= T::parts && group / (T::parts / C::split_k_warps) != k_warp) return;
+                if (C::split_k_warps > T::parts && k_warp != 0) return;
                 int32_t part[T::token_tiles][4] = {}, total[T::token_tiles][4] = {};
                 if constexpr (steps == 1) {
                     half_products<group>(part, total, words, x);
@@ -259,7 +258,7 @@ template <class C> struct Block {
 
     // Sums of warps that share K, into those of the first.
     __device__ __forceinline__ void meet() {
-        if constexpr (C::k_warps > 1) {
+        if constexpr (C::split_k_warps > 1) {
             const uint32_t exchange = shared + C::stages * T::stage_bytes;
             const auto place = [&](int k, int i) { return exchange + ((((k - 1) * C::row_warps + row_warp) * T::sums + i) * 32 + lane) * 4; };
             __syncthreads();  // what was there before has been read
@@ -270,7 +269,7 @@ template <class C> struct Block {
             __syncthreads();
             if (k_warp == 0)
 #pragma unroll
-                for (int k = 1; k < C::k_warps; k++)
+                for (int k = 1; k < C::split_k_warps; k++)
 #pragma unroll
                     for (int i = 0; i < T::sums; i++)
                         sums[i / 4 / T::token_tiles][i / 4 % T::token_tiles][i % 4] += ptx::ld_shared_f32(place(k, i));
@@ -280,7 +279,7 @@ template <class C> struct Block {
     // This block's sums of a row tile join those of the blocks behind it; `rank` counts them from the end of K.
     __device__ __forceinline__ void finish(const Params& p, int slot, int row_tile, int first_token, int rank, int last) {
         meet();
-        float* partial = p.partial + static_cast<size_t>(slot) * (T::rows * C::tokens);
+        float* partial = p.partial + static_cast<size_t>(slot) * (T::rows * C::tile_m);
         const auto place = [&](int i) { return partial + (row_warp * T::sums + i) * 32 + lane; };
         if (last > 0) {
             if (threadIdx.x == 0)
@@ -335,7 +334,7 @@ template <class C> struct Block {
 
 template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_gemm(const __grid_constant__ Params p) {
     using T = sm80_packed::Traits<C>;
-    static_assert(C::threads == C::row_warps * C::k_warps * 32 && T::rows % 64 == 0, "warps cover whole tiles of 64 rows");
+    static_assert(C::threads == C::row_warps * C::split_k_warps * 32 && T::rows % 64 == 0, "warps cover whole tiles of 64 rows");
     static_assert(C::shared_bytes == C::stages * T::stage_bytes + T::exchange_bytes, "the twin counts shared memory differently");
     static_assert(C::stages >= 2, "copies run ahead of products");
     ptx::griddepcontrol_launch_dependents();
@@ -347,7 +346,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_
 
     // The line: token tiles, then row tiles, then blocks of columns; stripe by stripe.
     const int depth = p.column_blocks, row_tiles = (p.row_tiles + T::tiles - 1) / T::tiles;
-    const int total = (p.m + C::tokens - 1) / C::tokens * row_tiles * depth;  // below 2^24: see why_not
+    const int total = (p.m + C::tile_m - 1) / C::tile_m * row_tiles * depth;  // below 2^24: see why_not
     const int blocks = static_cast<int>(gridDim.x), stripe = sm80_packed::quotient(total + blocks - 1, blocks);
     const int begin = static_cast<int>(blockIdx.x) * stripe, end = begin + stripe < total ? begin + stripe : total;
     ptx::griddepcontrol_wait();
@@ -356,7 +355,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_
     int fetched = begin, fetch_stage = 0, stage = 0;
     const auto fetch = [&]() {
         if (fetched < end) {
-            block.fetch(p, fetch_stage, ahead.row_tile, ahead.block, ahead.token_tile * C::tokens);
+            block.fetch(p, fetch_stage, ahead.row_tile, ahead.block, ahead.token_tile * C::tile_m);
             ahead.next(row_tiles, depth);
         }
         fetched++;
@@ -375,7 +374,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_
         if (i + 1 == end || here.block == depth - 1) {
             const int top = sm80_packed::quotient(here.tile * depth, stripe);  // the blocks that share this row tile
             const int bottom = sm80_packed::quotient((here.tile + 1) * depth - 1, stripe);
-            block.finish(p, here.tile, here.row_tile, here.token_tile * C::tokens, bottom - static_cast<int>(blockIdx.x), bottom - top);
+            block.finish(p, here.tile, here.row_tile, here.token_tile * C::tile_m, bottom - static_cast<int>(blockIdx.x), bottom - top);
             block.clear();
         }
         here.next(row_tiles, depth);

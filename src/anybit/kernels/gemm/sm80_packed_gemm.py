@@ -15,10 +15,9 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
 from anybit.jit import Int32, Pointer
+from anybit.kernels.common.types import Code, Operand, Output
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.packed_layout import PackedWeight
-from anybit.kernels.gemm.sm90_packed_gemm_rules import Code, Operand
-from anybit.kernels.gemm.sm90_packed_skinny import Output
 from anybit.scheme import WeightFormat
 
 
@@ -40,9 +39,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """How. Warps: row_warps side by side, ``units`` of 16 rows each, times k_warps that share each block of columns.
+    """How. Warps: row_warps side by side, ``units`` of 16 rows each, times split_k_warps that share a block of columns.
 
-    tokens: columns of a token tile.  stages: depth of the cp.async pipeline.
+    tile_m: columns of a token tile.  stages: depth of the cp.async pipeline.
     nibbles: the split strategy, weights of up to 4 bits and activations as two nibbles on int4 tensor cores.
     """
 
@@ -51,10 +50,10 @@ class Config:
     bits: int
     group: int
     code: Code
-    tokens: int
+    tile_m: int
     units: int
     row_warps: int
-    k_warps: int
+    split_k_warps: int
     stages: int
     nibbles: bool = False
 
@@ -105,10 +104,9 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     c = config
     if replace(c, **_facts(p)) != c:  # type: ignore[arg-type]
         return "the config was made for another problem"
-    if c.rows % 64 or c.tokens % 8 or c.stages < 2 or c.k_warps not in (1, 2, 4):
-        return (
-            f"row tiles of {c.rows} rows, {c.tokens} tokens, {c.stages} stages, {c.k_warps} k_warps do not fit together"
-        )
+    if c.rows % 64 or c.tile_m % 8 or c.stages < 2 or c.split_k_warps not in (1, 2, 4):
+        shape = f"row tiles of {c.rows} rows, {c.tile_m} tokens, {c.stages} stages, {c.split_k_warps} split_k_warps"
+        return f"{shape} do not fit together"
     if c.nibbles:
         if c.operand is not Operand.s8 or c.bits > 4 or c.group == 32:
             return "int4 tensor cores take int8 activations and weights of up to 4 bits, in groups of 64 or more"
@@ -117,7 +115,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     tokens, rows, columns = _line(p, c)
     if tokens * rows * columns >= 2**24:
         return (
-            f"M = {p.m}, N = {p.n}, K = {p.k} are more steps of {c.tokens} x {c.rows} x 128 than 2^24: use larger tiles"
+            f"M = {p.m}, N = {p.n}, K = {p.k} are more steps of {c.tile_m} x {c.rows} x 128 than 2^24: use larger tiles"
         )
     size = shared_bytes(c)
     if size > p.device.shared_bytes:
@@ -141,22 +139,22 @@ def shared_bytes(config: Config) -> int:
     """Dynamic shared memory: the pipeline, and where warps that share columns meet."""
     c = config
     unit = 256 * c.bits + packed_layout.subgroups(c.group or None) * (48 if c.code is Code.asym else 32)
-    x = c.tokens * (128 * (1 if c.operand is Operand.s8 else 2) + 16)
-    exchange = (c.k_warps - 1) * c.row_warps * 32 * c.units * (c.tokens // 8) * 16
+    x = c.tile_m * (128 * (1 if c.operand is Operand.s8 else 2) + 16)
+    exchange = (c.split_k_warps - 1) * c.row_warps * 32 * c.units * (c.tile_m // 8) * 16
     return c.stages * (c.rows // 16 * unit + x) + exchange
 
 
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    threads = config.row_warps * config.k_warps * 32
+    threads = config.row_warps * config.split_k_warps * 32
     return jit.Kernel("gemm/sm80_packed_gemm.cuh", "sm80_packed_gemm", config, Params, threads, shared_bytes(config))
 
 
 def _line(problem: Problem, config: Config) -> tuple[int, int, int]:
     """Token tiles, row tiles and blocks of columns."""
     padded = -(-problem.n // packed_layout.TILE_ROWS) * packed_layout.TILE_ROWS
-    return -(-problem.m // config.tokens), -(-padded // config.rows), -(-problem.k // packed_layout.TILE_COLUMNS)
+    return -(-problem.m // config.tile_m), -(-padded // config.rows), -(-problem.k // packed_layout.TILE_COLUMNS)
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -226,7 +224,7 @@ def scratch(problem: Problem, config: Config, device: torch.device) -> tuple[Ten
 def _sizes(problem: Problem, config: Config) -> tuple[int, int]:
     """How many unfinished sums and locks a launch needs."""
     tokens, rows, _ = _line(problem, config)
-    return tokens * rows * config.rows * config.tokens, tokens * rows
+    return tokens * rows * config.rows * config.tile_m, tokens * rows
 
 
 def _room(sums: int, locks: int, device: torch.device) -> tuple[Tensor, Tensor]:

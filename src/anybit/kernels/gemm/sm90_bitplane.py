@@ -17,14 +17,13 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Int64, Pointer, tensor_map
 from anybit.jit.tensor_map import TensorMap
+from anybit.kernels.common.types import Code, Output
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import bitplane_layout
-from anybit.kernels.gemm.bitplane_layout import Code
 from anybit.kernels.gemm.sm90_bitplane_rules import (
     ROWS,
     SMALL_ROWS,
     Config,
-    Output,
     Path,
     Problem,
     Turns,

@@ -4,27 +4,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import torch
-
 from anybit.device import Device
+from anybit.kernels.common.types import Code, Output
 from anybit.kernels.gemm import bitplane_layout
-from anybit.kernels.gemm.bitplane_layout import Code
 from anybit.scheme import ActivationFormat, WeightFormat
-
-
-class Output(Enum):
-    """What a product is written as: the exact integer V of bitplane_terms.cuh, or scaled and rounded once."""
-
-    s32 = "int32"
-    f16 = "float16"
-    bf16 = "bfloat16"
-    f32 = "float32"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The tensor's dtype."""
-        dtype: torch.dtype = getattr(torch, self.value)
-        return dtype
 
 
 class Path(Enum):

@@ -17,14 +17,13 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import tensor_map
+from anybit.kernels.common.types import Code, Output
 from anybit.kernels.elementwise.quantize_activations import Packed
 from anybit.kernels.gemm import bitplane_layout, sm90_bitplane
-from anybit.kernels.gemm.bitplane_layout import Code
 from anybit.kernels.gemm.sm90_bitplane import Params
 from anybit.kernels.gemm.sm90_bitplane_rules import (
     ROWS,
     SMALL_ROWS,
-    Output,
     Problem,
     short_sums,
     why_not_facts,

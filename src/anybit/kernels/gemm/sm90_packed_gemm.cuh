@@ -1,11 +1,10 @@
 // Y = X W^T with packed weights on wgmma, for more than a handful of tokens: the transposed product Y^T = W X^T, so that
 // 64 rows of weights fill M and tokens are N. Weights become 16-bit or 8-bit values in registers, the A operand.
 //
-// A block has Config::row_warpgroups x Config::k_warpgroups consumer warpgroups and a producer warp, or four. A stage of the ring
-// holds 128 inputs (a unit): Config::tokens rows of X, swizzled by tensor-map copies, and the packed tiles of the block's
-// rows, one bulk copy. Blocks of a cluster share K (k_blocks, sums sent through distributed shared memory) and, as
-// neighbours along the rows (row_blocks), each other's loads of X (multicast). Weights may go past the ring (direct). Or blocks take equal stripes of all units
-// of all tiles (stripes): sums of tiles that stripes share travel through L2.
+// A block has row_warpgroups x split_k_warpgroups consumer warpgroups and a producer warp, or four. A stage of the ring
+// holds 128 inputs (a unit): tile_m rows of X, swizzled by tensor-map copies, and the packed tiles of the block's rows, one
+// bulk copy. Blocks of a cluster share K (cluster_k, sums sent through distributed shared memory) and, as neighbours along
+// the rows (cluster_n), each other's loads of X (multicast). Weights may go past the ring (direct).
 #ifndef ANYBIT_PACKED_LARGE_CUH
 #define ANYBIT_PACKED_LARGE_CUH
 
@@ -15,18 +14,18 @@
 namespace packed {
 
 template <class Config>
-PTX void multiply(typename Sums<Config>::Product (&sum)[Config::tokens / 2], const uint32_t (&a)[4], uint64_t b,
+PTX void multiply(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[4], uint64_t b,
                   bool accumulate = true) {
     if constexpr (Config::operand == Operand::f16)
-        ptx::wgmma_f16<Config::tokens>(sum, a, b, accumulate);
+        ptx::wgmma_f16<Config::tile_m>(sum, a, b, accumulate);
     else if constexpr (Config::operand == Operand::bf16)
-        ptx::wgmma_bf16<Config::tokens>(sum, a, b, accumulate);
+        ptx::wgmma_bf16<Config::tile_m>(sum, a, b, accumulate);
     else if constexpr (Config::operand == Operand::s8 && Config::group == 0)
-        ptx::wgmma_u8s8<Config::tokens>(sum, a, b, accumulate);
+        ptx::wgmma_u8s8<Config::tile_m>(sum, a, b, accumulate);
     else if constexpr (Config::operand == Operand::s8)
-        ptx::wgmma_s8<Config::tokens>(sum, a, b, accumulate);
+        ptx::wgmma_s8<Config::tile_m>(sum, a, b, accumulate);
     else
-        ptx::wgmma_e4m3<Config::tokens>(sum, a, b, accumulate);
+        ptx::wgmma_e4m3<Config::tile_m>(sum, a, b, accumulate);
 }
 
 // A thread of a producer warp. They fill the ring's stages by turns. Weights do not depend on the kernel before this one, so
@@ -44,7 +43,7 @@ struct Producer {
 
     PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int half, int turn)
         : p(p), ring(ring), barriers(barriers), k_rank(k_rank), row_rank(row_rank), turn(turn), half(half) {
-        for (int i = 0; i < Config::row_blocks; i++) sharers |= 1u << (i * Config::k_blocks + k_rank);
+        for (int i = 0; i < Config::cluster_n; i++) sharers |= 1u << (i * Config::cluster_k + k_rank);
         policy = ptx::createpolicy_evict_first();
     }
 
@@ -82,13 +81,13 @@ struct Producer {
         }
     }
     PTX void load_x(const TilePlace& place, int unit, int stage) const {
-        constexpr int share = Config::tokens / Config::row_blocks;
+        constexpr int share = Config::tile_m / Config::cluster_n;
         const uint32_t barrier = barriers.full_x + 8 * stage;
         if constexpr (Shape::tail_rows > 0) {
             // Tokens are columns of the product: what stays in place of those that there are not is never stored.
-            const int first = place.token_tile * Config::tokens;
+            const int first = place.token_tile * Config::tile_m;
             const int rows = (p.tokens - first + Shape::tail_rows - 1) / Shape::tail_rows * Shape::tail_rows;
-            if (rows <= Config::tokens - Shape::tail_rows) {
+            if (rows <= Config::tile_m - Shape::tail_rows) {
                 ptx::mbarrier_arrive_expect_tx(barrier, Config::span * rows * 128 * Shape::element_bytes);
                 for (int all = 0; all < Config::span * Shape::element_bytes; all++) {
                     const int box = all % Shape::element_bytes, i = all / Shape::element_bytes;
@@ -106,8 +105,8 @@ struct Producer {
             const int box = all % Shape::element_bytes, i = all / Shape::element_bytes;
             const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::unit_bytes + box * Shape::box_bytes + row_rank * share * 128;
             const int x = (unit * Config::span + i) * 128 + box * (128 / Shape::element_bytes);
-            const int y = place.token_tile * Config::tokens + row_rank * share;
-            if (Config::row_blocks > 1)
+            const int y = place.token_tile * Config::tile_m + row_rank * share;
+            if (Config::cluster_n > 1)
                 ptx::cp_async_bulk_tensor_2d_multicast(target, &p.x, x, y, barrier, sharers);
             else
                 ptx::cp_async_bulk_tensor_2d(target, &p.x, x, y, barrier);
@@ -118,30 +117,30 @@ struct Producer {
         Part part;
         if (!Walk<Config>().at(p, k_rank, part)) return;
         const Weights weights = weights_of(tile_place(p, part.tile));
-        for (int i = turn; i < min(Config::early, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
+        for (int i = turn; i < min(Config::prologue_stages, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
     }
     // The first two steps of a tile that has all of its tokens: their halves by four threads side by side, so that they do not
     // share what a multiprocessor takes in with later ones.
-    static constexpr bool halves_first = (Config::direct > 0 || (Config::unrolled && Config::early > 1)) && Shape::producers == 4 &&
-                                         Shape::reduces && Config::row_blocks == 1 && Config::span == 1 && Shape::element_bytes == 2;
+    static constexpr bool halves_first = (Config::direct > 0 || (Config::unrolled && Config::prologue_stages > 1)) && Shape::producers == 4 &&
+                                         Shape::reduces && Config::cluster_n == 1 && Config::span == 1 && Shape::element_bytes == 2;
     PTX void load_first(const TilePlace& place, int unit) const {
         const int stage = turn / 2, box = turn % 2;
         const uint32_t barrier = barriers.full_x + 8 * stage;
         if (box == 0) ptx::mbarrier_arrive_expect_tx(barrier, Shape::x_bytes);
         ptx::cp_async_bulk_tensor_2d(ring + stage * Shape::stage_bytes + box * Shape::box_bytes, &p.x, (unit + stage) * 128 + box * 64,
-                                     place.token_tile * Config::tokens, barrier);
+                                     place.token_tile * Config::tile_m, barrier);
     }
     PTX void run() const {
         ptx::griddepcontrol_wait();
         RingCursor<Config::stages> cursor;
         Walk<Config> walk;
-        int early = Config::early;
-        for (Part part; walk.at(p, k_rank, part); walk.advance(part), early = 0) {
+        int early = Config::prologue_stages;
+        for (Part part; walk.at(p, k_rank, part); walk.advance(), early = 0) {
             const TilePlace place = tile_place(p, part.tile);
             const Weights weights = weights_of(place);
             int unit = 0;
             if constexpr (halves_first)
-                if (part.count > 1 && (Shape::tail_rows == 0 || p.tokens - place.token_tile * Config::tokens > Config::tokens - Shape::tail_rows)) {
+                if (part.count > 1 && (Shape::tail_rows == 0 || p.tokens - place.token_tile * Config::tile_m > Config::tile_m - Shape::tail_rows)) {
                     load_first(place, part.first);
                     cursor.advance(unit = 2);
                 }
@@ -157,13 +156,13 @@ struct Producer {
             }
         }
         // A block without work keeps its place until those of the next launch have theirs: two of them would share one.
-        if (Config::resident > 1 && walk.position[0] == 0) __nanosleep(800);
+        if (Config::min_blocks_per_sm > 1 && walk.position == 0) __nanosleep(800);
     }
 };
 
 // Issues the products of one half of a unit, and waits until the set of registers that is written next is free.
 template <class Config, int steps>
-PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tokens / 2], const uint32_t (&a)[steps][4], uint64_t b) {
+PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < steps; i++) multiply<Config>(sum, a[i], ptx::wgmma_advance(b, 32 * i));
@@ -174,7 +173,7 @@ PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tokens / 2]
 // One tile's products over its units, a unit in two halves with a set of registers each: while the tensor cores work on
 // one half the next is widened. Returns the stage that is still to be released.
 template <class Config, class Release>
-PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Widen<Config>& widen, uint32_t ring,
+PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Widen<Config>& widen, uint32_t ring,
                    uint32_t my_unit, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
                    const Release& release) {
     using Shape = PackedGemmShape<Config>;
@@ -183,7 +182,7 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Wi
     int previous = -1;
     const uint64_t first_b = ptx::wgmma_descriptor(ring, ptx::Swizzle::bytes_128, 1024);
     ptx::wgmma_touch(sum);
-    for (int unit = first; unit < units; unit += Config::k_warpgroups) {
+    for (int unit = first; unit < units; unit += Config::split_k_warpgroups) {
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
 #pragma unroll
         for (int i = 0; i < Config::span; i++) {
@@ -205,16 +204,16 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Wi
                 multiply_half<Config>(sum, a0, b1);
             }
         }
-        if constexpr (Config::k_warpgroups == 4) {
+        if constexpr (Config::split_k_warpgroups == 4) {
             // Three others keep the tensor cores busy, and two stages for each of four are most of the ring: down at 32
             // tokens 11.8 us for 12.6 to 12.8.
             ptx::wgmma_wait_group<0>();
             release(cursor.stage);
         } else
             previous = cursor.stage;
-        cursor.advance(Config::k_warpgroups);
+        cursor.advance(Config::split_k_warpgroups);
     }
-    if constexpr (Config::k_warpgroups < 4) ptx::wgmma_wait_group<0>();
+    if constexpr (Config::split_k_warpgroups < 4) ptx::wgmma_wait_group<0>();
     ptx::wgmma_touch(sum);
     return previous;
 }
@@ -222,11 +221,11 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Wi
 // The same of a block that has one tile, with code of its own for every stage: where it lies is known then, which an eighth of
 // the instructions of a unit are for.
 template <class Config, class Release>
-PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Widen<Config>& widen, uint32_t ring,
+PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Widen<Config>& widen, uint32_t ring,
                             uint32_t my_unit, const RingBarriers& barriers, int first, int units, const Release& release) {
     using Shape = PackedGemmShape<Config>;
-    static_assert(Shape::reduces && Config::k_warpgroups < 4 && Config::register_sets == 2, "stages with code of their own");
-    constexpr int steps = Shape::steps, kw = Config::k_warpgroups, slots = Config::stages / kw;
+    static_assert(Shape::reduces && Config::split_k_warpgroups < 4 && Config::register_sets == 2, "stages with code of their own");
+    constexpr int steps = Shape::steps, kw = Config::split_k_warpgroups, slots = Config::stages / kw;
     uint32_t a0[steps][4], a1[steps][4];
     const uint32_t mine = ring + first * Shape::stage_bytes, full_w = barriers.full_w + 8 * first, full_x = barriers.full_x + 8 * first;
     const uint64_t first_b = ptx::wgmma_descriptor(mine, ptx::Swizzle::bytes_128, 1024);
@@ -271,14 +270,14 @@ PTX void pass(const RingBarriers& barriers, int units, RingCursor<Config::stages
 
 // The same with products promoted after every group; other warpgroups keep the tensor cores busy meanwhile.
 template <class Config, class Release>
-PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& widen, uint32_t ring, uint32_t my_unit,
+PTX int accumulate_promoting(float (&sum)[Config::tile_m / 2], Widen<Config>& widen, uint32_t ring, uint32_t my_unit,
                              const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
                              const Release& release) {
     using Shape = PackedGemmShape<Config>;
     constexpr int parts = Widen<Config>::parts, steps = 4 / parts;
-    typename Sums<Config>::Product product[Config::tokens / 2];
+    typename Sums<Config>::Product product[Config::tile_m / 2];
     uint32_t a[4][4];
-    for (int unit = first; unit < units; unit += Config::k_warpgroups) {
+    for (int unit = first; unit < units; unit += Config::split_k_warpgroups) {
         const uint32_t stage = ring + cursor.stage * Shape::stage_bytes;
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
         widen.load(stage + my_unit);
@@ -298,31 +297,30 @@ PTX int accumulate_promoting(float (&sum)[Config::tokens / 2], Widen<Config>& wi
             const float low = Config::group == 0 ? 1.f : widen.scale(part, 0);
             const float high = Config::group == 0 ? 1.f : widen.scale(part, 1);
 #pragma unroll
-            for (int i = 0; i < Config::tokens / 2; i++)
+            for (int i = 0; i < Config::tile_m / 2; i++)
                 sum[i] = fmaf(static_cast<float>(product[i]), i & 2 ? high : low, sum[i]);
         }
-        cursor.advance(Config::k_warpgroups);
+        cursor.advance(Config::split_k_warpgroups);
     }
     return -1;
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::threads, Config::resident) sm90_packed_gemm(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm(const __grid_constant__ Params p) {
     using Shape = PackedGemmShape<Config>;
     static_assert(Config::shared_bytes == Shape::bytes, "sm90_packed_gemm.py and sm90_packed_gemm.cuh disagree on shared memory");
     static_assert(Config::threads == Shape::warpgroups * 128 + Shape::producer_threads, "and the producers");
-    static_assert(Config::stages % Config::k_warpgroups == 0, "a warpgroup has seen every use of its stages");
-    static_assert(Config::early <= Config::stages, "a stage is filled once before it is read");
-    static_assert(Config::stages > Config::k_warpgroups, "a warpgroup gives a stage back once it is at work on its next");
+    static_assert(Config::stages % Config::split_k_warpgroups == 0, "a warpgroup has seen every use of its stages");
+    static_assert(Config::prologue_stages <= Config::stages, "a stage is filled once before it is read");
+    static_assert(Config::stages > Config::split_k_warpgroups, "a warpgroup gives a stage back once it is at work on its next");
     constexpr int cluster_size = Walk<Config>::cluster_size;
-    static_assert(!Config::halves || (Config::k_blocks * Config::row_blocks * Config::k_warpgroups == 1 && Config::row_warpgroups > 1));
-    static_assert(!Shape::striped || cluster_size == 1, "stripes are of blocks alone");
-    static_assert(Config::span == 1 || !(Shape::striped || Sums<Config>::promotes), "stages of two units");
-    static_assert(Config::direct == 0 || !(Shape::striped || Config::halves || Shape::bytes_of_x || Config::span > 1), "weights past shared memory");
-    static_assert(Config::direct == 0 || (Config::early == 0 && Config::register_sets == 2 && Config::k_warpgroups < 4), "weights past shared memory");
+    static_assert(!Config::halves || (Config::cluster_k * Config::cluster_n * Config::split_k_warpgroups == 1 && Config::row_warpgroups > 1));
+    static_assert(Config::span == 1 || !Sums<Config>::promotes, "stages of two units");
+    static_assert(Config::direct == 0 || !(Config::halves || Shape::bytes_of_x || Config::span > 1), "weights past shared memory");
+    static_assert(Config::direct == 0 || (Config::prologue_stages == 0 && Config::register_sets == 2 && Config::split_k_warpgroups < 4), "weights past shared memory");
     const int warp = ptx::warp_id(), lane = ptx::lane_id();
     const int rank = cluster_size > 1 ? blockIdx.x % cluster_size : 0;
-    const int k_rank = rank % Config::k_blocks, row_rank = Config::halves ? 0 : rank / Config::k_blocks;
+    const int k_rank = rank % Config::cluster_k, row_rank = Config::halves ? 0 : rank / Config::cluster_k;
     const int half = Config::halves ? rank : 0;
     const uint32_t ring = ptx::shared_address(ptx::dynamic_shared());
     const RingBarriers barriers = {ring + Shape::barrier_offset, ring + Shape::barrier_offset + 8 * Config::stages,
@@ -337,12 +335,12 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) sm90_packed
             for (int i = 0; i < Config::stages; i++) {
                 ptx::mbarrier_init(barriers.full_w + 8 * i, 1);
                 ptx::mbarrier_init(barriers.full_x + 8 * i, 1);
-                ptx::mbarrier_init(barriers.empty + 8 * i, Config::row_warpgroups * 4 * Config::row_blocks);
+                ptx::mbarrier_init(barriers.empty + 8 * i, Config::row_warpgroups * 4 * Config::cluster_n);
             }
             ptx::mbarrier_init(barriers.received, 1);
             ptx::fence_mbarrier_init();
-            if (Config::k_blocks > 1 || Config::halves)
-                ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::k_blocks - 1) * Shape::warpgroups * Shape::groups_of(k_rank) * 2048 + Shape::half_bytes);
+            if (Config::cluster_k > 1 || Config::halves)
+                ptx::mbarrier_arrive_expect_tx(barriers.received, (Config::cluster_k - 1) * Shape::warpgroups * Shape::groups_of(k_rank) * 2048 + Shape::half_bytes);
             ptx::prefetch_tensormap(&p.x);
             if (Shape::tail_rows > 0) ptx::prefetch_tensormap(&p.x_tail);
         }
@@ -361,7 +359,7 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) sm90_packed
     __syncthreads();
     if (cluster_size > 1) {  // waited for before others' barriers are used: at once for loads, late for partial sums
         ptx::barrier_cluster_arrive_relaxed();
-        if (Config::row_blocks > 1) ptx::barrier_cluster_wait();
+        if (Config::cluster_n > 1) ptx::barrier_cluster_wait();
     }
 
     const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
@@ -370,8 +368,8 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) sm90_packed
         if constexpr (Config::reallocates) ptx::setmaxnreg_dec<32>();
         if (produces) producer.run();
         __syncwarp();
-        if (Config::k_blocks > 1) {
-            if (Config::row_blocks == 1) ptx::barrier_cluster_wait();
+        if (Config::cluster_k > 1) {
+            if (Config::cluster_n == 1) ptx::barrier_cluster_wait();
             else ptx::barrier_cluster_arrive();
         }
     } else {
@@ -380,32 +378,32 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) sm90_packed
         if constexpr (Config::reallocates)
             ptx::setmaxnreg_inc<((Shape::warpgroups + 1) * at_launch - 32) / Shape::warpgroups / 8 * 8>();
         RingCursor<Config::stages> cursor;
-        if (Config::k_warpgroups > 1) cursor.advance(k_part);
+        if (Config::split_k_warpgroups > 1) cursor.advance(k_part);
         const uint32_t my_unit = Shape::x_bytes + (row_part * 4 + warp % 4) * (Config::tile_bytes / 4);
         auto release = [&](int stage) {
             __syncwarp();
             if (lane == 0) {
                 ptx::mbarrier_arrive(barriers.empty + 8 * stage);
-                if (Config::row_blocks > 1)
-                    ptx::mbarrier_arrive_cluster(ptx::mapa(barriers.empty + 8 * stage, (1 - row_rank) * Config::k_blocks + k_rank));
+                if (Config::cluster_n > 1)
+                    ptx::mbarrier_arrive_cluster(ptx::mapa(barriers.empty + 8 * stage, (1 - row_rank) * Config::cluster_k + k_rank));
             }
         };
         [[maybe_unused]] int turn = 0, ahead = k_part;  // of this warpgroup's next unit, from the next part's first
         Walk<Config> walk;
-        for (Part part; walk.at(p, k_rank, part); walk.advance(part)) {
-            TilePlace place = tile_place(p, part.tile);
-            int row = (first_tile<Config>(place, row_rank, half) + row_part) * 64;
+        for (Part part; walk.at(p, k_rank, part); walk.advance()) {
+            const TilePlace place = tile_place(p, part.tile);
+            const int row = (first_tile<Config>(place, row_rank, half) + row_part) * 64;
             const bool halved = Config::halves && row_part == (half == 0 ? Config::row_warpgroups - 1 : 0);
-            typename Sums<Config>::Total sum[Config::tokens / 2];
+            typename Sums<Config>::Total sum[Config::tile_m / 2];
             int previous = -1;
             TileTerms<Config> terms;
             // Of a share of the tokens, where blocks divide them.
-            const int first_token = place.token_tile * Config::tokens + k_rank * Shape::share + halved * half * (Config::tokens / 2);
-            if (!Shape::striped) terms.load(p, row + warp % 4 * 16, first_token);
+            const int first_token = place.token_tile * Config::tile_m + k_rank * Shape::share + halved * half * (Config::tile_m / 2);
+            terms.load(p, row + warp % 4 * 16, first_token);
             Widen<Config> widen;
             widen.begin(p.row_zero, row + warp % 4 * 16, p.weight_tiles * 64);
 #pragma unroll
-            for (int i = 0; i < Config::tokens / 2; i++) sum[i] = 0;
+            for (int i = 0; i < Config::tile_m / 2; i++) sum[i] = 0;
             if constexpr (Sums<Config>::promotes)
                 previous = accumulate_promoting<Config>(sum, widen, ring, my_unit, barriers, ahead, part.count, cursor, release);
             else if constexpr (Config::halves) {
@@ -425,7 +423,7 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) sm90_packed
                 if constexpr (!Shape::reduces) {  // the next tile's come while this one's sums leave
                     Walk<Config> later = walk;
                     Part next;
-                    later.advance(part);
+                    later.advance();
                     if (later.at(p, k_rank, next)) batches.begin(p, next, first_tile<Config>(tile_place(p, next.tile), row_rank, half) + row_part, 0);
                 }
             } else if constexpr (Config::unrolled)
@@ -437,26 +435,8 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) sm90_packed
                 packed_large_reduce<Config>(p, sum, terms, ring, barriers, warp, rank, row, first_token);
                 continue;
             }
-            if constexpr (Shape::striped) {
-                walk.forget();
-                walk.at(p, k_rank, part);
-                if (Config::k_warpgroups > 1) {
-                    while (ahead < part.count) ahead += Config::k_warpgroups;
-                    ahead -= part.count;
-                    packed_large_meet<Config>(sum, ring + Shape::barrier_offset - Shape::meeting_bytes, row_part, k_part);
-                    if (k_part > 0) continue;
-                }
-                if (!part.owns()) {
-                    packed_large_leave<Config>(p, sum, warpgroup);
-                    continue;
-                }
-                place = tile_place(p, part.tile);
-                row = (place.row_tile * Config::row_warpgroups + row_part) * 64;
-                terms.load(p, row + warp % 4 * 16, place.token_tile * Config::tokens);
-                if (part.count < p.units) packed_large_gather<Config>(p, sum, part.tile, warpgroup);
-            }
-            packed_large_store<Config>(p, sum, terms, ring + Shape::body_bytes + warpgroup * Config::places * Config::staged * 128,
-                                       turn, warpgroup, row, place.token_tile * Config::tokens);
+            packed_large_store<Config>(p, sum, terms, ring + Shape::body_bytes + warpgroup * Config::epilogue_stages * Config::epilogue_tile * 128,
+                                       turn, warpgroup, row, place.token_tile * Config::tile_m);
         }
     }
     // Those of the halved tile have waited.
@@ -465,9 +445,9 @@ __global__ void __launch_bounds__(Config::threads, Config::resident) sm90_packed
         ptx::barrier_cluster_wait();
     }
     // No block may leave while others send to it or arrive on its barriers: these arrivals come after what it sent itself.
-    if (Config::row_blocks > 1) {
+    if (Config::cluster_n > 1) {
         __syncwarp();
-        if (Config::k_blocks == 1) ptx::barrier_cluster_arrive();
+        if (Config::cluster_k == 1) ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();
     }
 }

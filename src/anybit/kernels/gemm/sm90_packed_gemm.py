@@ -15,6 +15,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Kernel, Pointer, launch
 from anybit.jit.tensor_map import TensorMap, encode
+from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.elementwise.quantize_activations import Packed
 from anybit.kernels.gemm.packed_layout import (
     PackedWeight,
@@ -26,9 +27,7 @@ from anybit.kernels.gemm.sm90_packed_gemm_loops import batch, unrolls
 from anybit.kernels.gemm.sm90_packed_gemm_rules import (
     MOST_BESIDE,
     TOKENS,
-    Code,
     Config,
-    Operand,
     Problem,
     grid,
     most_registers,
@@ -56,12 +55,11 @@ __all__ = [
     "params",
     "shared_bytes",
     "why_not",
-    "workspace_for",
 ]
 
 _EARLY_BYTES = 32 << 10
 _RESIDENT = ((2, 2), (2, 1), (1, 2))
-"""Warpgroups and blocks that share K, where two blocks share a multiprocessor: what `configs` offers."""
+"""split_k_warpgroups and cluster_k where two blocks share a multiprocessor: what `configs` offers."""
 _MOST_STAGES = 24
 _SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 
@@ -79,8 +77,8 @@ class Params:
     x_sum: Pointer
     bias: Pointer
     y: Pointer
-    partials: Pointer
-    arrived: Pointer
+    unused: Pointer
+    unused_too: Pointer
     tokens: Int32
     rows: Int32
     units: Int32
@@ -88,49 +86,38 @@ class Params:
     row_tiles: Int32
     token_tiles: Int32
     raster: Int32
-    whole_tiles: Int32
 
 
 def config_for(
     problem: Problem,
-    tokens: int,
+    tile_m: int,
     row_warpgroups: int,
-    k_warpgroups: int = 1,
-    k_blocks: int = 1,
-    row_blocks: int = 1,
-    stripes: int = 0,
+    split_k_warpgroups: int = 1,
+    cluster_k: int = 1,
+    cluster_n: int = 1,
     stages: int | None = None,
     halves: bool = False,
-    resident: int = 1,
+    min_blocks_per_sm: int = 1,
     direct: int | None = None,
     unrolled: bool | None = None,
 ) -> Config:
     """A config of these tiles; as many stages as fit, at most 24, if none are asked for, and `batch` for `direct`."""
     weights = problem.weights
-    fields = (problem.operand, weights.bits, weights.group or 0, Code[weights.code], problem.dtype == torch.bfloat16)
     config = Config(
-        *fields,
-        tile_bytes(weights),
-        tokens,
-        row_warpgroups,
-        k_warpgroups,
-        k_blocks,
-        row_blocks,
-        stripes,
-        stages or 2 * k_warpgroups,
-        halves=halves,
-        resident=resident,
-    )
-    shared = problem.device.shared_bytes if resident == 1 else MOST_BESIDE
-    most = 0 if stages else min(_MOST_STAGES, -(-problem.units // k_blocks))
+        problem.operand, weights.bits, weights.group or 0, Code[weights.code], problem.dtype == torch.bfloat16,
+        tile_bytes(weights), tile_m, row_warpgroups, split_k_warpgroups, cluster_k, cluster_n,
+        stages or 2 * split_k_warpgroups, halves=halves, min_blocks_per_sm=min_blocks_per_sm,
+    )  # fmt: skip
+    shared = problem.device.shared_bytes if min_blocks_per_sm == 1 else MOST_BESIDE
+    most = 0 if stages else min(_MOST_STAGES, -(-problem.units // cluster_k))
     if count := direct if direct is not None else 0 if stages else batch(problem, config):
-        found = _fitted(replace(config, direct=count, early=0), most, shared)
+        found = _fitted(replace(config, direct=count, prologue_stages=0), most, shared)
         if direct or found.register_sets == 2:
             return found
     fitted = _fitted(config, most, shared)
     if not stages and spans(problem, config):
-        found = _fitted(replace(config, span=2), min(_MOST_STAGES, -(-problem.units // 2 // k_blocks)), shared)
-        fitted = found if found.stages > max(2, k_warpgroups) else fitted
+        found = _fitted(replace(config, span=2), min(_MOST_STAGES, -(-problem.units // 2 // cluster_k)), shared)
+        fitted = found if found.stages > max(2, split_k_warpgroups) else fitted
     return replace(fitted, unrolled=unrolls(fitted) if unrolled is None else unrolled)
 
 
@@ -145,78 +132,80 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
     for sets, reallocates in ways:
         if (sets, reallocates) != (2, False):
             config = replace(
-                config, register_sets=sets, reallocates=reallocates and config.warpgroups > 1 and config.resident == 1
+                config,
+                register_sets=sets,
+                reallocates=reallocates and config.warpgroups > 1 and config.min_blocks_per_sm == 1,
             )
         if registers(config) <= most_registers(config):
             break
     if most:
         stages, staged, places = _staging(config, most, shared)
-        whole = 2 * config.direct * config.k_warpgroups  # whole rounds of batches: each stage has code of its own
+        whole = 2 * config.direct * config.split_k_warpgroups  # whole rounds of batches: each stage has code of its own
         stages = min(stages, 12) // whole * whole or stages if whole else stages
-        config = replace(config, stages=stages, staged=staged, places=places)
+        config = replace(config, stages=stages, epilogue_tile=staged, epilogue_stages=places)
     if config.direct:
         return config
     # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
     early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
     if config.span > 1:
         if config.x_bytes == 1:
-            early = 2 if config.tokens * config.row_warpgroups >= 256 else 4
-        elif config.tokens > 16:
-            early = 1 if config.halves and config.tokens > 32 else 3 if config.k_warpgroups == 4 else 2
+            early = 2 if config.tile_m * config.row_warpgroups >= 256 else 4
+        elif config.tile_m > 16:
+            early = 1 if config.halves and config.tile_m > 32 else 3 if config.split_k_warpgroups == 4 else 2
         else:
-            early = 2 if config.halves else config.stages // 2 if config.resident > 1 else 4
-    elif config.x_bytes == 2 and 48 <= config.tokens <= 64:
+            early = 2 if config.halves else config.stages // 2 if config.min_blocks_per_sm > 1 else 4
+    elif config.x_bytes == 2 and 48 <= config.tile_m <= 64:
         early = min(early, 3)
     elif config.halves:
         early = 3
-    elif config.resident > 1:
+    elif config.min_blocks_per_sm > 1:
         early = max(2, config.stages // 2)
-    return replace(config, early=min(config.stages, early))
+    return replace(config, prologue_stages=min(config.stages, early))
 
 
 def _staging(config: Config, most: int, shared: int) -> tuple[int, int, int]:
     """stages, staged, places: the most stages that shared memory holds, then the most room for results on their way."""
     rooms = ((32, 2), (16, 2), (16, 1))
-    least = 2 * config.k_warpgroups
+    least = 2 * config.split_k_warpgroups
     # Bytes are linear in stages where the ring is what needs them, so two sizes tell how many fit.
-    tight = replace(config, stages=64, staged=rooms[-1][0], places=rooms[-1][1])
+    tight = replace(config, stages=64, epilogue_tile=rooms[-1][0], epilogue_stages=rooms[-1][1])
     size = shared_bytes(tight)
     step = size - shared_bytes(replace(tight, stages=63))
     stages = min(max(least, most), max(least, 64 - -(-max(0, size - shared) // step)))
-    stages = max(stages // config.k_warpgroups, 2) * config.k_warpgroups
+    stages = max(stages // config.split_k_warpgroups, 2) * config.split_k_warpgroups
     for staged, places in rooms[:-1]:
-        if shared_bytes(replace(config, stages=stages, staged=staged, places=places)) <= shared:
+        if shared_bytes(replace(config, stages=stages, epilogue_tile=staged, epilogue_stages=places)) <= shared:
             return stages, staged, places
     return stages, *rooms[-1]
 
 
 def configs(problem: Problem) -> Iterator[Config]:
-    """Every legal config of the widths that fit `m`, for a search; without stripes, which must be asked for."""
-    for tokens in TOKENS:
+    """Every legal config of the widths that fit `m`, for a search."""
+    for tile_m in TOKENS:
         # Narrow tiles side by side read the weights more than once (o at 64 tokens: 9.2 us, and 7.0 in one tile).
-        if (tokens > 16 and tokens >= 2 * problem.m) or (tokens < 48 and tokens < problem.m):
+        if (tile_m > 16 and tile_m >= 2 * problem.m) or (tile_m < 48 and tile_m < problem.m):
             continue
         for row_warpgroups in (1, 2, 3, 4):
-            for k_warpgroups in (1, 2, 3, 4):
-                if row_warpgroups * k_warpgroups > 4:
+            for split_k_warpgroups in (1, 2, 3, 4):
+                if row_warpgroups * split_k_warpgroups > 4:
                     continue
-                for k_blocks, row_blocks in _SHARINGS:
-                    found = config_for(problem, tokens, row_warpgroups, k_warpgroups, k_blocks, row_blocks)
+                for cluster_k, cluster_n in _SHARINGS:
+                    found = config_for(problem, tile_m, row_warpgroups, split_k_warpgroups, cluster_k, cluster_n)
                     if why_not(problem, found) is None:
                         yield found
             if row_warpgroups == 4 and problem.m <= 128:
-                found = config_for(problem, tokens, row_warpgroups, halves=True)
+                found = config_for(problem, tile_m, row_warpgroups, halves=True)
                 if why_not(problem, found) is None:
                     yield found
-        for k_warpgroups, k_blocks in _RESIDENT if problem.m <= 64 else ():
-            found = config_for(problem, tokens, 1, k_warpgroups, k_blocks, resident=2)
+        for split_k_warpgroups, cluster_k in _RESIDENT if problem.m <= 64 else ():
+            found = config_for(problem, tile_m, 1, split_k_warpgroups, cluster_k, min_blocks_per_sm=2)
             if why_not(problem, found) is None:
                 yield found
 
 
 @lru_cache(maxsize=4096)
 def default(problem: Problem) -> Config:
-    """The legal config that `estimate` likes best, never with stripes. Raises KernelError where there is none."""
+    """The legal config that `estimate` likes best. Raises KernelError where there is none."""
     best = min(configs(problem), key=lambda config: estimate(problem, config), default=None)
     if best is None:
         raise KernelError(f"sm90_packed_gemm cannot take {problem}: {why_not(problem) or 'no config is legal'}")
@@ -246,20 +235,15 @@ def params(
     bias: Tensor | None = None,
     x_scale: Tensor | None = None,
     x_sum: Tensor | None = None,
-    workspace: Tensor | None = None,
 ) -> Params:
     """The arguments of a launch: x [m, k] (16-bit, or 8-bit codes with x_scale [m]) -> y [m, n].
 
     x_sum: int32 [m], the sums of integer codes, needed where weights have whole rows.
-
-    Without an x the map is left empty, for the emulation to fill. workspace: for stripes, see `workspace_for`.
+    Without an x the map is left empty, for the emulation to fill.
     """
     row_tiles, token_tiles = place(problem, config)
-    tiles, flags = row_tiles * token_tiles, config.stripes * config.row_warpgroups * config.tokens * 256
-    # Stripes share the tiles of the last wave and of the one before it.
-    waves = tiles // config.stripes if config.stripes else 0
     return Params(
-        x=b"" if x is None else encode(x, 128 // x.element_size(), config.tokens // config.row_blocks),
+        x=b"" if x is None else encode(x, 128 // x.element_size(), config.tile_m // config.cluster_n),
         x_tail=b"" if x is None else encode(x, 128 // x.element_size(), config.tail_rows or 8),
         tiles=weight.tiles,
         row_scale=weight.row_scale,
@@ -268,8 +252,8 @@ def params(
         x_sum=x_sum,
         bias=bias,
         y=y,
-        partials=workspace,
-        arrived=None if workspace is None else workspace[flags:],
+        unused=None,
+        unused_too=None,
         tokens=problem.m,
         rows=problem.n,
         units=problem.units,
@@ -277,20 +261,7 @@ def params(
         row_tiles=row_tiles,
         token_tiles=token_tiles,
         raster=max(1, 4096 // config.rows),
-        whole_tiles=max(waves - 1, 0) * config.stripes,
     )
-
-
-def workspace_for(config: Config, device: torch.device) -> Tensor | None:
-    """Where stripes leave the sums of tiles that they share, and flags; None for a config without stripes.
-
-    It may hold anything but the flags' own 64 bits, and needs no clearing: so every launch takes a fresh one from
-    torch's allocator, which keeps streams and captured graphs apart.
-    """
-    if not config.stripes:
-        return None
-    slots = config.stripes * config.row_warpgroups
-    return torch.empty(slots * (config.tokens * 256 + 8), dtype=torch.uint8, device=device)
 
 
 def multiply(
@@ -317,6 +288,5 @@ def multiply(
     check_operands(weight, x, y, x_scale, bias, ordered=True)
     problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype, Device.of(y))
     config = config or default(problem)
-    workspace = workspace_for(config, y.device)
-    arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum, workspace)
+    arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum)
     launch(kernel(config), arguments, grid(problem, config), pdl=pdl, device=y.get_device())

@@ -11,7 +11,7 @@
 namespace packed {
 
 template <class Config, int steps>
-PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tokens / 2], const uint32_t (&a)[steps][4], uint64_t b);
+PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b);
 
 // A lane's words of a unit, and the scales and zeros of its rows.
 template <class Config>
@@ -34,7 +34,7 @@ struct Coming {
 // The weights of a warp's 16 rows, in two batches: one is widened while the other comes.
 template <class Config>
 struct Batches {
-    static constexpr int kw = Config::k_warpgroups, count = Config::direct;
+    static constexpr int kw = Config::split_k_warpgroups, count = Config::direct;
     Coming<Config> units[2][count];
     const uint8_t *next, *next_scales;
     size_t step;  // from one of the warpgroup's units to the next
@@ -61,11 +61,11 @@ struct Batches {
 
 // One tile's products over its units, as `accumulate`; the first batch of weights has been asked for.
 template <class Config, class Release>
-PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tokens / 2], Widen<Config>& widen, Batches<Config>& batches,
+PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Widen<Config>& widen, Batches<Config>& batches,
                           uint32_t ring, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
                           const Release& release) {
     using Shape = PackedGemmShape<Config>;
-    constexpr int steps = Shape::steps, kw = Config::k_warpgroups, count = Config::direct;
+    constexpr int steps = Shape::steps, kw = Config::split_k_warpgroups, count = Config::direct;
     // Of a block that has one tile, where rounds of the ring are rounds of batches: every stage has code of its own.
     constexpr bool fixed = Shape::reduces && Config::stages % (2 * count * kw) == 0;
     constexpr int slots = fixed ? Config::stages / kw : 2 * count;

@@ -33,7 +33,7 @@ PTX int twice_zero_of(const Params& p, int row) {
 template <class Config>
 struct TileTerms {
     static constexpr bool scaled = PackedGemmShape<Config>::bytes_of_x, raw = Sums<Config>::raw;
-    static constexpr int dealt = (Config::tokens + 31) / 32;
+    static constexpr int dealt = (Config::tile_m + 31) / 32;
     float scale[2], bias[2], token_scale[scaled ? dealt : 1];
     int twice_zero[2], token_sum[raw ? dealt : 1];
 
@@ -78,14 +78,14 @@ PTX void store_rows(const Params& p, int row, int token, const uint4& v) {
         if (row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
 }
 
-// From registers to Y through shared memory, Config::staged tokens of the warpgroup's 64 rows at a time, in two places by
+// From registers to Y through shared memory, Config::epilogue_tile tokens of the warpgroup's 64 rows at a time, in two places by
 // turns where there is room: 128 bytes of a token lie together there (16-byte chunks swizzled by token % 8), and leave as
 // whole lines.
 template <class Config>
-PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], TileTerms<Config>& terms,
+PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                             uint32_t staging, int& turn, int warpgroup, int first_row, int first_token) {
     if (first_row >= p.rows) return;
-    constexpr int groups = Config::tokens / 8, staged = Config::staged;
+    constexpr int groups = Config::tile_m / 8, staged = Config::epilogue_tile;
     const int lane = ptx::lane_id(), warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
     // Lane i gives the address of row i % 8 of matrix i / 8: token (i / 16) * 8 + i % 8, half of 16 rows i / 8 % 2.
     const int my_token = lane / 16 * 8 + lane % 8, my_chunk = 2 * warp + lane / 8 % 2;
@@ -93,9 +93,9 @@ PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)
     const int token = thread / 8, chunk = thread % 8;
     const uint32_t read = token * 128 + ((chunk ^ (token & 7)) * 16);
 #pragma unroll
-    for (int first = 0; first < Config::tokens; first += staged) {
+    for (int first = 0; first < Config::tile_m; first += staged) {
         const uint32_t place = staging + turn * (staged * 128);
-        if (Config::places == 2)
+        if (Config::epilogue_stages == 2)
             turn ^= 1;
         else
             ptx::bar_sync(2 + warpgroup, 128);  // all have read what was there
@@ -122,8 +122,8 @@ PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)
         // All have written this place, and so have read what was in the other one.
         ptx::bar_sync(2 + warpgroup, 128);
 #pragma unroll
-        for (int i = 0; i < staged && first + i < Config::tokens; i += 16)
-            if (first + i + token < Config::tokens)
+        for (int i = 0; i < staged && first + i < Config::tile_m; i += 16)
+            if (first + i + token < Config::tile_m)
                 store_rows(p, first_row + chunk * 8, first_token + first + i + token, ptx::ld_shared_v4(place + i * 128 + read));
     }
 }
@@ -193,15 +193,15 @@ PTX void packed_large_store_lines(const Params& p, uint32_t staging, int thread,
 // The sums of a cluster's blocks and of their warpgroups along K, in a fixed order. Each block finishes a share of the
 // tokens, and gets what it lacks straight from the registers of the others.
 template <class Config>
-PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2],
+PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2],
                              TileTerms<Config>& terms, uint32_t ring, const RingBarriers& barriers, int warp, int rank,
                              int first_row, int first_token) {
     using Shape = PackedGemmShape<Config>;
-    constexpr int k_blocks = Config::k_blocks, k_warpgroups = Config::k_warpgroups, fours = Shape::fours;
+    constexpr int k_blocks = Config::cluster_k, k_warpgroups = Config::split_k_warpgroups, fours = Shape::fours;
     const int k_rank = rank % k_blocks, row_rank = rank / k_blocks, thread = threadIdx.x % 128;
     const int warpgroup = warp / 4, row_part = warpgroup % Config::row_warpgroups, k_part = warpgroup / Config::row_warpgroups;
     const uint32_t received = ring + Shape::receive_offset + thread * 16;
-    if (k_blocks > 1 && Config::row_blocks == 1) {  // the others have begun, so their barriers are there
+    if (k_blocks > 1 && Config::cluster_n == 1) {  // the others have begun, so their barriers are there
         __syncwarp();
         ptx::barrier_cluster_wait();
     }
@@ -211,7 +211,7 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
         if (owner == k_rank) {
 #pragma unroll
             for (int i = 0; i < 4 * fours; i++)
-                if (owner * fours * 4 + i < Config::tokens / 2) mine[i] = sum[owner * 4 * fours + i];
+                if (owner * fours * 4 + i < Config::tile_m / 2) mine[i] = sum[owner * 4 * fours + i];
             continue;
         }
         const int slot = k_rank - (k_rank > owner), to = row_rank * k_blocks + owner;
@@ -233,7 +233,7 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
     }
     if (k_blocks > 1) {
         ptx::mbarrier_wait_parity_acquire_cluster(barriers.received, 0);
-        if (Config::row_blocks > 1) {
+        if (Config::cluster_n > 1) {
             __syncwarp();
             ptx::barrier_cluster_arrive();
         }
@@ -275,10 +275,10 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
 
 // The sums of the row tile that two blocks halve: each finishes half of the tokens.
 template <class Config>
-PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], TileTerms<Config>& terms,
+PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                              uint32_t ring, const RingBarriers& barriers, int rank, int first_row, int first_token) {
     using Shape = PackedGemmShape<Config>;
-    constexpr int fours = Config::tokens / 16;
+    constexpr int fours = Config::tile_m / 16;
     const uint32_t received = ring + Shape::receive_offset + threadIdx.x % 128 * 16;
     __syncwarp();
     ptx::barrier_cluster_wait();  // the other has begun, so its barrier is there
@@ -302,64 +302,6 @@ PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum
     }
     ptx::bar_sync(2 + threadIdx.x / 128, 128);
     packed_large_store_lines<Config, fours * 8, 128>(p, staging, threadIdx.x % 128, first_row, first_token, fours * 8);
-}
-
-// ---- Stripes ----------------------------------------------------------------------------------------------------------
-
-// The sums of the warpgroups that share a row tile's inputs, added up by the first of them through `meeting`.
-template <class Config>
-PTX void packed_large_meet(typename Sums<Config>::Total (&sum)[Config::tokens / 2], uint32_t meeting, int row_part, int k_part) {
-    constexpr int fours = Config::tokens / 8;
-    const uint32_t mine = meeting + (row_part * fours * 128 + threadIdx.x % 128) * 16;
-    constexpr uint32_t next = Config::row_warpgroups * fours * 2048;
-    ptx::bar_sync(6 + row_part, Config::k_warpgroups * 128);  // what was there has been read
-    if (k_part > 0) {
-#pragma unroll
-        for (int i = 0; i < fours; i++) ptx::st_shared_v4(mine + (k_part - 1) * next + i * 2048, four_of(sum, i));
-    }
-    ptx::bar_sync(6 + row_part, Config::k_warpgroups * 128);
-    if (k_part == 0) {
-#pragma unroll
-        for (int other = 0; other < Config::k_warpgroups - 1; other++)
-#pragma unroll
-            for (int i = 0; i < fours; i++) add_four(sum, i, ptx::ld_shared_v4(mine + other * next + i * 2048));
-    }
-}
-
-// Says that sums are there. 64 bits that nothing else has left in memory: so it need not be cleared before a launch, and
-// whoever reads the sums clears it for the next one.
-constexpr uint64_t sums_are_there = 0x7c5a91e3d2b6480full;
-
-// Leaves the sums of a tile's later units for its owner.
-template <class Config>
-PTX void packed_large_leave(const Params& p, const typename Sums<Config>::Total (&sum)[Config::tokens / 2], int warpgroup) {
-    constexpr int fours = Config::tokens / 8;
-    const int slot = Walk<Config>::stripe() * Config::row_warpgroups + warpgroup, thread = threadIdx.x % 128;
-    uint4* to = reinterpret_cast<uint4*>(p.partials) + static_cast<size_t>(slot) * fours * 128 + thread;
-#pragma unroll
-    for (int i = 0; i < fours; i++) to[i * 128] = four_of(sum, i);
-    ptx::bar_sync(2 + warpgroup, 128);
-    if (thread == 0) ptx::st_release_gpu(p.arrived + slot, sums_are_there);
-    __syncwarp();
-}
-
-// Adds what the other stripes of the owner's tile left, in the order of the inputs.
-template <class Config>
-PTX void packed_large_gather(const Params& p, typename Sums<Config>::Total (&sum)[Config::tokens / 2], int tile,
-                             int warpgroup) {
-    constexpr int fours = Config::tokens / 8;
-    const int thread = threadIdx.x % 128;
-    for (int other = Walk<Config>::stripe() + 1; Walk<Config>::begin_of(p, other) < Walk<Config>::end_of(p, tile); other++) {
-        const int slot = other * Config::row_warpgroups + warpgroup;
-        if (thread == 0) {
-            while (ptx::ld_acquire_gpu(p.arrived + slot) != sums_are_there) {}
-            p.arrived[slot] = 0;
-        }
-        ptx::bar_sync(2 + warpgroup, 128);
-        const uint4* from = reinterpret_cast<const uint4*>(p.partials) + static_cast<size_t>(slot) * fours * 128 + thread;
-#pragma unroll
-        for (int i = 0; i < fours; i++) add_four(sum, i, ptx::ld_global_cg_v4(from + i * 128));
-    }
 }
 
 }  // namespace packed

@@ -1,21 +1,17 @@
 """What sm90_packed_gemm's built-in choice goes by, from what an H200 took (docs/packed.md): how long, which stages."""
 
-from typing import TYPE_CHECKING
-
 from anybit.kernels.gemm.packed_layout import TILE_ROWS
-
-if TYPE_CHECKING:
-    from anybit.kernels.gemm.sm90_packed_gemm_rules import Config, Problem
+from anybit.kernels.gemm.sm90_packed_gemm_rules import Config, Problem
 
 
-def estimate(problem: "Problem", config: "Config") -> float:
+def estimate(problem: Problem, config: Config) -> float:
     """About how many microseconds a config takes on an H200, between others in a chain; fitted, see docs/packed.md.
 
     The constants were fitted to 61 measured configs of w4a16g128 (M = 16 to 256), within 4% on average; those of small
     tiles to 30 more once four warps filled the ring.
     """
-    row_tiles, token_tiles = -(-problem.weight_tiles * TILE_ROWS // config.rows), -(-problem.m // config.tokens)
-    tokens, tiles = config.tokens, row_tiles * token_tiles
+    row_tiles, token_tiles = -(-problem.weight_tiles * TILE_ROWS // config.rows), -(-problem.m // config.tile_m)
+    tokens, tiles = config.tile_m, row_tiles * token_tiles
     rows = config.row_warpgroups - 0.5 * config.halves  # row tiles of a block
     few = problem.m <= 64
     # Products of int8 wait less for what comes in (down at 256 tokens, 64 rows a block: 26.8 us, 128 rows 28.6).
@@ -36,27 +32,29 @@ def estimate(problem: "Problem", config: "Config") -> float:
         # Weights that are widened once for all tokens cost less power (gate_up at 256: 85.6 us for 86.1).
         product = (4.2 if tokens == 256 and token_tiles == 1 else 4.3) * tokens
     # int8 gains less from stages of two steps: only down at 16 tokens takes other tiles for it (10.6 us for 11.1).
-    spanned = config.x_bytes == 2 or (tokens == 16 and config.k_warpgroups == 3 and problem.units >= 64)
+    spanned = config.x_bytes == 2 or (tokens == 16 and config.split_k_warpgroups == 3 and problem.units >= 64)
     # What a multiprocessor takes in.
     intake = (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow else 47.5)
     stage = max(
         product * rows,
         widen * rows,
         # The chain of waiting, widening and multiplying in one warpgroup.
-        (450 + 1.25 * product if few else 493) / config.k_warpgroups,
+        (450 + 1.25 * product if few else 493) / config.split_k_warpgroups,
         # What it takes to bring a stage, however little it holds.
         (270 + tokens * config.x_bytes) / (config.span if spanned else 1) if few else 0,
         intake,
     )
-    partial = rows * config.k_warpgroups * tokens / 64
+    partial = rows * config.split_k_warpgroups * tokens / 64
     around = 0.57 + 0.0055 * tokens  # to the first product and from the last one
     waste = 1.0 if token_tiles == 1 or config.promotes or tokens in (16, 32, 64, 128, 256) else 1.05
     if token_tiles > 2 and tokens < 128:
         waste *= 1.06 if config.x_bytes == 2 else 1.02  # weights are read once for each of them
     if config.x_bytes == 1 and not config.promotes and token_tiles == 2 and tokens < 128 and rows == 1:
         waste *= 1.05  # 4096 x 11008 at 128 tokens: 16.1 and 16.8 us (2 and 4 bits), in one tile of 128 13.7 and 15.3
-    together = config.x_bytes == 1 and not config.promotes and few and config.k_warpgroups == 1 and config.k_blocks > 1
-    if together and problem.m > 16 and (problem.m <= 48 or config.k_blocks > 2):
+    together = (
+        config.x_bytes == 1 and not config.promotes and few and config.split_k_warpgroups == 1 and config.cluster_k > 1
+    )
+    if together and problem.m > 16 and (problem.m <= 48 or config.cluster_k > 2):
         # Three row tiles by fours and by pairs: down at 17 to 24 tokens 12.9 us, in two and two warpgroups along K by
         # threes 11.2; 5120 x 17408 at 32 17.7 and 16.0 in two by pairs; 12288 x 4096 10.4 and 9.3 in two alone.
         waste *= 1.18
@@ -64,14 +62,12 @@ def estimate(problem: "Problem", config: "Config") -> float:
         waste *= 1.6 if config.promotes else 1.04
     if tiles > 2 * problem.device.sms and config.warpgroups < 3 and tokens < 256:
         waste *= 1.03  # two warpgroups cover each other's ends less well than four
-    if config.stripes:
-        steps = -(-tiles * problem.units // config.stripes)
-        # Sums that travel through L2, and the wait for stripes in the middle of a tile.
-        return 1.0 + 6.5 + 0.022 * rows * tokens + 2 * around + waste * steps * stage / 1800
     # Clusters of four do not fill an H200: 30 of them fit.
     slots = {1: 132, 2: 66, 3: 36, 4: 30}.get(config.cluster, 15)
     sharing = 1.0
-    if config.resident > 1:  # blocks of the next launch wait beside these, or two of these share a multiprocessor
+    if (
+        config.min_blocks_per_sm > 1
+    ):  # blocks of the next launch wait beside these, or two of these share a multiprocessor
         sharing = 1.0 if tiles <= slots else 1.3 if config.cluster > 1 else 2.0
         if tiles > slots and config.cluster > 1 and config.x_bytes == 2 and not 1.25 < tiles / slots < 1.6:
             # Two take in twice as much: 8192 x 28672 at 48 tokens 71.5 us, alone in two row tiles 44.9, and 7168 x 5120
@@ -82,44 +78,51 @@ def estimate(problem: "Problem", config: "Config") -> float:
     summing = 0.1 * partial if config.warpgroups > rows else 0.0
     if config.halves:
         summing = 0.5 if config.x_bytes == 2 else -1.0 if problem.m > 64 else 2.2
-    if config.k_blocks > 1:
-        summing += (1.0 if few else 0.4 if config.x_bytes == 2 else 0.6) + 0.36 * partial + 0.54 * (config.k_blocks > 2)
-        if config.x_bytes == 1 and few and config.k_blocks > 2:
+    if config.cluster_k > 1:
+        summing += (
+            (1.0 if few else 0.4 if config.x_bytes == 2 else 0.6) + 0.36 * partial + 0.54 * (config.cluster_k > 2)
+        )
+        if config.x_bytes == 1 and few and config.cluster_k > 2:
             # down at 32 tokens: by threes 11.6 us, by pairs of blocks 11.3
-            summing += 1.0 if config.k_blocks == 3 else 0.1
-    if waves > 1 and config.k_warpgroups * config.k_blocks > 1:
+            summing += 1.0 if config.cluster_k == 3 else 0.1
+    if waves > 1 and config.split_k_warpgroups * config.cluster_k > 1:
         waves *= 1.08  # blocks that add up sums do not walk on to a next tile: every wave starts anew
-    units = -(-problem.units // config.k_blocks)
-    if config.x_bytes == 2 and tokens == 32 and config.span == 2 and config.k_blocks == 2 and problem.m <= 24:
+    units = -(-problem.units // config.cluster_k)
+    if config.x_bytes == 2 and tokens == 32 and config.span == 2 and config.cluster_k == 2 and problem.m <= 24:
         # Rows that are not there take longer than others: down at 31 tokens 11.0 us, at 17 13.6, in tiles of 24 11.6.
         summing += 0.027 * units
     one = units * stage * sharing / 1800 + around
     ahead = 0.0
-    if config.resident > 1:
+    if config.min_blocks_per_sm > 1:
         known = config.x_bytes == 2 and config.cluster == 2 and (tokens == 16 or (tokens <= 32 and tiles > 66))
         ahead = 0.55 if known else -1.0
-    return 1.0 + 0.5 * (config.row_blocks - 1) + summing * waves + waste * waves * one - ahead
+    return 1.0 + 0.5 * (config.cluster_n - 1) + summing * waves + waste * waves * one - ahead
 
 
-def spans(problem: "Problem", config: "Config") -> bool:
+def spans(problem: Problem, config: Config) -> bool:
     """Whether a stage holds two steps: of 135 instructions a step of 16 tokens some 14 are done once a stage, and fewer
     waits (us: gate_up at 16, 32 and 64 tokens 16.7, 18.7 and 25.0 for 17.5, 19.4 and 27.0, down at 16 9.7 for 11.0,
     qkv 5.7 for 6.1; o, whose warpgroups have 8 steps each and a multiprocessor, 4.5 as before).
     """
-    if config.stripes or config.row_blocks > 1 or problem.units % 2 or config.tokens > 64 or config.promotes:
+    if config.cluster_n > 1 or problem.units % 2 or config.tile_m > 64 or config.promotes:
         return False
     # 5120 x 17408, both long and of more blocks than multiprocessors: 18.5 for 15.3 to 16.1.
-    long, many = problem.units >= 32 * config.k_blocks, problem.weight_tiles * config.k_blocks > problem.device.sms
+    long, many = problem.units >= 32 * config.cluster_k, problem.weight_tiles * config.cluster_k > problem.device.sms
     if config.x_bytes == 1:
         # w4a8: gate_up at 16 and 32 tokens 16.0 and 16.7 for 17.3 and 17.5, qkv at 64 and 256 7.2 and 14.7 for 7.9 and
         # 15.3; qkv at 128, three row tiles and K over two blocks, 11.3 for 10.8.
-        return config.bits < 8 and not config.halves and (config.k_warpgroups > 1 or config.k_blocks == 1)
+        return config.bits < 8 and not config.halves and (config.split_k_warpgroups > 1 or config.cluster_k == 1)
     if config.halves:
         return True
-    if config.k_blocks != 2 or config.warpgroups == 1:
+    if config.cluster_k != 2 or config.warpgroups == 1:
         return False
-    if config.tokens == 64:  # two tiles of tokens: down at 128 26.7 for 28.0, o 10.4 for 10.1
+    if config.tile_m == 64:  # two tiles of tokens: down at 128 26.7 for 28.0, o 10.4 for 10.1
         return config.row_warpgroups == 2 and problem.m > 64 and long
-    if config.tokens == 32:  # down 11.8 for 13.3 (by four warpgroups along K), o 5.1 for 5.3
-        return config.row_warpgroups == 1 and config.k_warpgroups in (2, 4) and config.resident == 1 and not many
-    return config.tokens == 16 and config.row_warpgroups == 1 and long != many
+    if config.tile_m == 32:  # down 11.8 for 13.3 (by four warpgroups along K), o 5.1 for 5.3
+        return (
+            config.row_warpgroups == 1
+            and config.split_k_warpgroups in (2, 4)
+            and config.min_blocks_per_sm == 1
+            and not many
+        )
+    return config.tile_m == 16 and config.row_warpgroups == 1 and long != many

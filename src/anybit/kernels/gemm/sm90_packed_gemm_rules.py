@@ -1,14 +1,13 @@
 """What a config of sm90_packed_gemm is, which ones can do a problem (`why_not`), and what they need of a GPU."""
 
-import enum
 import math
 from dataclasses import dataclass, field
 
 import torch
 
 from anybit.device import Device
+from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.gemm.packed_layout import TILE_COLUMNS, TILE_ROWS
-from anybit.kernels.gemm.sm90_packed_gemm_loops import refusal_of_loop, words_at_hand
 from anybit.scheme import ActivationFormat, WeightFormat
 
 _LEAST_SHARED = {1: 117 << 10, 2: 80 << 10}
@@ -17,23 +16,6 @@ MOST_BESIDE = 113 << 10
 """The most shared memory of a block beside which another fits."""
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
-
-
-class Operand(enum.Enum):
-    """What the tensor cores multiply: the type of x, and of the widened weights."""
-
-    f16 = "float16"
-    bf16 = "bfloat16"
-    s8 = "int8"
-    e4m3 = "e4m3"
-
-
-class Code(enum.Enum):
-    """The code of the weights, see anybit.scheme."""
-
-    sym = "sym"
-    asym = "asym"
-    bipolar = "bipolar"
 
 
 @dataclass(frozen=True)
@@ -72,20 +54,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Config:
-    """How a block works: fields are the constants of the device code.
+    """How a block works; every field is a constant of the device code.
 
-    tokens: columns of a token tile. row_warpgroups: warpgroups side by side, 64 rows each. k_warpgroups: warpgroups
-    that share the inputs of one row tile. k_blocks: blocks of a cluster that share the inputs. row_blocks: neighbours
-    in a cluster that load X for each other. stripes: if not 0, the blocks of the launch, that take equal shares of all
-    steps of all tiles and pass sums of tiles that they share through L2. stages: steps of 128 inputs in flight, and
-    early: of how many the weights are asked for before x. staged: tokens that a warpgroup turns over at a time on their
-    way to y, by turns in so many places of shared memory. register_sets: of widened weights; with 2 a warpgroup widens
-    while it multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its
-    registers to the others. halves: two blocks share one of their row tiles, half of its inputs each.
-    resident: blocks that fit a multiprocessor, of this launch and of the next; then each of these gets one at least.
-    span: steps of 128 inputs of a stage, 1 or 2: all that is done once a stage is done half as often with 2.
-    direct: steps of weights that a warpgroup asks for at a time, past shared memory, while it multiplies those before;
-    0: weights come through the ring. unrolled: each stage of the ring has code of its own, where a block has one tile.
+    tile_m: tokens of a tile. row_warpgroups: warpgroups side by side, 64 rows each. split_k_warpgroups: warpgroups that
+    share the inputs of one row tile. cluster_k: blocks of a cluster that share the inputs; cluster_n: neighbours in a
+    cluster that load x for each other. stages: steps of 128 inputs in flight; prologue_stages: of how many the weights
+    are asked for before x. epilogue_tile: tokens that a warpgroup turns over at a time on their way to y, in one of
+    epilogue_stages places of shared memory. register_sets: of widened weights; with 2 a warpgroup widens while it
+    multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its registers to the
+    others. halves: two blocks share one of their row tiles, half of its inputs each. min_blocks_per_sm: blocks that fit
+    a multiprocessor, of this launch and of the next; then each of these gets one at least. span: steps of a stage, 1 or
+    2. direct: steps of weights that a warpgroup asks for at a time, past shared memory, while it multiplies those
+    before; 0: weights come through the ring. unrolled: each stage of the ring has code of its own.
     """
 
     operand: Operand
@@ -94,20 +74,19 @@ class Config:
     code: Code
     bfloat_out: bool
     tile_bytes: int
-    tokens: int
+    tile_m: int
     row_warpgroups: int
-    k_warpgroups: int = 1
-    k_blocks: int = 1
-    row_blocks: int = 1
-    stripes: int = 0
+    split_k_warpgroups: int = 1
+    cluster_k: int = 1
+    cluster_n: int = 1
     stages: int = 4
-    early: int = 2
-    staged: int = 16
-    places: int = 2
+    prologue_stages: int = 2
+    epilogue_tile: int = 16
+    epilogue_stages: int = 2
     register_sets: int = 2
     reallocates: bool = False
     halves: bool = False
-    resident: int = 1
+    min_blocks_per_sm: int = 1
     span: int = 1
     direct: int = 0
     unrolled: bool = False
@@ -125,60 +104,58 @@ class Config:
     @property
     def warpgroups(self) -> int:
         """Warpgroups that multiply."""
-        return self.row_warpgroups * self.k_warpgroups
+        return self.row_warpgroups * self.split_k_warpgroups
 
     @property
     def threads(self) -> int:
         """Threads of a block, its producer warp among them, or four of these."""
-        return 128 * self.warpgroups + (128 if self.reallocates or self.row_warpgroups * self.tokens < 256 else 32)
+        return 128 * self.warpgroups + (128 if self.reallocates or self.row_warpgroups * self.tile_m < 256 else 32)
 
     @property
     def tail_rows(self) -> int:
         """Rows of the boxes that a tile is loaded in if it lacks many of its tokens; 0: such tiles are loaded whole."""
-        return 0 if self.row_blocks > 1 or self.tokens < 48 else 16 if self.tokens <= 64 else 32
+        return 0 if self.cluster_n > 1 or self.tile_m < 48 else 16 if self.tile_m <= 64 else 32
 
     def missing_rows(self, tokens: int) -> int:
         """Rows that the last tile of so many tokens is loaded with, and that are not there (load_x of the kernel)."""
-        last, box = tokens % self.tokens or self.tokens, self.tail_rows
-        boxed = -(-last // box) * box if box else self.tokens
-        return (boxed if boxed <= self.tokens - box else self.tokens) - last
+        last, box = tokens % self.tile_m or self.tile_m, self.tail_rows
+        boxed = -(-last // box) * box if box else self.tile_m
+        return (boxed if boxed <= self.tile_m - box else self.tile_m) - last
 
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
-        return 2 if self.halves else self.k_blocks * self.row_blocks
+        return 2 if self.halves else self.cluster_k * self.cluster_n
 
     @property
     def rows(self) -> int:
         """Rows of W that a cluster works on at a time."""
         if self.halves:
             return TILE_ROWS * (2 * self.row_warpgroups - 1)
-        return TILE_ROWS * self.row_warpgroups * self.row_blocks
+        return TILE_ROWS * self.row_warpgroups * self.cluster_n
 
 
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of a block: ring, partial sums or staging, barriers. The device code asserts the same."""
-    x_bytes = config.tokens * 128 * config.x_bytes
+    x_bytes = config.tile_m * 128 * config.x_bytes
     weights = 0 if config.direct else -(-config.row_warpgroups * config.tile_bytes // 1024) * 1024
     stage = config.span * (x_bytes + weights)
     ring = config.stages * stage
-    reduces = not config.stripes and config.k_warpgroups * config.k_blocks > 1
+    reduces = config.split_k_warpgroups * config.cluster_k > 1
     share = _share_bytes(config) if reduces else 0
     # Outputs take half of a sum's bytes, for one of the warpgroups along K.
-    outputs = share // (2 * config.k_warpgroups) if config.k_warpgroups > 1 else 0
-    body = max(ring, share + outputs) + (config.k_blocks - 1) * share
-    if config.stripes:
-        body += (config.warpgroups - config.row_warpgroups) * config.tokens * 256
+    outputs = share // (2 * config.split_k_warpgroups) if config.split_k_warpgroups > 1 else 0
+    body = max(ring, share + outputs) + (config.cluster_k - 1) * share
     if config.halves:
-        body += config.tokens // 2 * 256
-    body += 0 if reduces else config.warpgroups * config.places * config.staged * 128
+        body += config.tile_m // 2 * 256
+    body += 0 if reduces else config.warpgroups * config.epilogue_stages * config.epilogue_tile * 128
     # More than half of a multiprocessor's: two blocks would share one while others stand idle.
-    return max(body + config.stages * 24 + 8, _LEAST_SHARED[config.resident])
+    return max(body + config.stages * 24 + 8, _LEAST_SHARED[config.min_blocks_per_sm])
 
 
 def _share_bytes(config: Config) -> int:
     """Bytes of the partial sums that one of the blocks sharing a tile adds up."""
-    return config.warpgroups * -(-config.tokens // 8 // config.k_blocks) * 2048
+    return config.warpgroups * -(-config.tile_m // 8 // config.cluster_k) * 2048
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -196,50 +173,44 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return refusal
     if config is None:
         return None
-    if config.tokens not in TOKENS:
-        return f"a token tile has one of {TOKENS} tokens, not {config.tokens}"
+    if config.tile_m not in TOKENS:
+        return f"a token tile has one of {TOKENS} tokens, not {config.tile_m}"
     if config.warpgroups > 4 or config.warpgroups < 1:
         return f"a block has 1 to 4 warpgroups that multiply, not {config.warpgroups}"
-    if config.tokens // 2 + 24 > _at_launch(config):  # one instruction's operands, which the assembler never splits
-        return f"sums of {config.tokens} tokens do not fit the registers of {config.warpgroups} warpgroups at launch"
+    if config.tile_m // 2 + 24 > _at_launch(config):  # one instruction's operands, which the assembler never splits
+        return f"sums of {config.tile_m} tokens do not fit the registers of {config.warpgroups} warpgroups at launch"
     if unwidened(config) and config.register_sets != 1:
         return "8-bit codes that int8 products take as they lie are loaded over what products read: 1 register set"
     needed, most = registers(config), most_registers(config)
     if needed > most:
-        return f"{config.tokens} tokens need about {needed} registers, and {config.warpgroups} warpgroups have {most}"
-    if config.stages < max(config.k_warpgroups + 1, config.early):
+        return f"{config.tile_m} tokens need about {needed} registers, and {config.warpgroups} warpgroups have {most}"
+    if config.stages < max(config.split_k_warpgroups + 1, config.prologue_stages):
         return (
-            f"{config.stages} stages are too few for {config.k_warpgroups} warpgroups along the inputs and "
-            f"{config.early} early stages"
+            f"{config.stages} stages are too few for {config.split_k_warpgroups} warpgroups along the inputs and "
+            f"{config.prologue_stages} early stages"
         )
-    if config.stages % config.k_warpgroups:
+    if config.stages % config.split_k_warpgroups:
         return (
-            f"{config.stages} stages are not dealt evenly to {config.k_warpgroups} warpgroups along the inputs: one of "
-            "them would wait for a use of a stage without having seen the one before"
+            f"{config.stages} stages are not dealt evenly to {config.split_k_warpgroups} warpgroups along the inputs: "
+            "one of them would wait for a use of a stage without having seen the one before"
         )
     if config.cluster > 8:
         return f"a cluster has at most 8 blocks, not {config.cluster}"
-    if config.row_blocks not in (1, 2):
-        return f"1 or 2 neighbours share their loads of x, not {config.row_blocks}"
-    if config.tokens % (8 * config.row_blocks):
-        return f"{config.tokens} tokens do not divide among {config.row_blocks} blocks in eights"
+    if config.cluster_n not in (1, 2):
+        return f"1 or 2 neighbours share their loads of x, not {config.cluster_n}"
+    if config.tile_m % (8 * config.cluster_n):
+        return f"{config.tile_m} tokens do not divide among {config.cluster_n} blocks in eights"
     if config.halves and (refusal := _why_not_halves(problem, config)):
         return refusal
-    if config.stripes:
-        if config.cluster > 1:
-            return "inputs are shared in clusters or in stripes, not both"
-        most = min(problem.device.sms, math.prod(place(problem, config)) * problem.units)
-        if not 0 < config.stripes <= most:
-            return f"stripes are 1 to {most} blocks, no more than multiprocessors or steps, not {config.stripes}"
-    if config.span not in (1, 2) or (config.span == 2 and (problem.units % 2 or config.promotes or config.stripes)):
-        return f"a stage has 1 step of inputs, or 2 of an even number (no stripes, no promotion), not {config.span}"
+    if config.span not in (1, 2) or (config.span == 2 and (problem.units % 2 or config.promotes)):
+        return f"a stage has 1 step of inputs, or 2 of an even number (no promotion), not {config.span}"
     if refusal := refusal_of_loop(config):
         return refusal
-    if config.k_blocks * config.span > problem.units:
-        return f"{problem.units} steps of inputs do not divide among {config.k_blocks} blocks, {config.span} at a time"
-    if config.resident not in _LEAST_SHARED:
-        return f"1 or 2 blocks share a multiprocessor, not {config.resident}"
-    if config.resident > 1 and (config.stripes or config.halves or shared_bytes(config) > MOST_BESIDE):
+    if config.cluster_k * config.span > problem.units:
+        return f"{problem.units} steps of inputs do not divide among {config.cluster_k} blocks, {config.span} at a time"
+    if config.min_blocks_per_sm not in _LEAST_SHARED:
+        return f"1 or 2 blocks share a multiprocessor, not {config.min_blocks_per_sm}"
+    if config.min_blocks_per_sm > 1 and (config.halves or shared_bytes(config) > MOST_BESIDE):
         return "two such blocks do not fit a multiprocessor"
     if shared_bytes(config) > problem.device.shared_bytes:
         return f"{shared_bytes(config)} bytes of shared memory are more than the device's {problem.device.shared_bytes}"
@@ -251,10 +222,10 @@ def _why_not_halves(problem: Problem, config: Config) -> str | None:
     if (
         config.warpgroups != config.row_warpgroups
         or config.row_warpgroups < 2
-        or config.k_blocks * config.row_blocks > 1
+        or config.cluster_k * config.cluster_n > 1
     ):
         return "blocks that halve a row tile share nothing else, and have 2 warpgroups or more along the rows"
-    if config.promotes or config.tokens % 16 or problem.units < 2:
+    if config.promotes or config.tile_m % 16 or problem.units < 2:
         return "a row tile is halved in 2 steps of inputs or more, 16 tokens at a time, of products without promotion"
     if math.prod(place(problem, config)) > problem.device.sms // 2:
         return "a pair of blocks that halve a row tile has one range of rows, and there are more of these than pairs"
@@ -294,18 +265,17 @@ def unwidened(config: Config) -> bool:
 
 def registers(config: Config) -> int:
     """About what a thread that multiplies needs: accumulators, sets of widened weights, codes, scales, addresses."""
-    accumulators = config.tokens if config.promotes else config.tokens // 2
+    accumulators = config.tile_m if config.promotes else config.tile_m // 2
     widened = 8 * config.x_bytes * (2 if config.promotes else config.register_sets)
     # Scales and biases of all its row tiles, where a thread adds up what others send.
-    summing = 4 * config.row_warpgroups if config.k_blocks > 1 else 0
+    summing = 4 * config.row_warpgroups if config.cluster_k > 1 else 0
     groups = 8 if config.group == 32 else 0  # four scales and zeros of two rows at a time
-    walk = 4 if config.stripes else 0
-    return accumulators + widened + words_at_hand(config) + 24 + summing + groups + walk - 4 * (config.resident > 1)
+    return accumulators + widened + words_at_hand(config) + 24 + summing + groups - 4 * (config.min_blocks_per_sm > 1)
 
 
 def _at_launch(config: Config) -> int:
     """Registers of a thread at launch, with a producer beside the warpgroups, on a quarter of a multiprocessor."""
-    return min(512 // config.resident // (config.warpgroups + 1) // 8 * 8, 255)
+    return min(512 // config.min_blocks_per_sm // (config.warpgroups + 1) // 8 * 8, 255)
 
 
 def most_registers(config: Config) -> int:
@@ -317,17 +287,54 @@ def most_registers(config: Config) -> int:
 
 def place(problem: Problem, config: Config) -> tuple[int, int]:
     """Row tiles (of clusters) and token tiles."""
-    return -(-problem.weight_tiles * TILE_ROWS // config.rows), -(-problem.m // config.tokens)
+    return -(-problem.weight_tiles * TILE_ROWS // config.rows), -(-problem.m // config.tile_m)
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """Blocks of a launch: at most one a multiprocessor; clusters walk over several tiles if there are more."""
     row_tiles, token_tiles = place(problem, config)
     tiles = row_tiles * token_tiles
-    if config.stripes:
-        return config.stripes, 1, 1
-    if config.resident > 1:  # one a multiprocessor, some of them idle
+    if config.min_blocks_per_sm > 1:  # one a multiprocessor, some of them idle
         return max(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
-    if config.k_warpgroups * config.k_blocks > 1 or config.halves:
+    if config.split_k_warpgroups * config.cluster_k > 1 or config.halves:
         return tiles * config.cluster, 1, 1
     return min(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
+
+
+def refusal_of_loop(config: Config) -> str | None:
+    """Why a config's loop cannot be; None if it can."""
+    if config.direct and not may_batch(config):
+        return (
+            "weights go past shared memory for 16-bit activations, in stages of 1 step, none of them early, with 2 "
+            "register sets, at most 3 warpgroups along K, nothing halved and no second block beside"
+        )
+    if config.unrolled and not may_unroll(config):
+        return (
+            "stages have code of their own where up to 3 warpgroups or some blocks share the inputs, with 2 register "
+            "sets, weights that come through the ring to be multiplied without promotion, and no zeros of groups with "
+            "two blocks a multiprocessor"
+        )
+    return None
+
+
+def may_batch(config: Config) -> bool:
+    """Whether weights can go past shared memory, in batches."""
+    alone = config.span == config.min_blocks_per_sm == 1
+    plain = alone and not config.halves and not config.prologue_stages
+    return plain and config.x_bytes == 2 and config.split_k_warpgroups < 4 and config.register_sets == 2
+
+
+def may_unroll(config: Config) -> bool:
+    """A block has one tile, so that the ring begins with it."""
+    shared = config.split_k_warpgroups * config.cluster_k > 1 and config.split_k_warpgroups < 4
+    if config.min_blocks_per_sm == 2 and config.tile_m > 16 and config.code.name == "asym":
+        return False  # with zeros of groups the 80 registers do not do
+    return shared and not (config.promotes or config.direct) and config.register_sets == 2
+
+
+def words_at_hand(config: Config) -> int:
+    """Registers of codes, scales and zeros that are not in use yet."""
+    if not config.direct:
+        return 2 * config.bits
+    parts = 128 // config.group if 0 < config.group < 128 else int(config.group > 0)
+    return 8 + 2 * config.direct * (2 * config.bits + parts * (1 + (config.code.name == "asym")))

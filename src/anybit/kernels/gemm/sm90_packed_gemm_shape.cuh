@@ -7,7 +7,7 @@
 #include "common/ptx/wgmma.cuh"
 
 struct Params {
-    ptx::TensorMap x;         // [tokens, inputs], box: 128 bytes of a row x tokens / row_blocks
+    ptx::TensorMap x;         // [tokens, inputs], box: 128 bytes of a row x tile_m / cluster_n
     ptx::TensorMap x_tail;    // the same in boxes of Shape::tail_rows, for a tile that lacks many of its tokens
     const uint8_t* tiles;     // [units][weight_tiles][tile_bytes]
     const float* row_scale;   // [rows padded to 64]
@@ -16,24 +16,23 @@ struct Params {
     const int32_t* x_sum;     // the sums of a token's codes, for integers and whole rows: [tokens], else null
     const uint16_t* bias;     // [rows] in y's type, or null
     uint16_t* y;              // [tokens, rows]
-    float4* partials;         // stripes: [blocks][warpgroups along the rows][tokens / 8][128], else null
-    uint64_t* arrived;        // stripes: [blocks][warpgroups along the rows], `sums_are_there` while sums are, else null
+    const void* unused;       // free: these two keep the offsets, and so the machine code, that maps were measured with
+    const void* unused_too;
     int tokens, rows;         // M and N as the caller sees them
     int units;                // inputs padded to 128, over 128
     int weight_tiles;         // rows padded to 64, over 64
-    int row_tiles;            // row ranges of clusters: ceil(weight_tiles / (row_warpgroups * row_blocks))
+    int row_tiles;            // row ranges of clusters: ceil(weight_tiles / (row_warpgroups * cluster_n))
     int token_tiles;
     int raster;               // row tiles that neighbouring clusters walk together
-    int whole_tiles;          // so many tiles are never shared by stripes
 };
 
 namespace packed {
 
 template <class Config>
 struct PackedGemmShape {
-    static constexpr int warpgroups = Config::row_warpgroups * Config::k_warpgroups;
+    static constexpr int warpgroups = Config::row_warpgroups * Config::split_k_warpgroups;
     // Warps that fill the ring by turns. One takes some 360 cycles a stage: longer than its products where these are few.
-    static constexpr int most_producers = Config::row_warpgroups * Config::tokens < 256 ? 4 : 1;
+    static constexpr int most_producers = Config::row_warpgroups * Config::tile_m < 256 ? 4 : 1;
     // Four row tiles in stages of two units keep the tensor cores busy for as long: gate_up at 16 tokens 16.3 us for 16.7.
     static constexpr int at_once = Config::row_warpgroups == 4 && Config::span == 2 ? 1 : most_producers;
     static constexpr int producers = Config::stages < at_once ? Config::stages : at_once;
@@ -41,36 +40,33 @@ struct PackedGemmShape {
     static constexpr bool bytes_of_x = Config::operand == Operand::s8 || Config::operand == Operand::e4m3;
     static constexpr int element_bytes = bytes_of_x ? 1 : 2;
     static constexpr int steps = 2 * element_bytes;  // products of 32 bytes of inputs in half a unit
-    static constexpr int box_bytes = Config::tokens * 128;
+    static constexpr int box_bytes = Config::tile_m * 128;
     static constexpr int x_bytes = box_bytes * element_bytes;  // 128 inputs are one box of bytes, two of 16 bits
     // Rows beyond the matrix take a tensor-map copy twice as long as others: a tile that lacks many is loaded in these.
-    static constexpr int tail_rows = Config::row_blocks > 1 || Config::tokens < 48 ? 0 : Config::tokens <= 64 ? 16 : 32;
+    static constexpr int tail_rows = Config::cluster_n > 1 || Config::tile_m < 48 ? 0 : Config::tile_m <= 64 ? 16 : 32;
     static constexpr int w_bytes = Config::direct > 0 ? 0 : Config::row_warpgroups * Config::tile_bytes;
     static constexpr int unit_bytes = x_bytes + (w_bytes + 1023) / 1024 * 1024;
     static constexpr int stage_bytes = Config::span * unit_bytes;
     static constexpr int ring_bytes = Config::stages * stage_bytes;
-    static constexpr bool striped = Config::stripes > 0;
-    static constexpr bool reduces = !striped && Config::k_warpgroups * Config::k_blocks > 1;
+    static constexpr bool reduces = Config::split_k_warpgroups * Config::cluster_k > 1;
     // Partial sums of the tokens that the block finishes: those of its own warpgroups lie in its ring once that is empty, and
     // it has a place of its own for what it receives.
-    static constexpr int groups = Config::tokens / 8, fours = (groups + Config::k_blocks - 1) / Config::k_blocks;
+    static constexpr int groups = Config::tile_m / 8, fours = (groups + Config::cluster_k - 1) / Config::cluster_k;
     static constexpr int share = fours * 8;  // the last block's may be less
     static PTX int groups_of(int k_rank) { return max(min(groups - k_rank * fours, fours), 0); }
     static constexpr int share_bytes = reduces ? warpgroups * share * 256 : 0;
     // Outputs of warpgroups along K, on their way to Y in whole lines, lie behind these sums.
-    static constexpr int output_bytes = reduces && Config::k_warpgroups > 1 ? Config::row_warpgroups * share * 128 : 0;
+    static constexpr int output_bytes = reduces && Config::split_k_warpgroups > 1 ? Config::row_warpgroups * share * 128 : 0;
     static constexpr int reduce_bytes = share_bytes + output_bytes;
     static constexpr int receive_offset = ring_bytes > reduce_bytes ? ring_bytes : reduce_bytes;
     // Two blocks that halve a row tile finish half of its tokens each: one warpgroup's sums of those cross.
-    static constexpr int half_bytes = Config::halves ? Config::tokens / 2 * 256 : 0;
-    static constexpr int body_bytes = receive_offset + (Config::k_blocks - 1) * share_bytes + half_bytes;
-    static constexpr int staging_bytes = reduces ? 0 : warpgroups * Config::places * Config::staged * 128;
-    // Where warpgroups that share the inputs of a stripe leave their sums for the first of them.
-    static constexpr int meeting_bytes = striped ? (warpgroups - Config::row_warpgroups) * Config::tokens * 256 : 0;
-    static constexpr int barrier_offset = body_bytes + staging_bytes + meeting_bytes;
+    static constexpr int half_bytes = Config::halves ? Config::tile_m / 2 * 256 : 0;
+    static constexpr int body_bytes = receive_offset + (Config::cluster_k - 1) * share_bytes + half_bytes;
+    static constexpr int staging_bytes = reduces ? 0 : warpgroups * Config::epilogue_stages * Config::epilogue_tile * 128;
+    static constexpr int barrier_offset = body_bytes + staging_bytes;
     // So much of a multiprocessor's that no more blocks share it than are meant to: others would stand idle.
     static constexpr int needed = barrier_offset + Config::stages * 24 + 8;
-    static constexpr int least = Config::resident == 1 ? 119808 : 81920;
+    static constexpr int least = Config::min_blocks_per_sm == 1 ? 119808 : 81920;
     static constexpr int bytes = needed > least ? needed : least;
 };
 
@@ -108,7 +104,7 @@ PTX TilePlace tile_place(const Params& p, int tile) {
 template <class Config>
 PTX int first_tile(const TilePlace& place, int row_rank, int half) {
     if (Config::halves) return place.row_tile * (2 * Config::row_warpgroups - 1) + half * (Config::row_warpgroups - 1);
-    return (place.row_tile * Config::row_blocks + row_rank) * Config::row_warpgroups;
+    return (place.row_tile * Config::cluster_n + row_rank) * Config::row_warpgroups;
 }
 
 // The units of the halved row tile that one of the two blocks multiplies.
@@ -122,56 +118,24 @@ struct Half {
 // A block's work on one tile: `count` units from unit `first` on.
 struct Part {
     int tile, first, count;
-    PTX bool owns() const { return first == 0; }
 };
 
-// The parts that a block works on, one after another. All but a position is worked out anew when it is asked for, since
-// registers are dear.
-//
-// Without stripes these are every so many tiles, all units or a block's share of them. With stripes, the units of all
-// tiles but the first `whole_tiles` lie in one line, which is cut into equal stripes, one a block. A tile's owner is the
-// block that has its first unit. It waits for those that have the others, which come after it in the line and before it
-// in the grid: blocks that are waited for have begun, whatever else runs on the device.
+// The parts that a block works on, one after another: every so many tiles, all units or the block's share of them. All but
+// a position is worked out anew when it is asked for, since registers are dear.
 template <class Config>
 struct Walk {
-    static constexpr bool striped = Config::stripes > 0;
-    static constexpr int cluster_size = Config::k_blocks * Config::row_blocks * (Config::halves ? 2 : 1);
-    int position[1] = {0};  // tiles, or units in the block's own line: of its whole tiles, then of its stripe
+    static constexpr int cluster_size = Config::cluster_k * Config::cluster_n * (Config::halves ? 2 : 1);
+    int position = 0;
 
-    PTX static int blocks() { return gridDim.x / cluster_size; }
-    PTX static int stripe() { return striped ? blocks() - 1 - blockIdx.x : blockIdx.x / cluster_size; }
-    // Where a stripe begins in the line of units.
-    PTX static int begin_of(const Params& p, int which) {
-        return which * ((p.row_tiles * p.token_tiles - p.whole_tiles) * p.units) / blocks();
-    }
-    // Where a tile ends in the line of units.
-    PTX static int end_of(const Params& p, int tile) { return (tile - p.whole_tiles + 1) * p.units; }
-
+    PTX static int clusters() { return gridDim.x / cluster_size; }
     PTX bool at(const Params& p, int k_rank, Part& part) const {
-        if (!striped) {
-            part.tile = stripe() + position[0] * blocks();
-            const int steps = p.units / Config::span;
-            part.first = k_rank * steps / Config::k_blocks;
-            part.count = (k_rank + 1) * steps / Config::k_blocks - part.first;
-            return part.tile < p.row_tiles * p.token_tiles;
-        }
-        const int waves = p.whole_tiles / blocks();
-        if (position[0] < waves * p.units) {
-            part = {position[0] / p.units * blocks() + stripe(), 0, p.units};
-            return true;
-        }
-        const int place = begin_of(p, stripe()) + position[0] - waves * p.units, end = begin_of(p, stripe() + 1);
-        const int which = place / p.units;
-        part.tile = p.whole_tiles + which;
-        part.first = place - which * p.units;
-        part.count = min(p.units - part.first, end - place);
-        return place < end;
+        part.tile = blockIdx.x / cluster_size + position * clusters();
+        const int steps = p.units / Config::span;
+        part.first = k_rank * steps / Config::cluster_k;
+        part.count = (k_rank + 1) * steps / Config::cluster_k - part.first;
+        return part.tile < p.row_tiles * p.token_tiles;
     }
-    PTX void advance(const Part& part) { position[0] += striped ? part.count : 1; }
-    // Has the compiler work out the part again from here on.
-    PTX void forget() {
-        if (striped) ptx::wgmma_touch(position);
-    }
+    PTX void advance() { position++; }
 };
 
 template <bool condition, class Yes, class No> struct Choose { using type = Yes; };

@@ -24,21 +24,21 @@ __device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&inc
                                           int rounds, int warp, uint32_t slots, uint32_t lane) {
     using S = DigitShape<C>;
     static_assert(C::x_resident && !C::gather, "a norm needs whole rows at hand");
-    constexpr bool bf16 = C::source == Source::bf16;
+    constexpr bool bf16 = C::operand == Operand::bf16;
     const auto column = [&](int i) { return (warp + i * C::warps) * 128 + static_cast<int>(lane) * 4; };
     const auto there = [&](int i) { return i < rounds && (!C::ragged || column(i) < p.k); };
     if (p.residual != nullptr) {
-        uint2 other[C::x_stages][C::tokens];
+        uint2 other[C::x_stages][C::tile_m];
 #pragma unroll
         for (int i = 0; i < C::x_stages; i++)
 #pragma unroll
-            for (int token = 0; token < C::tokens; token++)
+            for (int token = 0; token < C::tile_m; token++)
                 other[i][token] = there(i) && token < p.m
                     ? ptx::ld_global_cg_v2(p.residual + static_cast<size_t>(token) * p.residual_stride + column(i)) : make_uint2(0, 0);
 #pragma unroll
         for (int i = 0; i < C::x_stages; i++)
 #pragma unroll
-            for (int token = 0; token < C::tokens; token++) {
+            for (int token = 0; token < C::tile_m; token++) {
                 if (!there(i) || token >= p.m) continue;
                 uint32_t (&pair)[2] = incoming[i].pairs[token];
                 pair[0] = values::add_pair<bf16>(pair[0], other[i][token].x), pair[1] = values::add_pair<bf16>(pair[1], other[i][token].y);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&inc
             }
     }
 #pragma unroll
-    for (int token = 0; token < C::tokens; token++) {
+    for (int token = 0; token < C::tile_m; token++) {
         float squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < C::x_stages; i++)
@@ -61,9 +61,9 @@ __device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&inc
         if (lane == 0) ptx::st_shared_f32(slots + warp * (C::x_stages * S::slot_bytes) + token * 4, squares);
     }
     __syncthreads();
-    float factor[C::tokens];
+    float factor[C::tile_m];
 #pragma unroll
-    for (int token = 0; token < C::tokens; token++) {
+    for (int token = 0; token < C::tile_m; token++) {
         const float mine = lane < C::warps ? ptx::ld_shared_f32(slots + lane * (C::x_stages * S::slot_bytes) + token * 4) : 0.0f;
         factor[token] = rsqrtf(fmaf(values::Sum::over_warp(mine), p.part, p.epsilon));
     }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&inc
 #pragma unroll
     for (int i = 0; i < C::x_stages; i++)
 #pragma unroll
-        for (int token = 0; token < C::tokens; token++) {
+        for (int token = 0; token < C::tile_m; token++) {
             uint32_t (&pair)[2] = incoming[i].pairs[token];
             pair[0] = values::normalize_pair<bf16>(pair[0], gamma[i].x, factor[token]);
             pair[1] = values::normalize_pair<bf16>(pair[1], gamma[i].y, factor[token]);
@@ -84,8 +84,8 @@ enum class Epilogue { nothing, silu, rotary };
 // The two outputs r and r + 8 of a unit that a thread turns, `turns` times, and where they go.
 template <class C> struct Rotary {
     using S = DigitShape<C>;
-    static constexpr int half = S::rows / 2, turns = (half * C::tokens + C::threads - 1) / C::threads;
-    static constexpr bool bf16 = C::source == Source::bf16;
+    static constexpr int half = S::rows / 2, turns = (half * C::tile_m + C::threads - 1) / C::threads;
+    static constexpr bool bf16 = C::operand == Operand::bf16;
     float cosine[turns][2], sine[turns][2];
     int sequence[turns], slot[turns];  // slot: -1 where there is nothing to do
 
@@ -98,7 +98,7 @@ template <class C> struct Rotary {
             const int i = turn * C::threads + static_cast<int>(threadIdx.x), token = i / half, n = output(i, first);
             const int head = n / p.head_dim, c = n % p.head_dim / 16 * 8 + n % 8;
             sequence[turn] = slot[turn] = -1;
-            if (token >= C::tokens || token >= p.m || i % half / 8 >= mine || n + 8 >= p.n) continue;
+            if (token >= C::tile_m || token >= p.m || i % half / 8 >= mine || n + 8 >= p.n) continue;
             if (head < p.query_heads + p.key_heads) {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
@@ -188,9 +188,9 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
         ahead_slot = ahead_slot + 1 == C::stages ? 0 : ahead_slot + 1;
         left--;
     };
-    for (int i = 0; i < C::prefetch && left > 0; i++) fetch();
+    for (int i = 0; i < C::prologue_stages && left > 0; i++) fetch();
     // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
-    for (int i = 0; i < C::stages - C::prefetch && left > 0; i++) {
+    for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
         ptx::mbarrier_wait_parity(barriers + i * 8, 0);
         fetch();
     }
@@ -200,7 +200,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
         if (n < p.n) {
             scale = p.row_scale[n];
             if (p.bias != nullptr)
-                bias = C::source == Source::f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
+                bias = C::operand == Operand::f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
         }
         ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(scale), __float_as_uint(bias)});
     }
@@ -282,7 +282,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
                 float v = sums[u][n][r] * place;
                 if constexpr (S::columns > 2) v += ptx::shfl_xor(v, 1);
                 const uint32_t column = n * 8 + (lane & 3) * 2, token = column / S::columns;
-                if (column % S::columns == 0 && token < C::tokens)
+                if (column % S::columns == 0 && token < C::tile_m)
                     ptx::st_shared_f32(ring + (token * S::rows + u * 16 + r * 8 + (lane >> 2)) * 4, v);
             }
     __syncthreads();
@@ -292,45 +292,45 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
         for (int w = 0; w < C::warps; w++) sum += ptx::ld_shared_f32(shared + w * S::ring_bytes + (token * S::rows + row) * 4);
         const uint2 factor = ptx::ld_shared_v2(shared + S::factors + row * 8);
         const float v = fmaf(sum, __uint_as_float(factor.x), __uint_as_float(factor.y));
-        return C::source == Source::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
+        return C::operand == Operand::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);
     };
     if constexpr (epilogue == Epilogue::rotary) {
         rotary.store(p, first, result);
     } else if constexpr (epilogue == Epilogue::silu) {  // of a unit's rows eight are gates, and eight what goes through them
         constexpr int half = S::rows / 2;
 #pragma unroll
-        for (int from = 0; from < half * C::tokens; from += C::threads) {
+        for (int from = 0; from < half * C::tile_m; from += C::threads) {
             const int i = from + static_cast<int>(threadIdx.x), token = i / half, place = i % half, row = place / 8 * 16 + place % 8;
-            if (token < p.m && token < C::tokens && row < mine * 16 && first * 16 + row + 8 < p.n) {
-                const uint32_t y = values::silu_mul_pair<C::source == Source::bf16>(result(token, row), result(token, row + 8));
+            if (token < p.m && token < C::tile_m && row < mine * 16 && first * 16 + row + 8 < p.n) {
+                const uint32_t y = values::silu_mul_pair<C::operand == Operand::bf16>(result(token, row), result(token, row + 8));
                 p.y[static_cast<size_t>(token) * (p.n / 2) + first * 8 + place] = static_cast<uint16_t>(y);
             }
         }
     } else {
 #pragma unroll
-        for (int from = 0; from < S::rows * C::tokens; from += C::threads) {
+        for (int from = 0; from < S::rows * C::tile_m; from += C::threads) {
             const int i = from + static_cast<int>(threadIdx.x), token = i / S::rows, row = i % S::rows, n = first * 16 + row;
-            if (token < p.m && token < C::tokens && row < mine * 16 && n < p.n) p.y[static_cast<size_t>(token) * p.n + n] = result(token, row);
+            if (token < p.m && token < C::tile_m && row < mine * 16 && n < p.n) p.y[static_cast<size_t>(token) * p.n + n] = result(token, row);
         }
     }
 }
 
 }  // namespace packed
 
-template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) sm90_packed_gemv(const __grid_constant__ Params p) {
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv(const __grid_constant__ Params p) {
     packed::multiply_digits<C, false, packed::Epilogue::nothing>(p);
 }
 // silu(gate) * up of rows that hold eight gates and eight of what goes through them in turn: y has half of them.
-template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) sm90_packed_gemv_silu(const __grid_constant__ Params p) {
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_silu(const __grid_constant__ Params p) {
     packed::multiply_digits<C, false, packed::Epilogue::silu>(p);
 }
-template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) sm90_packed_gemv_norm(const __grid_constant__ NormParams p) {
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm(const __grid_constant__ NormParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::nothing>(p);
 }
-template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) sm90_packed_gemv_norm_silu(const __grid_constant__ NormParams p) {
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_silu(const __grid_constant__ NormParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::silu>(p);
 }
-template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) sm90_packed_gemv_norm_rotary(const __grid_constant__ RotaryParams p) {
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_rotary(const __grid_constant__ RotaryParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::rotary>(p);
 }
 

@@ -4,7 +4,6 @@
 block has at hand anyway.
 """
 
-import enum
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from torch import Tensor
 from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import Float32, Int32, Pointer
+from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.packed_layout import PackedWeight, round_up
 from anybit.kernels.gemm.sm90_packed_skinny import (
@@ -31,49 +31,34 @@ MOST_TOKENS = 4
 _UNIT_ROWS = packed_layout.UNIT_ROWS
 
 
-class Source(enum.Enum):
-    """The type of the activations, the result and the bias."""
-
-    f16 = "float16"
-    bf16 = "bfloat16"
-
-
-class Code(enum.Enum):
-    """The code of the weights, see anybit.scheme."""
-
-    sym = "sym"
-    asym = "asym"
-    bipolar = "bipolar"
-
-
 @dataclass(frozen=True)
 class Config:
     """How. The first fields repeat the problem; then
 
-    tokens: at least m. warps of a block: they share the columns of W. stage_units: units of 16 rows of one copy, of
-    which `chunks` are a block's rows. stages: copies in a warp's ring; prefetch: how many of them start at once, the
-    others as these land. x_stages: blocks of activations at hand for a warp; x_resident: all of them. trigger: the next
-    kernel may start at once (0), or when trigger - 1 copies of weights are still to be started. blocks_a_sm: bound on
-    registers. least_shared: see ``packed_few.apart``.
+    tile_m: at least m. warps of a block: they share the columns of W. stage_units: units of 16 rows of one copy, of
+    which `chunks` are a block's rows. stages: copies in a warp's ring; prologue_stages: how many of them start at once,
+    the others as these land. x_stages: blocks of activations at hand for a warp; x_resident: all of them. trigger: the
+    next kernel may start at once (0), or when trigger - 1 copies of weights are still to be started.
+    min_blocks_per_sm: bound on registers. min_shared_bytes: see ``heuristics.limit_occupancy``.
     """
 
-    source: Source
+    operand: Operand
     bits: int
     group: int
     code: Code
     gather: bool
     ragged: bool
-    tokens: int
+    tile_m: int
     warps: int
     stage_units: int
     chunks: int
     stages: int
     x_stages: int
     x_resident: bool
-    prefetch: int
+    prologue_stages: int
     trigger: int = 0
-    blocks_a_sm: int = 1
-    least_shared: int = 0
+    min_blocks_per_sm: int = 1
+    min_shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,14 +100,14 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
 def _config_why_not(p: Problem, c: Config) -> str | None:
     if c != _facts(p, c):
         return "the config was made for another problem"
-    if c.tokens < p.m:
-        return f"the config holds {c.tokens} tokens, and there are {p.m}"
+    if c.tile_m < p.m:
+        return f"the config holds {c.tile_m} tokens, and there are {p.m}"
     if not 1 <= c.warps <= 32:
         return f"a block has 1 to 32 warps, not {c.warps}"
     if c.x_resident != (c.x_stages * c.warps >= p.columns // 128):
         return "x_resident must say whether x_stages hold all of a warp's activations"
-    if not 1 <= c.prefetch <= c.stages:
-        return f"prefetch = {c.prefetch} must be 1 to stages = {c.stages}"
+    if not 1 <= c.prologue_stages <= c.stages:
+        return f"prologue_stages = {c.prologue_stages} must be 1 to stages = {c.stages}"
     size = shared_bytes(c)
     if size > p.device.shared_bytes:
         return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
@@ -133,7 +118,7 @@ def _facts(p: Problem, c: Config) -> Config:
     """``c`` with what the problem decides."""
     return replace(
         c,
-        source=Source.f16 if p.activations == torch.float16 else Source.bf16,
+        operand=Operand.f16 if p.activations == torch.float16 else Operand.bf16,
         bits=p.weights.bits,
         group=min(p.weights.group or 0, 128),
         code=Code(p.weights.code),
@@ -157,9 +142,9 @@ def shared_bytes(config: Config) -> int:
     c = config
     rows, columns = c.stage_units * c.chunks * _UNIT_ROWS, _columns(c)
     flushes = max(1, packed_layout.subgroups(c.group or None))
-    ring = round_up(max(c.stages * c.stage_units * _unit_bytes(c), c.tokens * rows * 4), 128)
-    slot = round_up(c.tokens * (columns * 144 + flushes * 8), 16)
-    return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.least_shared)
+    ring = round_up(max(c.stages * c.stage_units * _unit_bytes(c), c.tile_m * rows * 4), 128)
+    slot = round_up(c.tile_m * (columns * 144 + flushes * 8), 16)
+    return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.min_shared_bytes)
 
 
 @functools.cache
@@ -187,9 +172,9 @@ def fitted(
     stage_units = min(stage_units, mine)
     blocks = -(-p.columns // 128 // warps)
     base = Config(
-        Source.f16, 1, 0, Code.sym, False, False, tokens=next(t for t in (1, 2, 4) if t >= p.m), warps=warps,
+        Operand.f16, 1, 0, Code.sym, False, False, tile_m=next(t for t in (1, 2, 4) if t >= p.m), warps=warps,
         stage_units=stage_units, chunks=-(-mine // stage_units), stages=1, x_stages=min(x_stages, blocks),
-        x_resident=x_stages >= blocks, prefetch=1,
+        x_resident=x_stages >= blocks, prologue_stages=1,
     )  # fmt: skip
     base = _facts(p, base)
     stage = warps * stage_units * _unit_bytes(base)
@@ -197,7 +182,7 @@ def fitted(
     whole = stages == blocks * base.chunks
     # Enough in flight to keep memory busy, and little enough not to hold up the activations.
     prefetch = prefetch or ((20 << 10) if whole else (36 << 10)) // stage
-    found = replace(base, stages=stages, prefetch=max(1, min(stages, prefetch)))
+    found = replace(base, stages=stages, prologue_stages=max(1, min(stages, prefetch)))
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
@@ -233,8 +218,8 @@ def _default(p: Problem) -> Config:
     units, bits = block_units(_units(p), p.device), p.weights.bits
     blocks, many = p.columns // 128, units > 6
     if units <= 3:
-        # Three units are two copies: such rings stay beside the layer ahead (packed_few.apart), 4.4 us of qkv for 5.6.
-        # For one token three copies of a unit each, five of the six that a warp needs at hand, are faster still (3.6).
+        # Three units are two copies: such rings stay beside the layer ahead (``heuristics.limit_occupancy``). For one
+        # token three copies of a unit each, five of the six that a warp needs at hand, are faster still.
         one = units == 3 and p.m == 1
         warps, most, first, half = (16, 1, 88 if bits == 4 else 72, True) if one else (16, 2, 108, True)
     elif p.m > 2:

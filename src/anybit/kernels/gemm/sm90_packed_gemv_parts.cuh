@@ -3,6 +3,7 @@
 #ifndef ANYBIT_PACKED_DIGITS_PARTS_CUH
 #define ANYBIT_PACKED_DIGITS_PARTS_CUH
 
+#include "common/types.cuh"
 #include "gemm/packed_layout.cuh"
 #include "gemm/packed_params.cuh"
 #include "common/values.cuh"
@@ -28,8 +29,6 @@ struct RotaryParams : NormParams {
     int32_t query_heads, key_heads, head_dim, new_tokens, ring_tokens;
 };
 
-enum class Source { f16, bf16 };
-enum class Code { sym, asym, bipolar };
 
 namespace packed {
 
@@ -70,10 +69,10 @@ template <class C> struct DigitShape {
         return most;
     }
     static constexpr int columns = top() == 0 ? 2 : 4;  // of a token: digits
-    static constexpr int token_tiles = (C::tokens * columns + 7) / 8, pitch = 128 + 16;
-    static constexpr int facts = C::tokens * columns * pitch;        // of a slot: after the digits scale and sum a token
-    static constexpr int slot_bytes = (facts + C::tokens * flushes * 8 + 15) / 16 * 16;
-    static constexpr int ring_bytes = (C::stages * stage_bytes > C::tokens * rows * 4 ? C::stages * stage_bytes : C::tokens * rows * 4) + 127 & ~127;
+    static constexpr int token_tiles = (C::tile_m * columns + 7) / 8, pitch = 128 + 16;
+    static constexpr int facts = C::tile_m * columns * pitch;        // of a slot: after the digits scale and sum a token
+    static constexpr int slot_bytes = (facts + C::tile_m * flushes * 8 + 15) / 16 * 16;
+    static constexpr int ring_bytes = (C::stages * stage_bytes > C::tile_m * rows * 4 ? C::stages * stage_bytes : C::tile_m * rows * 4) + 127 & ~127;
     static constexpr int slots = C::warps * ring_bytes, factors = slots + C::warps * C::x_stages * slot_bytes;
     static constexpr int barriers = factors + rows * 8, bytes = barriers + C::warps * C::stages * 8;
     // Eight numbers below 256, the i-th of them for lanes 4i to 4i + 3.
@@ -91,7 +90,7 @@ template <int top> struct HighShift { __device__ constexpr int operator()(BytePa
 // A lane's part of a block of activations, four numbers a token, on their way to a slot.
 template <class C> struct Incoming {
     using S = DigitShape<C>;
-    uint32_t pairs[C::tokens][2];
+    uint32_t pairs[C::tile_m][2];
 
     // The lane's pairs of columns in a block: those of the fields of `low` and of `high`.
     static __device__ __forceinline__ void columns(int (&found)[2], uint32_t lane) {
@@ -106,7 +105,7 @@ template <class C> struct Incoming {
         int at[2];
         columns(at, lane);
 #pragma unroll
-        for (int token = 0; token < C::tokens; token++) {
+        for (int token = 0; token < C::tile_m; token++) {
             const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x) + static_cast<size_t>(token) * p.x_stride;
             pairs[token][0] = pairs[token][1] = 0;
             if (token < p.m) {
@@ -137,7 +136,7 @@ template <class C> struct Incoming {
             int at[2];
             columns(at, lane);
 #pragma unroll
-            for (int token = 0; token < C::tokens; token++) {
+            for (int token = 0; token < C::tile_m; token++) {
                 uint32_t mine[2];
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
@@ -154,11 +153,11 @@ template <class C> struct Incoming {
         deal(lane);
         constexpr int top = S::top();
         constexpr uint64_t low = S::eight(LowShift<top>{}), high = S::eight(HighShift<top>{});
-        constexpr int mantissa = C::source == Source::bf16 ? 7 : 10, bias = C::source == Source::bf16 ? 127 : 15;
+        constexpr int mantissa = C::operand == Operand::bf16 ? 7 : 10, bias = C::operand == Operand::bf16 ? 127 : 15;
         const uint32_t i = lane >> 2, shifts[2] = {static_cast<uint32_t>(low >> (8 * i) & 255), static_cast<uint32_t>(high >> (8 * i) & 255)};
-        uint32_t largest[C::tokens];
+        uint32_t largest[C::tile_m];
 #pragma unroll
-        for (int token = 0; token < C::tokens; token++) {
+        for (int token = 0; token < C::tile_m; token++) {
             largest[token] = 0;
 #pragma unroll
             for (int e = 0; e < 4; e++) {
@@ -168,7 +167,7 @@ template <class C> struct Incoming {
             largest[token] = ptx::redux_max(largest[token]);
         }
 #pragma unroll
-        for (int token = 0; token < C::tokens; token++) {
+        for (int token = 0; token < C::tile_m; token++) {
             int exponent = static_cast<int>(largest[token] >> mantissa) - bias;  // |x| < 2^(exponent + 1)
             const bool finite = exponent <= bias;
             exponent = exponent < -100 ? -100 : exponent;
@@ -179,7 +178,7 @@ template <class C> struct Incoming {
             for (int e = 0; e < 4; e++) {
                 const uint16_t bits = static_cast<uint16_t>(pairs[token][e >> 1] >> (16 * (e & 1)));
                 // Adding 1.5 * 2^23 rounds to an integer in the low bits, without the slow conversions.
-                const float rounded = fmaf(C::source == Source::bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits), up, 12582912.0f);
+                const float rounded = fmaf(C::operand == Operand::bf16 ? ptx::cvt_f32_bf16(bits) : ptx::cvt_f32_f16(bits), up, 12582912.0f);
                 const int v = static_cast<int>(__float_as_uint(rounded)) - 0x4b400000;
                 sum += v;
                 // The digits of v, the lower two with their top bits turned over.
@@ -227,7 +226,7 @@ template <class C> struct DigitProduct {
     __device__ __forceinline__ void take(uint32_t slot, uint32_t lane) {
 #pragma unroll
         for (int n = 0; n < S::token_tiles; n++) {
-            const uint32_t row = (n * 8 + (lane & 7)) % (C::tokens * S::columns);
+            const uint32_t row = (n * 8 + (lane & 7)) % (C::tile_m * S::columns);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 uint32_t r[4];
@@ -235,7 +234,7 @@ template <class C> struct DigitProduct {
 #pragma unroll
                 for (int i = 0; i < 4; i++) b[n][half * 4 + i] = r[i];
             }
-            const uint32_t column = n * 8 + (lane & 3) * 2, token = column / S::columns % C::tokens;
+            const uint32_t column = n * 8 + (lane & 3) * 2, token = column / S::columns % C::tile_m;
 #pragma unroll
             for (int f = 0; f < S::flushes; f++) {
                 const uint2 fact = ptx::ld_shared_v2(slot + S::facts + (token * S::flushes + f) * 8);

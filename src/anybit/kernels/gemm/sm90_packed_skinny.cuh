@@ -10,38 +10,37 @@
 #ifndef ANYBIT_PACKED_SMALL_CUH
 #define ANYBIT_PACKED_SMALL_CUH
 
+#include "common/types.cuh"
 #include "gemm/packed_layout.cuh"
 #include "gemm/packed_params.cuh"
 
 
-// The _split ones are 16-bit floats that become two planes of int8, by fixed point in each block of columns: an int8 mma
-// takes four codes from a register where a 16-bit one takes two, which is what limits narrow weights.
-enum class Activation { f16, bf16, s8, f16_split, bf16_split };
-enum class Output { f16, bf16 };
-
+// split: 16-bit floats become two planes of int8, by fixed point in each block of columns: an int8 mma takes four codes from
+// a register where a 16-bit one takes two, which is what limits narrow weights.
 using packed::Index;
 using packed::unroll;
 
 // What follows from a Config alone.
 template <class C> struct Traits {
-    static constexpr bool split = C::activation == Activation::f16_split || C::activation == Activation::bf16_split;
-    static constexpr bool integer = split || C::activation == Activation::s8;
-    static constexpr bool source_bf16 = C::activation == Activation::bf16 || C::activation == Activation::bf16_split;
+    static constexpr bool split = C::split;
+    static constexpr bool integer = split || C::operand == Operand::s8;
+    static constexpr bool source_bf16 = C::operand == Operand::bf16;
+    static constexpr bool as_f16 = C::operand == Operand::f16 && !split, as_bf16 = source_bf16 && !split;
     static constexpr int field = integer ? 8 : 16;
     // Bits of a field in which a code is exact: an f16 subnormal has 10, a bf16 offset 7, an unsigned byte 8.
-    static constexpr int limit = integer ? 8 : C::activation == Activation::f16 ? 10 : 7;
-    static constexpr bool exact_bf16 = C::activation == Activation::bf16 && C::bits == 8;  // u - 128, computed
+    static constexpr int limit = integer ? 8 : as_f16 ? 10 : 7;
+    static constexpr bool exact_bf16 = as_bf16 && C::bits == 8;  // u - 128, computed
     static constexpr int steps = integer ? 4 : 8, steps_a_wide = steps / 4;
     static constexpr int subgroups = packed::subgroups(C::group), flushes = subgroups == 0 ? 1 : subgroups;
     static constexpr bool whole_rows = C::group == 0;
-    static constexpr int unit_bytes = packed::unit_bytes(C::bits, C::group, C::asym);
+    static constexpr int unit_bytes = packed::unit_bytes(C::bits, C::group, C::code == Code::asym);
     static constexpr int stage_bytes = C::row_units * unit_bytes;
     static constexpr int words = 2 * C::bits;
-    static constexpr int planes = split ? 2 : 1, source_element = C::activation == Activation::s8 ? 1 : 2;
+    static constexpr int planes = split ? 2 : 1, source_element = C::operand == Operand::s8 ? 1 : 2;
     static constexpr int element = integer ? 1 : 2, block_bytes = 128 * element;
-    static constexpr int pitch = block_bytes + (C::tokens * planes > 1 ? 16 : 0);  // rows of ldmatrix in different banks
-    static constexpr int tokens = C::tokens, token_tiles = (C::tokens * planes + 7) / 8;
-    static constexpr int row_warps = C::warps / C::k_warps, units = C::row_units * C::row_chunks;  // of a warp
+    static constexpr int pitch = block_bytes + (C::tile_m * planes > 1 ? 16 : 0);  // rows of ldmatrix in different banks
+    static constexpr int tokens = C::tile_m, token_tiles = (C::tile_m * planes + 7) / 8;
+    static constexpr int row_warps = C::warps / C::split_k_warps, units = C::row_units * C::row_chunks;  // of a warp
     static constexpr int slot_bytes = tokens * planes * pitch + (split ? (tokens * 4 + 15) / 16 * 16 : 0);  // + a scale a token
     static constexpr int x_bytes = C::warps * C::x_stages * slot_bytes;
     // A warp's sums take the place of its ring in the end.
@@ -101,8 +100,8 @@ template <> struct Number<true> {
 
 template <class C, class Num>
 __device__ __forceinline__ void multiply(Num (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    if constexpr (C::activation == Activation::f16) ptx::mma_m16n8k16_f16(d, a, b);
-    if constexpr (C::activation == Activation::bf16) ptx::mma_m16n8k16_bf16(d, a, b);
+    if constexpr (Traits<C>::as_f16) ptx::mma_m16n8k16_f16(d, a, b);
+    if constexpr (Traits<C>::as_bf16) ptx::mma_m16n8k16_bf16(d, a, b);
     if constexpr (Traits<C>::integer) ptx::mma_m16n8k32_u8s8(d, a, b);
 }
 
@@ -113,7 +112,7 @@ template <class C, int j, int words> __device__ __forceinline__ uint32_t operand
     const uint32_t u = packed::codes<C::bits, T::field, j, at>(w);
     if constexpr (T::exact_bf16) {  // (128 + low seven bits) - (256 or 128) = u - 128
         return ptx::sub_bf16x2((u & 0x007f007fu) | 0x43004300u, (u & 0x00800080u) ^ 0x43804380u);
-    } else if constexpr (C::activation == Activation::bf16) {
+    } else if constexpr (Traits<C>::as_bf16) {
         return u | 0x43004300u;  // 128 + u * 2^at
     } else {
         return u;
@@ -137,7 +136,7 @@ template <class C> __device__ __forceinline__ void read_stage(Stage<C>& stage, u
 #pragma unroll
         for (int i = 0; i < T::subgroups; i++) {
             stage.scales[r][i] = ptx::ld_shared_u32(scales + i * 32 + (lane >> 2) * 4);
-            if constexpr (C::asym)  // two zeros of four bytes are this lane's: rows g and g + 8
+            if constexpr (C::code == Code::asym)  // two zeros of four bytes are this lane's: rows g and g + 8
                 stage.zeros[r][i] = ptx::ld_shared_u32(zeros + i * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
         }
     }
@@ -252,7 +251,7 @@ template <class C> struct Warp {
     Part correction[T::token_tiles][T::flushes][2];
     Part offset[T::token_tiles][T::flushes][2];
 
-    static constexpr int zero2 = C::bipolar ? (1 << C::bits) - 1 : 1 << C::bits;  // twice the fixed zero
+    static constexpr int zero2 = (C::code == Code::bipolar) ? (1 << C::bits) - 1 : 1 << C::bits;  // twice the fixed zero
 
     // Sum over the sets, each scaled back by its bit. Integers: parts are multiples of 2^bit, so shifts are exact.
     static __device__ __forceinline__ Part gather_sets(const Part (&part)[T::slots()][4], int i) {
@@ -274,9 +273,9 @@ template <class C> struct Warp {
 
     // Sums of the activations of a block, by an operand of ones; kept as corrections.
     __device__ __forceinline__ void sum_activations(uint32_t slot, int tokens) {
-        constexpr bool by_set = C::activation == Activation::bf16;
+        constexpr bool by_set = Traits<C>::as_bf16;
         constexpr int sets = by_set ? T::sets() : T::integer ? 2 : 4;
-        constexpr uint32_t one = T::integer ? 0x01010101u : C::activation == Activation::f16 ? 0x3c003c00u : 0x3f803f80u;
+        constexpr uint32_t one = T::integer ? 0x01010101u : Traits<C>::as_f16 ? 0x3c003c00u : 0x3f803f80u;
         const uint32_t ones[4] = {one, one, one, one};
 #pragma unroll
         for (int n = 0; n < T::token_tiles; n++) {
@@ -302,11 +301,11 @@ template <class C> struct Warp {
                                 extra += part[decltype(at)::value][i] * (128.0f / (1 << T::bit_of_set(decltype(at)::value)));
                             });
                         if constexpr (T::exact_bf16) extra = total * -128.0f;
-                        if constexpr (C::activation == Activation::f16) total *= 0x1p-24f;
-                        if constexpr (C::asym) {
+                        if constexpr (Traits<C>::as_f16) total *= 0x1p-24f;
+                        if constexpr (C::code == Code::asym) {
                             correction[n][flush][i] = total, offset[n][flush][i] = extra;
                         } else if constexpr (T::integer) {
-                            correction[n][flush][i] = C::bipolar ? total * zero2 : total * (zero2 / 2);
+                            correction[n][flush][i] = (C::code == Code::bipolar) ? total * zero2 : total * (zero2 / 2);
                         } else {
                             correction[n][flush][i] = fmaf(total, 0.5f * zero2, extra);
                         }
@@ -373,8 +372,8 @@ template <class C> struct Warp {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     Part v = gather_sets(part[r][n], i);
-                    if constexpr (T::integer && C::bipolar) v *= 2;
-                    if constexpr (C::asym) {
+                    if constexpr (T::integer && (C::code == Code::bipolar)) v *= 2;
+                    if constexpr (C::code == Code::asym) {
                         const uint32_t zeros = stage.zeros[r][group];
                         const int zero = static_cast<int>(i < 2 ? zeros & 0xff : (zeros >> 8) & 0xff);
                         v -= offset[n][group][i & 1] + static_cast<Part>(zero) * correction[n][group][i & 1];
@@ -404,15 +403,15 @@ template <class C> struct Warp {
     }
 };
 
-template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) sm90_packed_skinny(const __grid_constant__ Params p) {
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_skinny(const __grid_constant__ Params p) {
     using T = Traits<C>;
     using W = Warp<C>;
-    static_assert(C::threads == C::warps * 32 && C::warps % C::k_warps == 0, "warps are k_warps times row warps");
+    static_assert(C::threads == C::warps * 32 && C::warps % C::split_k_warps == 0, "warps are k_warps times row warps");
     static_assert(C::shared_bytes >= C::warps * T::ring_bytes + T::x_bytes + T::factor_bytes + T::barrier_bytes, "the twin counts shared memory differently");
 
     if constexpr (C::trigger == 0) ptx::griddepcontrol_launch_dependents();
     const uint32_t lane = ptx::lane_id();
-    const int warp = static_cast<int>(ptx::warp_id()), k_warp = warp % C::k_warps, row_warp = warp / C::k_warps;
+    const int warp = static_cast<int>(ptx::warp_id()), k_warp = warp % C::split_k_warps, row_warp = warp / C::split_k_warps;
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared()), ring = shared + warp * T::ring_bytes;
     const uint32_t slots = shared + C::warps * T::ring_bytes + warp * (C::x_stages * T::slot_bytes);
     const uint32_t factors = shared + C::warps * T::ring_bytes + T::x_bytes, token_scales = factors + T::block_rows * 8;
@@ -425,7 +424,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
     const int first = block_first + row_warp * T::units;
     const int mine = block_end - first < T::units ? block_end - first : T::units;  // units of this warp; may be negative
     const int chunks = mine > 0 ? (mine + C::row_units - 1) / C::row_units : 0;
-    const int count = p.column_blocks > k_warp && mine > 0 ? (p.column_blocks - k_warp + C::k_warps - 1) / C::k_warps : 0;
+    const int count = p.column_blocks > k_warp && mine > 0 ? (p.column_blocks - k_warp + C::split_k_warps - 1) / C::split_k_warps : 0;
 
     if (lane == 0) {
 #pragma unroll
@@ -436,7 +435,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
 
     const uint64_t policy = ptx::createpolicy_evict_first();
     // Step i of a warp is chunk i % chunks of its column block k_warp + k_warps * (i / chunks).
-    const size_t stride = static_cast<size_t>(C::k_warps) * row_units * T::unit_bytes;
+    const size_t stride = static_cast<size_t>(C::split_k_warps) * row_units * T::unit_bytes;
     const uint8_t* ahead = p.tiles + (static_cast<size_t>(k_warp) * row_units + first) * T::unit_bytes;
     int left = count * chunks, ahead_chunk = 0, ahead_slot = 0;
     const auto fetch = [&]() {
@@ -450,10 +449,10 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         if (++ahead_slot == C::stages) ahead_slot = 0;
         if (++ahead_chunk == chunks) ahead_chunk = 0, ahead += stride;
     };
-    for (int i = 0; i < C::prefetch && left > 0; i++) fetch();
+    for (int i = 0; i < C::prologue_stages && left > 0; i++) fetch();
     // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
     if constexpr (C::paced) {
-        for (int i = 0; i < C::stages - C::prefetch && left > 0; i++) {
+        for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
             ptx::mbarrier_wait_parity(barriers + i * 8, 0);
             fetch();
         }
@@ -469,14 +468,14 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         ptx::st_shared_v2(factors + i * 8, {__float_as_uint(scale), __float_as_uint(bias)});
     }
     ptx::griddepcontrol_wait();
-    if constexpr (C::activation == Activation::s8) {
+    if constexpr (C::operand == Operand::s8) {
         if (static_cast<int>(threadIdx.x) < T::tokens && static_cast<int>(threadIdx.x) < p.m)
             ptx::st_shared_f32(token_scales + threadIdx.x * 4, p.x_scale[threadIdx.x]);
     }
 
 #pragma unroll
     for (int i = 0; i < C::x_stages; i++) {
-        if (i < count) fetch_activations<C>(p, slots + i * T::slot_bytes, k_warp + i * C::k_warps, lane);
+        if (i < count) fetch_activations<C>(p, slots + i * T::slot_bytes, k_warp + i * C::split_k_warps, lane);
         else if constexpr (!C::x_resident) ptx::cp_async_commit_group();
     }
 
@@ -489,7 +488,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
 #pragma unroll
             for (int i = 0; i < W::sums_a_tile; i++) work.sums[r][n][i] = 0;
     if constexpr (!C::paced)
-        for (int i = C::prefetch; i < C::stages && left > 0; i++) fetch();  // activations are not to queue behind these
+        for (int i = C::prologue_stages; i < C::stages && left > 0; i++) fetch();  // activations are not to queue behind these
 
     if constexpr (C::x_resident) {
         ptx::cp_async_wait_all();
@@ -517,7 +516,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
                 ptx::mbarrier_wait_parity(barriers + stage_slot * 8, phase);
                 Stage<C> stage;
                 read_stage<C>(stage, ring + stage_slot * T::stage_bytes, lane);  // stale where the rows end: never stored
-                if constexpr (C::asym && T::whole_rows) {
+                if constexpr ((C::code == Code::asym) && T::whole_rows) {
 #pragma unroll
                     for (int r = 0; r < C::row_units; r++) {
                         const int row = (first + chunk * C::row_units + r) * 16 + static_cast<int>(lane >> 2);
@@ -532,7 +531,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
             }
         });
         if constexpr (!C::x_resident) {
-            if (i + C::x_stages < count) fetch_activations<C>(p, x, k_warp + (i + C::x_stages) * C::k_warps, lane);
+            if (i + C::x_stages < count) fetch_activations<C>(p, x, k_warp + (i + C::x_stages) * C::split_k_warps, lane);
             else ptx::cp_async_commit_group();
         }
         if (++slot == C::x_stages) slot = 0;
@@ -561,18 +560,18 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         const int i = from_row + static_cast<int>(threadIdx.x), token = i / T::block_rows, row = i % T::block_rows;
         if (token < p.m && token < T::tokens && row < block_rows) {
             const int owner = row / rows;
-            const uint32_t from = shared + owner * C::k_warps * T::ring_bytes + (token * rows + row % rows) * 4;
+            const uint32_t from = shared + owner * C::split_k_warps * T::ring_bytes + (token * rows + row % rows) * 4;
             typename W::Sum sum = 0;
 #pragma unroll
-            for (int k = 0; k < C::k_warps; k++) {
+            for (int k = 0; k < C::split_k_warps; k++) {
                 if constexpr (W::exact) sum += static_cast<int32_t>(ptx::ld_shared_u32(from + k * T::ring_bytes));
                 else sum += ptx::ld_shared_f32(from + k * T::ring_bytes);
             }
             const int n = block_first * 16 + row;
-            constexpr float unit = (C::activation == Activation::f16 ? 0x1p24f : 1.0f) * (T::integer && C::bipolar ? 0.5f : 1.0f);
+            constexpr float unit = (Traits<C>::as_f16 ? 0x1p24f : 1.0f) * (T::integer && (C::code == Code::bipolar) ? 0.5f : 1.0f);
             const uint2 factor = ptx::ld_shared_v2(factors + row * 8);
             float v = static_cast<float>(sum) * unit;
-            if constexpr (C::activation == Activation::s8) v *= ptx::ld_shared_f32(token_scales + token * 4);
+            if constexpr (C::operand == Operand::s8) v *= ptx::ld_shared_f32(token_scales + token * 4);
             v = fmaf(v, __uint_as_float(factor.x), __uint_as_float(factor.y));  // rounded as the reference rounds
             if (n < p.n)
                 p.y[static_cast<size_t>(token) * p.n + n] = C::output == Output::f16 ? ptx::cvt_f16_f32(v) : ptx::cvt_bf16_f32(v);

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import dtype_name
 from anybit.jit import Int32, Pointer
+from anybit.kernels.common.types import Code, Operand, Output
 from anybit.kernels.elementwise.quantize_activations import rows_aligned
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.packed_layout import PackedWeight, round_up
@@ -27,28 +27,6 @@ multiprocessors (int8, two tokens: 34.1 and 26.3 us, for 25.6 and 19.6)."""
 _RESIDENT_BYTES = 56 << 10
 """Activations of a block are all at hand if they are no larger than this."""
 _UNIT_ROWS = packed_layout.UNIT_ROWS
-
-
-class Activation(Enum):
-    """What the activations are: 16-bit floats, int8 codes with a scale a token, or floats split into two planes."""
-
-    f16 = "float16"
-    bf16 = "bfloat16"
-    s8 = "int8"
-    f16_split = "float16 as two planes of int8"
-    bf16_split = "bfloat16 as two planes of int8"
-
-    @property
-    def split(self) -> bool:
-        """Whether 16-bit activations become two planes of int8 (see sm90_packed_skinny.cuh)."""
-        return self in (Activation.f16_split, Activation.bf16_split)
-
-
-class Output(Enum):
-    """The type of the result and of the bias."""
-
-    f16 = "float16"
-    bf16 = "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -75,37 +53,37 @@ class Problem:
 class Config:
     """How. The first fields repeat the problem; then
 
-    tokens: columns of the product, at least m.  warps of a block, k_warps of which share the columns of W among them.
-    row_units: units of 16 rows that a warp takes at a time, row_chunks times one after another.
-    stages: copies of weights in a warp's ring; prefetch: how many of them start at once, the others as these land if
-    paced, else after the activations.  x_stages: blocks of activations at hand for a warp; x_resident: all of them.
-    trigger: the next kernel may start at once (0), or when trigger - 1 copies of weights are still to be started.
-    chain: products that may wait for each other.  blocks_a_sm: bound on registers.
-    least_shared: bytes of shared memory to ask for at least; see ``packed_few.apart``.
+    split: 16-bit activations become two planes of int8. tile_m: columns of the product, at least m. warps of a block,
+    split_k_warps of which share the columns of W among them. row_units: units of 16 rows that a warp takes at a time,
+    row_chunks times one after another. stages: copies of weights in a warp's ring; prologue_stages: how many of them
+    start at once, the others as these land if paced, else after the activations. x_stages: blocks of activations at
+    hand for a warp; x_resident: all of them. trigger: the next kernel may start at once (0), or when trigger - 1 copies
+    of weights are still to be started. chain: products that may wait for each other. min_blocks_per_sm: bound on
+    registers. min_shared_bytes: shared memory to ask for at least; see ``heuristics.limit_occupancy``.
     """
 
-    activation: Activation
+    operand: Operand
     output: Output
     bits: int
     group: int
-    asym: bool
-    bipolar: bool
+    code: Code
     gather: bool
-    tokens: int
+    split: bool
+    tile_m: int
     warps: int
-    k_warps: int
+    split_k_warps: int
     row_units: int
     row_chunks: int
     stages: int
     x_stages: int
     trigger: int
-    blocks_a_sm: int
-    prefetch: int
+    min_blocks_per_sm: int
+    prologue_stages: int
     chain: int = 2
     paced: bool = True
     ragged: bool = False
     x_resident: bool = True
-    least_shared: int = 0
+    min_shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,15 +150,15 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
 def _config_why_not(p: Problem, c: Config) -> str | None:
     if c != _facts(p, c):
         return "the config was made for another problem"
-    if c.tokens < p.m:
-        return f"the config holds {c.tokens} tokens, and there are {p.m}"
-    if c.warps % c.k_warps or not 1 <= c.warps <= 32:
-        return f"{c.warps} warps are not a multiple of k_warps = {c.k_warps}, or more than 32"
-    if c.x_resident != (c.x_stages * c.k_warps >= p.columns // 128):
+    if c.tile_m < p.m:
+        return f"the config holds {c.tile_m} tokens, and there are {p.m}"
+    if c.warps % c.split_k_warps or not 1 <= c.warps <= 32:
+        return f"{c.warps} warps are not a multiple of split_k_warps = {c.split_k_warps}, or more than 32"
+    if c.x_resident != (c.x_stages * c.split_k_warps >= p.columns // 128):
         return "x_resident must say whether x_stages hold all of a warp's activations"
-    if not 1 <= c.prefetch <= c.stages:
-        return f"prefetch = {c.prefetch} must be 1 to stages = {c.stages}"
-    if c.activation.split:
+    if not 1 <= c.prologue_stages <= c.stages:
+        return f"prologue_stages = {c.prologue_stages} must be 1 to stages = {c.stages}"
+    if c.split:
         if c.gather:
             return "activations in another order are not split into planes"
         if c.bits not in (1, 2, 4, 8):
@@ -197,19 +175,13 @@ def _config_why_not(p: Problem, c: Config) -> str | None:
 
 def _facts(p: Problem, c: Config) -> Config:
     """``c`` with what the problem decides."""
-    activation = {
-        torch.float16: Activation.f16_split if c.activation.split else Activation.f16,
-        torch.bfloat16: Activation.bf16_split if c.activation.split else Activation.bf16,
-        torch.int8: Activation.s8,
-    }[p.activations]
     return replace(
         c,
-        activation=activation,
+        operand={torch.float16: Operand.f16, torch.bfloat16: Operand.bf16, torch.int8: Operand.s8}[p.activations],
         output=Output.f16 if p.output == torch.float16 else Output.bf16,
         bits=p.weights.bits,
         group=min(p.weights.group or 0, 128),
-        asym=p.weights.code == "asym",
-        bipolar=p.weights.code == "bipolar",
+        code=Code(p.weights.code),
         gather=p.act_order or not p.aligned,
         ragged=p.k % 128 != 0,
     )
@@ -218,24 +190,22 @@ def _facts(p: Problem, c: Config) -> Config:
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory: a ring of weights (in the end its sums) and activations a warp; factors; barriers."""
     c = config
-    pitch = 128 if c.activation.split or c.activation is Activation.s8 else 256
-    pitch += 16 if c.tokens > 1 or c.activation.split else 0
-    slot = c.tokens * (2 * pitch if c.activation.split else pitch) + (
-        round_up(c.tokens * 4, 16) if c.activation.split else 0
-    )
+    pitch = 128 if c.split or c.operand is Operand.s8 else 256
+    pitch += 16 if c.tile_m > 1 or c.split else 0
+    slot = c.tile_m * (2 * pitch if c.split else pitch) + (round_up(c.tile_m * 4, 16) if c.split else 0)
     units = c.row_units * c.row_chunks
-    ring = round_up(max(c.stages * c.row_units * _unit_bytes(c), units * 16 * c.tokens * 4), 128)
-    rows = c.warps // c.k_warps * units * 16
+    ring = round_up(max(c.stages * c.row_units * _unit_bytes(c), units * 16 * c.tile_m * 4), 128)
+    rows = c.warps // c.split_k_warps * units * 16
     size = (
         c.warps * (ring + c.x_stages * slot)
-        + round_up(rows * 8 + c.tokens * 4, 128)
+        + round_up(rows * 8 + c.tile_m * 4, 128)
         + round_up(c.warps * c.stages * 8, 128)
     )
-    return max(size, c.least_shared)
+    return max(size, c.min_shared_bytes)
 
 
 def _unit_bytes(c: Config) -> int:
-    return packed_layout.unit_bytes_of(c.bits, c.group or None, c.asym)
+    return packed_layout.unit_bytes_of(c.bits, c.group or None, c.code is Code.asym)
 
 
 @functools.cache
@@ -249,7 +219,7 @@ def kernel(config: Config) -> jit.Kernel:
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
     units = round_up(problem.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
-    most = config.warps // config.k_warps * config.row_units * config.row_chunks
+    most = config.warps // config.split_k_warps * config.row_units * config.row_chunks
     return max(min(problem.device.sms, units), -(-units // most)), 1, 1
 
 
@@ -321,13 +291,13 @@ def _fitted(
     k_warps = warps // row_warps
     blocks = -(-p.columns // 128 // k_warps)
     base = Config(
-        Activation.f16_split if split else Activation.f16, Output.f16, 1, 0, False, False, False,
-        tokens=next(t for t in (1, 2, 4, 8, 16) if t >= p.m), warps=warps, k_warps=k_warps, row_units=row_units,
-        row_chunks=-(-mine // row_units), stages=1, x_stages=blocks, trigger=0, blocks_a_sm=1, prefetch=1,
+        Operand.f16, Output.f16, 1, 0, Code.sym, False, split,
+        tile_m=next(t for t in (1, 2, 4, 8, 16) if t >= p.m), warps=warps, split_k_warps=k_warps, row_units=row_units,
+        row_chunks=-(-mine // row_units), stages=1, x_stages=blocks, trigger=0, min_blocks_per_sm=1, prologue_stages=1,
         chain=2 if p.m <= 8 else 4,
     )  # fmt: skip
     base = _facts(p, base)
-    if not split and (base.tokens > 8 or warps * blocks * base.tokens * 256 > _RESIDENT_BYTES):
+    if not split and (base.tile_m > 8 or warps * blocks * base.tile_m * 256 > _RESIDENT_BYTES):
         base = replace(base, x_stages=min(blocks, 2))
     base = replace(base, x_resident=base.x_stages >= blocks)
     steps, stage = blocks * base.row_chunks, warps * base.row_units * _unit_bytes(base)
@@ -336,8 +306,8 @@ def _fitted(
     # Enough in flight to keep memory busy, and little enough not to hold up the activations.
     prefetch = prefetch or ((20 << 10) if whole else (36 << 10)) // stage
     prefetch = max(1, min(stages, prefetch))
-    late = not whole and warps == 8 and base.tokens <= 2
-    return replace(base, stages=stages, prefetch=prefetch, trigger=int(late))
+    late = not whole and warps == 8 and base.tile_m <= 2
+    return replace(base, stages=stages, prologue_stages=prefetch, trigger=int(late))
 
 
 def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.dtype, device: Device) -> Problem:

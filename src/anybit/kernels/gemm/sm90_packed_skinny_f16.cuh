@@ -18,23 +18,23 @@ namespace packed {
 
 // What follows from a Config alone.
 template <class C> struct MidShape {
-    static constexpr int warps = C::row_warps * C::k_warps, group_threads = C::row_warps * 32;
+    static constexpr int warps = C::row_warps * C::split_k_warps, group_threads = C::row_warps * 32;
     static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code == Code::asym);
     static constexpr int stage_bytes = C::stage_units * unit_size;
     static constexpr int units = C::stage_units * C::chunks;                    // of a warp, at most
     static constexpr int block_rows = C::block_units * 16;                      // at most
-    static constexpr int token_tiles = C::tokens / 8, pitch = 256 + 16;         // rows of ldmatrix in different banks
-    static constexpr int slot_bytes = C::tokens * pitch;
+    static constexpr int token_tiles = C::tile_m / 8, pitch = 256 + 16;         // rows of ldmatrix in different banks
+    static constexpr int slot_bytes = C::tile_m * pitch;
     static constexpr int ring_bytes = (C::stages * stage_bytes + 127) / 128 * 128;
     static constexpr int sum_pitch = block_rows + 4;                            // floats between tokens: no bank conflicts
-    static constexpr int sums_bytes = C::k_warps * C::tokens * sum_pitch * 4;
-    static constexpr int body_bytes = warps * ring_bytes + C::k_warps * C::x_stages * slot_bytes;
+    static constexpr int sums_bytes = C::split_k_warps * C::tile_m * sum_pitch * 4;
+    static constexpr int body_bytes = warps * ring_bytes + C::split_k_warps * C::x_stages * slot_bytes;
     static constexpr int factors = ((body_bytes > sums_bytes ? body_bytes : sums_bytes) + 127) / 128 * 128;
     static constexpr int received = factors + block_rows * 8;
-    static constexpr int share = C::tokens / C::cluster;                        // tokens whose sums a block finishes
-    static constexpr int barriers = received + (C::cluster - 1) * share * block_rows * 4;
+    static constexpr int share = C::tile_m / C::cluster_k;                        // tokens whose sums a block finishes
+    static constexpr int barriers = received + (C::cluster_k - 1) * share * block_rows * 4;
     static constexpr int x_barriers = barriers + warps * C::stages * 8;
-    static constexpr int sum_barrier = x_barriers + C::k_warps * C::x_stages * 8;
+    static constexpr int sum_barrier = x_barriers + C::split_k_warps * C::x_stages * 8;
     static constexpr int bytes = sum_barrier + 8;
 };
 
@@ -48,7 +48,7 @@ template <class C> PTX void bring_activations(const Params& p, uint32_t slot, ui
     using S = MidShape<C>;
     if constexpr (C::gather) {  // any order of columns, any alignment
         const uint16_t* x = reinterpret_cast<const uint16_t*>(p.x);
-        for (int i = thread; i < C::tokens * 64; i += S::group_threads) {
+        for (int i = thread; i < C::tile_m * 64; i += S::group_threads) {
             const int token = i / 64, word = i % 64;
             uint32_t v = 0;
             if (token < p.m) {
@@ -71,8 +71,8 @@ template <class C> PTX void bring_activations(const Params& p, uint32_t slot, ui
         const uint32_t to = slot + first * S::pitch + thread % 16 * 16;
         constexpr int step = S::group_threads / 16;
 #pragma unroll
-        for (int i = 0; i < (C::tokens + step - 1) / step; i++)
-            if (first + i * step < C::tokens && first + i * step < p.m) {
+        for (int i = 0; i < (C::tile_m + step - 1) / step; i++)
+            if (first + i * step < C::tile_m && first + i * step < p.m) {
                 if constexpr (C::ragged)
                     ptx::cp_async<16>(to + i * step * S::pitch, valid > 0 ? from + static_cast<size_t>(i * step) * row_bytes : p.x, valid);
                 else
@@ -109,7 +109,7 @@ PTX void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4
 
 }  // namespace packed
 
-template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm) sm90_packed_skinny_f16(const __grid_constant__ Params p) {
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_skinny_f16(const __grid_constant__ Params p) {
     using packed::Widen16;
     using S = packed::MidShape<C>;
     static_assert(C::threads == S::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
@@ -125,15 +125,15 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
     const uint32_t x_barriers = shared + S::x_barriers + k_warp * (C::x_stages * 8), sum_barrier = shared + S::sum_barrier;
 
     // Whole units of 16 rows for each cluster, as evenly as they go; then for each row warp.
-    const int rank = C::cluster > 1 ? static_cast<int>(blockIdx.x % C::cluster) : 0;
-    const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4, owner = blockIdx.x / C::cluster, owners = gridDim.x / C::cluster;
+    const int rank = C::cluster_k > 1 ? static_cast<int>(blockIdx.x % C::cluster_k) : 0;
+    const uint32_t row_units = static_cast<uint32_t>(p.row_tiles) * 4, owner = blockIdx.x / C::cluster_k, owners = gridDim.x / C::cluster_k;
     const int block_first = static_cast<int>(owner * row_units / owners);
     const int block_units = static_cast<int>((owner + 1) * row_units / owners) - block_first;
     const int first = row_warp * block_units / C::row_warps, mine = (row_warp + 1) * block_units / C::row_warps - first;
     const int chunks = (mine + C::stage_units - 1) / C::stage_units;
     // Columns are dealt to the K warps of all blocks of the cluster in turn.
-    constexpr int dealt = C::cluster * C::k_warps;
-    const int first_column = rank * C::k_warps + k_warp;
+    constexpr int dealt = C::cluster_k * C::split_k_warps;
+    const int first_column = rank * C::split_k_warps + k_warp;
     const int rounds = p.column_blocks > first_column ? (p.column_blocks - first_column + dealt - 1) / dealt : 0;
 
     if (lane == 0) {
@@ -143,9 +143,9 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
 #pragma unroll
             for (int i = 0; i < C::x_stages; i++) ptx::mbarrier_init(x_barriers + i * 8, S::group_threads);
         }
-        if (C::cluster > 1 && warp == 0) {
+        if (C::cluster_k > 1 && warp == 0) {
             ptx::mbarrier_init(sum_barrier, 1);
-            ptx::mbarrier_arrive_expect_tx(sum_barrier, static_cast<uint32_t>((C::cluster - 1) * S::share * block_units * 64));
+            ptx::mbarrier_arrive_expect_tx(sum_barrier, static_cast<uint32_t>((C::cluster_k - 1) * S::share * block_units * 64));
         }
         ptx::fence_mbarrier_init();
     }
@@ -167,10 +167,10 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         if (++ahead_slot == C::stages) ahead_slot = 0;
         if (++ahead_chunk == chunks) ahead_chunk = 0, ahead += stride;
     };
-    for (int i = 0; i < C::prefetch && left > 0; i++) fetch();
+    for (int i = 0; i < C::prologue_stages && left > 0; i++) fetch();
     // Further copies begin as earlier ones land, so that the activations of the kernel ahead do not queue behind them.
     if constexpr (C::paced) {
-        for (int i = 0; i < C::stages - C::prefetch && left > 0; i++) {
+        for (int i = 0; i < C::stages - C::prologue_stages && left > 0; i++) {
             ptx::mbarrier_wait_parity(barriers + i * 8, 0);
             fetch();
         }
@@ -185,7 +185,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         }
         ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(scale * Widen16<C>::unscale()), __float_as_uint(bias)});
     }
-    if constexpr (C::cluster > 1) ptx::barrier_cluster_arrive();
+    if constexpr (C::cluster_k > 1) ptx::barrier_cluster_arrive();
     __syncthreads();
     ptx::griddepcontrol_wait();
 
@@ -195,7 +195,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         if (i < rounds)
             packed::bring_activations<C>(p, slots + i * S::slot_bytes, x_barriers + i * 8, first_column + i * dealt, thread);
     if constexpr (!C::paced)
-        for (int i = C::prefetch; i < C::stages && left > 0; i++) fetch();  // activations are not to queue behind these
+        for (int i = C::prologue_stages; i < C::stages && left > 0; i++) fetch();  // activations are not to queue behind these
 
     float sums[S::units][S::token_tiles][4];
 #pragma unroll
@@ -245,24 +245,24 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
             for (int n = 0; n < S::token_tiles; n++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const int at = (k_warp * C::tokens + n * 8 + (i & 1)) * S::sum_pitch + (first + r) * 16 + (i >> 1) * 8;
+                    const int at = (k_warp * C::tile_m + n * 8 + (i & 1)) * S::sum_pitch + (first + r) * 16 + (i >> 1) * 8;
                     ptx::st_shared_f32(shared + lane_at + at * 4, sums[r][n][i]);
                 }
     __syncthreads();
     const int quads = block_units * 4, items = S::share * quads;
     const auto sum_of = [&](int token, int quad, float (&sum)[4]) {
 #pragma unroll
-        for (int k = 0; k < C::k_warps; k++) {
-            const uint4 v = ptx::ld_shared_v4(shared + ((k * C::tokens + token) * S::sum_pitch + quad * 4) * 4);
+        for (int k = 0; k < C::split_k_warps; k++) {
+            const uint4 v = ptx::ld_shared_v4(shared + ((k * C::tile_m + token) * S::sum_pitch + quad * 4) * 4);
             sum[0] = (k == 0 ? 0.0f : sum[0]) + __uint_as_float(v.x), sum[1] = (k == 0 ? 0.0f : sum[1]) + __uint_as_float(v.y);
             sum[2] = (k == 0 ? 0.0f : sum[2]) + __uint_as_float(v.z), sum[3] = (k == 0 ? 0.0f : sum[3]) + __uint_as_float(v.w);
         }
     };
-    if constexpr (C::cluster > 1) {
+    if constexpr (C::cluster_k > 1) {
         ptx::barrier_cluster_wait();  // the other blocks run, and their barriers are there
 #pragma unroll
-        for (int step = 1; step < C::cluster; step++) {
-            const int other = (rank + step) % C::cluster, place = (rank > other ? rank - 1 : rank) * items;  // among the others
+        for (int step = 1; step < C::cluster_k; step++) {
+            const int other = (rank + step) % C::cluster_k, place = (rank > other ? rank - 1 : rank) * items;  // among the others
             const uint32_t there = ptx::mapa(shared + S::received, other), barrier = ptx::mapa(sum_barrier, other);
             for (int i = static_cast<int>(threadIdx.x); i < items; i += C::threads) {
                 float sum[4];
@@ -276,10 +276,10 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::blocks_a_sm)
         const int token = rank * S::share + i / quads, quad = i % quads, n = block_first * 16 + quad * 4;
         float sum[4];
         sum_of(token, quad, sum);
-        if constexpr (C::cluster > 1) {
+        if constexpr (C::cluster_k > 1) {
             ptx::mbarrier_wait_parity_acquire_cluster(sum_barrier, 0);
 #pragma unroll
-            for (int other = 0; other < C::cluster - 1; other++) {
+            for (int other = 0; other < C::cluster_k - 1; other++) {
                 const uint4 v = ptx::ld_shared_v4(shared + S::received + (other * items + i) * 16);
                 sum[0] += __uint_as_float(v.x), sum[1] += __uint_as_float(v.y);
                 sum[2] += __uint_as_float(v.z), sum[3] += __uint_as_float(v.w);

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from anybit import jit
+from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.packed_layout import PackedWeight, round_up
-from anybit.kernels.gemm.sm90_packed_gemm_rules import Code, Operand
 from anybit.kernels.gemm.sm90_packed_skinny import (
     Params,
     Problem,
@@ -29,12 +29,13 @@ _UNIT_ROWS = packed_layout.UNIT_ROWS
 class Config:
     """How. The first fields repeat the problem; wide_store: four results are one store. Then
 
-    tokens: columns of the product, a multiple of 8. row_warps x k_warps: warps of a block, along its rows and columns.
-    block_units: units of 16 rows of a block at most; stage_units: those of one copy, of which a warp takes `chunks`.
-    stages: copies in a warp's ring, prefetch of which start at once, the others as these land if paced, else after
-    the activations. x_stages: blocks of 128 columns of activations at hand for a K warp. cluster: blocks that share
-    the columns of their rows. trigger: the next kernel may start at once (0), or when trigger - 1 copies of weights are
-    still to be started. blocks_a_sm: bound on registers. least_shared: see ``packed_few.apart``.
+    tile_m: columns of the product, a multiple of 8. row_warps x split_k_warps: warps of a block, along its rows and
+    columns. block_units: units of 16 rows of a block at most; stage_units: those of one copy, of which a warp takes
+    `chunks`. stages: copies in a warp's ring, prologue_stages of which start at once, the others as these land if
+    paced, else after the activations. x_stages: blocks of 128 columns of activations at hand for a K warp. cluster_k:
+    blocks that share the columns of their rows. trigger: the next kernel may start at once (0), or when trigger - 1
+    copies of weights are still to be started. min_blocks_per_sm: bound on registers. min_shared_bytes: see
+    ``heuristics.limit_occupancy``.
     """
 
     operand: Operand
@@ -44,25 +45,25 @@ class Config:
     gather: bool
     ragged: bool
     wide_store: bool
-    tokens: int
+    tile_m: int
     row_warps: int
-    k_warps: int
+    split_k_warps: int
     block_units: int
     stage_units: int
     chunks: int
     stages: int
     x_stages: int
-    prefetch: int
-    cluster: int = 1
+    prologue_stages: int
+    cluster_k: int = 1
     trigger: int = 0
     paced: bool = True
-    blocks_a_sm: int = 1
-    least_shared: int = 0
+    min_blocks_per_sm: int = 1
+    min_shared_bytes: int = 0
 
     @property
     def warps(self) -> int:
         """Warps of a block."""
-        return self.row_warps * self.k_warps
+        return self.row_warps * self.split_k_warps
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -76,14 +77,14 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
 def _config_why_not(p: Problem, c: Config) -> str | None:
     if c != _facts(p, c):
         return "the config was made for another problem"
-    if c.tokens < p.m or c.tokens % 8 or c.tokens % c.cluster:
-        return f"the config holds {c.tokens} tokens, and there are {p.m}"
-    if not 1 <= c.warps <= 32 or c.k_warps > 15:
-        return f"{c.row_warps} x {c.k_warps} warps are not 1 to 32, or more than 15 share columns"
-    if c.cluster not in (1, 2, 4):
-        return f"a cluster has 1, 2 or 4 blocks, not {c.cluster}"
-    if not 1 <= c.prefetch <= c.stages:
-        return f"prefetch = {c.prefetch} must be 1 to stages = {c.stages}"
+    if c.tile_m < p.m or c.tile_m % 8 or c.tile_m % c.cluster_k:
+        return f"the config holds {c.tile_m} tokens, and there are {p.m}"
+    if not 1 <= c.warps <= 32 or c.split_k_warps > 15:
+        return f"{c.row_warps} x {c.split_k_warps} warps are not 1 to 32, or more than 15 share columns"
+    if c.cluster_k not in (1, 2, 4):
+        return f"a cluster has 1, 2 or 4 blocks, not {c.cluster_k}"
+    if not 1 <= c.prologue_stages <= c.stages:
+        return f"prologue_stages = {c.prologue_stages} must be 1 to stages = {c.stages}"
     if -(-c.block_units // c.row_warps) > c.stage_units * c.chunks:
         return f"{c.chunks} chunks of {c.stage_units} units are less than {c.block_units} over {c.row_warps} warps"
     size = shared_bytes(c)
@@ -111,11 +112,11 @@ def shared_bytes(config: Config) -> int:
     c = config
     rows = c.block_units * _UNIT_ROWS
     unit = packed_layout.unit_bytes_of(c.bits, c.group or None, c.code is Code.asym)
-    body = c.warps * round_up(c.stages * c.stage_units * unit, 128) + c.k_warps * c.x_stages * c.tokens * 272
-    sums = c.k_warps * c.tokens * (rows + 4) * 4
-    received = (c.cluster - 1) * (c.tokens // c.cluster) * rows * 4
-    barriers = (c.warps * c.stages + c.k_warps * c.x_stages + 1) * 8
-    return max(round_up(max(body, sums), 128) + rows * 8 + received + barriers, c.least_shared)
+    body = c.warps * round_up(c.stages * c.stage_units * unit, 128) + c.split_k_warps * c.x_stages * c.tile_m * 272
+    sums = c.split_k_warps * c.tile_m * (rows + 4) * 4
+    received = (c.cluster_k - 1) * (c.tile_m // c.cluster_k) * rows * 4
+    barriers = (c.warps * c.stages + c.split_k_warps * c.x_stages + 1) * 8
+    return max(round_up(max(body, sums), 128) + rows * 8 + received + barriers, c.min_shared_bytes)
 
 
 @functools.cache
@@ -123,15 +124,21 @@ def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
     c = config
     return jit.Kernel(
-        "gemm/sm90_packed_skinny_f16.cuh", "sm90_packed_skinny_f16", c, Params, c.warps * 32, shared_bytes(c), c.cluster
+        "gemm/sm90_packed_skinny_f16.cuh",
+        "sm90_packed_skinny_f16",
+        c,
+        Params,
+        c.warps * 32,
+        shared_bytes(c),
+        c.cluster_k,
     )
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """A block an SM if its rows suffice."""
     units = _units(problem)
-    owners = max(min(_owners(problem.device.sms, config.cluster), units), -(-units // config.block_units))
-    return owners * config.cluster, 1, 1
+    owners = max(min(_owners(problem.device.sms, config.cluster_k), units), -(-units // config.block_units))
+    return owners * config.cluster_k, 1, 1
 
 
 def _owners(sms: int, cluster: int) -> int:
@@ -155,9 +162,9 @@ def fitted(
         mine, units = 8, 8 * row_warps
     stage_units = min(stage_units, mine)
     base = Config(
-        Operand.f16, 1, 0, Code.sym, False, False, False, tokens=round_up(p.m, 8), row_warps=row_warps, k_warps=k_warps,
-        block_units=units, stage_units=stage_units, chunks=-(-mine // stage_units), stages=1, x_stages=1, prefetch=1,
-        cluster=cluster,
+        Operand.f16, 1, 0, Code.sym, False, False, False, tile_m=round_up(p.m, 8), row_warps=row_warps,
+        split_k_warps=k_warps, block_units=units, stage_units=stage_units, chunks=-(-mine // stage_units), stages=1,
+        x_stages=1, prologue_stages=1, cluster_k=cluster,
     )  # fmt: skip
     base = _facts(p, base)
     rounds = -(-p.columns // 128 // (k_warps * cluster))
@@ -166,7 +173,7 @@ def fitted(
     )
     stages = max(1, min(rounds * base.chunks, (kibibytes << 10) // stage))
     prefetch = max(1, min(stages, prefetch or (24 << 10) // stage))
-    found = replace(base, stages=stages, prefetch=prefetch, x_stages=max(1, min(x_stages, rounds)))
+    found = replace(base, stages=stages, prologue_stages=prefetch, x_stages=max(1, min(x_stages, rounds)))
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
@@ -209,7 +216,7 @@ def _default(p: Problem) -> Config:
             shape = (2, 4, 2, kibibytes, 2, 2) if units <= 2 else (4, 4, 1, kibibytes, 2, 2)
         # Of small layers the next kernel's block finds registers beside this one, whose warps then have 64 each.
         beside = units <= 4 and shape[0] * shape[1] == 16 and p.weights.bits not in (6, 7)
-        found = fitted(p, *shape, blocks_a_sm=1 + beside)
+        found = fitted(p, *shape, min_blocks_per_sm=1 + beside)
         if shared_bytes(found) <= p.device.shared_bytes:
             break
     assert found is not None

@@ -29,7 +29,7 @@ from anybit.tune.registry import (
     tiles_of,
 )
 from anybit.tune.space import Candidate, builtin
-from dispatch_layers import MODELS
+from layers import MODELS
 from timing import merge_rows, stamp, worst_of
 
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
@@ -53,7 +53,7 @@ def one_config(product: LinearProblem) -> Candidate:
     """Scheduling without mapping: the built-in config of padding for 64 tokens of a 4096 x 4096 layer, for all."""
     family = FAMILIES["sm90_packed_gemm"]
     fields = family.fields(family.default(replace(product, m=64, n=4096, k=4096)))
-    config = family.rebuild(product, fields | ({"stripes": 0} if "stripes" in fields else {}))
+    config = family.rebuild(product, fields)
     return Candidate("padding to int8", "sm90_packed_gemm", config, product.activations)
 
 

@@ -1,6 +1,8 @@
 """Lower bounds: below every measured time, and above what leaves multiprocessors idle or multiplies padding."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +10,12 @@ import torch
 
 from anybit.errors import KernelError
 from anybit.scheme import Scheme
-from anybit.tune.lower_bound import lower_bound_us
 from anybit.tune.policy import SHIPPED, read
 from anybit.tune.registry import FAMILIES, LinearProblem
 from anybit.tune.space import Candidate, builtin, promising
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "tuning"))
+from lower_bound import lower_bound_us
 
 
 def product(scheme: str, m: int, n: int, k: int, **more: Any) -> LinearProblem:
@@ -22,7 +26,7 @@ def product(scheme: str, m: int, n: int, k: int, **more: Any) -> LinearProblem:
 def test_nothing_was_measured_to_be_faster_than_its_bound() -> None:
     compared, closest = 0, 0.0
     for (scheme, dtype, n, k), points in read(SHIPPED / "nvidia-h200.json").layers.items():
-        for m, point in list(points.items())[::5]:
+        for m, point in list(points.items())[::2]:
             one = product(scheme, m, n, k, dtype=getattr(torch, dtype))
             for measured in point.strategies.values():
                 try:
@@ -31,14 +35,14 @@ def test_nothing_was_measured_to_be_faster_than_its_bound() -> None:
                     continue
                 compared += 1
                 closest = max(closest, lower_bound_us(one, candidate) / measured.us)
-    assert compared > 800
+    assert compared > 500
     assert 0.5 < closest <= 1.0
 
 
 def test_tiles_that_leave_a_last_round_nearly_empty_are_bounded_by_whole_rounds() -> None:
     one = product("w4a8", 128, 64 * 133, 4096)  # 133 tiles of 64 rows, and 132 multiprocessors
     config = FAMILIES["sm90_packed_gemm"].default(one)
-    alone = replace(config, tokens=128, row_warpgroups=1, k_warpgroups=1, k_blocks=1, row_blocks=1)
+    alone = replace(config, tile_m=128, row_warpgroups=1, split_k_warpgroups=1, cluster_k=1, cluster_n=1)
     both = [Candidate("padding to int8", "sm90_packed_gemm", alone, one.activations)] * 2
     fewer = replace(one, n=64 * 132)
     assert lower_bound_us(one, both[0]) == pytest.approx(2 * lower_bound_us(fewer, both[1]))

@@ -28,10 +28,6 @@ CHECKED = SCHEMES[:5]
 MAPPED = tuple(m for m in GRID if m <= 1024 or m % 3 == 0 or m.bit_count() == 1)
 """Token counts of a map: above 1024 without the quarters, which take long, and where tiles fill most rounds anyhow."""
 
-PICTURED = ("w1a1", "w1a2", "w1a4", "w2a3", "w3a3", "w3a4")
-PICTURED_SHAPES = ((4096, 4096), (28672, 4096))
-"""More schemes at two layers, powers of two of tokens alone: for the crossover map."""
-
 
 def of(scheme: str, shapes: tuple[tuple[int, int], ...], tokens: tuple[int, ...]) -> list[LinearProblem]:
     """The products of layers in a scheme, layer by layer."""
@@ -58,7 +54,7 @@ def parts(
     """What is measured, in this order, where time may run out, and how many candidates of each family.
 
     Every power of two of all layers and schemes of ``CHECKED`` first, then what lies half way between two of them, then
-    the quarters; then the other schemes, and those that are only pictured. At the powers of two the layers of the first
+    the quarters; then the other schemes. At the powers of two the layers of the first
     model come first, and those of the smallest, which are like no others; all the rest is tried with fewer candidates
     beside what won nearby.
     """
@@ -78,9 +74,6 @@ def parts(
                     found.append((of(scheme, rest, counts), max(each - 2, 0)))
                 else:
                     found.append((of(scheme, first + rest, counts), max(each - 2, 0)))
-    powers = tuple(m for m in tokens if rank_of(m) == _POWERS)
-    pictured = tuple(shape for shape in PICTURED_SHAPES if shape in shapes)
-    found += [(of(scheme, pictured, powers), 1) for scheme in schemes if scheme in PICTURED]
     return [(products, count) for products, count in found if products]
 
 

@@ -75,12 +75,10 @@ def _wide(product: LinearProblem, config: sm90_bitplane_stacked.Config) -> float
 def _large(product: LinearProblem, config: sm90_packed_gemm.Config) -> float:
     w = product.weights
     rows, rate = 64 * config.row_warpgroups, _OPERATIONS["f16" if config.x_bytes == 2 else "s8"]
-    tiles = -(-product.m // config.tokens) * -(-product.n // rows)
-    pieces, k = tiles * config.k_blocks, product.k / config.k_blocks
-    if config.stripes:  # cut anywhere
-        pieces, k = 1, product.k * tiles / config.stripes
-    taken = (rows * w.bits / 8 + config.tokens * config.x_bytes) * k
-    return _cycles(pieces, product.device.sms, 2.0 * rows * config.tokens * k, rate, taken)
+    pieces = -(-product.m // config.tile_m) * -(-product.n // rows) * config.cluster_k
+    k = product.k / config.cluster_k
+    taken = (rows * w.bits / 8 + config.tile_m * config.x_bytes) * k
+    return _cycles(pieces, product.device.sms, 2.0 * rows * config.tile_m * k, rate, taken)
 
 
 _BOUNDS: dict[str, Callable[[LinearProblem, object], float]] = {

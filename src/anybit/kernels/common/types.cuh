@@ -1,0 +1,12 @@
+// Enums that several kernels share. Twin: types.py.
+#ifndef ANYBIT_TYPES_CUH
+#define ANYBIT_TYPES_CUH
+
+// value = scale * (code - zero) with codes in [0, 2^bits): only the zero differs. e4m3 codes are 8-bit floats.
+enum class Code { sym, asym, bipolar, e4m3 };
+// The type that the tensor cores multiply.
+enum class Operand { f16, bf16, s8, e4m3 };
+// The type of the result; s32 is the exact integer result, before scales.
+enum class Output { s32, f16, bf16, f32 };
+
+#endif  // ANYBIT_TYPES_CUH

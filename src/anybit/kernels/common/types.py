@@ -1,0 +1,43 @@
+"""Enums that several kernels share; each is the C++ enum of the same name in types.cuh."""
+
+from enum import Enum
+
+import torch
+
+
+class Code(Enum):
+    """How codes stand for values: value = scale * (code - zero), only the zero differs; or 8-bit floats."""
+
+    sym = "sym"
+    asym = "asym"
+    bipolar = "bipolar"
+    e4m3 = "float"
+
+
+class Operand(Enum):
+    """The type that the tensor cores multiply."""
+
+    f16 = "float16"
+    bf16 = "bfloat16"
+    s8 = "int8"
+    e4m3 = "float8_e4m3fn"
+
+
+class Output(Enum):
+    """The type of the result. ``s32`` is the exact integer result, before scales."""
+
+    s32 = "int32"
+    f16 = "float16"
+    bf16 = "bfloat16"
+    f32 = "float32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        dtype: torch.dtype = getattr(torch, self.value)
+        return dtype
+
+    @property
+    def is_16bit(self) -> bool:
+        """Whether results are float16 or bfloat16."""
+        return self in (Output.f16, Output.bf16)

@@ -1,0 +1,96 @@
+"""A family's revision (``anybit.tune.registry.REVISIONS``) is raised when its kernels' machine code changes.
+
+Maps hold by these revisions, so a change of machine code that nobody noticed would leave times of other kernels in
+force. ``revisions.json`` holds hashes of the machine code of a few configs of each family. After a change on purpose:
+
+    python tests/compile/test_revisions.py          # compiles, and writes the hashes of now
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybit.jit import Kernel
+from anybit.jit.cache import compiler_version
+from anybit.jit.identity import machine_code
+from anybit.scheme import Scheme
+from anybit.tune.policy import SHIPPED, read
+from anybit.tune.registry import FAMILIES, REVISIONS, LinearProblem
+from anybit.tune.space import Candidate
+
+STORED = Path(__file__).with_name("revisions.json")
+ARCH = "sm_90a"
+AGAIN = "python tests/compile/test_revisions.py"
+_EACH = 4
+
+
+def configs(family: str) -> Iterator[tuple[LinearProblem, Candidate]]:
+    """A few configs of a family, far apart in the shipped map; the defaults of one that is not in it."""
+    found: dict[Candidate, LinearProblem] = {}
+    for (scheme, dtype, n, k), points in read(SHIPPED / "nvidia-h200.json").layers.items():
+        form = Scheme.parse(scheme)
+        for m, point in points.items():
+            for measured in point.strategies.values():
+                if measured.kernel == family:
+                    one = LinearProblem(m, n, k, form.weights, form.activations, getattr(torch, dtype))
+                    found.setdefault(measured.candidate(one), one)
+    of = FAMILIES[family]
+    for scheme, m in (("w4a16g128", 4), ("w4a8", 16), ("w2a2", 4)) if not found else ():
+        form = Scheme.parse(scheme)
+        one = LinearProblem(m, 4096, 4096, form.weights, form.activations)
+        if of.module.why_not(of.problem(one)) is None:
+            found[Candidate(scheme, family, of.module.default(of.problem(one)), one.activations)] = one
+    ordered = [(one, candidate) for candidate, one in found.items()]
+    yield from ordered[:: max(1, len(ordered) // _EACH)][:_EACH]
+
+
+@functools.cache
+def kernels(family: str) -> dict[str, Kernel]:
+    """Kernels that stand for a family, by a name that config fields do not change."""
+    if family == "quantize_activations":
+        found: dict[str, Kernel] = {}
+        for other in ("sm90_bitplane", "sm90_packed_gemm"):
+            for one, candidate in configs(other):
+                coding = [kernel for kernel in candidate.kernels(one) if "quantize_activations" in kernel.header]
+                found |= {f"{one}, for {other}": kernel for kernel in coding}
+        return found
+    return {
+        f"{i}: {one}": FAMILIES[family].module.kernel(candidate.config)
+        for i, (one, candidate) in enumerate(configs(family))
+    }
+
+
+def hashes(family: str) -> dict[str, str]:
+    """The machine code of a family's kernels, by name."""
+    return {name: machine_code(kernel, ARCH) for name, kernel in kernels(family).items()}
+
+
+@pytest.mark.parametrize("family", REVISIONS)
+def test_machine_code_is_that_of_the_revision(family: str) -> None:
+    stored = json.loads(STORED.read_text())
+    if stored["compiler"] != compiler_version():
+        pytest.skip(f"hashes are of {stored['compiler']}, and this is {compiler_version()}")
+    assert kernels(family), f"no config stands for {family}"
+    then = stored["families"][family]
+    if then["revision"] != REVISIONS[family]:
+        pytest.fail(f"{family} has a new revision: run {AGAIN}, and measure its points of the map anew")
+    now = hashes(family)
+    lacking = now.keys() - then["machine code"].keys()
+    assert not lacking, f"the map names other configs of {family} than those recorded: run {AGAIN}"
+    changed = [name for name, code in now.items() if then["machine code"][name] != code]
+    assert not changed, (
+        f"the machine code of {family} has changed in {len(changed)} of {len(now)} configs ({changed[0]}). If that was "
+        f"meant, raise REVISIONS[{family!r}] in anybit/tune/registry.py and run {AGAIN}; if the change was meant to "
+        "leave machine code as it is, look again"
+    )
+
+
+if __name__ == "__main__":
+    recorded = {name: {"revision": number, "machine code": hashes(name)} for name, number in REVISIONS.items()}
+    STORED.write_text(json.dumps({"compiler": compiler_version(), "arch": ARCH, "families": recorded}, indent=1) + "\n")
+    sys.exit(0)

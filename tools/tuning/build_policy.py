@@ -1,0 +1,170 @@
+"""Build a policy map: measure the layers of real models, then keep only the points that change what runs.
+
+    python tools/tuning/build_policy.py measure --out whole.json [--seconds 600] [--compile]   # on the map's GPU
+    python tools/tuning/build_policy.py compact whole.json --out src/anybit/tune/policies/nvidia-h200.json
+    python tools/tuning/build_policy.py show whole.json
+
+``measure`` goes on where it was ended; ``--compile`` only fills the cache of kernels, which needs no GPU.
+
+``compact``: a point goes into ``built_in`` where nothing beats the built-in choice by more than ``margin``; a point
+between two others is dropped where the dispatcher chooses, without it, a config within ``margin`` of its best.
+"""
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+
+from anybit.errors import KernelError
+from anybit.scheme import Scheme
+from anybit.tune.dispatch import OTHER_LAYOUT, Dispatcher
+from anybit.tune.plans import Options, Planner
+from anybit.tune.policy import Key, Measured, Point, Policy, read, text
+from anybit.tune.registry import INTERPOLATE_FROM, Layout, LinearProblem
+from anybit.tune.roofline import floor_us
+from anybit.tune.search import Worker, search
+from anybit.tune.space import FEW_TOKENS, builtin, builtin_layout, clearly_faster, preserves_pdl_overlap
+from anybit.tune.worker import TimingBudget
+from layers import MAPPED, MODELS, SCHEMES, parts
+
+
+def product_of(key: Key, m: int) -> LinearProblem:
+    """A map's layer at a token count."""
+    scheme, dtype, n, k = key
+    form = Scheme.parse(scheme)
+    return LinearProblem(m, n, k, form.weights, form.activations, getattr(torch, dtype))
+
+
+def compact(policy: Policy, margin: float = 1.025) -> Policy:
+    """The map with the points that change what runs."""
+    found = replace(policy, layers={})
+    for key, points in policy.layers.items():
+        mine = found.layers.setdefault(key, {})
+        for m, point in points.items():
+            mine[m] = Point(point.default_us, _winners(product_of(key, m), point, margin))
+    for key in found.layers:
+        _drop_reproduced(found, key, margin)
+    return found
+
+
+def _winners(product: LinearProblem, point: Point, margin: float) -> dict[str, Measured]:
+    """The strategies of a point that are worth running: of the built-in layout, or of the layout that wins."""
+    usual, few = builtin_layout(product), product.m <= FEW_TOKENS
+    legal: list[tuple[str, Measured, Layout]] = []
+    for name, measured in point.ordered():
+        try:
+            candidate = measured.candidate(product)
+        except KernelError:
+            continue
+        if preserves_pdl_overlap(product, candidate):
+            legal.append((name, measured, candidate.layout))
+    kept: dict[str, Measured] = {}
+    best_us = point.default_us
+    for name, measured, layout in legal:
+        clearly = clearly_faster(measured.us, point.default_us) if few else measured.us * margin < point.default_us
+        if layout is usual and clearly:
+            kept[name], best_us = measured, measured.us
+    for name, measured, layout in legal[:1]:
+        if layout is not usual and measured.us < (OTHER_LAYOUT if few else 1 / margin) * best_us:
+            kept[name] = measured
+    return kept
+
+
+def _drop_reproduced(policy: Policy, key: Key, margin: float) -> None:
+    """Drop points above ``INTERPOLATE_FROM`` that the dispatcher reproduces from those around them."""
+    points = policy.layers[key]
+    alone = replace(policy, layers={key: points})
+    by = Dispatcher(policy.origin.gpu, [])
+    for m in sorted(points, key=lambda m: m % 3 == 0 or m.bit_count() == 1):  # quarters first
+        if m <= INTERPOLATE_FROM or m.bit_count() == 1:
+            continue
+        point = points.pop(m)
+        by.policies = [alone]
+        product = product_of(key, m)
+        chosen = by.choose(product).candidate
+        near = {one.candidate(product): one.us for one in point.strategies.values()}
+        best = min(near.values(), default=point.default_us)
+        same = near.get(chosen, float("inf")) <= best * margin if near else chosen == builtin(product)
+        if not same:
+            points[m] = point
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure what was asked for, or only compile it."""
+    began = time.perf_counter()
+    models = [name for name in MODELS if options.models is None or name in options.models]
+    effort = TimingBudget(final_replays=5, finalists=3)
+    how = Options(options.each, tuple(options.allow), effort, again=options.again, jobs=options.jobs)
+    hints = [read(path) for path in options.hints]
+    child = None if options.compile else Worker()
+    if child is not None:
+        child.start()
+    for part, each in parts(models, options.schemes, tuple(options.tokens), options.each):
+        left = options.seconds - (time.perf_counter() - began)
+        if left <= 0:
+            break
+        if child is None:
+            with Planner(hints, replace(how, each=each)) as planner:
+                count = sum(len(plan.candidates) for _, plan in planner.plans(part))
+            print(f"{part[0].scheme}: {len(part)} problems, {count} candidates compiled", flush=True)
+            continue
+        found = search(part, options.out, replace(how, each=each, seconds=left), hints=hints, child=child)
+        print(f"{part[0].scheme}: {found.points} points after {time.perf_counter() - began:.1f} s", flush=True)
+        for name, reason in found.excluded.items():
+            print("excluded:", name, "--", reason)
+    if child is not None:
+        child.stop()
+
+
+def show(policy: Policy) -> None:
+    """A map as a table: what won, by how much, and with what."""
+    for key, points in policy.layers.items():
+        for m, point in sorted(points.items()):
+            product, ordered = product_of(key, m), point.ordered()
+            times = ", ".join(f"{name} {measured.us:.2f}" for name, measured in ordered) or "as fast as anything"
+            gain = f" = {point.default_us / ordered[0][1].us:.3f}x" if ordered else ""
+            fields = " ".join(f"{name}={value}" for name, value in ordered[0][1].fields) if ordered else ""
+            print(
+                f"{product}: roofline {floor_us(product):.2f}, built in {point.default_us:.2f}{gain}, {times} {fields}"
+            )
+    for name, reason in policy.excluded.items():
+        print("excluded:", name, "--", reason)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="command", required=True)
+    measuring = kinds.add_parser("measure")
+    measuring.add_argument("--out", type=Path, required=True)
+    measuring.add_argument("--models", nargs="*", choices=MODELS)
+    measuring.add_argument("--schemes", nargs="*", default=list(SCHEMES))
+    measuring.add_argument("--tokens", type=int, nargs="*", default=list(MAPPED))
+    measuring.add_argument("--each", type=int, default=4, help="candidates of each family beside defaults and hints")
+    measuring.add_argument("--allow", nargs="*", default=[])
+    measuring.add_argument("--hints", type=Path, nargs="*", default=[], help="maps whose winners are tried")
+    measuring.add_argument("--seconds", type=float, default=float("inf"), help="begin no more problems after this")
+    measuring.add_argument("--again", action="store_true", help="measure what the file has anew")
+    measuring.add_argument("--compile", action="store_true", help="only compile")
+    measuring.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
+    compacting = kinds.add_parser("compact")
+    compacting.add_argument("--margin", type=float, default=1.025, help="what a point must gain to be kept")
+    compacting.add_argument("--out", type=Path, required=True)
+    for command in (compacting, kinds.add_parser("show")):
+        command.add_argument("map", type=Path)
+    options = parser.parse_args()
+    if options.command == "measure":
+        measure(options)
+    elif options.command == "show":
+        show(read(options.map))
+    else:
+        options.out.write_text(text(compact(read(options.map), options.margin)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""How near chosen configs are to the best there is: problems at random against a search of whole spaces.
+
+    python tools/tuning/check_policy.py verify --problems 200 --seed 1 [--part 0 8]   # on a GPU
+    python tools/tuning/check_policy.py replay                                        # without one
+
+A problem is a layer of one of eleven models, one of five schemes and a number of tokens between 1 and 8192. Its space
+is every legal config of every family, less those of few tokens that no map is obeyed in (``preserves_pdl_overlap``).
+``verify`` times all of it side by side with three choices: ``map``, what the map says; ``tuned``, what a search as
+``anybit tune`` does it finds at the token count that stands for the problem's; ``built in``. Configs that provably lose
+(``lower_bound``) are left out. ``replay`` tells what a map of today chooses in problems that were compared.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]
+
+import torch
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.scheme import Scheme
+from anybit.tune import worker
+from anybit.tune.dispatch import Dispatcher
+from anybit.tune.plans import Options, candidates_of, compile_one, plan_of
+from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, key_of, read
+from anybit.tune.registry import FAMILIES, LinearProblem, step
+from anybit.tune.search import Worker, point_of, race
+from anybit.tune.space import Candidate, builtin, preserves_pdl_overlap, promising
+from anybit.tune.worker import Bench, Runner, Time, TimingBudget, WrongResultError
+from layers import drawn
+from lower_bound import lower_bound_us
+from timing import RESULTS, merge_rows, stamp
+
+KEY = ("case", "seed", "scheme", "m", "n", "k")
+CHOICES = ("map", "tuned", "built in")
+_CHUNK = 48
+"""Candidates in one graph at the first look."""
+
+
+@dataclass(frozen=True)
+class StagedPruning(TimingBudget):
+    """How a whole space is timed: everything once, what is within ``first`` of the best with more replays, what is
+    within ``last`` of it, at most ``finalists``, carefully and after a check against the reference.
+    """
+
+    microseconds: float = 80.0
+    replays: int = 3
+    final_replays: int = 9
+    finalists: int = 10
+    first: float = 1.25
+    last: float = 1.08
+    most: int = 48
+
+
+class SpaceBench(Bench):
+    """A bench for whole spaces: only finalists are checked, since what is wrong can but look fast."""
+
+    def check(self, candidate: Candidate) -> None:
+        """Run a candidate for the first time, to its end, so that a fault is its own."""
+        self.again(candidate)(0)
+        torch.cuda.synchronize()
+
+    def times(
+        self, candidates: Sequence[Candidate], keep: Collection[int], effort: TimingBudget, guess_us: float
+    ) -> list[Time]:
+        """Times of a whole space; infinite for what provably loses."""
+        assert isinstance(effort, StagedPruning)
+        once = self._once(candidates, keep, guess_us)
+        best = min(once.values())
+        near = [i for i in sorted(once, key=once.__getitem__) if once[i] <= effort.first * best][: effort.most]
+        near += [i for i in keep if i not in near]
+        again = self._race(candidates, near, effort.microseconds, effort.replays, once, worker.race)
+        last = self._finalists(candidates, keep, effort, again)
+        careful = self._race(
+            candidates, last, 2 * effort.microseconds, effort.final_replays, again, worker.race_in_orders
+        )
+        us = once | again | careful
+        return [Time(us.get(i, float("inf")), i in careful) for i in range(len(candidates))]
+
+    def _race(
+        self,
+        candidates: Sequence[Candidate],
+        places: Sequence[int],
+        microseconds: float,
+        replays: int,
+        guess: dict[int, float],
+        how: Callable[..., list[float]],
+    ) -> dict[int, float]:
+        if not places:
+            return {}
+        counts = [worker.calls_in(microseconds, guess[i], worker.MOST_CALLS) for i in places]
+        us = how(self.stream, [self.again(candidates[i]) for i in places], counts, replays)
+        return dict(zip(places, us, strict=True))
+
+    def _once(self, candidates: Sequence[Candidate], keep: Collection[int], guess_us: float) -> dict[int, float]:
+        """Microseconds of a first look at what may be the best by its bound, the most promising first."""
+        bounds = [lower_bound_us(self.product, one) for one in candidates]
+        order = list(dict.fromkeys([*keep, *sorted(range(len(candidates)), key=bounds.__getitem__)]))
+        found: dict[int, float] = {}
+        for chunk in (order[at : at + _CHUNK] for at in range(0, len(order), _CHUNK)):
+            best = min(found.values(), default=float("inf"))
+            some = [i for i in chunk if bounds[i] <= best or i in keep]
+            guess = dict.fromkeys(some, min(best, guess_us))
+            found |= self._race(candidates, some, 40.0, 1, guess, worker.race)
+        return found
+
+    def _finalists(
+        self, candidates: Sequence[Candidate], keep: Collection[int], effort: StagedPruning, again: dict[int, float]
+    ) -> list[int]:
+        """``keep``, and what is nearest to the best of those whose results are the reference's."""
+        last: list[int] = []
+        best = 0.0
+        for i in [*keep, *sorted(again, key=again.__getitem__)]:
+            if i in last or (i not in keep and best and again[i] > effort.last * best):
+                continue
+            if len(last) >= effort.finalists + len(keep):
+                break
+            try:
+                super().check(candidates[i])
+            except (WrongResultError, KernelError, ValueError):
+                continue
+            last.append(i)
+            best = min(best or again[i], again[i])
+        return last
+
+
+class SpaceRunner(Runner):
+    """A runner whose benches take whole spaces."""
+
+    bench = SpaceBench
+
+
+def verify(options: argparse.Namespace) -> None:
+    """Compare choices with whole spaces; rows go to ``options.rows``."""
+    began = time.perf_counter()
+    child, spaces = Worker(), Worker(SpaceRunner)
+    child.start()
+    spaces.start()
+    device: Device = child.facts["device"]
+    by = Dispatcher(device.name, [read(options.map or SHIPPED / file_name(device.name))])
+    usual = Options(options.each, effort=TimingBudget(60, 2, 5), limit=options.limit)
+    whole = replace(usual, effort=StagedPruning())
+    policy, marks = Policy(Origin.here(device.name, device.arch)), stamp(device.name)
+    part, parts = options.part
+    problems = [replace(one, device=device) for one in drawn(options.problems, options.seed)[part::parts]]
+    rows = rows_of(options.rows, options.seed, marks)
+    done = {tuple(row[name] for name in KEY[2:]) for row in rows}
+    with ProcessPoolExecutor(options.jobs or None) as pool:
+        for product in problems:
+            if time.perf_counter() - began > options.seconds:
+                break
+            if (str(product.scheme), product.m, product.n, product.k) in done:
+                continue
+            near = replace(product, m=step(product.m))
+            legal = promising(product, 10**6)
+            candidates = [one for one in legal if preserves_pdl_overlap(product, one)]
+            plan = plan_of(near, candidates_of(near, by.policies, usual))
+            kernels = {k for one in candidates for k in one.kernels(product)}
+            kernels |= {k for one in plan.candidates for k in one.kernels(near)}
+            list(pool.map(compile_one, kernels, [device.arch] * len(kernels), chunksize=4))
+            own = [plan.candidates[i] for i in plan.own]
+            tried = [one for one in plan.candidates if one in own or preserves_pdl_overlap(near, one)]
+            before = {*policy.excluded}
+            point = point_of(near, plan, race(child, near, tried, usual, policy, own))
+            if point is None:
+                print(f"{product}: a search found nothing", flush=True)
+                continue
+            mine = Policy(Origin.here(device.name, device.arch))
+            mine.put(near, point)
+            chosen = {"map": by.choose(near).candidate, "built in": builtin(product)}
+            chosen["tuned"] = Dispatcher(device.name, [mine]).choose(near).candidate
+            everything = list(dict.fromkeys([*chosen.values(), *candidates]))
+            times = race(spaces, product, everything, whole, policy, list(chosen.values()))
+            final = {candidate: one.us for candidate, one in times if one.final}
+            if not all(one in final for one in chosen.values()):
+                print(f"{product}: {policy.excluded.get(str(product), 'a choice was wrong')}", flush=True)
+                continue
+            best = min(final, key=final.__getitem__)
+            ratios = {name: round(final[candidate] / final[best], 4) for name, candidate in chosen.items()}
+            timed = sum(math.isfinite(one.us) for _, one in times)
+            rows.append(
+                {"case": "random problem", "scheme": str(product.scheme), "m": product.m, "n": product.n}
+                | {"k": product.k, "us": round(final[best], 3), "best": best.name, "legal": len(legal), "timed": timed}
+                | {"no_room": len(legal) - len(candidates), "lose": len(times) - timed, "untried": 0}
+                | {"timed_carefully": len(final), "ratios": ratios}
+                | {"excluded": {name: policy.excluded[name] for name in policy.excluded.keys() - before}}
+                | {"chosen": {n: c.name for n, c in chosen.items()}, "seed": options.seed, "checked": True} | marks
+            )  # fmt: skip
+            print(f"{product}: {timed} timed of {len(legal)}; {ratios}; {final[best]:.2f} us {best.name}", flush=True)
+            merge_rows(options.rows, rows, KEY)
+    child.stop()
+    spaces.stop()
+    for name in CHOICES if rows else ():
+        print(f"{name}: {summary([row['ratios'][name] for row in rows])}")
+
+
+def rows_of(path: Path, seed: int, marks: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a check of this seed and these kernels that was broken off has compared."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    return [row for row in rows if row["seed"] == seed and all(row.get(name) == marks[name] for name in marks)]
+
+
+# -------- replay
+
+
+def known_ratio(product: LinearProblem, chosen: Candidate, row: dict[str, Any], full: Policy) -> tuple[float, str]:
+    """How far a choice is from the best of a compared problem, and how that is known.
+
+    Configs that the row names have their own ratios. Another one's follows from times of a map at a count nearby, else
+    from its family's estimate beside a named config of the family; else it is taken to be as bad as the worst named.
+    """
+    named = {row["best"]: 1.0} | {row["chosen"][name]: row["ratios"][name] for name in CHOICES}
+    if chosen.name in named:
+        return named[chosen.name], "named"
+    points = full.layers.get(key_of(product), {})
+    for m in sorted(points, key=lambda m: abs(math.log2(m / row["m"])))[:3]:
+        there, times = replace(product, m=m), dict[str, float]()
+        for measured in points[m].strategies.values():
+            try:
+                times[measured.candidate(there).name] = measured.us
+            except KernelError:
+                continue
+        times.setdefault(builtin(there).name, points[m].default_us)
+        ratios = [named[name] * times[chosen.name] / times[name] for name in named if {name, chosen.name} <= {*times}]
+        if ratios and abs(math.log2(m / row["m"])) < 0.3:
+            return max(1.0, sum(ratios) / len(ratios)), "map times"
+    family, here = FAMILIES.get(chosen.kernel), replace(product, m=row["m"])
+    for name, ratio in named.items():
+        if family is not None and hasattr(family.module, "estimate") and name.startswith(f"{family.name}("):
+            other = family.rebuild(here, fields_of(name))
+            us = family.estimate(here, chosen.config), family.estimate(here, other)
+            return max(1.0, ratio * (us[0] or 1.0) / (us[1] or 1.0)), "estimate"
+    return max(named.values()), "worst named"
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """The fields in a config's name."""
+    pairs = (pair.split("=") for pair in name[name.index("(") + 1 : -1].split(", "))
+    words = {"True": True, "False": False}
+    return {key: words.get(value, int(value) if value.isdigit() else value) for key, value in pairs}
+
+
+def replay(options: argparse.Namespace) -> None:
+    """Print how far the choices of a map, and the built-in ones, are from the best of the compared problems."""
+    device = Device.named("sm_90a")
+    map_ = read(options.map or SHIPPED / file_name(device.name))
+    by, found = Dispatcher(device.name, [map_]), dict[str, list[tuple[float, str, str]]]()
+    for row in json.loads(options.rows.read_text()):
+        scheme = Scheme.parse(row["scheme"])
+        m = step(row["m"])  # as layers ask
+        product = LinearProblem(m, row["n"], row["k"], scheme.weights, scheme.activations, device=device)
+        for name, chosen in {"map": by.choose(product).candidate, "built in": builtin(product)}.items():
+            found.setdefault(name, []).append((*known_ratio(product, chosen, row, map_), str(product)))
+    for name, some in found.items():
+        ways = {how: sum(one[1] == how for one in some) for _, how, _ in some}
+        print(f"{name}: {summary([ratio for ratio, *_ in some])}; {ways}")
+        for ratio, how, product in sorted(some, reverse=True)[: options.worst]:
+            print(f"    {ratio:.3f} ({how}) {product}")
+
+
+def summary(ratios: Sequence[float]) -> str:
+    """A few numbers of many ratios."""
+    ordered = sorted(ratios)
+    mean = math.exp(sum(map(math.log, ordered)) / len(ordered))
+    tenth = ordered[int(0.9 * (len(ordered) - 1))]
+    return f"{len(ordered)} problems, geometric mean {mean:.4f}, nine in ten {tenth:.3f}, worst {ordered[-1]:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="command", required=True)
+    for name in ("verify", "replay"):
+        command = kinds.add_parser(name)
+        command.add_argument("--map", type=Path, help="by default the shipped one")
+        command.add_argument("--rows", type=Path, default=RESULTS / "h200" / "dispatch_check.json")
+        if name == "replay":
+            command.add_argument("--worst", type=int, default=5, help="how many to show")
+            continue
+        command.add_argument("--problems", type=int, default=200)
+        command.add_argument("--seed", type=int, default=20261121)
+        command.add_argument("--part", type=int, nargs=2, default=(0, 1), help="which of how many, for several GPUs")
+        command.add_argument("--each", type=int, default=16, help="candidates of each family in the search")
+        command.add_argument("--seconds", type=float, default=300.0, help="begin no more problems after this")
+        command.add_argument("--limit", type=float, default=20.0, help="seconds that one candidate may take")
+        command.add_argument("--jobs", type=int, default=0, help="processes that compile")
+    options = parser.parse_args()
+    {"verify": verify, "replay": replay}[options.command](options)
+
+
+if __name__ == "__main__":
+    main()
