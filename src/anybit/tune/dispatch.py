@@ -117,9 +117,10 @@ class Dispatcher:
         if tokens <= INTERPOLATE_FROM or upper == tokens:
             return _at(product, points[upper], own, layouts, allow, name)
         share, best = between(product, points, own.candidate, lambda one: _legal(one, product, layouts, allow))
+        source = f"times at {f'{lower} and {upper}' if lower else upper} tokens ({name})"
         if best is None or share > _BETWEEN:
-            return own
-        return Choice(best, "between", 0.0, f"times at {lower} and {upper} tokens ({name})", share)
+            return replace(own, source=source)
+        return Choice(best, "between", 0.0, source, share)
 
     def _nearby(self, product: LinearProblem, own: Choice) -> Choice | None:
         """A config that won clearly in a layer of nearly the same size, and is expected to here."""

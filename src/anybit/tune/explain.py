@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from anybit.tune.dispatch import Dispatcher
-from anybit.tune.registry import LinearProblem
+from anybit.tune.registry import INTERPOLATE_FROM, LinearProblem
 from anybit.tune.roofline import floor_us
 from anybit.tune.space import VENDOR, builtin, space
 
@@ -83,7 +83,8 @@ def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ())
     )
     others: list[Other] = []
     at = product.m if found is None else found[0]
-    within = found is not None and at >= product.m and choice.origin in ("map", "built in")
+    within = at == product.m or product.m < at <= INTERPOLATE_FROM
+    within = within and found is not None and choice.origin in ("map", "built in")
     for name, measured in found[1].ordered() if found and within else ():
         if name == choice.candidate.strategy:
             continue
@@ -99,7 +100,8 @@ def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ())
     if choice.origin == "built in":
         why = "nothing was measured for it: it is the built-in choice"
         if choice.source:
-            why = f"it is the built-in choice, and nothing is clearly faster at M = {at}, by {choice.source}"
+            where = f" at M = {at}" if within else ""
+            why = f"it is the built-in choice, and nothing is clearly faster{where}, by {choice.source}"
     else:
         why = _WHY[choice.origin].format(m=at, source=choice.source)
     if found is not None:
