@@ -18,7 +18,8 @@ from anybit.device import Device
 from anybit.jit import cache, tensor_map
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.gemm import bitplane_layout, sm90_bitplane
+from anybit.kernels.gemm import bitplane, bitplane_layout
+from anybit.kernels.gemm.bitplane_problem import Problem, arguments
 from anybit.scheme import Scheme
 from cases import Case
 from linear_bitplane import random_weight
@@ -32,9 +33,10 @@ def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
     packed = quantize_activations.quantize(torch.randn(m, k, device="cuda").half(), scheme.activations)
     weight, codes = random_weight(Case("launch", m, n, k), scheme)
     y = torch.empty(m, n, dtype=torch.float16, device="cuda")
-    problem = sm90_bitplane.Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, Device.of(y))
-    config = sm90_bitplane.default(problem)
-    kernel = sm90_bitplane.kernel(config)
+    problem = Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, Device.of(y))
+    config = bitplane.default(problem)
+    family = bitplane.family_of(config)
+    kernel = family.kernel(config)
     seconds = {}
     kept = os.environ.get("ANYBIT_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
@@ -49,10 +51,10 @@ def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
     else:
         os.environ["ANYBIT_CACHE_DIR"] = kept
     cache.clear_memory()
-    y_map = tensor_map.encode(y, 64, config.slab) if config.tensor else bytes(128)
-    params, grid = sm90_bitplane.arguments(packed, weight, y, y_map=y_map), sm90_bitplane.grid(problem, config)
+    y_map = tensor_map.encode(y, 64, config.tma_rows) if config.tma_rows else bytes(128)
+    params, grid = arguments(packed, weight, y, y_map=y_map), family.grid(problem, config)
     costs = {"launch": lambda: jit.launch(kernel, params, grid, pdl=True)}
-    costs["multiply"] = lambda: sm90_bitplane.multiply(packed, weight, Output.f16, y=y, config=config)
+    costs["multiply"] = lambda: bitplane.multiply(packed, weight, Output.f16, y=y, config=config)
     x = bitplane_layout.unpack(packed.codes, m, k).double() - (scheme.activations.zero or 0)
     w = codes.double() - (scheme.weights.zero or 0)
     expected = (x @ w.T) * packed.scale.double()[:, None] * weight.scale.double()
@@ -70,7 +72,7 @@ def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
             found.append((time.perf_counter() - start) / LAUNCHES)
         host[name] = statistics.median(found) * 1e6
     return {
-        "case": f"bitwise {config.path.value}",
+        "case": kernel.entry,
         "scheme": str(scheme),
         "m": m,
         "n": n,

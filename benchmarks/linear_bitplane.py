@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,13 +17,9 @@ from anybit import jit
 from anybit.device import Device
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.gemm import (
-    bitplane_layout,
-    sm80_bitplane_gemm,
-    sm90_bitplane,
-    sm90_bitplane_stacked,
-)
+from anybit.kernels.gemm import bitplane, bitplane_layout, sm80_bitplane_gemm
 from anybit.kernels.gemm.bitplane_layout import PlaneWeight
+from anybit.kernels.gemm.bitplane_problem import Problem
 from anybit.scheme import Scheme
 from cases import BITWISE_SCHEMES, GEMM, PAPERS, Case, select
 from timing import (
@@ -44,20 +39,7 @@ from timing import (
 
 # Shapes in the order of what they say: large products, few tokens, one token; then the papers' tables, then the rest.
 FIRST = [(4096, 28672, 4096), (64, 4096, 4096), (1024, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)]
-FAMILIES: dict[str, ModuleType] = {"wgmma": sm90_bitplane, "mma.sync": sm80_bitplane_gemm}
-
-
-def problem_of(family: ModuleType, case: Case, scheme: Scheme, device: Device) -> Any:
-    shape = (case.m, case.n, case.k, scheme.weights, scheme.activations, Output.f16, device)
-    return family.Problem(*shape)
-
-
-def module_of(name: str, problem: Any) -> ModuleType:
-    """The kernels that a layer would run: wgmma's are two families, of which one is preferred."""
-    wide = (
-        name == "wgmma" and sm90_bitplane_stacked.why_not(problem) is None and sm90_bitplane_stacked.preferred(problem)
-    )
-    return sm90_bitplane_stacked if wide else FAMILIES[name]
+KERNELS = ("wgmma", "mma.sync")
 
 
 Job = tuple[Case, str, str, bool]
@@ -67,10 +49,10 @@ def compiled_configs(job: Job) -> list[Any]:
     """The configs of a job that can run, compiled into the cache on disk; touches no GPU."""
     case, scheme_text, name, every = job
     scheme, device = Scheme.parse(scheme_text), Device.named("sm_90a")
-    problem = problem_of(FAMILIES[name], case, scheme, device)
-    if FAMILIES[name].why_not(problem) is not None:
+    problem = Problem(case.m, case.n, case.k, scheme.weights, scheme.activations, Output.f16, device)
+    family = bitplane.family(problem) if name == "wgmma" else sm80_bitplane_gemm  # wgmma's: what a layer would run
+    if family is None or family.why_not(problem) is not None:
         return []
-    family = module_of(name, problem)
     configs = list(family.configs(problem)) if every else [family.default(problem)]
     jit.cached(
         quantize_activations.kernel(
@@ -95,7 +77,7 @@ def random_weight(case: Case, scheme: Scheme) -> tuple[PlaneWeight, torch.Tensor
     return weight, codes
 
 
-def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str, Any]:
+def run(case: Case, scheme: Scheme, config: Any) -> dict[str, Any]:
     """Check one config of one case on sampled weight rows, then time it."""
     weight, codes = random_weight(case, scheme)
     x = torch.randn(case.m, case.k, device="cuda").half()
@@ -114,7 +96,7 @@ def run(case: Case, scheme: Scheme, family: ModuleType, config: Any) -> dict[str
         quantize_activations.launch(problem, pack_config, packed, x)
 
     def product(i: int) -> None:
-        family.multiply(packed, weights[i % count], Output.f16, y=y, config=config)
+        bitplane.multiply(packed, weights[i % count], Output.f16, y=y, config=config)
 
     def both(i: int) -> None:
         quantize()
@@ -158,7 +140,7 @@ def main() -> None:
     parser.add_argument("--only", help="cases whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="*")
     parser.add_argument("--schemes", nargs="*", default=BITWISE_SCHEMES)
-    parser.add_argument("--family", choices=FAMILIES, nargs="*", default=["wgmma"])
+    parser.add_argument("--family", choices=KERNELS, nargs="*", default=["wgmma"])
     parser.add_argument("--every", action="store_true", help="every config, not the default alone; nothing is written")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this time")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "gemm_bitwise.json")
@@ -181,8 +163,7 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for job in (job for job in jobs if job[0] is case):
             for config in configs[job]:
-                family = sm90_bitplane_stacked if isinstance(config, sm90_bitplane_stacked.Config) else FAMILIES[job[2]]
-                row = run(case, Scheme.parse(job[1]), family, config)
+                row = run(case, Scheme.parse(job[1]), config)
                 row |= {"kernel": job[2], "baselines": vendor} | marks
                 shown = [row[key] for key in ("case", "scheme", "m", "n", "k", "us", "us_with_pack", "tops")]
                 print(*shown, row["floor_us"], job[2], config if options.every else vendor, flush=True)

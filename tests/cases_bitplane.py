@@ -1,4 +1,4 @@
-"""Random operands of the bitwise GEMM, and the integers that it must give: shared by every rung."""
+"""Random operands of the bit-plane GEMMs, and the integers that it must give: shared by every rung."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,21 +7,19 @@ import torch
 from torch import Tensor
 
 from anybit.device import Device
+from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import (
     bitplane_layout,
-    sm90_bitplane,
+    bitplane_problem,
+    sm90_bitplane_gemm,
+    sm90_bitplane_resident,
+    sm90_bitplane_skinny,
     sm90_bitplane_stacked,
 )
 from anybit.kernels.gemm.bitplane_layout import PlaneWeight
-from anybit.kernels.gemm.sm90_bitplane import (
-    Config,
-    Output,
-    Path,
-    Problem,
-    Turns,
-    Walk,
-)
+from anybit.kernels.gemm.bitplane_problem import Params, Problem, facts, wgmma_n
+from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
 from anybit.packing import QuantizedWeight
 from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
 from cases import random_codes
@@ -32,6 +30,13 @@ EMULATED = replace(H200, sms=2)
 DEPENDENT = ("activations", "activation_scale", "activation_sum", "activation_zero", "y")
 """The parameters of a launch that the kernel ahead may still be writing or reading."""
 POISON = 0x5A
+TOKENS_A = {"tile_b": 32, "a_operand": AOperand.activations}
+"""Tiles of 64 tokens and 32 weights."""
+
+
+def rings(a_stages: int, b_stages: int, pass_chunks: int) -> dict[str, Any]:
+    """The rings of a skinny config."""
+    return {"a_stages": a_stages, "b_stages": b_stages, "pass_chunks": pass_chunks}
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,10 @@ def emulated(scheme: str, m: int, n: int, k: int, output: Output) -> Problem:
     return Problem(m, n, k, parsed.weights, parsed.activations, output, EMULATED)
 
 
-def on_host(given: Operands, y: Tensor, bias: Tensor | None, y_map: Any) -> sm90_bitplane.Params:
+def on_host(given: Operands, y: Tensor, bias: Tensor | None, y_map: Any) -> Params:
     """The parameters of a launch in the emulator, which takes tensors for addresses."""
     return replace(
-        sm90_bitplane.arguments(given.x, given.weight, y, bias),
+        bitplane_problem.arguments(given.x, given.weight, y, bias),
         activations=given.x.codes,
         activation_scale=given.x.scale,
         activation_sum=given.x.sum,
@@ -98,54 +103,39 @@ def code_pairs() -> list[tuple[str, str]]:
     return [*((code, code) for code in CODES), ("asym", "bipolar"), ("sym", "asym")]
 
 
-def short_sums(problem: Problem) -> bool:
-    most = (2**problem.weights.bits - 1) * (2**problem.activations.bits - 1)
-    return problem.k * most < 2**22
-
-
-def large(problem: Problem, tokens: int, **change: object) -> Config:
-    """A large config with the fewest slots that are legal, whatever the default would be."""
+def gemm(problem: Problem, tile_m: int, **change: Any) -> sm90_bitplane_gemm.Config:
+    """A config for many tokens with the fewest slots that are legal, whatever the default would be."""
     p, q = problem.weights.bits, problem.activations.bits
-    codes = bitplane_layout.Code(problem.weights.code), bitplane_layout.Code(problem.activations.code)
-    groups = {"weight_groups": 2 if p == 1 else 1, "activation_groups": 2 if q == 1 else 1}
-    config = Config(Path.large, p, q, *codes, problem.output, tokens, short_sums(problem), **groups)
+    config = sm90_bitplane_gemm.Config(*facts(problem), tile_m, 2 if p == 1 else 1, 2 if q == 1 else 1)
     return replace(config, **change)
 
 
-def small(problem: Problem, tokens: int, walk: Walk = Walk.weights, **change: object) -> Config:
-    """A small config with two slots and one chunk at a time."""
-    p, q = problem.weights.bits, problem.activations.bits
-    codes = bitplane_layout.Code(problem.weights.code), bitplane_layout.Code(problem.activations.code)
-    stacked = sm90_bitplane.stacked_columns((q if walk is Walk.weights else p) * tokens)
-    one_span = bitplane_layout.chunks(problem.k) == 1
-    config = Config(
-        Path.small,
-        p,
-        q,
-        *codes,
-        problem.output,
-        tokens,
-        short_sums(problem),
-        walk=walk,
-        slots=2,
-        stages=2 - one_span,
-        span=1,
-    )
-    return replace(config, **({"stacked": stacked} | change))
+def skinny(
+    problem: Problem, tile_b: int, a_operand: AOperand = AOperand.weights, **change: Any
+) -> sm90_bitplane_skinny.Config:
+    """A config for few tokens with two stages of A and one chunk at a time."""
+    n = columns(problem, tile_b, a_operand)
+    one_pass = problem.chunks == 1
+    config = sm90_bitplane_skinny.Config(*facts(problem), a_operand, tile_b, n, 2, 2 - one_pass, 1)
+    return replace(config, **change)
 
 
-def once(problem: Problem, tokens: int, walk: Walk, **change: object) -> Config:
+def columns(problem: Problem, tile_b: int, a_operand: AOperand) -> int:
+    """N of a product that holds all planes of so many rows of B."""
+    return wgmma_n((problem.activations if a_operand is AOperand.weights else problem.weights).bits * tile_b)
+
+
+def resident(
+    problem: Problem, tile_b: int, a_operand: AOperand = AOperand.weights, **change: Any
+) -> sm90_bitplane_resident.Config:
     """A config that holds all of its tile in shared memory."""
-    chunks = bitplane_layout.chunks(problem.k)
-    return replace(small(problem, tokens, walk, path=Path.once, stages=chunks, span=0, slots=0, early=chunks), **change)
+    n, chunks = columns(problem, tile_b, a_operand), problem.chunks
+    return replace(
+        sm90_bitplane_resident.Config(*facts(problem), a_operand, tile_b, n, chunks, prologue_stages=chunks), **change
+    )
 
 
-__all__ = ["H200", "Operands", "Output", "Problem", "Turns", "Walk", "code_pairs", "large", "once", "operands", "small"]
-
-
-def wide(problem: Problem, tokens: int, **change: object) -> sm90_bitplane_stacked.Config:
-    """A config whose tokens' planes stand side by side, with the fewest slots that are legal."""
-    p, q = problem.weights.bits, problem.activations.bits
-    codes = bitplane_layout.Code(problem.weights.code), bitplane_layout.Code(problem.activations.code)
-    config = sm90_bitplane_stacked.Config(p, q, *codes, problem.output, short_sums(problem), tokens, max(p, 2), 2)
+def stacked(problem: Problem, tile_m: int, **change: Any) -> sm90_bitplane_stacked.Config:
+    """A config whose tokens' planes stand side by side, with the fewest stages that are legal."""
+    config = sm90_bitplane_stacked.Config(*facts(problem), tile_m, max(problem.weights.bits, 2), 2)
     return replace(config, **change)

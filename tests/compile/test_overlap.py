@@ -12,6 +12,7 @@ from machine_code import before_wait, sass
 
 from anybit import jit
 from anybit.device import Device
+from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import (
     norm_act,
     quantize_activations,
@@ -19,13 +20,14 @@ from anybit.kernels.elementwise import (
 )
 from anybit.kernels.elementwise.quantize_activations import Source, Target
 from anybit.kernels.gemm import (
+    bitplane,
     sm80_bitplane_gemm,
-    sm90_bitplane,
     sm90_packed_gemm,
     sm90_packed_gemv,
     sm90_packed_skinny,
     sm90_packed_skinny_f16,
 )
+from anybit.kernels.gemm.bitplane_problem import Problem
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 HOPPER = Device.named("sm_90a")
@@ -77,8 +79,9 @@ def large() -> list[jit.Kernel]:
     found = []
     for scheme, m in (("w1a1", 1), ("w2a2", 64), ("w1a2", 1024), ("w4a4", 4096)):
         s = Scheme.parse(scheme)
-        problem = sm90_bitplane.Problem(m, 4096, 4096, s.weights, s.activations, sm90_bitplane.Output.f16, HOPPER)
-        found.append(sm90_bitplane.kernel(sm90_bitplane.default(problem)))
+        problem = Problem(m, 4096, 4096, s.weights, s.activations, Output.f16, HOPPER)
+        config = bitplane.default(problem)
+        found.append(bitplane.family_of(config).kernel(config))
     for scheme, m in (("w4a16g128", 64), ("w4a8", 16), ("w4a8", 128), ("w4a8", 4096)):
         s = Scheme.parse(scheme)
         asked = sm90_packed_gemm.Problem(m, 4096, 4096, s.weights, s.activations)
@@ -88,9 +91,7 @@ def large() -> list[jit.Kernel]:
 
 def sync() -> jit.Kernel:
     s = Scheme.parse("w2a2")
-    problem = sm80_bitplane_gemm.Problem(
-        64, 4096, 4096, s.weights, s.activations, sm80_bitplane_gemm.Output.f16, HOPPER, True
-    )
+    problem = Problem(64, 4096, 4096, s.weights, s.activations, Output.f16, HOPPER, True)
     return sm80_bitplane_gemm.kernel(sm80_bitplane_gemm.default(problem))
 
 

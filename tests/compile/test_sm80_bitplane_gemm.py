@@ -9,14 +9,13 @@ from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Source, Target
 from anybit.kernels.gemm import sm80_bitplane_gemm
+from anybit.kernels.gemm.bitplane_problem import Problem
 from anybit.scheme import ActivationFormat, Scheme
 
 
-def problem(scheme: str, m: int, arch: str, n: int = 4096, k: int = 4096) -> sm80_bitplane_gemm.Problem:
+def problem(scheme: str, m: int, arch: str, n: int = 4096, k: int = 4096) -> Problem:
     parsed = Scheme.parse(scheme)
-    return sm80_bitplane_gemm.Problem(
-        m, n, k, parsed.weights, parsed.activations, Output.f16, Device.named(arch), n % 8 == 0
-    )
+    return Problem(m, n, k, parsed.weights, parsed.activations, Output.f16, Device.named(arch), n % 8 == 0)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

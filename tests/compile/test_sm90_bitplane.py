@@ -8,16 +8,21 @@ from machine_code import check, count
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels.gemm import sm90_bitplane, sm90_bitplane_stacked
-from anybit.kernels.gemm.sm90_bitplane import (
-    Output,
-    Path,
-    Problem,
-    Walk,
+from anybit.jit import Kernel
+from anybit.kernels.common.types import Output
+from anybit.kernels.gemm import (
+    bitplane,
+    bitplane_problem,
+    sm90_bitplane_gemm,
+    sm90_bitplane_resident,
+    sm90_bitplane_skinny,
+    sm90_bitplane_stacked,
 )
+from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS
-from cases_bitplane import once, wide
+from cases_bitplane import resident, stacked
 
 H200 = Device.named("sm_90a")
 
@@ -27,49 +32,52 @@ def problem(scheme: str, m: int, n: int = 4096, k: int = 4096, output: Output = 
     return Problem(m, n, k, parsed.weights, parsed.activations, output, H200)
 
 
+def kernel_of(config: Any) -> Kernel:
+    kernel: Kernel = bitplane.family_of(config).kernel(config)
+    return kernel
+
+
 @pytest.mark.parametrize(
     ("scheme", "m"),
     [("w1a1", 1), ("w2a2", 64), ("w4a4", 64), ("w1a1", 4096), ("w2a3asym-xasym", 4096), ("w4a4", 4096), ("w8a8", 300)],
 )
 def test_machine_code(scheme: str, m: int) -> None:
-    check(
-        sm90_bitplane.kernel(sm90_bitplane.default(problem(scheme, m))), "sm_90a", has=r"BGMMA.*AND\.POPC", lacks="BMMA"
-    )
+    check(kernel_of(bitplane.default(problem(scheme, m))), "sm_90a", has=r"BGMMA.*AND\.POPC", lacks="BMMA")
 
 
 def test_threads_copy_tokens_of_four_planes() -> None:
-    check(sm90_bitplane.kernel(sm90_bitplane.default(problem("w3a4", 64))), "sm_90a", has="LDGSTS", lacks="LDL")
-    check(sm90_bitplane.kernel(sm90_bitplane.default(problem("w4a4", 64))), "sm_90a", has="UBLKCP", lacks="LDGSTS")
+    check(kernel_of(bitplane.default(problem("w3a4", 64))), "sm_90a", has="LDGSTS", lacks="LDL")
+    check(kernel_of(bitplane.default(problem("w4a4", 64))), "sm_90a", has="UBLKCP", lacks="LDGSTS")
 
 
 @pytest.mark.parametrize(
     ("scheme", "change"),
     [
-        ("w2a2", {"sets": 2}),
-        ("w4a4", {"sets": 2}),
-        ("w4a4", {"sets": 3}),
-        ("w3a4", {"sets": 3}),
-        ("w3a4", {"sets": 3, "early": 1, "threads_copy": True}),
+        ("w2a2", {"accumulator_sets": 2}),
+        ("w4a4", {"accumulator_sets": 2}),
+        ("w4a4", {"accumulator_sets": 3}),
+        ("w3a4", {"accumulator_sets": 3}),
+        ("w3a4", {"accumulator_sets": 3, "prologue_stages": 1, "cp_async_activations": True}),
     ],
 )
 def test_products_of_several_sets_of_sums_overlap(scheme: str, change: dict[str, Any]) -> None:
     """The assembler waits after every product where it does not see that sums are left alone until they are there."""
     asked = problem(scheme, 64)
-    config = once(asked, 32, Walk.weights, **change)
-    assert sm90_bitplane.why_not(asked, config) is None
-    cubin = jit.cached(sm90_bitplane.kernel(config), "sm_90a").cubin
+    config = resident(asked, 32, AOperand.weights, **change)
+    assert sm90_bitplane_resident.why_not(asked, config) is None
+    cubin = jit.cached(sm90_bitplane_resident.kernel(config), "sm_90a").cubin
     products, waits = count(cubin, r"BGMMA"), count(cubin, r"WARPGROUP\.DEPBAR")
     assert products == 4 * 4 * config.weight_bits
-    assert waits == 4 * (config.weight_bits - config.sets) + 1
+    assert waits == 4 * (config.weight_bits - config.accumulator_sets) + 1
 
 
 @pytest.mark.parametrize(("scheme", "m"), [("w1a2", 1024), ("w2a2", 1024), ("w2a2", 4096), ("w3a4", 4096)])
 def test_products_of_large_tiles_wait_once_a_diagonal(scheme: str, m: int) -> None:
     """Where products of two shapes find too few registers the assembler waits after each of them."""
-    config = sm90_bitplane.default(problem(scheme, m))
+    config = sm90_bitplane_gemm.default(problem(scheme, m))
     diagonals = config.weight_bits + config.activation_bits - 1
-    shapes = 2 if config.tail else 1
-    cubin = jit.cached(sm90_bitplane.kernel(config), "sm_90a").cubin
+    shapes = 2 if config.tail_tile_m else 1
+    cubin = jit.cached(sm90_bitplane_gemm.kernel(config), "sm_90a").cubin
     assert count(cubin, r"WARPGROUP\.DEPBAR") == shapes * (diagonals + 1)
 
 
@@ -86,7 +94,7 @@ def test_results_are_written_while_the_next_products_run(scheme: str) -> None:
 
 def test_planes_side_by_side_are_refused_where_they_do_not_fit() -> None:
     asked = problem("w2a2", 1024)
-    config = wide(asked, 128)
+    config = stacked(asked, 128)
     assert sm90_bitplane_stacked.why_not(asked, config) is None
     assert "more than 64 tokens" in (sm90_bitplane_stacked.why_not(problem("w2a2", 64)) or "")
     assert "2-bit activations" in (sm90_bitplane_stacked.why_not(problem("w2a4", 1024)) or "")
@@ -96,11 +104,11 @@ def test_planes_side_by_side_are_refused_where_they_do_not_fit() -> None:
         sm90_bitplane_stacked.why_not(dataclasses.replace(asked, device=Device.named("sm_100a"))) or ""
     )
     for change, reason in (
-        ({"tokens": 96}, "not of 96"),
-        ({"lag": 1}, "behind holds all 2 slots"),
-        ({"weight_slots": 12}, "bytes of shared memory"),
-        ({"keep": sm90_bitplane_stacked.Keep.tokens}, "all 4 chunks"),
-        ({"keep": sm90_bitplane_stacked.Keep.weights}, "8 planes"),
+        ({"tile_m": 96}, "not of 96"),
+        ({"warpgroup_lag": 1}, "behind holds all 2 stages"),
+        ({"weight_stages": 12}, "bytes of shared memory"),
+        ({"stationary": sm90_bitplane_stacked.Stationary.activations}, "all 4 chunks"),
+        ({"stationary": sm90_bitplane_stacked.Stationary.weights}, "8 planes"),
         ({"weight_bits": 3}, "other widths"),
     ):
         assert reason in (sm90_bitplane_stacked.why_not(asked, dataclasses.replace(config, **change)) or ""), change
@@ -112,16 +120,16 @@ def test_planes_side_by_side_are_refused_where_they_do_not_fit() -> None:
 @pytest.mark.parametrize(("p", "q"), PAIRS)
 def test_every_pair_has_configs(p: int, q: int) -> None:
     for m in (1, 33, 128, 4096):
-        sm90_bitplane.default(problem(f"w{p}a{q}", m))
+        bitplane.default(problem(f"w{p}a{q}", m))
 
 
 def test_refuses_what_it_cannot_do() -> None:
     base = problem("w2a2", 64)
 
     def reason(**change: object) -> str:
-        return sm90_bitplane.why_not(dataclasses.replace(base, **change)) or ""
+        return bitplane_problem.why_not(dataclasses.replace(base, **change)) or ""
 
-    assert sm90_bitplane.why_not(base) is None
+    assert bitplane_problem.why_not(base) is None
     assert "emulated on the integer units" in reason(device=Device.named("sm_100a"))
     assert "no warpgroup products" in reason(device=Device.named("sm_80"))
     assert "groups of 128" in reason(weights=WeightFormat(2, "sym", 128))
@@ -134,42 +142,46 @@ def test_every_listed_config_is_legal_and_fits() -> None:
     for scheme in ("w1a1", "w4a4", "w8a8"):
         for m in (1, 4096):
             asked = problem(scheme, m)
-            configs = sm90_bitplane.configs(asked)
-            assert sm90_bitplane.default(asked) in configs
-            for config in configs:
-                assert sm90_bitplane.shared_bytes(config) <= H200.shared_bytes
-                assert min(sm90_bitplane.grid(asked, config)) >= 1
+            for family in (sm90_bitplane_gemm, sm90_bitplane_skinny, sm90_bitplane_resident):
+                configs = family.configs(asked)
+                assert not configs or family.default(asked) in configs
+                for config in configs:
+                    assert family.shared_bytes(config) <= H200.shared_bytes
+                    assert min(family.grid(asked, config)) >= 1
+            assert bitplane.default(asked) in bitplane.family(asked).configs(asked)
 
 
-def test_warpgroups_that_share_k_need_slots_for_all_planes() -> None:
-    """Where slots are used again a warpgroup cannot tell one use from the next but one: such configs hung on a GPU."""
+def test_warpgroups_that_share_k_need_stages_for_all_planes() -> None:
+    """Where stages are used again a warpgroup cannot tell one use from the next but one: such configs hung on a GPU."""
     asked = problem("w2a4", 16, k=4096)
-    shared = [c for c in sm90_bitplane.configs(asked) if c.path is Path.small and c.groups > 1 and not c.by_columns]
-    assert shared and all(config.span == 4 and config.slots >= 8 for config in shared)
-    few = dataclasses.replace(shared[0], slots=2)
-    assert "need a slot for each" in (sm90_bitplane.why_not(asked, few) or "")
+    shared = [c for c in sm90_bitplane_skinny.configs(asked) if c.split_k_warpgroups > 1]
+    assert shared and all(config.pass_chunks == 4 and config.a_stages >= 8 for config in shared)
+    few = dataclasses.replace(shared[0], a_stages=2)
+    assert "need a stage for each" in (sm90_bitplane_skinny.why_not(asked, few) or "")
 
 
 def test_tokens_that_threads_copy_come_in_sixteens() -> None:
     """128 threads copy 2048 bytes of a plane at a time: of a tile of 8 tokens they would copy nothing."""
     asked = problem("w3a4", 64)
-    copied = sm90_bitplane.default(asked)
-    assert copied.threads_copy
+    copied = bitplane.default(asked)
+    assert copied.cp_async_activations
     for tokens, legal in ((8, False), (16, True), (24, False), (32, True)):
-        config = dataclasses.replace(copied, tokens=tokens, stacked=4 * tokens, early=0, sets=1)
-        said = sm90_bitplane.why_not(asked, config)
+        config = dataclasses.replace(copied, tile_b=tokens, wgmma_n=4 * tokens, prologue_stages=0, accumulator_sets=1)
+        said = sm90_bitplane_resident.why_not(asked, config)
         assert said is None if legal else "copy 16 tokens of a plane at a time" in (said or "")
-        assert sm90_bitplane.why_not(asked, dataclasses.replace(config, threads_copy=False)) is None
+        assert sm90_bitplane_resident.why_not(asked, dataclasses.replace(config, cp_async_activations=False)) is None
 
 
 def test_config_of_another_problem_is_refused() -> None:
-    config = sm90_bitplane.default(problem("w2a2", 64))
-    assert "other widths" in (sm90_bitplane.why_not(problem("w4a4", 64), config) or "")
-    assert "float32 is asked for" in (sm90_bitplane.why_not(problem("w2a2", 64, output=Output.f32), config) or "")
+    config = bitplane.default(problem("w2a2", 64))
+    assert "other widths" in (bitplane.family_of(config).why_not(problem("w4a4", 64), config) or "")
+    assert "float32 is asked for" in (
+        bitplane.family_of(config).why_not(problem("w2a2", 64, output=Output.f32), config) or ""
+    )
 
 
 @pytest.mark.parametrize(
-    ("scheme", "n", "k", "cluster", "slots"),
+    ("scheme", "n", "k", "cluster_k", "a_stages"),
     [
         ("w2a2", 4096, 2048, 1, 16),  # two chunks of k: blocks would wait for each other longer than they read
         ("w2a2", 4096, 2049, 2, 8),
@@ -184,11 +196,12 @@ def test_config_of_another_problem_is_refused() -> None:
         ("w2a2", 8192, 28672, 1, 16),  # the longest rows
     ],
 )
-def test_blocks_of_few_tokens(scheme: str, n: int, k: int, cluster: int, slots: int) -> None:
+def test_blocks_of_few_tokens(scheme: str, n: int, k: int, cluster_k: int, a_stages: int) -> None:
     """All run at once, with 8 to 24 planes ahead on a multiprocessor: 8192 x 8192 took 1.28 times as long by 4."""
     for m in (1, 8):
         asked = problem(scheme, m, n, k)
-        config = sm90_bitplane.default(asked)
-        assert sm90_bitplane.why_not(asked, config) is None and (config.cluster, config.slots) == (cluster, slots)
-        blocks = sm90_bitplane.grid(asked, config)[0]
-        assert blocks <= H200.sms * ((H200.shared_bytes + 1024) // (sm90_bitplane.shared_bytes(config) + 1024))
+        config = sm90_bitplane_skinny.default(asked)
+        assert sm90_bitplane_skinny.why_not(asked, config) is None
+        assert (config.cluster_k, config.a_stages) == (cluster_k, a_stages)
+        blocks = sm90_bitplane_skinny.grid(asked, config)[0]
+        assert blocks <= H200.sms * ((H200.shared_bytes + 1024) // (sm90_bitplane_skinny.shared_bytes(config) + 1024))

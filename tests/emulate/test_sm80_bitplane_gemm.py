@@ -5,9 +5,9 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels.common.types import Code, Output
+from anybit.kernels.common.types import Output
 from anybit.kernels.gemm import bitplane_layout, sm80_bitplane_gemm
-from anybit.kernels.gemm.sm90_bitplane import Params
+from anybit.kernels.gemm.bitplane_problem import Params, Problem, facts
 from anybit.reference import QuantizedActivations, integer_product
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_codes, random_weight
@@ -34,20 +34,8 @@ def test_product(case: tuple) -> None:
     exact = integer_product(x, weight)
     ready = bitplane_layout.prepare(weight)
     aligned = n % 8 == 0
-    config = sm80_bitplane_gemm.Config(
-        weights.bits,
-        form.bits,
-        Code(weights.code),
-        Code(form.code),
-        output,
-        aligned,
-        tile_n,
-        tile_m,
-        *warps,
-        stage_k,
-        stages,
-    )
-    problem = sm80_bitplane_gemm.Problem(m, n, k, weights, form, output, Device.named("sm_80"), aligned)
+    problem = Problem(m, n, k, weights, form, output, Device.named("sm_80"), aligned)
+    config = sm80_bitplane_gemm.Config(*facts(problem)[:5], False, aligned, tile_n, tile_m, *warps, stage_k, stages)
     assert sm80_bitplane_gemm.why_not(problem, config) is None
     bias = torch.randn(n)
     for seed in range(2):

@@ -1,4 +1,4 @@
-"""sm90_bitplane.cuh on the CPU: every walk and kind of tile, the three code families, ragged in every dimension.
+"""The wgmma bit-plane kernels on the CPU: every kind of tile, the three code families, ragged everywhere.
 
 Every 37th of the 192 pairs of widths and code families is tested, all with ANYBIT_EXHAUSTIVE=1 in the environment.
 """
@@ -7,37 +7,47 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels.gemm import sm90_bitplane
-from anybit.kernels.gemm.sm90_bitplane import (
-    Config,
-    Output,
-    Problem,
-    Turns,
-    Walk,
-)
+from anybit.kernels.common.types import Output
+from anybit.kernels.gemm import bitplane, sm90_bitplane_gemm
+from anybit.kernels.gemm.bitplane_problem import Facts, Problem
+from anybit.kernels.gemm.sm90_bitplane_gemm import Schedule
+from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import EXHAUSTIVE, PAIRS
-from cases_bitplane import DEPENDENT, code_pairs, emulated, large, on_host, once, operands, small
+from cases_bitplane import (
+    DEPENDENT,
+    TOKENS_A,
+    code_pairs,
+    emulated,
+    gemm,
+    on_host,
+    operands,
+    resident,
+    rings,
+    skinny,
+)
 
 pytestmark = pytest.mark.emulate
 
 EVERY = [(p, q, codes) for p, q in PAIRS for codes in code_pairs()[:3]]
 EVERY = EVERY if EXHAUSTIVE else EVERY[::37]
+STATIONARY = {"tile_m": 64, "activation_stationary": True, "activation_chunks": 2}
 
 
 def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.s32) -> Problem:
     return emulated(scheme, m, n, k, output)
 
 
-def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: bool = False) -> None:
-    assert sm90_bitplane.why_not(asked, config) is None
+def run(asked: Problem, config: Facts, seed: int = 0, padding: int = 0, bias: bool = False) -> None:
+    family = bitplane.family_of(config)
+    assert family.why_not(asked, config) is None
     m, n, k = asked.m, asked.n, asked.k
     given = operands(m, n, k, asked.weights, asked.activations, seed=seed)
     y = torch.full((m, n + padding), 77, dtype=asked.output.dtype)
     added = torch.linspace(-1, 1, n) if bias else None
-    y_map = emulate.Box(y[:, :n], 64, config.slab) if config.tensor else bytes(128)
+    y_map = emulate.Box(y[:, :n], 64, config.tma_rows) if config.tma_rows else bytes(128)
     params = on_host(given, y, added, y_map)
-    emulate.run(sm90_bitplane.kernel(config), params, sm90_bitplane.grid(asked, config), seed=seed, dependent=DEPENDENT)
+    emulate.run(family.kernel(config), params, family.grid(asked, config), seed=seed, dependent=DEPENDENT)
     assert bool((y[:, n:] == 77).all())
     y = y[:, :n]
     if asked.output is Output.s32:
@@ -51,132 +61,110 @@ def run(asked: Problem, config: Config, seed: int = 0, padding: int = 0, bias: b
 @pytest.mark.parametrize(
     ("scheme", "m", "n", "k", "change"),
     [
-        ("w1a1", 9, 70, 2100, {"tokens": 8}),
-        ("w2a3asym-xasym", 5, 20, 1100, {"tokens": 8, "span": 2, "stages": 2, "slots": 3}),
-        ("w3a2bipolar-xasym", 33, 72, 3000, {"tokens": 16, "cluster": 2}),
-        ("w2a2asym-xbipolar", 3, 65, 4200, {"tokens": 8, "cluster": 4}),
-        ("w2a1", 20, 40, 2500, {"tokens": 32, "walk": Walk.tokens}),
-        ("w3a4", 70, 50, 2100, {"tokens": 32, "walk": Walk.tokens, "span": 3, "stages": 3, "slots": 4}),
-        ("w1a1", 23, 40, 5000, {"tokens": 32, "walk": Walk.tokens, "slots": 4}),  # slots for more chunks than stages
-        ("w1a2bipolar-xasym", 12, 33, 2100, {"tokens": 32, "walk": Walk.tokens, "cluster": 2}),
-        ("w1a1", 9, 70, 4100, {"tokens": 8, "groups": 2, "span": 5, "stages": 5, "slots": 5}),
-        ("w2a2", 40, 100, 2100, {"tokens": 16, "multicast": True, "cluster": 2, "span": 3, "stages": 3, "slots": 4}),
-        (
-            "w2a3",
-            50,
-            125,
-            1100,
-            {"tokens": 32, "walk": Walk.tokens, "multicast": True, "cluster": 4, "groups": 2}
-            | {"span": 2, "stages": 2, "slots": 6},
-        ),
-        (
-            "w2a3",
-            70,
-            60,
-            2100,
-            {"tokens": 16, "walk": Walk.tokens, "multicast": True, "cluster": 4, "groups": 2}
-            | {"span": 3, "stages": 3, "slots": 9},
-        ),
-        ("w2a1", 70, 60, 2100, {"tokens": 32, "walk": Walk.tokens, "by_columns": True, "groups": 2, "stacked": 32}),
-        (
-            "w1a3asym-xasym",
-            70,
-            70,
-            3100,
-            {"tokens": 32, "walk": Walk.tokens, "by_columns": True, "groups": 4, "stacked": 8, "span": 2, "stages": 4}
-            | {"slots": 4},
-        ),
-        (
-            "w2a2",
-            30,
-            60,
-            2100,
-            {"tokens": 32, "walk": Walk.tokens, "by_columns": True, "groups": 2, "stacked": 32, "cluster": 2}
-            | {"multicast": True, "span": 3, "stages": 3, "slots": 4},
-        ),
-        ("w3a4", 70, 50, 2100, {"tokens": 32, "walk": Walk.tokens, "span": 3, "stages": 3, "slots": 12, "groups": 2}),
-        ("w2a1", 20, 40, 2500, {"tokens": 32, "walk": Walk.tokens, "groups": 4, "slots": 6, "stages": 3, "span": 3}),
+        ("w1a1", 9, 70, 2100, {"tile_b": 8}),
+        ("w2a3asym-xasym", 5, 20, 1100, {"tile_b": 8, **rings(3, 2, 2)}),
+        ("w3a2bipolar-xasym", 33, 72, 3000, {"tile_b": 16, "cluster_k": 2}),
+        ("w2a2asym-xbipolar", 3, 65, 4200, {"tile_b": 8, "cluster_k": 4}),
+        ("w2a1", 20, 40, 2500, TOKENS_A),
+        ("w3a4", 70, 50, 2100, TOKENS_A | {**rings(4, 3, 3)}),
+        ("w1a1", 23, 40, 5000, TOKENS_A | {"a_stages": 4}),  # slots for more chunks than stages
+        ("w1a2bipolar-xasym", 12, 33, 2100, TOKENS_A | {"cluster_k": 2}),
+        ("w1a1", 9, 70, 4100, {"tile_b": 8, "split_k_warpgroups": 2, **rings(5, 5, 5)}),
+        ("w2a1", 70, 60, 2100, TOKENS_A | {"split_b_warpgroups": 2, "wgmma_n": 32}),
+        ("w1a3asym-xasym", 70, 70, 3100, TOKENS_A | {"split_b_warpgroups": 4, "wgmma_n": 8, **rings(4, 4, 2)}),
+        ("w3a4", 70, 50, 2100, TOKENS_A | {**rings(12, 3, 3), "split_k_warpgroups": 2}),
+        ("w2a1", 20, 40, 2500, TOKENS_A | {"split_k_warpgroups": 4, **rings(6, 3, 3)}),
     ],
 )
 def test_few_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
     asked = problem(scheme, m, n, k)
     for seed in range(2):
-        run(asked, small(asked, **change), seed)
+        run(asked, skinny(asked, **change), seed)
 
 
 @pytest.mark.parametrize(("p", "q", "codes"), EVERY)
 def test_every_pair_is_exact(p: int, q: int, codes: tuple[str, str]) -> None:
     scheme = str(Scheme(WeightFormat(p, codes[0]), ActivationFormat(q, codes[1])))
     few, many = problem(scheme, 11, 70, 1100), problem(scheme, 70, 132, 1031)
-    run(few, small(few, 8))
-    run(many, large(many, 64))
+    run(few, skinny(few, 8))
+    run(many, gemm(many, 64))
 
 
 @pytest.mark.parametrize(
     ("scheme", "m", "n", "k", "change"),
     [
-        ("w1a1", 40, 64, 2100, {"tokens": 32, "walk": Walk.weights}),
-        ("w2a3asym-xasym", 37, 136, 2000, {"tokens": 32, "walk": Walk.weights}),
-        ("w3a2bipolar-xasym", 64, 70, 4000, {"tokens": 32, "walk": Walk.tokens, "even": True, "sets": 2}),
-        ("w2a2", 64, 64, 2100, {"tokens": 32, "walk": Walk.tokens, "reserve": 64, "even": True, "sets": 2, "early": 1}),
-        ("w1a2asym", 21, 300, 2100, {"tokens": 16, "walk": Walk.weights}),
-        ("w2a1", 100, 96, 4096, {"tokens": 16, "walk": Walk.tokens, "early": 0}),
-        ("w4a2", 70, 128, 2100, {"tokens": 32, "walk": Walk.weights, "sets": 2, "early": 2}),
-        ("w3a3asym", 64, 120, 2100, {"tokens": 32, "walk": Walk.weights, "sets": 3}),
-        ("w4a4", 40, 64, 2100, {"tokens": 32, "walk": Walk.weights, "sets": 3, "early": 1}),
-        ("w3a4", 37, 136, 3100, {"tokens": 32, "walk": Walk.weights, "sets": 3, "early": 1, "threads_copy": True}),
-        ("w2a2-xasym", 70, 72, 2100, {"tokens": 32, "walk": Walk.tokens, "early": 2, "threads_copy": True}),
-        ("w1a4", 21, 100, 1100, {"tokens": 16, "walk": Walk.weights, "threads_copy": True}),
+        ("w1a1", 40, 64, 2100, {"tile_b": 32}),
+        ("w2a3asym-xasym", 37, 136, 2000, {"tile_b": 32}),
+        ("w3a2bipolar-xasym", 64, 70, 4000, TOKENS_A | {"fill_waves": True, "accumulator_sets": 2}),
+        (
+            "w2a2",
+            64,
+            64,
+            2100,
+            TOKENS_A | {"reserved_bytes": 64, "fill_waves": True, "accumulator_sets": 2, "prologue_stages": 1},
+        ),
+        ("w1a2asym", 21, 300, 2100, {"tile_b": 16}),
+        ("w2a1", 100, 96, 4096, {"tile_b": 16, "a_operand": AOperand.activations, "prologue_stages": 0}),
+        ("w4a2", 70, 128, 2100, {"tile_b": 32, "accumulator_sets": 2, "prologue_stages": 2}),
+        ("w3a3asym", 64, 120, 2100, {"tile_b": 32, "accumulator_sets": 3}),
+        ("w4a4", 40, 64, 2100, {"tile_b": 32, "accumulator_sets": 3, "prologue_stages": 1}),
+        (
+            "w3a4",
+            37,
+            136,
+            3100,
+            {"tile_b": 32, "accumulator_sets": 3, "prologue_stages": 1, "cp_async_activations": True},
+        ),
+        ("w2a2-xasym", 70, 72, 2100, TOKENS_A | {"prologue_stages": 2, "cp_async_activations": True}),
+        ("w1a4", 21, 100, 1100, {"tile_b": 16, "cp_async_activations": True}),
     ],
 )
-def test_everything_of_a_tile_at_once(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
+def test_everything_of_a_tile_at_resident(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
     for output in (Output.s32, Output.f16):
         asked = problem(scheme, m, n, k, output)
-        run(asked, once(asked, **change), bias=output is Output.f16)
-    run(asked, once(asked, **change), seed=1, padding=3)  # rows that begin anywhere
+        run(asked, resident(asked, **change), bias=output is Output.f16)
+    run(asked, resident(asked, **change), seed=1, padding=3)  # rows that begin anywhere
 
 
 @pytest.mark.parametrize(
     ("scheme", "m", "n", "k", "change"),
     [
-        ("w1a1", 70, 200, 2100, {"tokens": 64, "turns": Turns.none}),
-        ("w2a3asym-xasym", 50, 140, 3000, {"tokens": 64, "turns": Turns.diagonals}),
-        ("w3a1bipolar-xasym", 130, 100, 1000, {"tokens": 128}),
-        ("w1a2", 100, 300, 2000, {"tokens": 64, "resident": True, "activation_groups": 2, "turns": Turns.tiles}),
-        ("w2a1", 100, 300, 3000, {"tokens": 64, "turns": Turns.staggered, "weight_groups": 2, "activation_groups": 2}),
-        ("w1a2", 100, 300, 1000, {"tokens": 64, "turns": Turns.staggered, "weight_groups": 3, "activation_groups": 2}),
-        ("w2a2", 100, 300, 1100, {"tokens": 64, "resident": True, "activation_groups": 2, "weight_groups": 1}),
-        ("w2a1", 300, 300, 1100, {"tokens": 128, "tail": 64}),  # the tile that is left has one piece with tokens
-        ("w1a1", 120, 300, 1100, {"tokens": 128, "tail": 64, "turns": Turns.tiles}),
-        ("w2a1", 150, 140, 2100, {"tokens": 64, "cluster": 2, "multicast": True}),
-        ("w1a2", 300, 300, 1100, {"tokens": 128, "tail": 64, "cluster": 2, "multicast": True}),
-        ("w1a2", 200, 100, 1100, {"tokens": 256, "tail": 64}),  # less than a round: all of it is cut
+        ("w1a1", 70, 200, 2100, {"tile_m": 64, "schedule": Schedule.cooperative}),
+        ("w2a3asym-xasym", 50, 140, 3000, {"tile_m": 64, "schedule": Schedule.alternating}),
+        ("w3a1bipolar-xasym", 130, 100, 1000, {"tile_m": 128}),
+        ("w1a2", 100, 300, 2000, STATIONARY | {"schedule": Schedule.pingpong}),
+        ("w2a2", 100, 300, 1100, STATIONARY | {"weight_chunks": 1}),
+        ("w2a1", 300, 300, 1100, {"tile_m": 128, "tail_tile_m": 64}),  # the tile that is left has one piece with tokens
+        ("w1a1", 120, 300, 1100, {"tile_m": 128, "tail_tile_m": 64, "schedule": Schedule.pingpong}),
+        ("w2a1", 150, 140, 2100, {"tile_m": 64, "cluster_n": 2}),
+        ("w1a2", 300, 300, 1100, {"tile_m": 128, "tail_tile_m": 64, "cluster_n": 2}),
+        ("w1a2", 200, 100, 1100, {"tile_m": 256, "tail_tile_m": 64}),  # less than a round: all of it is cut
     ],
 )
 def test_many_tokens(scheme: str, m: int, n: int, k: int, change: dict[str, object]) -> None:
     asked = problem(scheme, m, n, k)
     for seed in range(2):
-        run(asked, large(asked, **change), seed)
+        run(asked, gemm(asked, **change), seed)
 
 
 @pytest.mark.parametrize(("m", "k"), [(100, 2100), (260, 1100)])  # pieces without tokens; tiles without
 def test_first_planes_in_pieces(m: int, k: int) -> None:
     asked = problem("w2a2", m, 136, k, Output.f16)
-    rings = {"weight_groups": 2, "activation_groups": 2}
-    run(asked, large(asked, tokens=256, turns=Turns.none, tensor=True, starts=2, **rings), bias=True)
+    how = {"weight_chunks": 2, "activation_chunks": 2, "schedule": Schedule.cooperative, "first_plane_pieces": 2}
+    run(asked, gemm(asked, tile_m=256, tma_store=True, **how), bias=True)
 
 
 @pytest.mark.parametrize("output", [Output.f16, Output.bf16, Output.f32])
-def test_results_are_rounded_once(output: Output) -> None:
+def test_results_are_rounded_resident(output: Output) -> None:
     for n, padding in ((72, 0), (71, 2), (72, 8)):
         asked = problem("w2a3-xasym", 66, n, 1024, output)
-        run(asked, large(asked, tokens=64), padding=padding, bias=True)
+        run(asked, gemm(asked, tile_m=64), padding=padding, bias=True)
         if output is not Output.f32 and n % 8 == 0:
-            ways = {"buffers": 2 + padding // 8, "streamed": padding > 0}
-            run(asked, large(asked, tokens=64, tensor=True, **ways), padding=padding, bias=True)
-        run(asked, small(asked, tokens=16), padding=padding, bias=True)
+            config = gemm(asked, tile_m=64, tma_store=True, epilogue_stages=2 + padding // 8)
+            run(asked, config, padding=padding, bias=True)
+        run(asked, skinny(asked, 16), padding=padding, bias=True)
 
 
-def test_tensor_stores_want_whole_sixteens() -> None:
+def test_tma_stores_want_whole_sixteens() -> None:
     asked = problem("w2a2", 5, 71, 1024, Output.f16)
-    assert "end within them" in (sm90_bitplane.why_not(asked, large(asked, tokens=64, tensor=True)) or "")
+    assert "end within them" in (sm90_bitplane_gemm.why_not(asked, gemm(asked, tile_m=64, tma_store=True)) or "")

@@ -1,4 +1,4 @@
-"""sm90_bitplane_stacked.cuh on the CPU: what blocks keep, small rings, warpgroups that lag, ragged sizes."""
+"""sm90_bitplane_stacked.cuh on the CPU: what stays in shared memory, small rings, warpgroups that lag, ragged sizes."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ import torch
 import emulate
 from anybit.kernels.common.types import Output
 from anybit.kernels.gemm import sm90_bitplane_stacked
-from anybit.kernels.gemm.sm90_bitplane import Problem
-from anybit.kernels.gemm.sm90_bitplane_stacked import Keep
-from cases_bitplane import DEPENDENT, emulated, on_host, operands, wide
+from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
+from cases_bitplane import DEPENDENT, emulated, on_host, operands, stacked
 
 pytestmark = pytest.mark.emulate
 
@@ -21,7 +21,7 @@ def run(asked: Problem, config: sm90_bitplane_stacked.Config, seed: int, bias: b
     given = operands(m, n, k, asked.weights, asked.activations, seed=seed)
     y = torch.full((m, n), 77, dtype=asked.output.dtype)
     added = torch.linspace(-1, 1, n) if bias else None
-    params = on_host(given, y, added, emulate.Box(y, 64, config.slab))
+    params = on_host(given, y, added, emulate.Box(y, 64, config.tma_rows))
     grid = sm90_bitplane_stacked.grid(asked, config)
     emulate.run(sm90_bitplane_stacked.kernel(config), params, grid, seed=seed, dependent=DEPENDENT)
     expected = given.exact * given.unit + (0 if added is None else added.double())
@@ -34,15 +34,29 @@ def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.f16) ->
 
 
 @pytest.mark.parametrize(
-    ("scheme", "m", "n", "k", "tokens", "change"),
+    ("scheme", "m", "n", "k", "tile_m", "change"),
     [
-        ("w1a2", 300, 304, 2100, 128, {"token_slots": 3, "weight_slots": 3, "keep": Keep.tokens, "lag": 2}),
-        ("w2a2bipolar-xasym", 300, 136, 3100, 128, {"weight_slots": 3, "lag": 1}),
-        ("w3a2asym-xasym", 150, 200, 1000, 64, {"slab": 64, "buffers": 2, "weight_slots": 4, "lag": 1}),
-        ("w2a2asym-xbipolar", 140, 264, 3100, 64, {"weight_slots": 8, "keep": Keep.weights, "early": 3}),
-        ("w2a2", 500, 264, 2000, 128, {"keep": Keep.tokens, "weight_slots": 4, "early": 0}),
+        (
+            "w1a2",
+            300,
+            304,
+            2100,
+            128,
+            {"activation_stages": 3, "weight_stages": 3, "stationary": Stationary.activations, "warpgroup_lag": 2},
+        ),
+        ("w2a2bipolar-xasym", 300, 136, 3100, 128, {"weight_stages": 3, "warpgroup_lag": 1}),
+        (
+            "w3a2asym-xasym",
+            150,
+            200,
+            1000,
+            64,
+            {"epilogue_tile": 64, "epilogue_stages": 2, "weight_stages": 4, "warpgroup_lag": 1},
+        ),
+        ("w2a2asym-xbipolar", 140, 264, 3100, 64, {"weight_stages": 8, "stationary": Stationary.weights}),
+        ("w2a2", 500, 264, 2000, 128, {"stationary": Stationary.activations, "weight_stages": 4}),
     ],
 )
-def test_planes_side_by_side(scheme: str, m: int, n: int, k: int, tokens: int, change: dict[str, Any]) -> None:
+def test_planes_side_by_side(scheme: str, m: int, n: int, k: int, tile_m: int, change: dict[str, Any]) -> None:
     asked = problem(scheme, m, n, k, Output.bf16 if m == 150 else Output.f16)
-    run(asked, wide(asked, tokens, **change), seed=m + n, bias=n == 200)
+    run(asked, stacked(asked, tile_m, **change), seed=m + n, bias=n == 200)

@@ -20,7 +20,7 @@ import transformers  # noqa: E402
 from anybit import AnyBitConfig, QuantLinear, use_backend  # noqa: E402
 from anybit.kernels.common.types import Output  # noqa: E402
 from anybit.kernels.elementwise import quantize_activations as activation_kernel  # noqa: E402
-from anybit.kernels.gemm import bitplane_layout, sm90_bitplane  # noqa: E402
+from anybit.kernels.gemm import bitplane, bitplane_layout  # noqa: E402
 from anybit.reference import integer_product, quantize_activations  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from timing import merge_rows, stamp  # noqa: E402
@@ -38,7 +38,7 @@ def wrong_sums(layer: QuantLinear, x: torch.Tensor) -> tuple[int, int]:
     packed = activation_kernel.quantize(x.reshape(-1, x.shape[-1]), form)
     codes = bitplane_layout.unpack(packed.codes, packed.m, packed.k)
     doubled = (weight.format.code == "bipolar") + (form.code == "bipolar")
-    sums = sm90_bitplane.multiply(packed, bitplane_layout.prepare(weight), Output.s32)
+    sums = bitplane.multiply(packed, bitplane_layout.prepare(weight), Output.s32)
     exact = integer_product(expected, weight) * 2**doubled
     return int((codes != expected.codes).sum()), int((sums.double() != exact).sum())
 

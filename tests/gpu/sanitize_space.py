@@ -22,10 +22,14 @@ from anybit import jit  # noqa: E402
 from anybit.kernels.common.types import Output  # noqa: E402
 from anybit.kernels.elementwise import quantize_activations  # noqa: E402
 from anybit.kernels.gemm import (  # noqa: E402
+    bitplane,
     bitplane_layout,
     sm80_bitplane_gemm,
-    sm90_bitplane,
+    sm90_bitplane_gemm,
+    sm90_bitplane_resident,
+    sm90_bitplane_skinny,
 )
+from anybit.kernels.gemm.bitplane_problem import Problem  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
 from cases_bitplane import H200  # noqa: E402
@@ -35,16 +39,10 @@ TOGETHER = 24
 
 
 def space(m: int, n: int, k: int, scheme: Scheme) -> list[tuple[ModuleType, Any]]:
-    """Both families' configs."""
-    formats = (m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
-    large = [(sm90_bitplane, config) for config in sm90_bitplane.configs(sm90_bitplane.Problem(*formats))]
-    return [
-        *large,
-        *(
-            (sm80_bitplane_gemm, one)
-            for one in sm80_bitplane_gemm.configs(sm80_bitplane_gemm.Problem(*formats, n % 8 == 0))
-        ),
-    ]
+    """Every family's configs."""
+    problem = Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
+    families = (sm90_bitplane_gemm, sm90_bitplane_skinny, sm90_bitplane_resident, sm80_bitplane_gemm)
+    return [(family, config) for family in families for config in family.configs(problem)]
 
 
 def main() -> None:
@@ -67,13 +65,13 @@ def main() -> None:
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(0)).half().cuda()
     first: torch.Tensor | None = None
     began = time.perf_counter()
-    for i, (family, config) in enumerate(found):
+    for i, (_, config) in enumerate(found):
         if time.perf_counter() - began > options.seconds:
             print(f"no time for {len(found) - i} of {len(found)} configs")
             found = found[:i]
             break
         try:
-            y = family.multiply(
+            y = bitplane.multiply(
                 quantize_activations.quantize(x, options.scheme.activations), weight, Output.f16, config=config
             )
             torch.cuda.synchronize()
@@ -102,10 +100,10 @@ def in_graphs(
             with torch.cuda.stream(stream):
                 graph.capture_begin()
                 results = [
-                    family.multiply(
+                    bitplane.multiply(
                         quantize_activations.quantize(x, options.scheme.activations), weight, Output.f16, config=config
                     )
-                    for family, config in chosen
+                    for _, config in chosen
                 ]
                 graph.capture_end()
                 for _ in range(4):

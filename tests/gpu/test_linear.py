@@ -11,7 +11,8 @@ from anybit.errors import KernelError, LayerError
 from anybit.jit import Kernel
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.gemm import sm90_bitplane
+from anybit.kernels.gemm import bitplane
+from anybit.kernels.gemm.bitplane_problem import Problem
 from anybit.linear import QuantLinear
 from anybit.scheme import Scheme
 from cases import EXHAUSTIVE, random_weight
@@ -34,7 +35,8 @@ def kernels_used() -> list[Kernel]:
         parsed = Scheme.parse(scheme)
         bucket = 1 << (m - 1).bit_length()
         problem = (bucket, n, k, parsed.weights, parsed.activations, Output.f16, Device.named("sm_90a"))
-        found.add(sm90_bitplane.kernel(sm90_bitplane.default(sm90_bitplane.Problem(*problem))))
+        config = bitplane.default(Problem(*problem))
+        found.add(bitplane.family_of(config).kernel(config))
         found.add(
             quantize_activations.kernel(
                 quantize_activations.default(

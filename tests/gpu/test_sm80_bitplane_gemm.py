@@ -5,9 +5,10 @@ import torch
 
 from anybit.device import Device
 from anybit.jit import Kernel
+from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations as activation_kernel
-from anybit.kernels.gemm import bitplane_layout, sm80_bitplane_gemm
-from anybit.kernels.gemm.sm80_bitplane_gemm import Output
+from anybit.kernels.gemm import bitplane, bitplane_layout, sm80_bitplane_gemm
+from anybit.kernels.gemm.bitplane_problem import Problem
 from anybit.reference import integer_product, quantize_activations
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import EXHAUSTIVE, PAIRS, random_weight
@@ -27,14 +28,12 @@ def code_of(p: int, q: int) -> tuple[str, str]:
     return CODES[(p + q) % 3], CODES[(p + 2 * q) % 3]
 
 
-def problem_of(
-    m: int, n: int, k: int, p: int, q: int, codes: tuple[str, str], output: Output
-) -> sm80_bitplane_gemm.Problem:
+def problem_of(m: int, n: int, k: int, p: int, q: int, codes: tuple[str, str], output: Output) -> Problem:
     formats = WeightFormat(p, codes[0]), ActivationFormat(q, codes[1])
-    return sm80_bitplane_gemm.Problem(m, n, k, *formats, output, Device.named("sm_90a"), n % 8 == 0)
+    return Problem(m, n, k, *formats, output, Device.named("sm_90a"), n % 8 == 0)
 
 
-def sampled(problem: sm80_bitplane_gemm.Problem) -> tuple[sm80_bitplane_gemm.Config, ...]:
+def sampled(problem: Problem) -> tuple[sm80_bitplane_gemm.Config, ...]:
     return sm80_bitplane_gemm.configs(problem)[:: 1 if EXHAUSTIVE else 5]
 
 
@@ -72,17 +71,18 @@ def run(
     expected = (integer_product(quantized, weight) * 2**doubled).int()
     prepared = bitplane_layout.prepare(weight).to("cuda")
     packed = activation_kernel.quantize(x.cuda(), activations)
-    chosen: list[sm80_bitplane_gemm.Config | None] = [None]
+    chosen = [sm80_bitplane_gemm.default(problem_of(m, n, k, p, q, codes, Output.s32))]
     if every_config:
         chosen += sampled(problem_of(m, n, k, p, q, codes, Output.s32))
     for config in chosen:
         y = torch.full((m, n), -0x5A5A5A5A, dtype=torch.int32, device="cuda")
-        sm80_bitplane_gemm.multiply(packed, prepared, Output.s32, y=y, config=config)
+        bitplane.multiply(packed, prepared, Output.s32, y=y, config=config)
         assert torch.equal(y.cpu(), expected), config
     bias = torch.randn(n)
     exact = integer_product(quantized, weight) * packed.scale.cpu().double()[:, None] * weight.scale[:, 0].double()
     for output in outputs:
-        y = sm80_bitplane_gemm.multiply(packed, prepared, output, bias=bias.cuda()).cpu()
+        config = sm80_bitplane_gemm.default(problem_of(m, n, k, p, q, codes, output))
+        y = bitplane.multiply(packed, prepared, output, bias=bias.cuda(), config=config).cpu()
         tolerance = {Output.f16: 1e-3, Output.bf16: 8e-3, Output.f32: 1e-6}[output]
         torch.testing.assert_close(y.double(), exact + bias, rtol=tolerance, atol=1e-5)
 

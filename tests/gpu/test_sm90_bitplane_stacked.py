@@ -1,4 +1,4 @@
-"""sm90_bitplane_stacked.cuh on an H200: exact results, what blocks keep, warpgroups that lag, ragged sizes."""
+"""sm90_bitplane_stacked.cuh on a GPU: exact results, stationary operands, warpgroups that lag, ragged sizes."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ import torch
 from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.kernels.common.types import Output
-from anybit.kernels.gemm import sm90_bitplane, sm90_bitplane_stacked
-from anybit.kernels.gemm.sm90_bitplane import Problem
-from anybit.kernels.gemm.sm90_bitplane_stacked import Config, Keep
+from anybit.kernels.gemm import bitplane, sm90_bitplane_gemm, sm90_bitplane_stacked
+from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.sm90_bitplane_stacked import Config, Stationary
 from anybit.scheme import Scheme
-from cases_bitplane import H200, code_pairs, operands, wide
+from cases_bitplane import H200, code_pairs, operands, stacked
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(1024, 4096, 4096), (65, 8, 77), (1000, 4104, 3000), (4097, 136, 1024), (300, 30000, 1024)]
 WAYS: list[tuple[int, dict[str, Any]]] = [
-    (128, {"weight_slots": 4, "token_slots": 3, "keep": Keep.tokens, "lag": 1}),
-    (128, {"weight_slots": 6, "token_slots": 2, "keep": Keep.weights}),
-    (128, {"weight_slots": 3, "token_slots": 2, "lag": 1, "early": 0}),
-    (64, {"weight_slots": 6, "token_slots": 6, "lag": 2, "slab": 64, "buffers": 2}),
+    (128, {"weight_stages": 4, "activation_stages": 3, "stationary": Stationary.activations, "warpgroup_lag": 1}),
+    (128, {"weight_stages": 6, "activation_stages": 2, "stationary": Stationary.weights}),
+    (128, {"weight_stages": 3, "activation_stages": 2, "warpgroup_lag": 1}),
+    (64, {"weight_stages": 6, "activation_stages": 6, "warpgroup_lag": 2, "epilogue_tile": 64, "epilogue_stages": 2}),
 ]
 
 
@@ -39,25 +39,27 @@ def kernels_used() -> list[Kernel]:
     """What the tests below launch, for precompile.py."""
     configs = {sm90_bitplane_stacked.default(asked(*shape, scheme)) for shape in SHAPES for scheme in ("w1a2", "w2a2")}
     configs |= {sm90_bitplane_stacked.default(asked(700, 1032, 2100, scheme)) for scheme in schemes()}
-    configs |= {wide(asked(1030, 4104, 2100, "w2a2"), tokens, **change) for tokens, change in WAYS}
+    configs |= {stacked(asked(1030, 4104, 2100, "w2a2"), tile_m, **change) for tile_m, change in WAYS}
     configs |= {sm90_bitplane_stacked.default(asked(300, 264, 1500, "w2a2-xasym", Output.bf16))}
     return [sm90_bitplane_stacked.kernel(config) for config in configs]
 
 
 def check(problem: Problem, config: Config | None = None, *, padding: int = 0, bias: bool = False) -> None:
-    """Multiply into poisoned memory; compare with the exact integers, and bit for bit with sm90_bitplane.py."""
+    """Multiply into poisoned memory; compare with the exact integers, and bit for bit with sm90_bitplane_gemm.py."""
     m, n = problem.m, problem.n
     given = operands(m, n, problem.k, problem.weights, problem.activations, "cuda")
+    config = config or sm90_bitplane_stacked.default(problem)
     room = torch.full((m + 2, n + padding), 77, dtype=problem.output.dtype, device="cuda")
     y = room[1 : m + 1, :n]
     added = torch.linspace(-1, 1, n, device="cuda") if bias else None
-    sm90_bitplane_stacked.multiply(given.x, given.weight, problem.output, bias=added, y=y, config=config)
+    bitplane.multiply(given.x, given.weight, problem.output, bias=added, y=y, config=config)
     expected = given.exact * given.unit + (0 if added is None else added.double())
     step = {torch.float16: 2**-11, torch.bfloat16: 2**-8}[y.dtype] + 2**-21
     bound = expected.abs() * step + 2**-24 * (y.dtype is torch.float16) + 1e-6 * bias
     assert bool(((y.double() - expected).abs() <= bound).all())
     assert bool((room[0] == 77).all() and (room[m + 1] == 77).all() and (room[:, n:] == 77).all())
-    other = sm90_bitplane.multiply(given.x, given.weight, problem.output, bias=added)
+    other_config = sm90_bitplane_gemm.default(problem)
+    other = bitplane.multiply(given.x, given.weight, problem.output, bias=added, config=other_config)
     assert torch.equal(y.contiguous().view(torch.int16), other.view(torch.int16))
 
 
@@ -72,10 +74,10 @@ def test_every_width_and_code(scheme: str) -> None:
     check(asked(700, 1032, 2100, scheme), bias=True)
 
 
-@pytest.mark.parametrize(("tokens", "change"), WAYS, ids=str)
-def test_every_kind_of_config(tokens: int, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("tile_m", "change"), WAYS, ids=str)
+def test_every_kind_of_config(tile_m: int, change: dict[str, Any]) -> None:
     problem = asked(1030, 4104, 2100, "w2a2")
-    config = wide(problem, tokens, **change)
+    config = stacked(problem, tile_m, **change)
     assert sm90_bitplane_stacked.why_not(problem, config) is None
     check(problem, config, padding=8)
 
@@ -85,5 +87,6 @@ def test_rows_of_results_start_on_16_bytes() -> None:
     check(problem)
     given = operands(300, 264, 1500, problem.weights, problem.activations, "cuda")
     y = torch.empty(300, 267, dtype=torch.bfloat16, device="cuda")[:, :264]
-    with pytest.raises(KernelError, match="rows 267 elements apart"):
-        sm90_bitplane_stacked.multiply(given.x, given.weight, Output.bf16, y=y)
+    config = sm90_bitplane_stacked.default(problem)
+    with pytest.raises(KernelError, match="267 elements apart"):
+        bitplane.multiply(given.x, given.weight, Output.bf16, y=y, config=config)

@@ -39,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *wo
 def measured(tmp_path: Path) -> Path:
     parsed = Scheme.parse("w3a3")
     one = LinearProblem(64, 4096, 14336, parsed.weights, parsed.activations)
-    other = next(c for c in space(one).candidates if c.kernel == "sm90_bitplane")
+    other = next(c for c in space(one).candidates if c.kernel == "sm90_bitplane_skinny")
     found = {
         "bitwise": Measured.of(other, one, 15.0),
         "padding to int8": Measured.of(builtin(one), one, 12.5),
@@ -94,10 +94,7 @@ def test_explains_every_layer_of_a_model(
         (("explain", "4096,4096", "-s", "w4a8", "--allow", "a4"), "--allow a4 is unknown"),
         (("explain", "nothing here", "-s", "w4a8"), "neither a folder"),
         (("explain", "64,64", "-s", "w4a8s24"), "sparse"),
-        (
-            ("explain", "64,64", "-s", "w4a8g32-xasym"),
-            "sm90_bitplane: bit planes need one scale a row",
-        ),
+        (("explain", "64,64", "-s", "w4a8g32-xasym"), "sm90_bitplane_gemm: groups of 32 inputs have their own scales"),
         (("explain", "64,64", "-s", "w4a1g32"), "the reference does, slowly, after anybit.ops.allow_fallback()"),
     ],
 )

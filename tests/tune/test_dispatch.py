@@ -32,14 +32,14 @@ H200 = Device.named("sm_90a")
 
 def test_the_fastest_measured_config_runs() -> None:
     one = product()
-    map_ = policy((one, point(one, {"sm90_bitplane": 9.5, "sm90_packed_gemm": 8.25})))
+    map_ = policy((one, point(one, {"sm90_bitplane_skinny": 9.5, "sm90_packed_gemm": 8.25})))
     choice = Dispatcher("NVIDIA H200", [map_]).choose(one)
     assert (choice.origin, choice.candidate.kernel, choice.us) == ("map", "sm90_packed_gemm", 8.25)
     by = explain(replace(one, m=13), Dispatcher("NVIDIA H200", [map_]))
     assert "at M = 16, by" in by.why, "the count that was measured, not the one that was asked for"
     # In one layout, the fastest that reads it; for 13 tokens, what was measured for 16.
     choice = Dispatcher("NVIDIA H200", [map_]).choose(replace(one, m=13), [Layout.planes])
-    assert (choice.origin, choice.candidate.kernel, choice.us) == ("map", "sm90_bitplane", 9.5)
+    assert (choice.origin, choice.candidate.kernel, choice.us) == ("map", "sm90_bitplane_skinny", 9.5)
     # Half way to a power of two, the power's point.
     assert Dispatcher("NVIDIA H200", [map_]).choose(replace(one, m=11)).origin == "map"
     # Integer products take the same time whichever 16 bits their results have.
@@ -65,7 +65,7 @@ def test_a_nearby_config_runs_if_it_is_legal_and_won_clearly() -> None:
     assert Dispatcher("NVIDIA H200", [won]).choose(far).origin == "built in"
     tied = policy((one, point(one, {"sm90_packed_gemm": 9.9}, default_us=10.0)))
     assert Dispatcher("NVIDIA H200", [tied]).choose(near).origin == "built in"
-    lost = policy((one, point(one, {"sm90_bitplane": 8.0, "sm90_packed_gemm": 12.0}, default_us=10.0)))
+    lost = policy((one, point(one, {"sm90_bitplane_skinny": 8.0, "sm90_packed_gemm": 12.0}, default_us=10.0)))
     assert Dispatcher("NVIDIA H200", [lost]).choose(near).candidate == builtin(near)
 
 
@@ -98,46 +98,49 @@ def test_5_and_6_tokens_of_4_bits_have_a_built_in_choice_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "us", "kernel"), [(1, 8.9, "sm90_bitplane"), (1, 8.7, "sm90_packed_skinny"), (16, 9.2, "sm90_packed_gemm")]
+    ("m", "us", "kernel"),
+    [(1, 8.9, "sm90_bitplane_skinny"), (1, 8.7, "sm90_packed_skinny"), (16, 9.2, "sm90_packed_gemm")],
 )
 def test_few_tokens_change_their_layout_for_a_clear_gain_alone(m: int, us: float, kernel: str) -> None:
     one = product("w2a4", m)
     tiles = "sm90_packed_skinny" if m == 1 else "sm90_packed_gemm"
-    measured = point(one, {"sm90_bitplane": 9.42, tiles: us}, 9.42)
+    measured = point(one, {"sm90_bitplane_skinny": 9.42, tiles: us}, 9.42)
     by = Dispatcher("NVIDIA H200", [policy((one, measured))])
     assert by.choose(one).candidate.kernel == kernel
     assert by.choose(one, [Layout.tiles_a8]).candidate.kernel == tiles, "where it lies in tiles it runs from them"
 
 
-@pytest.mark.parametrize(("us", "kernel"), [(8.6, "sm90_bitplane"), (8.2, "sm90_packed_skinny")])
+@pytest.mark.parametrize(("us", "kernel"), [(8.6, "sm90_bitplane_skinny"), (8.2, "sm90_packed_skinny")])
 def test_few_tokens_take_another_config_rather_than_another_layout(us: float, kernel: str) -> None:
     one = product("w2a4", 1)
-    measured = point(one, {"sm90_bitplane": 9.0, "sm90_packed_skinny": us}, 9.9)
+    measured = point(one, {"sm90_bitplane_skinny": 9.0, "sm90_packed_skinny": us}, 9.9)
     other = next(
         c
         for c in space(one).candidates
-        if c.kernel == "sm90_bitplane" and c != builtin(one) and preserves_pdl_overlap(one, c)
+        if c.kernel == "sm90_bitplane_skinny" and c != builtin(one) and preserves_pdl_overlap(one, c)
     )
     strategies = measured.strategies | {"bitwise": Measured.of(other, one, 9.0)}
     measured = replace(measured, strategies=strategies)
     by = Dispatcher("NVIDIA H200", [policy((one, measured))])
     chosen = by.choose(one).candidate
-    assert chosen.kernel == kernel and (kernel != "sm90_bitplane" or chosen == other)
+    assert chosen.kernel == kernel and (kernel != "sm90_bitplane_skinny" or chosen == other)
 
 
 @pytest.mark.parametrize(
-    ("tiles", "kernel"), [(None, "sm90_bitplane"), (9.42, "sm90_bitplane"), (8.8, "sm90_packed_skinny")]
+    ("tiles", "kernel"), [(None, "sm90_bitplane_skinny"), (9.42, "sm90_bitplane_skinny"), (8.8, "sm90_packed_skinny")]
 )
 def test_another_layout_does_not_keep_the_built_in_config(tiles: float | None, kernel: str) -> None:
     """What wins by 5 % in the built-in layout runs, whatever has won by less than 6 % of it in another."""
     one = product("w2a4", 1)
-    configs = (c for c in space(one).candidates if c.kernel == "sm90_bitplane" and c != builtin(one))
+    configs = (c for c in space(one).candidates if c.kernel == "sm90_bitplane_skinny" and c != builtin(one))
     other = next(c for c in configs if preserves_pdl_overlap(one, c))
-    measured = point(one, {"sm90_bitplane": 9.45} | ({} if tiles is None else {"sm90_packed_skinny": tiles}), 10.0)
+    measured = point(
+        one, {"sm90_bitplane_skinny": 9.45} | ({} if tiles is None else {"sm90_packed_skinny": tiles}), 10.0
+    )
     strategies = measured.strategies | {"bitwise": Measured.of(other, one, 9.45)}
     measured = replace(measured, strategies=strategies)
     chosen = Dispatcher("NVIDIA H200", [policy((one, measured))]).choose(one).candidate
-    assert chosen.kernel == kernel and (kernel != "sm90_bitplane" or chosen == other)
+    assert chosen.kernel == kernel and (kernel != "sm90_bitplane_skinny" or chosen == other)
 
 
 @pytest.mark.parametrize(("us", "origin"), [(200.0, "between"), (100.0, "built in")])
@@ -211,13 +214,13 @@ def test_few_tokens_run_no_config_that_leaves_others_less_room_than_the_built_in
 def test_bit_planes_of_few_tokens_may_take_half_of_a_multiprocessor() -> None:
     """Several of their blocks share one: w4a4 5120 x 5120 took 5.8 us in larger rings than built-in ones, for 6.4."""
     one = product("w4a4", 3, n=5120, k=5120)
-    family = FAMILIES["sm90_bitplane"]
+    family = FAMILIES["sm90_bitplane_skinny"]
     own, half = family.module.shared_bytes(family.default(one)), one.device.shared_bytes // 2 - 1024
-    sizes = {c: family.module.shared_bytes(c) for c in family.configs(one) if c.path.value == "small" and c.blocks == 1}
+    sizes = {c: family.module.shared_bytes(c) for c in family.configs(one) if c.min_blocks_per_sm == 1}
     larger = next(c for c, size in sizes.items() if own < size <= half)
     largest = next(c for c, size in sizes.items() if size > max(own, half))
     assert [
-        preserves_pdl_overlap(one, Candidate("bitwise", "sm90_bitplane", c, one.activations)) for c in (larger, largest)
+        preserves_pdl_overlap(one, Candidate("bitwise", family.name, c, one.activations)) for c in (larger, largest)
     ] == [
         True,
         False,
@@ -239,14 +242,14 @@ def test_eight_bit_activations_run_only_where_allowed() -> None:
 def test_two_layouts_are_kept_where_each_wins_somewhere() -> None:
     few, many = product("w2a4", 1), product("w2a4", 1024)
     won = policy(
-        (few, Point(4.0, point(few, {"sm90_bitplane": 3.0, "sm90_packed_skinny": 4.0}).strategies)),
-        (many, Point(40.0, point(many, {"sm90_bitplane": 60.0, "sm90_packed_gemm": 40.0}).strategies)),
+        (few, Point(4.0, point(few, {"sm90_bitplane_skinny": 3.0, "sm90_packed_skinny": 4.0}).strategies)),
+        (many, Point(40.0, point(many, {"sm90_bitplane_skinny": 60.0, "sm90_packed_gemm": 40.0}).strategies)),
     )
     assert set(Dispatcher("NVIDIA H200", [won]).layouts(few)) == {Layout.planes, Layout.tiles_a8}
     assert Dispatcher("NVIDIA H200", [won]).layouts(few, most=1) == (Layout.tiles_a8,)  # 1.33 and not 1.5 times
     close = policy(
-        (few, Point(4.0, point(few, {"sm90_bitplane": 3.9, "sm90_packed_skinny": 4.0}).strategies)),
-        (many, Point(40.0, point(many, {"sm90_bitplane": 60.0, "sm90_packed_gemm": 40.0}).strategies)),
+        (few, Point(4.0, point(few, {"sm90_bitplane_skinny": 3.9, "sm90_packed_skinny": 4.0}).strategies)),
+        (many, Point(40.0, point(many, {"sm90_bitplane_skinny": 60.0, "sm90_packed_gemm": 40.0}).strategies)),
     )
     assert Dispatcher("NVIDIA H200", [close]).layouts(few) == (Layout.tiles_a8,)
 
@@ -265,25 +268,24 @@ def test_a_look_up_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("scheme", "m"), [("w2a2", 1), ("w2a4", 24), ("w1a1", 200), ("w4a4", 2000)])
 def test_a_search_tries_every_kind_of_bit_plane_tile(scheme: str, m: int) -> None:
     one = product(scheme, m, n=28672)
-    kinds = FAMILIES["sm90_bitplane"].kinds(one)
+    families = [FAMILIES[f"sm90_bitplane_{name}"] for name in ("gemm", "skinny", "resident")]
+    many, few, resident = ([*family.kinds(one)] for family in families)
+    kinds = many + few + resident
     assert len(kinds) == len(set(kinds)) <= 100
-    assert ({64, 128} <= {config.tokens for config in kinds if config.path.name == "large"}) == (m > 8)
-    assert any(config.path.name != "large" for config in kinds) == (m <= 64)
-    whole = set(FAMILIES["sm90_bitplane"].configs(one))
+    assert ({64, 128} <= {config.tile_m for config in many}) == (m > 8)
+    assert bool(few + resident) == (m <= 64)
+    whole = {config for family in families for config in family.configs(one)}
     assert whole.issuperset(kinds)
     tried = {c.config for c in promising(one, 4)}
     assert tried.issuperset(kinds)
     assert not FAMILIES["sm90_packed_gemm"].kinds(one)
-    rings = FAMILIES["sm90_bitplane"].kinds(one, rings=True)
-    assert set(kinds) <= set(rings) <= whole
-    if 8 < m <= 64:  # what won on an H200 and had not been tried: two slots, and products that begin with more chunks
-        assert {2, 4, 6, 8} <= {config.slots for config in rings}
-        of_weights = {one for one in whole if one.path.name == "once" and one.walk.name == "tokens"}
-        assert of_weights <= set(rings) and max(config.early for config in of_weights) > 2
-    small = FAMILIES["sm90_bitplane"].kinds(
-        product(scheme, 100, n=576, k=576)
-    )  # large tiles leave multiprocessors idle
-    assert any(config.path.name == "once" for config in small)
+    rings = {config for family in families for config in family.kinds(one, rings=True)}
+    assert set(kinds) <= rings <= whole
+    if 8 < m <= 64:  # what won on an H200 and had not been tried: two stages, and more chunks in the prologue
+        assert {2, 4, 6, 8} <= {config.a_stages for config in families[1].kinds(one, rings=True)}
+        of_tokens = {one for one in families[2].configs(one) if one.a_operand.name == "activations"}
+        assert of_tokens <= rings and max(config.prologue_stages for config in of_tokens) > 2
+    assert families[2].kinds(product(scheme, 100, n=576, k=576))  # large tiles leave multiprocessors idle
 
 
 def test_few_tokens_of_16_bit_activations_run_by_times_of_their_own_weights_alone() -> None:

@@ -88,7 +88,7 @@ def test_facts_are_fields(family: KernelFamily) -> None:
 
 def test_a_map_survives_the_disk(tmp_path: Path) -> None:
     one = product()
-    times = point(one, {"sm90_bitplane": 9.5, "sm90_packed_gemm": 8.25})
+    times = point(one, {"sm90_bitplane_skinny": 9.5, "sm90_packed_gemm": 8.25})
     written = policy((one, times), (replace(one, m=8), Point(7.5)))
     written.excluded = {"w4a8 sm90_packed_gemm(tokens=16)": "it hung for 20 s"}
     save(written, tmp_path / "map.json")
@@ -150,7 +150,7 @@ def test_a_file_that_is_no_map_is_named_and_ignored(tmp_path: Path) -> None:
 def test_a_name_that_is_unknown_drops_its_point(what: str, tmp_path: Path) -> None:
     """Not the file: a map may be of a later version; of kernels that have changed since no field is looked at."""
     one, other = product(), product(m=64)
-    map_ = policy((one, point(one, {"sm90_packed_gemm": 8.25})), (other, point(other, {"sm90_bitplane": 8.25})))
+    map_ = policy((one, point(one, {"sm90_packed_gemm": 8.25})), (other, point(other, {"sm90_bitplane_skinny": 8.25})))
     content = json.loads(policies.text(map_))
     (name,) = (name for name in content["configs"] if name.startswith("sm90_packed_gemm/"))
     measured = content["layers"][0]["tokens"]["16"]
@@ -250,11 +250,11 @@ def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_points_hold_while_the_kernels_that_they_name_do(tmp_path: Path) -> None:
     few, many = product("w2a4", 1), product("w2a4", 1024)
-    found = policy((few, point(few, {"sm90_bitplane": 3.0})), (many, point(many, {"sm90_packed_gemm": 40.0})))
-    found.excluded = {f"w2a4 {name}(tokens=8)": "it crashed" for name in ("sm90_bitplane", "sm90_packed_gemm")}
+    found = policy((few, point(few, {"sm90_bitplane_skinny": 3.0})), (many, point(many, {"sm90_packed_gemm": 40.0})))
+    found.excluded = {f"w2a4 {name}(tokens=8)": "it crashed" for name in ("sm90_bitplane_skinny", "sm90_packed_gemm")}
     assert found.current() is found
     assert found.why_hint("NVIDIA H200") is None
-    found.origin.kernels["sm90_bitplane"] = 0
+    found.origin.kernels["sm90_bitplane_skinny"] = 0
     assert found.current().points == 1
     assert list(found.current().excluded) == ["w2a4 sm90_packed_gemm(tokens=8)"]
     assert "1 of its 2 points" in str(found.why_hint("NVIDIA H200"))

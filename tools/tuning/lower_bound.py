@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from anybit.kernels.gemm import (
-    sm90_bitplane,
+    sm90_bitplane_gemm,
     sm90_bitplane_stacked,
     sm90_packed_gemm,
 )
-from anybit.kernels.gemm.sm90_bitplane import Path, Walk
-from anybit.kernels.gemm.sm90_bitplane_stacked import Keep
+from anybit.kernels.gemm.sm90_bitplane_skinny import SkinnyFacts
+from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
 from anybit.tune.registry import FAMILIES, LinearProblem
 from anybit.tune.roofline import floor_us
 from anybit.tune.space import Candidate
@@ -45,30 +45,33 @@ def _cycles(pieces: int, sms: int, operations: float, rate: int, taken: float) -
     return -(-pieces // sms) * max(operations / rate, taken / _INTAKE)
 
 
-def _bitwise(product: LinearProblem, config: sm90_bitplane.Config) -> float:
+def _bitplane_gemm(product: LinearProblem, config: sm90_bitplane_gemm.Config) -> float:
     p, q, k, sms = product.weights.bits, product.activations.bits, product.k, product.device.sms
-    if config.path is Path.large:
-        cut = config.tokens // config.tail if config.tail else 1
-        tiles = -(-product.m // config.tokens) * -(-product.n // 128)
-        operations = 2.0 * config.tokens * 128 * k * p * q
-        taken = (128 * p + (0 if config.resident else config.tokens * q)) * k / 8
-        if cut > 1:  # whole tiles for all, and the rest in pieces
-            whole = tiles // sms * max(operations / _OPERATIONS["b1"], taken / _INTAKE)
-            return whole + _cycles(tiles % sms * cut, sms, operations / cut, _OPERATIONS["b1"], 0.0)
-        return _cycles(tiles, sms, operations, _OPERATIONS["b1"], taken)
-    weights, tokens = (64, config.tokens) if config.walk is Walk.weights else (config.tokens, 64)
-    shared = 1 if config.multicast else config.cluster
-    pieces = -(-product.m // tokens) * -(-product.n // weights) * shared
-    taken = (weights * p + tokens * q) * k / 8 / shared
-    return _cycles(pieces, sms, 2.0 * weights * tokens * k * p * q / shared, _OPERATIONS["b1"], taken)
+    cut = config.tile_m // config.tail_tile_m if config.tail_tile_m else 1
+    tiles = -(-product.m // config.tile_m) * -(-product.n // 128)
+    operations = 2.0 * config.tile_m * 128 * k * p * q
+    taken = (128 * p + (0 if config.activation_stationary else config.tile_m * q)) * k / 8
+    if cut > 1:  # whole tiles for all, and the rest in pieces
+        whole = tiles // sms * max(operations / _OPERATIONS["b1"], taken / _INTAKE)
+        return whole + _cycles(tiles % sms * cut, sms, operations / cut, _OPERATIONS["b1"], 0.0)
+    return _cycles(tiles, sms, operations, _OPERATIONS["b1"], taken)
 
 
-def _wide(product: LinearProblem, config: sm90_bitplane_stacked.Config) -> float:
+def _bitplane_skinny(product: LinearProblem, config: SkinnyFacts) -> float:
     p, q, k = product.weights.bits, product.activations.bits, product.k
-    tiles = -(-product.m // config.tokens) * -(-product.n // 128)
-    weights = 0 if config.keep is Keep.weights else 128 * p
-    tokens = 0 if config.keep is Keep.tokens else config.tokens * q
-    operations = 2.0 * config.tokens * 128 * k * p * q
+    shared = getattr(config, "cluster_k", 1)
+    pieces = -(-product.m // config.tile_m) * -(-product.n // config.tile_n) * shared
+    taken = (config.tile_n * p + config.tile_m * q) * k / 8 / shared
+    operations = 2.0 * config.tile_n * config.tile_m * k * p * q / shared
+    return _cycles(pieces, product.device.sms, operations, _OPERATIONS["b1"], taken)
+
+
+def _bitplane_stacked(product: LinearProblem, config: sm90_bitplane_stacked.Config) -> float:
+    p, q, k = product.weights.bits, product.activations.bits, product.k
+    tiles = -(-product.m // config.tile_m) * -(-product.n // 128)
+    weights = 0 if config.stationary is Stationary.weights else 128 * p
+    tokens = 0 if config.stationary is Stationary.activations else config.tile_m * q
+    operations = 2.0 * config.tile_m * 128 * k * p * q
     return _cycles(tiles, product.device.sms, operations, _OPERATIONS["b1"], (weights + tokens) * k / 8)
 
 
@@ -82,8 +85,10 @@ def _large(product: LinearProblem, config: sm90_packed_gemm.Config) -> float:
 
 
 _BOUNDS: dict[str, Callable[[LinearProblem, object], float]] = {
-    "sm90_bitplane": _bitwise,  # type: ignore[dict-item]
-    "sm90_bitplane_stacked": _wide,  # type: ignore[dict-item]
+    "sm90_bitplane_gemm": _bitplane_gemm,  # type: ignore[dict-item]
+    "sm90_bitplane_skinny": _bitplane_skinny,  # type: ignore[dict-item]
+    "sm90_bitplane_resident": _bitplane_skinny,  # type: ignore[dict-item]
+    "sm90_bitplane_stacked": _bitplane_stacked,  # type: ignore[dict-item]
     "sm90_packed_gemm": _large,  # type: ignore[dict-item]
 }
 assert set(_BOUNDS) <= set(FAMILIES)

@@ -10,11 +10,7 @@ from anybit.device import Device
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
-from anybit.kernels.gemm import (
-    bitplane_layout,
-    sm80_bitplane_gemm,
-    sm90_bitplane,
-)
+from anybit.kernels.gemm import bitplane, bitplane_layout, bitplane_problem
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import (
     check_input,
@@ -28,7 +24,6 @@ from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
 from anybit.tune.registry import (
-    FAMILIES,
     Layout,
     quantizer,
     step,
@@ -43,7 +38,6 @@ _OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
 class _Plan:
     """What is decided once for a layer, a dtype and a bucket of token counts."""
 
-    family: Any
     output: Output
     pack_config: quantize_activations.Config
     gemm_config: Any
@@ -56,7 +50,7 @@ forget_with_maps(_plans)
 class Bitwise(Backend):
     """Weights in bit planes, activations quantized and packed per call; sm_80 to sm_90.
 
-    wgmma on sm_90a (kernels/gemm/sm90_bitplane.py), else mma.sync (kernels/gemm/sm80_bitplane_gemm.py).
+    wgmma on sm_90a, else mma.sync (kernels/gemm/bitplane.py).
     """
 
     name = "bitwise"
@@ -124,7 +118,7 @@ class Bitwise(Backend):
                 stored, scale, correction, zero if zero.numel() else None, (spec.n, spec.k), spec.weights
             )
             bias = dense_bias(bias, torch.float32)
-            plan.family.multiply(packed, weight, plan.output, bias=bias, y=y, config=plan.gemm_config)
+            bitplane.multiply(packed, weight, plan.output, bias=bias, y=y, config=plan.gemm_config)
         return y.view(*x.shape[:-1], spec.n)
 
 
@@ -134,14 +128,9 @@ def why_not(
     """Why no bit-plane kernel multiplies m x k activations with an n x k weight on ``device``; None if one does."""
     if weight.group_index is not None and weight.format.group is not None:
         return "activation order needs groups, and bit planes need one scale a row"
-    wide = sm90_bitplane.Problem(m, n, k, weight.format, activations, Output.f16, device)
-    reason = sm90_bitplane.why_not(wide)
-    if reason is None:
-        return None
-    narrow = sm80_bitplane_gemm.Problem(m, n, k, weight.format, activations, Output.f16, device, n % 8 == 0)
-    if device.capability < 90 or device.capability >= 100:
-        reason = sm80_bitplane_gemm.why_not(narrow)
-    if reason is None and not sm80_bitplane_gemm.configs(narrow):
+    problem = bitplane_problem.Problem(m, n, k, weight.format, activations, Output.f16, device)
+    reason = bitplane_problem.why_not(problem, 80)
+    if reason is None and bitplane.family(problem) is None:
         reason = f"no tile of its planes fits the shared memory of {device.arch}"
     return reason
 
@@ -156,6 +145,5 @@ def _plan(spec: LinearSpec, rows: Tensor) -> _Plan:
     if found is None:
         product = product_of(spec, bucket, rows, aligned=aligned)
         chosen = dispatcher(product.device.name).choose(product, (Layout.planes,)).candidate
-        family = FAMILIES[chosen.kernel].module
-        found = _plans[key] = _Plan(family, _OUTPUTS[rows.dtype], quantizer(product, Target.planes), chosen.config)
+        found = _plans[key] = _Plan(_OUTPUTS[rows.dtype], quantizer(product, Target.planes), chosen.config)
     return found

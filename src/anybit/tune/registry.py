@@ -21,18 +21,20 @@ from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Target
 from anybit.kernels.gemm import (
+    bitplane_problem,
     heuristics,
     sm80_bitplane_gemm,
     sm80_packed_gemm,
-    sm90_bitplane,
+    sm90_bitplane_gemm,
     sm90_bitplane_kinds,
+    sm90_bitplane_resident,
+    sm90_bitplane_skinny,
     sm90_bitplane_stacked,
     sm90_packed_gemm,
     sm90_packed_gemv,
     sm90_packed_skinny,
     sm90_packed_skinny_f16,
 )
-from anybit.kernels.gemm.sm90_bitplane_rules import half_bytes
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 FieldValue = int | bool | str
@@ -218,12 +220,11 @@ class KernelFamily:
 
         rings: of small tiles' rings several.
         """
-        if self.name != "sm90_bitplane" or self.why_not(product) is not None:
+        if not self.runs(product):
             return []
-        own = self.default(product)
-        half = half_bytes(product.device)
         idle = -(-product.m // _TILE) * -(-product.n // _TILE) <= product.device.sms // 2
-        return sm90_bitplane_kinds.representatives(self.configs(product), product.m, half, own, idle, rings)
+        own = self.default(product)
+        return sm90_bitplane_kinds.representatives(self.configs(product), self.problem(product), own, idle, rings)
 
 
 @functools.cache
@@ -253,13 +254,9 @@ def _unlike(one: dict[str, FieldValue], other: dict[str, FieldValue]) -> float:
     return total
 
 
-def _bitwise(p: LinearProblem) -> sm90_bitplane.Problem:
-    return sm90_bitplane.Problem(p.m, p.n, p.k, p.weights, p.activations, _OUTPUTS[p.dtype], p.device)
-
-
-def _bitwise_sync(p: LinearProblem) -> sm80_bitplane_gemm.Problem:
-    output = _OUTPUTS[p.dtype]
-    return sm80_bitplane_gemm.Problem(p.m, p.n, p.k, p.weights, p.activations, output, p.device, p.n % 8 == 0)
+def bit_planes(p: LinearProblem) -> bitplane_problem.Problem:
+    """The product as the kernels over bit planes see it."""
+    return bitplane_problem.Problem(p.m, p.n, p.k, p.weights, p.activations, _OUTPUTS[p.dtype], p.device)
 
 
 def few_tokens(p: LinearProblem) -> sm90_packed_skinny.Problem:
@@ -310,7 +307,7 @@ def _family(
     return KernelFamily(module.__name__.rpartition(".")[2], module, frozenset(facts), problem, target)
 
 
-_PLANE_FACTS = ("weight_bits", "activation_bits", "weight_code", "activation_code", "output")
+_PLANE_FACTS = tuple(f.name for f in dataclasses.fields(bitplane_problem.Facts))
 _SKINNY_FACTS = ("operand", "output", "bits", "group", "code", "gather", "ragged")
 _GEMV_FACTS = ("operand", "bits", "group", "code", "gather", "ragged")
 _SKINNY_F16_FACTS = ("operand", "bits", "group", "code", "gather", "ragged", "wide_store")
@@ -320,9 +317,11 @@ _SM80_FACTS = ("operand", "output", "bits", "group", "code")
 FAMILIES: dict[str, KernelFamily] = {
     family.name: family
     for family in (
-        _family(sm90_bitplane, _bitwise, Target.planes, (*_PLANE_FACTS, "short_sums")),
-        _family(sm90_bitplane_stacked, _bitwise, Target.planes, (*_PLANE_FACTS, "short_sums")),
-        _family(sm80_bitplane_gemm, _bitwise_sync, Target.planes, (*_PLANE_FACTS, "aligned")),
+        _family(sm90_bitplane_gemm, bit_planes, Target.planes, _PLANE_FACTS),
+        _family(sm90_bitplane_skinny, bit_planes, Target.planes, _PLANE_FACTS),
+        _family(sm90_bitplane_resident, bit_planes, Target.planes, _PLANE_FACTS),
+        _family(sm90_bitplane_stacked, bit_planes, Target.planes, _PLANE_FACTS),
+        _family(sm80_bitplane_gemm, bit_planes, Target.planes, (*_PLANE_FACTS, "aligned")),
         _family(sm90_packed_gemv, few_tokens, Target.bytes, _GEMV_FACTS),
         _family(sm90_packed_skinny, few_tokens, Target.bytes, _SKINNY_FACTS),
         _family(sm90_packed_skinny_f16, few_tokens, Target.bytes, _SKINNY_F16_FACTS),

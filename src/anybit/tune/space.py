@@ -18,12 +18,12 @@ from anybit.jit import Kernel
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Target
 from anybit.kernels.gemm import (
+    bitplane,
     heuristics,
     repack,
-    sm90_bitplane_stacked,
     sm90_packed_gemm,
 )
-from anybit.kernels.gemm.sm90_bitplane_rules import half_bytes
+from anybit.kernels.gemm.bitplane_problem import half_bytes
 from anybit.scheme import ActivationFormat
 from anybit.tune.registry import (
     FAMILIES,
@@ -33,6 +33,7 @@ from anybit.tune.registry import (
     KernelFamily,
     Layout,
     LinearProblem,
+    bit_planes,
     bucket,
     few_tokens,
     power_of_two,
@@ -221,7 +222,7 @@ def builtin(product: LinearProblem, layout: Layout | None = None) -> Candidate:
     if layout is Layout.planes:
         family = _planes_family(rounded)
         if family is None:
-            raise KernelError(f"no bit-plane kernel runs {product}: {FAMILIES['sm90_bitplane'].why_not(product)}")
+            raise KernelError(f"no bit-plane kernel runs {product}: {FAMILIES['sm90_bitplane_gemm'].why_not(product)}")
         return Candidate("bitwise", family.name, family.default(rounded), x)
     gathered = x.quantized and product.act_order  # by sm90_packed_skinny alone, while it reads
     few = heuristics.kernel(few_tokens(rounded)) if product.dtype in _HALVES and not gathered else None
@@ -234,7 +235,7 @@ def builtin(product: LinearProblem, layout: Layout | None = None) -> Candidate:
         if family.why_not(rounded) is None:
             config = family.default(rounded)
             return Candidate(strategy_of(x, family.name, config), family.name, config, x)
-    shown = (*names, "sm90_bitplane") if anywhere else names
+    shown = (*names, "sm90_bitplane_gemm") if anywhere else names
     reasons = "; ".join(f"{name}: {FAMILIES[name].why_not(rounded)}" for name in shown)
     if anywhere:
         reference = "the reference does, slowly, after anybit.ops.allow_fallback()"
@@ -281,14 +282,15 @@ def _most_shared(product: LinearProblem, kernel: str) -> tuple[float, int]:
     multiprocessor where the config says that.
     """
     family = FAMILIES[kernel]
+    planes = family.target is Target.planes and product.device.arch == "sm_90a"
     try:
-        own = family.default(replace(product, m=power_of_two(product.m)))
         chosen = builtin(product, family.layout(product.activations))
+        own = chosen.config if planes else family.default(replace(product, m=power_of_two(product.m)))
     except KernelError:
         return float("inf"), product.device.sms
-    most: float = family.module.shared_bytes(own)
-    if family.name == "sm90_bitplane":
-        most = max(most, half_bytes(product.device))
+    most: float = FAMILIES[chosen.kernel if planes else kernel].module.shared_bytes(own)
+    if planes:
+        return max(most, half_bytes(product.device)), 1
     if chosen.kernel != kernel:
         others: int = FAMILIES[chosen.kernel].module.shared_bytes(chosen.config)
         most = min(most, max(others, _ANOTHER * product.device.shared_bytes))
@@ -296,16 +298,11 @@ def _most_shared(product: LinearProblem, kernel: str) -> tuple[float, int]:
 
 
 def _planes_family(product: LinearProblem) -> KernelFamily | None:
-    """Wgmma where it is, its tiles of planes side by side where those were faster, else mma.sync."""
-    for name in ("sm90_bitplane_stacked", "sm90_bitplane", "sm80_bitplane_gemm"):
-        family = FAMILIES[name]
-        if name == "sm90_bitplane_stacked" and not (
-            family.why_not(product) is None and sm90_bitplane_stacked.preferred(family.problem(product))
-        ):
-            continue
-        if family.runs(product):
-            return family
-    return None
+    """The built-in family over bit planes; None where none runs."""
+    if FAMILIES["sm80_bitplane_gemm"].why_not(product) is not None:  # which begins with the oldest architecture
+        return None
+    module = bitplane.family(bit_planes(product))
+    return None if module is None else FAMILIES[module.__name__.rpartition(".")[2]]
 
 
 def _tiles_run(product: LinearProblem) -> bool:
@@ -323,9 +320,11 @@ _MANY_TOKENS = 256
 
 
 def _hopeless(product: LinearProblem, candidate: Candidate) -> bool:
-    """Whether only the built-in choice is worth timing: mma.sync where wgmma is, or many planes of many tokens."""
+    """Whether only the built-in choice is worth timing: mma.sync where wgmma is, or planes of many tokens."""
     if product.device.arch == "sm_90a" and candidate.kernel in ("sm80_bitplane_gemm", "sm80_packed_gemm"):
         return True
+    if candidate.kernel in ("sm90_bitplane_skinny", "sm90_bitplane_resident") and product.m > _MANY_TOKENS:
+        return True  # which load the weights once for 64 tokens
     return candidate.strategy == "bitwise" and product.m > 32 and product.weights.bits * product.activations.bits > 16
 
 

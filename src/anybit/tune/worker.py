@@ -14,6 +14,7 @@ from anybit.device import Device
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import (
+    bitplane,
     bitplane_layout,
     packed_layout,
     sm80_packed_gemm,
@@ -223,7 +224,7 @@ class Bench:
                 weight, codes.codes[:, :k], y, codes.scale, config=config, **more
             )
         output = family.problem(replace(self.product, activations=candidate.activations)).output
-        return lambda weight: family.module.multiply(codes, weight, output, y=y, config=config)
+        return lambda weight: bitplane.multiply(codes, weight, output, y=y, config=config)
 
     def check(self, candidate: Candidate) -> None:
         """Run a candidate once and compare it with the reference. Raises WrongResultError."""

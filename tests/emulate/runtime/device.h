@@ -343,9 +343,6 @@ PTX void cp_async_bulk_tensor_2d_multicast(uint32_t shared, const TensorMap* map
 PTX void cp_async_bulk_tensor_store_2d(const TensorMap* map, int x, int y, uint32_t shared) {
     emulate::cp_async_bulk_tensor_store_2d(map, x, y, shared);
 }
-PTX void cp_async_bulk_tensor_store_2d_hint(const TensorMap* map, int x, int y, uint32_t shared, uint64_t) {
-    emulate::cp_async_bulk_tensor_store_2d(map, x, y, shared);
-}
 PTX void barrier_cluster_arrive() { emulate::barrier_cluster_arrive(true); }
 PTX void barrier_cluster_arrive_relaxed() { emulate::barrier_cluster_arrive(false); }
 using emulate::barrier_cluster_wait;

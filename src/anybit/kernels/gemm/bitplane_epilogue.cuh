@@ -1,15 +1,15 @@
 // From the accumulators of a warpgroup (64 weights x `tokens` tokens) to Y: terms, scales, and whole lines of memory.
-#ifndef ANYBIT_BITWISE_WRITE_CUH
-#define ANYBIT_BITWISE_WRITE_CUH
+#ifndef ANYBIT_BITPLANE_EPILOGUE_CUH
+#define ANYBIT_BITPLANE_EPILOGUE_CUH
 
 #include "gemm/bitplane_terms.cuh"
 
-// The shared memory of a warpgroup's results: `buffers` of `slab` tokens x 64 weights of 16 bits, in the 128-byte swizzle
+// The shared memory of a warpgroup's results: `epilogue_stages` buffers of `epilogue_tile` tokens x 64 weights of 16 bits, in the 128-byte swizzle
 // of tensor maps, then the constants of two tiles' tokens. A buffer has two barriers: filled, and read.
-template <class Config> struct WriterShared {
+template <class Config> struct EpilogueShared {
     using T = Terms<Config>;
-    static constexpr int tokens = Config::tokens, slab = Config::slab, buffers = Config::buffers;
-    static constexpr int pitch = 128, buffer_bytes = T::narrow ? slab * pitch : 0;
+    static constexpr int tokens = Config::tile_m, epilogue_tile = Config::epilogue_tile, buffers = Config::epilogue_stages;
+    static constexpr int pitch = 128, buffer_bytes = T::is_16bit ? epilogue_tile * pitch : 0;
     static constexpr int columns = buffers * buffer_bytes, zeros = 8 * tokens, column_bytes = zeros + (T::asym_x ? 4 * tokens : 0);
     static constexpr int bytes = (columns + 2 * column_bytes + 1023) / 1024 * 1024;
     static constexpr int barrier_bytes = 16 * buffers;
@@ -22,12 +22,12 @@ template <class Config> struct WriterShared {
 // A thread owns weights row + 16 * warp + lane / 4 (+ 8) and, of every eight tokens, 2 * (lane % 4) and the next. Weights'
 // constants stay in registers; tokens' go through shared memory, {scale, term} of a token in eight bytes. 16-bit results
 // are transposed by stmatrix, so that a token's 64 weights are one line of 128 bytes, and another warp stores whole
-// buffers by tensor map (large_store); or, where Y's rows do not start on 16 bytes, the threads themselves store pieces.
+// buffers by tensor map (gemm_store); or, where Y's rows do not start on 16 bytes, the threads themselves store pieces.
 // 32-bit results fill whole sectors straight from registers.
-template <class Config> struct Writer {
+template <class Config> struct Epilogue {
     using T = Terms<Config>;
-    using S = WriterShared<Config>;
-    static constexpr int tokens = Config::tokens, slab = Config::slab, eights = slab / 8;
+    using S = EpilogueShared<Config>;
+    static constexpr int tokens = Config::tile_m, epilogue_tile = Config::epilogue_tile, eights = epilogue_tile / 8;
     static constexpr int fetched = (tokens + 127) / 128;  // columns that a thread brings
 
     S shared;
@@ -36,7 +36,7 @@ template <class Config> struct Writer {
     typename T::RowLoad row_load[2];
     typename T::ColumnLoad column_load[fetched];
 
-    PTX Writer(S shared, int warpgroup) : shared(shared), thread(threadIdx.x % 128), barrier(3 + warpgroup), columns(shared.shared + S::columns) {}
+    PTX Epilogue(S shared, int warpgroup) : shared(shared), thread(threadIdx.x % 128), barrier(3 + warpgroup), columns(shared.shared + S::columns) {}
 
     // Starts to load what the tile's results will need; the products that follow hide it.
     PTX void fetch(const Params& p, int n, int m) {
@@ -80,13 +80,13 @@ template <class Config> struct Writer {
     // The first `width` tokens of a tile.
     template <int width> PTX void write(const Params& p, const int32_t (&acc)[width / 2], int n, int m) {
         const typename T::Row row[2] = {T::row(row_load[0]), T::row(row_load[1])};
-        if constexpr (T::narrow)
-            write_narrow<width>(p, acc, row, n, m);
+        if constexpr (T::is_16bit)
+            write_16bit<width>(p, acc, row, n, m);
         else
-            write_wide<width>(p, acc, row, n, m);
+            write_32bit<width>(p, acc, row, n, m);
     }
 
-    template <int width> PTX void write_narrow(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
+    template <int width> PTX void write_16bit(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
         const int lane = thread % 32, warp = thread / 32;
         // stmatrix: lanes 8i to 8i + 7 address the rows (tokens) of matrix i; matrices are (rows, rows + 8) of two eights.
         const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
@@ -95,7 +95,7 @@ template <class Config> struct Writer {
 #pragma unroll
         for (int i = 0; i < eights; i++) c[i] = pair(i);
 #pragma unroll
-        for (int first = 0; first < width; first += slab) {
+        for (int first = 0; first < width; first += epilogue_tile) {
             uint32_t packed[eights / 2][4];
 #pragma unroll
             for (int i = 0; i < eights; i++) {
@@ -104,20 +104,20 @@ template <class Config> struct Writer {
                 packed[i / 2][2 * (i % 2)] = T::pack(T::result(acc[r], row[0], c0), T::result(acc[r + 1], row[0], c1));
                 packed[i / 2][2 * (i % 2) + 1] = T::pack(T::result(acc[r + 2], row[1], c0), T::result(acc[r + 3], row[1], c1));
             }
-            if constexpr (Config::tensor) ptx::mbarrier_wait_parity(shared.read(buffer), parity);
+            if constexpr (Config::tma_store) ptx::mbarrier_wait_parity(shared.read(buffer), parity);
 #pragma unroll
             for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + buffer * S::buffer_bytes + i * 16 * S::pitch, packed[i]);
-            if constexpr (Config::tensor) {
+            if constexpr (Config::tma_store) {
                 ptx::fence_proxy_async();
                 __syncwarp();
                 if (lane == 0) ptx::mbarrier_arrive(shared.filled(buffer));
                 if (++buffer == S::buffers) buffer = 0, parity ^= 1;
             }
-            if (first + slab < width) {
+            if (first + epilogue_tile < width) {
 #pragma unroll
-                for (int i = 0; i < eights; i++) c[i] = pair((first + slab) / 8 + i);  // after the fence, which would wait for them
+                for (int i = 0; i < eights; i++) c[i] = pair((first + epilogue_tile) / 8 + i);  // after the fence, which would wait for them
             }
-            if constexpr (!Config::tensor) {
+            if constexpr (!Config::tma_store) {
                 ptx::bar_sync(barrier, 128);
                 store_pieces(p, n, m + first);
                 buffer ^= 1;  // the other one was read before the barrier above
@@ -130,7 +130,7 @@ template <class Config> struct Writer {
         const int column = n + thread % 8 * 8;
         const bool aligned = p.y_stride % 8 == 0 && reinterpret_cast<uint64_t>(p.y) % 16 == 0;
 #pragma unroll 1
-        for (int token = thread / 8; token < slab && m + token < p.m; token += 16) {
+        for (int token = thread / 8; token < epilogue_tile && m + token < p.m; token += 16) {
             const uint32_t at = shared.shared + buffer * S::buffer_bytes + token * S::pitch + (thread % 8 ^ token % 8) * 16;
             uint16_t* const y = static_cast<uint16_t*>(p.y) + (m + token) * p.y_stride + column;
             const uint4 v = ptx::ld_shared_v4(at);
@@ -145,7 +145,7 @@ template <class Config> struct Writer {
         }
     }
 
-    template <int width> PTX void write_wide(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
+    template <int width> PTX void write_32bit(const Params& p, const int32_t (&acc)[width / 2], const typename T::Row (&row)[2], int n, int m) {
         const int at = n + 16 * (thread / 32) + (thread % 32) / 4;
 #pragma unroll
         for (int i = 0; i < width / 8; i++) {
@@ -157,4 +157,4 @@ template <class Config> struct Writer {
     }
 };
 
-#endif  // ANYBIT_BITWISE_WRITE_CUH
+#endif  // ANYBIT_BITPLANE_EPILOGUE_CUH

@@ -1,8 +1,8 @@
 // Where the bits of an operand lie: planes [chunk of 1024 k][bit][row][128 bytes], with the eight 16-byte pieces of a
 // row exchanged by the row's number, the 128-byte swizzle of wgmma: tiles of any rows copy as they are, and eight rows
 // of one piece lie in different banks. Rows are padded to a multiple of 8. The host side is kernels/gemm/bitplane_layout.py.
-#ifndef ANYBIT_PLANES_CUH
-#define ANYBIT_PLANES_CUH
+#ifndef ANYBIT_BITPLANE_LAYOUT_CUH
+#define ANYBIT_BITPLANE_LAYOUT_CUH
 
 #include "common/ptx/base.cuh"
 #include "common/types.cuh"
@@ -22,4 +22,4 @@ PTX uint32_t byte_mask(int count) { return count >= 4 ? 0xffffffffu : count <= 0
 
 }  // namespace planes
 
-#endif  // ANYBIT_PLANES_CUH
+#endif  // ANYBIT_BITPLANE_LAYOUT_CUH

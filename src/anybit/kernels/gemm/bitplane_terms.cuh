@@ -1,17 +1,13 @@
-// What both bitwise kernels share: their parameters, the plane layout, and how an accumulator becomes a result.
-#ifndef ANYBIT_BITWISE_TERMS_CUH
-#define ANYBIT_BITWISE_TERMS_CUH
+// What the bit-plane kernels share: their parameters, and how an accumulator becomes a result.
+#ifndef ANYBIT_BITPLANE_TERMS_CUH
+#define ANYBIT_BITPLANE_TERMS_CUH
 
 #include "gemm/bitplane_layout.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 
-enum class Path { large, small, once };
-enum class Turns { none, diagonals, tiles, staggered };
-enum class Walk { weights, tokens };
-
 struct Params {
-    ptx::TensorMap y_map;           // of y, in boxes of 64 weights, where Config::tensor
+    ptx::TensorMap y_map;           // of y, in boxes of 64 weights, where results leave by TMA
     const uint8_t* weights;         // planes, rows_n rows
     const uint8_t* activations;     // planes, rows_m rows
     const float* weight_scale;      // [n]
@@ -50,7 +46,7 @@ template <class Config> struct Terms {
     static constexpr uint32_t float_bits = 0x4b400000u;
     static constexpr bool in_column = shifted && !asym_w, in_row = shifted && asym_w && !asym_x;
 
-    static constexpr bool narrow = Config::output == Output::f16 || Config::output == Output::bf16;
+    static constexpr bool is_16bit = Config::output == Output::f16 || Config::output == Output::bf16;
 
     struct Row {  // of weights
         float scale, bias;
@@ -135,4 +131,4 @@ template <int count> PTX void rotate(int32_t (&acc)[count], int left) {
         acc[i] = static_cast<int32_t>(__funnelshift_l(static_cast<uint32_t>(acc[i]), static_cast<uint32_t>(acc[i]), left));
 }
 
-#endif  // ANYBIT_BITWISE_TERMS_CUH
+#endif  // ANYBIT_BITPLANE_TERMS_CUH

@@ -6,8 +6,8 @@
 // sum stays below 2^32.
 //
 // Weights are the 16 rows of an mma, tokens its 8 columns. Copies run `stages` - 1 ahead (cp.async).
-#ifndef ANYBIT_BITWISE_SYNC_CUH
-#define ANYBIT_BITWISE_SYNC_CUH
+#ifndef ANYBIT_SM80_BITPLANE_GEMM_CUH
+#define ANYBIT_SM80_BITPLANE_GEMM_CUH
 
 #include "gemm/bitplane_terms.cuh"
 
@@ -137,11 +137,6 @@ PTX void stage_sums(const int32_t (&sum)[Tile<Config>::rows][Tile<Config>::colum
     __syncthreads();
 }
 
-// Results are few beside the products here: integers of any size, converted by the instruction that does it.
-template <class Config> struct LongSums : Config {
-    static constexpr bool short_sums = false;
-};
-
 template <Output output> PTX uint32_t rounded(float v) {
     if constexpr (output == Output::f16) return ptx::cvt_f16_f32(v);
     if constexpr (output == Output::bf16) return ptx::cvt_bf16_f32(v);
@@ -150,7 +145,8 @@ template <Output output> PTX uint32_t rounded(float v) {
 
 }  // namespace sm80_bitplane_gemm
 
-// Config: weight_bits, activation_bits, weight_code, activation_code, output, tile_n, tile_m, warps_n, warps_m, warps_k, stage_k,
+// Config: weight_bits, activation_bits, weight_code, activation_code, output, short_sums (false: results are few beside the
+// products here, so integers of any size are converted by the instruction that does it), tile_n, tile_m, warps_n, warps_m, warps_k, stage_k,
 // stages, aligned (rows of Y begin on 16 bytes and hold whole eights), threads, shared_bytes.
 template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_bitplane_gemm_kernel(const __grid_constant__ Params p) {
     using namespace sm80_bitplane_gemm;
@@ -201,7 +197,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_
     constexpr int across = Config::tile_n / vector, down = Config::threads / across;
     const int n = n0 + threadIdx.x % across * vector;
     const uint32_t* staged = reinterpret_cast<const uint32_t*>(ptx::dynamic_shared()) + threadIdx.x % across * vector;
-    using Term = Terms<LongSums<Config>>;
+    using Term = Terms<Config>;
     typename Term::Row row[vector];
 #pragma unroll
     for (int i = 0; i < vector; ++i) row[i] = Term::row(p, n + i);
@@ -237,4 +233,4 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sm80_
     }
 }
 
-#endif  // ANYBIT_BITWISE_SYNC_CUH
+#endif  // ANYBIT_SM80_BITPLANE_GEMM_CUH

@@ -1,50 +1,21 @@
-"""Bit-plane products through mma.sync, for sm_80 to sm_90. Host side of sm80_bitplane_gemm.cuh."""
+"""Bit-plane GEMM through mma.sync, for sm_80 to sm_90. Host side of sm80_bitplane_gemm.cuh."""
 
 import functools
+import itertools
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from anybit import jit
-from anybit.device import Device
-from anybit.errors import KernelError
-from anybit.kernels.common.types import Code
-from anybit.kernels.elementwise.quantize_activations import Packed, rows_aligned
-from anybit.kernels.gemm import bitplane_layout
-from anybit.kernels.gemm.sm90_bitplane import (
-    Output,
-    Params,
-    arguments,
-    output_of,
-)
-from anybit.scheme import ActivationFormat, Scheme, WeightFormat
-
-_ALIGNED = 8
+from anybit.kernels.gemm import bitplane_layout, bitplane_problem
+from anybit.kernels.gemm.bitplane_problem import Facts, Params, Problem, facts, legal, why_not_facts, why_not_shared
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Y[m, n] = X[m, k] W[n, k]^T for operands in bit planes. ``aligned``: rows of Y start on 16 bytes, n in eights."""
+class Config(Facts):
+    """How: a block's tile of weights (n) and tokens (m), its warps along each and along k, and its ring of stages.
 
-    m: int
-    n: int
-    k: int
-    weights: WeightFormat
-    activations: ActivationFormat
-    output: Output
-    device: Device
-    aligned: bool = True
+    ``aligned``: rows of Y start on 16 bytes and hold whole eights.
+    """
 
-
-@dataclass(frozen=True)
-class Config:
-    """How: a block's tile of weights (n) and tokens (m), its warps along each and along k, and its ring of stages."""
-
-    weight_bits: int
-    activation_bits: int
-    weight_code: Code
-    activation_code: Code
-    output: Output
     aligned: bool
     tile_n: int
     tile_m: int
@@ -59,6 +30,11 @@ class Config:
         """Threads a block."""
         return 32 * self.warps_n * self.warps_m * self.warps_k
 
+    @property
+    def needs_aligned_rows(self) -> bool:
+        """Whether rows of Y must start on 16 bytes and hold whole eights."""
+        return self.aligned
+
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can.
@@ -66,16 +42,17 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     The paper's constraint (section V): the tile is what the warps cover, each with whole 16 x 8 products of 256 bits,
     and shared memory holds every plane of a stage, ``stages`` times.
     """
-    asked = (problem.m, problem.n, problem.k, problem.weights, problem.activations, problem.device)
-    reason = bitplane_layout.why_not_product(*asked, first=80)
-    if reason is not None:
+    reason = bitplane_problem.why_not(problem, 80)
+    if reason is not None or config is None:
         return reason
-    return None if config is None else _why_not_config(problem, config)
+    return (
+        why_not_facts(problem, config)
+        or _why_not_tile(problem, config)
+        or why_not_shared(shared_bytes(config), problem.device)
+    )
 
 
-def _why_not_config(problem: Problem, config: Config) -> str | None:
-    if (config.weight_bits, config.activation_bits) != (problem.weights.bits, problem.activations.bits):
-        return "the config is for other widths"
+def _why_not_tile(problem: Problem, config: Config) -> str | None:
     if config.tile_n % (16 * config.warps_n):
         return f"{config.tile_n} weight rows are not shared out by {config.warps_n} warps in sixteens"
     if config.tile_m % (8 * config.warps_m):
@@ -89,14 +66,15 @@ def _why_not_config(problem: Problem, config: Config) -> str | None:
     accumulators = config.tile_n * config.tile_m // (32 * config.warps_n * config.warps_m)
     if accumulators > 128:
         return f"{accumulators} sums a thread are more than the registers hold beside the operands (128)"
-    if config.aligned and not problem.aligned:
+    if config.aligned and not _aligned(problem):
         return (
             "rows of Y do not start on 16 bytes or N is not a multiple of 8, and this config writes 16 bytes at a time"
         )
-    needed = shared_bytes(config)
-    if needed > problem.device.shared_bytes:
-        return f"{needed} bytes of shared memory are more than a block of {problem.device.arch} has"
     return None
+
+
+def _aligned(problem: Problem) -> bool:
+    return problem.aligned and problem.n % 8 == 0
 
 
 def shared_bytes(config: Config) -> int:
@@ -126,28 +104,11 @@ _TILES = (
 @functools.cache
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Every legal config: the tiles above, stages of 256 to 1024 columns, as many as fit (at most 4)."""
-    found = []
-    for tile_n, tile_m, warps_n, warps_m, warps_k in _TILES:
-        for stage_k in (1024, 512, 256):
-            for stages in (2, 3, 4):
-                config = Config(
-                    problem.weights.bits,
-                    problem.activations.bits,
-                    Code(problem.weights.code),
-                    Code(problem.activations.code),
-                    problem.output,
-                    problem.aligned,
-                    tile_n,
-                    tile_m,
-                    warps_n,
-                    warps_m,
-                    warps_k,
-                    stage_k,
-                    stages,
-                )
-                if why_not(problem, config) is None:
-                    found.append(config)
-    return tuple(found)
+    candidates = (
+        Config(*facts(problem)[:5], False, _aligned(problem), *tile, stage_k, stages)
+        for tile, stage_k, stages in itertools.product(_TILES, (1024, 512, 256), (2, 3, 4))
+    )
+    return tuple(config for config in candidates if why_not(problem, config) is None)
 
 
 @functools.cache
@@ -156,13 +117,8 @@ def default(problem: Problem) -> Config:
 
     A tile of more tokens than there are reads and multiplies padding, so M bounds it first.
     """
-    reason = why_not(problem)
-    if reason is not None:
-        raise KernelError(f"no mma.sync kernel for {_text(problem)}: {reason}")
-    found = configs(problem)
-    if not found:
-        raise KernelError(f"no mma.sync config fits {_text(problem)} on {problem.device.arch}")
-    fitting = [c for c in found if c.tile_m < 2 * max(problem.m, 8)] or list(found)
+    found = legal(problem, why_not(problem), configs(problem))
+    fitting = [c for c in found if c.tile_m < 2 * max(problem.m, 8)] or found
 
     def cost(config: Config) -> tuple[float, int, int]:
         blocks = grid(problem, config)[0]
@@ -177,30 +133,5 @@ def default(problem: Problem) -> Config:
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
     """The kernel to compile."""
-    return jit.Kernel(
-        "gemm/sm80_bitplane_gemm.cuh", "sm80_bitplane_gemm_kernel", config, Params, config.threads, shared_bytes(config)
-    )
-
-
-def multiply(
-    x: Packed,
-    weight: bitplane_layout.PlaneWeight,
-    output: Output,
-    *,
-    bias: Tensor | None = None,
-    y: Tensor | None = None,
-    config: Config | None = None,
-    pdl: bool = True,
-) -> Tensor:
-    """Y = X W^T: coded activations [m, k] in planes times prepared weights -> y [m, n] on the current stream."""
-    n, y = weight.shape[0], output_of(x, weight, output, bias, y)
-    aligned = n % _ALIGNED == 0 and rows_aligned(y)
-    problem = Problem(x.m, n, x.k, weight.format, x.format, output, Device.of(y), aligned)
-    config = config or default(problem)
-    params = arguments(x, weight, y, bias)
-    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())
-    return y
-
-
-def _text(problem: Problem) -> str:
-    return f"{problem.m} x {problem.n} x {problem.k} in {Scheme(problem.weights, problem.activations)}"
+    name = "sm80_bitplane_gemm"
+    return jit.Kernel(f"gemm/{name}.cuh", f"{name}_kernel", config, Params, config.threads, shared_bytes(config))

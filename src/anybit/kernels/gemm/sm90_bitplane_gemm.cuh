@@ -1,38 +1,51 @@
-// The bitwise GEMM for many tokens: persistent blocks, tiles of 128 weights x `tokens` tokens.
+// GEMM on the 1-bit tensor cores for many tokens: Y = X W^T with W and X of 1 to 8 bits, plane by plane (wgmma, sm_90a).
 //
-// A warp streams planes into two rings (a slot a plane: 128 rows of weights, or `tokens` rows of activations),
-// in the order in which the diagonals need them; a slot is free after its last diagonal. Two warpgroups of 64 weights
-// each consume, and a warp for each stores what they write. Between diagonals a warpgroup waits for its products and rotates its accumulators; they may take
-// turns, so that one rotates, or writes its results, while the other's products run.
-#ifndef ANYBIT_BITWISE_LARGE_CUH
-#define ANYBIT_BITWISE_LARGE_CUH
+// Both operands are bit planes, [chunk of 1024 k][plane][row][128 bytes] (bitplane_layout.cuh), so that any run of rows is
+// one contiguous copy into a tile that the tensor cores read. Weights stand on wgmma's M side (a thread owns two rows of
+// weights, whose constants stay in registers), tokens on its N side.
+//
+// The accumulators hold the sum over k of uw * ux of unsigned codes. One set serves all p * q products: those of planes
+// with i + j = d share a shift, and the sum is kept rotated so that bit 0 of the register has weight 2^d. Walking d up
+// rotates right by one, walking it down rotates left by one; chunks of k alternate, and the last one walks down to d = 0.
+// Rotations lose nothing while the sum fits 32 bits, which why_not() checks.
+//
+// Persistent blocks take tiles of 128 weights x `tile_m` tokens. A warp streams planes into two rings (a slot a plane: 128
+// rows of weights, or `tile_m` rows of activations), in the order in which the diagonals need them; a slot is free after
+// its last diagonal. Two warpgroups of 64 weights each multiply, and a warp for each stores their results. Between
+// diagonals a warpgroup waits for its products and rotates its sums; `schedule` says what the other one does meanwhile.
+#ifndef ANYBIT_SM90_BITPLANE_GEMM_CUH
+#define ANYBIT_SM90_BITPLANE_GEMM_CUH
 
 #include "gemm/bitplane_terms.cuh"
 #include "gemm/bitplane_epilogue.cuh"
-#include "common/ptx/hint.cuh"
+
+// How the two warpgroups of a block share the tensor cores. cooperative: as it comes. alternating: they issue the diagonals
+// of a chunk in turn, so that one rotates while the other's products run. pingpong: one multiplies a whole tile while the
+// other writes its results.
+enum class Schedule { cooperative, alternating, pingpong };
 
 // Shared memory: weight slots, activation slots, then per warpgroup columns and staging buffers, then barriers.
-template <class Config> struct LargeShared {
+template <class Config> struct GemmShared {
     static constexpr int rows = 128;
-    static constexpr int weight_slot = rows * planes::row_bytes, activation_slot = Config::tokens * planes::row_bytes;
-    static constexpr int weight_slots = Config::weight_groups * Config::weight_bits;
-    static constexpr int activation_slots = Config::activation_groups * Config::activation_bits;
+    static constexpr int weight_slot = rows * planes::row_bytes, activation_slot = Config::tile_m * planes::row_bytes;
+    static constexpr int weight_slots = Config::weight_chunks * Config::weight_bits;
+    static constexpr int activation_slots = Config::activation_chunks * Config::activation_bits;
     static constexpr int activations = weight_slots * weight_slot;
-    static constexpr int writers = activations + activation_slots * activation_slot;
-    using W = WriterShared<Config>;
-    static constexpr int barriers = writers + 2 * W::bytes, writer_barriers = barriers + 16 * (weight_slots + activation_slots);
+    static constexpr int epilogues = activations + activation_slots * activation_slot;
+    using W = EpilogueShared<Config>;
+    static constexpr int barriers = epilogues + 2 * W::bytes, epilogue_barriers = barriers + 16 * (weight_slots + activation_slots);
     // The first plane of activations arrives in pieces, each with a barrier.
-    static constexpr int first_barriers = writer_barriers + 2 * W::barrier_bytes, first_pieces = Config::starts;
+    static constexpr int first_barriers = epilogue_barriers + 2 * W::barrier_bytes, first_pieces = Config::first_plane_pieces;
     static constexpr int bytes = first_barriers + (first_pieces > 1 ? 16 * first_pieces : 0);
-    static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane.py disagrees");
+    static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_gemm.py disagrees");
 
     static PTX uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
     static PTX uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
     static PTX uint32_t activation_full(uint32_t shared, int slot) { return weight_full(shared, weight_slots + slot); }
     static PTX uint32_t activation_empty(uint32_t shared, int slot) { return activation_full(shared, slot) + 8; }
     static PTX uint32_t first_full(uint32_t shared, int piece) { return shared + first_barriers + 16 * piece; }
-    static PTX W writer(uint32_t shared, int warpgroup) {
-        return {shared + writers + warpgroup * W::bytes, shared + writer_barriers + warpgroup * W::barrier_bytes};
+    static PTX W epilogue(uint32_t shared, int warpgroup) {
+        return {shared + epilogues + warpgroup * W::bytes, shared + epilogue_barriers + warpgroup * W::barrier_bytes};
     }
 };
 
@@ -45,26 +58,26 @@ template <int groups> struct Ring {
     PTX int previous() const { return group == 0 ? groups - 1 : group - 1; }
 };
 
-// The tiles of this block, one after another. Streaming blocks take every gridDim.x-th, tokens first, so that blocks at
-// work together share weights. Resident blocks keep a tile of activations and take the weights of a range. With a `tail`
-// streaming blocks cut what is left after whole rounds into tiles of so many tokens, so that the last round is short.
+// The tiles of this block, one after another. Blocks take every gridDim.x-th, tokens first, so that blocks at work together
+// share weights. Activation-stationary blocks keep a tile of activations and take the weights of a range. With
+// `tail_tile_m` what whole rounds leave is cut into tiles of so many tokens, so that the last round is short.
 // The blocks of a cluster take neighbouring weights at the same tokens, so that each loads its share of them for all.
 template <class Config> struct Tiles {
-    static constexpr int pieces = Config::tail ? Config::tokens / Config::tail : 1;
+    static constexpr int pieces = Config::tail_tile_m ? Config::tile_m / Config::tail_tile_m : 1;
     int rows_m, rank, token_tiles, weight_tiles, token_tile, weight_tile, left, token_step, weight_step;
     int tail = 0, tails = 0, first_tail = 0;  // this piece, their number, and the tile that the first one is of
 
     PTX explicit Tiles(const Params& p)
-        : rows_m(p.rows_m), rank(blockIdx.x % Config::cluster), token_tiles((p.m + Config::tokens - 1) / Config::tokens),
-          weight_tiles((p.n + 128 * Config::cluster - 1) / (128 * Config::cluster)) {
-        const int tiles = token_tiles * weight_tiles, blocks = gridDim.x / Config::cluster, block = blockIdx.x / Config::cluster;
-        if constexpr (Config::resident) {
+        : rows_m(p.rows_m), rank(blockIdx.x % Config::cluster_n), token_tiles((p.m + Config::tile_m - 1) / Config::tile_m),
+          weight_tiles((p.n + 128 * Config::cluster_n - 1) / (128 * Config::cluster_n)) {
+        const int tiles = token_tiles * weight_tiles, blocks = gridDim.x / Config::cluster_n, block = blockIdx.x / Config::cluster_n;
+        if constexpr (Config::activation_stationary) {
             const int first = share(tiles, block);
             left = share(tiles, block + 1) - first;
             token_tile = first / weight_tiles, weight_tile = first % weight_tiles;
         } else {
             token_tile = block % token_tiles, weight_tile = block / token_tiles;
-            if constexpr (Config::tail > 0) {
+            if constexpr (Config::tail_tile_m > 0) {
                 left = tiles / blocks, first_tail = left * blocks, tail = block, tails = (tiles - first_tail) * pieces;
                 if (left == 0) cut();
             } else {
@@ -75,49 +88,49 @@ template <class Config> struct Tiles {
     }
     static PTX int share(int tiles, int block) { return static_cast<int>(static_cast<int64_t>(tiles) * block / static_cast<int>(gridDim.x)); }
     PTX bool more() const { return left > 0 || tail < tails; }
-    PTX bool small() const { return Config::tail > 0 && left <= 0; }
-    PTX int width() const { return small() ? Config::tail : Config::tokens; }
+    PTX bool small() const { return Config::tail_tile_m > 0 && left <= 0; }
+    PTX int width() const { return small() ? Config::tail_tile_m : Config::tile_m; }
     // The piece `tail`, or the next one of this block that has tokens.
     PTX void cut() {
-        for (; tail < tails; tail += gridDim.x / Config::cluster) {
+        for (; tail < tails; tail += gridDim.x / Config::cluster_n) {
             const int tile = first_tail + tail / pieces;
             token_tile = tile % token_tiles, weight_tile = tile / token_tiles;
             if (token() < rows_m) return;
         }
     }
     PTX void next() {  // no division between whole tiles: it would take time
-        if constexpr (Config::tail > 0) {
+        if constexpr (Config::tail_tile_m > 0) {
             if (left <= 1) {
-                if (left <= 0) tail += gridDim.x / Config::cluster;
+                if (left <= 0) tail += gridDim.x / Config::cluster_n;
                 left = 0;
                 cut();
                 return;
             }
         }
         left--;
-        if constexpr (Config::resident) {
+        if constexpr (Config::activation_stationary) {
             if (++weight_tile == weight_tiles) weight_tile = 0, token_tile++;
         } else {
             token_tile += token_step, weight_tile += weight_step;
             if (token_tile >= token_tiles) token_tile -= token_tiles, weight_tile++;
         }
     }
-    PTX int token() const { return token_tile * Config::tokens + (small() ? tail % pieces * Config::tail : 0); }
-    PTX int row() const { return (weight_tile * Config::cluster + rank) * 128; }
+    PTX int token() const { return token_tile * Config::tile_m + (small() ? tail % pieces * Config::tail_tile_m : 0); }
+    PTX int row() const { return (weight_tile * Config::cluster_n + rank) * 128; }
     // Are the activations of this tile not those of the tile before / after it?
-    PTX bool fresh(bool first) const { return !Config::resident || first || weight_tile == 0; }
-    PTX bool final() const { return !Config::resident || left == 1 || weight_tile + 1 == weight_tiles; }
+    PTX bool fresh(bool first) const { return !Config::activation_stationary || first || weight_tile == 0; }
+    PTX bool final() const { return !Config::activation_stationary || left == 1 || weight_tile + 1 == weight_tiles; }
 };
 
-template <class Config> PTX void large_produce(const Params& p, uint32_t shared) {
-    using S = LargeShared<Config>;
+template <class Config> PTX void gemm_load(const Params& p, uint32_t shared) {
+    using S = GemmShared<Config>;
     constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
-    Ring<Config::weight_groups> weight_ring;
-    Ring<Config::activation_groups> activation_ring;
+    Ring<Config::weight_chunks> weight_ring;
+    Ring<Config::activation_chunks> activation_ring;
     bool waited = false;  // for the kernel that wrote the activations
     bool begun = false;   // to load them
     auto load_pieces = [&](uint32_t to, const uint8_t* from, int rows) {
-        constexpr int piece_rows = Config::tokens / S::first_pieces;
+        constexpr int piece_rows = Config::tile_m / S::first_pieces;
 #pragma unroll 1
         for (int piece = 0; piece < S::first_pieces; piece++) {
             const int at = piece * piece_rows * planes::row_bytes, bytes = max(0, min(piece_rows, rows - piece * piece_rows)) * planes::row_bytes;
@@ -131,14 +144,14 @@ template <class Config> PTX void large_produce(const Params& p, uint32_t shared)
         // The last block of a cluster may have no weights: it goes along with the others.
         const uint32_t weight_bytes = max(0, min(S::rows, p.rows_n - row)) * planes::row_bytes;
         const int width = tiles.width(), rows = min(width, p.rows_m - token);
-        const int first = tiles.rank * (width / Config::cluster), mine = min(width / Config::cluster, rows - first);
+        const int first = tiles.rank * (width / Config::cluster_n), mine = min(width / Config::cluster_n, rows - first);
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             const bool down = (p.chunks - chunk) & 1;
             auto load_weights = [&](int order) {
                 const int slot = weight_ring.group * P + order, i = down ? P - 1 - order : order;
                 ptx::mbarrier_wait_parity(S::weight_empty(shared, slot), weight_ring.parity ^ 1);
                 ptx::mbarrier_arrive_expect_tx(S::weight_full(shared, slot), weight_bytes);
-                if (Config::cluster > 1 && weight_bytes == 0) return;
+                if (Config::cluster_n > 1 && weight_bytes == 0) return;
                 ptx::cp_async_bulk_load(shared + slot * S::weight_slot,
                                         p.weights + (static_cast<size_t>(chunk * P + i) * p.rows_n + row) * planes::row_bytes,
                                         weight_bytes, S::weight_full(shared, slot));
@@ -157,11 +170,11 @@ template <class Config> PTX void large_produce(const Params& p, uint32_t shared)
                     }
                 }
                 ptx::mbarrier_arrive_expect_tx(S::activation_full(shared, slot), rows * planes::row_bytes);
-                if constexpr (Config::cluster == 1)
+                if constexpr (Config::cluster_n == 1)
                     ptx::cp_async_bulk_load(to, from, rows * planes::row_bytes, S::activation_full(shared, slot));
                 else if (mine > 0)
                     ptx::cp_async_bulk_load_multicast(to + first * planes::row_bytes, from + first * planes::row_bytes, mine * planes::row_bytes,
-                                                      S::activation_full(shared, slot), static_cast<uint16_t>((1 << Config::cluster) - 1));
+                                                      S::activation_full(shared, slot), static_cast<uint16_t>((1 << Config::cluster_n) - 1));
             };
             const bool early = !waited;  // weights do not depend on the kernel before: their first chunk need not wait
             if (early) {
@@ -180,32 +193,26 @@ template <class Config> PTX void large_produce(const Params& p, uint32_t shared)
 }
 
 // A warpgroup that multiplies: where it stands in the rings, and how it writes.
-template <class Config> struct LargeConsumer {
-    using S = LargeShared<Config>;
+template <class Config> struct GemmConsumer {
+    using S = GemmShared<Config>;
     static constexpr int P = Config::weight_bits, Q = Config::activation_bits, diagonals = P + Q - 1;
     static constexpr int turn_barrier = 1, both = 256;
-    // Turns. `diagonals`: a warpgroup may issue when the other has issued; the first chunk of a tile is free, so that it
-    // can start its next tile while the other still writes results. `tiles`: one multiplies a tile while the other writes.
-    // `staggered`: the second starts as far behind the first as the rings allow, once; what is written by one then falls
-    // into the products of the other, which has the tensor cores to itself, so that the distance keeps itself.
-    static constexpr bool by_diagonals = Config::turns == Turns::diagonals && diagonals > 1, by_tiles = Config::turns == Turns::tiles;
-    static constexpr bool staggered = Config::turns == Turns::staggered;
+    // alternating: the first chunk of a tile takes no turns, so that it can start while the other still writes results.
+    static constexpr bool alternating = Config::schedule == Schedule::alternating && diagonals > 1, pingpong = Config::schedule == Schedule::pingpong;
     // Where the assembler knows that descriptors are the same in all lanes, and adds 32 bits to them, products follow each
-    // other more closely (2 % in w2a2). With products of two shapes it then finds too few registers, and waits after each;
-    // turns tile by tile did not gain.
-    static constexpr bool uniform = S::first_pieces == 1 && !by_tiles;
-    static constexpr int ahead = Config::weight_groups < Config::activation_groups ? Config::weight_groups : Config::activation_groups;
+    // other more closely. With products of two shapes it then finds too few registers, and waits after each.
+    static constexpr bool uniform = S::first_pieces == 1 && !pingpong;
 
     const Params& p;
     uint32_t shared;
     int warpgroup;
-    bool leader, started, begun = false;
-    Writer<Config> writer;
-    Ring<Config::weight_groups> weight_ring;
-    Ring<Config::activation_groups> activation_ring;
+    bool leader, begun = false;
+    Epilogue<Config> epilogue;
+    Ring<Config::weight_chunks> weight_ring;
+    Ring<Config::activation_chunks> activation_ring;
 
-    PTX LargeConsumer(const Params& p, uint32_t shared, int warpgroup)
-        : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), started(!staggered), writer(S::writer(shared, warpgroup), warpgroup) {}
+    PTX GemmConsumer(const Params& p, uint32_t shared, int warpgroup)
+        : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
 
     PTX void take_turn() const { ptx::bar_sync(turn_barrier + warpgroup, both); }
     PTX void pass_turn() const { ptx::bar_arrive(turn_barrier + (warpgroup ^ 1), both); }
@@ -213,10 +220,10 @@ template <class Config> struct LargeConsumer {
         if (leader) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
     }
     PTX void release_activations(int slot, bool final) const {
-        if constexpr (Config::cluster == 1) {
+        if constexpr (Config::cluster_n == 1) {
             if (leader && final) ptx::mbarrier_arrive(S::activation_empty(shared, slot));
         } else {  // every block of the cluster loads a part of it
-            if (const int lane = ptx::lane_id(); lane < Config::cluster) ptx::mbarrier_arrive_cluster(ptx::mapa(S::activation_empty(shared, slot), lane));
+            if (const int lane = ptx::lane_id(); lane < Config::cluster_n) ptx::mbarrier_arrive_cluster(ptx::mapa(S::activation_empty(shared, slot), lane));
         }
     }
 
@@ -241,9 +248,8 @@ template <class Config> struct LargeConsumer {
 
     template <int tokens> PTX void tile(int row, int token, bool final) {
         int32_t acc[tokens / 2];
-        writer.fetch(p, row, token);
-        if (by_tiles) take_turn();
-        if (staggered && !started && warpgroup == 1) take_turn(), started = true;
+        epilogue.fetch(p, row, token);
+        if (pingpong) take_turn();
 #pragma unroll 1
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             const int left = (p.chunks - chunk) & 1 ? 1 : 31;  // down to smaller shifts, or up: 31 to the left is 1 to the right
@@ -254,7 +260,7 @@ template <class Config> struct LargeConsumer {
                 // Planes are numbered in the order of this walk: whichever the direction, those with i + j = diagonal meet.
                 if (diagonal < P) ptx::mbarrier_wait_parity(S::weight_full(shared, weight_ring.group * P + diagonal), weight_ring.parity);
                 if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activation_ring.group * Q + diagonal), activation_ring.parity);
-                if (by_diagonals && diagonal > 0 && chunk > 0) take_turn();
+                if (alternating && diagonal > 0 && chunk > 0) take_turn();
                 ptx::wgmma_fence();
                 if (S::first_pieces > 1 && diagonal == 0 && !begun) {
                     begun = true;
@@ -273,7 +279,7 @@ template <class Config> struct LargeConsumer {
                 }
                 ptx::wgmma_commit_group();
                 // The last diagonal of a chunk and the first of the next need no rotation between them: one turn.
-                if (by_diagonals && ((diagonal == 0 && chunk > 1) || (diagonal > 0 && diagonal < diagonals - 1 && chunk > 0))) pass_turn();
+                if (alternating && ((diagonal == 0 && chunk > 1) || (diagonal > 0 && diagonal < diagonals - 1 && chunk > 0))) pass_turn();
                 if (diagonal == 0 && chunk > 0) {
                     ptx::wgmma_wait_group<1>();
                     release_weights(weight_ring.previous() * P + P - 1);
@@ -288,58 +294,51 @@ template <class Config> struct LargeConsumer {
                     rotate(acc, left);
                 }
             }
-            if (staggered && !started && chunk == min(ahead, p.chunks) - 1) pass_turn(), started = true;
             weight_ring.advance();
             activation_ring.advance();
-            if (Config::resident && chunk == p.chunks - 1 && !final) activation_ring.parity ^= 1;  // the same round again
+            if (Config::activation_stationary && chunk == p.chunks - 1 && !final) activation_ring.parity ^= 1;  // the same round again
         }
-        if (by_tiles || (by_diagonals && p.chunks > 1)) pass_turn();
-        writer.stage_columns();  // while the last products run
+        if (pingpong || (alternating && p.chunks > 1)) pass_turn();
+        epilogue.stage_columns();  // while the last products run
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_touch(acc);
         release_weights(weight_ring.previous() * P + P - 1);
         release_activations(activation_ring.previous() * Q + Q - 1, final);
-        writer.template write<tokens>(p, acc, row, token);
+        epilogue.template write<tokens>(p, acc, row, token);
     }
 };
 
-template <class Config> PTX void large_consume(const Params& p, uint32_t shared) {
-    using C = LargeConsumer<Config>;
+template <class Config> PTX void gemm_multiply(const Params& p, uint32_t shared) {
+    using C = GemmConsumer<Config>;
     const int warpgroup = C::uniform ? ptx::warp_id() / 4 : threadIdx.x / 128;
     C consumer(p, shared, warpgroup);
-    if ((C::by_diagonals || C::by_tiles) && warpgroup == 1) consumer.pass_turn();
+    if ((C::alternating || C::pingpong) && warpgroup == 1) consumer.pass_turn();
     ptx::griddepcontrol_wait();
     Tiles<Config> tiles(p);
     for (; tiles.more() && !tiles.small(); tiles.next())
-        consumer.template tile<Config::tokens>(tiles.row() + 64 * warpgroup, tiles.token(), tiles.final());
-    if constexpr (Config::tail > 0) {
-        for (; tiles.more(); tiles.next()) consumer.template tile<Config::tail>(tiles.row() + 64 * warpgroup, tiles.token(), true);
+        consumer.template tile<Config::tile_m>(tiles.row() + 64 * warpgroup, tiles.token(), tiles.final());
+    if constexpr (Config::tail_tile_m > 0) {
+        for (; tiles.more(); tiles.next()) consumer.template tile<Config::tail_tile_m>(tiles.row() + 64 * warpgroup, tiles.token(), true);
     }
-    if ((C::by_diagonals || C::by_tiles) && warpgroup == 0) consumer.take_turn();  // takes up the turn that was passed last
+    if ((C::alternating || C::pingpong) && warpgroup == 0) consumer.take_turn();  // takes up the turn that was passed last
 }
 
 // One thread stores the buffers that a warpgroup fills, in turn. A buffer is given back one store later, when this one
 // has long been read: so three buffers or more never make the warpgroup wait.
-template <class Config> PTX void large_store(const Params& p, uint32_t shared, int warpgroup) {
-    using W = WriterShared<Config>;
-    const W writer = LargeShared<Config>::writer(shared, warpgroup);
+template <class Config> PTX void gemm_store(const Params& p, uint32_t shared, int warpgroup) {
+    using W = EpilogueShared<Config>;
+    const W epilogue = GemmShared<Config>::epilogue(shared, warpgroup);
     int buffer = 0, parity = 0, previous = -1;
-    // Results that no cache holds should not drive out what the next kernel reads.
-    const uint64_t policy = Config::streamed ? ptx::createpolicy_evict_first() : 0;
     for (Tiles<Config> tiles(p); tiles.more(); tiles.next()) {
         const int token = tiles.token(), row = tiles.row() + 64 * warpgroup;
 #pragma unroll 1
-        for (int first = 0; first < tiles.width(); first += Config::slab) {
-            ptx::mbarrier_wait_parity(writer.filled(buffer), parity);
-            if (token + first < p.m && row < p.n) {
-                if constexpr (Config::streamed)
-                    ptx::cp_async_bulk_tensor_store_2d_hint(&p.y_map, row, token + first, writer.shared + buffer * W::buffer_bytes, policy);
-                else
-                    ptx::cp_async_bulk_tensor_store_2d(&p.y_map, row, token + first, writer.shared + buffer * W::buffer_bytes);
-            }
+        for (int first = 0; first < tiles.width(); first += Config::epilogue_tile) {
+            ptx::mbarrier_wait_parity(epilogue.filled(buffer), parity);
+            if (token + first < p.m && row < p.n)
+                ptx::cp_async_bulk_tensor_store_2d(&p.y_map, row, token + first, epilogue.shared + buffer * W::buffer_bytes);
             ptx::cp_async_bulk_commit_group();
             ptx::cp_async_bulk_wait_group_read<1>();
-            if (previous >= 0) ptx::mbarrier_arrive(writer.read(previous));
+            if (previous >= 0) ptx::mbarrier_arrive(epilogue.read(previous));
             previous = buffer;
             if (++buffer == W::buffers) buffer = 0, parity ^= 1;
         }
@@ -347,20 +346,20 @@ template <class Config> PTX void large_store(const Params& p, uint32_t shared, i
     ptx::cp_async_bulk_wait_group_read<0>();  // shared memory must stand until everything has left it
 }
 
-template <class Config> PTX void sm90_bitplane_gemm(const Params& p) {
-    using S = LargeShared<Config>;
+template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_gemm(const __grid_constant__ Params p) {
+    using S = GemmShared<Config>;
     static_assert(Config::threads == 384, "two warpgroups that multiply, and one whose threads load and store");
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
     if (threadIdx.x == 256) {
         for (int slot = 0; slot < S::weight_slots + S::activation_slots; slot++) {
             ptx::mbarrier_init(S::weight_full(shared, slot), 1);
             // Every warp that multiplies, of every block that is loaded for.
-            ptx::mbarrier_init(S::weight_empty(shared, slot), slot < S::weight_slots ? 8 : 8 * Config::cluster);
+            ptx::mbarrier_init(S::weight_empty(shared, slot), slot < S::weight_slots ? 8 : 8 * Config::cluster_n);
         }
         for (int buffer = 0; buffer < 2 * S::W::buffers; buffer++) {
-            const typename S::W writer = S::writer(shared, buffer % 2);
-            ptx::mbarrier_init(writer.filled(buffer / 2), 4);  // every warp of the warpgroup
-            ptx::mbarrier_init(writer.read(buffer / 2), 1);
+            const typename S::W epilogue = S::epilogue(shared, buffer % 2);
+            ptx::mbarrier_init(epilogue.filled(buffer / 2), 4);  // every warp of the warpgroup
+            ptx::mbarrier_init(epilogue.read(buffer / 2), 1);
         }
         if constexpr (S::first_pieces > 1)
             for (int piece = 0; piece < S::first_pieces; piece++) ptx::mbarrier_init(S::first_full(shared, piece), 1);
@@ -368,25 +367,25 @@ template <class Config> PTX void sm90_bitplane_gemm(const Params& p) {
     }
     __syncthreads();
     ptx::griddepcontrol_launch_dependents();
-    if constexpr (Config::cluster > 1) {  // the other blocks' barriers stand
+    if constexpr (Config::cluster_n > 1) {  // the other blocks' barriers stand
         ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();
     }
     if (threadIdx.x >= 256) {
         ptx::setmaxnreg_dec<40>();
-        if (threadIdx.x == 256) large_produce<Config>(p, shared);
-        if constexpr (Terms<Config>::narrow && Config::tensor) {
-            if (threadIdx.x == 288 || threadIdx.x == 320) large_store<Config>(p, shared, (threadIdx.x - 288) / 32);
+        if (threadIdx.x == 256) gemm_load<Config>(p, shared);
+        if constexpr (Terms<Config>::is_16bit && Config::tma_store) {
+            if (threadIdx.x == 288 || threadIdx.x == 320) gemm_store<Config>(p, shared, (threadIdx.x - 288) / 32);
         }
     } else {
         ptx::setmaxnreg_inc<232>();
-        large_consume<Config>(p, shared);
+        gemm_multiply<Config>(p, shared);
     }
-    if constexpr (Config::cluster > 1) {  // the others may still arrive on this block's barriers
+    if constexpr (Config::cluster_n > 1) {  // the others may still arrive on this block's barriers
         __syncwarp();
         ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();
     }
 }
 
-#endif  // ANYBIT_BITWISE_LARGE_CUH
+#endif  // ANYBIT_SM90_BITPLANE_GEMM_CUH

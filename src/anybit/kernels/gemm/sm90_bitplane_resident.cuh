@@ -1,28 +1,27 @@
-// The bitwise GEMM for few tokens where a block's shared memory holds all planes of its tile: nothing is loaded twice.
+// GEMM on the 1-bit tensor cores for few tokens, where a block's shared memory holds all planes of its tile.
 //
-// Operands lie and multiply as in sm90_bitplane_skinny.cuh: planes of one operand (64 rows, wgmma's A side) are walked, those of
-// the other stand side by side. But there are no rings: a chunk of k has one barrier, which says that all its planes are
-// there, and every warp asks for some of them, since a copy takes its thread 60 cycles and more. What arrives at a
-// multiprocessor, some 40 bytes a cycle, is the limit, so chunks are asked for in the order of their use and multiplied
-// one by one: the weights of the first chunks before the kernel ahead has ended, the rest in turns with the activations,
-// which the threads may copy themselves (`threads_copy`).
-#ifndef ANYBIT_BITWISE_ONCE_CUH
-#define ANYBIT_BITWISE_ONCE_CUH
+// Operands lie and multiply as in sm90_bitplane_skinny.cuh: planes of A (64 rows) are walked, those of B stand side by
+// side. But there are no rings: a chunk of k has one barrier, which says that all its planes are there, and every warp
+// asks for some of them. What arrives at a multiprocessor is the limit, so chunks are asked for in the order of their use
+// and multiplied one by one: the weights of `prologue_stages` chunks before the kernel ahead has ended, the rest in turns
+// with the activations, which the threads may copy themselves (`cp_async_activations`).
+#ifndef ANYBIT_SM90_BITPLANE_RESIDENT_CUH
+#define ANYBIT_SM90_BITPLANE_RESIDENT_CUH
 
-#include "gemm/sm90_bitplane_few.cuh"
+#include "gemm/sm90_bitplane_skinny_tile.cuh"
 
 // Shared memory: the chunks of A, of B, results on their way out, barriers, and what is kept from other blocks.
-template <class Config> struct OnceShared : FewSides<Config> {
-    using Sides = FewSides<Config>;
-    using Sides::walk_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
+template <class Config> struct ResidentShared : SkinnyTile<Config> {
+    using Sides = SkinnyTile<Config>;
+    using Sides::a_is_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
     static constexpr int warps = 4;
     static constexpr int values = columns / 2, eights = columns / 8;  // a thread's sums, and the eights of columns that they are of
-    static constexpr int a_chunk = P * rows * planes::row_bytes, b_chunk = Config::stacked * planes::row_bytes;
-    static constexpr int b = Config::stages * a_chunk, staging = b + Config::stages * b_chunk;
-    static constexpr bool staged = walk_weights && Terms<Config>::narrow;
+    static constexpr int a_chunk = P * rows * planes::row_bytes, b_chunk = Config::wgmma_n * planes::row_bytes;
+    static constexpr int b = Config::k_chunks * a_chunk, staging = b + Config::k_chunks * b_chunk;
+    static constexpr bool staged = a_is_weights && Terms<Config>::is_16bit;
     static constexpr int barriers = staging + (staged ? columns * 128 : 0);
-    static_assert(barriers + 16 * Config::stages + Config::reserve == Config::shared_bytes, "shared_bytes() of sm90_bitplane.py disagrees");
-    static_assert(Config::stacked >= Q * columns, "refused by why_not()");
+    static_assert(barriers + 16 * Config::k_chunks + Config::reserved_bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_resident.py disagrees");
+    static_assert(Config::wgmma_n >= Q * columns, "refused by why_not()");
 
     uint32_t shared;
     template <bool a> PTX uint32_t plane(int chunk, int bit) const {
@@ -31,8 +30,8 @@ template <class Config> struct OnceShared : FewSides<Config> {
     PTX uint32_t full(int chunk) const { return shared + barriers + 16 * chunk; }
 };
 
-template <class Config> struct Once {
-    using S = OnceShared<Config>;
+template <class Config> struct Resident {
+    using S = ResidentShared<Config>;
     using T = Terms<Config>;
     static constexpr int P = S::P, Q = S::Q;
 
@@ -40,25 +39,25 @@ template <class Config> struct Once {
     S shared;
     int a_row, b_row;
 
-    PTX Once(const Params& p, uint32_t base) : p(p), shared{{}, base} {
+    PTX Resident(const Params& p, uint32_t base) : p(p), shared{{}, base} {
         // Blocks at work together share weights.
-        const int token_tile = S::walk_weights ? S::columns : S::rows, token_tiles = (p.m + token_tile - 1) / token_tile;
+        const int token_tile = S::a_is_weights ? S::columns : S::rows, token_tiles = (p.m + token_tile - 1) / token_tile;
         const int weight_tile = static_cast<int>(blockIdx.x) / token_tiles, token = static_cast<int>(blockIdx.x) - weight_tile * token_tiles;
-        a_row = (S::walk_weights ? weight_tile : token) * S::rows;
-        b_row = (S::walk_weights ? token : weight_tile) * S::columns;
+        a_row = (S::a_is_weights ? weight_tile : token) * S::rows;
+        b_row = (S::a_is_weights ? token : weight_tile) * S::columns;
     }
     // Are there weights for this block?
-    PTX bool any() const { return S::walk_weights ? a_row < p.n : b_row < p.n; }
+    PTX bool any() const { return S::a_is_weights ? a_row < p.n : b_row < p.n; }
 
     // A barrier for each chunk, which expects all planes.
     PTX void prepare() const {
         if (threadIdx.x == 0) {
-            for (int chunk = 0; chunk < p.chunks; chunk++) ptx::mbarrier_init(shared.full(chunk), Config::threads_copy ? 1 + Config::threads : 1);
+            for (int chunk = 0; chunk < p.chunks; chunk++) ptx::mbarrier_init(shared.full(chunk), Config::cp_async_activations ? 1 + Config::threads : 1);
             ptx::fence_mbarrier_init();
         }
         __syncthreads();
         const int a_rows = P * min(S::rows, S::a_stored(p) - a_row), b_rows = Q * min(S::columns, S::b_stored(p) - b_row);
-        const int rows = !Config::threads_copy ? a_rows + b_rows : S::walk_weights ? a_rows : b_rows;
+        const int rows = !Config::cp_async_activations ? a_rows + b_rows : S::a_is_weights ? a_rows : b_rows;
         // Copies that other warps ask for may arrive before their bytes are announced: the arrival is still to come.
         if (threadIdx.x < p.chunks) ptx::mbarrier_arrive_expect_tx(shared.full(threadIdx.x), rows * planes::row_bytes);
     }
@@ -68,7 +67,7 @@ template <class Config> struct Once {
     template <bool a> PTX void load(int chunk, int& turn) const {
         constexpr int bits = a ? P : Q, tile = a ? S::rows : S::columns;
         const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row, warp = threadIdx.x / 32;
-        const uint8_t* const from = (a == S::walk_weights ? p.weights : p.activations) + (static_cast<int64_t>(chunk) * bits * stored + first) * planes::row_bytes;
+        const uint8_t* const from = (a == S::a_is_weights ? p.weights : p.activations) + (static_cast<int64_t>(chunk) * bits * stored + first) * planes::row_bytes;
         const int bytes = min(tile, stored - first) * planes::row_bytes;
 #pragma unroll
         for (int bit = 0; bit < bits; bit++) {
@@ -76,10 +75,10 @@ template <class Config> struct Once {
             turn = turn == S::warps - 1 ? 0 : turn + 1;
         }
     }
-    // The tokens of a chunk by all threads, 16 bytes at a time: they take in 71 bytes a cycle where bulk copies have 45 to
-    // 55. Each thread arrives on the chunk's barrier when its copies have landed.
+    // The tokens of a chunk by all threads, 16 bytes at a time: faster than bulk copies, but it takes the threads' time.
+    // Each thread arrives on the chunk's barrier when its copies have landed.
     PTX void copy_tokens(int chunk) const {
-        constexpr bool a = !S::walk_weights;
+        constexpr bool a = !S::a_is_weights;
         constexpr int bits = a ? P : Q, tile = a ? S::rows : S::columns;
         const int stored = a ? S::a_stored(p) : S::b_stored(p), first = a ? a_row : b_row;
         const uint8_t* const from = p.activations + (static_cast<int64_t>(chunk) * bits * stored + first) * planes::row_bytes;
@@ -93,46 +92,46 @@ template <class Config> struct Once {
             }
         ptx::cp_async_mbarrier_arrive_noinc(shared.full(chunk));
     }
-    // Copies arrive in about the order in which they are asked for: the weights of `early` chunks before the activations.
+    // Copies arrive in about the order in which they are asked for: the weights of `prologue_stages` chunks before the activations.
     PTX void load_early() const {
         if (ptx::lane_id() != 0) return;
         int turn = 0;
-        for (int chunk = 0; chunk < min(Config::early, p.chunks); chunk++) load<S::walk_weights>(chunk, turn);
+        for (int chunk = 0; chunk < min(Config::prologue_stages, p.chunks); chunk++) load<S::a_is_weights>(chunk, turn);
     }
     PTX void load_rest() const {
         int turn = 0;
-        if constexpr (Config::threads_copy) {
+        if constexpr (Config::cp_async_activations) {
 #pragma unroll
-            for (int chunk = 0; chunk < Config::stages; chunk++) {
+            for (int chunk = 0; chunk < Config::k_chunks; chunk++) {
                 copy_tokens(chunk);
-                if (chunk + Config::early < p.chunks && ptx::lane_id() == 0) load<S::walk_weights>(chunk + Config::early, turn);
+                if (chunk + Config::prologue_stages < p.chunks && ptx::lane_id() == 0) load<S::a_is_weights>(chunk + Config::prologue_stages, turn);
             }
             return;
         }
         if (ptx::lane_id() != 0) return;
         for (int chunk = 0; chunk < p.chunks; chunk++) {
-            load<!S::walk_weights>(chunk, turn);
-            if (chunk + Config::early < p.chunks) load<S::walk_weights>(chunk + Config::early, turn);
+            load<!S::a_is_weights>(chunk, turn);
+            if (chunk + Config::prologue_stages < p.chunks) load<S::a_is_weights>(chunk + Config::prologue_stages, turn);
         }
     }
 
     // A chunk of a plane: the products of what its barrier says is there.
-    PTX void multiply_chunk(int32_t (&acc)[Config::stacked / 2], int chunk, int plane, bool add) const {
+    PTX void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int chunk, int plane, bool add) const {
         const uint64_t a = planes::descriptor(shared.template plane<true>(chunk, plane)), b = planes::descriptor(shared.template plane<false>(chunk, 0));
 #pragma unroll
         for (int step = 0; step < planes::steps; step++)
-            ptx::wgmma_b1<Config::stacked>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), add || step > 0);
+            ptx::wgmma_b1<Config::wgmma_n>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), add || step > 0);
     }
 
-    // Chunk by chunk, down and up in turns, the last one down. The planes of a set of sums are `sets` apart: while the
+    // Chunk by chunk, down and up in turns, the last one down. The planes of a set of sums are `accumulator_sets` apart: while the
     // products of one set run, another one is shifted.
-    PTX void walk(int32_t (&acc)[Config::sets][Config::stacked / 2]) const {
-        constexpr int sets = Config::sets, chunks = Config::stages;
+    PTX void walk(int32_t (&acc)[Config::accumulator_sets][Config::wgmma_n / 2]) const {
+        constexpr int sets = Config::accumulator_sets, chunks = Config::k_chunks;
 #pragma unroll
         for (int chunk = 0; chunk < chunks; chunk++) {
             const bool down = (chunks - chunk) & 1;
             ptx::mbarrier_wait_parity(shared.full(chunk), 0);
-            if constexpr (Config::threads_copy) ptx::fence_proxy_async();  // the threads' copies are ordinary writes
+            if constexpr (Config::cp_async_activations) ptx::fence_proxy_async();  // the threads' copies are ordinary writes
 #pragma unroll
             for (int order = 0; order < P; order++) {
                 const int plane = down ? P - 1 - order : order, set = plane % sets;
@@ -153,13 +152,13 @@ template <class Config> struct Once {
 
     // The sums, planes of B added up: register 4 * eight + 2 * h + e as wgmma numbers them.
     PTX void multiply(int32_t (&sums)[S::values]) const {
-        int32_t acc[Config::sets][Config::stacked / 2];
+        int32_t acc[Config::accumulator_sets][Config::wgmma_n / 2];
         walk(acc);
 #pragma unroll
         for (int v = 0; v < S::values; v++) {
             uint32_t sum = 0;
 #pragma unroll
-            for (int set = 0; set < Config::sets; set++)
+            for (int set = 0; set < Config::accumulator_sets; set++)
 #pragma unroll
                 for (int j = 0; j < Q; j++) sum += static_cast<uint32_t>(acc[set][j * S::values + v]) << (j + set);
             sums[v] = static_cast<int32_t>(sum);
@@ -170,7 +169,7 @@ template <class Config> struct Once {
         load_early();
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = a_row + 16 * warp + lane / 4, pair = b_row + 2 * (lane % 4);
         constexpr int eights = S::eights;
-        FewTerms<Config, eights> terms;
+        SkinnyTerms<Config, eights> terms;
         terms.load_weights(p, row, pair);
         ptx::griddepcontrol_wait();
         load_rest();
@@ -179,13 +178,13 @@ template <class Config> struct Once {
         int32_t sums[S::values];
         multiply(sums);
         terms.finish();
-        if constexpr (T::narrow) {
+        if constexpr (T::is_16bit) {
             // Whole pieces of sixteen bytes, if rows of Y begin so and all weights of the tile are there.
-            if (p.y_stride % 8 == 0 && reinterpret_cast<uint64_t>(p.y) % 16 == 0 && (S::walk_weights ? a_row + S::rows : b_row + S::columns) <= p.n) {
-                if constexpr (S::walk_weights && eights % 2 == 0) {
+            if (p.y_stride % 8 == 0 && reinterpret_cast<uint64_t>(p.y) % 16 == 0 && (S::a_is_weights ? a_row + S::rows : b_row + S::columns) <= p.n) {
+                if constexpr (S::a_is_weights && eights % 2 == 0) {
                     write_lines(sums, terms.weights, terms.tokens);
                     return;
-                } else if constexpr (!S::walk_weights) {
+                } else if constexpr (!S::a_is_weights) {
                     write_rows(sums, terms.weights, terms.tokens, row);
                     return;
                 }
@@ -194,14 +193,14 @@ template <class Config> struct Once {
 #pragma unroll
         for (int v = 0; v < S::values; v++) {
             const int h = v % 4 / 2, e = v % 2, i = 2 * (v / 4), at_row = row + 8 * h, at_column = pair + 8 * (v / 4) + e;
-            if constexpr (S::walk_weights)
+            if constexpr (S::a_is_weights)
                 T::store(p, at_column, at_row, sums[v], terms.weights[h], terms.tokens[i + e]);
             else
                 T::store(p, at_row, at_column, sums[v], terms.weights[i + e], terms.tokens[h]);
         }
     }
 
-    // Walk::weights: a token's 64 weights are a line of 128 bytes, through shared memory in the 128-byte swizzle.
+    // A is weights: a token's 64 weights are a line of 128 bytes, through shared memory in the 128-byte swizzle.
     PTX void write_lines(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2], const typename T::Column (&tokens)[2 * S::eights]) const {
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
         const uint32_t staging = shared.shared + S::staging;
@@ -227,7 +226,7 @@ template <class Config> struct Once {
         }
     }
 
-    // Walk::tokens: a thread has pairs of weights of two tokens; the lanes of a quad exchange them where each gets eight.
+    // A is activations: a thread has pairs of weights of two tokens; the lanes of a quad exchange them where each gets eight.
     PTX void write_rows(const int32_t (&sums)[S::values], const typename T::Row (&weights)[2 * S::eights], const typename T::Column (&tokens)[2], int row) const {
         constexpr int eights = S::eights;
         const int q = threadIdx.x % 4;
@@ -258,17 +257,17 @@ template <class Config> struct Once {
     }
 };
 
-template <class Config> PTX void sm90_bitplane_resident(const Params& p) {
-    using S = OnceShared<Config>;
+template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_resident(const __grid_constant__ Params p) {
+    using S = ResidentShared<Config>;
     static_assert(Config::threads == 128, "every warp loads, multiplies and writes");
     ptx::griddepcontrol_launch_dependents();
-    const Once<Config> once(p, ptx::shared_address(ptx::dynamic_shared()));
-    if (!once.any()) {  // here so that every multiprocessor has as many blocks as the others
+    const Resident<Config> block(p, ptx::shared_address(ptx::dynamic_shared()));
+    if (!block.any()) {  // here so that every multiprocessor has as many blocks as the others
         ptx::griddepcontrol_wait();
         return;
     }
-    once.prepare();
-    once.run();
+    block.prepare();
+    block.run();
 }
 
-#endif  // ANYBIT_BITWISE_ONCE_CUH
+#endif  // ANYBIT_SM90_BITPLANE_RESIDENT_CUH

@@ -1,42 +1,39 @@
-// The bitwise GEMM for few tokens, where reading the weights once is what counts, and then latency.
+// GEMM on the 1-bit tensor cores for few tokens, where reading the weights once is what counts, and then latency.
 //
-// wgmma's A side (64 rows) is one operand, whose planes are walked; on its B side the planes of the other stand side by
-// side (column plane * columns + row), and are added with their shifts at the end. Walk::weights has 64 weights and 8 to
-// 32 tokens a tile, Walk::tokens up to 64 tokens and 32 weights. The B side stays in shared memory for `span` chunks
-// of k, while planes of the A side stream past it: a plane of all chunks, a rotation of the sums, the next plane (and
-// up again for the next `span` chunks, see sm90_bitplane.cuh). One warp loads: the weights as far as they fit before the
-// kernel ahead has ended, so two blocks should fit a multiprocessor. `groups` warpgroups of a block share the chunks of
-// a tile (or its columns), or `cluster` blocks of one warpgroup; each finishes its share of the results. Or (`multicast`) the blocks of a
-// cluster have the same tokens and other weights: each loads its share of every plane of activations for all of them,
-// since the tokens that every block wants at once are more than L2 gives.
-#ifndef ANYBIT_BITWISE_SMALL_CUH
-#define ANYBIT_BITWISE_SMALL_CUH
+// Operands are bit planes as in sm90_bitplane_gemm.cuh. One is wgmma's A (`a_operand`, 64 rows), whose planes are walked; of
+// B, the other, all planes stand side by side (column plane * `tile_b` + row), and are added with their shifts at the end.
+// B stays in shared memory for a pass of `pass_chunks` chunks of k, while planes of A stream past it: a plane of all these
+// chunks, a rotation of the sums, the next plane. Passes walk the planes down and up in turns, the last one down.
+//
+// One warp loads: the weights as far as they fit before the kernel ahead has ended, so two blocks should fit a
+// multiprocessor. The chunks of a tile are shared by `split_k_warpgroups` of a block or by `cluster_k` blocks, or its
+// columns by `split_b_warpgroups`; each finishes its share of the results.
+#ifndef ANYBIT_SM90_BITPLANE_SKINNY_CUH
+#define ANYBIT_SM90_BITPLANE_SKINNY_CUH
 
-#include "gemm/sm90_bitplane_few.cuh"
+#include "gemm/sm90_bitplane_skinny_tile.cuh"
 
-// Shared memory: slots of an A plane, slots of a chunk of B, what other blocks send, barriers.
-template <class Config> struct SmallShared : FewSides<Config> {
-    using Sides = FewSides<Config>;
-    using Sides::walk_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
+// Shared memory: stages of an A plane, stages of a chunk of B, what other blocks send, barriers.
+template <class Config> struct SkinnyShared : SkinnyTile<Config> {
+    using Sides = SkinnyTile<Config>;
+    using Sides::a_is_weights, Sides::P, Sides::Q, Sides::rows, Sides::columns;
     // Warpgroups share the chunks of k, or the columns: then each has a part of B with all planes of its own columns.
-    static constexpr int groups = Config::groups, k_groups = Config::by_columns ? 1 : groups, b_parts = Config::by_columns ? groups : 1;
-    static constexpr int part_columns = columns / b_parts, part_bytes = Config::stacked * planes::row_bytes;
+    static constexpr int k_groups = Config::split_k_warpgroups, b_parts = Config::split_b_warpgroups, groups = k_groups * b_parts;
+    static constexpr int part_columns = columns / b_parts, part_bytes = Config::wgmma_n * planes::row_bytes;
     static constexpr int a_bytes = rows * planes::row_bytes, b_bytes = b_parts * part_bytes;
-    static constexpr int b = Config::slots * a_bytes;
-    static constexpr int inbox = b + Config::stages * b_bytes;
-    static constexpr int split = Config::multicast ? 1 : Config::cluster;  // blocks that share k
+    static constexpr int b = Config::a_stages * a_bytes;
+    static constexpr int inbox = b + Config::b_stages * b_bytes;
+    static constexpr int split = Config::cluster_k;  // blocks that share k
     static constexpr int parts = split * groups;
-    static constexpr int senders = Config::multicast ? Config::cluster : 1;  // blocks that load one tile of activations
-    static constexpr bool cast_a = Config::multicast && !walk_weights, cast_b = Config::multicast && walk_weights;
     static constexpr int values = part_columns / 2, share = columns / 2 / parts;  // a thread's sums, and its results
-    // why_not() asks for twice as many slots where there is more than one span. Where nothing is loaded twice into a slot
+    // why_not() asks for twice as many stages where there is more than one pass. Where nothing is loaded twice into a slot
     // nobody has to say that it is free.
-    static constexpr bool single = Config::stages < 2 * Config::span, once = single && Config::slots >= P * Config::span;
+    static constexpr bool single = Config::b_stages < 2 * Config::pass_chunks, no_reuse = single && Config::a_stages >= P * Config::pass_chunks;
     static constexpr int partial_bytes = share * 4 * 128;
     static constexpr int barriers = inbox + (split > 1 ? split * partial_bytes : 0);
-    static constexpr int bytes = barriers + 16 * (Config::slots + Config::stages) + 16;
-    static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane.py disagrees");
-    static_assert(Config::stacked >= Q * part_columns && columns / 2 % parts == 0, "refused by why_not()");
+    static constexpr int bytes = barriers + 16 * (Config::a_stages + Config::b_stages) + 16;
+    static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_skinny.py disagrees");
+    static_assert(Config::wgmma_n >= Q * part_columns && columns / 2 % parts == 0, "refused by why_not()");
     static_assert(groups == 1 || split == 1, "refused by why_not()");
     static_assert(k_groups == 1 || groups * groups * partial_bytes <= inbox, "refused by why_not()");
 
@@ -45,84 +42,71 @@ template <class Config> struct SmallShared : FewSides<Config> {
     PTX uint32_t b_slot(int slot) const { return shared + b + slot * b_bytes; }
     PTX uint32_t a_full(int slot) const { return shared + barriers + 16 * slot; }
     PTX uint32_t a_empty(int slot) const { return a_full(slot) + 8; }
-    PTX uint32_t b_full(int slot) const { return a_full(Config::slots + slot); }
+    PTX uint32_t b_full(int slot) const { return a_full(Config::a_stages + slot); }
     PTX uint32_t b_empty(int slot) const { return b_full(slot) + 8; }
-    PTX uint32_t gathered() const { return a_full(Config::slots + Config::stages); }
+    PTX uint32_t gathered() const { return a_full(Config::a_stages + Config::b_stages); }
     PTX uint32_t partial(int from) const { return shared + inbox + from * partial_bytes; }
-    PTX uint32_t partial(int from, int to) const { return shared + (from * groups + to) * partial_bytes; }  // over the slots
+    PTX uint32_t partial(int from, int to) const { return shared + (from * groups + to) * partial_bytes; }  // over the stages
 };
 
-template <class Config> struct Small {
-    using S = SmallShared<Config>;
+template <class Config> struct Skinny {
+    using S = SkinnyShared<Config>;
     using T = Terms<Config>;
     static constexpr int P = S::P, Q = S::Q;
 
     const Params& p;
     S shared;
-    int place;  // in the cluster
-    int rank;   // among the blocks that share k
+    int rank;  // among the blocks that share k
     int a_row, b_row;
     int count;  // chunks of this block: rank, rank + split, ...
 
-    PTX Small(const Params& p, uint32_t base, int place)
-        : p(p), shared{{}, base}, place(place), rank(S::split > 1 ? place : 0), count(rank < p.chunks ? (p.chunks - rank + S::split - 1) / S::split : 0) {
+    PTX Skinny(const Params& p, uint32_t base, int rank)
+        : p(p), shared{{}, base}, rank(rank), count(rank < p.chunks ? (p.chunks - rank + S::split - 1) / S::split : 0) {
         const int weight_tile = static_cast<int>(blockIdx.x) / S::split, token_tile = static_cast<int>(blockIdx.y);
-        a_row = (S::walk_weights ? weight_tile : token_tile) * S::rows;
-        b_row = (S::walk_weights ? token_tile : weight_tile) * S::columns;
+        a_row = (S::a_is_weights ? weight_tile : token_tile) * S::rows;
+        b_row = (S::a_is_weights ? token_tile : weight_tile) * S::columns;
     }
 
-    // The walk: spans of chunks; in each, every plane of A (the last span down, the one before up, ...) for every chunk.
+    // The walk: passes over some chunks; in each, every plane of A (the last pass down, the one before up, ...) for every chunk.
     struct Step {
-        int first, chunks, order, chunk;  // the span's first chunk and their number; plane and chunk in the walk
-        PTX bool down(int count) const { return ((count - first + Config::span - 1) / Config::span) & 1; }
+        int first, chunks, order, chunk;  // the pass's first chunk and their number; plane and chunk in the walk
+        PTX bool down(int count) const { return ((count - first + Config::pass_chunks - 1) / Config::pass_chunks) & 1; }
         PTX void next(int count) {
             if (++chunk < chunks) return;
             chunk = 0;
             if (++order < P) return;
-            order = 0, first += Config::span, chunks = min(Config::span, count - first);
+            order = 0, first += Config::pass_chunks, chunks = min(Config::pass_chunks, count - first);
         }
     };
-    PTX Step begin() const { return {0, min(Config::span, count), 0, 0}; }
+    PTX Step begin() const { return {0, min(Config::pass_chunks, count), 0, 0}; }
 
-    // `rows` rows of a plane into a tile, or this block's share of them into the same tile of every block of the cluster.
-    template <bool cast, int tile_rows> PTX void load_rows(uint32_t to, const uint8_t* from, int rows, uint32_t barrier) const {
-        if constexpr (cast) {
-            constexpr int share = tile_rows / S::senders;
-            const int first = place * share, mine = min(share, rows - first);
-            if (mine > 0)
-                ptx::cp_async_bulk_load_multicast(to + first * planes::row_bytes, from + first * planes::row_bytes, mine * planes::row_bytes,
-                                                  barrier, static_cast<uint16_t>((1 << S::senders) - 1));
-        } else {
-            ptx::cp_async_bulk_load(to, from, rows * planes::row_bytes, barrier);
-        }
-    }
     PTX int a_rows() const { return min(S::rows, S::a_stored(p) - a_row); }
     PTX void expect_a(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.a_full(slot), a_rows() * planes::row_bytes); }
     PTX const uint8_t* a_plane(const Step& step) const {
-        const uint8_t* from = S::walk_weights ? p.weights : p.activations;
+        const uint8_t* from = S::a_is_weights ? p.weights : p.activations;
         const int chunk = rank + (step.first + step.chunk) * S::split, bit = step.down(count) ? P - 1 - step.order : step.order;
         return from + (static_cast<int64_t>(chunk * P + bit) * S::a_stored(p) + a_row) * planes::row_bytes;
     }
-    PTX void load_a(const uint8_t* plane, int slot) const { load_rows<S::cast_a, S::rows>(shared.a_slot(slot), plane, a_rows(), shared.a_full(slot)); }
+    PTX void load_a(const uint8_t* plane, int slot) const { ptx::cp_async_bulk_load(shared.a_slot(slot), plane, a_rows() * planes::row_bytes, shared.a_full(slot)); }
     PTX int b_rows() const { return min(S::columns, S::b_stored(p) - b_row); }
     PTX void expect_b(int slot) const { ptx::mbarrier_arrive_expect_tx(shared.b_full(slot), Q * b_rows() * planes::row_bytes); }
     // The rows of a plane of B that are part `part` of its columns.
     PTX void load_b(int i, int bit, int part) const {
-        const uint8_t* from = S::walk_weights ? p.activations : p.weights;
+        const uint8_t* from = S::a_is_weights ? p.activations : p.weights;
         const int stored = S::b_stored(p), first = b_row + part * S::part_columns;
-        const int slot = i % Config::stages, chunk = rank + i * S::split, rows = min(S::part_columns, stored - first);
+        const int slot = i % Config::b_stages, chunk = rank + i * S::split, rows = min(S::part_columns, stored - first);
         if (S::b_parts > 1 && rows <= 0) return;
-        load_rows<S::cast_b, S::part_columns>(shared.b_slot(slot) + part * S::part_bytes + bit * S::part_columns * planes::row_bytes,
-                                              from + (static_cast<int64_t>(chunk * Q + bit) * stored + first) * planes::row_bytes, rows,
-                                              shared.b_full(slot));
+        ptx::cp_async_bulk_load(shared.b_slot(slot) + part * S::part_bytes + bit * S::part_columns * planes::row_bytes,
+                                from + (static_cast<int64_t>(chunk * Q + bit) * stored + first) * planes::row_bytes, rows * planes::row_bytes,
+                                shared.b_full(slot));
     }
 
     PTX void produce() const {
         const int lane = ptx::lane_id(), steps = count * P;
-        const int first_b = min(Config::stages, count);  // chunks of B and, below, planes of A that are asked for at once
+        const int first_b = min(Config::b_stages, count);  // chunks of B and, below, planes of A that are asked for at once
         Step a = begin(), mine = a;
         int n = 0, mine_at = -1;
-        for (; n < min(Config::slots, steps) && a.first + a.chunk < Config::stages; n++, a.next(count))
+        for (; n < min(Config::a_stages, steps) && a.first + a.chunk < Config::b_stages; n++, a.next(count))
             if (n == lane) mine = a, mine_at = n;
         // All that does not touch the activations comes before the wait: what follows it is waited for.
         const uint8_t* const plane = a_plane(mine);
@@ -134,50 +118,42 @@ template <class Config> struct Small {
             constexpr int pieces = Q * S::b_parts;
             for (int i = lane; i < first_b * pieces; i += 32) load_b(i / pieces, i % Q, i / Q % S::b_parts);
         };
-        if (S::walk_weights) fill_a();
+        if (S::a_is_weights) fill_a();
         else fill_b();
-        if constexpr (Config::multicast) ptx::barrier_cluster_wait();  // the other blocks' barriers stand
         ptx::griddepcontrol_wait();
-        if (S::walk_weights) fill_b();
+        if (S::a_is_weights) fill_b();
         else fill_a();
-        if (S::once || lane != 0) return;
+        if (S::no_reuse || lane != 0) return;
         for (; n < steps; n++, a.next(count)) {
-            const int i = a.first + a.chunk, slot = n % Config::slots;
-            if (a.order == 0 && i >= Config::stages) {
-                ptx::mbarrier_wait_parity(shared.b_empty(i % Config::stages), (i / Config::stages & 1) ^ 1);
-                expect_b(i % Config::stages);
+            const int i = a.first + a.chunk, slot = n % Config::a_stages;
+            if (a.order == 0 && i >= Config::b_stages) {
+                ptx::mbarrier_wait_parity(shared.b_empty(i % Config::b_stages), (i / Config::b_stages & 1) ^ 1);
+                expect_b(i % Config::b_stages);
                 for (int piece = 0; piece < Q * S::b_parts; piece++) load_b(i, piece % Q, piece / Q);
             }
-            ptx::mbarrier_wait_parity(shared.a_empty(slot), (n / Config::slots & 1) ^ 1);
+            ptx::mbarrier_wait_parity(shared.a_empty(slot), (n / Config::a_stages & 1) ^ 1);
             expect_a(slot);
             load_a(a_plane(a), slot);
         }
     }
 
-    // Step n has been read from its slot by this warp. Where other blocks fill the slot they all are told, unless nobody
-    // will: then this block could have left.
-    PTX void release_a(int slot, int n) const {
-        const int lane = ptx::lane_id();
-        if constexpr (S::cast_a) {
-            if (lane < S::senders && n + Config::slots < count * P) ptx::mbarrier_arrive_cluster(ptx::mapa(shared.a_empty(slot), lane));
-        } else {
-            if (lane == 0) ptx::mbarrier_arrive(shared.a_empty(slot));
-        }
+    PTX void release_a(int slot) const {
+        if (ptx::lane_id() == 0) ptx::mbarrier_arrive(shared.a_empty(slot));
     }
 
     // A chunk of a plane: what the barriers say is there times the chunk of B in `stage`.
-    PTX void multiply_chunk(int32_t (&acc)[Config::stacked / 2], int slot, int stage, int group) const {
+    PTX void multiply_chunk(int32_t (&acc)[Config::wgmma_n / 2], int slot, int stage, int group) const {
         const uint64_t a = planes::descriptor(shared.a_slot(slot));
         const uint64_t b = planes::descriptor(shared.b_slot(stage) + (S::b_parts > 1 ? group * S::part_bytes : 0));
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < planes::steps; step++)
-            ptx::wgmma_b1<Config::stacked>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), true);
+            ptx::wgmma_b1<Config::wgmma_n>(acc, ptx::wgmma_advance(a, step * planes::step_bytes), ptx::wgmma_advance(b, step * planes::step_bytes), true);
         ptx::wgmma_commit_group();
     }
 
-    // One span, walked down, and a slot for every plane.
-    PTX void walk_once(int32_t (&acc)[Config::stacked / 2], int group) const {
+    // One pass, walked down, and a stage for every plane.
+    PTX void walk_without_reuse(int32_t (&acc)[Config::wgmma_n / 2], int group) const {
 #pragma unroll
         for (int order = 0; order < P; order++) {
 #pragma unroll 1
@@ -193,12 +169,12 @@ template <class Config> struct Small {
         }
     }
 
-    PTX void walk(int32_t (&acc)[Config::stacked / 2], int group) const {
+    PTX void walk(int32_t (&acc)[Config::wgmma_n / 2], int group) const {
         const bool leader = ptx::lane_id() == 0;
-        int slot = 0, parity = 0, n = 0, n_previous = 0;
+        int slot = 0, parity = 0;
 #pragma unroll 1
-        for (int first = 0; first < count; first += Config::span) {
-            const int chunks = min(Config::span, count - first);
+        for (int first = 0; first < count; first += Config::pass_chunks) {
+            const int chunks = min(Config::pass_chunks, count - first);
             const int left = Step{first, chunks, 0, 0}.down(count) ? 1 : 31;  // 31 to the left is 1 to the right
 #pragma unroll 1
             for (int order = 0; order < P; order++) {
@@ -207,35 +183,34 @@ template <class Config> struct Small {
                 for (int chunk = 0; chunk < chunks; chunk++) {
                     const int i = first + chunk;
                     if (S::k_groups == 1 || i % S::k_groups == group) {
-                        if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(i % Config::stages), i / Config::stages & 1);
+                        if (order == 0) ptx::mbarrier_wait_parity(shared.b_full(i % Config::b_stages), i / Config::b_stages & 1);
                         ptx::mbarrier_wait_parity(shared.a_full(slot), parity);
-                        multiply_chunk(acc, slot, i % Config::stages, group);
+                        multiply_chunk(acc, slot, i % Config::b_stages, group);
                         if (previous >= 0) {  // its products have ended
                             ptx::wgmma_wait_group<1>();
-                            release_a(previous, n_previous);
+                            release_a(previous);
                         }
-                        previous = slot, n_previous = n;
+                        previous = slot;
                     }
-                    n++;
-                    if (++slot == Config::slots) slot = 0, parity ^= 1;
+                    if (++slot == Config::a_stages) slot = 0, parity ^= 1;
                 }
                 ptx::wgmma_wait_group<0>();
                 ptx::wgmma_touch(acc);
-                if (previous >= 0) release_a(previous, n_previous);
+                if (previous >= 0) release_a(previous);
                 if (order < P - 1) rotate(acc, left);
             }
             if (!S::single && leader)
                 for (int chunk = 0; chunk < chunks; chunk++)
-                    if (S::k_groups == 1 || (first + chunk) % S::k_groups == group) ptx::mbarrier_arrive(shared.b_empty((first + chunk) % Config::stages));
+                    if (S::k_groups == 1 || (first + chunk) % S::k_groups == group) ptx::mbarrier_arrive(shared.b_empty((first + chunk) % Config::b_stages));
         }
     }
 
     // The sums of this warpgroup's chunks, planes of B added up: register 4 * eight + 2 * h + e as wgmma numbers them.
     PTX void multiply(int32_t (&sums)[S::values], int group) const {
-        int32_t acc[Config::stacked / 2];
+        int32_t acc[Config::wgmma_n / 2];
 #pragma unroll
-        for (int i = 0; i < Config::stacked / 2; i++) acc[i] = 0;
-        if constexpr (S::once) walk_once(acc, group);
+        for (int i = 0; i < Config::wgmma_n / 2; i++) acc[i] = 0;
+        if constexpr (S::no_reuse) walk_without_reuse(acc, group);
         else walk(acc, group);
 #pragma unroll
         for (int v = 0; v < S::values; v++) {
@@ -274,7 +249,7 @@ template <class Config> struct Small {
     PTX void exchange(const int32_t (&sums)[S::values], int32_t (&own)[S::share], int group) const {
         constexpr int barrier = 1, wide = S::share % 4 == 0 ? 4 : 1;
         const int thread = threadIdx.x % 128;
-        ptx::bar_sync(barrier, 128 * S::groups);  // all products have ended: the slots are free
+        ptx::bar_sync(barrier, 128 * S::groups);  // all products have ended: the stages are free
 #pragma unroll
         for (int to = 0; to < S::groups; to++) {
             if (to == group) {
@@ -314,9 +289,8 @@ template <class Config> struct Small {
         const int thread = threadIdx.x % 128, row = a_row + 16 * (thread / 32) + thread % 32 / 4, pair = b_row + 2 * (thread % 4);
         constexpr int eights = (S::share + 3) / 4;
         const int first = part * S::share / 4;  // of the eights that this part finishes
-        FewTerms<Config, eights> terms;
+        SkinnyTerms<Config, eights> terms;
         terms.load_weights(p, row, pair + 8 * first);
-        if constexpr (Config::multicast) ptx::barrier_cluster_wait();
         ptx::griddepcontrol_wait();
         terms.load_tokens(p, row, pair + 8 * first);
 
@@ -334,7 +308,7 @@ template <class Config> struct Small {
 #pragma unroll
             for (int v = 0; v < S::share; v++) own[v] = sums[v];
         }
-        if constexpr (!S::walk_weights && T::narrow && S::share % 4 == 0) {
+        if constexpr (!S::a_is_weights && T::is_16bit && S::share % 4 == 0) {
             if (p.y_stride % 2 == 0 && reinterpret_cast<uint64_t>(p.y) % 4 == 0) {  // two weights of a token in one word
                 uint16_t* const y = static_cast<uint16_t*>(p.y) + row * p.y_stride + pair + 8 * first;
 #pragma unroll
@@ -356,7 +330,7 @@ template <class Config> struct Small {
             // Value 4 * eight + 2 * h + e; which one of a smaller share than four is known at run time only.
             const int within = S::share % 4 == 0 ? v % 4 : (part * S::share + v) % 4, h = within / 2, e = within % 2, i = 2 * (v / 4);
             const int at_row = row + 8 * h, at_column = pair + 8 * (first + v / 4) + e;
-            if constexpr (S::walk_weights)
+            if constexpr (S::a_is_weights)
                 T::store(p, at_column, at_row, own[v], T::pick(h, weights[0], weights[1]), T::pick(e, tokens[i], tokens[i + 1]));
             else
                 T::store(p, at_row, at_column, own[v], T::pick(e, weights[i], weights[i + 1]), T::pick(h, tokens[0], tokens[1]));
@@ -364,29 +338,29 @@ template <class Config> struct Small {
     }
 };
 
-template <class Config> PTX void sm90_bitplane_skinny(const Params& p) {
-    using S = SmallShared<Config>;
-    constexpr int loader = 128 * Config::groups;
+template <class Config>
+__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_bitplane_skinny(const __grid_constant__ Params p) {
+    using S = SkinnyShared<Config>;
+    constexpr int loader = 128 * S::groups;
     static_assert(Config::threads == loader + 32, "warpgroups that multiply, and a warp that loads");
-    const int place = Config::cluster > 1 ? ptx::cluster_ctarank() : 0;
-    const Small<Config> small(p, ptx::shared_address(ptx::dynamic_shared()), place);
+    const int rank = S::split > 1 ? ptx::cluster_ctarank() : 0;
+    const Skinny<Config> block(p, ptx::shared_address(ptx::dynamic_shared()), rank);
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x == loader) {
-        for (int slot = 0; slot < Config::slots + Config::stages; slot++) {
-            ptx::mbarrier_init(small.shared.a_full(slot), 1);
-            // Every warp that multiplies with it, of every block that the slot's loader serves.
-            ptx::mbarrier_init(small.shared.a_empty(slot), 4 * S::b_parts * (S::cast_a && slot < Config::slots ? S::senders : 1));
+        for (int slot = 0; slot < Config::a_stages + Config::b_stages; slot++) {
+            ptx::mbarrier_init(block.shared.a_full(slot), 1);
+            ptx::mbarrier_init(block.shared.a_empty(slot), 4 * S::b_parts);  // every warp that multiplies with it
         }
-        ptx::mbarrier_init(small.shared.gathered(), 1);
-        if (S::split > 1) ptx::mbarrier_arrive_expect_tx(small.shared.gathered(), (S::split - 1) * S::partial_bytes);
+        ptx::mbarrier_init(block.shared.gathered(), 1);
+        if (S::split > 1) ptx::mbarrier_arrive_expect_tx(block.shared.gathered(), (S::split - 1) * S::partial_bytes);
         ptx::fence_mbarrier_init();
     }
     __syncthreads();
-    if constexpr (Config::cluster > 1) ptx::barrier_cluster_arrive();
+    if constexpr (S::split > 1) ptx::barrier_cluster_arrive();
     if (threadIdx.x < loader) {
-        small.consume();
+        block.consume();
     } else {
-        small.produce();
+        block.produce();
         if constexpr (S::split > 1) {
             __syncwarp();
             ptx::barrier_cluster_wait();
@@ -394,4 +368,4 @@ template <class Config> PTX void sm90_bitplane_skinny(const Params& p) {
     }
 }
 
-#endif  // ANYBIT_BITWISE_SMALL_CUH
+#endif  // ANYBIT_SM90_BITPLANE_SKINNY_CUH

@@ -1,42 +1,44 @@
-// The bitwise GEMM for many tokens of few planes: all planes of a tile's tokens stand side by side on wgmma's N side.
+// GEMM on the 1-bit tensor cores for many tokens of few planes: all planes of a tile's tokens stand side by side on wgmma's
+// N side. Operands, shifts and rotations are those of sm90_bitplane_gemm.cuh.
 //
-// A tile is 128 weights x `tokens` tokens, and a product of 64 weights x (`tokens` x planes) columns keeps a set of sums
+// A tile is 128 weights x `tile_m` tokens, and a product of 64 weights x (`tile_m` x planes) columns keeps a set of sums
 // for each plane of activations: no rotation between them, and a plane of weights is read once for all of them. When a
 // tile ends its sets are added up, 2^j of set j, into a fraction of the registers. So the sums of the next tile find
 // room beside them, and a warpgroup writes the results of a tile between the products of the next one.
 //
 // Persistent blocks take ranges of tiles. One thread loads planes of weights and stages of activations (all planes of a
-// tile's tokens); either may stay in shared memory for all tiles that share it (`keep`).
-#ifndef ANYBIT_BITWISE_WIDE_CUH
-#define ANYBIT_BITWISE_WIDE_CUH
+// tile's tokens); one of them may stay in shared memory for all tiles that share it (`stationary`).
+#ifndef ANYBIT_SM90_BITPLANE_STACKED_CUH
+#define ANYBIT_SM90_BITPLANE_STACKED_CUH
 
 #include "gemm/bitplane_terms.cuh"
 #include "gemm/bitplane_epilogue.cuh"
 
-enum class Keep { nothing, weights, tokens };
+// What stays in shared memory from one tile of a block to the next.
+enum class Stationary { none, weights, activations };
 
 // Shared memory: weight slots (a plane each), stages, then per warpgroup staging buffers and columns, then barriers.
-template <class Config> struct WideShared {
-    static constexpr int rows = 128, P = Config::weight_bits, Q = Config::activation_bits, columns = Q * Config::tokens;
-    static constexpr int plane_bytes = Config::tokens * planes::row_bytes;
+template <class Config> struct StackedShared {
+    static constexpr int rows = 128, P = Config::weight_bits, Q = Config::activation_bits, columns = Q * Config::tile_m;
+    static constexpr int plane_bytes = Config::tile_m * planes::row_bytes;
     static constexpr int weight_slot = rows * planes::row_bytes, stage = Q * plane_bytes;
-    static constexpr int stages = Config::weight_slots * weight_slot, writers = stages + Config::token_slots * stage;
-    using W = WriterShared<Config>;
-    static constexpr int barriers = writers + 2 * W::bytes;
-    static constexpr int writer_barriers = barriers + 16 * (Config::weight_slots + Config::token_slots);
-    static constexpr int bytes = writer_barriers + 2 * W::barrier_bytes;
+    static constexpr int stages = Config::weight_stages * weight_slot, epilogues = stages + Config::activation_stages * stage;
+    using W = EpilogueShared<Config>;
+    static constexpr int barriers = epilogues + 2 * W::bytes;
+    static constexpr int epilogue_barriers = barriers + 16 * (Config::weight_stages + Config::activation_stages);
+    static constexpr int bytes = epilogue_barriers + 2 * W::barrier_bytes;
     static_assert(bytes == Config::shared_bytes, "shared_bytes() of sm90_bitplane_stacked.py disagrees");
 
     static PTX uint32_t weight_full(uint32_t shared, int slot) { return shared + barriers + 16 * slot; }
     static PTX uint32_t weight_empty(uint32_t shared, int slot) { return weight_full(shared, slot) + 8; }
-    static PTX uint32_t stage_full(uint32_t shared, int slot) { return weight_full(shared, Config::weight_slots + slot); }
+    static PTX uint32_t stage_full(uint32_t shared, int slot) { return weight_full(shared, Config::weight_stages + slot); }
     static PTX uint32_t stage_empty(uint32_t shared, int slot) { return stage_full(shared, slot) + 8; }
-    static PTX W writer(uint32_t shared, int warpgroup) {
-        return {shared + writers + warpgroup * W::bytes, shared + writer_barriers + warpgroup * W::barrier_bytes};
+    static PTX W epilogue(uint32_t shared, int warpgroup) {
+        return {shared + epilogues + warpgroup * W::bytes, shared + epilogue_barriers + warpgroup * W::barrier_bytes};
     }
 };
 
-template <int slots> struct WideRing {
+template <int slots> struct StackedRing {
     int slot = 0, parity = 0;
     PTX void advance() {
         if (++slot == slots) slot = 0, parity ^= 1;
@@ -45,15 +47,15 @@ template <int slots> struct WideRing {
 };
 
 // A block's range of tiles, tokens first; weights first where tokens stay.
-template <class Config> struct WideTiles {
+template <class Config> struct StackedTiles {
     int inner_tiles, inner, outer, left;
 
-    PTX explicit WideTiles(const Params& p) {
-        const int token_tiles = (p.m + Config::tokens - 1) / Config::tokens, weight_tiles = (p.n + 127) / 128;
+    PTX explicit StackedTiles(const Params& p) {
+        const int token_tiles = (p.m + Config::tile_m - 1) / Config::tile_m, weight_tiles = (p.n + 127) / 128;
         const int tiles = token_tiles * weight_tiles, blocks = gridDim.x, block = blockIdx.x;
         const int each = tiles / blocks, more = tiles % blocks, first = block * each + min(block, more);
         left = each + (block < more);
-        inner_tiles = Config::keep == Keep::tokens ? weight_tiles : token_tiles;
+        inner_tiles = Config::stationary == Stationary::activations ? weight_tiles : token_tiles;
         inner = first % inner_tiles, outer = first / inner_tiles;
     }
     PTX bool more() const { return left > 0; }
@@ -61,18 +63,19 @@ template <class Config> struct WideTiles {
         left--;
         if (++inner == inner_tiles) inner = 0, outer++;
     }
-    PTX int token() const { return (Config::keep == Keep::tokens ? outer : inner) * Config::tokens; }
-    PTX int row() const { return (Config::keep == Keep::tokens ? inner : outer) * 128; }
+    PTX int token() const { return (Config::stationary == Stationary::activations ? outer : inner) * Config::tile_m; }
+    PTX int row() const { return (Config::stationary == Stationary::activations ? inner : outer) * 128; }
     // Is what stays that of no tile before / after it in this block?
     PTX bool fresh(bool first) const { return first || inner == 0; }
     PTX bool final() const { return left == 1 || inner + 1 == inner_tiles; }
 };
 
-template <class Config> PTX void wide_produce(const Params& p, uint32_t shared) {
-    using S = WideShared<Config>;
+template <class Config> PTX void stacked_load(const Params& p, uint32_t shared) {
+    using S = StackedShared<Config>;
     constexpr int P = Config::weight_bits, Q = Config::activation_bits;
-    WideRing<Config::weight_slots> weights;
-    WideRing<Config::token_slots> stages;
+    StackedRing<Config::weight_stages> weights;
+    StackedRing<Config::activation_stages> stages;
+    constexpr int prologue_stages = 1;  // planes of weights that are asked for before the kernel ahead has ended
     const int steps = p.chunks * P;
     auto load_weights = [&](int row, int step) {
         const int chunk = step / P, order = step % P, i = (p.chunks - chunk) & 1 ? P - 1 - order : order;
@@ -84,13 +87,13 @@ template <class Config> PTX void wide_produce(const Params& p, uint32_t shared) 
         weights.advance();
     };
     bool waited = false;  // for the kernel that wrote the activations
-    for (WideTiles<Config> tiles(p); tiles.more(); tiles.next()) {
+    for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
         const int token = tiles.token(), row = tiles.row();
-        const bool fresh = Config::keep != Keep::weights || tiles.fresh(!waited), fresh_tokens = Config::keep != Keep::tokens || tiles.fresh(!waited);
-        const uint32_t bytes = min(Config::tokens, p.rows_m - token) * planes::row_bytes;
+        const bool fresh = Config::stationary != Stationary::weights || tiles.fresh(!waited), fresh_tokens = Config::stationary != Stationary::activations || tiles.fresh(!waited);
+        const uint32_t bytes = min(Config::tile_m, p.rows_m - token) * planes::row_bytes;
         int asked = 0;  // steps whose weights have been asked for
         if (!waited) {
-            for (; asked < min(Config::early, steps); asked++) load_weights(row, asked);
+            for (; asked < min(prologue_stages, steps); asked++) load_weights(row, asked);
             ptx::griddepcontrol_wait();
             waited = true;
         }
@@ -112,12 +115,12 @@ template <class Config> PTX void wide_produce(const Params& p, uint32_t shared) 
     }
 }
 
-template <class Config> struct WideConsumer {
-    using S = WideShared<Config>;
+template <class Config> struct StackedConsumer {
+    using S = StackedShared<Config>;
     using T = Terms<Config>;
-    static constexpr int P = Config::weight_bits, Q = Config::activation_bits, sums = Config::tokens / 2;
-    static constexpr int slab = Config::slab, eights = slab / 8, parts = Config::tokens / slab;
-    // Once, the second warpgroup begins `lag` chunks behind the first: while one adds up its sets, or writes its last
+    static constexpr int P = Config::weight_bits, Q = Config::activation_bits, sums = Config::tile_m / 2;
+    static constexpr int eights = Config::epilogue_tile / 8, parts = Config::tile_m / Config::epilogue_tile;
+    // Once, the second warpgroup begins `warpgroup_lag` chunks behind the first: while one adds up its sets, or writes its last
     // results, the other's products run.
     static constexpr int start_barrier = 1;
 
@@ -125,12 +128,12 @@ template <class Config> struct WideConsumer {
     uint32_t shared;
     int warpgroup;
     bool leader;
-    Writer<Config> writer;
-    WideRing<Config::weight_slots> weights;
-    WideRing<Config::token_slots> stages;
+    Epilogue<Config> epilogue;
+    StackedRing<Config::weight_stages> weights;
+    StackedRing<Config::activation_stages> stages;
 
-    PTX WideConsumer(const Params& p, uint32_t shared, int warpgroup)
-        : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), writer(S::writer(shared, warpgroup), warpgroup) {}
+    PTX StackedConsumer(const Params& p, uint32_t shared, int warpgroup)
+        : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
 
     PTX void release_weights(int slot, bool final) const {
         if (leader && final) ptx::mbarrier_arrive(S::weight_empty(shared, slot));
@@ -143,28 +146,28 @@ template <class Config> struct WideConsumer {
         return (descriptor & 0xffffffff00000000u) | (static_cast<uint32_t>(descriptor) + (bytes >> 4));
     }
 
-    // `slab` of a tile's tokens, to a staging buffer.
+    // `epilogue_tile` of a tile's tokens, to a staging buffer.
     template <int part> PTX void write(const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
         const int stage_token = 8 * (lane / 16) + lane % 8, stage_piece = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
-        using W = WriterShared<Config>;
-        const uint32_t stage = writer.shared.shared + stage_token * W::pitch + stage_piece * 16;
+        using W = EpilogueShared<Config>;
+        const uint32_t stage = epilogue.shared.shared + stage_token * W::pitch + stage_piece * 16;
         uint32_t packed[eights / 2][4];
 #pragma unroll
         for (int i = 0; i < eights; i++) {
             const int r = (part * eights + i) * 4;
-            const typename Writer<Config>::Pair c = writer.pair(part * eights + i);
-            const typename T::Column c0 = Writer<Config>::column(c, 0), c1 = Writer<Config>::column(c, 1);
+            const typename Epilogue<Config>::Pair c = epilogue.pair(part * eights + i);
+            const typename T::Column c0 = Epilogue<Config>::column(c, 0), c1 = Epilogue<Config>::column(c, 1);
             packed[i / 2][2 * (i % 2)] = T::pack(T::result(value[r], row[0], c0), T::result(value[r + 1], row[0], c1));
             packed[i / 2][2 * (i % 2) + 1] = T::pack(T::result(value[r + 2], row[1], c0), T::result(value[r + 3], row[1], c1));
         }
-        ptx::mbarrier_wait_parity(writer.shared.read(writer.buffer), writer.parity);
+        ptx::mbarrier_wait_parity(epilogue.shared.read(epilogue.buffer), epilogue.parity);
 #pragma unroll
-        for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + writer.buffer * W::buffer_bytes + i * 16 * W::pitch, packed[i]);
+        for (int i = 0; i < eights / 2; i++) ptx::stmatrix_x4_trans(stage + epilogue.buffer * W::buffer_bytes + i * 16 * W::pitch, packed[i]);
         ptx::fence_proxy_async();
         __syncwarp();
-        if (leader) ptx::mbarrier_arrive(writer.shared.filled(writer.buffer));
-        if (++writer.buffer == W::buffers) writer.buffer = 0, writer.parity ^= 1;
+        if (leader) ptx::mbarrier_arrive(epilogue.shared.filled(epilogue.buffer));
+        if (++epilogue.buffer == W::buffers) epilogue.buffer = 0, epilogue.parity ^= 1;
     }
     // The parts that belong to this chunk.
     template <int part = 0> PTX void write_some(int chunk, const int32_t (&value)[sums], const typename T::Row (&row)[2]) {
@@ -183,15 +186,15 @@ template <class Config> struct WideConsumer {
     PTX void run() {
         int32_t value[sums];
         typename T::Row row[2];
-        bool pending = false, started = Config::lag == 0;
+        bool pending = false, started = Config::warpgroup_lag == 0;
 #pragma unroll
         for (int i = 0; i < sums; i++) value[i] = 0;
         row[0] = row[1] = {};
 #pragma unroll 1
-        for (WideTiles<Config> tiles(p); tiles.more(); tiles.next()) {
+        for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
             int32_t acc[S::columns / 2];
-            const bool final = Config::keep != Keep::weights || tiles.final(), final_tokens = Config::keep != Keep::tokens || tiles.final();
-            writer.fetch(p, tiles.row() + 64 * warpgroup, tiles.token());
+            const bool final = Config::stationary != Stationary::weights || tiles.final(), final_tokens = Config::stationary != Stationary::activations || tiles.final();
+            epilogue.fetch(p, tiles.row() + 64 * warpgroup, tiles.token());
             if (!started && warpgroup == 1) ptx::bar_sync(start_barrier, 256), started = true;
 #pragma unroll 1
             for (int chunk = 0; chunk < p.chunks; chunk++) {
@@ -224,10 +227,10 @@ template <class Config> struct WideConsumer {
                     weights.advance();
                 }
                 stages.advance();
-                if (!started && chunk == min(Config::lag, p.chunks) - 1) ptx::bar_arrive(start_barrier, 256), started = true;
+                if (!started && chunk == min(Config::warpgroup_lag, p.chunks) - 1) ptx::bar_arrive(start_barrier, 256), started = true;
             }
-            writer.stage_columns();  // while the last products run
-            row[0] = T::row(writer.row_load[0]), row[1] = T::row(writer.row_load[1]);
+            epilogue.stage_columns();  // while the last products run
+            row[0] = T::row(epilogue.row_load[0]), row[1] = T::row(epilogue.row_load[1]);
             ptx::wgmma_wait_group<0>();
             ptx::wgmma_touch(acc);
             release_weights(weights.previous(), final);
@@ -248,19 +251,19 @@ template <class Config> struct WideConsumer {
 };
 
 // One thread stores the buffers that a warpgroup fills, in turn.
-template <class Config> PTX void wide_store(const Params& p, uint32_t shared, int warpgroup) {
-    using W = WriterShared<Config>;
-    const W writer = WideShared<Config>::writer(shared, warpgroup);
+template <class Config> PTX void stacked_store(const Params& p, uint32_t shared, int warpgroup) {
+    using W = EpilogueShared<Config>;
+    const W epilogue = StackedShared<Config>::epilogue(shared, warpgroup);
     int buffer = 0, parity = 0, previous = -1;
-    for (WideTiles<Config> tiles(p); tiles.more(); tiles.next()) {
+    for (StackedTiles<Config> tiles(p); tiles.more(); tiles.next()) {
         const int token = tiles.token(), row = tiles.row() + 64 * warpgroup;
 #pragma unroll 1
-        for (int first = 0; first < Config::tokens; first += Config::slab) {
-            ptx::mbarrier_wait_parity(writer.filled(buffer), parity);
-            if (token + first < p.m && row < p.n) ptx::cp_async_bulk_tensor_store_2d(&p.y_map, row, token + first, writer.shared + buffer * W::buffer_bytes);
+        for (int first = 0; first < Config::tile_m; first += Config::epilogue_tile) {
+            ptx::mbarrier_wait_parity(epilogue.filled(buffer), parity);
+            if (token + first < p.m && row < p.n) ptx::cp_async_bulk_tensor_store_2d(&p.y_map, row, token + first, epilogue.shared + buffer * W::buffer_bytes);
             ptx::cp_async_bulk_commit_group();
             ptx::cp_async_bulk_wait_group_read<1>();
-            if (previous >= 0) ptx::mbarrier_arrive(writer.read(previous));
+            if (previous >= 0) ptx::mbarrier_arrive(epilogue.read(previous));
             previous = buffer;
             if (++buffer == W::buffers) buffer = 0, parity ^= 1;
         }
@@ -269,18 +272,18 @@ template <class Config> PTX void wide_store(const Params& p, uint32_t shared, in
 }
 
 template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm90_bitplane_stacked(const __grid_constant__ Params p) {
-    using S = WideShared<Config>;
+    using S = StackedShared<Config>;
     static_assert(Config::threads == 384, "two warpgroups that multiply, and one whose threads load and store");
     const uint32_t shared = ptx::shared_address(ptx::dynamic_shared());
     if (threadIdx.x == 256) {
-        for (int slot = 0; slot < Config::weight_slots + Config::token_slots; slot++) {
+        for (int slot = 0; slot < Config::weight_stages + Config::activation_stages; slot++) {
             ptx::mbarrier_init(S::weight_full(shared, slot), 1);
             ptx::mbarrier_init(S::weight_empty(shared, slot), 8);
         }
         for (int buffer = 0; buffer < 2 * S::W::buffers; buffer++) {
-            const typename S::W writer = S::writer(shared, buffer % 2);
-            ptx::mbarrier_init(writer.filled(buffer / 2), 4);  // every warp of the warpgroup
-            ptx::mbarrier_init(writer.read(buffer / 2), 1);
+            const typename S::W epilogue = S::epilogue(shared, buffer % 2);
+            ptx::mbarrier_init(epilogue.filled(buffer / 2), 4);  // every warp of the warpgroup
+            ptx::mbarrier_init(epilogue.read(buffer / 2), 1);
         }
         ptx::fence_mbarrier_init();
     }
@@ -288,15 +291,15 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, 1) sm
     ptx::griddepcontrol_launch_dependents();
     if (threadIdx.x >= 256) {
         ptx::setmaxnreg_dec<40>();
-        if (threadIdx.x == 256) wide_produce<Config>(p, shared);
-        if (threadIdx.x == 288 || threadIdx.x == 320) wide_store<Config>(p, shared, (threadIdx.x - 288) / 32);
+        if (threadIdx.x == 256) stacked_load<Config>(p, shared);
+        if (threadIdx.x == 288 || threadIdx.x == 320) stacked_store<Config>(p, shared, (threadIdx.x - 288) / 32);
     } else {
         ptx::setmaxnreg_inc<232>();
         const int warpgroup = ptx::warp_id() / 4;
-        WideConsumer<Config> consumer(p, shared, warpgroup);
+        StackedConsumer<Config> consumer(p, shared, warpgroup);
         ptx::griddepcontrol_wait();
         consumer.run();
     }
 }
 
-#endif  // ANYBIT_BITWISE_WIDE_CUH
+#endif  // ANYBIT_SM90_BITPLANE_STACKED_CUH

@@ -1,0 +1,203 @@
+"""What the bit-plane kernels share on the host: problems, what configs repeat of them, and a launch's arguments.
+
+Y = X W^T for W and X of 1 to 8 bits, each sym, asym or bipolar: one product of unsigned bit planes and rank-1 terms
+(APT-LLM's arbitrary-precision decomposition; the planes of both sides meet on chip, never in memory).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit import Int32, Int64, Pointer
+from anybit.jit.tensor_map import TensorMap
+from anybit.kernels.common.types import Code, Output
+from anybit.kernels.elementwise.quantize_activations import Packed, Target
+from anybit.kernels.gemm import bitplane_layout
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+
+ROWS = 128
+"""Weights of a tile for many tokens: two warpgroups of 64."""
+WARPGROUP_ROWS = 64
+"""Rows of wgmma's A operand; also the weights of a box that leaves by TMA."""
+_WGMMA_N = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+MOST_WGMMA_N = _WGMMA_N[-1]
+_Config = TypeVar("_Config")
+_RUNTIME_BYTES = 1024
+"""What the runtime keeps of a multiprocessor's shared memory for each block."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Y[m, n] = X[m, k] W[n, k]^T for operands in bit planes. ``aligned``: rows of Y start on 16 bytes."""
+
+    m: int
+    n: int
+    k: int
+    weights: WeightFormat
+    activations: ActivationFormat
+    output: Output
+    device: Device
+    aligned: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.m} x {self.n} x {self.k} in {Scheme(self.weights, self.activations)}"
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of k."""
+        return bitplane_layout.chunks(self.k)
+
+    @property
+    def short_sums(self) -> bool:
+        """Whether no integer result reaches 2^22, below which an addition makes a float of it."""
+        return bitplane_layout.largest_sum(self.k, self.weights, self.activations) < 2**22
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What every config repeats of its problem. ``short_sums``: no integer result reaches 2^22."""
+
+    weight_bits: int
+    activation_bits: int
+    weight_code: Code
+    activation_code: Code
+    output: Output
+    short_sums: bool
+
+    @property
+    def tma_rows(self) -> int:
+        """Tokens of a box of results that leaves by TMA; 0 where threads store them."""
+        return 0
+
+    @property
+    def needs_aligned_rows(self) -> bool:
+        """Whether rows of Y must start on 16 bytes and hold whole eights."""
+        return self.tma_rows > 0
+
+
+def facts(problem: Problem) -> tuple[int, int, Code, Code, Output, bool]:
+    """The fields of ``Facts``."""
+    w, x = problem.weights, problem.activations
+    return w.bits, x.bits, Code(w.code), Code(x.code), problem.output, problem.short_sums
+
+
+def why_not(problem: Problem, capability: int = 90) -> str | None:
+    """Why no kernel that begins with a compute capability can do ``problem``, in a sentence; None if one can."""
+    asked = (problem.m, problem.n, problem.k, problem.weights, problem.activations, problem.device)
+    return bitplane_layout.why_not_product(*asked, first=capability)
+
+
+def why_not_facts(problem: Problem, config: Facts) -> str | None:
+    """Why what a config repeats of its problem is not so, in a sentence; None if it is."""
+    if (config.weight_bits, config.activation_bits) != (problem.weights.bits, problem.activations.bits):
+        return "the config is for other widths"
+    if (config.weight_code.value, config.activation_code.value) != (problem.weights.code, problem.activations.code):
+        return "the config is for other codes"
+    if config.output is not problem.output:
+        return f"the config writes {config.output.value}, and {problem.output.value} is asked for"
+    if config.short_sums and not problem.short_sums:
+        return f"sums of K = {problem.k} may reach 2^22, and the config's are shorter"
+    return None
+
+
+def why_not_shared(needed: int, device: Device) -> str | None:
+    """Why a block cannot have so many bytes of shared memory, in a sentence; None if it can."""
+    if needed <= device.shared_bytes:
+        return None
+    return f"{needed} bytes of shared memory are more than the {device.shared_bytes} of a block of {device.arch}"
+
+
+def legal(problem: Problem, reason: str | None, configs: Sequence[_Config]) -> Sequence[_Config]:
+    """``configs`` of a problem; raises KernelError where a kernel refuses it, for a reason, or none fits."""
+    if reason is not None:
+        raise KernelError(f"the kernel cannot do {problem}: {reason}")
+    if not configs:
+        raise KernelError(f"no config of the kernel fits {problem} on {problem.device.arch}")
+    return configs
+
+
+def wgmma_n(columns: int) -> int:
+    """The smallest N of wgmma that holds so many columns; 0 if none does."""
+    return next((n for n in _WGMMA_N if n >= columns), 0)
+
+
+def half_bytes(device: Device) -> int:
+    """Shared memory of which a block leaves room for another of as much, as the next kernel's."""
+    return device.shared_bytes // 2 - _RUNTIME_BYTES
+
+
+def blocks_per_sm(shared_bytes: int, device: Device) -> int:
+    """Blocks of so many bytes that a multiprocessor's shared memory holds at once."""
+    return (device.shared_bytes + _RUNTIME_BYTES) // (shared_bytes + _RUNTIME_BYTES)
+
+
+def bytes_to_limit(blocks: int, shared_bytes: int, device: Device) -> int | None:
+    """Bytes to add to a block's so that ``blocks`` fit a multiprocessor and no more; None if fewer fit."""
+    if blocks_per_sm(shared_bytes, device) < blocks:
+        return None
+    most = (device.shared_bytes + _RUNTIME_BYTES) // (blocks + 1) - _RUNTIME_BYTES  # where one more would fit
+    return max(0, -(-(most + 1 - shared_bytes) // 128) * 128)
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see bitplane_terms.cuh."""
+
+    y_map: TensorMap
+    weights: Pointer
+    activations: Pointer
+    weight_scale: Pointer
+    correction: Pointer
+    weight_zero: Pointer
+    bias: Pointer
+    activation_scale: Pointer
+    activation_sum: Pointer
+    activation_zero: Pointer
+    y: Pointer
+    y_stride: Int64
+    m: Int32
+    n: Int32
+    rows_m: Int32
+    rows_n: Int32
+    chunks: Int32
+
+
+def arguments(
+    x: Packed,
+    weight: bitplane_layout.PlaneWeight,
+    y: Tensor,
+    bias: Tensor | None = None,
+    y_map: bytes = bytes(128),
+) -> Params:
+    """The arguments of a launch; ``y_map`` where results leave by TMA."""
+    codes, scale, sum, zero = x.addresses
+    n, rows = weight.shape[0], bitplane_layout.padded_rows
+    terms = (weight.scale, weight.correction, weight.zero, bias, scale, sum, zero)
+    return Params(
+        y_map, weight.planes, codes, *terms, y, y.stride(0), x.m, n, rows(x.m), rows(n), bitplane_layout.chunks(x.k)
+    )
+
+
+def output_of(
+    x: Packed, weight: bitplane_layout.PlaneWeight, output: Output, bias: Tensor | None, y: Tensor | None
+) -> Tensor:
+    """Where a product of planes goes: ``y``, or a new [m, n]. Raises KernelError for operands that do not fit."""
+    n, k = weight.shape
+    if x.target is not Target.planes or x.k != k:
+        raise KernelError(f"x must be {k} columns of codes in planes, and these are {x.k} in {x.target.value}")
+    if bias is not None and (bias.shape != (n,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
+        raise KernelError(f"bias must be a dense float32 [{n}], not {bias.dtype} {tuple(bias.shape)}")
+    if y is None:
+        return torch.empty(x.m, n, dtype=output.dtype, device=weight.device)
+    adjacent = n == 1 or y.stride(-1) == 1
+    if y.shape != (x.m, n) or y.dtype != output.dtype or not adjacent or y.get_device() != weight.planes.get_device():
+        raise KernelError(
+            f"y must be {output.dtype} [{x.m}, {n}] on {weight.device} with adjacent columns, not {y.dtype} "
+            f"{tuple(y.shape)} strided {y.stride()} on {y.device}"
+        )
+    return y

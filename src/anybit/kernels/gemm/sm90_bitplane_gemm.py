@@ -1,0 +1,223 @@
+"""Bit-plane GEMM for many tokens, on wgmma. Host side of sm90_bitplane_gemm.cuh."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from anybit import jit
+from anybit.kernels.common.types import Code
+from anybit.kernels.gemm import bitplane_layout, bitplane_problem
+from anybit.kernels.gemm.bitplane_problem import (
+    ROWS,
+    Facts,
+    Params,
+    Problem,
+    facts,
+    legal,
+    why_not_facts,
+    why_not_shared,
+)
+
+
+class Schedule(Enum):
+    """How a block's two warpgroups share the tensor cores; see sm90_bitplane_gemm.cuh."""
+
+    cooperative = "cooperative"
+    alternating = "alternating"
+    pingpong = "pingpong"
+
+
+@dataclass(frozen=True)
+class Config(Facts):
+    """How: tiles of 128 weights x ``tile_m`` tokens, in persistent blocks.
+
+    weight_chunks, activation_chunks: chunks of k of either operand in shared memory.  schedule: how the two warpgroups
+    share the tensor cores.  epilogue_tile: tokens of results in one of ``epilogue_stages`` buffers.  tma_store: results
+    leave by TMA (16 bits each, rows of Y on 16 bytes).  tail_tile_m: tokens of the tiles into which those are cut that
+    whole waves leave (0: none is cut).  cluster_n: blocks that load their tokens for each other.
+    activation_stationary: a block keeps its tokens while it goes through weights.  first_plane_pieces: in so many
+    pieces a block's first plane of activations arrives and is multiplied.
+    """
+
+    tile_m: int
+    weight_chunks: int
+    activation_chunks: int
+    schedule: Schedule = Schedule.alternating
+    tma_store: bool = False
+    epilogue_tile: int = 32
+    epilogue_stages: int = 3
+    tail_tile_m: int = 0
+    cluster_n: int = 1
+    activation_stationary: bool = False
+    first_plane_pieces: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads a block: two warpgroups that multiply, and one whose threads load and store."""
+        return 384
+
+    @property
+    def tma_rows(self) -> int:
+        """Tokens of a box of results that leaves by TMA; 0 where threads store them."""
+        return self.epilogue_tile if self.tma_store else 0
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    reason = bitplane_problem.why_not(problem)
+    if reason is not None or config is None:
+        return reason
+    return (
+        why_not_facts(problem, config)
+        or _why_not_tile(problem, config)
+        or _why_not_pieces(config)
+        or why_not_shared(shared_bytes(config), problem.device)
+    )
+
+
+def _why_not_tile(problem: Problem, c: Config) -> str | None:
+    chunks = problem.chunks
+    if c.tile_m not in (64, 128, 256):
+        return f"tiles have 64, 128 or 256 tokens, not {c.tile_m}"
+    if c.epilogue_tile not in (32, 64, 128) or c.epilogue_tile > c.tile_m:
+        return f"32, 64 or 128 of a tile's {c.tile_m} tokens are staged at once, not {c.epilogue_tile}"
+    if not 2 <= c.epilogue_stages <= 8:
+        return f"results are staged in 2 to 8 buffers, not {c.epilogue_stages}"
+    if c.cluster_n not in (1, 2, 4):
+        return f"1, 2 or 4 blocks load tokens for each other, not {c.cluster_n}"
+    if c.activation_stationary and c.cluster_n > 1:
+        return "blocks that keep their tokens do not load them for each other"
+    if c.tail_tile_m and (c.activation_stationary or c.tail_tile_m not in (64, 128) or c.tail_tile_m >= c.tile_m):
+        return f"blocks that keep no tokens cut their last tiles of {c.tile_m} into 64 or 128, not {c.tail_tile_m}"
+    if c.tma_store and not c.output.is_16bit:
+        return f"TMA stores 16-bit results, not {c.output.value}"
+    if c.tma_store and (problem.n % 8 or not problem.aligned):
+        return f"TMA stores whole sixteen bytes, and rows of {problem.n} results begin or end within them"
+    sides = ("weight", c.weight_bits, c.weight_chunks), ("activation", c.activation_bits, c.activation_chunks)
+    for side, bits, held in sides:
+        if held < 1 or held * bits < 2:
+            return f"loading ahead needs room for two planes, and {held} chunks of {bits} {side} planes are fewer"
+    if c.activation_stationary and c.activation_chunks != chunks:
+        return f"activations that stay are all {chunks} chunks of k, and the config holds {c.activation_chunks}"
+    if c.schedule is Schedule.pingpong and min(c.weight_chunks, c.activation_chunks) < chunks:
+        return f"pingpong needs all {chunks} chunks of k of weights and of activations in shared memory"
+    return None
+
+
+def _why_not_pieces(c: Config) -> str | None:
+    """Of a first plane in pieces. Elsewhere products of two shapes find too few registers, and wait after each."""
+    if c.first_plane_pieces == 1:
+        return None
+    rings = c.weight_chunks, c.activation_chunks, c.epilogue_tile, c.epilogue_stages
+    codes = c.weight_code, c.activation_code
+    if (c.weight_bits, c.activation_bits, c.tile_m) != (2, 2, 256) or codes != (Code.sym, Code.sym):
+        return "only tiles of 256 tokens of signed 2-bit codes begin in pieces"
+    if c.first_plane_pieces != 2 or rings != (2, 2, 32, 3) or not c.tma_store:
+        pieces = c.first_plane_pieces
+        return f"tiles begin in 2 pieces with rings of 2 chunks and 3 buffers of 32, not {pieces} with {rings}"
+    if c.activation_stationary or c.cluster_n > 1 or c.tail_tile_m or c.schedule is not Schedule.cooperative:
+        return "tiles that begin in pieces are whole, of one block, and their warpgroups take no turns"
+    return None
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    weight_slots = config.weight_chunks * config.weight_bits
+    activation_slots = config.activation_chunks * config.activation_bits
+    slots = (weight_slots * ROWS + activation_slots * config.tile_m) * bitplane_layout.ROW_BYTES
+    barriers = 16 * (weight_slots + activation_slots + 2 * config.epilogue_stages)
+    first = 16 * config.first_plane_pieces if config.first_plane_pieces > 1 else 0
+    return slots + 2 * epilogue_bytes(config) + barriers + first
+
+
+def epilogue_bytes(config: Any) -> int:
+    """Shared memory of a warpgroup's results: buffers of 16 bits, and the constants of two tiles' tokens."""
+    columns = 2 * config.tile_m * (12 if config.activation_code is Code.asym else 8)
+    needed: int = columns + 128 * config.epilogue_tile * config.epilogue_stages * config.output.is_16bit
+    return -(-needed // 1024) * 1024
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """As many blocks as run at once, each taking tile after tile."""
+    tiles = -(-problem.m // config.tile_m) * -(-problem.n // (ROWS * config.cluster_n))
+    pieces = tiles * (config.tile_m // config.tail_tile_m if config.tail_tile_m else 1)
+    return (min(pieces, problem.device.sms // config.cluster_n) * config.cluster_n, 1, 1)
+
+
+def _candidates(problem: Problem) -> Iterator[Config]:
+    tma_store = problem.output.is_16bit and problem.n % 8 == 0 and problem.aligned
+    chunks, staging = (1, 2, 3, 4), ((32, 3), (32, 4), (64, 2), (64, 3))
+    waves = -(-problem.m // 256) * -(-problem.n // ROWS) / problem.device.sms
+    for tile_m, weights, activations, (rows, stages), schedule in itertools.product(
+        (256, 128, 64), chunks, chunks, staging, Schedule
+    ):
+        config = Config(*facts(problem), tile_m, weights, activations, schedule, tma_store, rows, stages)
+        yield config
+        yield replace(config, activation_stationary=True)
+        yield replace(config, first_plane_pieces=2)
+        if tile_m == 256:
+            yield replace(config, cluster_n=2)
+            if waves > 1:
+                yield replace(config, tail_tile_m=64)
+                yield replace(config, tail_tile_m=64, cluster_n=2)
+
+
+def configs(problem: Problem) -> tuple[Config, ...]:
+    """Every legal config of a problem."""
+    # They depend little on M and N; problems that agree in what matters share their configs, which take time to find.
+    waves = -(-problem.m // 256) * -(-problem.n // ROWS) / problem.device.sms
+    alike = replace(problem, m=256 * problem.device.sms + 1 if waves > 1 else 1, n=problem.n % 8 or 8)
+    return _configs(alike if min(problem.m, problem.n) >= 1 else problem)
+
+
+@functools.cache
+def _configs(problem: Problem) -> tuple[Config, ...]:
+    return tuple(config for config in _candidates(problem) if why_not(problem, config) is None)
+
+
+@functools.cache
+def default(problem: Problem) -> Config:
+    """The tiles that fill the GPU best, deep rings (activations first), and as many buffers as they leave room for.
+
+    Raises KernelError where there is no config.
+    """
+    schedule = Schedule.pingpong if problem.weights.bits == problem.activations.bits == 1 else Schedule.cooperative
+    sms = problem.device.sms
+
+    def wave(tile_m: int) -> float:
+        """The time of a wave, in tokens' products. A tile's start and its results cost about 24; the products of small
+        tiles wait for shared memory.
+        """
+        return (tile_m + 24) * (1.0 if tile_m == 256 else 1.1)
+
+    def cost(config: Config) -> tuple[float, ...]:
+        tiles = -(-problem.m // config.tile_m) * -(-problem.n // ROWS)
+        if config.tail_tile_m:
+            pieces = tiles % sms * (config.tile_m // config.tail_tile_m)
+            work = tiles // sms * wave(config.tile_m) + -(-pieces // sms) * wave(config.tail_tile_m)
+        else:
+            work = -(-tiles // sms) * wave(config.tile_m)
+        return (
+            work,
+            config.activation_stationary,
+            config.cluster_n,
+            config.schedule is not schedule,
+            -min(config.weight_chunks, 3) - 2 * min(config.activation_chunks, 3),
+            config.schedule is Schedule.pingpong,
+            config.epilogue_tile,
+            -config.epilogue_stages,
+            # Where a block has one tile, nothing hides its start.
+            -config.first_plane_pieces if tiles <= sms else config.first_plane_pieces,
+        )
+
+    return min(legal(problem, why_not(problem), configs(problem)), key=cost)
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel to compile."""
+    name, size = "sm90_bitplane_gemm", shared_bytes(config)
+    return jit.Kernel(f"gemm/{name}.cuh", name, config, Params, config.threads, size, cluster=config.cluster_n)

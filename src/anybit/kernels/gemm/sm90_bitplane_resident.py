@@ -1,0 +1,166 @@
+"""Bit-plane GEMM for few tokens, on wgmma: all of a tile in shared memory. Host side of sm90_bitplane_resident.cuh."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from anybit import jit
+from anybit.kernels.gemm import bitplane_layout, bitplane_problem
+from anybit.kernels.gemm.bitplane_problem import (
+    WARPGROUP_ROWS,
+    Params,
+    Problem,
+    blocks_per_sm,
+    bytes_to_limit,
+    facts,
+    legal,
+    wgmma_n,
+    why_not_facts,
+    why_not_shared,
+)
+from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand, SkinnyFacts, why_not_columns
+
+
+@dataclass(frozen=True)
+class Config(SkinnyFacts):
+    """How: all ``k_chunks`` chunks of k of a tile in shared memory.
+
+    accumulator_sets: sets of sums; planes so far apart share one.  prologue_stages: chunks whose weights are asked for
+    before the kernel ahead has ended.  reserved_bytes: shared memory that keeps a multiprocessor from taking more
+    blocks.  fill_waves: idle blocks fill the last wave.  cp_async_activations: all threads copy the tokens, 16 bytes
+    each, in place of bulk copies.
+    """
+
+    k_chunks: int
+    accumulator_sets: int = 1
+    prologue_stages: int = 0
+    reserved_bytes: int = 0
+    fill_waves: bool = False
+    cp_async_activations: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads a block, of which every warp loads, multiplies and stores."""
+        return 128
+
+
+def why_not(problem: Problem, config: Config | None = None) -> str | None:
+    """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
+    reason = bitplane_problem.why_not(problem)
+    if reason is not None or config is None:
+        return reason
+    return (
+        why_not_facts(problem, config)
+        or why_not_columns(config)
+        or _why_not_tile(problem, config)
+        or why_not_shared(shared_bytes(config), problem.device)
+    )
+
+
+def _why_not_tile(problem: Problem, c: Config) -> str | None:
+    if c.reserved_bytes < 0 or c.reserved_bytes % 16:
+        return f"shared memory is kept in sixteens of bytes, not {c.reserved_bytes}"
+    if c.k_chunks != problem.chunks or not 0 <= c.prologue_stages <= c.k_chunks:
+        return f"all {problem.chunks} chunks of k lie in shared memory, and the config is for {c.k_chunks}"
+    if c.cp_async_activations and c.a_operand is AOperand.weights and c.tile_b % 16:
+        return f"128 threads copy 16 tokens of a plane at a time, and a tile of {c.tile_b} is not made of these"
+    if not 1 <= c.accumulator_sets <= c.a_planes:
+        return f"sets of sums are for 1 to {c.a_planes} planes, not {c.accumulator_sets}"
+    sums = c.accumulator_sets * c.wgmma_n // 2
+    if sums + c.tile_b // 2 + 36 > 255:
+        return f"{sums} sums are too many for the 255 registers of a thread"
+    return None
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    rows = config.k_chunks * (config.a_planes * WARPGROUP_ROWS + config.wgmma_n)
+    staged = config.a_operand is AOperand.weights and config.output.is_16bit
+    staging = 128 * config.tile_b if staged else 0
+    return rows * bitplane_layout.ROW_BYTES + staging + 16 * config.k_chunks + config.reserved_bytes
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """A block a tile, and idle ones that fill the last wave."""
+    tiles, sms = -(-problem.n // config.tile_n) * -(-problem.m // config.tile_m), problem.device.sms
+    return (-(-tiles // sms) * sms if config.fill_waves else tiles, 1, 1)
+
+
+def _candidates(problem: Problem) -> Iterator[Config]:
+    p, q, chunks = problem.weights.bits, problem.activations.bits, problem.chunks
+    for (a_operand, tile_b), sets, stages in itertools.product(
+        itertools.product(AOperand, (16, 32)), (1, 2, 3), sorted({1, min(2, chunks), chunks})
+    ):
+        n = wgmma_n((q if a_operand is AOperand.weights else p) * tile_b)
+        config = Config(*facts(problem), a_operand, tile_b, n, chunks, sets, stages)
+        for blocks in (1, 2, 3):
+            # Where a block of each of so many kernels fits, those to come wait with their weights loaded. Where more
+            # fit, some multiprocessors take two blocks of one kernel, and all others wait for them.
+            reserved = bytes_to_limit(blocks, shared_bytes(config), problem.device)
+            if reserved is not None:
+                limited = replace(config, reserved_bytes=reserved)
+                yield replace(limited, fill_waves=True)
+                yield limited
+                if q > 2 and (a_operand, tile_b, blocks) == (AOperand.weights, 32, 1):  # fewer planes never won
+                    yield replace(limited, fill_waves=reserved > 0, cp_async_activations=True)
+
+
+def configs(problem: Problem) -> tuple[Config, ...]:
+    """Every legal config of a problem; they do not depend on M and N."""
+    return _configs(replace(problem, m=1, n=1, aligned=True) if min(problem.m, problem.n) >= 1 else problem)
+
+
+@functools.cache
+def _configs(problem: Problem) -> tuple[Config, ...]:
+    return tuple(config for config in _candidates(problem) if why_not(problem, config) is None)
+
+
+_CHUNKS_COPIED = 4
+"""Chunks of k from which the threads copy the tokens."""
+
+
+@functools.cache
+def default(problem: Problem) -> Config:
+    """A block a multiprocessor: where two fit, some take two of one kernel. Raises KernelError if there is no config.
+
+    The more arrives, the more of it may wait for the kernel ahead. Tokens of four planes weigh enough to be worth the
+    threads' time; beside as many planes of weights they do not.
+    """
+    p, q, chunks = problem.weights.bits, problem.activations.bits, problem.chunks
+    cp_async = q == 4 and p < 4 and chunks >= _CHUNKS_COPIED
+    prologue = chunks if p * q <= 2 else 2 if p * q <= (4 if cp_async else 8) else 1
+    tile_b = 16 if problem.m <= 16 else 32
+
+    def cost(config: Config) -> tuple[float, ...]:
+        return (
+            config.a_operand is not AOperand.weights,
+            abs(config.tile_b - tile_b),
+            blocks_per_sm(shared_bytes(config), problem.device) > 1,
+            config.fill_waves != (config.reserved_bytes > 0),  # alone by its size: idle blocks would be in the way
+            config.cp_async_activations is not cp_async,
+            -config.accumulator_sets,
+            abs(config.prologue_stages - prologue),
+        )
+
+    return min(legal(problem, why_not(problem), configs(problem)), key=cost)
+
+
+def fills_one_wave(problem: Problem) -> bool:
+    """Whether the default's tiles are about one a multiprocessor, which it has to itself: 33 to 64 tokens."""
+    sms = problem.device.sms
+    tiles = 2 * -(-problem.n // WARPGROUP_ROWS)
+    if not (32 < problem.m <= 64 and 0.75 * sms <= tiles <= sms) or not configs(problem):
+        return False
+    if max(problem.weights.bits, problem.activations.bits) > 4:
+        return False
+    chosen = default(problem)
+    alone = blocks_per_sm(shared_bytes(chosen), problem.device) == 1
+    return alone and (chosen.a_operand, chosen.tile_b) == (AOperand.weights, 32)
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel to compile."""
+    name = "sm90_bitplane_resident"
+    return jit.Kernel(f"gemm/{name}.cuh", name, config, Params, config.threads, shared_bytes(config))
