@@ -1,0 +1,76 @@
+"""Which bit-plane kernel a problem gets where nothing was measured, and the enums that host and device share."""
+
+import re
+from dataclasses import replace
+from enum import Enum
+
+import pytest
+
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit.source import KERNELS
+from anybit.kernels.common.types import Code, Operand, Output
+from anybit.kernels.gemm import bitplane
+from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.sm90_bitplane_gemm import Schedule
+from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
+from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
+from anybit.scheme import Scheme
+
+
+def problem(scheme: str, m: int, n: int = 4096, k: int = 4096, arch: str = "sm_90a") -> Problem:
+    parsed = Scheme.parse(scheme)
+    return Problem(m, n, k, parsed.weights, parsed.activations, Output.f16, Device.named(arch))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "m", "n", "k", "name"),
+    [
+        ("w2a2", 1, 4096, 4096, "sm90_bitplane_skinny"),
+        ("w2a2", 64, 4096, 4096, "sm90_bitplane_resident"),  # 128 tiles for 132 multiprocessors
+        ("w2a2", 64, 6144, 4096, "sm90_bitplane_skinny"),  # 192 tiles
+        ("w2a2", 64, 28672, 4096, "sm90_bitplane_gemm"),
+        ("w2a2", 1024, 28672, 4096, "sm90_bitplane_stacked"),
+        ("w2a4", 1024, 28672, 4096, "sm90_bitplane_gemm"),
+        ("w4a4", 100, 2048, 2048, "sm90_bitplane_skinny"),
+        ("w2a4", 100, 2048, 2048, "sm90_bitplane_skinny"),
+        ("w2a2", 100, 2048, 2048, "sm90_bitplane_gemm"),
+    ],
+)
+def test_shapes_decide(scheme: str, m: int, n: int, k: int, name: str) -> None:
+    asked = problem(scheme, m, n, k)
+    chosen = bitplane.family(asked)
+    assert chosen is not None and chosen.__name__.rpartition(".")[2] == name
+    config = bitplane.default(asked)
+    assert bitplane.family_of(config) is chosen and chosen.why_not(asked, config) is None
+
+
+def test_rows_that_begin_anywhere_leave_by_threads() -> None:
+    for m in (1, 64, 1024):
+        assert not bitplane.default(replace(problem("w2a2", m, 28672), aligned=False)).needs_aligned_rows
+    assert bitplane.default(problem("w2a2", 1024, 28672)).needs_aligned_rows
+
+
+def test_architectures_decide() -> None:
+    for arch in ("sm_80", "sm_86", "sm_89"):
+        chosen = bitplane.family(problem("w2a2", 64, arch=arch))
+        assert chosen is not None and chosen.__name__.endswith("sm80_bitplane_gemm")
+    assert bitplane.family(problem("w2a2", 64, arch="sm_100a")) is None
+    with pytest.raises(KernelError, match=r"no bit-plane kernel for 64 x 4096 x 4096 in w2a2: .* emulated"):
+        bitplane.default(problem("w2a2", 64, arch="sm_100a"))
+
+
+@pytest.mark.parametrize(
+    ("twin", "header"),
+    [
+        (Code, "common/types"),
+        (Operand, "common/types"),
+        (Output, "common/types"),
+        (Schedule, "gemm/sm90_bitplane_gemm"),
+        (AOperand, "gemm/sm90_bitplane_skinny_tile"),
+        (Stationary, "gemm/sm90_bitplane_stacked"),
+    ],
+)
+def test_enums_have_the_members_of_their_twins(twin: type[Enum], header: str) -> None:
+    found = re.findall(rf"enum class {twin.__name__} {{ ([^}}]*) }};", (KERNELS / f"{header}.cuh").read_text())
+    assert [names.split(", ") for names in found] == [list(twin.__members__)]
