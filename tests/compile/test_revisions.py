@@ -54,7 +54,7 @@ def kernels(family: str) -> dict[str, Kernel]:
     """Kernels that stand for a family, by a name that config fields do not change."""
     if family == "quantize_activations":
         found: dict[str, Kernel] = {}
-        for other in ("sm90_bitplane", "sm90_packed_gemm"):
+        for other in ("sm90_bitplane_gemm", "sm90_packed_gemm"):
             for one, candidate in configs(other):
                 coding = [kernel for kernel in candidate.kernels(one) if "quantize_activations" in kernel.header]
                 found |= {f"{one}, for {other}": kernel for kernel in coding}

@@ -21,12 +21,12 @@ from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Target
 from anybit.kernels.gemm import (
+    bitplane_kinds,
     bitplane_problem,
     heuristics,
     sm80_bitplane_gemm,
     sm80_packed_gemm,
     sm90_bitplane_gemm,
-    sm90_bitplane_kinds,
     sm90_bitplane_resident,
     sm90_bitplane_skinny,
     sm90_bitplane_stacked,
@@ -223,8 +223,9 @@ class KernelFamily:
         if not self.runs(product):
             return []
         idle = -(-product.m // _TILE) * -(-product.n // _TILE) <= product.device.sms // 2
-        own = self.default(product)
-        return sm90_bitplane_kinds.representatives(self.configs(product), self.problem(product), own, idle, rings)
+        return bitplane_kinds.representatives(
+            self.configs(product), self.problem(product), self.default(product), idle, rings
+        )
 
 
 @functools.cache
