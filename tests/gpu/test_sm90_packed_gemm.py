@@ -44,10 +44,9 @@ def product(case: Case, packed, x, x_scale, bias=None) -> torch.Tensor:
     p = case.problem
     y = torch.full((p.m, p.n), torch.nan, dtype=p.dtype, device="cuda")
     x_sum = x.sum(1, dtype=torch.int32) if x.dtype == torch.int8 else None
-    workspace = sm90_packed_gemm.workspace_for(case.config, y.device)
     sm90_packed_gemm.launch(
         sm90_packed_gemm.kernel(case.config),
-        sm90_packed_gemm.params(p, case.config, x, packed, y, bias, x_scale, x_sum, workspace),
+        sm90_packed_gemm.params(p, case.config, x, packed, y, bias, x_scale, x_sum),
         sm90_packed_gemm.grid(p, case.config),
         pdl=True,
     )

@@ -77,7 +77,6 @@ def test_a_search_finds_nothing_slower_than_built_in_choices(tmp_path: Path) -> 
         assert point is not None
         own = point.strategies[builtin(one).strategy]
         assert 0 < own.us <= 1.02 * point.default_us
-        assert point.floor_us < 1.2 * own.us
     assert "padding to fp8" in policy.exact(wanted[2]).strategies  # type: ignore[union-attr]
     dispatching.use(path)
     for scheme in ("w4a8", "w2a2", "w4a16g128"):
