@@ -7,7 +7,18 @@ import torch
 from hypothesis import strategies as st
 
 from anybit.packing import QuantizedWeight
-from anybit.scheme import CODES, GROUPS, KV_BITS, KV_GROUPS, ActivationFormat, KVFormat, Scheme, WeightFormat
+from anybit.scheme import (
+    CODES,
+    GROUPS,
+    KV_BITS,
+    KV_GROUPS,
+    TABLES,
+    WEIGHT_CODES,
+    ActivationFormat,
+    KVFormat,
+    Scheme,
+    WeightFormat,
+)
 
 EXHAUSTIVE = os.environ.get("ANYBIT_EXHAUSTIVE") == "1"
 """Whether tests on a GPU sweep everything (minutes: every format is compiled) or a sample of it (seconds)."""
@@ -17,9 +28,11 @@ PAIRS = list(itertools.product(BITS, BITS))
 """All (weight bits, activation bits)."""
 
 weight_formats = st.builds(
-    lambda bits, code, group, sparse: WeightFormat(bits, code, group, sparse and code != "bipolar"),
+    lambda bits, code, group, sparse: WeightFormat(
+        TABLES.get(code, bits), code, group, sparse and code in ("sym", "asym")
+    ),
     st.sampled_from(BITS),
-    st.sampled_from(CODES),
+    st.sampled_from(WEIGHT_CODES),
     st.sampled_from([None, *GROUPS]),
     st.booleans(),
 )
@@ -51,8 +64,11 @@ def random_codes(shape: tuple[int, ...], bits: int, seed: int = 0) -> torch.Tens
 
 
 def random_weight(n: int, k: int, format: WeightFormat, seed: int = 0) -> QuantizedWeight:
-    """A layer of uniform codes, scales around 1/16, and uniform zeros where the format has them."""
+    """A layer of uniform codes, scales around 1/16, and uniform zeros or minima where the format has them."""
     codes, groups = random_codes((n, k), format.bits, seed), format.groups(k)
+    if format.code == "e4m3":
+        codes[codes & 0x7F == 0x7F] = 0  # NaN
     scale = (torch.rand(n, groups, generator=generator(seed + 1)) + 0.5) / 16
     zero = random_codes((n, groups), format.bits, seed + 2) if format.code == "asym" else None
-    return QuantizedWeight.from_codes(codes, scale, zero, format)
+    minimum = torch.randn(n, groups, generator=generator(seed + 3)) / 4 if format.code == "min" else None
+    return QuantizedWeight.from_codes(codes, scale, zero, format, minimum=minimum)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import KernelError
-from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.scheme import CODES, ActivationFormat, WeightFormat
 
 Strategy = Literal["bitwise", "split", "padding", "dequantize", "sparse"]
 Number = Literal["b1", "u4", "u8", "e4m3", "f16"]
@@ -159,6 +159,8 @@ def why_not(weights: WeightFormat, activations: ActivationFormat, arch: str, str
         return "the weights are 2:4 sparse" if weights.sparse else "the weights are not 2:4 sparse"
     if strategy == "dequantize":
         return f"activations are quantized to {activations.bits} bits" if activations.quantized else None
+    if weights.code not in CODES:
+        return f"{weights.code} codes are no integers, so weights have to become 16-bit floats (dequantize)"
     if strategy == "sparse":
         absent = activations.quantized and not activations.integer and "e4m3" not in native
         return _EMULATED["e4m3"].format(arch=arch) if absent else None

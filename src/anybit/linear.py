@@ -24,7 +24,8 @@ class QuantLinear(nn.Module):
     The saved tensors are those of compressed-tensors' pack-quantized format:
     weight_packed: int32 [N, ceil(K*bits/32)].  weight_scale: float [N, G].
     weight_zero_point: int32 [ceil(N*bits/32), G], asym only, packed along N.  weight_shape: int64 [2] (N, K).
-    Beside that format: weight_g_idx int32 [K] (activation order), weight_indices int32 (2:4 sparse).
+    Beside that format: weight_g_idx int32 [K] (activation order), weight_indices int32 (2:4 sparse),
+    weight_minimum float [N, G] (min).
 
     input_scale: float [K], what x is multiplied by first: OneBit's value vector of the columns.
     hadamard: x goes through ``ops.hadamard`` first; the weight holds the inverse (``quantization.methods.rotate``).
@@ -44,6 +45,7 @@ class QuantLinear(nn.Module):
     weight_shape: nn.Parameter
     weight_g_idx: nn.Parameter | None
     weight_indices: nn.Parameter | None
+    weight_minimum: nn.Parameter | None
     input_scale: nn.Parameter | None
     bias: nn.Parameter | None
 
@@ -85,6 +87,7 @@ class QuantLinear(nn.Module):
             "weight_shape": ((2,), torch.int64),
             "weight_g_idx": ((in_features,), torch.int32) if group_index else None,
             "weight_indices": ((out_features, words_per_row(kept, 2)), torch.int32) if fmt.sparse else None,
+            "weight_minimum": ((out_features, groups), dtype) if fmt.code == "min" else None,
             "input_scale": ((in_features,), dtype) if input_scale else None,
             "bias": ((out_features,), dtype) if bias else None,
         }
@@ -138,6 +141,8 @@ class QuantLinear(nn.Module):
             tensors["weight_g_idx"] = weight.group_index
         if weight.indices is not None:
             tensors["weight_indices"] = weight.indices
+        if weight.minimum is not None:
+            tensors["weight_minimum"] = weight.minimum
         return tensors
 
     def load_weight(self, weight: QuantizedWeight) -> None:
@@ -163,12 +168,10 @@ class QuantLinear(nn.Module):
         zero = None
         if self.weight_zero_point is not None:
             zero = unpack_words(self.weight_zero_point.t().contiguous(), bits, self.out_features).t().contiguous()
-        optional = (self.weight_g_idx, self.weight_indices)
-        group_index, indices = (None if p is None else p.data for p in optional)
-        shape = (self.out_features, self.in_features)
-        return QuantizedWeight(
-            self.weight_packed.data, self.weight_scale.data, zero, shape, self.scheme.weights, group_index, indices
-        )
+        optional = (self.weight_g_idx, self.weight_indices, self.weight_minimum)
+        group_index, indices, minimum = (None if p is None else p.data for p in optional)
+        words, scale, shape = self.weight_packed.data, self.weight_scale.data, (self.out_features, self.in_features)
+        return QuantizedWeight(words, scale, zero, shape, self.scheme.weights, group_index, indices, minimum)
 
     def prepare(self) -> "QuantLinear":
         """Convert the weight to the layout of the backend that will run it, and free the saved layout.

@@ -4,7 +4,9 @@ Codes are unsigned (see ``anybit.scheme``). Dense words are 32-bit, least signif
 padding bits beyond its last word: the layout of compressed-tensors' ``pack-quantized``, for every width.
 """
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from anybit.errors import LayerError
 from anybit.scheme import WeightFormat
 
 WORD = 32
+# What a QuantizedWeight holds for each of its outputs.
+_BY_ROW = ("words", "scale", "zero", "indices", "minimum")
 # 32 codes of b bits fill b words exactly: the period of every layout below.
 _PERIOD = 32
 
@@ -110,15 +114,39 @@ def codes_from_bipolar(values: Tensor, bits: int) -> Tensor:
     return (values.add(2**bits - 1) >> 1).to(torch.uint8)
 
 
+_TABLES: dict[str, tuple[float, ...]] = {
+    # OCP Microscaling Formats (MX) 1.0, section 5.3.3: a sign, two bits of exponent, one of mantissa.
+    "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+    # QLoRA, appendix E.
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    # GGML's IQ4_NL and IQ4_XS.
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}  # fmt: skip
+
+
+def table_of(code: str) -> Tensor:
+    """The values of a table's codes in their order, float32 [2^bits] on the CPU; of e4m3 two are NaN (0x7F, 0xFF)."""
+    if code == "e4m3":
+        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.tensor(_TABLES[code])
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """The weights of one linear layer, N outputs by K inputs, as codes: ``W = scale * (u - zero)``.
+
+    With code "min" it is ``W = scale * u + minimum``, with a table's ``W = scale * table[u]``.
 
     words: int32 [N, ceil(K*bits/32)], dense; for 2:4 sparse layers the codes of the non-zeros, [N, ceil(K/2*bits/32)].
     scale: float [N, G] with G = 1 for whole rows, else ceil(K / group).
     zero: uint8 [N, G] for asym, else None (the format implies it).
     group_index: int32 [K], the group of each input channel (activation order), else None: channel k is in k // group.
     indices: int32 [N, ceil(K/2*2/32)], for 2:4 sparse layers the places (0 to 3) of the two non-zeros of every four.
+    minimum: float [N, G] for min, else None.
     """
 
     words: Tensor
@@ -128,6 +156,7 @@ class QuantizedWeight:
     format: WeightFormat
     group_index: Tensor | None = None
     indices: Tensor | None = None
+    minimum: Tensor | None = None
 
     def __post_init__(self) -> None:
         n, k = self.shape
@@ -138,6 +167,7 @@ class QuantizedWeight:
             "scale": (self.scale, (n, fmt.groups(k))),
             "zero": (self.zero, (n, fmt.groups(k)) if fmt.code == "asym" else None),
             "indices": (self.indices, (n, words_per_row(kept, 2)) if fmt.sparse else None),
+            "minimum": (self.minimum, (n, fmt.groups(k)) if fmt.code == "min" else None),
         }
         if fmt.sparse and k % 4:
             raise LayerError(f"2:4 sparsity needs a multiple of 4 inputs, and this layer has {k}")
@@ -158,10 +188,11 @@ class QuantizedWeight:
         zero: Tensor | None,
         format: WeightFormat,
         group_index: Tensor | None = None,
+        minimum: Tensor | None = None,
     ) -> "QuantizedWeight":
         """Pack dense codes uint8 [N, K]. Sparse layers come from ``from_sparse_codes``."""
         n, k = codes.shape
-        return cls(pack_words(codes, format.bits), scale, zero, (n, k), format, group_index)
+        return cls(pack_words(codes, format.bits), scale, zero, (n, k), format, group_index, minimum=minimum)
 
     @classmethod
     def from_sparse_codes(
@@ -187,17 +218,41 @@ class QuantizedWeight:
     @property
     def bits_per_weight(self) -> float:
         """Bits that a checkpoint stores, scales and zeros included (zeros take ``bits`` there), over the weights."""
-        parts = (self.words, self.scale, self.group_index, self.indices)
+        parts = (self.words, self.scale, self.group_index, self.indices, self.minimum)
         size = 8 * sum(t.numel() * t.element_size() for t in parts if t is not None)
         zeros = 0 if self.zero is None else self.zero.numel() * self.format.bits
         return (size + zeros) / (self.shape[0] * self.shape[1])
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
         """The same layer on another device."""
-        optional = (self.zero, self.group_index, self.indices)
-        zero, group_index, indices = (None if t is None else t.to(device) for t in optional)
-        words, scale = self.words.to(device), self.scale.to(device)
-        return QuantizedWeight(words, scale, zero, self.shape, self.format, group_index, indices)
+        moved: dict[str, Any] = {
+            f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)
+
+    def rows(self, rows: "Tensor | slice") -> "QuantizedWeight":
+        """The layer of some of the outputs: a slice of them, or int64 indices in their new order."""
+        chosen = {name: t[rows].contiguous() for name in _BY_ROW if (t := getattr(self, name)) is not None}
+        return replace(self, **chosen, shape=(chosen["words"].shape[0], self.shape[1]))
+
+    def with_scales(self, dtype: torch.dtype) -> "QuantizedWeight":
+        """The same codes with scales and minima in another float dtype.
+
+        Raises LayerError where a scale or a minimum would overflow, or a scale become 0.
+        """
+        minimum = None if self.minimum is None else self.minimum.to(dtype)
+        cast = replace(self, scale=self.scale.to(dtype), minimum=minimum)
+        if torch.finfo(dtype).max < torch.finfo(self.scale.dtype).max or self.scale.dtype.itemsize > dtype.itemsize:
+            lost = ((cast.scale == 0) & (self.scale != 0)) | (cast.scale.isinf() & ~self.scale.isinf())
+            over = False if minimum is None else bool((minimum.isinf() & ~self.minimum.isinf()).any())  # type: ignore[union-attr]
+            if over or bool(lost.any()):
+                sizes = self.scale[self.scale != 0].abs()
+                name = str(dtype).removeprefix("torch.")
+                raise LayerError(
+                    f"scales of {float(sizes.min()):.3g} to {float(sizes.max()):.3g} do not fit {name}: load the model "
+                    "in bfloat16 or float32"
+                )
+        return cast
 
     def groups(self) -> Tensor:
         """The group of each input channel, int64 [K]."""
@@ -234,7 +289,12 @@ class QuantizedWeight:
         return torch.full_like(self.scale, zero, dtype=torch.float32)
 
     def centered(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Codes less their zeros, [N, K] in a float dtype: integers, or halves of odd ones for bipolar codes."""
+        """Codes less their zeros, [N, K] in a float dtype: integers, or halves of odd ones for bipolar codes.
+
+        Of a table's codes it is their values; codes with a minimum have no zero, and stay as they are.
+        """
+        if self.format.tabled:
+            return table_of(self.format.code).to(self.device, dtype)[self.codes().int()]
         codes = self.codes().to(dtype)
         if self.zero is None:
             return codes.sub_(self.format.zero or 0.0)
@@ -247,6 +307,9 @@ class QuantizedWeight:
         scale = self.scale.to(work)
         # A broadcast is much cheaper than gathering a scale for every weight.
         values *= scale if scale.shape[1] == 1 else scale[:, self.groups()]
+        if self.minimum is not None:
+            minimum = self.minimum.to(work)
+            values += minimum if minimum.shape[1] == 1 else minimum[:, self.groups()]
         return values.to(dtype)
 
 
@@ -265,35 +328,21 @@ def stack(weights: list[QuantizedWeight]) -> QuantizedWeight:
         if not _same(weight.group_index, first.group_index):
             raise LayerError("layers with different activation orders cannot be stacked")
 
-    def joined(parts: list[Tensor | None]) -> Tensor | None:
-        present = [part for part in parts if part is not None]
-        return torch.cat(present) if present else None
-
-    words, scale = torch.cat([w.words for w in weights]), torch.cat([w.scale for w in weights])
-    zero, indices = joined([w.zero for w in weights]), joined([w.indices for w in weights])
-    shape = (sum(w.shape[0] for w in weights), first.shape[1])
-    return QuantizedWeight(words, scale, zero, shape, first.format, first.group_index, indices)
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(w, name) for w in weights]) for name in _BY_ROW if getattr(first, name) is not None
+    }
+    return replace(first, **joined, shape=(sum(w.shape[0] for w in weights), first.shape[1]))
 
 
 def unstack(weight: QuantizedWeight, outputs: list[int]) -> list[QuantizedWeight]:
-    """The inverse of ``stack``: layers with the given numbers of outputs."""
-    found, start = [], 0
-    for n in outputs:
-        rows = slice(start, start + n)
-        zero, indices = (None if t is None else t[rows].contiguous() for t in (weight.zero, weight.indices))
-        words, scale = weight.words[rows].contiguous(), weight.scale[rows].contiguous()
-        shape = (n, weight.shape[1])
-        found.append(QuantizedWeight(words, scale, zero, shape, weight.format, weight.group_index, indices))
-        start += n
-    return found
+    """The inverse of ``stack``: layers of so many outputs each."""
+    ends = list(itertools.accumulate(outputs))
+    return [weight.rows(slice(end - n, end)) for n, end in zip(outputs, ends, strict=True)]
 
 
 def reorder(weight: QuantizedWeight, rows: Tensor) -> QuantizedWeight:
     """The layer whose output i is output ``rows[i]`` of this one; rows int64 [N], a permutation."""
-    rows = rows.to(weight.device)
-    zero, indices = (None if t is None else t[rows] for t in (weight.zero, weight.indices))
-    words, scale = weight.words[rows], weight.scale[rows]
-    return QuantizedWeight(words, scale, zero, weight.shape, weight.format, weight.group_index, indices)
+    return weight.rows(rows.to(weight.device))
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -301,8 +350,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _check_stored(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Kernels read these tensors by address, so another dtype would be misread."""
-    wanted = {"zero": torch.uint8, "scale": None}.get(name, torch.int32)
+    """Kernels read these tensors by their addresses: another type would be other numbers."""
+    wanted = {"zero": torch.uint8, "scale": None, "minimum": None}.get(name, torch.int32)
     if not (tensor.is_floating_point() if wanted is None else tensor.dtype == wanted):
         words = "floating-point" if wanted is None else str(wanted).removeprefix("torch.")
         raise LayerError(f"{name} of a layer must be {words}, not {str(tensor.dtype).removeprefix('torch.')}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anybit.errors import LayerError
 from anybit.packing import QuantizedWeight
-from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.scheme import CODES, ActivationFormat, WeightFormat
 
 E4M3_MAX = 448.0
 _FLOAT32_EXACT = 2**24
@@ -92,10 +92,12 @@ def accumulate(activations: Tensor, weights: Tensor) -> Tensor:
 def integer_product(x: QuantizedActivations, weight: QuantizedWeight) -> Tensor:
     """Sum over K of (uw - zw)(ux - zx) from codes and rank-1 terms, float64 [M, N], exact.
 
-    Raises LayerError for weights in groups, since the sums are over whole rows.
+    Raises LayerError for weights in groups, which sums over whole rows do not know, and for codes of no integers.
     """
     if weight.scale.shape[1] != 1:
         raise LayerError(f"{weight.format} has {weight.scale.shape[1]} groups a row; this needs whole rows")
+    if weight.format.code not in CODES:
+        raise LayerError(f"{weight.format} has codes that are no integers; this needs {', '.join(CODES)}")
     uw, zw = weight.codes().double(), weight.zeros().double()
     ux, zx = x.codes.double(), x.zero.double()[:, None]
     raw = accumulate(x.codes, weight.codes()).double()
@@ -140,7 +142,7 @@ def multiply(
     else:
         steps, row_scale, _ = _steps(rows.float(), activations)
         steps = steps.to(work)
-        if activations.integer and scale.shape[1] == 1:
+        if _sums_integers(weights, activations, scale):
             # Rounded where the kernels round, so that their results are these bit for bit: the exact sum, times the
             # token's scale, and once after the weight's scale and the bias.
             y = _exact_product(steps, operand, weights, activations) * row_scale.to(work)[:, None]
@@ -158,11 +160,13 @@ def multiply(
 
 def decode(weight: QuantizedWeight, activations: ActivationFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """What ``linear`` multiplies with, [N, K]: the dequantized weights, or the centered codes of whole-row integers."""
-    return weight.centered(dtype) if _whole_rows(weight, activations) else weight.dequantize(dtype)
+    exact = _sums_integers(weight.format, activations, weight.scale)
+    return weight.centered(dtype) if exact else weight.dequantize(dtype)
 
 
-def _whole_rows(weight: QuantizedWeight, activations: ActivationFormat) -> bool:
-    return activations.quantized and activations.integer and weight.scale.shape[1] == 1
+def _sums_integers(weights: WeightFormat, activations: ActivationFormat, scale: Tensor) -> bool:
+    """Whether a product is one of integers alone, before the scales of its rows are applied."""
+    return activations.quantized and activations.integer and scale.shape[1] == 1 and weights.code in CODES
 
 
 def _exact_product(x: Tensor, w: Tensor, weights: WeightFormat, activations: ActivationFormat) -> Tensor:

@@ -6,15 +6,22 @@
     w4a8                 4-bit weights, 8-bit integer activations;  w4a8fp: 8-bit float (e4m3) activations
     w3a4bipolar-xasym    bipolar weights, asymmetric activations (x is the activations' letter in Y = XW)
     w4a16g128s24         2:4 sparse weights
+    w4a16g32min          4-bit weights, each group of 32 with a scale and a float minimum
+    w4a16g16e2m1         4-bit floats in groups of 16;  nf4, iq4: other tables of 16 values;  w8a16e4m3: 8-bit floats
     w4a16g128-kv4        and a 4-bit KV cache;  -k4v2g32: keys 4 bits, values 2, groups of 32;
                          -kv4t: keys grouped along the channels of a token ("tensor-wise");  -kv4rot: rotated heads
 
-Every code belongs to one family: ``value = scale * (u - zero)`` with an unsigned code ``u`` in [0, 2^bits).
-The three codes differ in the zero alone (bipolar-INT is APT-LLM's format, section III-A: x' = 2x + 1, up to the scale):
+Integer codes belong to one family: ``value = scale * (u - zero)`` with an unsigned code ``u`` in [0, 2^bits).
+They differ in the zero alone (bipolar-INT is APT-LLM's format, section III-A: x' = 2x + 1, up to the scale):
 
     sym       zero = 2^(bits-1)         signed integers
     asym      zero = one integer per group, in [0, 2^bits - 1]
     bipolar   zero = (2^bits - 1) / 2   odd multiples of half a step, symmetric about zero
+
+Weights that other tools have quantized need two more kinds (``anybit.packing`` has the values of the tables):
+
+    min                    value = scale * u + minimum, a float minimum a group (GGUF's K quants, HQQ)
+    e2m1, nf4, iq4, e4m3   value = scale * table[u] (MXFP4 and NVFP4, bitsandbytes, GGUF's IQ4, FP8)
 """
 
 import re
@@ -24,14 +31,18 @@ from typing import Literal
 
 from anybit.errors import SchemeError
 
-Code = Literal["sym", "asym", "bipolar"]
+Code = Literal["sym", "asym", "bipolar", "min", "e2m1", "nf4", "iq4", "e4m3"]
 ActivationCode = Literal["sym", "asym", "bipolar", "float"]
 KeyAxis = Literal["channel", "token"]
 
-GROUPS = (32, 64, 128, 256)
+GROUPS = (16, 32, 64, 128, 256)
 KV_GROUPS = (32, 64, 128)
 KV_BITS = (2, 4, 8, 16)
 CODES: tuple[Code, ...] = ("sym", "asym", "bipolar")
+"""The codes of integers, of which activations have some, too."""
+TABLES: dict[Code, int] = {"e2m1": 4, "nf4": 4, "iq4": 4, "e4m3": 8}
+"""The codes that stand for the values of a table, and how many bits each has."""
+WEIGHT_CODES: tuple[Code, ...] = (*CODES, "min", *TABLES)
 
 
 def fixed_zero(code: str, bits: int) -> float | None:
@@ -59,8 +70,8 @@ def _default_code(bits: int) -> Code:
 class WeightFormat:
     """How the weights of a linear layer are coded.
 
-    bits: 1 to 8.  code: "sym", "asym" or "bipolar".  group: input channels that share a scale
-    (32, 64, 128 or 256), or None for one scale a row.  sparse: 2:4, two non-zeros in every four inputs.
+    bits: 1 to 8.  code: one of WEIGHT_CODES.  group: input channels that share a scale
+    (16, 32, 64, 128 or 256), or None for one scale a row.  sparse: 2:4, two non-zeros in every four inputs.
     """
 
     bits: int
@@ -71,21 +82,32 @@ class WeightFormat:
     def __post_init__(self) -> None:
         if not _is_one_of(self.bits, range(1, 9)):
             raise SchemeError(f"weight bits must be 1 to 8, not {self.bits!r}")
-        if self.code not in CODES:
-            raise SchemeError(f"weight code must be one of {', '.join(CODES)}, not {self.code!r}")
+        if self.code not in WEIGHT_CODES:
+            raise SchemeError(f"weight code must be one of {', '.join(WEIGHT_CODES)}, not {self.code!r}")
+        if self.code in TABLES and self.bits != TABLES[self.code]:
+            most = TABLES[self.code]
+            raise SchemeError(
+                f"{self.code} is a table of {2**most} values, whose codes have {most} bits: not {self.bits}"
+            )
         if self.group is not None and not _is_one_of(self.group, GROUPS):
             raise SchemeError(
-                f"group must be 32, 64, 128 or 256 input channels, or absent for whole rows, not {self.group!r}"
+                f"group must be 16, 32, 64, 128 or 256 input channels, or absent for whole rows, not {self.group!r}"
             )
-        if self.sparse and self.code == "bipolar":
+        if self.sparse and self.code not in ("sym", "asym"):
             raise SchemeError(
-                "2:4 sparsity (s24) needs a code for zero, and bipolar codes have none: use sym or asym, 2 bits or more"
+                f"2:4 sparsity (s24) needs an integer code for zero, and {self.code} codes have none: use sym or asym, "
+                "2 bits or more"
             )
 
     @property
     def zero(self) -> float | None:
         """The implied zero in units of code, or None when each group stores its own (asym)."""
-        return fixed_zero(self.code, self.bits)
+        return fixed_zero(self.code, self.bits) if self.code in CODES else 0.0
+
+    @property
+    def tabled(self) -> bool:
+        """Whether codes stand for the values of a table."""
+        return self.code in TABLES
 
     def groups(self, in_features: int) -> int:
         """How many groups a row of ``in_features`` weights has; the last one may be ragged."""
@@ -191,12 +213,13 @@ class KVFormat:
 
 _KV = re.compile(r"(?:kv(?P<both>\d+)|k(?P<key>\d+)v(?P<value>\d+))(?:g(?P<group>\d+))?(?P<token>t)?(?P<rotate>rot)?")
 _LINEAR = re.compile(
-    r"w(?P<w>\d+)a(?P<a>\d+)(?P<float>fp)?(?:g(?P<group>\d+))?(?P<code>sym|asym|bipolar)?(?P<sparse>s24)?"
+    r"w(?P<w>\d+)a(?P<a>\d+)(?P<float>fp)?(?:g(?P<group>\d+))?(?P<code>sym|asym|bipolar|min|e2m1|nf4|iq4|e4m3)?"
+    r"(?P<sparse>s24)?"
 )
 _GRAMMAR = (
     "a scheme is wBaB with weights of 1-8 bits and activations of 1-8, 8fp or 16 bits, then optionally "
-    "g32, g64, g128 or g256; sym, asym or bipolar; s24; -xasym or -xbipolar for the activations; "
-    "-kvB or -kBvB for the KV cache; examples: w4a16g128, w2a2, w4a8fp, w2a16g64asym, w4a16g128-kv4"
+    "g16, g32, g64, g128 or g256; sym, asym, bipolar, min, e2m1, nf4, iq4 or e4m3; s24; -xasym or -xbipolar for "
+    "the activations; -kvB or -kBvB for the KV cache; examples: w4a16g128, w2a2, w4a8fp, w2a16g64asym, w4a16g128-kv4"
 )
 
 
@@ -276,4 +299,4 @@ def _formats(match: re.Match[str], code: ActivationCode | None) -> tuple[WeightF
         if code is not None:
             raise SchemeError(f"16-bit activations have no integer code, so -x{code} does not apply")
         return weights, ActivationFormat()
-    return weights, ActivationFormat(activation_bits, code or _default_code(activation_bits))
+    return weights, ActivationFormat(activation_bits, code or _default_code(activation_bits))  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
 """Codes, dense words and planes: lossless for every width and length, and compressed-tensors' own layout."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -88,9 +90,30 @@ def test_weights_are_what_their_codes_say(format: WeightFormat, n: int, quads: i
         weight = QuantizedWeight.from_sparse_codes(codes, mask, weight.scale, zero, format)
         codes = torch.where(mask, codes, zeros.to(torch.uint8)[:, groups])
         assert torch.equal(weight.codes(), codes)
-    expected = (codes.double() - zeros.double()[:, groups]) * weight.scale.double()[:, groups]
+    values = packing.table_of(format.code)[codes.long()] if format.tabled else codes
+    expected = (values.double() - zeros.double()[:, groups]) * weight.scale.double()[:, groups]
+    if weight.minimum is not None:
+        expected += weight.minimum.double()[:, groups]
     assert torch.equal(weight.dequantize(torch.float64), expected)
-    assert torch.allclose(weight.dequantize(), expected.float(), rtol=1e-6, atol=0)
+    assert torch.allclose(weight.dequantize(), expected.float(), rtol=1e-6, atol=1e-6 if format.code == "min" else 0)
+    halves = packing.unstack(weight, [n // 2, n - n // 2])
+    assert torch.equal(packing.stack(halves).dequantize(), weight.dequantize())
+
+
+def test_tables_are_those_of_their_formats() -> None:
+    e4m3 = packing.table_of("e4m3")
+    assert e4m3[0x7E] == 448 and e4m3[0x01] == 2**-9 and int(e4m3.isnan().sum()) == 2
+    assert packing.table_of("e2m1").tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def test_scales_that_another_dtype_cannot_hold_are_refused() -> None:
+    plain = random_weight(2, 32, WeightFormat(4, "min", 32))
+    assert plain.with_scales(torch.float16).minimum.dtype == torch.float16  # type: ignore[union-attr]
+    for factor in (2.0**-40, 2.0**40):
+        extreme = replace(plain, scale=plain.scale * factor)
+        assert extreme.with_scales(torch.bfloat16).scale.dtype == torch.bfloat16
+        with pytest.raises(LayerError, match="do not fit float16: load the model in bfloat16"):
+            extreme.with_scales(torch.float16)
 
 
 def test_act_order_groups() -> None:

@@ -28,14 +28,14 @@ class ReferencePacked(Backend):
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """The packed tensors as they are; empty ones stand for those that the format does not have."""
         empty = torch.empty(0, dtype=torch.int32, device=weight.device)
-        optional = (weight.zero, weight.group_index, weight.indices)
+        optional = (weight.zero, weight.group_index, weight.indices, weight.minimum)
         return [weight.words, weight.scale, *(empty if tensor is None else tensor for tensor in optional)]
 
     def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
         """The weight whose tensors these are."""
-        words, scale, *optional = tensors[:5]
-        zero, group_index, indices = (tensor if tensor.numel() else None for tensor in optional)
-        return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices)
+        words, scale, *optional = tensors[:6]
+        zero, group_index, indices, minimum = (tensor if tensor.numel() else None for tensor in optional)
+        return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices, minimum)
 
     def linear(
         self,
@@ -68,4 +68,4 @@ class ReferenceDecoded(ReferencePacked):
     ) -> Tensor:
         """The exact linear of ``anybit.reference`` over the decoded weight."""
         reference.check_activations(x, spec.k)
-        return reference.multiply(x, tensors[5], tensors[1], spec.weights, spec.activations, bias)
+        return reference.multiply(x, tensors[6], tensors[1], spec.weights, spec.activations, bias)

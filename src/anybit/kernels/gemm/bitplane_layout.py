@@ -14,7 +14,7 @@ from torch import Tensor
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.packing import QuantizedWeight, unpack_words
-from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.scheme import CODES, ActivationFormat, WeightFormat
 
 CHUNK = 1024
 """Columns of a chunk."""
@@ -133,6 +133,8 @@ def why_not(format: WeightFormat) -> str | None:
     """Why weights in ``format`` have no planes, in a sentence; None if they have."""
     if format.sparse:
         return "2:4 sparse weights have no 1-bit path"
+    if format.code not in CODES:
+        return f"{format.code} codes are no integers, and bit planes are sums of integers"
     if format.group is not None:
         return f"bit planes need one scale a row, and these weights have groups of {format.group}"
     return None

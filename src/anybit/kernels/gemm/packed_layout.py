@@ -24,7 +24,7 @@ from anybit.errors import KernelError, dtype_name
 from anybit.kernels.elementwise.quantize_activations import pitch, rows_aligned
 from anybit.kernels.gemm import repack
 from anybit.packing import QuantizedWeight, unpack_words
-from anybit.scheme import WeightFormat
+from anybit.scheme import CODES, WeightFormat
 
 Order = Literal["a16", "a8"]
 _P = TypeVar("_P")  # a kernel's Problem
@@ -122,12 +122,23 @@ class PackedWeight:
         return self.tiles.shape[1] * TILE_ROWS, self.tiles.shape[0] * TILE_COLUMNS
 
 
+def why_not(format: WeightFormat) -> str | None:
+    """Why no kernel over tiles multiplies weights in ``format``, in a sentence; None if one may."""
+    if format.sparse:
+        return "no kernel runs 2:4 sparse weights yet: use a reference backend"
+    if format.code not in CODES:
+        return f"no kernel runs weights in {format.code} codes yet: use a reference backend"
+    if format.group == 16:
+        return "no kernel runs weights in groups of 16 yet: use a reference backend"
+    return None
+
+
 def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
-    """Lay a layer out as tiles, on the device where its words are. Raises KernelError for 2:4 sparse layers."""
+    """Lay a layer out as tiles, on the device where its words are. Raises KernelError where ``why_not`` refuses it."""
     if order not in ("a16", "a8"):
         raise KernelError(f"order must be 'a16' (16-bit activations) or 'a8' (8-bit ones), not {order!r}")
-    if weight.format.sparse:
-        raise KernelError("packed weights must be dense, and these are 2:4 sparse")
+    if refusal := why_not(weight.format):
+        raise KernelError(refusal)
     format, (n, k) = weight.format, weight.shape
     permutation, column_group = _columns(weight)
     columns = k if permutation is None else permutation.numel()

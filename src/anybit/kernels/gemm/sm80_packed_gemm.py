@@ -91,8 +91,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"{p.device.arch} has no cp.async: sm_80 and later do"
     if min(p.m, p.n, p.k) < 1:
         return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
-    if p.weights.sparse:
-        return "no kernel runs 2:4 sparse weights yet: use a reference backend"
+    if refusal := packed_layout.why_not(p.weights):
+        return refusal
     if p.activations not in (torch.float16, torch.bfloat16, torch.int8):
         return f"activations must be float16, bfloat16 or int8, not {dtype_name(p.activations)}"
     if p.output not in (torch.float16, torch.bfloat16):

@@ -7,6 +7,7 @@ import torch
 
 from anybit.device import Device
 from anybit.kernels.common.types import Code, Operand
+from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.packed_layout import TILE_COLUMNS, TILE_ROWS
 from anybit.scheme import ActivationFormat, WeightFormat
 
@@ -165,8 +166,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"wgmma needs sm_90a, and the device is {problem.device.arch}"
     if min(problem.m, problem.n, problem.k) < 1:
         return f"m, n and k must be at least 1, not {problem.m}, {problem.n} and {problem.k}"
-    if weights.sparse:
-        return "no kernel runs 2:4 sparse weights yet: use a reference backend"
+    if refusal := packed_layout.why_not(weights):
+        return refusal
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"outputs are float16 or bfloat16, not {problem.dtype}"
     if activations.quantized and (refusal := _why_not_bytes(problem)):

@@ -115,8 +115,8 @@ def problem_why_not(problem: Problem, most_tokens: int, otherwise: str) -> str |
         return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
     if p.m > most_tokens:
         return f"M = {p.m} is more than {most_tokens} tokens: see {otherwise}"
-    if p.weights.sparse:
-        return "no kernel runs 2:4 sparse weights yet: use a reference backend"
+    if refusal := packed_layout.why_not(p.weights):
+        return refusal
     return None
 
 

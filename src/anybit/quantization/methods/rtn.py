@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anybit.errors import LayerError, dtype_name
 from anybit.packing import QuantizedWeight
-from anybit.scheme import WeightFormat
+from anybit.scheme import CODES, WeightFormat
 
 # Fractions of the range that are tried as clipping thresholds; narrow codes gain from clipping harder.
 _THRESHOLDS = {
@@ -47,6 +47,10 @@ def quantize_weight(
     """
     if not isinstance(format, WeightFormat):
         raise TypeError(f"format must be a WeightFormat, as in Scheme.parse('w4a16g128').weights, not {format!r}")
+    if format.code not in CODES:
+        raise LayerError(
+            f"{format.code} codes are read from models that other tools have quantized; quantize to {', '.join(CODES)}"
+        )
     if not isinstance(weight, Tensor):
         raise LayerError(f"a weight must be a floating-point matrix, a torch.Tensor, not {type(weight).__name__}")
     if weight.ndim != 2 or not weight.is_floating_point():

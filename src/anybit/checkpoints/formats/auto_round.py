@@ -1,0 +1,42 @@
+"""auto-round's own files: layers packed as GPTQ or as AWQ packs them, with bits of their own for each layer."""
+
+from typing import Any
+
+from anybit.checkpoints.formats import awq, gptq
+from anybit.checkpoints.formats.stored import StoredLayer
+from anybit.packing import QuantizedWeight
+from anybit.scheme import Scheme
+
+NAME = "auto-round"
+MARKS = ("qweight",)
+TENSORS = gptq.TENSORS
+_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round", "auto_round:auto_awq", "auto_round:awq")
+
+
+def matches(config: dict[str, Any]) -> bool:
+    """Whether a quantization_config is of this format."""
+    return config.get("quant_method") in ("auto-round", "intel/auto-round") and _packing(config) in _PACKINGS
+
+
+def scheme(layer: StoredLayer) -> Scheme:
+    """What the layer is quantized to."""
+    return awq.scheme(layer) if _as_awq(layer) else gptq.scheme(_as_gptq(layer))
+
+
+def read(layer: StoredLayer) -> QuantizedWeight:
+    """The layer with its codes untouched."""
+    return awq.read(layer) if _as_awq(layer) else gptq.read(_as_gptq(layer))
+
+
+def _packing(config: dict[str, Any]) -> str:
+    return str(config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq")
+
+
+def _as_awq(layer: StoredLayer) -> bool:
+    return _packing(layer.config).endswith("awq")
+
+
+def _as_gptq(layer: StoredLayer) -> StoredLayer:
+    """The layer with GPTQ's word for its version: only the packing that is called auto_gptq stores zeros less one."""
+    version = "gptq" if _packing(layer.config).endswith("auto_gptq") else "gptq_v2"
+    return StoredLayer(layer.source, layer.name, {**layer.config, "checkpoint_format": version})

@@ -1,0 +1,78 @@
+"""AWQ's files, as AutoAWQ and auto-round write them: versions ``gemm`` and ``gemv``.
+
+gemm: qweight int32 [K, N*b/32], qzeros int32 [G, N*b/32], scales float [G, N]; along N, and of every eight outputs
+place p holds number [0, 2, 4, 6, 1, 3, 5, 7][p].
+gemv: qweight int32 [N, K/8] and qzeros int32 [N, ...] in their order along K and along groups, scales float [N, ...];
+the last two are padded.  W = scale * (q - zero).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
+from anybit.packing import QuantizedWeight, pack_words, unpack_words
+from anybit.scheme import Scheme, WeightFormat
+
+NAME = "awq"
+MARKS = ("qweight",)
+TENSORS = ("qweight", "qzeros", "scales")
+_PLACE_OF = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 to 7
+
+
+def matches(config: dict[str, Any]) -> bool:
+    """Whether a quantization_config is of this format."""
+    return config.get("quant_method") == "awq" and _version(config) in ("gemm", "gemv")
+
+
+def scheme(layer: StoredLayer) -> Scheme:
+    """What the layer is quantized to."""
+    bits, k, _ = _sizes(layer)
+    return Scheme(WeightFormat(bits, "asym", _groups(layer, k).group))
+
+
+def read(layer: StoredLayer) -> QuantizedWeight:
+    """The layer with its codes untouched."""
+    bits, k, n = _sizes(layer)
+    groups = _groups(layer, k)
+    scale = finite(layer, "scales", layer["scales"])
+    if _version(layer.config) == "gemv":
+        stored = -(-k // layer.config["group_size"])
+        zero = unpack_words(layer["qzeros"], bits, layer.shape("qzeros")[1] * 32 // bits)[:, :stored]
+        words, scale = layer["qweight"].contiguous(), scale[:, :stored]
+    else:
+        words = pack_words(_in_order(unpack_words(layer["qweight"], bits, n)).t().contiguous(), bits)
+        zero, scale = _in_order(unpack_words(layer["qzeros"], bits, n)).t(), scale.t()
+    format = WeightFormat(bits, "asym", groups.group)
+    return QuantizedWeight(words, groups.spread(scale), groups.spread(zero), (n, k), format)
+
+
+def _version(config: dict[str, Any]) -> str:
+    return str(config.get("version") or "gemm").lower()
+
+
+def _sizes(layer: StoredLayer) -> tuple[int, int, int]:
+    """(bits, inputs, outputs)."""
+    if _version(layer.config) == "gemv":
+        bits = int(layer.config.get("bits", 4))
+        n, words = layer.shape("qweight")
+        return bits, words * 32 // bits, n
+    n = layer.shape("scales")[1]
+    k, words = layer.shape("qweight")
+    if n % 8 or words * 32 % n or words * 32 // n not in range(1, 9):
+        raise layer.refuse(f"qweight of shape {(k, words)} fits no width of 1 to 8 bits with {n} outputs")
+    return words * 32 // n, k, n
+
+
+def _groups(layer: StoredLayer, k: int) -> Groups:
+    if _version(layer.config) == "gemv":
+        return Groups.of(layer, layer.config.get("group_size"), k)
+    stored = layer.shape("scales")[0]
+    return Groups.of(layer, None if stored == 1 else -(-k // stored), k)
+
+
+def _in_order(places: Tensor) -> Tensor:
+    """Values [..., N] as they lie, in the order of the outputs."""
+    order = torch.tensor(_PLACE_OF)
+    return places.view(places.shape[0], -1, 8)[..., order].flatten(-2)

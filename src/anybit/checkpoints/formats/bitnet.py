@@ -1,0 +1,46 @@
+"""BitNet's ternary weights, as transformers reads them: ``bitlinear`` and ``autobitlinear``.
+
+weight: uint8 [ceil(N/4), K]; pair j of a byte in row r is output j * ceil(N/4) + r, and stands for -1, 0 or 1 as 0, 1
+or 2.  weight_scale: one float, by which bitlinear divides and autobitlinear multiplies.
+Inputs are quantized to 8 bits a token by the rule of anybit's a8. The codes become those of ``w2a8``, one more each.
+"""
+
+from typing import Any
+
+import torch
+
+from anybit.checkpoints.formats.stored import StoredLayer, finite
+from anybit.packing import QuantizedWeight
+from anybit.scheme import Scheme
+
+NAME = "bitnet"
+MARKS = ("weight_scale",)
+TENSORS = ("weight", "weight_scale")
+_SCHEME = Scheme.parse("w2a8")
+
+
+def matches(config: dict[str, Any]) -> bool:
+    """Whether a quantization_config is of this format."""
+    return config.get("quant_method") == "bitnet"
+
+
+def scheme(layer: StoredLayer) -> Scheme:
+    """What the layer is quantized to. Raises CheckpointError for a norm before the layer, and for float weights."""
+    if layer.config.get("use_rms_norm"):
+        raise layer.refuse("it norms its input first (use_rms_norm), which a quantized layer of anybit's does not")
+    if layer.entry("weight").dtype != torch.uint8:
+        raise layer.refuse("its ternary weights are stored as floats (quantization_mode online); pack them first")
+    return _SCHEME
+
+
+def read(layer: StoredLayer) -> QuantizedWeight:
+    """The layer, whose codes are one more than the stored ones."""
+    scheme(layer)
+    packed = layer["weight"]
+    codes = torch.cat([(packed >> shift) & 3 for shift in (0, 2, 4, 6)])
+    if bool((codes == 3).any()):
+        raise layer.refuse("a pair of bits is 3, which stands for no ternary weight")
+    scale = finite(layer, "scales", layer["weight_scale"].reshape(1, 1))
+    if layer.config.get("linear_class", "bitlinear") != "autobitlinear":
+        scale = scale.float().reciprocal()
+    return QuantizedWeight.from_codes(codes + 1, scale.expand(codes.shape[0], 1).contiguous(), None, _SCHEME.weights)

@@ -1,0 +1,79 @@
+"""bitsandbytes' files: 4-bit NF4, with scales quantized once more or not, and 8-bit integers (LLM.int8).
+
+NF4: weight uint8 [N*K/2, 1], the first of two codes in the high half; weight.absmax a scale for every 64 (blocksize)
+weights, float32, or uint8 codes of weight.nested_quant_map with weight.nested_absmax and an offset.
+LLM.int8: weight int8 [N, K], SCB float32 [N], the largest magnitude of a row. Its outlier columns are stored like the
+others; bitsandbytes takes them out of the activations, which stay in 16 bits here.
+"""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, nibbles
+from anybit.packing import QuantizedWeight, table_of
+from anybit.scheme import Scheme, WeightFormat
+
+NAME = "bitsandbytes"
+_STATE = "weight.quant_state.bitsandbytes__nf4"
+MARKS = (_STATE, "weight.quant_state.bitsandbytes__fp4", "SCB")
+TENSORS = (
+    "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", *MARKS,
+    "weight_format",
+)  # fmt: skip
+
+
+def matches(config: dict[str, Any]) -> bool:
+    """Whether a quantization_config is of this format."""
+    return config.get("quant_method") == "bitsandbytes"
+
+
+def scheme(layer: StoredLayer) -> Scheme:
+    """What the layer is quantized to."""
+    if "SCB" in layer:
+        return Scheme(WeightFormat(8, "sym", None))
+    return Scheme(WeightFormat(4, "nf4", _groups(layer)[0].group))
+
+
+def read(layer: StoredLayer) -> QuantizedWeight:
+    """The layer with its codes untouched."""
+    format = scheme(layer).weights
+    if "SCB" in layer:
+        codes = (layer["weight"].to(torch.int16) + 128).to(torch.uint8)
+        scale = finite(layer, "scales", layer["SCB"].float())[:, None] / 127
+        return QuantizedWeight.from_codes(codes, scale, None, format)
+    groups, (n, k) = _groups(layer)
+    if not torch.allclose(layer["weight.quant_map"].float(), table_of("nf4"), rtol=0, atol=1e-6):
+        raise layer.refuse("its table of values is not NF4's")
+    packed = layer["weight"].view(torch.uint8).flatten()
+    codes = nibbles(packed >> 4 | packed << 4).view(n, k)
+    scale = groups.spread(finite(layer, "scales", _scales(layer)).view(n, -1))
+    return QuantizedWeight.from_codes(codes, scale, None, format)
+
+
+def _state(layer: StoredLayer) -> dict[str, Any]:
+    if _STATE not in layer:
+        raise layer.refuse("it is in bitsandbytes' FP4, whose values no table of anybit's has; save it as NF4")
+    state: dict[str, Any] = json.loads(bytes(layer[_STATE].tolist()))
+    return state
+
+
+def _groups(layer: StoredLayer) -> tuple[Groups, tuple[int, int]]:
+    state = _state(layer)
+    n, k = state["shape"]
+    if k % state["blocksize"]:
+        raise layer.refuse(f"its blocks of {state['blocksize']} do not divide {k} inputs: they reach from row to row")
+    return Groups.of(layer, state["blocksize"], k), (n, k)
+
+
+def _scales(layer: StoredLayer) -> Tensor:
+    absmax: Tensor = layer["weight.absmax"]
+    if "weight.nested_absmax" not in layer:
+        return absmax.float()
+    state = _state(layer)
+    block = torch.arange(absmax.numel()) // state["nested_blocksize"]
+    values = layer["weight.nested_quant_map"].float()[absmax.flatten().long()]
+    scales: Tensor = values * layer["weight.nested_absmax"].float()[block] + state["nested_offset"]
+    return scales

@@ -1,0 +1,97 @@
+"""compressed-tensors' files, as llm-compressor and others write them: pack-quantized, int-quantized, and floats.
+
+pack-quantized: weight_packed int32 [N, ceil(K*b/32)], anybit's own words; weight_scale [N, G]; weight_shape; where
+asymmetric weight_zero_point int32 [ceil(N*b/32), G]; in activation order weight_g_idx int32 [K].
+int-quantized, naive-quantized: weight int8 [N, K], weight_scale [N, G], weight_zero_point int8 [N, G].
+float-quantized: weight e4m3 [N, K] (``fp8``).  nvfp4- and mxfp4-pack-quantized: weight_packed uint8 [N, K/2] (``fp4``).
+
+Bits and groups follow from the shapes, so that layers may have widths of their own. Activations that the file wants
+quantized stay in 16 bits: compressed-tensors rounds them by another rule than anybit.
+"""
+
+from typing import Any
+
+import torch
+
+from anybit.checkpoints.formats import fp4, fp8
+from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
+from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
+from anybit.scheme import Scheme, WeightFormat
+
+NAME = "compressed-tensors"
+MARKS = ("weight_scale",)
+TENSORS = (
+    "weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
+    "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale",
+)  # fmt: skip
+_KNOWN = (
+    "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mixed-precision",
+)  # fmt: skip
+
+
+def matches(config: dict[str, Any]) -> bool:
+    """Whether a quantization_config is of this format."""
+    return config.get("quant_method") == "compressed-tensors" and config.get("format") in _KNOWN
+
+
+def scheme(layer: StoredLayer) -> Scheme:
+    """What the layer is quantized to."""
+    if _is_fp4(layer):
+        return fp4.scheme(layer)
+    if _is_fp8(layer):
+        return fp8.scheme(layer)
+    return Scheme(_format(layer)[0])
+
+
+def read(layer: StoredLayer) -> QuantizedWeight:
+    """The layer with its codes untouched."""
+    if _is_fp4(layer):
+        return fp4.read(layer)
+    if _is_fp8(layer):
+        return fp8.read(layer)
+    format, groups, (n, k) = _format(layer)
+    if "weight_packed" in layer:
+        words, indexed = layer["weight_packed"], "weight_g_idx" in layer
+    else:
+        stored = layer["weight"].to(torch.int16) + 2 ** (format.bits - 1)
+        words, indexed = pack_words(stored.to(torch.uint8), format.bits), False
+    zero = None
+    if format.code == "asym":
+        zero = layer["weight_zero_point"]
+        if zero.dtype == torch.int32:
+            zero = unpack_words(zero.t().contiguous(), format.bits, n).t()
+        else:
+            zero = (zero.to(torch.int16) + 2 ** (format.bits - 1)).to(torch.uint8)
+        zero = groups.spread(zero)
+    index = layer["weight_g_idx"].to(torch.int32) if indexed and format.group is not None else None
+    if index is not None and torch.equal(index, torch.arange(k, dtype=torch.int32) // (format.group or k)):
+        index = None
+    scale = groups.spread(finite(layer, "scales", layer["weight_scale"].reshape(n, -1)))
+    return QuantizedWeight(words, scale, zero, (n, k), format, index)
+
+
+def _is_fp4(layer: StoredLayer) -> bool:
+    return "weight_packed" in layer and layer.entry("weight_packed").dtype == torch.uint8
+
+
+def _is_fp8(layer: StoredLayer) -> bool:
+    return "weight" in layer and layer.entry("weight").dtype == torch.float8_e4m3fn
+
+
+def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
+    if "weight_packed" in layer:
+        n, k = (int(size) for size in layer["weight_shape"].tolist())
+        words = layer.shape("weight_packed")[1]
+        bits = next((b for b in range(1, 9) if words_per_row(k, b) == words), None)
+        if bits is None:
+            raise layer.refuse(f"{words} words a row fit no width of 1 to 8 bits with {k} inputs")
+    else:
+        n, k = layer.shape("weight")
+        bits = 8  # as they are stored, whatever they were rounded to
+    scale = layer.shape("weight_scale")
+    stored = scale[1] if len(scale) == 2 else 1
+    if stored == 0 or k % stored:
+        raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
+    groups = Groups.of(layer, None if stored == 1 else k // stored, k)
+    return WeightFormat(bits, "asym" if "weight_zero_point" in layer else "sym", groups.group), groups, (n, k)

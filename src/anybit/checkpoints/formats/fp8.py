@@ -1,0 +1,76 @@
+"""FP8 (e4m3) weights with a scale a tensor, a row, a group or a block: transformers' ``fp8``, FBGEMM, ModelOpt, MXFP8.
+
+weight: e4m3 [N, K], whose bytes become codes.  weight_scale_inv or weight_scale: float, or E8M0 bytes, a grid [R, C]
+over N x K (a number, a row of scales, or blocks).  W = weight * scale, whatever the name says. Activations stay in 16
+bits; where a file wants them in 8-bit floats with scales of its own (``input_scale``), those are not read.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, powers_of_two
+from anybit.packing import QuantizedWeight
+from anybit.scheme import Scheme, WeightFormat
+
+NAME = "fp8"
+MARKS = ("weight_scale_inv", "weight_scale")
+TENSORS = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
+_METHODS = ("fp8", "fbgemm_fp8", "mxfp8")
+
+
+def matches(config: dict[str, Any]) -> bool:
+    """Whether a quantization_config is of this format."""
+    modelopt = config.get("quant_method") == "modelopt" and config.get("quant_algo") == "FP8"
+    return config.get("quant_method") in _METHODS or modelopt
+
+
+def scheme(layer: StoredLayer) -> Scheme:
+    """What the layer is quantized to."""
+    return Scheme(WeightFormat(8, "e4m3", _grid(layer)[0].group))
+
+
+def read(layer: StoredLayer) -> QuantizedWeight:
+    """The layer with its codes untouched."""
+    groups, rows = _grid(layer)
+    n, _ = layer.shape("weight")
+    codes = layer["weight"].view(torch.uint8)
+    if bool(((codes & 0x7F) == 0x7F).any()):
+        raise layer.refuse("its weights hold NaN")
+    stored = layer[_scale_name(layer)]
+    scale = powers_of_two(stored) if stored.dtype in (torch.uint8, torch.float8_e8m0fnu) else stored
+    scale = finite(layer, "scales", scale.reshape(_shape(layer)))
+    scale = groups.spread(scale.repeat_interleave(rows, dim=0)[:n])
+    format = WeightFormat(8, "e4m3", groups.group)
+    return QuantizedWeight.from_codes(codes, _wide(scale), None, format)
+
+
+def _scale_name(layer: StoredLayer) -> str:
+    return MARKS[0] if MARKS[0] in layer else MARKS[1]
+
+
+def _shape(layer: StoredLayer) -> tuple[int, int]:
+    """Of the grid of scales."""
+    shape = layer.shape(_scale_name(layer))
+    if len(shape) > 2:
+        raise layer.refuse(f"scales of shape {shape}, which is no grid over a matrix")
+    return (shape[0] if shape else 1, shape[1] if len(shape) == 2 else 1)
+
+
+def _grid(layer: StoredLayer) -> tuple[Groups, int]:
+    """The groups of a row, and how many rows share their scales."""
+    if layer.entry("weight").dtype != torch.float8_e4m3fn:
+        raise layer.refuse(f"weights of {str(layer.entry('weight').dtype).removeprefix('torch.')}, not float8_e4m3fn")
+    n, k = layer.shape("weight")
+    rows, columns = _shape(layer)
+    block = layer.config.get("weight_block_size")
+    if isinstance(block, list) and len(block) == 2 and (rows, columns) == (-(-n // block[0]), -(-k // block[1])):
+        return Groups.of(layer, block[1], k), block[0]
+    if n % rows or k % columns:
+        raise layer.refuse(f"a grid of {rows} x {columns} scales over {n} x {k} weights, which it does not divide")
+    return Groups.of(layer, None if columns == 1 else k // columns, k), n // rows
+
+
+def _wide(scale: Tensor) -> Tensor:
+    return scale if scale.dtype in (torch.float16, torch.bfloat16) else scale.float()

@@ -1,0 +1,100 @@
+"""GPTQ's files, as AutoGPTQ (v1), GPTQModel (v1 and v2) and auto-round write them, 2 to 8 bits.
+
+qweight: int32 [K*b/32, N], least significant bit first along K: transposed, they are anybit's own words.
+qzeros: int32 [G, N*b/32], along N.  scales: float [G, N].  g_idx: int32 [K], the group of each input.
+
+v1 stores zeros less one, so that a zero may be 2^b, which no b bits hold: such a layer is read as ``min``, whose
+minimum is exactly ``-zero * scale``. What a file's configuration says of its version cannot always be trusted, but a
+symmetric layer tells: its zeros are 2^(b-1) - 1 in v1 and 2^(b-1) in v2.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
+from anybit.packing import QuantizedWeight, unpack_words
+from anybit.scheme import Code, Scheme, WeightFormat
+
+NAME = "gptq"
+MARKS = ("qweight",)
+TENSORS = ("qweight", "qzeros", "scales", "g_idx")
+_KNOWN = (None, "gptq", "gptq_v2")
+
+
+def matches(config: dict[str, Any]) -> bool:
+    """Whether a quantization_config is of this format."""
+    return config.get("quant_method") == "gptq" and config.get("checkpoint_format") in _KNOWN
+
+
+def scheme(layer: StoredLayer) -> Scheme:
+    """What the layer is quantized to; of its tensors only the zeros are read."""
+    return Scheme(_format(layer)[0])
+
+
+def read(layer: StoredLayer) -> QuantizedWeight:
+    """The layer with its codes untouched."""
+    format, groups, zero = _format(layer)
+    _, k, n = _sizes(layer)
+    words = layer["qweight"].t().contiguous()
+    scale = groups.spread(finite(layer, "scales", layer["scales"]).t())
+    spread = groups.spread(zero.t())
+    minimum = -(spread.float() * scale.float()) if format.code == "min" else None
+    zeros = spread.to(torch.uint8) if format.code == "asym" else None
+    return QuantizedWeight(words, scale, zeros, (n, k), format, _order(layer, format, groups), minimum=minimum)
+
+
+def _sizes(layer: StoredLayer) -> tuple[int, int, int]:
+    """(bits, inputs, outputs), which follow from the shapes alone: mixed bits need no list of layers."""
+    n = layer.shape("scales")[1]
+    bits = layer.shape("qzeros")[1] * 32 // n
+    if bits not in range(1, 9) or layer.shape("qweight")[1] != n:
+        raise layer.refuse(f"qzeros of shape {layer.shape('qzeros')} fit no width of 1 to 8 bits with {n} outputs")
+    return bits, layer.shape("qweight")[0] * 32 // bits, n
+
+
+def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, Tensor]:
+    """The weight format, the groups, and the zeros int32 [G, N] as they are used."""
+    bits, k, n = _sizes(layer)
+    stored = layer.shape("scales")[0]
+    groups = Groups.of(layer, None if stored == 1 else _group_size(layer, k, stored), k)
+    zero = unpack_words(layer["qzeros"], bits, n).int() + _offset(layer, bits)
+    code: Code = "asym"
+    if bool((zero == 2 ** (bits - 1)).all()):
+        code = "sym"
+    elif bool((zero >= 2**bits).any()):
+        code = "min"
+    return WeightFormat(bits, code, groups.group), groups, zero
+
+
+def _group_size(layer: StoredLayer, k: int, stored: int) -> int:
+    """The group size: what the configuration says if it fits, since the last group of a row may be shorter."""
+    said = layer.config.get("group_size")
+    if isinstance(said, int) and said > 0 and -(-k // said) == stored:
+        return said
+    if k % stored:
+        raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
+    return k // stored
+
+
+def _offset(layer: StoredLayer, bits: int) -> int:
+    """What is added to stored zeros: 1 in v1, 0 in v2."""
+    zeros = unpack_words(layer["qzeros"], bits, layer.shape("scales")[1])
+    first, middle = int(zeros.flatten()[0]), 1 << (bits - 1)
+    if layer.config.get("sym", True) and bool((zeros == first).all()) and first in (middle, middle - 1):
+        return middle - first
+    return 0 if layer.config.get("checkpoint_format") == "gptq_v2" else 1
+
+
+def _order(layer: StoredLayer, format: WeightFormat, groups: Groups) -> Tensor | None:
+    """The group of each input where they are not in their order."""
+    if "g_idx" not in layer or format.group is None:
+        return None
+    index = layer["g_idx"].to(torch.int32)
+    size = format.group * groups.repeat
+    if torch.equal(index, torch.arange(index.numel(), dtype=torch.int32) // size):
+        return None
+    if groups.repeat > 1:
+        raise layer.refuse(f"an activation order (g_idx) over groups of {size} inputs, which anybit does not have")
+    return index

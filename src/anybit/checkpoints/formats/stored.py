@@ -1,0 +1,112 @@
+"""What every reader of another tool's layers shares: one layer's tensors, and groups as anybit has them."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoints.safetensors import Entry
+from anybit.errors import CheckpointError
+from anybit.scheme import GROUPS
+
+
+class Source(Protocol):
+    """Where tensors are read from: a model folder."""
+
+    entries: dict[str, Entry]
+
+    def read(self, name: str) -> Tensor:
+        """One tensor by its name."""
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """The tensors of one layer as another tool has stored them, read when they are asked for.
+
+    name: of the module.  config: the model's quantization_config.
+    """
+
+    source: Source
+    name: str
+    config: dict[str, Any]
+
+    def __contains__(self, suffix: str) -> bool:
+        return f"{self.name}.{suffix}" in self.source.entries
+
+    def __getitem__(self, suffix: str) -> Tensor:
+        return self.source.read(f"{self.name}.{suffix}")
+
+    def entry(self, suffix: str) -> Entry:
+        """Shape and dtype of a tensor, from the file's header. Raises CheckpointError where there is none."""
+        found = self.source.entries.get(f"{self.name}.{suffix}")
+        if found is None:
+            raise CheckpointError(f"layer {self.name} has no tensor {suffix}, which its format needs")
+        return found
+
+    def shape(self, suffix: str) -> tuple[int, ...]:
+        """The shape of a tensor, from the file's header."""
+        return tuple(self.entry(suffix).shape)
+
+    def refuse(self, why: str) -> CheckpointError:
+        """The error that says what of the layer cannot be read."""
+        return CheckpointError(f"layer {self.name} cannot be read: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of inputs as a file has them, and as anybit does.
+
+    group: anybit's, None for whole rows.  count: how many a row has.  repeat: how many of them share a stored scale.
+    """
+
+    group: int | None
+    count: int
+    repeat: int
+
+    @classmethod
+    def of(cls, layer: StoredLayer, size: int | None, k: int) -> "Groups":
+        """Groups of ``size`` inputs (None or -1: whole rows) of a layer with k inputs.
+
+        Sizes that anybit does not have are cut into smaller groups with the same scale, which changes no weight.
+        Raises CheckpointError for a size that does not divide so.
+        """
+        if size in GROUPS:
+            return cls(size, -(-k // size), 1)
+        if size is None or size < 1 or size >= k:
+            return cls(None, 1, 1)
+        fitting = [group for group in GROUPS if size % group == 0]
+        if not fitting:
+            raise layer.refuse(f"groups of {size} inputs; anybit's have {', '.join(map(str, GROUPS))} or a multiple")
+        group = max(fitting)
+        return cls(group, -(-k // group), size // group)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Scales, zeros or minima [N, stored groups] -> [N, count], contiguous."""
+        if self.repeat > 1:
+            values = values.repeat_interleave(self.repeat, dim=1)
+        return values[:, : self.count].contiguous()
+
+
+def ordered(layer: StoredLayer) -> bool:
+    """Whether the layer's inputs are in another order than its groups (GPTQ's activation order)."""
+    indices = (layer[suffix] for suffix in ("g_idx", "weight_g_idx") if suffix in layer)
+    return any(bool((index.int().diff() < 0).any()) for index in indices)
+
+
+def finite(layer: StoredLayer, name: str, values: Tensor) -> Tensor:
+    """The values, all of which are finite; CheckpointError where one is not."""
+    if not bool(torch.isfinite(values).all()):
+        raise layer.refuse(f"its {name} hold values that are not finite")
+    return values
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """Bytes uint8 [..., K/2], the first of two codes in the low half -> codes uint8 [..., K]."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """E8M0 scales, their bytes (255 is NaN) -> float32."""
+    exponents = exponents.view(torch.uint8)
+    return torch.where(exponents == 255, torch.nan, torch.ldexp(torch.ones(()), exponents.int() - 127))
