@@ -1,0 +1,190 @@
+"""GGUF's blocks (GGML's quantization types) as codes, scales and minima, from their bytes.
+
+A row is a sequence of blocks of 32 or 256 weights. What a block multiplies out of several numbers (a half-precision
+scale, and smaller integers for groups of 16 or 32 inputs) is multiplied in float32, where these products are exact.
+The layouts are those of ggml-quants.c and of the ``gguf`` package, which the tests compare with bit for bit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoints.formats.stored import nibbles, powers_of_two
+from anybit.errors import CheckpointError
+from anybit.packing import QuantizedWeight
+from anybit.scheme import Scheme
+
+# Codes [N, blocks, weights], scales and minima [N, blocks, groups of a block].
+_Decoded = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A quantization type: how many weights and bytes a block has, and how it is read.
+
+    decode: bytes uint8 [N, blocks, size] -> (codes, scales, minima or None).
+    """
+
+    scheme: str
+    weights: int
+    bytes: int
+    decode: Callable[[Tensor], _Decoded]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """What the file stores for a weight, its share of scales included."""
+        return 8 * self.bytes / self.weights
+
+
+def read_blocks(data: Tensor, kind: str, shape: tuple[int, int]) -> QuantizedWeight:
+    """The bytes of a matrix, uint8 of any shape -> its weight. shape: (outputs, inputs).
+
+    Raises CheckpointError for a type that is not read natively, and for scales that are not finite.
+    """
+    block, (n, k) = BLOCKS[kind], shape
+    if k % block.weights or data.numel() != n * (k // block.weights) * block.bytes:
+        raise CheckpointError(f"{data.numel()} bytes are no {n} x {k} matrix in {kind}")
+    codes, scale, minimum = block.decode(data.reshape(n, k // block.weights, block.bytes))
+    for values in (scale,) if minimum is None else (scale, minimum):
+        if not bool(torch.isfinite(values).all()):
+            raise CheckpointError("a block has a scale that is not finite")
+    format = Scheme.parse(block.scheme).weights
+    flat = None if minimum is None else minimum.reshape(n, -1).contiguous()
+    return QuantizedWeight.from_codes(
+        codes.reshape(n, k), scale.reshape(n, -1).contiguous(), None, format, minimum=flat
+    )
+
+
+def _half(data: Tensor, start: int) -> Tensor:
+    """The half-precision number at a byte of each block, [N, blocks, 1]."""
+    return data[..., start : start + 2].contiguous().view(torch.float16)
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """Bytes [..., B] -> codes [..., 2 B]: the low halves of all, then the high halves."""
+    return torch.cat([packed & 15, packed >> 4], dim=-1)
+
+
+def _bits(data: Tensor) -> Tensor:
+    """Bytes [..., B] -> their bits [..., 8 B], least significant first."""
+    return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+
+
+def _planes(data: Tensor, run: int, bits: int) -> Tensor:
+    """Runs of bytes, each of which holds 8 / bits runs of codes one above the other -> codes, run by run."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    runs = data.unflatten(-1, (-1, 1, run))
+    return (runs >> shifts & (2**bits - 1)).flatten(-3)
+
+
+def _q4_0(data: Tensor) -> _Decoded:
+    return _halves(data[..., 2:]), _half(data, 0), None
+
+
+def _q4_1(data: Tensor) -> _Decoded:
+    return _halves(data[..., 4:]), _half(data, 0), _half(data, 2)
+
+
+def _q5_0(data: Tensor) -> _Decoded:
+    return _halves(data[..., 6:]) | _bits(data[..., 2:6]) << 4, _half(data, 0), None
+
+
+def _q5_1(data: Tensor) -> _Decoded:
+    return _halves(data[..., 8:]) | _bits(data[..., 4:8]) << 4, _half(data, 0), _half(data, 2)
+
+
+def _q8_0(data: Tensor) -> _Decoded:
+    return data[..., 2:] ^ 0x80, _half(data, 0), None  # two's complement -> unsigned
+
+
+def _q2_k(data: Tensor) -> _Decoded:
+    small = data[..., :16]
+    codes = _planes(data[..., 16:80], 32, 2)
+    return codes, _half(data, 80).float() * (small & 15), -(_half(data, 82).float() * (small >> 4))
+
+
+def _q3_k(data: Tensor) -> _Decoded:
+    low = _planes(data[..., 32:96], 32, 2)
+    high = _planes(data[..., :32], 32, 1)
+    packed = data[..., 96:108]
+    small = _halves(packed[..., :8]) | _planes(packed[..., 8:], 4, 2) << 4
+    return low | high << 2, _half(data, 108).float() * (small.float() - 32), None
+
+
+def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The eight scales and eight minima of Q4_K and Q5_K, of six bits each, from twelve bytes."""
+    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)
+    minima = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
+    return scales, minima
+
+
+def _q4_k(data: Tensor) -> _Decoded:
+    scales, minima = _six_bits(data[..., 4:16])
+    codes = _planes(data[..., 16:], 32, 4)
+    return codes, _half(data, 0).float() * scales, -(_half(data, 2).float() * minima)
+
+
+def _q5_k(data: Tensor) -> _Decoded:
+    scales, minima = _six_bits(data[..., 4:16])
+    codes = _planes(data[..., 48:], 32, 4) | _planes(data[..., 16:48], 32, 1) << 4
+    return codes, _half(data, 0).float() * scales, -(_half(data, 2).float() * minima)
+
+
+def _q6_k(data: Tensor) -> _Decoded:
+    codes = _planes(data[..., :128], 64, 4) | _planes(data[..., 128:192], 32, 2) << 4
+    return codes, _half(data, 208).float() * data[..., 192:208].contiguous().view(torch.int8), None
+
+
+def _tq1_0(data: Tensor) -> _Decoded:
+    """Five ternary digits a byte, the byte a fraction of 3^5: the next digit is what overflows three times it."""
+
+    def digits(packed: Tensor, count: int) -> Tensor:
+        powers = torch.tensor([3**i for i in range(count)], dtype=torch.int16)[:, None]
+        shifted = packed.to(torch.int16)[..., None, :] * powers & 255
+        return (shifted * 3 >> 8).to(torch.uint8).flatten(-2)
+
+    parts = [digits(data[..., :32], 5), digits(data[..., 32:48], 5), digits(data[..., 48:52], 4)]
+    return torch.cat(parts, dim=-1) + 1, _half(data, 52), None  # -1, 0, 1 are the codes 1, 2, 3 of two bits
+
+
+def _tq2_0(data: Tensor) -> _Decoded:
+    return _planes(data[..., :64], 32, 2) + 1, _half(data, 64), None
+
+
+def _iq4_nl(data: Tensor) -> _Decoded:
+    return _halves(data[..., 2:]), _half(data, 0), None
+
+
+def _iq4_xs(data: Tensor) -> _Decoded:
+    low = nibbles(data[..., 4:8])
+    high = nibbles(data[..., 2:4]).unflatten(-1, (-1, 1)) >> torch.tensor([0, 2], dtype=torch.uint8) & 3
+    small = (low | high.flatten(-2) << 4).float() - 32
+    codes = _halves(data[..., 8:].unflatten(-1, (8, 16))).flatten(-2)
+    return codes, _half(data, 0).float() * small, None
+
+
+def _mxfp4(data: Tensor) -> _Decoded:
+    return _halves(data[..., 1:]), powers_of_two(data[..., :1]), None
+
+
+BLOCKS = {
+    "Q4_0": BlockType("w4a16g32", 32, 18, _q4_0),
+    "Q4_1": BlockType("w4a16g32min", 32, 20, _q4_1),
+    "Q5_0": BlockType("w5a16g32", 32, 22, _q5_0),
+    "Q5_1": BlockType("w5a16g32min", 32, 24, _q5_1),
+    "Q8_0": BlockType("w8a16g32", 32, 34, _q8_0),
+    "Q2_K": BlockType("w2a16g16min", 256, 84, _q2_k),
+    "Q3_K": BlockType("w3a16g16", 256, 110, _q3_k),
+    "Q4_K": BlockType("w4a16g32min", 256, 144, _q4_k),
+    "Q5_K": BlockType("w5a16g32min", 256, 176, _q5_k),
+    "Q6_K": BlockType("w6a16g16", 256, 210, _q6_k),
+    "TQ1_0": BlockType("w2a16g256", 256, 54, _tq1_0),
+    "TQ2_0": BlockType("w2a16g256", 256, 66, _tq2_0),
+    "IQ4_NL": BlockType("w4a16g32iq4", 32, 18, _iq4_nl),
+    "IQ4_XS": BlockType("w4a16g32iq4", 256, 136, _iq4_xs),
+    "MXFP4": BlockType("w4a16g32e2m1", 32, 17, _mxfp4),
+}
+"""The types that keep their codes, by GGML's names; all others are dequantized."""
