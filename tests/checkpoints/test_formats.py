@@ -1,25 +1,32 @@
 """Other tools' files (tests/fixtures/make_formats.py) against the weights that those tools make of them."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
 
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import format_of, layers_of
+from anybit.integrations.loading import load_model
+from anybit.linear import QuantLinear
+from cases_models import save_byte_tokenizer
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "formats"
 STRIDE = 9
+"""Of the expected weights every ninth output is kept."""
 
 
 @dataclass(frozen=True)
 class Case:
     """What a fixture has to be: its format, the schemes of q_proj and down_proj, and how near its tool's weights.
 
-    steps: how far a weight may be, in float16's rounding steps of the group's largest weight; 0 is bit for bit.
+    steps: how far a weight may be, in float16's rounding steps of the layer's largest weight; 0 is bit for bit in the
+    dtype that the tool dequantizes to.
     """
 
     format: str
@@ -29,31 +36,97 @@ class Case:
 
 
 CASES = {
+    "gptq-2-asym": Case("gptq", "w2a16g32asym", "w2a16g32asym"),
+    "gptq-3-asym": Case("gptq", "w3a16asym", "w3a16g64asym"),
+    "gptq-4-asym": Case("gptq", "w4a16g32asym", "w4a16g32asym"),
     "gptq-4-sym": Case("gptq", "w4a16g32", "w4a16g32"),
+    "gptq-8-sym": Case("gptq", "w8a16", "w8a16"),
+    "awq-gemm-asym": Case("awq", "w4a16g32asym", "w4a16g32asym"),
+    "auto-round-asym": Case("auto-round", "w2a16g32asym", "w2a16g32asym"),
+    "auto-round-gptq": Case("auto-round", "w4a16g32", "w8a16g32"),
+    "llmc-mxfp4": Case("compressed-tensors", "w4a16g32e2m1", "w4a16g32e2m1"),
+    "ct-w4g32": Case("compressed-tensors", "w4a16g32", "w4a16g32"),
+    "ct-w4g32-asym": Case("compressed-tensors", "w4a16g32asym", "w4a16g32asym"),
+    "ct-w8": Case("compressed-tensors", "w8a16", "w8a16"),
+    "ct-fp8": Case("compressed-tensors", "w8a16e4m3", "w8a16e4m3"),
+    "ct-nvfp4": Case("compressed-tensors", "w4a16g16e2m1", "w4a16g16e2m1"),
+    # HQQ computes (q - zero) * scale in float16, which rounds twice; anybit in float32.
+    "hqq-4": Case("hqq", "w4a16min", "w4a16g64min", 1.5),
+    "hqq-3": Case("hqq", "w3a16g32min", "w3a16g32min", 1.5),
+    "hqq-2": Case("hqq", "w2a16g16min", "w2a16g16min", 1.5),
+    "bnb-nf4": Case("bitsandbytes", "w4a16g64nf4", "w4a16g64nf4"),
+    "bnb-nf4-nested": Case("bitsandbytes", "w4a16g64nf4", "w4a16g64nf4"),
+    "bitnet": Case("bitnet", "w2a8", "w2a8"),
+    "autobitnet": Case("bitnet", "w2a8", "w2a8"),
+    "fp8-blocks": Case("fp8", "w8a16g32e4m3", "w8a16g32e4m3"),
 }
+
+
+def near(found: torch.Tensor, theirs: torch.Tensor, steps: float) -> bool:
+    """Whether weights are a tool's own, bit for bit, or within so many rounding steps."""
+    if steps == 0:
+        return torch.equal(found.to(theirs.dtype), theirs)
+    return float((found - theirs).abs().max()) <= steps * 2**-11 * float(theirs.abs().max())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_what_its_tool_makes_of_it(name: str) -> None:
     case, folder = CASES[name], Folder(FIXTURES / name)
     format = format_of(folder.config)
-    assert format is not None and format.NAME == case.format
+    assert format is not None and case.format == format.NAME
     expected = load_file(FIXTURES / name / "expected.safetensors")
     layers = layers_of(format, folder, folder.config)
-    assert set(layers) == set(expected)
+    assert set(layers) == set(expected) and len(expected) == 2
     for layer_name, layer in layers.items():
         assert str(format.scheme(layer)) == getattr(case, layer_name.rpartition(".")[2])
         weight = format.read(layer)
         assert weight.format == format.scheme(layer).weights
-        found, theirs = weight.dequantize()[::STRIDE], expected[layer_name].float()
-        if theirs.shape and case.steps == 0:
-            assert torch.equal(found.to(expected[layer_name].dtype), expected[layer_name])
-        else:
-            allowed = case.steps * 2**-11 * theirs.abs().amax()
-            assert float((found - theirs).abs().max()) <= allowed
+        assert near(weight.dequantize()[::STRIDE], expected[layer_name], case.steps)
 
 
 def test_every_fixture_is_looked_at() -> None:
     assert set(CASES) == {path.name for path in FIXTURES.iterdir()}
     for path in FIXTURES.iterdir():
         assert " " in json.loads((path / "config.json").read_text())["made_by"], "the tool and its version"
+
+
+def whole_model(name: str, place: Path) -> Path:
+    """A model folder whose q_proj and down_proj are a fixture's, all else as it was before it was quantized."""
+    config = transformers.AutoConfig.from_pretrained(FIXTURES / name)
+    del config.quantization_config
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(place)
+    tensors = load_file(place / "model.safetensors")
+    theirs = load_file(FIXTURES / name / "model.safetensors")
+    plain = {key: value for key, value in tensors.items() if "q_proj" not in key and "down_proj" not in key}
+    save_file({**plain, **theirs}, place / "model.safetensors")
+    shutil.copy(FIXTURES / name / "config.json", place / "config.json")
+    save_byte_tokenizer(place)
+    return place
+
+
+@pytest.mark.parametrize("name", ["gptq-4-asym", "auto-round-gptq", "ct-nvfp4", "hqq-3", "bitnet", "fp8-blocks"])
+def test_a_folder_loads_and_runs(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    loaded = load_model(whole_model(name, tmp_path))
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    modules = {key: module for key, module in loaded.model.named_modules() if isinstance(module, QuantLinear)}
+    assert set(modules) == set(expected)
+    for key, module in modules.items():
+        assert str(module.scheme) == getattr(case, key.rpartition(".")[2])
+        assert near(module.dequantize()[::STRIDE], expected[key], case.steps)
+    with torch.no_grad():
+        assert bool(loaded.model(torch.arange(8)[None]).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["auto-round-gptq", "hqq-3"])
+def test_it_saves_as_anybit_own_and_loads_again(name: str, tmp_path: Path) -> None:
+    first = load_model(whole_model(name, tmp_path / "theirs"))
+    first.model.save_pretrained(tmp_path / "ours")
+    save_byte_tokenizer(tmp_path / "ours")
+    again = load_model(tmp_path / "ours")
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(first.model(tokens).logits, again.model(tokens).logits)
+    schemes = {n: m.scheme for n, m in again.model.named_modules() if isinstance(m, QuantLinear)}
+    assert schemes == {n: m.scheme for n, m in first.model.named_modules() if isinstance(m, QuantLinear)}

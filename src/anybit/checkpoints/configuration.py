@@ -7,6 +7,7 @@ format loads the folder as it is, and anybit's words stand in it under ``anybit`
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from anybit.errors import CheckpointError, SchemeError
@@ -17,7 +18,9 @@ COMPRESSED_TENSORS = "compressed-tensors"
 FORMAT = "pack-quantized"
 """The format of compressed-tensors whose tensors anybit's are."""
 
-_WORDS = {"version", "scheme", "modules_to_not_convert", "group_index", "hadamard", "input_scale", "backend"}
+_WORDS = {
+    "version", "scheme", "overrides", "modules_to_not_convert", "group_index", "hadamard", "input_scale", "backend",
+}  # fmt: skip
 _LONGEST_PATTERN = 256
 _MOST_REPETITIONS = 3
 
@@ -28,7 +31,7 @@ class Quantization:
 
     kept: names or patterns of the modules that were not quantized; None: the output head.  group_index, input_scale:
     whether every layer stores an activation order, and a scale of every input.  hadamard: layers whose inputs are
-    rotated at run time.
+    rotated at run time.  overrides: the schemes of layers that have another one, by name or by a shell's pattern.
     """
 
     scheme: Scheme
@@ -36,6 +39,7 @@ class Quantization:
     group_index: bool = False
     hadamard: list[str] = field(default_factory=list)
     input_scale: bool = False
+    overrides: dict[str, Scheme] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: object = "config.json") -> "Quantization | None":
@@ -65,7 +69,19 @@ class Quantization:
         hadamard = list(words.get("hadamard") or ())
         flags = (bool(words.get(name, False)) for name in ("group_index", "input_scale"))
         group_index, input_scale = flags
-        return cls(scheme, kept, group_index, hadamard, input_scale)
+        overrides = _overrides(words.get("overrides"), place)
+        return cls(scheme, kept, group_index, hadamard, input_scale, overrides)
+
+    def scheme_of(self, layer: str) -> Scheme:
+        """The scheme of one layer."""
+        return override_of(layer, self.overrides) or self.scheme
+
+
+def override_of(layer: str, overrides: Mapping[str, Scheme]) -> Scheme | None:
+    """The scheme that overrides a layer's: by its name, else by the last pattern that matches it; None if none does."""
+    if layer in overrides:
+        return overrides[layer]
+    return next((overrides[pattern] for pattern in reversed([*overrides]) if fnmatchcase(layer, pattern)), None)
 
 
 def words_of(quantization: object) -> dict[str, Any] | None:
@@ -87,10 +103,12 @@ def configuration(
     hadamard: list[str] | None = None,
     input_scale: bool = False,
     ignore: list[str] | None = None,
+    overrides: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What config.json says of a model in ``scheme``; ``kept``: the modules that were not quantized.
 
     hadamard: the layers whose inputs are rotated at run time.  input_scale: layers scale their inputs.
+    overrides: the schemes of layers that have another one.
     ignore: every Linear that is not quantized, where compressed-tensors can hold the model; None where it cannot.
     """
     from anybit import __version__
@@ -98,6 +116,7 @@ def configuration(
     words = {
         "version": __version__,
         "scheme": str(scheme),
+        **({"overrides": dict(overrides)} if overrides else {}),
         "modules_to_not_convert": kept,
         **({"group_index": True} if group_index else {}),
         **({"hadamard": hadamard} if hadamard else {}),
@@ -205,6 +224,27 @@ def _check_words(words: dict[str, Any], place: str) -> None:
             raise CheckpointError(f"{place}.{name} is a list of names, not {_short(value)}")
     if not isinstance(words.get("backend"), str | None):
         raise CheckpointError(f"{place}.backend is a name, not {_short(words['backend'])}")
+
+
+def _overrides(value: object, place: str) -> dict[str, Scheme]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(text, str) for item in value.items() for text in item):
+        raise CheckpointError(f"{place}.overrides is an object of layers' names and schemes, not {_short(value)}")
+    found = {}
+    for pattern, scheme in value.items():
+        if len(pattern) > _LONGEST_PATTERN or pattern.count("*") > _MOST_REPETITIONS:
+            raise CheckpointError(
+                f"{place}.overrides has the pattern {_short(pattern)}: at most {_LONGEST_PATTERN} characters and "
+                f"{_MOST_REPETITIONS} stars are allowed"
+            )
+        try:
+            found[pattern] = Scheme.parse(scheme)
+        except SchemeError as error:
+            raise CheckpointError(f"{place}.overrides: {pattern}: {error}") from None
+        if found[pattern].kv is not None:
+            raise CheckpointError(f"{place}.overrides: {pattern}: a layer has no KV cache, and {scheme} names one")
+    return found
 
 
 def _check_version(version: object, place: str) -> None:

@@ -17,7 +17,7 @@ from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.verify import layer_shapes
 from anybit.checkpoints.writing import write_text
 from anybit.errors import ConversionError
-from anybit.scheme import GROUPS, Scheme, WeightFormat
+from anybit.scheme import CODES, GROUPS, Scheme, WeightFormat
 
 TARGETS = (COMPRESSED_TENSORS, METHOD)
 _MARK = ".weight_packed"
@@ -42,6 +42,8 @@ def why_not(scheme: Scheme) -> str | None:
     """What of a scheme compressed-tensors' pack-quantized format cannot express, in a sentence, or None."""
     if scheme.weights.code == "bipolar":
         return "bipolar codes: their zero points are not integers"
+    if scheme.weights.code not in CODES:
+        return f"{scheme.weights.code} codes: pack-quantized has integers with integer zero points"
     if scheme.weights.sparse:
         return "2:4 sparse weights: it stores whole rows"
     if scheme.activations.quantized:

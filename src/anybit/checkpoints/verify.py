@@ -29,7 +29,7 @@ TRAP = "weight"
 """An empty tensor beside the codes of each layer that compressed-tensors cannot hold. A program that does not know
 anybit takes it for the layer's weight and fails on its shape, instead of making up a weight at random."""
 
-_SUFFIXES = ("packed", "scale", "zero_point", "shape", "g_idx", "indices")
+_SUFFIXES = ("packed", "scale", "zero_point", "minimum", "shape", "g_idx", "indices")
 _MARK = ".weight_packed"
 
 # Numbers that a model is built by, one loop a unit: layers each have a tensor of their own, the others a row of one.
@@ -82,6 +82,8 @@ def layer_shapes(
     }
     if fmt.code == "asym":
         shapes["weight_zero_point"] = (words_per_row(n, fmt.bits), fmt.groups(k))
+    if fmt.code == "min":
+        shapes["weight_minimum"] = (n, fmt.groups(k))
     if fmt.sparse:
         shapes["weight_indices"] = (n, words_per_row(kept, 2))
     if group_index:
@@ -143,7 +145,7 @@ def check_model(model: Any, entries: Mapping[str, Entry], where: object, quantiz
 
 def check_values(layer: str, tensors: Mapping[str, Tensor | None]) -> None:
     """Check what a quantized layer's tensors hold, on any device but meta; names as ``layer_shapes`` has them."""
-    for name in ("weight_scale", "input_scale", "bias"):
+    for name in ("weight_scale", "weight_minimum", "input_scale", "bias"):
         tensor = tensors.get(name)
         if tensor is not None and not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"layer {layer}: {name} has a value that is not finite")
@@ -169,23 +171,23 @@ def _check_layer(layer: str, quantization: Quantization, entries: Mapping[str, E
     n, k = read_tensor(shape).tolist()
     if min(n, k) < 1:
         raise CheckpointError(f"{shape.file}: tensor {shape.name} says {n} outputs and {k} inputs")
-    fmt = quantization.scheme.weights
-    expected = layer_shapes(n, k, fmt, quantization.group_index, quantization.input_scale)
+    scheme = quantization.scheme_of(layer)
+    expected = layer_shapes(n, k, scheme.weights, quantization.group_index, quantization.input_scale)
     for suffix, size in expected.items():
         entry = entries.get(f"{layer}.{suffix}")
         if entry is None:
-            raise CheckpointError(f"{shape.file} has no tensor {layer}.{suffix}, which {quantization.scheme} needs")
+            raise CheckpointError(f"{shape.file} has no tensor {layer}.{suffix}, which {scheme} needs")
         if entry.shape != size:
             raise CheckpointError(
                 f"{entry.file}: tensor {entry.name} has shape {entry.shape}, and {size} is what a layer of {n} outputs "
-                f"and {k} inputs has in {quantization.scheme}"
+                f"and {k} inputs has in {scheme}"
             )
         if suffix != "weight_shape":
-            _check_kind(entry, torch.float32 if suffix.endswith("scale") else torch.int32)
+            _check_kind(entry, torch.float32 if suffix.endswith(("scale", "minimum")) else torch.int32)
     for suffix in (*(f"weight_{name}" for name in _SUFFIXES), "input_scale"):
         if suffix not in expected and f"{layer}.{suffix}" in entries:
             raise CheckpointError(
-                f"{entries[f'{layer}.{suffix}'].file}: layer {layer} has {suffix}, and {quantization.scheme} as "
+                f"{entries[f'{layer}.{suffix}'].file}: layer {layer} has {suffix}, and {scheme} as "
                 "config.json describes it does not"
             )
 

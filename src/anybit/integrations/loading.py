@@ -14,8 +14,10 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from anybit.checkpoints import Folder, local_folder
 from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized, scheme_of, unreadable
 from anybit.checkpoints.folder import read_json
+from anybit.checkpoints.formats.translate import Translation
 from anybit.checkpoints.verify import check_model
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
+from anybit.integrations.foreign import load_translated
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
 from anybit.ops import backends
@@ -94,7 +96,9 @@ def load_model(
             raise unreadable(folder.config, source, "it does not know the method")
         if method is None:
             check_model(empty, folder.entries, path)
+        foreign = Translation.of(folder) if folder.quantization is None else None
         stored = None if folder.quantization is None else folder.quantization.scheme
+        stored = foreign.scheme if foreign is not None else stored
         quantized = scheme is not None or stored is not None
         if backend is not None and not quantized:
             raise KernelError(
@@ -113,7 +117,7 @@ def load_model(
         if scheme is not None:
             refuse_quantized(folder.config, str(source))
             arguments["quantization_config"] = AnyBitConfig(scheme, modules_to_not_convert, backend)
-        elif stored is not None and backend is not None:
+        elif stored is not None and backend is not None and foreign is None:
             # Beside a checkpoint's own quantization_config transformers ignores another: it has to be in that one.
             arguments["config"] = config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             entry = config.quantization_config
@@ -121,9 +125,13 @@ def load_model(
         if device != "cpu":
             arguments["device_map"] = device
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                path, dtype=wanted, output_loading_info=True, trust_remote_code=trust_remote_code, **arguments
-            )
+            if foreign is not None:
+                kind = folder.kernel_dtype if wanted == "auto" else wanted
+                model, found = load_translated(foreign, empty, kind, arguments.get("device_map"), backend)
+            else:
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    path, dtype=wanted, output_loading_info=True, trust_remote_code=trust_remote_code, **arguments
+                )
         except (AnyBitError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # what is wrong with a folder can make the libraries below fail in any way

@@ -19,7 +19,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from anybit.checkpoints.configuration import COMPRESSED_TENSORS, METHOD, Quantization, configuration, words_of
+from anybit.checkpoints.configuration import (
+    COMPRESSED_TENSORS,
+    METHOD,
+    Quantization,
+    configuration,
+    override_of,
+    words_of,
+)
 from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.folder import read_entries, read_json
 from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values
@@ -46,6 +53,8 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     group_index: the checkpoint stores an activation order (``weight_g_idx``) for every layer.
     input_scale: the checkpoint stores a scale of every input channel for every layer (OneBit's form).
     hadamard: names of the layers whose inputs are rotated at run time (``anybit.quantization.methods.rotate``).
+    overrides: schemes of layers that have another one, by name or by a pattern such as "*.down_proj"; a name comes
+        before patterns, and of these the last that matches.
     Raises SchemeError, KernelError for an unknown backend, OptionError for an argument that it does not have.
     """
 
@@ -57,6 +66,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         group_index: bool = False,
         hadamard: list[str] | None = None,
         input_scale: bool = False,
+        overrides: Mapping[str, str | Scheme] | None = None,
         **unknown: Any,
     ) -> None:
         self.quant_method = METHOD
@@ -66,13 +76,14 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.group_index = group_index
         self.hadamard = list(hadamard or ())
         self.input_scale = input_scale
+        self.overrides = {layer: str(Scheme.parse(other)) for layer, other in (overrides or {}).items()}
         self.ignore: list[str] | None = None
         if backend is not None and backend not in backends:
             raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
         # A saved configuration also says who wrote it, which changes nothing here.
         unexpected = set(unknown) - {"quant_method", "version"}
         if unexpected:
-            known = "scheme, modules_to_not_convert, backend, group_index, hadamard and input_scale"
+            known = "scheme, modules_to_not_convert, backend, group_index, hadamard, input_scale and overrides"
             raise OptionError(f"AnyBitConfig takes no {', '.join(sorted(unexpected))}; it takes {known}")
 
     @classmethod
@@ -94,7 +105,15 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             self.hadamard,
             self.input_scale,
             self.ignore,
+            self.overrides,
         )
+
+    @property
+    def quantization(self) -> Quantization:
+        """The same as ``anybit.checkpoints`` has it."""
+        overrides = {layer: Scheme.parse(scheme) for layer, scheme in self.overrides.items()}
+        kept, scheme = self.modules_to_not_convert, Scheme.parse(self.scheme)
+        return Quantization(scheme, kept, self.group_index, self.hadamard, self.input_scale, overrides)
 
 
 def _taking_over(theirs: Any) -> Any:
@@ -133,20 +152,18 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         config = self.quantization_config
-        entries = _entries_of(checkpoint_files, Path(model.name_or_path))
+        entries = _entries_of(checkpoint_files, Path(model.name_or_path or ""))
         if not self.pre_quantized:
             check_kept(model, config.modules_to_not_convert)
             if entries is not None:
                 check_model(model, entries, model.name_or_path)
         elif entries is not None:
-            kept = config.modules_to_not_convert
-            scheme = Scheme.parse(config.scheme)
-            check_layers(Quantization(scheme, kept, config.group_index, config.hadamard, config.input_scale), entries)
+            check_layers(config.quantization, entries)
         keep = kept_modules(model, config.modules_to_not_convert)
         config.modules_to_not_convert = keep
         scheme = Scheme.parse(config.scheme)
         linears = [layer.name for layer in linear_layers(model, keep)]
-        if not config.group_index:
+        if not config.group_index and not config.overrides:
             config.ignore = shared_ignore(model, scheme, linears, bool(config.hadamard), config.input_scale)
         replace_linears(
             model,
@@ -157,6 +174,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             placeholder=not self.pre_quantized,
             hadamard=config.hadamard,
             input_scale=config.input_scale,
+            overrides=config.quantization.overrides,
         )
         if self.pre_quantized and entries is not None:
             check_model(model, entries, model.name_or_path, self)
@@ -306,6 +324,7 @@ def replace_linears(
     placeholder: bool = False,
     hadamard: Collection[str] = (),
     input_scale: bool = False,
+    overrides: Mapping[str, Scheme] | None = None,
 ) -> list[str]:
     """Replace the Linear and Conv1D layers of a model on the meta device by QuantLinear, but for those to keep.
 
@@ -324,7 +343,7 @@ def replace_linears(
             layer = kind(
                 k,
                 n,
-                scheme,
+                override_of(name, overrides or {}) or scheme,
                 module.bias is not None,
                 group_index=group_index,
                 hadamard=name in hadamard,

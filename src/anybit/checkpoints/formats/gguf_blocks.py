@@ -76,7 +76,8 @@ def _planes(data: Tensor, run: int, bits: int) -> Tensor:
     """Runs of bytes, each of which holds 8 / bits runs of codes one above the other -> codes, run by run."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     runs = data.unflatten(-1, (-1, 1, run))
-    return (runs >> shifts & (2**bits - 1)).flatten(-3)
+    codes: Tensor = runs >> shifts & ((1 << bits) - 1)
+    return codes.flatten(-3)
 
 
 def _q4_0(data: Tensor) -> _Decoded:

@@ -1,0 +1,147 @@
+"""A model that another tool has quantized, seen as anybit's own: its layers' schemes and its tensors.
+
+Nothing is converted before it is asked for, and one layer at a time: loading, saving and ``info`` all read from here.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoints.configuration import configuration
+from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.formats import Format, format_of, layers_of
+from anybit.checkpoints.formats.stored import ordered
+from anybit.errors import CheckpointError, LayerError
+from anybit.linear import QuantLinear
+from anybit.packing import QuantizedWeight
+from anybit.scheme import Scheme
+
+_RECENT = 2
+"""How many layers are kept: threads that load a model are in two at most."""
+
+
+class Translation:
+    """A model folder of another tool's. Raises CheckpointError, naming the layer, for what cannot be read.
+
+    name: of the format.  layers: the scheme of every quantized layer.  plain: the tensors of everything else.
+    group_index: whether a layer is in activation order, in which case all layers say what their order is.
+    """
+
+    def __init__(self, folder: Folder, format: Format) -> None:
+        self.name, self._format = format.NAME, format
+        self.path, self._folder, self._stored = folder.path, folder, layers_of(format, folder, folder.config)
+        if not self._stored:
+            raise CheckpointError(
+                f"{folder.path} is quantized by {self.name}, and none of its tensors is {format.MARKS}"
+            )
+        self.layers: dict[str, Scheme] = {name: format.scheme(layer) for name, layer in self._stored.items()}
+        self.group_index = any(map(ordered, self._stored.values()))
+        own = {f"{name}.{suffix}" for name in self.layers for suffix in format.TENSORS}
+        self.plain = [name for name in folder.entries if name not in own]
+        self._recent: dict[str, QuantizedWeight] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, folder: Folder) -> "Translation | None":
+        """The translation of a folder whose method is read here; None for every other folder."""
+        format = format_of(folder.config)
+        return None if format is None else cls(folder, format)
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme that most weights have."""
+        return Counter(self.layers.values()).most_common(1)[0][0]
+
+    def configuration(self, kept: list[str]) -> dict[str, Any]:
+        """The quantization_config of the same model as anybit would save it; ``kept``: what is not quantized."""
+        others = {name: str(scheme) for name, scheme in self.layers.items() if scheme != self.scheme}
+        return configuration(self.scheme, kept, self.group_index, overrides=others)
+
+    def read(self, name: str) -> QuantizedWeight:
+        """One quantized layer."""
+        weight = self._format.read(self._stored[name])
+        if self.group_index and weight.group_index is None:
+            weight = replace(weight, group_index=weight.groups().to(torch.int32))
+        return weight
+
+    def read_plain(self, name: str) -> Tensor:
+        """One tensor of what is not quantized."""
+        return self._folder.read(name)
+
+    @property
+    def bytes(self) -> int:
+        """What the files store for the quantized layers, scales and all."""
+        plain = set(self.plain)
+        return sum(entry.bytes for name, entry in self._folder.entries.items() if name not in plain)
+
+    def state_dict(self, model: Any, dtype: torch.dtype) -> "dict[str, LazyTensor]":
+        """All tensors by the names of a model whose layers are in place, on the meta device; nothing is read yet.
+
+        dtype: of floats, scales and minima among them.
+        Raises CheckpointError for a layer that the model does not have, or has in another shape.
+        """
+        modules = dict(model.named_modules())
+        found = {name: LazyTensor(self, name, None, dtype) for name in self.plain}
+        for name in self.layers:
+            module = modules.get(name)
+            if not isinstance(module, QuantLinear):
+                raise CheckpointError(f"layer {name} is quantized, and {type(model).__name__} has no such linear layer")
+            for part, parameter in module.named_parameters(recurse=False):
+                if part.startswith("weight_"):
+                    found[f"{name}.{part}"] = LazyTensor(self, name, part, dtype, parameter)
+        return found
+
+    def part(self, layer: str, part: str, dtype: torch.dtype) -> Tensor:
+        """A tensor of a layer as QuantLinear stores it; the layer is kept a while, since its other parts are next."""
+        with self._lock:
+            if layer not in self._recent:
+                try:
+                    weight = self.read(layer).with_scales(dtype)
+                except LayerError as error:
+                    raise CheckpointError(f"layer {layer}: {error}") from None
+                while len(self._recent) >= _RECENT:
+                    del self._recent[next(iter(self._recent))]
+                self._recent[layer] = weight
+            return QuantLinear.tensors_of(self._recent[layer])[part]
+
+
+class LazyTensor:
+    """A tensor that is read when it is asked for, in the words of a slice of safetensors."""
+
+    def __init__(
+        self, source: Translation, name: str, part: str | None, dtype: torch.dtype, like: Tensor | None = None
+    ) -> None:
+        self._source, self._name, self._part, self._dtype, self._like = source, name, part, dtype, like
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if self._part is None:
+            return self._source.read_plain(self._name)[index]
+        tensor = self._source.part(self._name, self._part, self._dtype)
+        if self._like is not None and tensor.shape != self._like.shape:
+            raise CheckpointError(
+                f"layer {self._name}: {self._part} has shape {tuple(tensor.shape)}, and the model takes "
+                f"{tuple(self._like.shape)}"
+            )
+        return tensor[index]
+
+    def get_dtype(self) -> str:
+        """Of what kind it is, in the words of safetensors: floats are cast to the model's type."""
+        return "F32" if self._part is None or self._like is None or self._like.is_floating_point() else "I32"
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return list(self[...].shape if self._like is None else self._like.shape)
+
+
+def tensors(translation: Translation) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a translated model as anybit saves them, one after another."""
+    for name in translation.plain:
+        yield name, translation.read_plain(name)
+    for name in translation.layers:
+        for part, tensor in QuantLinear.tensors_of(translation.read(name)).items():
+            yield f"{name}.{part}", tensor

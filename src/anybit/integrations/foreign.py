@@ -1,0 +1,49 @@
+"""Models that other tools have quantized, in transformers: built by config.json, filled through a Translation."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.pytorch_utils import Conv1D
+
+from anybit.checkpoints.formats.translate import Translation
+from anybit.errors import CheckpointError
+from anybit.integrations.transformers import AnyBitConfig, replace_linears
+
+
+def load_translated(
+    source: Translation,
+    empty: Any,
+    dtype: torch.dtype,
+    device_map: Any = None,
+    backend: str | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """(model, loading info) of a translated folder, as ``from_pretrained`` gives them; read a layer at a time.
+
+    empty: the model on the meta device, as transformers builds it without quantization.
+    Raises CheckpointError for a layer that the model does not have, or has in another shape.
+    """
+    linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    kept = sorted(set(linears) - set(source.layers))
+    words = source.configuration(kept)
+    config = copy.deepcopy(empty.config)
+    config.quantization_config = {**words, **({"backend": backend} if backend else {})}
+    known = AnyBitConfig.from_dict(words)
+    replace_linears(empty, source.scheme, kept, group_index=source.group_index, overrides=known.quantization.overrides)
+    tensors = source.state_dict(empty, dtype)
+    model, found = type(empty).from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, device_map=device_map, output_loading_info=True
+    )
+    surplus = sorted(map(str, found.get("unexpected_keys") or ()))
+    if surplus:
+        more = "" if len(surplus) == 1 else f" and {len(surplus) - 1} more"
+        raise CheckpointError(
+            f"{source.path} has tensor {surplus[0]}{more}, which {type(model).__name__} does not take"
+        )
+    model.config.name_or_path = str(source.path)
+    if (Path(source.path) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.path)
+    return model, found
