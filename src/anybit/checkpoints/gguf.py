@@ -42,10 +42,14 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file says of itself. metadata: scalars and strings; of an array its length."""
+    """What a GGUF file says of itself. metadata: scalars and strings; of an array its length.
+
+    start: the byte of the file where its tensors' data begin.
+    """
 
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    start: int
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
@@ -85,10 +89,9 @@ class _Reader:
             if tensor.name in table:
                 raise self.fault(f"tensor {tensor.name} appears twice")
             table[tensor.name] = tensor
-        self.check(metadata, table)
-        return GgufHeader(metadata, table)
+        return GgufHeader(metadata, table, self.check(metadata, table))
 
-    def check(self, metadata: dict[str, Any], table: dict[str, GgufTensor]) -> None:
+    def check(self, metadata: dict[str, Any], table: dict[str, GgufTensor]) -> int:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self.fault(f"general.alignment is {alignment}, and a power of two is needed")
@@ -118,6 +121,7 @@ class _Reader:
                 raise self.fault(
                     f"tensor {tensor.name} begins at byte {tensor.begin} of its data, which is no place for it"
                 )
+        return start
 
     def tensor(self) -> GgufTensor:
         name = self.text(_LONGEST_NAME)

@@ -1,7 +1,6 @@
 """Models that other tools have quantized, in transformers: built by config.json, filled through a Translation."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +43,6 @@ def load_translated(
             f"{source.path} has tensor {surplus[0]}{more}, which {type(model).__name__} does not take"
         )
     model.config.name_or_path = str(source.path)
-    if (Path(source.path) / "generation_config.json").is_file():
+    if (source.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source.path)
     return model, found

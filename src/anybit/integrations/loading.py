@@ -14,7 +14,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from anybit.checkpoints import Folder, local_folder
 from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized, scheme_of, unreadable
 from anybit.checkpoints.folder import read_json
-from anybit.checkpoints.formats.translate import Translation
+from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.verify import check_model
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
 from anybit.integrations.foreign import load_translated
@@ -96,7 +96,7 @@ def load_model(
             raise unreadable(folder.config, source, "it does not know the method")
         if method is None:
             check_model(empty, folder.entries, path)
-        foreign = Translation.of(folder) if folder.quantization is None else None
+        foreign = FolderTranslation.of(folder) if folder.quantization is None else None
         stored = None if folder.quantization is None else folder.quantization.scheme
         stored = foreign.scheme if foreign is not None else stored
         quantized = scheme is not None or stored is not None

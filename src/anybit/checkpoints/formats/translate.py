@@ -4,9 +4,11 @@ Nothing is converted before it is asked for, and one layer at a time: loading, s
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,32 +27,32 @@ _RECENT = 2
 """How many layers are kept: threads that load a model are in two at most."""
 
 
-class Translation:
-    """A model folder of another tool's. Raises CheckpointError, naming the layer, for what cannot be read.
+class Translation(ABC):
+    """A model of another tool's.
 
-    name: of the format.  layers: the scheme of every quantized layer.  plain: the tensors of everything else.
+    name: of the format.  path: of the folder or file.  layers: the scheme of every quantized layer.
+    plain: the tensors of everything else.  bytes: what the files store for the quantized layers, scales and all.
     group_index: whether a layer is in activation order, in which case all layers say what their order is.
     """
 
-    def __init__(self, folder: Folder, format: Format) -> None:
-        self.name, self._format = format.NAME, format
-        self.path, self._folder, self._stored = folder.path, folder, layers_of(format, folder, folder.config)
-        if not self._stored:
-            raise CheckpointError(
-                f"{folder.path} is quantized by {self.name}, and none of its tensors is {format.MARKS}"
-            )
-        self.layers: dict[str, Scheme] = {name: format.scheme(layer) for name, layer in self._stored.items()}
-        self.group_index = any(map(ordered, self._stored.values()))
-        own = {f"{name}.{suffix}" for name in self.layers for suffix in format.TENSORS}
-        self.plain = [name for name in folder.entries if name not in own]
+    name: str
+    path: Path
+    layers: dict[str, Scheme]
+    plain: list[str]
+    bytes: int
+    group_index = False
+
+    def __init__(self) -> None:
         self._recent: dict[str, QuantizedWeight] = {}
         self._lock = threading.Lock()
 
-    @classmethod
-    def of(cls, folder: Folder) -> "Translation | None":
-        """The translation of a folder whose method is read here; None for every other folder."""
-        format = format_of(folder.config)
-        return None if format is None else cls(folder, format)
+    @abstractmethod
+    def read(self, name: str) -> QuantizedWeight:
+        """One quantized layer."""
+
+    @abstractmethod
+    def read_plain(self, name: str) -> Tensor:
+        """One tensor of what is not quantized."""
 
     @property
     def scheme(self) -> Scheme:
@@ -61,23 +63,6 @@ class Translation:
         """The quantization_config of the same model as anybit would save it; ``kept``: what is not quantized."""
         others = {name: str(scheme) for name, scheme in self.layers.items() if scheme != self.scheme}
         return configuration(self.scheme, kept, self.group_index, overrides=others)
-
-    def read(self, name: str) -> QuantizedWeight:
-        """One quantized layer."""
-        weight = self._format.read(self._stored[name])
-        if self.group_index and weight.group_index is None:
-            weight = replace(weight, group_index=weight.groups().to(torch.int32))
-        return weight
-
-    def read_plain(self, name: str) -> Tensor:
-        """One tensor of what is not quantized."""
-        return self._folder.read(name)
-
-    @property
-    def bytes(self) -> int:
-        """What the files store for the quantized layers, scales and all."""
-        plain = set(self.plain)
-        return sum(entry.bytes for name, entry in self._folder.entries.items() if name not in plain)
 
     def state_dict(self, model: Any, dtype: torch.dtype) -> "dict[str, LazyTensor]":
         """All tensors by the names of a model whose layers are in place, on the meta device; nothing is read yet.
@@ -108,6 +93,40 @@ class Translation:
                     del self._recent[next(iter(self._recent))]
                 self._recent[layer] = weight
             return QuantLinear.tensors_of(self._recent[layer])[part]
+
+
+class FolderTranslation(Translation):
+    """A model folder of another tool's. Raises CheckpointError, naming the layer, for what cannot be read."""
+
+    def __init__(self, folder: Folder, format: Format) -> None:
+        super().__init__()
+        self.name, self._format, self.path = format.NAME, format, folder.path
+        self._folder, self._stored = folder, layers_of(format, folder, folder.config)
+        if not self._stored:
+            marks = " or ".join(format.MARKS)
+            raise CheckpointError(f"{folder.path} is quantized by {self.name}, and has no tensor *.{marks}")
+        self.layers = {name: format.scheme(layer) for name, layer in self._stored.items()}
+        self.group_index = any(map(ordered, self._stored.values()))
+        own = {f"{name}.{suffix}" for name in self.layers for suffix in format.TENSORS}
+        self.plain = [name for name in folder.entries if name not in own]
+        self.bytes = sum(entry.bytes for name, entry in folder.entries.items() if name in own)
+
+    @classmethod
+    def of(cls, folder: Folder) -> "FolderTranslation | None":
+        """The translation of a folder whose method is read here; None for every other folder."""
+        format = format_of(folder.config)
+        return None if format is None else cls(folder, format)
+
+    def read(self, name: str) -> QuantizedWeight:
+        """One quantized layer."""
+        weight = self._format.read(self._stored[name])
+        if self.group_index and weight.group_index is None:
+            weight = replace(weight, group_index=weight.groups().to(torch.int32))
+        return weight
+
+    def read_plain(self, name: str) -> Tensor:
+        """One tensor of what is not quantized."""
+        return self._folder.read(name)
 
 
 class LazyTensor:

@@ -1,0 +1,153 @@
+"""A GGUF file, its quantization kept: matrices whose blocks are read natively stay codes, all else becomes floats.
+
+What a tensor is called in transformers, and how its rows lie there, is what transformers itself says: its table of
+names, and its processors, which are shown a column of row numbers. Needs the ``gguf`` extra.
+"""
+
+import importlib.util
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
+from anybit.checkpoints.formats.translate import Translation
+from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
+from anybit.errors import CheckpointError, LayerError
+from anybit.packing import QuantizedWeight, reorder
+from anybit.scheme import Scheme
+
+_FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""The factors of scaled rotary embeddings, which a model computes by itself."""
+
+
+class NotNative(Exception):  # noqa: N818  says what to do instead, and never reaches a user
+    """Why a file's quantization cannot be kept, in a sentence."""
+
+
+class GgufTranslation(Translation):
+    """A GGUF file. model: transformers' model of its configuration, on the meta device.
+
+    dequantized: the types of matrices that anybit has no codes for, and which become floats.
+    Raises NotNative for an architecture whose tensors are not one to one with the model's, CheckpointError for a file
+    that is corrupt or lacks a tensor.
+    """
+
+    name = "gguf"
+
+    def __init__(self, file: Path, model: Any) -> None:
+        super().__init__()
+        if importlib.util.find_spec("gguf") is None:
+            raise CheckpointError(f"reading {file} needs gguf: pip install 'anybit[gguf]'")
+        self.path = file
+        header = read_gguf_header(file)
+        self._start, architecture = header.start, str(header.metadata["general.architecture"])
+        self._processor, names = _names(architecture, model)
+        self._tensors: dict[str, GgufTensor] = {}
+        for tensor in header.tensors.values():
+            if tensor.name in _FREQUENCIES:
+                continue
+            if tensor.name not in names or len(tensor.shape) > 2:
+                raise NotNative(f"its tensor {tensor.name} is no single tensor of {type(model).__name__}")
+            self._tensors[names[tensor.name]] = tensor
+        self._rows: dict[str, Tensor | None] = {}
+        self.layers, self.dequantized = {}, set()
+        modules = dict(model.named_modules())
+        for name, tensor in self._tensors.items():
+            layer, _, part = name.rpartition(".")
+            if part != "weight" or not isinstance(modules.get(layer), (nn.Linear, Conv1D)) or len(tensor.shape) != 2:
+                continue
+            if kind_of(tensor) in BLOCKS:
+                self.layers[layer] = Scheme.parse(BLOCKS[kind_of(tensor)].scheme)
+                self._rows[layer] = self._order(tensor, isinstance(modules[layer], Conv1D))
+            elif kind_of(tensor) not in ("F32", "F16", "BF16"):
+                self.dequantized.add(kind_of(tensor))
+        self.plain = [name for name in self._tensors if name.removesuffix(".weight") not in self.layers]
+        self.bytes = sum(stored_bytes(self._tensors[f"{layer}.weight"]) for layer in self.layers)
+
+    def read(self, name: str) -> QuantizedWeight:
+        """One quantized layer."""
+        tensor, rows = self._tensors[f"{name}.weight"], self._rows[name]
+        k, n = tensor.shape
+        try:
+            weight = read_blocks(torch.from_numpy(self._data(tensor)), kind_of(tensor), (n, k))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: tensor {tensor.name}: {error}") from None
+        return weight if rows is None else reorder(weight, rows)
+
+    def read_plain(self, name: str) -> Tensor:
+        """One tensor of what is not quantized, or not natively; float32."""
+        import gguf
+
+        tensor = self._tensors[name]
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+        rows = self._data(tensor).reshape(*tensor.shape[1:][::-1], -1)
+        values = gguf.dequantize(rows, kind).astype(np.float32).reshape(tensor.shape[::-1])
+        done = self._processor.process(weights=values, name=tensor.name, tensor_key_mapping={}, parsed_parameters={})
+        return torch.from_numpy(np.array(done.weights, dtype=np.float32))
+
+    def _data(self, tensor: GgufTensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """The bytes of a tensor, in memory of their own."""
+        size, begin = stored_bytes(tensor), self._start + tensor.begin
+        with self.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if begin + size > len(data):
+                raise CheckpointError(f"{self.path} is cut off: tensor {tensor.name} ends at byte {begin + size}")
+            return np.frombuffer(data[begin : begin + size], dtype=np.uint8).copy()
+
+    def _order(self, tensor: GgufTensor, transposed: bool) -> Tensor | None:
+        """In which order the model has the rows of a matrix; None for the file's own. transposed: of a Conv1D."""
+        numbers = np.arange(tensor.shape[1], dtype=np.float64)[:, None]
+        try:
+            done = self._processor.process(
+                weights=numbers, name=tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
+            )
+        except ValueError as error:  # it wants whole matrices
+            raise NotNative(f"its tensor {tensor.name} is laid out anew: {error}") from None
+        found = done.weights
+        if found.shape == numbers.T.shape and transposed:
+            found = found.T
+        if done.name != tensor.name or found.shape != numbers.shape:
+            raise NotNative(f"its tensor {tensor.name} is laid out anew")
+        rows = torch.from_numpy(found[:, 0].astype(np.int64))
+        if not torch.equal(rows.sort().values, torch.arange(rows.numel())):
+            raise NotNative(f"the values of its tensor {tensor.name} are computed anew")
+        return None if torch.equal(rows, torch.arange(rows.numel())) else rows
+
+
+def kind_of(tensor: GgufTensor) -> str:
+    """The name of a tensor's type."""
+    import gguf
+
+    try:
+        return str(gguf.GGMLQuantizationType(tensor.kind).name)
+    except ValueError:
+        raise CheckpointError(f"tensor {tensor.name} has type {tensor.kind}, which gguf does not know") from None
+
+
+def stored_bytes(tensor: GgufTensor) -> int:
+    """How many bytes of the file a tensor takes."""
+    import gguf
+
+    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
+    if tensor.shape and tensor.shape[0] % weights:
+        raise CheckpointError(
+            f"tensor {tensor.name} has rows of {tensor.shape[0]}, which blocks of {weights} do not fill"
+        )
+    count = int(np.prod(tensor.shape, dtype=np.int64))
+    return count // weights * size
+
+
+def _names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
+    """Transformers' processor for an architecture, and the model's name of every tensor of the file's."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+    try:
+        names = get_gguf_hf_weights_map(model, processor, model_type=architecture)
+    except (NotImplementedError, LayerError) as error:
+        raise NotNative(f"transformers does not name its tensors: {error}") from None
+    return processor, names
