@@ -49,6 +49,12 @@ def refuse_unnamed(model: str | Path) -> None:
         )
 
 
+def is_gguf(model: str | Path) -> bool:
+    """Whether a model's source is a file, of which only GGUF's are read, and no folder or name."""
+    refuse_unnamed(model)
+    return path_of(model, "a model's source").expanduser().is_file()
+
+
 def dequantize_gguf(file: Path, folder: Path) -> None:
     """Write a GGUF file's model and tokenizer into a folder, as 16-bit floats. Needs the ``gguf`` extra.
 

@@ -1,16 +1,22 @@
 """Models that other tools have quantized, in transformers: built by config.json, filled through a Translation."""
 
 import copy
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
+from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
+from anybit.checkpoints.formats.gguf_file import GgufTranslation, NotNative
 from anybit.checkpoints.formats.translate import Translation
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, one_line
 from anybit.integrations.transformers import AnyBitConfig, replace_linears
+from anybit.scheme import Scheme
 
 
 def load_translated(
@@ -46,3 +52,44 @@ def load_translated(
     if (source.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source.path)
     return model, found
+
+
+def load_gguf(file: Path, dtype: Any, device_map: Any, backend: str | None) -> tuple[Any, Any, Scheme] | None:
+    """(model, tokenizer, scheme) of a GGUF file with its quantization kept; None for one that has to be dequantized.
+
+    dtype: of all floats; "auto" is float16. Warns where a file, or matrices of it, have to be dequantized.
+    Raises CheckpointError for a file that is corrupt.
+    """
+    if gguf_scheme(file) is None:
+        return None
+    with TemporaryDirectory(prefix="anybit-gguf-") as alone:
+        # transformers reads configurations and code beside a file, too: it gets a folder with nothing else in it.
+        (Path(alone) / file.name).symlink_to(file.resolve())
+        try:
+            config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+            with torch.device("meta"):
+                empty = AutoModelForCausalLM.from_config(config)
+        except MemoryError:
+            raise
+        except Exception as error:  # a corrupt file can make its parsers fail in any way
+            why = one_line(error).replace(alone, str(file.parent))
+            raise CheckpointError(
+                f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {why}"
+            ) from error
+    config.quantization_config = None
+    try:
+        source = GgufTranslation(file, empty)
+    except NotNative as reason:
+        warnings.warn(f"{file} is dequantized to 16-bit floats: {reason}", stacklevel=3)
+        return None
+    if source.dequantized:
+        kinds = ", ".join(sorted(source.dequantized))
+        warnings.warn(
+            f"{file} has matrices in {kinds}, which become 16-bit floats: anybit has no codes for them", stacklevel=3
+        )
+    model, found = load_translated(source, empty, torch.float16 if dtype == "auto" else dtype, device_map, backend)
+    missing = sorted(map(str, found.get("missing_keys") or ()))
+    if missing:
+        raise CheckpointError(f"{file} has no tensor for {missing[0]}, which its model needs")
+    return model, tokenizer, source.scheme

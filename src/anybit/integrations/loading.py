@@ -11,13 +11,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from anybit.checkpoints import Folder, local_folder
+from anybit.checkpoints import Folder, is_gguf, local_folder
 from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized, scheme_of, unreadable
 from anybit.checkpoints.folder import read_json
+from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.verify import check_model
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
-from anybit.integrations.foreign import load_translated
+from anybit.integrations.foreign import load_gguf, load_translated
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
 from anybit.ops import backends
@@ -87,6 +88,10 @@ def load_model(
         raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
     if device != "cpu" and importlib.util.find_spec("accelerate") is None:
         raise KernelError(f"transformers loads a model onto {device} with accelerate: pip install 'anybit[cuda]'")
+    if scheme is None and is_gguf(source):
+        native = load_gguf(Path(source).expanduser(), wanted, None if device == "cpu" else device, backend)
+        if native is not None:
+            return Loaded(native[0].eval(), native[1], native[2], str(source))
     with local_folder(source) as path:
         folder = Folder(path)
         # A configuration that transformers cannot build gets its own error.
@@ -162,11 +167,16 @@ def _entry(folder: Folder) -> dict[str, Any]:
 
 
 def stored_scheme(source: str | Path) -> Scheme | None:
-    """The scheme in a model's config.json; None for a model that anybit did not quantize."""
-    if Path(source).expanduser().is_file():
-        return None  # a GGUF file, which becomes 16-bit floats
+    """The scheme that most of a model's layers run in, by its headers; None for a model without quantized layers."""
+    if is_gguf(source):
+        found = gguf_scheme(Path(source).expanduser())
+        return None if found is None else found[0]
     with local_folder(source) as path:
-        return scheme_of(read_json(path / "config.json"))
+        config = read_json(path / "config.json")
+        if method_of(config) in (None, METHOD):
+            return scheme_of(config)
+        foreign = FolderTranslation.of(Folder(path))
+        return None if foreign is None else foreign.scheme
 
 
 def _say_without_effect(model: nn.Module) -> None:

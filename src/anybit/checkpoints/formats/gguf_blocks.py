@@ -5,13 +5,17 @@ scale, and smaller integers for groups of 16 or 32 inputs) is multiplied in floa
 The layouts are those of ggml-quants.c and of the ``gguf`` package, which the tests compare with bit for bit.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.stored import nibbles, powers_of_two
+from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
 from anybit.errors import CheckpointError
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
@@ -189,3 +193,40 @@ BLOCKS = {
     "MXFP4": BlockType("w4a16g32e2m1", 32, 17, _mxfp4),
 }
 """The types that keep their codes, by GGML's names; all others are dequantized."""
+
+
+def kind_of(tensor: GgufTensor) -> str:
+    """The name of a tensor's type."""
+    import gguf
+
+    try:
+        return str(gguf.GGMLQuantizationType(tensor.kind).name)
+    except ValueError:
+        raise CheckpointError(f"tensor {tensor.name} has type {tensor.kind}, which gguf does not know") from None
+
+
+def stored_bytes(tensor: GgufTensor) -> int:
+    """How many bytes of the file a tensor takes."""
+    import gguf
+
+    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
+    if tensor.shape and tensor.shape[0] % weights:
+        raise CheckpointError(
+            f"tensor {tensor.name} has rows of {tensor.shape[0]}, which blocks of {weights} do not fill"
+        )
+    return math.prod(tensor.shape) // int(weights) * int(size)
+
+
+def gguf_scheme(file: Path) -> tuple[Scheme, float] | None:
+    """The scheme that most weights of a file's matrices have, and the bits that it stores for one of them, by its
+    header; None where no matrix is quantized. The embedding, of which no product is made, is left out.
+    """
+    counts: Counter[str] = Counter()
+    bits = total = 0
+    for tensor in read_gguf_header(file).tensors.values():
+        if len(tensor.shape) == 2 and tensor.name.endswith(".weight") and not tensor.name.startswith("token_"):
+            count, kind = math.prod(tensor.shape), kind_of(tensor)
+            bits, total = bits + 8 * stored_bytes(tensor), total + count
+            if kind in BLOCKS:
+                counts[BLOCKS[kind].scheme] += count
+    return (Scheme.parse(counts.most_common(1)[0][0]), bits / total) if counts else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS, kind_of, read_blocks, stored_bytes
 from anybit.checkpoints.formats.translate import Translation
 from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
 from anybit.errors import CheckpointError, LayerError
@@ -116,29 +116,6 @@ class GgufTranslation(Translation):
         if not torch.equal(rows.sort().values, torch.arange(rows.numel())):
             raise NotNative(f"the values of its tensor {tensor.name} are computed anew")
         return None if torch.equal(rows, torch.arange(rows.numel())) else rows
-
-
-def kind_of(tensor: GgufTensor) -> str:
-    """The name of a tensor's type."""
-    import gguf
-
-    try:
-        return str(gguf.GGMLQuantizationType(tensor.kind).name)
-    except ValueError:
-        raise CheckpointError(f"tensor {tensor.name} has type {tensor.kind}, which gguf does not know") from None
-
-
-def stored_bytes(tensor: GgufTensor) -> int:
-    """How many bytes of the file a tensor takes."""
-    import gguf
-
-    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
-    if tensor.shape and tensor.shape[0] % weights:
-        raise CheckpointError(
-            f"tensor {tensor.name} has rows of {tensor.shape[0]}, which blocks of {weights} do not fill"
-        )
-    count = int(np.prod(tensor.shape, dtype=np.int64))
-    return count // weights * size
 
 
 def _names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
