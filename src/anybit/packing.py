@@ -5,6 +5,7 @@ padding bits beyond its last word: the layout of compressed-tensors' ``pack-quan
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -298,19 +299,25 @@ class QuantizedWeight:
         codes = self.codes().to(dtype)
         if self.zero is None:
             return codes.sub_(self.format.zero or 0.0)
-        return codes.sub_(self.zero.to(dtype)[:, self.groups()])
+        return self._by_group(codes, Tensor.sub_, self.zero.to(dtype))
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights that the codes stand for, [N, K]: float32 arithmetic (float64 if asked for), rounded once."""
         work = torch.float64 if dtype == torch.float64 else torch.float32
-        values = self.centered(work)
-        scale = self.scale.to(work)
-        # A broadcast is much cheaper than gathering a scale for every weight.
-        values *= scale if scale.shape[1] == 1 else scale[:, self.groups()]
+        values = self._by_group(self.centered(work), Tensor.mul_, self.scale.to(work))
         if self.minimum is not None:
-            minimum = self.minimum.to(work)
-            values += minimum if minimum.shape[1] == 1 else minimum[:, self.groups()]
+            values = self._by_group(values, Tensor.add_, self.minimum.to(work))
         return values.to(dtype)
+
+    def _by_group(self, values: Tensor, operation: Callable[[Tensor, Tensor], Tensor], groups: Tensor) -> Tensor:
+        """Change values [N, K] in place by what their groups have, [N, G]."""
+        size = self.shape[1] // groups.shape[1]
+        if self.group_index is None and size * groups.shape[1] == self.shape[1] and size == (self.format.group or size):
+            # A broadcast is much cheaper than gathering a scale for every weight.
+            operation(values.view(self.shape[0], -1, size), groups[:, :, None])
+        else:
+            operation(values, groups[:, self.groups()])
+        return values
 
 
 def stack(weights: list[QuantizedWeight]) -> QuantizedWeight:

@@ -8,6 +8,7 @@ import torch
 
 from anybit import AnyBitCache, evaluate
 from anybit.integrations.loading import Loaded, load_model
+from anybit.linear import QuantLinear
 from anybit.quantization.methods.registry import quantize_folder
 
 pytestmark = pytest.mark.model
@@ -34,3 +35,14 @@ def test_four_bits_still_speak(smollm2: Path, wikipedia: Path, tmp_path: Path) -
     assert before < after < 1.6 * before
     ours.model.set_attn_implementation("anybit")
     assert "Paris" in said(ours, question, past_key_values=AnyBitCache("kv4", config=ours.model.config))
+
+
+def test_its_gguf_keeps_its_quantization(smollm2: Path, wikipedia: Path) -> None:
+    file = smollm2.parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    plain, ours = load_model(smollm2, device="cpu"), load_model(file, device="cpu")
+    assert str(ours.scheme) == "w4a16g32min"
+    assert sum(isinstance(module, QuantLinear) for module in ours.model.modules()) == 210
+    ids = ours.tokenizer(evaluate.read_text(wikipedia)[:4000], add_special_tokens=False)["input_ids"]
+    windows = evaluate.windows_of(ids, 256, 2)
+    dequantized, native = (evaluate.perplexity(loaded.model, windows).perplexity for loaded in (plain, ours))
+    assert native == pytest.approx(dequantized, rel=1e-3)

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, kind_of, read_blocks, stored_bytes
 from anybit.checkpoints.formats.translate import Translation
 from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
-from anybit.errors import CheckpointError, LayerError
+from anybit.errors import CheckpointError
 from anybit.packing import QuantizedWeight, reorder
 from anybit.scheme import Scheme
 
@@ -119,12 +119,24 @@ class GgufTranslation(Translation):
 
 
 def _names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
-    """Transformers' processor for an architecture, and the model's name of every tensor of the file's."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+    """Transformers' processor for an architecture, and the model's name of every tensor that the file may have."""
+    import gguf
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
+    known = next((arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if known is None:
+        raise NotNative(f"gguf does not know the architecture {architecture}")
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
-    try:
-        names = get_gguf_hf_weights_map(model, processor, model_type=architecture)
-    except (NotImplementedError, LayerError) as error:
-        raise NotNative(f"transformers does not name its tensors: {error}") from None
+    table = gguf.get_tensor_name_map(known, model.config.get_text_config(decoder=True).num_hidden_layers)
+    names = {}
+    for name in model.state_dict():
+        stem, dot, part = name.rpartition(".")
+        if part not in ("weight", "bias"):
+            stem, dot, part = name, "", ""
+        # Some files are written from the model without its head, whose names lack the prefix.
+        for known_as in (stem, stem.removeprefix(f"{model.base_model_prefix}.")):
+            found = table.get_name(known_as)
+            if found is not None:
+                names[f"{found}{dot}{part}"] = name
+                break
     return processor, names
