@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from anybit.functional import matmul, quantize
     from anybit.integrations.cache import AnyBitCache
     from anybit.integrations.fuse import accelerate, fuse, unfuse
+    from anybit.integrations.loading import load
     from anybit.integrations.transformers import AnyBitConfig
     from anybit.kvcache import KVCache
     from anybit.linear import QuantLinear, use_backend
@@ -42,6 +43,7 @@ __all__ = [
     "WeightFormat",
     "accelerate",
     "fuse",
+    "load",
     "matmul",
     "quantize",
     "quantize_weight",
@@ -62,6 +64,7 @@ _HOMES = {
     "WeightFormat": "scheme",
     "accelerate": "integrations.fuse",
     "fuse": "integrations.fuse",
+    "load": "integrations.loading",
     "matmul": "functional",
     "quantize": "functional",
     "quantize_weight": "quantization.methods.rtn",

@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.cases_models import save_byte_tokenizer
 
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import format_of, layers_of
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
-from cases_models import save_byte_tokenizer
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "formats"
 STRIDE = 9
@@ -37,7 +37,7 @@ class Case:
 
 CASES = {
     "gptq-2-asym": Case("gptq", "w2a16g32asym", "w2a16g32asym"),
-    "gptq-3-asym": Case("gptq", "w3a16asym", "w3a16g64asym"),
+    "gptq-3-asym": Case("gptq", "w3a16g64asym", "w3a16g64asym"),
     "gptq-4-asym": Case("gptq", "w4a16g32asym", "w4a16g32asym"),
     "gptq-4-sym": Case("gptq", "w4a16g32", "w4a16g32"),
     "gptq-8-sym": Case("gptq", "w8a16", "w8a16"),
@@ -51,7 +51,7 @@ CASES = {
     "ct-fp8": Case("compressed-tensors", "w8a16e4m3", "w8a16e4m3"),
     "ct-nvfp4": Case("compressed-tensors", "w4a16g16e2m1", "w4a16g16e2m1"),
     # HQQ computes (q - zero) * scale in float16, which rounds twice; anybit in float32.
-    "hqq-4": Case("hqq", "w4a16min", "w4a16g64min", 1.5),
+    "hqq-4": Case("hqq", "w4a16g64min", "w4a16g64min", 1.5),
     "hqq-3": Case("hqq", "w3a16g32min", "w3a16g32min", 1.5),
     "hqq-2": Case("hqq", "w2a16g16min", "w2a16g16min", 1.5),
     "bnb-nf4": Case("bitsandbytes", "w4a16g64nf4", "w4a16g64nf4"),

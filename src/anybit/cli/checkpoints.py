@@ -12,34 +12,49 @@ from anybit.scheme import KVFormat, Scheme
 
 
 def convert(
-    folder: Annotated[str, typer.Argument(help="A quantized model folder; only its config.json is rewritten.")],
+    model: Annotated[str, typer.Argument(help="A quantized model: a folder, a hub name, or a GGUF file.")],
     to: Annotated[
         str,
-        typer.Option(help="compressed-tensors or anybit.", autocompletion=lambda: ["compressed-tensors", "anybit"]),
+        typer.Option(
+            help="anybit, compressed-tensors or gptq.", autocompletion=lambda: ["anybit", "compressed-tensors", "gptq"]
+        ),
     ],
+    out: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The folder to write; without it config.json is rewritten.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the folder that --output names.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Convert a quantized model to compressed-tensors, or back. Only config.json changes.
+    """Write a quantized model in another format, its codes untouched; what does not fit is refused.
+
+    Without --output, between anybit and compressed-tensors, whose tensors are the same, config.json alone is rewritten.
 
     [bold]Examples[/bold]
 
     \b
     anybit convert smollm2-w4 --to compressed-tensors
-    anybit convert smollm2-w4 --to anybit
+    anybit convert llama-awq --to anybit -o llama-w4
+    anybit convert model.Q4_K_M.gguf --to anybit -o model-w4
+    anybit convert llama-w4 --to gptq -o llama-gptq
     """
     from anybit.checkpoints.convert import convert as convert_folder
+    from anybit.checkpoints.formats.write import convert_into
     from anybit.checkpoints.scratch import sweep
     from anybit.checkpoints.source import refuse_unnamed
 
-    refuse_unnamed(folder)
-    sweep(Path(folder))
-    quantization = convert_folder(folder, to)
+    refuse_unnamed(model)
+    if out is None:
+        sweep(Path(model))
+        quantization = convert_folder(model, to)
+        told = f"{Path(model) / 'config.json'} now describes the model for {to}; no tensor was touched"
+    else:
+        with status(f"Writing {out}"):
+            quantization = convert_into(model, to, out, overwrite)
+        told = f"saved {out} for {to}; no code was changed"
     if as_json:
         print_json(quantization)
     else:
-        output.print(
-            f"{Path(folder) / 'config.json'} now describes the model for {to}; no tensor was touched", markup=False
-        )
+        output.print(told, markup=False)
 
 
 def info(
@@ -99,17 +114,21 @@ def _cache_words(kv: KVFormat) -> str:
 
 
 def _model(what: str) -> dict[str, Any]:
-    from anybit.checkpoints import Folder, local_folder
+    from anybit.checkpoints import Folder, is_gguf, local_folder
     from anybit.checkpoints.configuration import method_of
+    from anybit.checkpoints.formats.translate import FolderTranslation, scheme_words
     from anybit.quantization.pipeline.modules import (
         kept_modules,
         linear_layers,
         skeleton,
     )
 
+    if is_gguf(what):
+        return _gguf(Path(what).expanduser())
     with status(f"Reading {what}"), local_folder(what) as path:
         folder = Folder(path)
         saved = folder.quantization
+        foreign = FolderTranslation.of(folder) if saved is None else None
         model = skeleton(path)
         keep = kept_modules(model, None if saved is None else saved.kept)
         layers = linear_layers(model, keep)
@@ -120,12 +139,15 @@ def _model(what: str) -> dict[str, Any]:
             for name, entry in folder.entries.items()
             if name.rpartition(".")[0] in names and name.rpartition(".")[2].startswith("weight")
         )
+        if foreign is not None:
+            keep = sorted({name for name, _ in model.named_modules()} & names - set(foreign.layers)) or keep
+            weights, stored = sum(layer.n * layer.k for layer in layers if layer.name in foreign.layers), foreign.bytes
         files = {entry.file.name for entry in folder.entries.values()}
         return {
             "model": what,
             "architecture": type(model).__name__,
             "quantization": method_of(folder.config),
-            "scheme": str(saved.scheme) if saved else None,
+            "scheme": str(saved.scheme) if saved else ", ".join(scheme_words(foreign)) if foreign else None,
             "bytes": folder.bytes,
             "size": megabytes(folder.bytes),
             "files": len(files),
@@ -135,3 +157,25 @@ def _model(what: str) -> dict[str, Any]:
             "bits_per_weight": round(8 * stored / weights, 4) if stored else math.nan,
             "kept": list(keep),
         }
+
+
+def _gguf(file: Path) -> dict[str, Any]:
+    """A GGUF file by its header alone, which takes no part of a second."""
+    from anybit.checkpoints.formats.gguf_blocks import summary
+
+    found = summary(file)
+    return {
+        "model": str(file),
+        "architecture": found.architecture,
+        "quantization": "gguf",
+        "scheme": ", ".join(found.schemes) or None,
+        "types": ", ".join(f"{count} {kind}" for kind, count in found.kinds.items()),
+        "bytes": found.bytes,
+        "size": megabytes(found.bytes),
+        "files": 1,
+        "tensors": sum(found.kinds.values()),
+        "linear_layers": found.matrices,
+        "linear_weights": found.weights,
+        "bits_per_weight": round(found.bits_per_weight, 4),
+        "dequantized": found.dequantized or None,
+    }

@@ -3,18 +3,17 @@
 import copy
 import warnings
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
-from anybit.checkpoints.formats.gguf_file import GgufTranslation, NotNative
+from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.translate import Translation
-from anybit.errors import CheckpointError, one_line
+from anybit.errors import CheckpointError
 from anybit.integrations.transformers import AnyBitConfig, replace_linears
 from anybit.scheme import Scheme
 
@@ -62,24 +61,8 @@ def load_gguf(file: Path, dtype: Any, device_map: Any, backend: str | None) -> t
     """
     if gguf_scheme(file) is None:
         return None
-    with TemporaryDirectory(prefix="anybit-gguf-") as alone:
-        # transformers reads configurations and code beside a file, too: it gets a folder with nothing else in it.
-        (Path(alone) / file.name).symlink_to(file.resolve())
-        try:
-            config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
-            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
-            with torch.device("meta"):
-                empty = AutoModelForCausalLM.from_config(config)
-        except MemoryError:
-            raise
-        except Exception as error:  # a corrupt file can make its parsers fail in any way
-            why = one_line(error).replace(alone, str(file.parent))
-            raise CheckpointError(
-                f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {why}"
-            ) from error
-    config.quantization_config = None
     try:
-        source = GgufTranslation(file, empty)
+        source, tokenizer, empty = open_gguf(file)
     except NotNative as reason:
         warnings.warn(f"{file} is dequantized to 16-bit floats: {reason}", stacklevel=3)
         return None

@@ -97,11 +97,15 @@ def load_model(
         # A configuration that transformers cannot build gets its own error.
         empty = skeleton(path, trust_remote_code)
         method = method_of(folder.config)
-        if method not in (None, METHOD) and not AutoHfQuantizer.supports_quant_method(_entry(folder)):
+        foreign = FolderTranslation.of(folder) if folder.quantization is None else None
+        if (
+            method not in (None, METHOD)
+            and foreign is None
+            and not AutoHfQuantizer.supports_quant_method(_entry(folder))
+        ):
             raise unreadable(folder.config, source, "it does not know the method")
         if method is None:
             check_model(empty, folder.entries, path)
-        foreign = FolderTranslation.of(folder) if folder.quantization is None else None
         stored = None if folder.quantization is None else folder.quantization.scheme
         stored = foreign.scheme if foreign is not None else stored
         quantized = scheme is not None or stored is not None
@@ -166,11 +170,27 @@ def _entry(folder: Folder) -> dict[str, Any]:
     return {**entry, "quant_method": str(entry.get("quant_method", ""))}
 
 
+def load(
+    source: str | Path,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """A transformers model out of anything that anybit reads: its own folders, GPTQ, AWQ, auto-round, HQQ, GGUF, ...
+
+    Layers keep their codes and run on anybit's kernels. What transformers' own ``from_pretrained`` makes of such a
+    folder needs the packages of the tool that has written it; this needs none. Arguments and errors are those of
+    ``load_model``, which gives the tokenizer, too.
+    """
+    return load_model(source, backend=backend, device=device, dtype=dtype, trust_remote_code=trust_remote_code).model
+
+
 def stored_scheme(source: str | Path) -> Scheme | None:
     """The scheme that most of a model's layers run in, by its headers; None for a model without quantized layers."""
     if is_gguf(source):
-        found = gguf_scheme(Path(source).expanduser())
-        return None if found is None else found[0]
+        return gguf_scheme(Path(source).expanduser())
     with local_folder(source) as path:
         config = read_json(path / "config.json")
         if method_of(config) in (None, METHOD):

@@ -193,6 +193,7 @@ BLOCKS = {
     "MXFP4": BlockType("w4a16g32e2m1", 32, 17, _mxfp4),
 }
 """The types that keep their codes, by GGML's names; all others are dequantized."""
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def kind_of(tensor: GgufTensor) -> str:
@@ -217,16 +218,46 @@ def stored_bytes(tensor: GgufTensor) -> int:
     return math.prod(tensor.shape) // int(weights) * int(size)
 
 
-def gguf_scheme(file: Path) -> tuple[Scheme, float] | None:
-    """The scheme that most weights of a file's matrices have, and the bits that it stores for one of them, by its
-    header; None where no matrix is quantized. The embedding, of which no product is made, is left out.
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a GGUF file holds, by its header. kinds: how many tensors are of each type. schemes: of its matrices, the
+    one of most weights first. dequantized: types of matrices that anybit has no codes for. matrices, weights and bits
+    leave out the embedding, of which no product is made.
     """
-    counts: Counter[str] = Counter()
-    bits = total = 0
-    for tensor in read_gguf_header(file).tensors.values():
-        if len(tensor.shape) == 2 and tensor.name.endswith(".weight") and not tensor.name.startswith("token_"):
-            count, kind = math.prod(tensor.shape), kind_of(tensor)
-            bits, total = bits + 8 * stored_bytes(tensor), total + count
-            if kind in BLOCKS:
-                counts[BLOCKS[kind].scheme] += count
-    return (Scheme.parse(counts.most_common(1)[0][0]), bits / total) if counts else None
+
+    architecture: str
+    bytes: int
+    kinds: dict[str, int]
+    schemes: list[str]
+    dequantized: list[str]
+    matrices: int
+    weights: int
+    bits_per_weight: float
+
+
+def summary(file: Path) -> Summary:
+    """Read a file's header; no tensor is read. Raises CheckpointError for one that is corrupt."""
+    header = read_gguf_header(file)
+    kinds: Counter[str] = Counter(kind_of(tensor) for tensor in header.tensors.values())
+    matrices = [t for t in header.tensors.values() if len(t.shape) > 1 and not t.name.startswith("token_")]
+    of_kind: Counter[str] = Counter()
+    for tensor in matrices:
+        of_kind[kind_of(tensor)] += math.prod(tensor.shape)
+    ranked = [kind for kind, _ in of_kind.most_common()]
+    total = of_kind.total()
+    return Summary(
+        str(header.metadata["general.architecture"]),
+        file.stat().st_size,
+        dict(kinds.most_common()),
+        list(dict.fromkeys(BLOCKS[kind].scheme for kind in ranked if kind in BLOCKS)),
+        sorted(kind for kind in ranked if kind not in BLOCKS and kind not in FLOATS),
+        len(matrices),
+        total,
+        8 * sum(map(stored_bytes, matrices)) / total if total else 0.0,
+    )
+
+
+def gguf_scheme(file: Path) -> Scheme | None:
+    """The scheme that most weights of a file's matrices have, by its header; None where none keeps its codes."""
+    schemes = summary(file).schemes
+    return Scheme.parse(schemes[0]) if schemes else None

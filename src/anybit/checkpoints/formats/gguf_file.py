@@ -7,17 +7,19 @@ names, and its processors, which are shown a column of row numbers. Needs the ``
 import importlib.util
 import mmap
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from anybit.checkpoints.formats.gguf_blocks import BLOCKS, kind_of, read_blocks, stored_bytes
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS, FLOATS, kind_of, read_blocks, stored_bytes
 from anybit.checkpoints.formats.translate import Translation
 from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, one_line
 from anybit.packing import QuantizedWeight, reorder
 from anybit.scheme import Scheme
 
@@ -64,7 +66,7 @@ class GgufTranslation(Translation):
             if kind_of(tensor) in BLOCKS:
                 self.layers[layer] = Scheme.parse(BLOCKS[kind_of(tensor)].scheme)
                 self._rows[layer] = self._order(tensor, isinstance(modules[layer], Conv1D))
-            elif kind_of(tensor) not in ("F32", "F16", "BF16"):
+            elif kind_of(tensor) not in FLOATS:
                 self.dequantized.add(kind_of(tensor))
         self.plain = [name for name in self._tensors if name.removesuffix(".weight") not in self.layers]
         self.bytes = sum(stored_bytes(self._tensors[f"{layer}.weight"]) for layer in self.layers)
@@ -116,6 +118,27 @@ class GgufTranslation(Translation):
         if not torch.equal(rows.sort().values, torch.arange(rows.numel())):
             raise NotNative(f"the values of its tensor {tensor.name} are computed anew")
         return None if torch.equal(rows, torch.arange(rows.numel())) else rows
+
+
+def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
+    """(the file, its tokenizer, its model on the meta device). Raises CheckpointError for a file that is corrupt."""
+    read_gguf_header(file)
+    with TemporaryDirectory(prefix="anybit-gguf-") as alone:
+        # transformers reads configurations and code beside a file, too: it gets a folder with nothing else in it.
+        (Path(alone) / file.name).symlink_to(file.resolve())
+        try:
+            config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+            with torch.device("meta"):
+                empty = AutoModelForCausalLM.from_config(config)
+        except MemoryError:
+            raise
+        except Exception as error:  # a corrupt file can make its parsers fail in any way
+            why = one_line(error).replace(alone, str(file.parent))
+            raise CheckpointError(
+                f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {why}"
+            ) from error
+    return GgufTranslation(file, empty), tokenizer, empty
 
 
 def _names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:

@@ -63,7 +63,7 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int], 
     size = _number(layer, "group_size") if "group_size" in layer else k
     if k % size:
         raise layer.refuse(f"its groups of {size} do not divide {k} inputs, so that they reach from row to row")
-    groups = Groups.of(layer, None if size == k else size, k)
+    groups = Groups.of(layer, size, k)
     zero = finite(layer, "zeros", layer["zero"]).reshape(n, -1)
     whole = bool(((zero == zero.round()) & (zero >= 0) & (zero < 2**bits)).all())
     return WeightFormat(bits, "asym" if whole else "min", groups.group), groups, (n, k), zero

@@ -6,7 +6,6 @@ Nothing is converted before it is asked for, and one layer at a time: loading, s
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.checkpoints.configuration import configuration
+from anybit.checkpoints.configuration import METHOD, configuration
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import Format, format_of, layers_of
 from anybit.checkpoints.formats.stored import ordered
 from anybit.errors import CheckpointError, LayerError
 from anybit.linear import QuantLinear
-from anybit.packing import QuantizedWeight
+from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import Scheme
 
 _RECENT = 2
 """How many layers are kept: threads that load a model are in two at most."""
+
+
+_STORED = (
+    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_indices",
+    "weight_minimum",
+)  # fmt: skip
 
 
 class Translation(ABC):
@@ -129,6 +134,42 @@ class FolderTranslation(Translation):
         return self._folder.read(name)
 
 
+class OwnTranslation(Translation):
+    """A folder that anybit itself has written. Raises CheckpointError where inputs are scaled or rotated."""
+
+    name = METHOD
+
+    def __init__(self, folder: Folder) -> None:
+        super().__init__()
+        quantization = folder.quantization
+        assert quantization is not None
+        if quantization.hadamard or quantization.input_scale:
+            raise CheckpointError(
+                f"{folder.path} has layers whose inputs are scaled or rotated first, as no other format"
+            )
+        self.path, self._folder, self.group_index = folder.path, folder, quantization.group_index
+        names = [n.removesuffix(".weight_packed") for n in folder.entries if n.endswith(".weight_packed")]
+        self.layers = {name: quantization.scheme_of(name) for name in sorted(names)}
+        own = {n for n in folder.entries if n.rpartition(".")[0] in self.layers and not n.endswith(".bias")}
+        self.plain = [name for name in folder.entries if name not in own]
+        self.bytes = sum(folder.entries[name].bytes for name in own)
+
+    def read(self, name: str) -> QuantizedWeight:
+        """One quantized layer."""
+        entries = self._folder.entries
+        parts = {p: self._folder.read(f"{name}.{p}") for p in _STORED if f"{name}.{p}" in entries}
+        n, k = (int(size) for size in parts["weight_shape"].tolist())
+        format, zero = self.layers[name].weights, parts.get("weight_zero_point")
+        if zero is not None:
+            zero = unpack_words(zero.t().contiguous(), format.bits, n).t().contiguous()
+        rest = (parts.get(part) for part in ("weight_g_idx", "weight_indices", "weight_minimum"))
+        return QuantizedWeight(parts["weight_packed"], parts["weight_scale"], zero, (n, k), format, *rest)
+
+    def read_plain(self, name: str) -> Tensor:
+        """One tensor of what is not quantized."""
+        return self._folder.read(name)
+
+
 class LazyTensor:
     """A tensor that is read when it is asked for, in the words of a slice of safetensors."""
 
@@ -157,10 +198,6 @@ class LazyTensor:
         return list(self[...].shape if self._like is None else self._like.shape)
 
 
-def tensors(translation: Translation) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a translated model as anybit saves them, one after another."""
-    for name in translation.plain:
-        yield name, translation.read_plain(name)
-    for name in translation.layers:
-        for part, tensor in QuantLinear.tensors_of(translation.read(name)).items():
-            yield f"{name}.{part}", tensor
+def scheme_words(source: Translation) -> list[str]:
+    """The schemes of a model's layers, the most frequent first."""
+    return [str(scheme) for scheme, _ in Counter(source.layers.values()).most_common()]

@@ -1,0 +1,60 @@
+"""Layers as GPTQ's v2 files hold them (``checkpoint_format: gptq_v2``), where their codes fit exactly."""
+
+import torch
+from torch import Tensor
+
+from anybit.errors import ConversionError
+from anybit.packing import QuantizedWeight, pack_words
+from anybit.scheme import Scheme
+
+_BITS = (2, 3, 4, 8)
+
+
+def why_not(scheme: Scheme) -> str | None:
+    """What of a scheme GPTQ's files cannot express, in a sentence, or None."""
+    weights = scheme.weights
+    if weights.code not in ("sym", "asym"):
+        return f"{weights.code} codes: its zeros are integers"
+    if weights.bits not in _BITS:
+        return f"{weights.bits} bits: it has {', '.join(map(str, _BITS))}"
+    if weights.sparse:
+        return "2:4 sparse weights: it stores every weight of a row"
+    if scheme.activations.quantized:
+        return f"{scheme.activations.bits}-bit activations: it has 16 bits"
+    if scheme.kv is not None and scheme.kv.quantized:
+        return f"the KV format {scheme.kv}: it has none"
+    return None
+
+
+def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors of one layer. Raises ConversionError, naming it, where the format has no place for its shape."""
+    (n, k), bits = weight.shape, weight.format.bits
+    if n % 32 or k % 32:
+        raise ConversionError(f"layer {name} is {n} x {k}, and GPTQ packs outputs and inputs in multiples of 32")
+    if weight.format.group is not None and k % weight.format.group:
+        raise ConversionError(f"layer {name} has {k} inputs, which groups of {weight.format.group} do not divide")
+    scale = weight.scale.to(torch.float16)
+    if not torch.equal(scale.to(weight.scale.dtype), weight.scale):
+        raise ConversionError(f"layer {name} has scales that float16, which GPTQ's have, does not hold exactly")
+    return {
+        "qweight": weight.words.t().contiguous(),
+        "qzeros": pack_words(weight.zeros().to(torch.uint8).t().contiguous(), bits),
+        "scales": scale.t().contiguous(),
+        "g_idx": weight.groups().to(torch.int32),
+    }
+
+
+def configuration(scheme: Scheme, kept: list[str], ordered: bool) -> dict[str, object]:
+    """The quantization_config of a model whose layers are all in ``scheme``."""
+    group = scheme.weights.group
+    return {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq_v2",
+        "bits": scheme.weights.bits,
+        "group_size": -1 if group is None else group,
+        "sym": scheme.weights.code == "sym",
+        "desc_act": ordered,
+        "modules_in_block_to_quantize": None,
+        # GPTQModel's word for layers that stay as they are.
+        "dynamic": {f"-:^{name}$".replace(".", r"\."): {} for name in kept},
+    }

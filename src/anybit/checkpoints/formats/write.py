@@ -1,0 +1,117 @@
+"""From any quantized model that anybit reads to a new folder, in anybit's tensors, compressed-tensors' or GPTQ's.
+
+Codes are never changed: what a format has no place for is refused, by the name of the layer where it is one.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from anybit.checkpoints.configuration import METHOD
+from anybit.checkpoints.convert import convert
+from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.formats import gptq_write
+from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
+from anybit.checkpoints.formats.translate import FolderTranslation, OwnTranslation, Translation
+from anybit.checkpoints.safetensors import header_room
+from anybit.checkpoints.source import is_gguf, local_folder
+from anybit.checkpoints.verify import TRAP
+from anybit.checkpoints.writing import ShardWriter, new_folder
+from anybit.errors import ConversionError
+from anybit.linear import QuantLinear
+
+TARGETS = (METHOD, "compressed-tensors", "gptq")
+
+
+def convert_into(model: str | Path, to: str, output: str | Path, overwrite: bool = False) -> dict[str, Any]:
+    """Write a quantized model anew, in another format; returns its quantization_config.
+
+    model: a folder of any format that is read, a hub name or a GGUF file.  to: one of TARGETS.
+    Raises ConversionError for what the format cannot express, and then leaves nothing behind.
+    """
+    if to not in TARGETS:
+        raise ConversionError(f"cannot convert to {to!r}; there are {', '.join(TARGETS)}")
+    if is_gguf(model):
+        try:
+            source, tokenizer, empty = open_gguf(Path(model).expanduser())
+        except NotNative as reason:
+            raise ConversionError(f"{model} cannot be converted with its codes: {reason}") from None
+        with new_folder(output, overwrite) as work:
+            empty.config.save_pretrained(work)
+            tokenizer.save_pretrained(work)
+            config = json.loads((work / "config.json").read_text(encoding="utf-8"))
+            return _write(source, to, work, empty, config, torch.float16)
+    from anybit.quantization.pipeline.modules import skeleton
+
+    with local_folder(model) as path:
+        folder = Folder(path)
+        translation = FolderTranslation.of(folder) if folder.quantization is None else OwnTranslation(folder)
+        if translation is None:
+            raise ConversionError(
+                f"{model} is not quantized in a format that is read: anybit quantize makes such a model"
+            )
+        with new_folder(output, overwrite, path) as work:
+            for file in folder.companions():
+                shutil.copyfile(file, work / file.name)
+            return _write(translation, to, work, skeleton(path), folder.config, None)
+
+
+def _write(
+    source: Translation, to: str, work: Path, empty: Any, config: dict[str, Any], dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """Fill a folder. dtype: of what is not quantized; None leaves it as it is."""
+    linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    strangers = sorted(set(source.layers) - set(linears))
+    if strangers:
+        raise ConversionError(f"layer {strangers[0]} is quantized, and {type(empty).__name__} has no such linear layer")
+    kept = sorted(set(linears) - set(source.layers))
+    if to == METHOD:
+        quantization = source.configuration(kept)
+    else:
+        _refuse_mixed(source, to)
+        quantization = source.configuration(kept)
+        if to == "gptq":
+            quantization = gptq_write.configuration(source.scheme, kept, source.group_index)
+    names = [*source.plain, *(f"{name}.{part}" for name in source.layers for part in (*_PARTS, TRAP))]
+    with ShardWriter(work, header_room(names)) as writer:
+        for name, tensor in _tensors(source, to):
+            plain = dtype is not None and name in source.plain
+            writer.add(name, tensor.to(dtype) if plain and tensor.is_floating_point() else tensor)
+    text = json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
+    (work / "config.json").write_text(text, encoding="utf-8")
+    return convert(work, to) if to == "compressed-tensors" else quantization
+
+
+_PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_minimum", "weight_shape", "weight_g_idx")
+
+
+def _tensors(source: Translation, to: str) -> Iterator[tuple[str, Tensor]]:
+    for name in source.plain:
+        yield name, source.read_plain(name).contiguous()
+    for name in source.layers:
+        weight = source.read(name)
+        parts = gptq_write.tensors_of(name, weight) if to == "gptq" else QuantLinear.tensors_of(weight)
+        yield from ((f"{name}.{part}", tensor.contiguous()) for part, tensor in parts.items())
+        if to == METHOD:
+            yield f"{name}.{TRAP}", torch.empty(0, dtype=torch.uint8)
+
+
+def _refuse_mixed(source: Translation, to: str) -> None:
+    """Raise ConversionError where layers have several schemes, or one that the format does not have."""
+    from anybit.checkpoints.convert import why_not
+
+    for name, scheme in source.layers.items():
+        reason = (gptq_write.why_not if to == "gptq" else why_not)(scheme)
+        if reason is not None:
+            raise ConversionError(f"{to} cannot express layer {name} in {scheme}: {reason}")
+        if scheme != source.scheme:
+            raise ConversionError(
+                f"{to} gets one scheme a model from anybit, and layer {name} is in {scheme}, most others in "
+                f"{source.scheme}"
+            )

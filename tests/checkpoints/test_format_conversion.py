@@ -1,0 +1,86 @@
+"""anybit convert -o: from what other tools have written, and to it, with every code as it was."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tests.cases_models import save_byte_tokenizer
+from tests.checkpoints.test_formats import whole_model
+
+from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.formats.translate import FolderTranslation, OwnTranslation
+from anybit.checkpoints.formats.write import convert_into
+from anybit.errors import ConversionError
+from anybit.integrations.loading import load_model
+from anybit.quantization.methods.registry import quantize_folder
+
+
+def quantized(place: Path, scheme: str) -> Path:
+    """A tiny Llama that anybit itself has quantized."""
+    config = transformers.LlamaConfig(
+        vocab_size=save_byte_tokenizer(place / "plain"), hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(place / "plain")
+    quantize_folder(place / "plain", place / scheme, scheme)
+    return place / scheme
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = load_model(folder).model(torch.arange(8)[None]).logits
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g32", "w3a16g64asym", "w8a16", "w2a16g32asym"])
+def test_gptq_and_back(scheme: str, tmp_path: Path) -> None:
+    ours = quantized(tmp_path, scheme)
+    convert_into(ours, "gptq", tmp_path / "gptq")
+    there = FolderTranslation.of(Folder(tmp_path / "gptq"))
+    assert there is not None and there.name == "gptq" and str(there.scheme) == scheme
+    assert torch.equal(logits(ours), logits(tmp_path / "gptq"))
+    convert_into(tmp_path / "gptq", "anybit", tmp_path / "back")
+    first, last = OwnTranslation(Folder(ours)), OwnTranslation(Folder(tmp_path / "back"))
+    assert first.layers == last.layers
+    for name in first.layers:
+        assert torch.equal(first.read(name).words, last.read(name).words)
+        assert torch.equal(first.read(name).dequantize(), last.read(name).dequantize())
+
+
+@pytest.mark.parametrize("name", ["awq-gemm-asym", "hqq-4", "ct-nvfp4", "auto-round-gptq"])
+def test_theirs_become_ours(name: str, tmp_path: Path) -> None:
+    theirs = whole_model(name, tmp_path / "theirs")
+    words = convert_into(theirs, "anybit", tmp_path / "ours")
+    assert words["quant_method"] == "anybit"
+    assert torch.equal(logits(theirs), logits(tmp_path / "ours"))
+
+
+def test_awq_becomes_compressed_tensors(tmp_path: Path) -> None:
+    theirs = whole_model("awq-gemm-asym", tmp_path / "theirs")
+    words = convert_into(theirs, "compressed-tensors", tmp_path / "ours")
+    assert words["quant_method"] == "compressed-tensors"
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["quantization_config"] == words
+    assert not any(key.endswith("q_proj.weight") for key in load_file(tmp_path / "ours" / "model.safetensors"))
+    assert torch.equal(logits(theirs), logits(tmp_path / "ours"))
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "why"),
+    [
+        ("hqq-3", "gptq", "gptq cannot express layer .*down_proj in w3a16g32min: min codes: its zeros are integers"),
+        ("ct-nvfp4", "compressed-tensors", "cannot express layer .*down_proj in w4a16g16e2m1: e2m1 codes"),
+        ("auto-round-gptq", "gptq", "one scheme a model from anybit, and layer .* is in w[48]a16g32"),
+        ("bitnet", "gptq", "8-bit activations: it has 16 bits"),
+        ("gptq-4-sym", "gguf", "cannot convert to 'gguf'; there are anybit, compressed-tensors, gptq"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(name: str, to: str, why: str, tmp_path: Path) -> None:
+    theirs = whole_model(name, tmp_path / "theirs")
+    with pytest.raises(ConversionError, match=why):
+        convert_into(theirs, to, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
