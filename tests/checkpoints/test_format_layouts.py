@@ -1,0 +1,162 @@
+"""Layouts that no tool here writes on a CPU, made by hand as their documentation has them, and what is refused."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cases import generator
+
+from anybit.checkpoints.formats import FORMATS, StoredLayer
+from anybit.checkpoints.safetensors import Entry
+from anybit.errors import CheckpointError
+
+READERS = {format.NAME: format for format in FORMATS}
+N, K = 32, 64
+
+
+@dataclass
+class Memory:
+    """A source of tensors that are there already."""
+
+    tensors: dict[str, torch.Tensor]
+    entries: dict[str, Entry] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.entries = {n: Entry(n, Path("x"), t.dtype, tuple(t.shape), 0, t.nbytes) for n, t in self.tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+def layer(config: dict[str, Any], **tensors: torch.Tensor) -> StoredLayer:
+    return StoredLayer(Memory({f"l.{name.replace('__', '.')}": t for name, t in tensors.items()}), "l", config)
+
+
+def along(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """Codes [R, C] -> words [R, C*b/32], least significant bit first along C; widths that divide 32."""
+    shifts = torch.arange(0, 32, bits)
+    return (codes.long().view(codes.shape[0], -1, 32 // bits) << shifts).sum(-1).to(torch.int32)
+
+
+def random(*shape: int, top: int = 16) -> torch.Tensor:
+    return torch.randint(0, top, shape, generator=generator(sum(shape) + top))
+
+
+def gptq(zero: torch.Tensor, g_idx: torch.Tensor, **config: Any) -> tuple[StoredLayer, torch.Tensor]:
+    """A 4-bit layer of v1, and what it stands for: scale * (q - (stored zero + 1))."""
+    codes, scales = random(K, N), (torch.rand(zero.shape[0], N, generator=generator(1)) / 8).half()
+    made = layer(
+        {"quant_method": "gptq", "checkpoint_format": "gptq", "sym": False, "group_size": 32, **config},
+        qweight=along(codes.t()).t().contiguous(), qzeros=along(zero), scales=scales, g_idx=g_idx,
+    )  # fmt: skip
+    groups = g_idx.long()
+    return made, (scales.float()[groups] * (codes - (zero[groups] + 1))).t()
+
+
+def test_gptq_zeros_of_v1_run_to_sixteen() -> None:
+    made, expected = gptq(random(2, N) | 15, torch.arange(K) // 32)
+    assert str(READERS["gptq"].scheme(made)) == "w4a16g32min"
+    assert torch.equal(READERS["gptq"].read(made).dequantize(), expected)
+
+
+def test_gptq_in_activation_order() -> None:
+    order = (torch.arange(K) // 32)[torch.randperm(K, generator=generator(2))]
+    made, expected = gptq(random(2, N, top=15), order.int(), desc_act=True)
+    weight = READERS["gptq"].read(made)
+    assert weight.group_index is not None and str(READERS["gptq"].scheme(made)) == "w4a16g32asym"
+    assert torch.equal(weight.dequantize(), expected)
+
+
+def test_gptq_v2_zeros_are_as_they_are() -> None:
+    made, expected = gptq(random(2, N, top=15), torch.arange(K) // 32)
+    again = StoredLayer(made.source, "l", {**made.config, "checkpoint_format": "gptq_v2"})
+    spread = made["scales"].float()[torch.arange(K) // 32].t()
+    torch.testing.assert_close(READERS["gptq"].read(again).dequantize(), expected + spread)
+
+
+@pytest.mark.parametrize("stored", [7, 8])
+def test_a_symmetric_gptq_layer_tells_its_own_version(stored: int) -> None:
+    made, expected = gptq(torch.full((2, N), stored), torch.arange(K) // 32, sym=True, checkpoint_format="gptq_v2")
+    assert str(READERS["gptq"].scheme(made)) == "w4a16g32"
+    spread = made["scales"].float()[torch.arange(K) // 32].t()
+    torch.testing.assert_close(READERS["gptq"].read(made).dequantize(), expected + spread * (stored - 7))
+
+
+def test_awq_gemv() -> None:
+    codes, zero, scales = random(N, K), random(N, 2), (torch.rand(N, 8, generator=generator(3)) / 8).half()
+    padded = torch.zeros(N, 8, dtype=torch.int64)
+    padded[:, :2] = zero
+    made = layer(
+        {"quant_method": "awq", "version": "gemv", "bits": 4, "group_size": 32},
+        qweight=along(codes), qzeros=along(padded), scales=scales,
+    )  # fmt: skip
+    groups = torch.arange(K) // 32
+    weight = READERS["awq"].read(made)
+    assert weight.format == READERS["awq"].scheme(made).weights
+    assert torch.equal(weight.dequantize(), (codes - zero[:, groups]) * scales.float()[:, groups])
+
+
+def test_llm_int8() -> None:
+    codes = random(N, K, top=255) - 127
+    largest = torch.rand(N, generator=generator(4)) + 0.5
+    made = layer({"quant_method": "bitsandbytes"}, weight=codes.to(torch.int8), SCB=largest)
+    assert str(READERS["bitsandbytes"].scheme(made)) == "w8a16"
+    torch.testing.assert_close(READERS["bitsandbytes"].read(made).dequantize(), codes * largest[:, None] / 127)
+
+
+def test_modelopt_nvfp4() -> None:
+    codes, values = random(N, K), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    scale = (torch.rand(N, K // 16, generator=generator(5)) * 100).to(torch.float8_e4m3fn)
+    made = layer(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        weight=packed, weight_scale=scale, weight_scale_2=torch.tensor(0.01),
+    )  # fmt: skip
+    signed = values[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+    expected = signed * (scale.float() * torch.tensor(0.01)).repeat_interleave(16, 1)
+    assert str(READERS["modelopt NVFP4"].scheme(made)) == "w4a16g16e2m1"
+    assert torch.equal(READERS["modelopt NVFP4"].read(made).dequantize(), expected)
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(48, "w4a16g16asym"), (1024, "w4a16g256asym"), (4096, "w4a16asym")])
+def test_other_group_sizes_are_cut_into_smaller_ones(size: int, scheme: str) -> None:
+    k = {48: 96, 1024: 2048, 4096: 2048}[size]
+    groups = -(-k // size)
+    codes, zero, scales = random(k, N), random(groups, N, top=15), torch.rand(groups, N).half()
+    made = layer(
+        {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "sym": False, "group_size": size},
+        qweight=along(codes.t()).t().contiguous(), qzeros=along(zero), scales=scales,
+    )  # fmt: skip
+    assert str(READERS["gptq"].scheme(made)) == scheme
+    index = torch.arange(k) // size
+    assert torch.equal(READERS["gptq"].read(made).dequantize(), (scales.float()[index] * (codes - zero[index])).t())
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "tensors", "why"),
+    [
+        ("hqq", {}, {"axis": torch.tensor(0)}, "grouped along the outputs"),
+        ("hqq", {}, {"quant_zero": torch.tensor(1)}, "quantized once more"),
+        ("bitnet", {"use_rms_norm": True}, {"weight": torch.zeros(8, K, dtype=torch.uint8)}, "norms its input first"),
+        ("bitnet", {}, {"weight": torch.zeros(N, K)}, "stored as floats"),
+        ("bitsandbytes", {}, {"weight__quant_state__bitsandbytes__fp4": torch.zeros(1)}, "bitsandbytes' FP4"),
+        ("fp8", {}, {"weight": torch.zeros(N, K), "weight_scale": torch.ones(1)}, "float32, not float8_e4m3fn"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], why: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"layer l cannot be read: .*{why}"):
+        READERS[name].scheme(layer(config, **tensors))
+
+
+@pytest.mark.parametrize("bad", ["scales", "weights"])
+def test_what_is_not_finite_is_refused(bad: str) -> None:
+    codes = torch.full((N, K), 0x7F if bad == "weights" else 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    made = layer(
+        {"quant_method": "fp8"}, weight=codes, weight_scale=torch.tensor([torch.inf if bad == "scales" else 1])
+    )
+    with pytest.raises(CheckpointError, match="not finite" if bad == "scales" else "hold NaN"):
+        READERS["fp8"].read(made)
