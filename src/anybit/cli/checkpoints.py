@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from anybit.cli.common import JsonOption, megabytes, output, print_json, status
-from anybit.errors import SchemeError
-from anybit.scheme import KVFormat, Scheme
+from anybit.errors import ConversionError, SchemeError
+from anybit.scheme import CODES, KVFormat, Scheme
 
 
 def convert(
@@ -40,9 +40,11 @@ def convert(
     from anybit.checkpoints.convert import convert as convert_folder
     from anybit.checkpoints.formats.write import convert_into
     from anybit.checkpoints.scratch import sweep
-    from anybit.checkpoints.source import refuse_unnamed
+    from anybit.checkpoints.source import is_gguf, refuse_unnamed
 
     refuse_unnamed(model)
+    if out is None and (to == "gptq" or is_gguf(model)):
+        raise ConversionError(f"converting {model} to {to} writes new tensors: name a folder for them with --output")
     if out is None:
         sweep(Path(model))
         quantization = convert_folder(model, to)
@@ -92,11 +94,13 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
     w, x = scheme.weights, scheme.activations
     zero = {"sym": f"{w.zero}", "bipolar": f"{w.zero}"}.get(w.code, "one a group, stored")
     group = "one scale a row" if w.group is None else f"one scale for {w.group} inputs"
-    stored = 16 + (w.bits if w.code == "asym" else 0)
+    stored = 16 + {"asym": w.bits, "min": 16}.get(w.code, 0)
+    value = {"min": "scale * u + minimum"}.get(w.code, f"scale * {w.code}[u]" if w.tabled else "scale * (u - zero)")
+    zero = f", zero {zero}" if w.code in CODES else ", a minimum a group" if w.code == "min" else ""
     kept = (w.bits + 2) / 2 if w.sparse else w.bits
     return {
         "scheme": str(scheme),
-        "weights": f"{w.bits} bits, {w.code}: scale * (u - zero), u in 0..{2**w.bits - 1}, zero {zero}",
+        "weights": f"{w.bits} bits, {w.code}: {value}, u in 0..{2**w.bits - 1}{zero}",
         "scales": group,
         "sparsity": "2:4" if w.sparse else None,
         "activations": f"{x.bits} bits, {x.code}, per token" if x.quantized else "16-bit floats, as they are",
@@ -130,8 +134,13 @@ def _model(what: str) -> dict[str, Any]:
         saved = folder.quantization
         foreign = FolderTranslation.of(folder) if saved is None else None
         model = skeleton(path)
-        keep = kept_modules(model, None if saved is None else saved.kept)
-        layers = linear_layers(model, keep)
+        if foreign is None:
+            keep = kept_modules(model, None if saved is None else saved.kept)
+            layers = linear_layers(model, keep)
+        else:
+            every = linear_layers(model, [])
+            layers = [layer for layer in every if layer.name in foreign.layers]
+            keep = [layer.name for layer in every if layer.name not in foreign.layers]
         weights = sum(layer.n * layer.k for layer in layers)
         names = {layer.name for layer in layers}
         stored = sum(
@@ -139,9 +148,7 @@ def _model(what: str) -> dict[str, Any]:
             for name, entry in folder.entries.items()
             if name.rpartition(".")[0] in names and name.rpartition(".")[2].startswith("weight")
         )
-        if foreign is not None:
-            keep = sorted({name for name, _ in model.named_modules()} & names - set(foreign.layers)) or keep
-            weights, stored = sum(layer.n * layer.k for layer in layers if layer.name in foreign.layers), foreign.bytes
+        stored = stored if foreign is None else foreign.bytes
         files = {entry.file.name for entry in folder.entries.values()}
         return {
             "model": what,
