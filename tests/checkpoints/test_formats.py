@@ -13,6 +13,7 @@ from tests.cases_models import save_byte_tokenizer
 
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import format_of, layers_of
+from anybit.errors import KernelError
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 
@@ -130,3 +131,18 @@ def test_it_saves_as_anybit_own_and_loads_again(name: str, tmp_path: Path) -> No
         assert torch.equal(first.model(tokens).logits, again.model(tokens).logits)
     schemes = {n: m.scheme for n, m in again.model.named_modules() if isinstance(m, QuantLinear)}
     assert schemes == {n: m.scheme for n, m in first.model.named_modules() if isinstance(m, QuantLinear)}
+
+
+def test_layers_become_floats_where_that_is_allowed(tmp_path: Path) -> None:
+    folder = whole_model("hqq-3", tmp_path)
+    loaded, plain = load_model(folder), load_model(folder, dequantize=True)
+    assert plain.scheme is None and not any(isinstance(module, QuantLinear) for module in plain.model.modules())
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain.model(tokens).logits, loaded.model(tokens).logits)
+
+
+def test_kernels_refuse_by_name_and_say_what_there_is(tmp_path: Path) -> None:
+    folder = whole_model("hqq-3", tmp_path)
+    with pytest.raises(KernelError, match=r"w3a16g32min .*; --dequantize \(dequantize=True\) runs the layers"):
+        load_model(folder, backend="packed")

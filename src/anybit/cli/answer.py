@@ -76,10 +76,19 @@ def _stopping(printer: _Printer) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def load(model: str, scheme: Scheme | None, backend: str | None, device: str | None, trust_remote_code: bool) -> Loaded:
+def load(
+    model: str,
+    scheme: Scheme | None,
+    backend: str | None,
+    device: str | None,
+    trust_remote_code: bool,
+    dequantize: bool = False,
+) -> Loaded:
     """A model that is ready to answer, as fast as it can be where it is."""
     with status(f"Loading {model}" + (f" in {scheme}" if scheme else "")):
-        loaded = load_model(model, scheme, backend=backend, device=device, trust_remote_code=trust_remote_code)
+        loaded = load_model(
+            model, scheme, backend=backend, device=device, trust_remote_code=trust_remote_code, dequantize=dequantize
+        )
         if loaded.model.device.type == "cuda":
             accelerate(loaded.model)
         return loaded

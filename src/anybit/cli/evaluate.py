@@ -11,6 +11,7 @@ import typer
 from anybit.cli.common import (
     AllowOption,
     BackendOption,
+    DequantizeOption,
     DeviceOption,
     JsonOption,
     Model,
@@ -47,6 +48,7 @@ def evaluate(
     allow: AllowOption = None,
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
+    dequantize: DequantizeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Perplexity over fixed windows of a text, and agreement with another model.
@@ -63,7 +65,9 @@ def evaluate(
 
     content = measure.read_text(text)
     with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
-        loaded = load_model(model, parsed, backend=backend, device=device, trust_remote_code=trust_remote_code)
+        loaded = load_model(
+            model, parsed, backend=backend, device=device, trust_remote_code=trust_remote_code, dequantize=dequantize
+        )
     _refuse_beyond(loaded, context)
     ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
     first = _bos(loaded.tokenizer, bos)

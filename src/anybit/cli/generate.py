@@ -8,6 +8,7 @@ import typer
 from anybit.cli.common import (
     AllowOption,
     BackendOption,
+    DequantizeOption,
     DeviceOption,
     JsonOption,
     Model,
@@ -53,6 +54,7 @@ def generate(
     allow: AllowOption = None,
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
+    dequantize: DequantizeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Generate text and print it as it comes.
@@ -68,7 +70,7 @@ def generate(
     _refuse_broken("--prompt", prompt)
     from anybit.cli import answer
 
-    loaded = answer.load(model, parsed, backend, device, trust_remote_code)
+    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize)
     asked = prompt if raw else [{"role": "user", "content": prompt}]
     text, figures = answer.answer(loaded, asked, max_new_tokens, temperature, top_p, seed, silent=as_json)
     if as_json:
@@ -89,6 +91,7 @@ def chat(
     allow: AllowOption = None,
     device: DeviceOption = None,
     trust_remote_code: TrustOption = False,
+    dequantize: DequantizeOption = False,
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer; an empty line, /quit or the end of the input ends the conversation.
 
@@ -103,7 +106,7 @@ def chat(
     _refuse_broken("--system", system or "")
     from anybit.cli import answer
 
-    loaded = answer.load(model, parsed, backend, device, trust_remote_code)
+    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize)
     if not loaded.tokenizer.chat_template:
         raise TextError(f"{model} has no chat template, so it cannot chat; use anybit generate --raw")
     messages = [{"role": "system", "content": system}] if system else []

@@ -239,17 +239,22 @@ def _shape(text: str) -> tuple[int, int] | None:
 
 def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]], str]:
     """The scheme, the shapes of a model's linear layers, first as ``fuse`` joins them, and the dtype they run in."""
-    from anybit.checkpoints import Folder, local_folder
+    from anybit.checkpoints import Folder, is_gguf, local_folder
+    from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
+    from anybit.checkpoints.formats.translate import FolderTranslation
     from anybit.quantization.pipeline.modules import (
         kept_modules,
         linear_layers,
         skeleton,
     )
 
+    if scheme is None and is_gguf(model):
+        scheme = None if (found := gguf_scheme(Path(model).expanduser())) is None else str(found)
     with local_folder(model) as path:
         folder = Folder(path)
         saved, own = folder.quantization, str(folder.kernel_dtype).removeprefix("torch.")
-        stored = None if saved is None else saved.scheme
+        foreign = FolderTranslation.of(folder) if saved is None else None
+        stored = saved.scheme if saved is not None else None if foreign is None else foreign.scheme
         if scheme is None and stored is None:
             raise SchemeError(f"{model} is not quantized by anybit: name a scheme, for example --scheme w4a8")
         empty = skeleton(path)

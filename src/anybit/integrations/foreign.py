@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.translate import Translation
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, KernelError
 from anybit.integrations.transformers import AnyBitConfig, replace_linears
 from anybit.scheme import Scheme
 
@@ -71,8 +71,16 @@ def load_gguf(file: Path, dtype: Any, device_map: Any, backend: str | None) -> t
         warnings.warn(
             f"{file} has matrices in {kinds}, which become 16-bit floats: anybit has no codes for them", stacklevel=3
         )
-    model, found = load_translated(source, empty, torch.float16 if dtype == "auto" else dtype, device_map, backend)
+    try:
+        model, found = load_translated(source, empty, torch.float16 if dtype == "auto" else dtype, device_map, backend)
+    except KernelError as error:
+        raise without_kernel(error) from None
     missing = sorted(map(str, found.get("missing_keys") or ()))
     if missing:
         raise CheckpointError(f"{file} has no tensor for {missing[0]}, which its model needs")
     return model, tokenizer, source.scheme
+
+
+def without_kernel(error: KernelError) -> KernelError:
+    """The error of a layer that no kernel runs, and what else there is for models that cannot be quantized anew."""
+    return KernelError(f"{error}; --dequantize (dequantize=True) runs the layers of this model as 16-bit floats")

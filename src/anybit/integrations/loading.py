@@ -2,7 +2,7 @@
 
 import importlib.util
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.verify import check_model
 from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
-from anybit.integrations.foreign import load_gguf, load_translated
+from anybit.integrations.foreign import load_gguf, load_translated, without_kernel
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
 from anybit.ops import backends
@@ -70,6 +70,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     modules_to_not_convert: list[str] | None = None,
     trust_remote_code: bool = False,
+    dequantize: bool = False,
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
@@ -78,6 +79,7 @@ def load_model(
         quantized model that is stored in float32 is loaded as bfloat16 onto a GPU, whose kernels take 16-bit floats; a
         warning says so.
     trust_remote_code: run the Python files of a model that brings its own; without it nothing in a folder is executed.
+    dequantize: quantized layers become 16-bit floats (float32 on a CPU), for codes that no kernel of the device runs.
     Raises CheckpointError, naming the file and the tensor, for a checkpoint that is corrupt, incomplete or not finite,
     LayerError for a layer that the scheme does not fit, and KernelError for a backend that is unknown or cannot run it,
     or that is named for a model that is not quantized.
@@ -88,6 +90,10 @@ def load_model(
         raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
     if device != "cpu" and importlib.util.find_spec("accelerate") is None:
         raise KernelError(f"transformers loads a model onto {device} with accelerate: pip install 'anybit[cuda]'")
+    if dequantize:
+        if scheme is not None or backend is not None:
+            raise KernelError("dequantize leaves no layer quantized: leave out the scheme and the backend")
+        return _dequantized(source, device, dtype, trust_remote_code)
     if scheme is None and is_gguf(source):
         native = load_gguf(Path(source).expanduser(), wanted, None if device == "cpu" else device, backend)
         if native is not None:
@@ -141,6 +147,8 @@ def load_model(
                 model, found = AutoModelForCausalLM.from_pretrained(
                     path, dtype=wanted, output_loading_info=True, trust_remote_code=trust_remote_code, **arguments
                 )
+        except KernelError as error:
+            raise error if foreign is None else without_kernel(error) from None
         except (AnyBitError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # what is wrong with a folder can make the libraries below fail in any way
@@ -170,6 +178,18 @@ def _entry(folder: Folder) -> dict[str, Any]:
     return {**entry, "quant_method": str(entry.get("quant_method", ""))}
 
 
+def _dequantized(source: str | Path, device: str, dtype: torch.dtype | None, trust_remote_code: bool) -> Loaded:
+    """A model whose quantized layers have become floats: on the CPU, a layer after the other, and then moved."""
+    kind = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    loaded = load_model(
+        source, backend=None if stored_scheme(source) is None else "reference-packed", device="cpu", dtype=kind,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    if loaded.scheme is not None:
+        loaded.model.dequantize(dtype=kind)
+    return replace(loaded, model=loaded.model.to(device), scheme=None)
+
+
 def load(
     source: str | Path,
     *,
@@ -177,6 +197,7 @@ def load(
     dtype: torch.dtype | None = None,
     backend: str | None = None,
     trust_remote_code: bool = False,
+    dequantize: bool = False,
 ) -> Any:
     """A transformers model out of anything that anybit reads: its own folders, GPTQ, AWQ, auto-round, HQQ, GGUF, ...
 
@@ -184,7 +205,10 @@ def load(
     folder needs the packages of the tool that has written it; this needs none. Arguments and errors are those of
     ``load_model``, which gives the tokenizer, too.
     """
-    return load_model(source, backend=backend, device=device, dtype=dtype, trust_remote_code=trust_remote_code).model
+    loaded = load_model(
+        source, backend=backend, device=device, dtype=dtype, trust_remote_code=trust_remote_code, dequantize=dequantize
+    )
+    return loaded.model
 
 
 def stored_scheme(source: str | Path) -> Scheme | None:
