@@ -14,7 +14,7 @@ from anybit.kernels.gemm import sm90_packed_gemm
 from anybit.scheme import Scheme, WeightFormat
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "formats.md").read_text()
-TABLE = re.search(r"<!-- table formats -->(.*?)<!-- end -->", PAGE, re.DOTALL)
+TABLE = re.search(r"<!-- formats -->(.*?)<!-- end -->", PAGE, re.DOTALL)
 assert TABLE is not None
 ROWS = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in TABLE[1].strip().splitlines()[2:]]
 BY_HAND = {("gptq", "w4a16g128min"), ("bitsandbytes", "w8a16"), ("modelopt NVFP4", "w4a16g16e2m1")}

@@ -262,7 +262,8 @@ def unfuse(model: nn.Module) -> nn.Module:
     if isinstance(getattr(body, "rotary_emb", None), FusedRotary):
         body.rotary_emb = body.rotary_emb.rotary
     graph.uninstall(model)
-    kv = next((module.scheme.kv for module in model.modules() if isinstance(module, QuantLinear)), None)
+    schemes = [module.scheme for module in model.modules() if isinstance(module, QuantLinear)]
+    kv = next((scheme.kv for scheme in schemes if scheme.kv is not None), None)  # overrides of layers name none
     if kv is not None:
         graph.install(model, kv)
     for refusal in model.__dict__.pop("_anybit_refusals", ()):
