@@ -8,7 +8,7 @@ import json
 import random
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -367,12 +367,15 @@ def tokenizer_file(rng: random.Random, folder: Path) -> Damage | None:
 # ---- GGUF
 
 
-def save_gguf(file: Path) -> Path:
-    """A llama of one block in 16-bit floats with a tokenizer of single bytes."""
+def save_gguf(file: Path, hidden: int = 32, key_heads: int = 4, kinds: Mapping[str, str] | None = None) -> Path:
+    """A llama of one block in 16-bit floats with a tokenizer of single bytes.
+
+    kinds: the types of tensors that are quantized instead, of random blocks.
+    """
     import gguf
 
     writer, rng = gguf.GGUFWriter(file, "llama"), np.random.default_rng(3)
-    hidden, ffn, heads = 32, 64, 4
+    ffn, heads = 2 * hidden, 4
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<pad>", "<s>", "</s>", *alphabet, "".join(alphabet[:2]), "".join(alphabet[2:4])]
     writer.add_context_length(64)
@@ -380,7 +383,7 @@ def save_gguf(file: Path) -> Path:
     writer.add_block_count(1)
     writer.add_feed_forward_length(ffn)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(heads)
+    writer.add_head_count_kv(key_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(tokens))
@@ -392,11 +395,16 @@ def save_gguf(file: Path) -> Path:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     shapes = {"token_embd": (len(tokens), hidden), "output": (len(tokens), hidden)}
-    shapes |= {f"blk.0.attn_{part}": (hidden, hidden) for part in ("q", "k", "v", "output")}
+    narrow = hidden // heads * key_heads
+    shapes |= {f"blk.0.attn_{part}": (hidden, hidden) for part in ("q", "output")}
+    shapes |= {f"blk.0.attn_{part}": (narrow, hidden) for part in ("k", "v")}
     shapes |= {"blk.0.ffn_gate": (ffn, hidden), "blk.0.ffn_up": (ffn, hidden), "blk.0.ffn_down": (hidden, ffn)}
     norms = ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm")
     for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float16))
+        if kind := (kinds or {}).get(name):
+            writer.add_tensor(f"{name}.weight", random_blocks(kind, *shape), raw_dtype=gguf.GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float16))
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
     writer.write_header_to_file()
@@ -404,6 +412,31 @@ def save_gguf(file: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+# The places of a block's half-precision numbers; all other bytes may be anything.
+_HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+    "MXFP4": (), "IQ3_S": (0,),
+}  # fmt: skip
+
+
+def random_blocks(kind: str, n: int, k: int) -> np.ndarray:
+    """A matrix of n x k in blocks of random bytes with sensible scales, uint8 [n, bytes of a row]."""
+    import gguf
+
+    random = np.random.default_rng(len(kind) + n + k)
+    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    data = random.integers(0, 256, (n, k // weights, size), dtype=np.uint8)
+    for place in _HALVES[kind]:
+        scales = random.normal(0, 0.002, data.shape[:2]).astype(np.float16)
+        data[..., place : place + 2] = scales[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        data[..., 0] = random.integers(110, 130, data.shape[:2])
+    if kind == "TQ2_0":
+        data[..., :64] &= 0b10101010  # pairs of 3 are no ternary digits
+    return data.reshape(n, -1)
 
 
 def damage_gguf(rng: random.Random, file: Path) -> Damage:

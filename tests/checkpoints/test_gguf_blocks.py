@@ -1,41 +1,27 @@
 """GGUF's blocks against the gguf package's own dequantization, bit for bit."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from tests.cases_damage import random_blocks, save_gguf
 
-from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
-from anybit.errors import CheckpointError
+from anybit.checkpoints import local_folder
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks, summary
+from anybit.checkpoints.formats.write import convert_into
+from anybit.errors import CheckpointError, ConversionError
+from anybit.integrations.loading import load_model
+from anybit.linear import QuantLinear
 from anybit.scheme import Scheme
 
 gguf = pytest.importorskip("gguf")
 N, K = 3, 512
-# The places of a block's half-precision numbers; all other bytes may be anything.
-HALVES = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,), "IQ4_NL": (0,), "IQ4_XS": (0,),
-    "MXFP4": (),
-}  # fmt: skip
-
-
-def random_blocks(kind: str) -> np.ndarray:
-    """Blocks of random bytes with sensible scales, uint8 [N, bytes of a row]."""
-    random = np.random.default_rng(len(kind))
-    block = BLOCKS[kind]
-    data = random.integers(0, 256, (N, K // block.weights, block.bytes), dtype=np.uint8)
-    for place in HALVES[kind]:
-        scales = random.normal(0, 0.05, data.shape[:2]).astype(np.float16)
-        data[..., place : place + 2] = scales[..., None].view(np.uint8)
-    if kind == "MXFP4":
-        data[..., 0] = random.integers(110, 130, data.shape[:2])
-    if kind == "TQ2_0":
-        data[..., :64] &= 0b10101010  # pairs of 3 are no ternary digits
-    return data.reshape(N, -1)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_are_what_gguf_makes_of_them(kind: str) -> None:
-    data = random_blocks(kind)
+    data = random_blocks(kind, N, K)
     weight = read_blocks(torch.from_numpy(data), kind, (N, K))
     assert weight.format == Scheme.parse(BLOCKS[kind].scheme).weights
     expected = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]).astype(np.float32))
@@ -45,9 +31,63 @@ def test_blocks_are_what_gguf_makes_of_them(kind: str) -> None:
 
 
 def test_what_is_no_matrix_is_refused() -> None:
-    data = torch.from_numpy(random_blocks("Q4_0"))
+    data = torch.from_numpy(random_blocks("Q4_0", N, K))
     with pytest.raises(CheckpointError, match=r"864 bytes are no 3 x 480 matrix in Q4_0"):
         read_blocks(data, "Q4_0", (3, 480))
     data[0, :2] = 0xFF
     with pytest.raises(CheckpointError, match="not finite"):
         read_blocks(data, "Q4_0", (N, K))
+
+
+MIXED = {
+    "blk.0.attn_q": "Q4_K", "blk.0.attn_k": "Q4_K", "blk.0.attn_v": "Q6_K", "blk.0.attn_output": "Q5_K",
+    "blk.0.ffn_gate": "Q4_1", "blk.0.ffn_up": "IQ4_XS", "blk.0.ffn_down": "Q3_K", "output": "Q8_0",
+    "token_embd": "Q4_0",
+}  # fmt: skip
+
+
+def test_a_file_runs_as_it_does_dequantized(tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
+    ours = load_model(file)
+    layers = {n: m for n, m in ours.model.named_modules() if isinstance(m, QuantLinear)}
+    assert str(layers["model.layers.0.self_attn.v_proj"].scheme) == "w6a16g16" and len(layers) == 8
+    with local_folder(file) as folder:
+        plain = load_model(folder)
+    for name, layer in layers.items():  # the rows of queries and keys lie in another order in the file
+        torch.testing.assert_close(
+            layer.dequantize(), plain.model.get_submodule(name).weight.data, rtol=2**-10, atol=2**-24
+        )
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours.model(tokens).logits, plain.model(tokens).logits, rtol=1e-2, atol=1e-2)
+
+
+def test_what_has_no_codes_becomes_floats_and_is_said(tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "model.gguf", 256, 4, {"blk.0.ffn_up": "IQ3_S", "blk.0.ffn_gate": "Q4_0"})
+    with pytest.warns(UserWarning, match="matrices in IQ3_S, which become 16-bit floats"):
+        loaded = load_model(file)
+    kinds = {n: type(m).__name__ for n, m in loaded.model.named_modules() if n.endswith(("up_proj", "gate_proj"))}
+    assert kinds == {"model.layers.0.mlp.up_proj": "Linear", "model.layers.0.mlp.gate_proj": "QuantLinear"}
+
+
+def test_a_file_converts_with_its_codes(tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
+    convert_into(file, "anybit", tmp_path / "ours")
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        there, here = (load_model(source).model(tokens).logits for source in (file, tmp_path / "ours"))
+    torch.testing.assert_close(here, there, rtol=1e-2, atol=1e-2)  # the embedding has become float16
+    with pytest.raises(ConversionError, match=r"compressed-tensors gets one scheme .* layer lm_head"):
+        convert_into(file, "compressed-tensors", tmp_path / "theirs")
+
+
+def test_info_reads_the_header_alone(tmp_path: Path) -> None:
+    found = summary(save_gguf(tmp_path / "model.gguf", 256, 2, MIXED))
+    ones = dict.fromkeys({kind for kind in MIXED.values() if kind != "Q4_K"}, 1)
+    assert found.kinds == {"F32": 3, "Q4_K": 2, **ones}
+    assert found.matrices == 8 and found.dequantized == [] and found.schemes[0] == "w4a16g32min"
+    sizes = {"output": (260, 256), "blk.0.attn_k": (128, 256), "blk.0.attn_v": (128, 256)}
+    wide = {"blk.0.ffn_gate": (512, 256), "blk.0.ffn_up": (512, 256), "blk.0.ffn_down": (256, 512)}
+    counts = {name: np.prod({**sizes, **wide}.get(name, (256, 256))) for name in MIXED if name != "token_embd"}
+    bits = sum(count * BLOCKS[MIXED[name]].bits_per_weight for name, count in counts.items()) / sum(counts.values())
+    assert found.bits_per_weight == pytest.approx(bits)

@@ -243,14 +243,16 @@ def summary(file: Path) -> Summary:
     of_kind: Counter[str] = Counter()
     for tensor in matrices:
         of_kind[kind_of(tensor)] += math.prod(tensor.shape)
-    ranked = [kind for kind, _ in of_kind.most_common()]
+    of_scheme: Counter[str] = Counter()
+    for kind in of_kind.keys() & BLOCKS.keys():
+        of_scheme[BLOCKS[kind].scheme] += of_kind[kind]
     total = of_kind.total()
     return Summary(
         str(header.metadata["general.architecture"]),
         file.stat().st_size,
         dict(kinds.most_common()),
-        list(dict.fromkeys(BLOCKS[kind].scheme for kind in ranked if kind in BLOCKS)),
-        sorted(kind for kind in ranked if kind not in BLOCKS and kind not in FLOATS),
+        [scheme for scheme, _ in of_scheme.most_common()],
+        sorted(of_kind.keys() - BLOCKS.keys() - set(FLOATS)),
         len(matrices),
         total,
         8 * sum(map(stored_bytes, matrices)) / total if total else 0.0,
