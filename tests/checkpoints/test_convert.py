@@ -124,5 +124,5 @@ def test_other_refusals(sources: dict[str, Path], tmp_path: Path) -> None:
     assert "quantizes input_activations" in refusal(group={"input_activations": {"num_bits": 8}})
     assert "of type float" in refusal(group={"weights": {**weights, "type": "float"}})
     assert "activation order (group)" in refusal(group={"weights": {**weights, "actorder": "group"}})
-    assert "groups of 16" in refusal(group={"weights": {**weights, "group_size": 16}})
+    assert "groups of 8" in refusal(group={"weights": {**weights, "group_size": 8}})
     assert "weight_packed is of shape (64, 12)" in refusal(group={"weights": {**weights, "num_bits": 8}})

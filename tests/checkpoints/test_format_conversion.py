@@ -9,11 +9,13 @@ import transformers
 from safetensors.torch import load_file
 from tests.cases_models import save_byte_tokenizer
 from tests.checkpoints.test_formats import whole_model
+from typer.testing import CliRunner
 
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats.translate import FolderTranslation, OwnTranslation
 from anybit.checkpoints.formats.write import convert_into
-from anybit.errors import ConversionError
+from anybit.cli import app
+from anybit.errors import ConversionError, LayerError
 from anybit.integrations.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
@@ -84,3 +86,30 @@ def test_what_does_not_fit_is_refused_by_name(name: str, to: str, why: str, tmp_
     with pytest.raises(ConversionError, match=why):
         convert_into(theirs, to, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+def test_the_commands_take_them(tmp_path: Path) -> None:
+    theirs = whole_model("awq-gemm-asym", tmp_path / "theirs")
+    told = json.loads(CliRunner().invoke(app, ["info", str(theirs), "--json"]).stdout)
+    assert (told["quantization"], told["scheme"], told["linear_layers"]) == ("awq", "w4a16g32asym", 2)
+    assert told["bits_per_weight"] == 4 + (16 + 4) / 32
+    done = CliRunner().invoke(app, ["convert", str(theirs), "--to", "gptq", "-o", str(tmp_path / "ours")])
+    assert done.exit_code == 0 and "no code was changed" in done.stdout
+    again = json.loads(CliRunner().invoke(app, ["info", str(tmp_path / "ours"), "--json"]).stdout)
+    assert (again["quantization"], again["scheme"]) == ("gptq", "w4a16g32asym")
+    explained = CliRunner().invoke(app, ["explain", str(theirs), "--m", "1"])
+    assert explained.exit_code == 0 and "w4a16g32asym" in explained.stdout
+    with pytest.raises(ConversionError, match="writes new tensors: name a folder for them with --output"):
+        CliRunner().invoke(app, ["convert", str(theirs), "--to", "gptq"], catch_exceptions=False)
+
+
+def test_a_folder_of_theirs_generates(tmp_path: Path) -> None:
+    convert_into(quantized(tmp_path, "w4a16g32"), "gptq", tmp_path / "gptq")
+    command = ["generate", str(tmp_path / "gptq"), "--prompt", "a", "--raw", "-n", "2", "--json"]
+    shown = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
+    assert shown["tokens"] <= 2 and shown["scheme"] == "w4a16g32"
+
+
+def test_codes_that_only_others_make_are_not_quantized_to(tmp_path: Path) -> None:
+    with pytest.raises(LayerError, match="w4a16g32min has codes that are read from models of other tools"):
+        quantized(tmp_path, "w4a16g32min")

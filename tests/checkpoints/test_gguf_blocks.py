@@ -1,5 +1,6 @@
 """GGUF's blocks against the gguf package's own dequantization, bit for bit."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from tests.cases_damage import random_blocks, save_gguf
 from anybit.checkpoints import local_folder
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks, summary
 from anybit.checkpoints.formats.write import convert_into
+from anybit.checkpoints.gguf import read_gguf_header
 from anybit.errors import CheckpointError, ConversionError
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
@@ -82,12 +84,11 @@ def test_a_file_converts_with_its_codes(tmp_path: Path) -> None:
 
 
 def test_info_reads_the_header_alone(tmp_path: Path) -> None:
-    found = summary(save_gguf(tmp_path / "model.gguf", 256, 2, MIXED))
-    ones = dict.fromkeys({kind for kind in MIXED.values() if kind != "Q4_K"}, 1)
+    file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
+    found, ones = summary(file), dict.fromkeys({kind for kind in MIXED.values() if kind != "Q4_K"}, 1)
     assert found.kinds == {"F32": 3, "Q4_K": 2, **ones}
     assert found.matrices == 8 and found.dequantized == [] and found.schemes[0] == "w4a16g32min"
-    sizes = {"output": (260, 256), "blk.0.attn_k": (128, 256), "blk.0.attn_v": (128, 256)}
-    wide = {"blk.0.ffn_gate": (512, 256), "blk.0.ffn_up": (512, 256), "blk.0.ffn_down": (256, 512)}
-    counts = {name: np.prod({**sizes, **wide}.get(name, (256, 256))) for name in MIXED if name != "token_embd"}
-    bits = sum(count * BLOCKS[MIXED[name]].bits_per_weight for name, count in counts.items()) / sum(counts.values())
+    tensors = read_gguf_header(file).tensors
+    counts = [(BLOCKS[kind], math.prod(tensors[f"{n}.weight"].shape)) for n, kind in MIXED.items() if n != "token_embd"]
+    bits = sum(count * block.bits_per_weight for block, count in counts) / sum(count for _, count in counts)
     assert found.bits_per_weight == pytest.approx(bits)

@@ -78,7 +78,7 @@ def _why_not_layer(name: str, module: Any, fmt: WeightFormat) -> str | None:
         return f"layer {name} was a Conv1D, whose weight compressed-tensors expects transposed"
     k = module.weight.shape[1]
     if fmt.group is not None and k % fmt.group:
-        smaller = [f"g{group}" for group in GROUPS if k % group == 0]
+        smaller = [f"g{group}" for group in GROUPS if group > 16 and k % group == 0]  # no kernel runs g16
         advice = f"quantize with {' or '.join(smaller)}, or with whole rows" if smaller else "use whole rows"
         return (
             f"layer {name} has {k} inputs, which groups of {fmt.group} do not divide, as compressed-tensors demands; "

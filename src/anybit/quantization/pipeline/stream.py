@@ -33,7 +33,7 @@ from anybit.quantization.pipeline.modules import (
     skeleton,
     tied_names,
 )
-from anybit.scheme import Scheme
+from anybit.scheme import CODES, Scheme
 
 Progress = Callable[[str, int, int], None]
 """Called with the layer just done, the weights done so far, and all there are to do."""
@@ -218,6 +218,11 @@ def _write_companions(job: Job, folder: Path, group_index: bool, changes: Change
 
 
 def _check_fit(layer: LinearLayer, scheme: Scheme) -> None:
+    if scheme.weights.code not in CODES:
+        raise LayerError(
+            f"{scheme} has codes that are read from models of other tools: quantize to {', '.join(CODES)}, for example "
+            "w4a16g128"
+        )
     if scheme.weights.sparse and layer.k % 4:
         raise LayerError(
             f"{scheme} does not fit layer {layer.name}: 2:4 sparsity needs a multiple of 4 inputs, not {layer.k}; "
