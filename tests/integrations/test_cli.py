@@ -64,7 +64,7 @@ def test_quantize_generate_eval_convert(run: Any, model: Path, text: Path, tmp_p
     assert "is a compressed-tensors model already" in run("convert", tmp_path / "w4", "--to", "compressed-tensors")[2]
     config = json.loads((tmp_path / "w4" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-    assert "compressed-tensors on cpu" in run("generate", tmp_path / "w4", "-p", "Hello", "-n", 2, "--device", "cpu")[2]
+    assert "w4a16g32 on cpu" in run("generate", tmp_path / "w4", "-p", "Hello", "-n", 2, "--device", "cpu")[2]
 
 
 def test_on_the_fly_is_the_same_as_saved(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
