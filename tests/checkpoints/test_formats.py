@@ -13,7 +13,7 @@ from tests.cases_models import save_byte_tokenizer
 
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import format_of, layers_of
-from anybit.errors import KernelError
+from anybit.errors import CheckpointError, KernelError
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 
@@ -146,3 +146,15 @@ def test_kernels_refuse_by_name_and_say_what_there_is(tmp_path: Path) -> None:
     folder = whole_model("hqq-3", tmp_path)
     with pytest.raises(KernelError, match=r"w3a16g32min .*; --dequantize \(dequantize=True\) runs the layers"):
         load_model(folder, backend="packed")
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_biases_that_the_model_lacks_are_left_out_if_they_are_zeros(value: float, tmp_path: Path) -> None:
+    folder = whole_model("gptq-4-sym", tmp_path)
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.full((64,), value, dtype=torch.float16)}
+    save_file({**load_file(folder / "model.safetensors"), **bias}, folder / "model.safetensors")
+    if value:
+        with pytest.raises(CheckpointError, match=r"has tensor .*q_proj\.bias, which LlamaForCausalLM does not take"):
+            load_model(folder)
+    else:
+        assert load_model(folder).scheme is not None

@@ -75,6 +75,7 @@ class Translation(ABC):
         dtype: of floats, scales and minima among them.
         Raises CheckpointError for a layer that the model does not have, or has in another shape.
         """
+        self.drop_zero_biases(model)
         modules = dict(model.named_modules())
         found = {name: LazyTensor(self, name, None, dtype) for name in self.plain}
         for name in self.layers:
@@ -85,6 +86,13 @@ class Translation(ABC):
                 if part.startswith("weight_"):
                     found[f"{name}.{part}"] = LazyTensor(self, name, part, dtype, parameter)
         return found
+
+    def drop_zero_biases(self, model: Any) -> None:
+        """Leave out biases of zeros that a model has no place for: some of GPTQ's tools give one to every layer."""
+        wanted = model.state_dict().keys()
+        surplus = {f"{layer}.bias" for layer in self.layers} & set(self.plain) - wanted
+        zero = {name for name in surplus if not bool(self.read_plain(name).any())}
+        self.plain = [name for name in self.plain if name not in zero]
 
     def part(self, layer: str, part: str, dtype: torch.dtype) -> Tensor:
         """A tensor of a layer as QuantLinear stores it; the layer is kept a while, since its other parts are next."""

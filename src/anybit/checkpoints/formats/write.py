@@ -71,6 +71,7 @@ def _write(
     if strangers:
         raise ConversionError(f"layer {strangers[0]} is quantized, and {type(empty).__name__} has no such linear layer")
     kept = sorted(set(linears) - set(source.layers))
+    source.drop_zero_biases(empty)
     if to == METHOD:
         quantization = source.configuration(kept)
     else:
