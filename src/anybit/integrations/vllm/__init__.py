@@ -1,0 +1,21 @@
+"""anybit inside vLLM: ``pip install 'anybit[vllm]'``, then ``vllm serve FOLDER`` runs what anybit quantized.
+
+vLLM calls ``register`` in each of its processes (entry point group ``vllm.general_plugins``). This package imports
+vLLM's layers only from there on, and does no arithmetic: layers run ``anybit.ops``.
+"""
+
+import logging
+
+_logger = logging.getLogger("vllm.anybit")
+
+
+def register() -> None:
+    """Make vLLM know the quantization method "anybit"; says why if it cannot, and leaves vLLM usable."""
+    try:
+        from vllm.model_executor.layers.quantization import register_quantization_config
+
+        from anybit.integrations.vllm.config import AnyBitConfig
+    except ImportError as error:
+        _logger.warning("anybit does not know this version of vLLM, and is not registered with it: %s", error)
+        return
+    register_quantization_config("anybit")(AnyBitConfig)

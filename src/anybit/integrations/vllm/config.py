@@ -1,0 +1,212 @@
+"""The quantization method "anybit" as vLLM knows it: which layers are quantized, and how."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from anybit.checkpoints.safetensors import read_header
+from anybit.errors import CheckpointError, LayerError, OptionError
+from anybit.integrations.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
+from anybit.integrations.vllm.warmup import Ledger
+from anybit.scheme import Code, Scheme, WeightFormat
+
+METHOD, COMPRESSED = "anybit", "compressed-tensors"
+_logger = logging.getLogger("vllm.anybit")
+_HOW = (
+    "name a scheme: --hf-overrides '{\"quantization_config\": {\"quant_method\": \"anybit\", \"scheme\": "
+    "\"w4a16g128\"}}', or `anybit serve MODEL --scheme w4a16g128`"
+)
+
+
+class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
+    """How a model is quantized, for vLLM.
+
+    scheme: of every quantized layer.  kept: names or patterns of layers that are not quantized.  group_index,
+    input_scale: every layer stores an activation order, a scale of its inputs.  hadamard: the layers whose inputs are
+    rotated on line.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme | str | None = None,
+        kept: list[str] | None = None,
+        group_index: bool = False,
+        hadamard: list[str] | None = None,
+        input_scale: bool = False,
+    ) -> None:
+        super().__init__()
+        if scheme is None:
+            raise OptionError(f"the model is not quantized, and --quantization anybit alone does not say how to: {_HOW}")
+        self.scheme = Scheme.parse(scheme)
+        self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
+        self.group_index, self.input_scale = group_index, input_scale
+        self.stored: list[str] | None = None
+        self.ledger = Ledger()
+        self._told: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"AnyBitConfig({self.scheme})"
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The method's name."""
+        return METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """What kernels take; float32 is for CPUs."""
+        return [torch.float16, torch.bfloat16, *([] if torch.cuda.is_available() else [torch.float32])]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """sm_80."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """All is in config.json."""
+        return []
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> Any:
+        """Take compressed-tensors folders that anybit wrote, and those of other tools if it is asked for by name."""
+        method = hf_quant_cfg.get("quant_method")
+        mine = method == METHOD or (method == COMPRESSED and isinstance(hf_quant_cfg.get(METHOD), dict))
+        return METHOD if user_quant == METHOD or (mine and user_quant is None) else None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "AnyBitConfig":
+        """Read a ``quantization_config``: anybit's, compressed-tensors' with anybit's words in it, or without."""
+        method = config.get("quant_method")
+        words = config if method == METHOD else config.get(METHOD)
+        if isinstance(words, dict):
+            if not isinstance(words.get("scheme"), str):
+                raise CheckpointError(f"the quantization_config of config.json names anybit, but no scheme; {_HOW}")
+            return cls(
+                words["scheme"],
+                words.get("modules_to_not_convert"),
+                bool(words.get("group_index")),
+                words.get("hadamard"),
+                bool(words.get("input_scale")),
+            )
+        if method == COMPRESSED:
+            scheme, ordered = _scheme_of(config)
+            return cls(scheme, [name.removeprefix("re:") for name in config.get("ignore") or ()], ordered)
+        raise CheckpointError(
+            f"anybit's kernels cannot run this model's {method} weights inside vLLM yet: leave out --quantization "
+            "anybit, and vLLM's own kernels run them"
+        )
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Look into the checkpoint's headers: which layers hold codes decides what is loaded, not a pattern."""
+        names = _tensor_names(model_name, revision)
+        self.stored = None if names is None else sorted(
+            name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed")
+        )  # fmt: skip
+        if self.stored is None or self.stored:
+            experts = [name for name in self.stored or () if ".experts." in name]
+            if experts:
+                raise CheckpointError(
+                    f"{model_name} holds quantized experts ({experts[0]}): inside vLLM anybit leaves experts in 16 bits. "
+                    "Quantize the model with these layers in modules_to_not_convert"
+                )
+            heads = [name for name in self.stored or () if name.rpartition(".")[2] in ("lm_head", "embed_out")]
+            if heads:
+                raise CheckpointError(
+                    f"{model_name} has a quantized output head ({heads[0]}), which anybit does not run inside vLLM: "
+                    "quantize the model with its head left as it is, the default"
+                )
+        if self.scheme.kv is not None:
+            self._tell(
+                f"the KV cache of {self.scheme.kv} is not part of what anybit does inside vLLM: the cache is what "
+                "--kv-cache-dtype says"
+            )
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Names as vLLM has them, where its model differs from the checkpoint's."""
+        self.kept = hf_to_vllm_mapper.apply_list(self.kept)
+        self.hadamard = hf_to_vllm_mapper.apply_list(self.hadamard)
+        if self.stored is not None:
+            self.stored = hf_to_vllm_mapper.apply_list(self.stored)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """What runs a layer. Raises LayerError where vLLM fuses layers of which only some are quantized."""
+        if isinstance(layer, RoutedExperts):
+            self._tell("experts stay in 16 bits: anybit's schemes apply to the linear layers alone")
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        if not isinstance(layer, LinearBase):
+            if isinstance(layer, VocabParallelEmbedding):
+                self._tell("the embedding and the output head stay as they are")
+            return None
+        names = self._parts(prefix)
+        chosen = [self._quantizes(name) for name in names]
+        if not any(chosen):
+            return UnquantizedLinearMethod()
+        if not all(chosen):
+            kept = next(name for name, one in zip(names, chosen, strict=True) if not one)
+            raise LayerError(
+                f"vLLM fuses {' + '.join(names)}, of which {kept} is not quantized: quantize all of them, or none"
+            )
+        parts = [Part(name, name in self.hadamard) for name in names]
+        if not self.stored:
+            return AnyBitOnlineLinearMethod(self.scheme, parts, self.ledger)
+        return AnyBitLinearMethod(self.scheme, parts, self.ledger, self.group_index, self.input_scale)
+
+    def _parts(self, prefix: str) -> list[str]:
+        """The layers of the checkpoint that vLLM's layer stands for."""
+        parent, _, last = prefix.rpartition(".")
+        fused = self.packed_modules_mapping.get(last, [last])
+        return [f"{parent}.{name}" if parent else name for name in fused]
+
+    def _quantizes(self, name: str) -> bool:
+        if self.stored:
+            return name in self.stored
+        return not any(_matches(pattern, name) for pattern in self.kept)
+
+    def _tell(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            _logger.info("anybit: %s", message)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a module is one to keep; transformers' rule (``should_convert_module``)."""
+    return bool(re.match(f"{pattern}\\.", name) or re.match(pattern, name)) or name.endswith(pattern)
+
+
+def _scheme_of(config: dict[str, Any]) -> tuple[Scheme, bool]:
+    """The scheme of compressed-tensors' words, and whether layers store an activation order."""
+    groups = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+        raise CheckpointError(f"the model has {len(groups)} config_groups; anybit runs one scheme, of all Linear layers")
+    weights, form = groups[0].get("weights") or {}, groups[0].get("format") or config.get("format")
+    if groups[0].get("input_activations") or form != "pack-quantized" or weights.get("type", "int") != "int":
+        raise CheckpointError(
+            f"the model is in compressed-tensors' {form!r} with activations {groups[0].get('input_activations')}; "
+            "anybit runs pack-quantized integers with 16-bit activations of other tools"
+        )
+    code: Code = "sym" if weights.get("symmetric", True) else "asym"
+    group = weights.get("group_size") if weights.get("strategy") == "group" else None
+    scheme = Scheme(WeightFormat(int(weights.get("num_bits", 8)), code, group))
+    return scheme, weights.get("actorder") in (True, "group")
+
+
+def _tensor_names(model: str, revision: str | None) -> list[str] | None:
+    """The names of a checkpoint's tensors, from its headers; None where it has no safetensors."""
+    folder = Path(model)
+    if folder.is_dir():
+        files = sorted(folder.glob("*.safetensors"))
+        return [entry.name for file in files for entry in read_header(file)] if files else None
+    from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+    found = get_safetensors_params_metadata(model, revision=revision)
+    return list(found) or None

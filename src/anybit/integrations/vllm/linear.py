@@ -1,0 +1,275 @@
+"""vLLM's linear layers on anybit: what a checkpoint holds, loaded by vLLM, prepared once, run by ``anybit.ops``."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    ReplicatedLinear,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from anybit import ops
+from anybit.errors import AnyBitError, CheckpointError, LayerError
+from anybit.integrations.vllm import fusion, warmup
+from anybit.integrations.vllm.parameters import Cut, PerPart, Rows, Zeros, empty, load_replicated, whole
+from anybit.packing import QuantizedWeight, reorder, stack, words_per_row
+from anybit.quantize.rtn import quantize_weight
+from anybit.scheme import Scheme, WeightFormat
+from anybit.sharding import shard_format, shard_groups, shard_ordered, shard_words
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a checkpoint says of one of the layers that vLLM fuses. name: as the checkpoint has it."""
+
+    name: str
+    hadamard: bool
+
+
+@dataclass(frozen=True)
+class Product:
+    """One call of ``anybit::linear``: the layers whose outputs it gives, and the layer's buffers that it reads."""
+
+    outputs: int
+    spec: str
+    tensors: tuple[str, ...]
+    input_scale: str | None
+    hadamard: bool
+
+
+class _Method(LinearMethodBase):  # type: ignore[misc]
+    """What both methods share: a layer that is ready, and its forward."""
+
+    def __init__(self, scheme: Scheme, parts: list[Part], ledger: warmup.Ledger) -> None:
+        self.scheme, self.parts, self.ledger = scheme, parts, ledger
+        ledger.expect()
+
+    @property
+    def name(self) -> str:
+        """The layers that are run, for errors."""
+        return " + ".join(part.name for part in self.parts)
+
+    def _shape(self, layer: nn.Module, inputs: int, outputs: list[int], whole_inputs: int) -> None:
+        """Keep what the forward and the loaders need of the layer's place among the ranks."""
+        layer.anybit_inputs, layer.anybit_outputs, layer.anybit_split = inputs, outputs, inputs != whole_inputs
+        layer.anybit_start = layer.tp_rank * inputs if layer.anybit_split else 0
+        if len(self.parts) not in (1, len(outputs)):
+            raise LayerError(f"vLLM fuses {len(outputs)} layers where the checkpoint has {self.name}")
+
+    def _ready(self, layer: nn.Module, weights: list[tuple[Part, QuantizedWeight, Tensor | None]]) -> None:
+        """Prepare the weights of a layer's parts; those whose inputs are the same become one product."""
+        runs: list[list[tuple[Part, QuantizedWeight, Tensor | None]]] = []
+        for weight in weights:
+            if runs and _stackable(runs[-1][-1], weight):
+                runs[-1].append(weight)
+            else:
+                runs.append([weight])
+        paired = fusion.pairs_of(layer, self.scheme) if len(runs) == 1 else None
+        products = []
+        for number, run in enumerate(runs):
+            joined = run[0][1] if len(run) == 1 else stack([weight for _, weight, _ in run])
+            if paired is not None:
+                joined = reorder(joined, paired)
+                if layer.bias is not None:
+                    layer.bias.data = layer.bias.data[paired.to(layer.bias.device)]
+            try:
+                prepared = ops.prepare(joined, self.scheme.activations, fused=joined.words.is_cuda)
+            except AnyBitError as error:
+                raise type(error)(f"layer {self.name}: {error}") from None
+            names = []
+            for index, tensor in enumerate(prepared.tensors):
+                names.append(f"anybit_{number}_{index}")
+                layer.register_buffer(names[-1], tensor, persistent=False)
+            part, _, input_scale = run[0]
+            scale_name = None
+            if input_scale is not None:
+                scale_name = f"anybit_{number}_input_scale"
+                layer.register_buffer(scale_name, input_scale, persistent=False)
+            if part.hadamard:
+                width = layer.anybit_inputs * (layer.tp_size if layer.anybit_split else 1)
+                ops.prepare_rotation(width, joined.words.device)
+            products.append(Product(joined.shape[0], prepared.spec_text, tuple(names), scale_name, part.hadamard))
+        layer.anybit_products = tuple(products)
+        fusion.activate(layer, self.scheme, paired is not None)
+        self.ledger.add(layer, products)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Y = x W^T + bias: x [..., K] -> y [..., N] of this rank, in x's dtype."""
+        products = layer.anybit_products
+        if len(products) == 1:
+            return self._multiply(layer, products[0], x, bias)
+        biases = [None] * len(products) if bias is None else bias.split([product.outputs for product in products])
+        parts = [self._multiply(layer, product, x, part) for product, part in zip(products, biases, strict=True)]
+        return torch.cat(parts, dim=-1)
+
+    def _multiply(self, layer: nn.Module, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
+        if product.input_scale is not None:
+            x = x * getattr(layer, product.input_scale)
+        tensors = [getattr(layer, name) for name in product.tensors]
+        if product.hadamard and layer.anybit_split:  # a rotation mixes all inputs: those of the other ranks, too
+            every = ops.hadamard(tensor_model_parallel_all_gather(x.contiguous()))
+            x = every[..., layer.anybit_start : layer.anybit_start + layer.anybit_inputs].contiguous()
+        elif product.hadamard:
+            return torch.ops.anybit.hadamard_linear(x, tensors, bias, product.spec)
+        return torch.ops.anybit.linear(x, tensors, bias, product.spec)
+
+
+@register_weight_loader_v2_supported_method
+class AnyBitLinearMethod(_Method):
+    """Layers of a checkpoint that holds codes."""
+
+    def __init__(
+        self, scheme: Scheme, parts: list[Part], ledger: warmup.Ledger, group_index: bool, input_scale: bool
+    ) -> None:
+        super().__init__(scheme, parts, ledger)
+        self.group_index, self.input_scale = group_index, input_scale
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Room for this rank's part of the tensors that ``QuantLinear`` documents."""
+        k, outputs = input_size_per_partition, list(output_partition_sizes)
+        self._shape(layer, k, outputs, input_size)
+        start, n, count, fmt = layer.anybit_start, sum(outputs), len(outputs), self.scheme.weights
+        loader = load_replicated if isinstance(layer, ReplicatedLinear) else extra["weight_loader"]
+        kept = 2 if fmt.sparse else 1
+        try:
+            mine = shard_format(fmt, start, k)
+        except LayerError as error:
+            raise LayerError(f"layer {self.name}, tensor-parallel rank {layer.tp_rank}: {error}") from None
+        ordered = self.group_index and fmt.group is not None and layer.anybit_split
+
+        def of_inputs(bits: int) -> Cut:
+            return lambda words: shard_words(words, bits, start // kept, k // kept) if layer.anybit_split else words
+
+        def of_groups(values: Tensor) -> Tensor:
+            return values if ordered or not layer.anybit_split else shard_groups(values, fmt, start, k)
+
+        def of_channels(values: Tensor) -> Tensor:
+            return values[start : start + k]
+
+        groups = fmt.groups(input_size) if ordered else mine.groups(k)
+        rows: list[tuple[str, Tensor, Cut]] = [
+            ("weight_packed", empty(n, words_per_row(k // kept, fmt.bits), dtype=torch.int32), of_inputs(fmt.bits)),
+            ("weight_scale", empty(n, groups, dtype=params_dtype), of_groups),
+        ]
+        if fmt.sparse:
+            rows.append(("weight_indices", empty(n, words_per_row(k // kept, 2), dtype=torch.int32), of_inputs(2)))
+        for name, data, cut in rows:
+            layer.register_parameter(name, Rows(data, loader, f"{self.name}.{name}", cut))
+        if fmt.code == "asym":
+            zeros, name = empty(n, groups, dtype=torch.uint8), f"{self.name}.weight_zero_point"
+            layer.register_parameter("weight_zero_point", Zeros(zeros, loader, name, of_groups, fmt.bits))
+        own = [("weight_shape", empty(count, 2, dtype=torch.int64), whole)]
+        if self.group_index:
+            own.append(("weight_g_idx", empty(count, k, dtype=torch.int32), of_channels))
+        if self.input_scale:
+            own.append(("input_scale", empty(count, k, dtype=params_dtype), of_channels))
+        for name, data, cut in own:
+            layer.register_parameter(name, PerPart(data, loader, f"{self.name}.{name}", cut))
+        if isinstance(layer, ReplicatedLinear):
+            for parameter in layer.parameters():
+                parameter.tp_rank, parameter.tp_size = 0, 1
+        layer.anybit_whole_inputs = input_size
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Codes as vLLM loaded them -> the layout of a backend."""
+        if hasattr(layer, "anybit_products"):
+            return
+        fmt, outputs = self.scheme.weights, layer.anybit_outputs
+        found = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False)}
+        self._check_loaded(layer, found["weight_shape"])
+        weights, start = [], 0
+        parts = self.parts if len(self.parts) == len(outputs) else self.parts * len(outputs)
+        for index, (part, n) in enumerate(zip(parts, outputs, strict=True)):
+            rows = slice(start, start + n)
+            start += n
+            words, scale = found["weight_packed"][rows], found["weight_scale"][rows]
+            zero = found["weight_zero_point"][rows].contiguous() if fmt.code == "asym" else None
+            indices = found["weight_indices"][rows] if fmt.sparse else None
+            order = found["weight_g_idx"][index].contiguous() if self.group_index else None
+            mine = self._format(layer)
+            if order is not None and fmt.group is not None and layer.anybit_split:
+                scale, zero, order, mine = shard_ordered(scale, zero, order, fmt)
+            shape = (n, layer.anybit_inputs)
+            weight = QuantizedWeight(words, scale.contiguous(), zero, shape, mine, order, indices)
+            weights.append((part, weight, found["input_scale"][index] if self.input_scale else None))
+        for name in found:
+            if name != "bias":
+                delattr(layer, name)
+        self._ready(layer, weights)
+
+    def _format(self, layer: nn.Module) -> WeightFormat:
+        return shard_format(self.scheme.weights, layer.anybit_start, layer.anybit_inputs)
+
+    def _check_loaded(self, layer: nn.Module, shapes: Tensor) -> None:
+        for n, k in shapes.tolist():
+            if (n, k) == (0, 0):
+                raise CheckpointError(f"layer {self.name}: the checkpoint has no weight_shape for a part of it")
+            if k != layer.anybit_whole_inputs:
+                raise CheckpointError(f"layer {self.name} has {k} inputs in the checkpoint, and the model {k}")
+
+
+@register_weight_loader_v2_supported_method
+class AnyBitOnlineLinearMethod(_Method):
+    """Layers of a checkpoint of floats, rounded to nearest while they are loaded, one after another."""
+
+    uses_meta_device = True
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """A float weight on the meta device; vLLM makes it real, and has it processed, once all of it was read."""
+        self._shape(layer, input_size_per_partition, list(output_partition_sizes), input_size)
+        shape = sum(output_partition_sizes), input_size_per_partition
+        weight = ModelWeightParameter(
+            data=torch.empty(shape, dtype=params_dtype, device="meta"),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=extra["weight_loader"],
+        )
+        layer.register_parameter("weight", weight)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Floats -> codes -> the layout of a backend."""
+        if hasattr(layer, "anybit_products"):
+            return
+        weight = layer.weight.data
+        try:
+            quantized = quantize_weight(weight, self.scheme.weights)
+        except LayerError as error:
+            raise LayerError(f"layer {self.name}: {error}") from None
+        del layer.weight
+        self._ready(layer, [(Part(self.name, False), quantized, None)])
+
+
+def _stackable(
+    one: tuple[Part, QuantizedWeight, Tensor | None], other: tuple[Part, QuantizedWeight, Tensor | None]
+) -> bool:
+    """Whether two parts take the same inputs, so that one product gives both."""
+    (a, first, scale), (b, second, scale_too) = one, other
+    if a.hadamard != b.hadamard or first.format != second.format or scale is not None or scale_too is not None:
+        return False
+    order, other_order = first.group_index, second.group_index
+    return order is None if other_order is None else order is not None and torch.equal(order, other_order)

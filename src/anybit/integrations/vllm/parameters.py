@@ -1,0 +1,131 @@
+"""Parameters that vLLM's loaders fill: each takes a checkpoint's whole tensor and keeps its rank's part.
+
+vLLM's ``weight_loader_v2`` of column-parallel, fused and row-parallel layers calls the ``load_*`` methods. Rows
+(outputs) are cut by vLLM's offsets; inputs by ``read``, since codes and groups do not end where a shard does.
+"""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.parameter import ModelWeightParameter, PackedColumnParameter, PerTensorScaleParameter
+
+from anybit.errors import CheckpointError
+from anybit.packing import unpack_words, words_per_row
+
+Cut = Callable[[Tensor], Tensor]
+"""The part of a whole tensor that belongs to this rank's inputs."""
+
+
+class _Rows:
+    """Loaders of a tensor with a row for each output. name: of the layer's tensor, for errors."""
+
+    data: Tensor
+    tp_rank: int
+    tp_size: int
+    name_: str
+    cut: Cut
+
+    def read(self, loaded: Tensor, rows: int) -> Tensor:
+        """The checkpoint's tensor as ``rows`` rows."""
+        return loaded
+
+    def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
+        self._place(loaded_weight, 0, self.data.shape[0], self.tp_rank, self.tp_size)
+
+    def load_merged_column_weight(self, loaded_weight: Tensor, **where: Any) -> None:
+        self._place(loaded_weight, where["shard_offset"], where["shard_size"], self.tp_rank, self.tp_size)
+
+    def load_qkv_weight(self, loaded_weight: Tensor, **where: Any) -> None:
+        copies = 1 if where["shard_id"] == "q" else where["num_heads"]  # ranks that share a key head
+        rank, ranks = self.tp_rank // copies, self.tp_size // copies
+        self._place(loaded_weight, where["shard_offset"], where["shard_size"], rank, ranks)
+
+    def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
+        self._place(loaded_weight, 0, self.data.shape[0], 0, 1)
+
+    def _place(self, loaded: Tensor, offset: int, size: int, rank: int, ranks: int) -> None:
+        rows = self.cut(self.read(loaded, size * ranks))
+        if rows.shape != (size * ranks, *self.data.shape[1:]):
+            expected = [size * ranks, *self.data.shape[1:]]
+            raise CheckpointError(
+                f"{self.name_} is {list(loaded.shape)} in the checkpoint, which gives {list(rows.shape)} for this rank; "
+                f"the model and its scheme need {expected}"
+            )
+        self.data.narrow(0, offset, size).copy_(rows.narrow(0, rank * size, size))
+
+
+class Rows(_Rows, ModelWeightParameter):  # type: ignore[misc]
+    """Words, scales or indices: [N, ...], stored with a row for each output."""
+
+    def __init__(self, data: Tensor, weight_loader: Callable[..., None], name: str, cut: Cut) -> None:
+        self.name_, self.cut = name, cut
+        super().__init__(data=data, weight_loader=weight_loader, input_dim=1, output_dim=0)
+
+
+class Zeros(_Rows, PackedColumnParameter):  # type: ignore[misc]
+    """Zeros uint8 [N, G]; the checkpoint packs them along N, int32 [ceil(N * bits / 32), G]."""
+
+    def __init__(self, data: Tensor, weight_loader: Callable[..., None], name: str, cut: Cut, bits: int) -> None:
+        self.name_, self.cut, self.bits = name, cut, bits
+        super().__init__(
+            data=data, weight_loader=weight_loader, output_dim=0, packed_dim=0, packed_factor=Fraction(32, bits)
+        )
+
+    def read(self, loaded: Tensor, rows: int) -> Tensor:
+        """The zeros of ``rows`` outputs."""
+        if loaded.shape[0] != words_per_row(rows, self.bits):
+            raise CheckpointError(
+                f"{self.name_} has {loaded.shape[0]} rows of words in the checkpoint; zeros of {rows} outputs are "
+                f"{words_per_row(rows, self.bits)}"
+            )
+        return unpack_words(loaded.t().contiguous(), self.bits, rows).t()
+
+    def adjust_shard_indexes_for_packing(self, shard_size: int, shard_offset: int) -> tuple[int, int]:
+        """Outputs -> words, of a layer that the checkpoint stores fused; CheckpointError where a word is cut."""
+        size, offset = shard_size * self.bits, shard_offset * self.bits
+        if size % 32 or offset % 32:
+            raise CheckpointError(
+                f"{self.name_} of a fused layer cannot be split at output {shard_offset}: a word holds zeros of both "
+                "parts. Use a symmetric scheme, or 4 or 8 bits"
+            )
+        return size // 32, offset // 32
+
+
+class PerPart(PerTensorScaleParameter):  # type: ignore[misc]
+    """What each of the layers that vLLM fuses has of its own, whole for all outputs: [parts, ...]."""
+
+    def __init__(self, data: Tensor, weight_loader: Callable[..., None], name: str, cut: Cut) -> None:
+        self.name_, self.cut = name, cut
+        super().__init__(data=data, weight_loader=weight_loader)
+
+    def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:  # noqa: D102
+        self._load_into_shard_id(loaded_weight, 0)
+
+    load_row_parallel_weight = load_column_parallel_weight
+
+    def _load_into_shard_id(self, loaded_weight: Tensor, shard_id: str | int, **_: Any) -> None:
+        part = self.cut(loaded_weight)
+        if part.shape != self.data.shape[1:]:
+            raise CheckpointError(
+                f"{self.name_} is {list(loaded_weight.shape)} in the checkpoint, and the model needs "
+                f"{list(self.data.shape[1:])} for this rank"
+            )
+        self.data[self._shard_id_as_int(shard_id)].copy_(part)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The cut of a layer that has all inputs."""
+    return tensor
+
+
+def load_replicated(parameter: Any, loaded: Tensor, shard_id: Any = None) -> None:
+    """The loader of layers that every rank holds whole: vLLM's own compares shapes, and zeros are stored packed."""
+    parameter.load_column_parallel_weight(loaded)
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Room for a parameter, on the device that vLLM builds the model on."""
+    return torch.zeros(shape, dtype=dtype)

@@ -1,0 +1,84 @@
+"""A range of a layer's inputs as a layer of its own: what tensor parallelism splits a row-parallel layer into.
+
+Every function takes what a checkpoint stores of the whole layer. The values that codes stand for do not change: where a
+cut falls inside a group, the shard has smaller groups whose scales repeat.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from anybit.errors import LayerError
+from anybit.packing import QuantizedWeight, pack_words, unpack_words
+from anybit.scheme import GROUPS, WeightFormat
+
+
+def shard_format(format: WeightFormat, start: int, inputs: int) -> WeightFormat:
+    """The format of the shard that begins at input ``start``: the same, or with smaller groups.
+
+    Raises LayerError where no group size fits: a cut that is no multiple of 32, or of 4 for 2:4 sparse weights.
+    """
+    if format.sparse and (start % 4 or inputs % 4):
+        raise LayerError(f"2:4 sparse weights are split in fours of inputs, not at input {start} of {inputs} more")
+    if format.group is None or start % format.group == 0:
+        return format
+    fitting = [group for group in GROUPS if format.group % group == 0 and start % group == 0]
+    if not fitting:
+        raise LayerError(
+            f"a shard that begins at input {start} cuts a group of {format.group}, and no smaller group "
+            f"({', '.join(map(str, GROUPS))}) meets the cut: use another tensor-parallel size, or quantize whole rows"
+        )
+    return replace(format, group=max(fitting))
+
+
+def shard_words(words: Tensor, bits: int, start: int, inputs: int) -> Tensor:
+    """Columns ``start`` to ``start + inputs`` of dense words int32 [N, words], packed anew."""
+    if start * bits % 32 == 0 and inputs * bits % 32 == 0:
+        return words[:, start * bits // 32 : (start + inputs) * bits // 32]
+    held = words.shape[1] * 32 // bits
+    return pack_words(unpack_words(words, bits, held)[:, start : start + inputs], bits)
+
+
+def shard_groups(values: Tensor, format: WeightFormat, start: int, inputs: int) -> Tensor:
+    """Scales or zeros [N, G] of the whole layer in ``format`` -> those of a shard in ``shard_format``."""
+    if format.group is None:
+        return values
+    step = shard_format(format, start, inputs).group
+    return values[:, torch.arange(start, start + inputs, step, device=values.device) // format.group]
+
+
+def shard_ordered(
+    scale: Tensor, zero: Tensor | None, group_index: Tensor, format: WeightFormat
+) -> tuple[Tensor, Tensor | None, Tensor, WeightFormat]:
+    """The same for an activation order: scales [N, G], zeros and ``group_index`` [inputs] of a shard.
+
+    A shard of the inputs may use any of the groups; those that it does not use are dropped.
+    Raises LayerError where more groups are left than the smallest group size gives a layer of so many inputs.
+    """
+    used, index = group_index.unique(return_inverse=True)
+    inputs, count = len(group_index), len(used)
+    sizes = [size for size in GROUPS if format.groups(inputs) <= replace(format, group=size).groups(inputs) >= count]
+    if not sizes:
+        raise LayerError(
+            f"a shard of {inputs} inputs in activation order uses {count} groups of {format.group}, more than groups "
+            f"of {GROUPS[0]} give: use a smaller tensor-parallel size, or a model without activation order"
+        )
+    format = replace(format, group=max(sizes))
+    columns = used.long()[torch.arange(format.groups(inputs), device=used.device).clamp(max=count - 1)]
+    return scale[:, columns], None if zero is None else zero[:, columns], index.to(torch.int32), format
+
+
+def shard(weight: QuantizedWeight, start: int, inputs: int) -> QuantizedWeight:
+    """Inputs ``start`` to ``start + inputs`` of a layer as a layer: ``dequantize`` gives these columns, bit for bit."""
+    fmt = weight.format
+    n, kept = weight.shape[0], 2 if fmt.sparse else 1
+    words = shard_words(weight.words, fmt.bits, start // kept, inputs // kept).contiguous()
+    indices = None if weight.indices is None else shard_words(weight.indices, 2, start // kept, inputs // kept)
+    if weight.group_index is not None and fmt.group is not None:
+        index = weight.group_index[start : start + inputs]
+        scale, zero, index, fmt = shard_ordered(weight.scale, weight.zero, index, fmt)
+        return QuantizedWeight(words, scale, zero, (n, inputs), fmt, index, indices)
+    scale = shard_groups(weight.scale, fmt, start, inputs)
+    zero = None if weight.zero is None else shard_groups(weight.zero, fmt, start, inputs)
+    return QuantizedWeight(words, scale, zero, (n, inputs), shard_format(fmt, start, inputs), None, indices)
