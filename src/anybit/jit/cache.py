@@ -81,6 +81,11 @@ def cached(kernel: Kernel, arch: str) -> Compiled:
     return found
 
 
+def on_disk(kernel: Kernel, arch: str) -> bool:
+    """Whether an entry of a kernel is there, in memory or on disk; it may still turn out to be damaged."""
+    return (kernel, arch) in _memory or (folder() / (key(kernel, arch) + _SUFFIX)).is_file()
+
+
 def clear_memory() -> None:
     """Forget what this process has loaded, and where the folder is; the disk stays as it is."""
     with _memory_lock:

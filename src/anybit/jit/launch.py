@@ -37,6 +37,9 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
     The kernel is compiled (or read from the cache) at its first launch on a device. Raises KernelError where
     compilation or the launch is refused, ValueError where a tensor lives on another device.
     """
+    if _wanted is not None and _wanted.thread == threading.get_ident():
+        _wanted.kernels[kernel] = None
+        return
     if device is None:
         device = torch._C._cuda_getDevice()
     launcher = _launchers.get((kernel, device, grid, pdl))
@@ -50,6 +53,32 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
 
 
 _tape: "list[Recorded] | None" = None
+
+
+class _Wanted:
+    """What one thread would launch, in order; see ``kernels_of``."""
+
+    def __init__(self) -> None:
+        self.thread, self.kernels = threading.get_ident(), dict[Kernel, None]()
+
+
+_wanted: _Wanted | None = None
+
+
+def kernels_of(call: Callable[[], object]) -> list[Kernel]:
+    """The kernels that `call` would launch on this thread; none is compiled or launched, so its results are garbage."""
+    global _wanted
+    before, _wanted = _wanted, _Wanted()
+    try:
+        call()
+        return list(_wanted.kernels)
+    finally:
+        _wanted = before
+
+
+def load(kernel: Kernel, device: int) -> None:
+    """Bring a kernel onto a device now, compiled if it has to be, so that its first launch does not."""
+    _function(kernel, device)
 
 
 class Recorded:

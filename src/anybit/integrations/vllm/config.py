@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, LayerError, OptionError
+from anybit.integrations.vllm import fusion
 from anybit.integrations.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
 from anybit.integrations.vllm.warmup import Ledger
 from anybit.scheme import Code, Scheme, WeightFormat
@@ -22,8 +23,8 @@ from anybit.scheme import Code, Scheme, WeightFormat
 METHOD, COMPRESSED = "anybit", "compressed-tensors"
 _logger = logging.getLogger("vllm.anybit")
 _HOW = (
-    "name a scheme: --hf-overrides '{\"quantization_config\": {\"quant_method\": \"anybit\", \"scheme\": "
-    "\"w4a16g128\"}}', or `anybit serve MODEL --scheme w4a16g128`"
+    'name a scheme: --hf-overrides \'{"quantization_config": {"quant_method": "anybit", "scheme": '
+    '"w4a16g128"}}\', or `anybit serve MODEL --scheme w4a16g128`'
 )
 
 
@@ -45,7 +46,9 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if scheme is None:
-            raise OptionError(f"the model is not quantized, and --quantization anybit alone does not say how to: {_HOW}")
+            raise OptionError(
+                f"the model is not quantized, and --quantization anybit alone does not say how to: {_HOW}"
+            )
         self.scheme = Scheme.parse(scheme)
         self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
         self.group_index, self.input_scale = group_index, input_scale
@@ -116,7 +119,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             experts = [name for name in self.stored or () if ".experts." in name]
             if experts:
                 raise CheckpointError(
-                    f"{model_name} holds quantized experts ({experts[0]}): inside vLLM anybit leaves experts in 16 bits. "
+                    f"{model_name} holds quantized experts ({experts[0]}), which anybit leaves in 16 bits inside vLLM. "
                     "Quantize the model with these layers in modules_to_not_convert"
                 )
             heads = [name for name in self.stored or () if name.rpartition(".")[2] in ("lm_head", "embed_out")]
@@ -156,6 +159,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             raise LayerError(
                 f"vLLM fuses {' + '.join(names)}, of which {kept} is not quantized: quantize all of them, or none"
             )
+        fusion.watch()
+        fusion.install()
         parts = [Part(name, name in self.hadamard) for name in names]
         if not self.stored:
             return AnyBitOnlineLinearMethod(self.scheme, parts, self.ledger)
@@ -187,7 +192,9 @@ def _scheme_of(config: dict[str, Any]) -> tuple[Scheme, bool]:
     """The scheme of compressed-tensors' words, and whether layers store an activation order."""
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
-        raise CheckpointError(f"the model has {len(groups)} config_groups; anybit runs one scheme, of all Linear layers")
+        raise CheckpointError(
+            f"the model has {len(groups)} config_groups; anybit runs one scheme, of all Linear layers"
+        )
     weights, form = groups[0].get("weights") or {}, groups[0].get("format") or config.get("format")
     if groups[0].get("input_activations") or form != "pack-quantized" or weights.get("type", "int") != "int":
         raise CheckpointError(

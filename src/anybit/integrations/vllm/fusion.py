@@ -1,16 +1,168 @@
-"""Fewer, larger kernels in vLLM's compiled graph."""
+"""Fewer, larger kernels in vLLM's compiled graph: norm and SiLU become part of the products around them.
 
+vLLM's own norm is one op in the graph (``vllm_ir.fused_add_rms_norm``) until its passes have run, and anybit's products
+are one op each, so that a pass finds them side by side:
+
+    add + norm -> linear             ``anybit::norm_linear``: one launch for a token or two, and where inputs are coded
+    add + norm -> linear -> SiLU     the same, with gate and up in turn (16-bit activations)
+    SiLU -> linear                   ``anybit::silu_linear``, where inputs are coded
+
+SiLU is anybit's op in a model whose MLP is gate_up_proj, act_fn, down_proj in this order; what the pass does not find
+runs one after another, with the same results.
+"""
+
+import logging
+import operator
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from vllm.compilation.passes.inductor_pass import InductorPass
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.platforms import current_platform
 
+import anybit.ops  # noqa: F401 (the ops that the pass names)
+from anybit.kernels.elementwise.norm_act import paired_rows
+from anybit.ops.elementwise import silu_mul
 from anybit.scheme import Scheme
 
+_logger = logging.getLogger("vllm.anybit")
+_MLP = ("gate_up_proj", "act_fn", "down_proj")
+_parents: "WeakKeyDictionary[nn.Module, ref[nn.Module]]" = WeakKeyDictionary()
 
-def pairs_of(layer: nn.Module, scheme: Scheme) -> Tensor | None:
-    """The order of a gate and up projection's outputs in which its product ends with SiLU; None for other layers."""
-    return None
+
+class SiluMul(nn.Module):
+    """silu(gate) * up, as an op that the pass can find. paired: eight of gate and eight of up in turn."""
+
+    def __init__(self, paired: bool) -> None:
+        super().__init__()
+        self.paired = paired
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., 2 K] -> [..., K]."""
+        return silu_mul(x, self.paired)
+
+
+def watch() -> None:
+    """Note which module holds which while a model is built: a layer does not know what comes after it."""
+
+    def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None and name in ("gate_up_proj", "down_proj"):
+            _parents[child] = ref(parent)
+
+    global _watching
+    if _watching is None:
+        _watching = register_module_module_registration_hook(note)
+
+
+_watching: Any = None
+
+
+def _mlp_of(layer: nn.Module) -> Any | None:
+    """The MLP whose gate and up projection a layer is, if its forward is the plain one; else None."""
+    parent = _parents[layer]() if layer in _parents else None
+    if parent is None or getattr(parent, "gate_up_proj", None) is not layer:
+        return None
+    plain = type(parent).forward.__code__.co_names == _MLP and type(getattr(parent, "act_fn", None)) is SiluAndMul
+    return parent if plain else None
+
+
+def pairs_of(layer: Any, scheme: Scheme) -> Tensor | None:
+    """The order of a gate and up projection's outputs in which its product can end with SiLU; None for other layers.
+
+    Where activations are coded it is the kernel before down_proj that does SiLU, of gate and up side by side.
+    """
+    outputs = layer.anybit_outputs
+    plain = len(outputs) == 2 and outputs[0] == outputs[1] and outputs[0] % 8 == 0
+    if not plain or scheme.activations.quantized or _mlp_of(layer) is None:
+        return None
+    return paired_rows(outputs[0])
 
 
 def activate(layer: nn.Module, scheme: Scheme, paired: bool) -> None:
     """Have the activation after a gate and up projection run on anybit."""
+    mlp = _mlp_of(layer)
+    if mlp is not None:
+        mlp.act_fn = SiluMul(paired)
+
+
+def install() -> None:
+    """Add the pass to those of the model that is being built; a pass of the user's own stays alone."""
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        config.compilation_config.inductor_compile_config.setdefault(current_platform.pass_key, FusionPass())
+
+
+class FusionPass(InductorPass):  # type: ignore[misc]
+    """Joins norms, products and SiLU; see the module."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite a graph in place, before vLLM lowers its own ops."""
+        nodes = list(graph.nodes)
+        silu = sum(_join_silu(graph, node) for node in nodes if _is(node, torch.ops.anybit.silu_mul.default))
+        norm = torch.ops.vllm_ir.fused_add_rms_norm.default
+        norms = sum(_join_norm(graph, node) for node in nodes if node.target is norm)
+        graph.eliminate_dead_code()
+        _logger.debug("anybit: of vLLM's graph %d norms and %d SiLUs became part of products", norms, silu)
+
+
+_LINEAR = (torch.ops.anybit.linear.default, torch.ops.anybit.hadamard_linear.default)
+
+
+def _is(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def _only_user(node: fx.Node, *targets: Any) -> fx.Node | None:
+    """The one user of a node, if it is a call of these that takes the node first."""
+    users = list(node.users)
+    return users[0] if len(users) == 1 and _is(users[0], *targets) and users[0].args[0] is node else None
+
+
+def _join_silu(graph: fx.Graph, silu: fx.Node) -> bool:
+    down = _only_user(silu, *_LINEAR)
+    if down is None or (len(silu.args) > 1 and silu.args[1]) or silu.kwargs or down.kwargs:
+        return False
+    rotated = down.target is _LINEAR[1]
+    with graph.inserting_before(down):
+        joined = graph.call_function(torch.ops.anybit.silu_linear.default, (silu.args[0], *down.args[1:], rotated))
+    joined.meta.update(down.meta)
+    down.replace_all_uses_with(joined)
+    graph.erase_node(down)
+    return True
+
+
+def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
+    names = ("x", "x_residual", "weight", "epsilon", "variance_size")
+    values = {**dict(zip(names, norm.args, strict=False)), **norm.kwargs}
+    normed = next((user for user in norm.users if _is(user, operator.getitem) and user.args[1] == 0), None)
+    total = next((user for user in norm.users if _is(user, operator.getitem) and user.args[1] == 1), None)
+    linear = None if normed is None else _only_user(normed, *_LINEAR)
+    if linear is None or values["weight"] is None or values.get("variance_size") is not None or linear.kwargs:
+        return False
+    _, weight, bias, spec = linear.args
+    read = [node for node in (*weight, bias) if node is not None]  # type: ignore[misc]
+    if any(node.op not in ("placeholder", "get_attr") for node in read):  # not there yet where the norm is
+        return False
+    rotated = linear.target is _LINEAR[1]
+    silu = None if rotated else _only_user(linear, torch.ops.anybit.silu_mul.default)
+    paired = silu is not None and len(silu.args) > 1 and bool(silu.args[1])
+    last = silu if silu is not None and paired else linear
+    arguments = (values["x"], values["x_residual"], values["weight"], values["epsilon"], weight, bias, spec)
+    with graph.inserting_before(norm):
+        joined = graph.call_function(torch.ops.anybit.norm_linear.default, (*arguments, paired, rotated))
+        y = graph.call_function(operator.getitem, (joined, 0))
+        summed = graph.call_function(operator.getitem, (joined, 1))
+    y.meta.update(last.meta)
+    if total is not None:
+        summed.meta.update(total.meta)
+        total.replace_all_uses_with(summed)
+    joined.meta["val"] = (last.meta.get("val"), norm.meta["val"][1] if "val" in norm.meta else None)
+    last.replace_all_uses_with(y)
+    for node in (last, linear, normed, total, norm):
+        if node is not None and not node.users and node in graph.nodes:
+            graph.erase_node(node)
+    return True

@@ -19,7 +19,7 @@ from anybit.errors import AnyBitError, CheckpointError, LayerError
 from anybit.integrations.vllm import fusion, warmup
 from anybit.integrations.vllm.parameters import Cut, PerPart, Rows, Zeros, empty, load_replicated, whole
 from anybit.packing import QuantizedWeight, reorder, stack, words_per_row
-from anybit.quantize.rtn import quantize_weight
+from anybit.quantize.methods.rtn import quantize_weight
 from anybit.scheme import Scheme, WeightFormat
 from anybit.sharding import shard_format, shard_groups, shard_ordered, shard_words
 
@@ -169,17 +169,18 @@ class AnyBitLinearMethod(_Method):
         if fmt.sparse:
             rows.append(("weight_indices", empty(n, words_per_row(k // kept, 2), dtype=torch.int32), of_inputs(2)))
         for name, data, cut in rows:
-            layer.register_parameter(name, Rows(data, loader, f"{self.name}.{name}", cut))
+            layer.register_parameter(name, Rows(data, weight_loader=loader, name=f"{self.name}.{name}", cut=cut))
         if fmt.code == "asym":
             zeros, name = empty(n, groups, dtype=torch.uint8), f"{self.name}.weight_zero_point"
-            layer.register_parameter("weight_zero_point", Zeros(zeros, loader, name, of_groups, fmt.bits))
+            parameter = Zeros(zeros, weight_loader=loader, name=name, cut=of_groups, bits=fmt.bits)
+            layer.register_parameter("weight_zero_point", parameter)
         own = [("weight_shape", empty(count, 2, dtype=torch.int64), whole)]
         if self.group_index:
             own.append(("weight_g_idx", empty(count, k, dtype=torch.int32), of_channels))
         if self.input_scale:
             own.append(("input_scale", empty(count, k, dtype=params_dtype), of_channels))
         for name, data, cut in own:
-            layer.register_parameter(name, PerPart(data, loader, f"{self.name}.{name}", cut))
+            layer.register_parameter(name, PerPart(data, weight_loader=loader, name=f"{self.name}.{name}", cut=cut))
         if isinstance(layer, ReplicatedLinear):
             for parameter in layer.parameters():
                 parameter.tp_rank, parameter.tp_size = 0, 1
