@@ -51,8 +51,8 @@ class _Rows:
         if rows.shape != (size * ranks, *self.data.shape[1:]):
             expected = [size * ranks, *self.data.shape[1:]]
             raise CheckpointError(
-                f"{self.name_} is {list(loaded.shape)} in the checkpoint, {list(rows.shape)} for this rank; the model and "
-                f"its scheme need {expected}"
+                f"{self.name_} is {list(loaded.shape)} in the checkpoint, {list(rows.shape)} for this rank; the model "
+                f"and its scheme need {expected}"
             )
         self.data.narrow(0, offset, size).copy_(rows.narrow(0, rank * size, size))
 

@@ -78,7 +78,7 @@ def compile_ahead(kinds: dict[_Kind, list[Tensor]], most: int) -> None:
     for kernel in kernels:
         jit.load(kernel, device.index or 0)
     _logger.info(
-        "anybit: %d kernels of %d kinds of layers for up to %d tokens are ready after %.1f s; %d were compiled in %.1f s",
+        "anybit: %d kernels of %d kinds of layers for up to %d tokens are ready after %.1f s; %d compiled in %.1f s",
         len(kernels), len(kinds), most, time.perf_counter() - start, len(missing), compiled - decided,
     )  # fmt: skip
 

@@ -1,0 +1,318 @@
+"""Serving through vLLM: steps, first tokens and request rates of a Llama-3-8B shape, beside vLLM's own kernels.
+
+    python benchmarks/serving.py steps fp16 fp8 machete w4a16g128 w4a8     # one engine after another, each a process
+    python benchmarks/serving.py rates machete w4a8 --rates 1 4 16 64
+    python benchmarks/serving.py check w4a16g128 w4a8                     # greedy answers beside anybit's own generate
+    python benchmarks/serving.py profile w4a16g128                        # what a step of one request runs
+    python benchmarks/serving.py picture                                  # of the rows with rates
+
+Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit. Weights are random: times do not depend
+on them. Needs vLLM 0.26 or newer; anybit need not be installed, its folder in PYTHONPATH is enough.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rows import RESULTS, Row, commit, locked, publish
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+OWN = ("fp16", "fp8", "machete")
+"""vLLM's own kernels."""
+PROMPT, NEW = 128, 128
+KEY = ("engine", "scheme", "requests", "prompt", "new_tokens", "rate", "gpu", "vllm")
+
+
+def model(mode: str, config: dict[str, Any]) -> str:
+    """A folder with nothing but the config.json of a model in a mode."""
+    if mode == "machete":
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+            "quantization_status": "compressed", "config_groups": {"group_0": {"targets": ["Linear"], "weights": W4}},
+        }  # fmt: skip
+    elif mode not in OWN:
+        config["quantization_config"] = {
+            "quant_method": "anybit",
+            "scheme": mode,
+            "modules_to_not_convert": ["lm_head"],
+        }
+    folder = Path(tempfile.mkdtemp(prefix=f"serving-{mode}-"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def engine(mode: str, layers: int = 32, folder: str = "", **options: Any) -> Any:
+    """A vLLM engine over a model in a mode, in this process."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm import LLM
+
+    from anybit.integrations.vllm import register
+
+    register()
+    settings: dict[str, Any] = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float16", "max_model_len": 8192, "max_num_seqs": 256,
+        "gpu_memory_utilization": 0.85, "enable_prefix_caching": False, "disable_log_stats": True,
+    }  # fmt: skip
+    settings |= {"quantization": "fp8"} if mode == "fp8" else {}
+    begin = time.perf_counter()
+    llm = LLM(folder or model(mode, {**LLAMA, "num_hidden_layers": layers}), **{**settings, **options})
+    print(f"{mode}: up after {time.perf_counter() - begin:.1f} s", flush=True)
+    return llm
+
+
+def generate(llm: Any, requests: int, prompt: int, new: int) -> float:
+    """Seconds that ``requests`` greedy answers of ``new`` tokens take together."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [random.randint(10, 9999) for _ in range(prompt)]} for _ in range(requests)]
+    sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    found = llm.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    if sum(len(answer.outputs[0].token_ids) for answer in found) != requests * new:
+        raise SystemExit("an answer has another length than was asked for")
+    return seconds
+
+
+def check_layers(model: Any) -> str:
+    """Compare the products of a model's first layer with exact ones; the largest difference, of the largest value."""
+    import torch
+
+    from anybit import ops, reference
+    from anybit.ops.backend import LinearSpec
+
+    worst = 0.0
+    for layer in [module for module in model.modules() if hasattr(module, "anybit_products")][:4]:
+        for product in layer.anybit_products:
+            spec, tensors = LinearSpec.parse(product.spec), [getattr(layer, name) for name in product.tensors]
+            weight = ops.backends[spec.backend].restore(tensors, spec)
+            for tokens in (1, 3, 40):
+                x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.float16)
+                expected = reference.linear(x.float(), weight, spec.activations).float()
+                got = torch.ops.anybit.linear(x, tensors, None, product.spec).float()
+                worst = max(worst, float((got - expected).abs().max() / expected.abs().max()))
+    if not worst < 0.02:
+        raise SystemExit(f"a product of the first layer is off by {worst:.3f} of its largest value")
+    return f"products of the first layer within {worst:.1e} of exact ones"
+
+
+def row(mode: str, checked: bool, **fields: Any) -> Row:
+    """A row of serving.json."""
+    import torch
+    import vllm
+
+    own = {"fp16": "vllm", "fp8": "vllm-fp8", "machete": "vllm-machete"}
+    scheme = {"machete": "w4a16g128"}.get(mode, mode)
+    empty = {"requests": None, "prompt": None, "new_tokens": None, "rate": None}
+    empty |= {"step_ms": None, "ttft_ms": None, "tpot_ms": None, "tokens_per_second": None}
+    return dict(
+        engine=own.get(mode, "vllm-anybit"), scheme=scheme, **{**empty, **fields}, checked=checked,
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", vllm=vllm.__version__,
+        torch=torch.__version__, commit=commit(), date=datetime.date.today().isoformat(),
+    )  # fmt: skip
+
+
+def keep(path: Path, new: list[Row]) -> None:
+    """Add rows to the file; one that was measured before is replaced."""
+    with locked(path):
+        old = json.loads(path.read_text()) if path.exists() else []
+        keys = {tuple(r[name] for name in KEY) for r in new}
+        every = [r for r in old if tuple(r[name] for name in KEY) not in keys] + new
+        publish(path, "[\n" + ",\n".join(json.dumps(r) for r in every) + "\n]\n")
+
+
+def steps(mode: str, args: argparse.Namespace) -> list[Row]:
+    """Steps and throughput by requests at once, and the first token of long prompts."""
+    llm = engine(mode, args.layers)
+    checked = mode not in OWN
+    if checked:
+        print(mode, *llm.apply_model(check_layers), flush=True)
+    generate(llm, 1, PROMPT, 8)
+    found = []
+    for requests in args.requests:
+        generate(llm, requests, PROMPT, 1)
+        first = generate(llm, requests, PROMPT, 1)
+        whole = generate(llm, requests, PROMPT, NEW + 1)
+        step, rate = (whole - first) / NEW * 1e3, requests * (NEW + 1) / whole
+        print(f"{mode} {requests}: first {first * 1e3:.1f} ms, step {step:.3f} ms, {rate:.0f} tokens/s", flush=True)
+        shape = {"requests": requests, "prompt": PROMPT, "new_tokens": NEW + 1}
+        times = {"step_ms": round(step, 3), "ttft_ms": round(first * 1e3, 1), "tokens_per_second": round(rate, 1)}
+        found.append(row(mode, checked, **shape, **times))
+    for prompt in args.prompts:
+        first = min(generate(llm, 1, prompt, 1) for _ in range(4))
+        print(f"{mode}: first token of a prompt of {prompt}: {first * 1e3:.1f} ms", flush=True)
+        found.append(row(mode, checked, requests=1, prompt=prompt, new_tokens=1, ttft_ms=round(first * 1e3, 1)))
+    return found
+
+
+def rates(mode: str, args: argparse.Namespace) -> list[Row]:
+    """Requests that arrive at random (Poisson): time to the first token, time per token, throughput."""
+    from vllm import SamplingParams
+
+    llm = engine(mode, args.layers)
+    checked = mode not in OWN
+    if checked:
+        print(mode, *llm.apply_model(check_layers), flush=True)
+    generate(llm, 8, PROMPT, 8)
+    found, core = [], llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True, detokenize=False)
+    for rate in args.rates:
+        draw = random.Random(0)
+        count = max(16, int(rate * args.seconds))
+        arrivals, at = [], 0.0
+        for _ in range(count):
+            at += draw.expovariate(rate)
+            arrivals.append(at)
+        first: dict[str, float] = {}
+        last: dict[str, float] = {}
+        begin, sent = time.perf_counter(), 0
+        while len(last) < count:
+            now = time.perf_counter() - begin
+            while sent < count and arrivals[sent] <= now:
+                tokens = [draw.randint(10, 9999) for _ in range(args.prompt)]
+                core.add_request(str(sent), {"prompt_token_ids": tokens}, sampling)
+                sent += 1
+            if not core.has_unfinished_requests():
+                time.sleep(max(0.0, arrivals[sent] - now))
+                continue
+            for answer in core.step():
+                moment, name = time.perf_counter() - begin, answer.request_id.partition("-")[0]
+                if answer.outputs[0].token_ids:
+                    first.setdefault(name, moment)
+                if answer.finished:
+                    last[name] = moment
+        waits = sorted(first[str(i)] - arrivals[i] for i in range(count))
+        each = sorted((last[str(i)] - first[str(i)]) / (args.new - 1) for i in range(count))
+        speed = count * args.new / max(last.values())
+        ttft, tpot = waits[count // 2] * 1e3, each[count // 2] * 1e3
+        print(f"{mode} at {rate}/s: first {ttft:.1f} ms, then {tpot:.2f} ms, {speed:.0f} tokens/s", flush=True)
+        shape = {"requests": count, "prompt": args.prompt, "new_tokens": args.new, "rate": rate}
+        times = {"ttft_ms": round(ttft, 2), "tpot_ms": round(tpot, 3), "tokens_per_second": round(speed, 1)}
+        found.append(row(mode, checked, **shape, **times))
+    return found
+
+
+def profile(mode: str, args: argparse.Namespace) -> list[Row]:
+    """Print what a step launches, by time; no rows."""
+    import torch
+
+    llm = engine(mode, args.layers)
+    requests = args.requests[0]
+    generate(llm, requests, PROMPT, 33)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        generate(llm, requests, PROMPT, 33)
+    spent: dict[str, list[float]] = {}
+    for event in trace.events():
+        spent.setdefault(event.name[:110], []).append(event.device_time_total)
+    total = sum(sum(times) for times in spent.values())
+    print(f"{mode}, {requests} requests, 1 prefill and 32 steps: {total / 1e3:.2f} ms of kernels")
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:24]:
+        print(f"{sum(times) / 33:8.1f} us a step {len(times) / 33:6.1f} x {sum(times) / len(times):7.2f} us  {name}")
+    return []
+
+
+def check(mode: str, args: argparse.Namespace) -> list[Row]:
+    """Greedy answers of a small model, quantized and saved here, beside those of anybit's own generate."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from anybit.integrations.transformers import AnyBitConfig
+
+    source, folder = (tempfile.mkdtemp(prefix=f"check-{name}-") for name in ("fp", mode))
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=128, vocab_size=4096, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    whole = LlamaForCausalLM(config).half()
+    for parameter in whole.parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(0, 0.05)
+    whole.save_pretrained(source)
+    del whole
+    quantization = AnyBitConfig(mode)
+    quantized = LlamaForCausalLM.from_pretrained(source, quantization_config=quantization, dtype=torch.float16)
+    quantized.save_pretrained(folder)
+    quantized = quantized.to("cuda" if torch.cuda.is_available() else "cpu")
+    prompts = [[random.Random(i).randint(10, 4000) for _ in range(24)] for i in range(8)]
+    ask = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False}
+    expected = [quantized.generate(torch.tensor([p], device=quantized.device), **ask)[0, 24:].tolist() for p in prompts]
+    del quantized
+    llm = engine(mode, folder=folder, load_format="auto", max_model_len=512, max_num_seqs=8)
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    given = [{"prompt_token_ids": p} for p in prompts]
+    got = [list(a.outputs[0].token_ids) for a in llm.generate(given, sampling, use_tqdm=False)]
+    same = sum(a == b for a, b in zip(expected, got, strict=True))
+    tokens = sum(x == y for a, b in zip(expected, got, strict=True) for x, y in zip(a, b, strict=True))
+    print(f"{mode}: {same} of 8 answers and {tokens} of 256 tokens are those of anybit's own generate", flush=True)
+    return []
+
+
+def picture(path: Path) -> None:
+    """Time to the first token and per token over the rate, one line an engine."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = [r for r in json.loads(path.read_text()) if r["rate"]]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    for axis, field, title in zip(axes, ("ttft_ms", "tpot_ms"), ("first token, ms", "per token, ms"), strict=True):
+        for name in dict.fromkeys((r["engine"], r["scheme"]) for r in found):
+            points = sorted((r["rate"], r[field]) for r in found if (r["engine"], r["scheme"]) == name)
+            axis.plot(*zip(*points, strict=True), marker="o", label=" ".join(name))
+        axis.set(xlabel="requests a second", ylabel=title, xscale="log")
+        axis.grid(alpha=0.3)
+    axes[0].set(yscale="log")
+    axes[1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".svg"))
+
+
+def main() -> None:
+    """Run one mode here, several in a process each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("steps", "rates", "check", "profile", "picture"))
+    parser.add_argument("modes", nargs="*")
+    parser.add_argument("--output", type=Path, default=RESULTS / "h200" / "serving.json")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 4096])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16, 32, 64])
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--new", type=int, default=64)
+    args = parser.parse_args()
+    if args.what == "picture":
+        picture(args.output)
+    elif len(args.modes) == 1:
+        found = {"steps": steps, "rates": rates, "check": check, "profile": profile}[args.what](args.modes[0], args)
+        if found:
+            keep(args.output, found)
+    else:
+        rest = [a for a in sys.argv[1:] if a != args.what and a not in args.modes]
+        for mode in args.modes:
+            subprocess.run([sys.executable, __file__, args.what, mode, *rest], check=False)
+
+
+if __name__ == "__main__":
+    main()
