@@ -30,6 +30,7 @@ LLAMA = {
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
     "tie_word_embeddings": False, "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+HEAD = "lm_head"
 W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 OWN = ("fp16", "fp8", "machete")
 """vLLM's own kernels."""
@@ -67,8 +68,8 @@ def engine(mode: str, layers: int = 32, folder: str = "", **options: Any) -> Any
 
     register()
     settings: dict[str, Any] = {
-        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float16", "max_model_len": 8192, "max_num_seqs": 256,
-        "gpu_memory_utilization": 0.85, "enable_prefix_caching": False, "disable_log_stats": True,
+        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float16", "max_model_len": 8192,
+        "max_num_seqs": 256, "gpu_memory_utilization": 0.85, "enable_prefix_caching": False, "disable_log_stats": True,
     }  # fmt: skip
     settings |= {"quantization": "fp8"} if mode == "fp8" else {}
     begin = time.perf_counter()
