@@ -256,7 +256,7 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
     ask = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False}
     expected = [quantized.generate(torch.tensor([p], device=quantized.device), **ask)[0, 24:].tolist() for p in prompts]
     del quantized
-    llm = engine(mode, folder=folder, load_format="auto", max_model_len=512, max_num_seqs=8)
+    llm = engine(mode, folder=folder, load_format="auto", max_model_len=512, max_num_seqs=8, gpu_memory_utilization=0.3)
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)

@@ -1,4 +1,4 @@
-"""The command line: quantize, generate, chat, eval, tune, explain, convert, info.
+"""The command line: quantize, generate, chat, serve, bench, eval, tune, explain, convert, info.
 
 What comes from files or libraries is shown with control characters escaped (``anybit.cli.common``).
 
@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from anybit import __version__
-from anybit.cli import checkpoints, evaluate, generate, quantize, tune
+from anybit.cli import checkpoints, evaluate, generate, quantize, serve, tune
 from anybit.cli.common import errors, output
 from anybit.errors import AnyBitError
 
@@ -50,6 +50,8 @@ def _anybit(
 app.command()(quantize.quantize)
 app.command()(generate.generate)
 app.command()(generate.chat)
+app.command()(serve.serve)
+app.command()(serve.bench)
 app.command("eval")(evaluate.evaluate)
 app.command()(tune.tune)
 app.command()(tune.explain)

@@ -1,0 +1,106 @@
+"""anybit serve, anybit bench."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybit.cli.common import JsonOption, Model, SchemeOption, errors, output, print_json
+from anybit.scheme import Scheme
+
+
+class EngineName(StrEnum):
+    """What serves."""
+
+    vllm = "vllm"
+    transformers = "transformers"
+
+
+def serve(
+    model: Model,
+    others: Annotated[
+        list[str] | None, typer.Argument(help="After --: arguments for vLLM's server, as they are.")
+    ] = None,
+    scheme: SchemeOption = None,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen at.")] = 8000,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share each layer (vLLM).")] = 1,
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="The most tokens of a prompt and its answer; by default the model's.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0.05, max=1.0, help="The part of the GPU's memory to take (vLLM); 0.9.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of activations: float16, bfloat16, or auto, as the model says.")] = "auto",
+    engine: Annotated[
+        EngineName | None, typer.Option(help="What serves; by default vLLM where it is installed and can run.")
+    ] = None,
+) -> None:
+    """Serve a model over OpenAI's endpoints, with vLLM if it is installed, else with transformers.
+
+    [bold]Examples[/bold]
+
+    \b
+    anybit serve smollm2-w4
+    anybit serve ./llama --scheme w4a16g128 --port 9000
+    anybit serve ./llama-w4 --tensor-parallel 2 -- --enable-prefix-caching
+    """
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    from anybit.integrations.serving import Server, choose_engine
+    from anybit.integrations.serving import serve as run
+
+    chosen, why = choose_engine(None if engine is None else engine.value)  # type: ignore[arg-type]
+    server = Server(model, parsed, host, port, tensor_parallel, max_length, memory, dtype, list(others or ()))
+    name = {"vllm": "vLLM", "transformers": "transformers serve"}[chosen]
+    errors.print(f"{name} serves {model}{f' in {parsed}' if parsed else ''} at {server.url}: {why}", markup=False)
+
+    def ready() -> None:
+        errors.print(f"ready; try it:\n{server.example()}", markup=False, soft_wrap=True)
+
+    code = run(server, chosen, ready)
+    if code:
+        raise typer.Exit(code if code > 0 else 1)
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="The model as the server calls it: what `anybit serve` was given.")],
+    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
+    rates: Annotated[
+        list[float] | None, typer.Option("--rate", "-r", help="Requests a second; several times for several.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each rate.")] = 64,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Words of each prompt.")] = 100,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
+    picture: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a running server: time to the first token, time per token and throughput by request rate.
+
+    [bold]Examples[/bold]
+
+    \b
+    anybit bench smollm2-w4
+    anybit bench ./llama-w4 -r 1 -r 4 -r 16 --picture load.svg
+    """
+    from dataclasses import asdict
+
+    from anybit.integrations.load_test import measure
+    from anybit.integrations.load_test import picture as draw
+
+    found = []
+    for rate in rates or [1.0, 4.0, 16.0]:
+        one = measure(url.rstrip("/"), model, rate, requests, prompt_words, new_tokens)
+        found.append(one)
+        if not as_json:
+            output.print(
+                f"{rate:g} requests/s: first token {one.ttft_ms:.0f} ms (99 %: {one.ttft_p99_ms:.0f}), then "
+                f"{one.tpot_ms:.1f} ms each (99 %: {one.tpot_p99_ms:.1f}), {one.tokens_per_second:.0f} tokens/s"
+                + (f"; {one.failed} of {requests} failed" if one.failed else ""),
+                markup=False,
+            )
+    if picture is not None:
+        draw(picture, model, found)
+        errors.print(f"drew {picture}", markup=False)
+    if as_json:
+        print_json({"model": model, "url": url, "rates": [asdict(one) for one in found]})

