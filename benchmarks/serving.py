@@ -3,7 +3,7 @@
     python benchmarks/serving.py steps fp16 fp8 machete w4a16g128 w4a8     # one engine after another, each a process
     python benchmarks/serving.py rates machete w4a8 --rates 1 4 16 64
     python benchmarks/serving.py check w4a16g128 w4a8                     # greedy answers beside anybit's own generate
-    python benchmarks/serving.py profile w4a16g128                        # what a step of one request runs
+    python benchmarks/serving.py steps w4a16g128 --profile 1              # and what a step of one request launches
     python benchmarks/serving.py picture                                  # of the rows with rates
 
 Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit. Weights are random: times do not depend
@@ -160,6 +160,9 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
         first = min(generate(llm, 1, prompt, 1) for _ in range(4))
         print(f"{mode}: first token of a prompt of {prompt}: {first * 1e3:.1f} ms", flush=True)
         found.append(row(mode, checked, requests=1, prompt=prompt, new_tokens=1, ttft_ms=round(first * 1e3, 1)))
+    if args.profile:
+        keep(args.output, found)  # before what may fail
+        launches(llm, mode, args.profile)
     return found
 
 
@@ -210,23 +213,21 @@ def rates(mode: str, args: argparse.Namespace) -> list[Row]:
     return found
 
 
-def profile(mode: str, args: argparse.Namespace) -> list[Row]:
-    """Print what a step launches, by time; no rows."""
+def launches(llm: Any, mode: str, requests: int) -> None:
+    """Print what a step of so many requests launches, by time."""
     import torch
 
-    llm = engine(mode, args.layers)
-    requests = args.requests[0]
     generate(llm, requests, PROMPT, 33)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         generate(llm, requests, PROMPT, 33)
     spent: dict[str, list[float]] = {}
     for event in trace.events():
-        spent.setdefault(event.name[:110], []).append(event.device_time_total)
+        spent.setdefault(event.name[:100], []).append(event.device_time_total)
     total = sum(sum(times) for times in spent.values())
     print(f"{mode}, {requests} requests, 1 prefill and 32 steps: {total / 1e3:.2f} ms of kernels")
-    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:24]:
-        print(f"{sum(times) / 33:8.1f} us a step {len(times) / 33:6.1f} x {sum(times) / len(times):7.2f} us  {name}")
-    return []
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:20]:
+        middle = sorted(times)[len(times) // 2]
+        print(f"{sum(times) / 33:8.1f} us a step {len(times) / 33:6.1f} x {middle:7.2f} us  {name}")
 
 
 def check(mode: str, args: argparse.Namespace) -> list[Row]:
@@ -292,11 +293,12 @@ def picture(path: Path) -> None:
 def main() -> None:
     """Run one mode here, several in a process each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "rates", "check", "profile", "picture"))
+    parser.add_argument("what", choices=("steps", "rates", "check", "picture"))
     parser.add_argument("modes", nargs="*")
     parser.add_argument("--output", type=Path, default=RESULTS / "h200" / "serving.json")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
+    parser.add_argument("--profile", type=int, default=0, help="print what a step of so many requests launches")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=8.0)
@@ -306,7 +308,7 @@ def main() -> None:
     if args.what == "picture":
         picture(args.output)
     elif len(args.modes) == 1:
-        found = {"steps": steps, "rates": rates, "check": check, "profile": profile}[args.what](args.modes[0], args)
+        found = {"steps": steps, "rates": rates, "check": check}[args.what](args.modes[0], args)
         if found:
             keep(args.output, found)
     else:

@@ -44,7 +44,7 @@ def shard_groups(values: Tensor, format: WeightFormat, start: int, inputs: int) 
     """Scales or zeros [N, G] of the whole layer in ``format`` -> those of a shard in ``shard_format``."""
     if format.group is None:
         return values
-    step = shard_format(format, start, inputs).group
+    step = shard_format(format, start, inputs).group or format.group
     return values[:, torch.arange(start, start + inputs, step, device=values.device) // format.group]
 
 

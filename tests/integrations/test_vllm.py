@@ -217,7 +217,8 @@ def test_a_tensor_of_another_shape_is_refused_by_name(rank: Any) -> None:
 
 
 def test_fused_zeros_are_never_split_inside_a_word(rank: Any) -> None:
-    zeros = parameters.Zeros(torch.zeros(20, 1, dtype=torch.uint8), weight_loader=None, name="z", cut=parameters.whole, bits=3)  # type: ignore[arg-type]  # fmt: skip
+    data = torch.zeros(20, 1, dtype=torch.uint8)
+    zeros = parameters.Zeros(data, weight_loader=print, name="z", cut=parameters.whole, bits=3)
     assert zeros.adjust_shard_indexes_for_packing(32, 64) == (3, 6)
     with pytest.raises(CheckpointError, match="a word holds zeros of both parts"):
         zeros.adjust_shard_indexes_for_packing(20, 0)
@@ -272,3 +273,56 @@ def test_what_cannot_be_run_is_refused_in_words(tmp_path: Path) -> None:
     floats = {"targets": ["Linear"], "weights": {**WORDS, "type": "float"}}
     with pytest.raises(CheckpointError, match="runs pack-quantized integers"):
         AnyBitConfig.from_config({**OTHERS, "config_groups": {"group_0": floats}})
+
+
+def _block(scheme: str, paired: bool, rotated: bool = False) -> tuple[Any, list[Tensor]]:
+    """A norm, a gate and up projection, SiLU and a down projection as vLLM's graph has them, and their inputs."""
+    from anybit import ops
+    from anybit.kernels.elementwise.norm_act import paired_rows
+    from anybit.ops.elementwise import silu_mul
+    from anybit.packing import reorder
+
+    up, down = (layer_of(scheme, *shape).quantized_weight() for shape in ((128, 64), (64, 64)))
+    up = reorder(up, paired_rows(64)) if paired else up
+    first, second = (ops.prepare(weight, Scheme.parse(scheme).activations) for weight in (up, down))
+
+    def block(x: Tensor, residual: Tensor, gamma: Tensor, a: list[Tensor], b: list[Tensor]) -> tuple[Tensor, Tensor]:
+        normed, total = torch.ops.vllm_ir.fused_add_rms_norm(x, residual, gamma, 1e-5)
+        gate_up = torch.ops.anybit.linear(normed, a, None, first.spec_text)
+        linear = torch.ops.anybit.hadamard_linear if rotated else torch.ops.anybit.linear
+        return linear(silu_mul(gate_up, paired), b, None, second.spec_text), total
+
+    generator = torch.Generator().manual_seed(5)
+    x, residual, gamma = (torch.randn(shape, generator=generator) for shape in ((3, 64), (3, 64), (64,)))
+    return block, [x, residual, gamma, first.tensors, second.tensors]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "paired", "rotated", "calls"),
+    [
+        ("w4a16g32", True, False, ["norm_linear", "linear"]),
+        ("w4a16g32", False, False, ["norm_linear", "silu_linear"]),
+        ("w4a8", False, False, ["norm_linear", "silu_linear"]),
+        ("w4a8", False, True, ["norm_linear", "silu_linear"]),
+    ],
+)
+def test_norms_and_silu_become_part_of_products(scheme: str, paired: bool, rotated: bool, calls: list[str]) -> None:
+    from anybit.integrations.vllm.fusion import FusionPass
+
+    block, inputs = _block(scheme, paired, rotated)
+    seen: list[str] = []
+
+    class Noting(FusionPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            super().__call__(graph)
+            seen.extend(
+                node.target.name().removeprefix("anybit::")
+                for node in graph.nodes
+                if node.op == "call_function" and "anybit::" in str(getattr(node.target, "name", str)())
+            )
+
+    expected = block(*inputs)
+    got = torch.compile(block, fullgraph=True, options={"post_grad_custom_post_pass": Noting()})(*inputs)
+    assert seen == calls
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

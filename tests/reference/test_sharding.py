@@ -35,7 +35,7 @@ def test_groups_stay_where_the_cut_meets_them_and_shrink_where_it_does_not() -> 
 
 @pytest.mark.parametrize("start", [1, 16, 40])
 def test_a_cut_that_no_group_meets_is_refused(start: int) -> None:
-    with pytest.raises(LayerError, match="cuts a group of 128.*another tensor-parallel size"):
+    with pytest.raises(LayerError, match=r"cuts a group of 128.*another tensor-parallel size"):
         shard_format(WeightFormat(4, "sym", 128), start, 64)
 
 

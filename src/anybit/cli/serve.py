@@ -50,10 +50,12 @@ def serve(
     from anybit.integrations.serving import Server, choose_engine
     from anybit.integrations.serving import serve as run
 
-    chosen, why = choose_engine(None if engine is None else engine.value)  # type: ignore[arg-type]
+    chosen, why = choose_engine(None if engine is None else engine.value)
     server = Server(model, parsed, host, port, tensor_parallel, max_length, memory, dtype, list(others or ()))
     name = {"vllm": "vLLM", "transformers": "transformers serve"}[chosen]
-    errors.print(f"{name} serves {model}{f' in {parsed}' if parsed else ''} at {server.url}: {why}", markup=False, soft_wrap=True)
+    errors.print(
+        f"{name} serves {model}{f' in {parsed}' if parsed else ''} at {server.url}: {why}", markup=False, soft_wrap=True
+    )
 
     def ready() -> None:
         errors.print(f"ready; try it:\n{server.example()}", markup=False, soft_wrap=True)

@@ -129,7 +129,7 @@ def _join_silu(graph: fx.Graph, silu: fx.Node) -> bool:
     rotated = down.target is _LINEAR[1]
     with graph.inserting_before(down):
         joined = graph.call_function(torch.ops.anybit.silu_linear.default, (silu.args[0], *down.args[1:], rotated))
-    joined.meta.update(down.meta)
+    joined.meta["val"] = down.meta.get("val")  # no more: what is noted of the old call's arguments is not true of these
     down.replace_all_uses_with(joined)
     graph.erase_node(down)
     return True
@@ -156,11 +156,11 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
         joined = graph.call_function(torch.ops.anybit.norm_linear.default, (*arguments, paired, rotated))
         y = graph.call_function(operator.getitem, (joined, 0))
         summed = graph.call_function(operator.getitem, (joined, 1))
-    y.meta.update(last.meta)
+    y.meta["val"] = last.meta.get("val")
+    summed.meta["val"] = norm.meta["val"][1] if "val" in norm.meta else None
     if total is not None:
-        summed.meta.update(total.meta)
         total.replace_all_uses_with(summed)
-    joined.meta["val"] = (last.meta.get("val"), norm.meta["val"][1] if "val" in norm.meta else None)
+    joined.meta["val"] = y.meta["val"], summed.meta["val"]
     last.replace_all_uses_with(y)
     for node in (last, linear, normed, total, norm):
         if node is not None and not node.users and node in graph.nodes:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
@@ -55,14 +55,14 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         """The layers that are run, for errors."""
         return " + ".join(part.name for part in self.parts)
 
-    def _shape(self, layer: nn.Module, inputs: int, outputs: list[int], whole_inputs: int) -> None:
+    def _shape(self, layer: Any, inputs: int, outputs: list[int], whole_inputs: int) -> None:
         """Keep what the forward and the loaders need of the layer's place among the ranks."""
         layer.anybit_inputs, layer.anybit_outputs, layer.anybit_split = inputs, outputs, inputs != whole_inputs
         layer.anybit_start = layer.tp_rank * inputs if layer.anybit_split else 0
         if len(self.parts) not in (1, len(outputs)):
             raise LayerError(f"vLLM fuses {len(outputs)} layers where the checkpoint has {self.name}")
 
-    def _ready(self, layer: nn.Module, weights: list[tuple[Part, QuantizedWeight, Tensor | None]]) -> None:
+    def _ready(self, layer: Any, weights: list[tuple[Part, QuantizedWeight, Tensor | None]]) -> None:
         """Prepare the weights of a layer's parts; those whose inputs are the same become one product."""
         runs: list[list[tuple[Part, QuantizedWeight, Tensor | None]]] = []
         for weight in weights:
@@ -99,7 +99,7 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         fusion.activate(layer, self.scheme, paired is not None)
         self.ledger.add(layer, products)
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Y = x W^T + bias: x [..., K] -> y [..., N] of this rank, in x's dtype."""
         products = layer.anybit_products
         if len(products) == 1:
@@ -108,7 +108,7 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         parts = [self._multiply(layer, product, x, part) for product, part in zip(products, biases, strict=True)]
         return torch.cat(parts, dim=-1)
 
-    def _multiply(self, layer: nn.Module, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply(self, layer: Any, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
         if product.input_scale is not None:
             x = x * getattr(layer, product.input_scale)
         tensors = [getattr(layer, name) for name in product.tensors]
@@ -116,8 +116,9 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
             every = ops.hadamard(tensor_model_parallel_all_gather(x.contiguous()))
             x = every[..., layer.anybit_start : layer.anybit_start + layer.anybit_inputs].contiguous()
         elif product.hadamard:
-            return torch.ops.anybit.hadamard_linear(x, tensors, bias, product.spec)
-        return torch.ops.anybit.linear(x, tensors, bias, product.spec)
+            return ops.hadamard_linear(x, tensors, bias, product.spec)
+        y: Tensor = torch.ops.anybit.linear(x, tensors, bias, product.spec)
+        return y
 
 
 @register_weight_loader_v2_supported_method
@@ -132,7 +133,7 @@ class AnyBitLinearMethod(_Method):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -174,7 +175,7 @@ class AnyBitLinearMethod(_Method):
             zeros, name = empty(n, groups, dtype=torch.uint8), f"{self.name}.weight_zero_point"
             parameter = Zeros(zeros, weight_loader=loader, name=name, cut=of_groups, bits=fmt.bits)
             layer.register_parameter("weight_zero_point", parameter)
-        own = [("weight_shape", empty(count, 2, dtype=torch.int64), whole)]
+        own: list[tuple[str, Tensor, Cut]] = [("weight_shape", empty(count, 2, dtype=torch.int64), whole)]
         if self.group_index:
             own.append(("weight_g_idx", empty(count, k, dtype=torch.int32), of_channels))
         if self.input_scale:
@@ -186,7 +187,7 @@ class AnyBitLinearMethod(_Method):
                 parameter.tp_rank, parameter.tp_size = 0, 1
         layer.anybit_whole_inputs = input_size
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Codes as vLLM loaded them -> the layout of a backend."""
         if hasattr(layer, "anybit_products"):
             return
@@ -213,10 +214,10 @@ class AnyBitLinearMethod(_Method):
                 delattr(layer, name)
         self._ready(layer, weights)
 
-    def _format(self, layer: nn.Module) -> WeightFormat:
+    def _format(self, layer: Any) -> WeightFormat:
         return shard_format(self.scheme.weights, layer.anybit_start, layer.anybit_inputs)
 
-    def _check_loaded(self, layer: nn.Module, shapes: Tensor) -> None:
+    def _check_loaded(self, layer: Any, shapes: Tensor) -> None:
         for n, k in shapes.tolist():
             if (n, k) == (0, 0):
                 raise CheckpointError(f"layer {self.name}: the checkpoint has no weight_shape for a part of it")
@@ -232,7 +233,7 @@ class AnyBitOnlineLinearMethod(_Method):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -252,7 +253,7 @@ class AnyBitOnlineLinearMethod(_Method):
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Floats -> codes -> the layout of a backend."""
         if hasattr(layer, "anybit_products"):
             return

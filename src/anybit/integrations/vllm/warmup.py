@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 
 from anybit import jit
@@ -50,7 +50,7 @@ class Ledger:
         if config is not None:
             self._tokens = config.scheduler_config.max_num_batched_tokens or _TOKENS
 
-    def add(self, layer: nn.Module, products: list[Any]) -> None:
+    def add(self, layer: Any, products: list[Any]) -> None:
         """A layer is ready; with the last one, all kernels are compiled."""
         self._ready += 1
         for product in products:
@@ -68,7 +68,13 @@ def compile_ahead(kinds: dict[_Kind, list[Tensor]], most: int) -> None:
     start = time.perf_counter()
     device = next(iter(kinds.values()))[0].device
     counts = [m for m in STEPS if m < most] + [1 << i for i in range(13, most.bit_length()) if 1 << i < most] + [most]
-    kernels = jit.kernels_of(lambda: [_call(kind, tensors, m) for kind, tensors in kinds.items() for m in counts])
+
+    def call_all() -> None:
+        for kind, tensors in kinds.items():
+            for tokens in counts:
+                _call(kind, tensors, tokens)
+
+    kernels = jit.kernels_of(call_all)
     arch = Device.of(torch.empty(0, device=device)).arch
     missing = [kernel for kernel in kernels if not on_disk(kernel, arch)]
     decided = time.perf_counter()
