@@ -28,7 +28,7 @@ from anybit.errors import CheckpointError, LayerError, OptionError  # noqa: E402
 from anybit.integrations.vllm import parameters  # noqa: E402
 from anybit.integrations.vllm.config import AnyBitConfig  # noqa: E402
 from anybit.linear import QuantLinear  # noqa: E402
-from anybit.quantize.methods.rtn import quantize_weight  # noqa: E402
+from anybit.quantization.methods.rtn import quantize_weight  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 
 SCHEMES = ("w4a16g128", "w3a16g64asym", "w8a8", "w4a8", "w2a16g32asym", "w4a4", "w1a16g64", "w5a16", "w4a16g128s24")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from anybit.errors import LayerError
 from anybit.packing import QuantizedWeight
-from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme, WeightFormat
 from anybit.sharding import shard, shard_format
 

@@ -19,7 +19,7 @@ from anybit.errors import AnyBitError, CheckpointError, LayerError
 from anybit.integrations.vllm import fusion, warmup
 from anybit.integrations.vllm.parameters import Cut, PerPart, Rows, Zeros, empty, load_replicated, whole
 from anybit.packing import QuantizedWeight, reorder, stack, words_per_row
-from anybit.quantize.methods.rtn import quantize_weight
+from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme, WeightFormat
 from anybit.sharding import shard_format, shard_groups, shard_ordered, shard_words
 
