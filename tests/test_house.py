@@ -13,6 +13,7 @@ PACKAGE = ROOT / "src" / "anybit"
 FLOORS = [
     {"scheme", "errors", "device"},
     {"packing", "dpr", "hadamard"},
+    {"sharding"},
     {"reference"},
     {"jit"},
     {"kernels"},

@@ -278,8 +278,7 @@ def test_what_cannot_be_run_is_refused_in_words(tmp_path: Path) -> None:
 def _block(scheme: str, paired: bool, rotated: bool = False) -> tuple[Any, list[Tensor]]:
     """A norm, a gate and up projection, SiLU and a down projection as vLLM's graph has them, and their inputs."""
     from anybit import ops
-    from anybit.kernels.elementwise.norm_act import paired_rows
-    from anybit.ops.elementwise import silu_mul
+    from anybit.ops.elementwise import paired_rows, silu_mul
     from anybit.packing import reorder
 
     up, down = (layer_of(scheme, *shape).quantized_weight() for shape in ((128, 64), (64, 64)))

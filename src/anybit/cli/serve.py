@@ -44,7 +44,7 @@ def serve(
     \b
     anybit serve smollm2-w4
     anybit serve ./llama --scheme w4a16g128 --port 9000
-    anybit serve ./llama-w4 --tensor-parallel 2 -- --enable-prefix-caching
+    anybit serve ./llama-w4 --tensor-parallel 2 --memory 0.8
     """
     parsed = None if scheme is None else Scheme.parse(scheme)
     from anybit.integrations.serving import Server, choose_engine

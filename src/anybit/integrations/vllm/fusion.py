@@ -25,8 +25,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.platforms import current_platform
 
 import anybit.ops  # noqa: F401 (the ops that the pass names)
-from anybit.kernels.elementwise.norm_act import paired_rows
-from anybit.ops.elementwise import silu_mul
+from anybit.ops.elementwise import paired_rows, silu_mul
 from anybit.scheme import Scheme
 
 _logger = logging.getLogger("vllm.anybit")

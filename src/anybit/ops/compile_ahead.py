@@ -1,0 +1,90 @@
+"""Kernels of every token count of a model's layers, compiled before the first of them is asked for.
+
+Each kind of layer is asked, for each count, which kernels it would launch (nothing runs), and those that are not in the
+cache on disk are compiled by as many processes as there are cores.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.device import Device
+from anybit.jit.cache import on_disk
+from anybit.ops.backend import LinearSpec
+from anybit.tune.plans import compile_kernels
+from anybit.tune.registry import MOST_TOKENS, STEPS
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers whose kernels are the same. spec: ``str`` of their LinearSpec; rotated: inputs go through ``hadamard``."""
+
+    spec: str
+    dtype: torch.dtype
+    bias: bool
+    rotated: bool
+
+
+@dataclass(frozen=True)
+class CompiledAhead:
+    """What was done: kernels that are ready, how many of them were compiled, seconds; why some do not compile."""
+
+    kernels: int
+    compiled: int
+    seconds: float
+    compile_seconds: float
+    refused: list[str]
+
+
+def compile_ahead(kinds: Mapping[LayerKind, list[Tensor]], most: int) -> CompiledAhead:
+    """Compile what layers launch for 1 to ``most`` tokens, and load it onto the CUDA device of their tensors.
+
+    kinds: for each kind the tensors of one such layer, as ``ops.prepare`` gives them.
+    """
+    start = time.perf_counter()
+    device = next(iter(kinds.values()))[0].device
+    counts = [m for m in STEPS if m < most]
+    while most > MOST_TOKENS and 2 * counts[-1] < most:  # beyond, plans are made for powers of two
+        counts.append(2 * counts[-1])
+    counts.append(most)
+
+    def call_all() -> None:
+        for kind, tensors in kinds.items():
+            for tokens in counts:
+                _call(kind, tensors, tokens)
+
+    kernels = jit.kernels_of(call_all)
+    arch = Device.of(torch.empty(0, device=device)).arch
+    missing = [kernel for kernel in kernels if not on_disk(kernel, arch)]
+    decided = time.perf_counter()
+    refused = compile_kernels([(kernel, arch) for kernel in missing])
+    compiled = time.perf_counter()
+    for kernel in kernels:
+        jit.load(kernel, device.index or 0)
+    return CompiledAhead(len(kernels), len(missing), time.perf_counter() - start, compiled - decided, refused)
+
+
+def _call(kind: LayerKind, tensors: list[Tensor], tokens: int) -> None:
+    """All ops that a graph may call of a layer with so many tokens; ``jit.kernels_of`` keeps them from running."""
+    spec = LinearSpec.parse(kind.spec)
+
+    def room(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=kind.dtype, device=tensors[0].device)
+
+    x, gamma, bias = room(tokens, spec.k), room(spec.k), room(spec.n) if kind.bias else None
+    if kind.rotated:
+        torch.ops.anybit.hadamard_linear(x, tensors, bias, kind.spec)
+    else:
+        torch.ops.anybit.linear(x, tensors, bias, kind.spec)
+    coded = spec.activations.quantized
+    torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, False, kind.rotated)
+    if spec.n % 16 == 0:
+        torch.ops.anybit.silu_mul(room(tokens, spec.n), not coded)
+        if not coded and not kind.rotated:
+            torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, True, False)
+    if coded:
+        torch.ops.anybit.silu_linear(room(tokens, 2 * spec.k), tensors, bias, kind.spec, kind.rotated)
