@@ -1,0 +1,147 @@
+"""A real server in a process of its own, and what a client may do to it: the same for every engine."""
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cases_models import save_byte_tokenizer
+
+ROOT = Path(__file__).parent.parent
+CONTEXT = 256
+
+
+def save_small_llama(folder: Path) -> Path:
+    """A Llama of random weights whose greedy answers do not hang on the last bit, with a tokenizer of bytes."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=save_byte_tokenizer(folder), max_position_embeddings=CONTEXT, bos_token_id=0,
+        eos_token_id=1, pad_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(0, 0.08)
+    model.save_pretrained(folder)
+    return folder
+
+
+class Running:
+    """A server that answers. said: what it wrote so far."""
+
+    def __init__(self, model: Path, url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.model, self.url, self.process, self._log = str(model), url, process, log
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def complete(self, prompt: str, new_tokens: int = 12, **words: Any) -> Any:
+        import httpx
+
+        body = {"model": self.model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, **words}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+
+    def text(self, prompt: str, new_tokens: int = 12) -> str:
+        answer = self.complete(prompt, new_tokens)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def hang_up(self, prompt: str) -> None:
+        """Ask for a stream, read the first piece of it, and close the connection."""
+        import httpx
+
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 200, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=120) as answer:
+            next(answer.iter_lines())
+
+
+@contextlib.contextmanager
+def served(model: Path, log: Path, *options: str, seconds: float = 120) -> Iterator[Running]:
+    """`anybit serve MODEL`, from when it says that it is ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "anybit", "serve", str(model), "--port", str(port), *options]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": path})
+    running = Running(model, f"http://127.0.0.1:{port}", process, log)
+    try:
+        end = time.monotonic() + seconds
+        while "ready; try it" not in running.said:
+            assert process.poll() is None, f"the server ended: {running.said}"
+            assert time.monotonic() < end, f"the server is not up after {seconds} s: {running.said}"
+            time.sleep(0.2)
+        yield running
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def check_answers(server: Running) -> None:
+    """Health, chat, a stream, and the line that is printed for pasting."""
+    import httpx
+
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    line = next(line for line in server.said.splitlines() if line.startswith("curl "))
+    pasted = subprocess.run(line, shell=True, capture_output=True, text=True, check=True, timeout=120)
+    assert '"role":"assistant"' in pasted.stdout.replace('": "', '":"')
+    whole = server.text("abc")
+    body = {"model": server.model, "prompt": "abc", "max_tokens": 12, "temperature": 0, "stream": True}
+    import json
+
+    pieces = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as answer:
+        for event in answer.iter_lines():
+            if event.startswith("data: {"):
+                pieces += [choice.get("text") or "" for choice in json.loads(event[6:]).get("choices") or ()]
+    assert "".join(pieces) == whole
+
+
+def check_many_at_once(server: Running, count: int) -> None:
+    """Requests of mixed lengths, some of which hang up: every finished answer is that of the request alone."""
+    prompts = ["xyz" * (1 + 7 * i % 20) + str(i) for i in range(count)]
+    alone = [server.text(prompt, 4 + i % 9) for i, prompt in enumerate(prompts)]
+    with concurrent.futures.ThreadPoolExecutor(count + 4) as pool:
+        gone = [pool.submit(server.hang_up, f"bye {i}") for i in range(4)]
+        together = [pool.submit(server.text, prompt, 4 + i % 9) for i, prompt in enumerate(prompts)]
+        assert [one.result() for one in together] == alone
+        for one in gone:
+            one.result()
+    assert server.text(prompts[0], 4) == alone[0]
+
+
+def check_odd_prompts(server: Running) -> None:
+    """What makes no sense is answered, with words or an error, and the server lives on."""
+    before = server.text("still here")
+    for prompt in ("", "q" * (4 * CONTEXT)):
+        answer = server.complete(prompt)
+        assert answer.status_code in (200, 400, 422, 500), answer.text
+    assert server.text("still here") == before
+
+
+def check_shutdown(server: Running) -> None:
+    """Told to end in the middle of an answer, the server ends."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.complete, "to be cut off", 200)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) in (0, 143, -signal.SIGTERM)
+        with contextlib.suppress(Exception):  # cut off, or finished: both are fine
+            asked.result(timeout=10)

@@ -1,0 +1,100 @@
+"""`anybit serve` over transformers: a real server and real clients; and what the command says where it cannot serve."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import cases_serving as cases
+from anybit.cli import app
+from anybit.errors import KernelError
+from anybit.integrations import serving
+from anybit.integrations.load_test import Figures, measure, picture
+from anybit.scheme import Scheme
+
+needed = [name for name in ("fastapi", "uvicorn", "openai", "httpx") if importlib.util.find_spec(name) is None]
+has_server = pytest.mark.skipif(bool(needed), reason=f"{', '.join(needed)} not installed: pip install 'anybit[serve]'")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cases.Running]:
+    folder = tmp_path_factory.mktemp("served")
+    cases.save_small_llama(folder)
+    options = ("--scheme", "w4a16g64", "--engine", "transformers")
+    with cases.served(folder, folder / "log", *options) as running:
+        yield running
+
+
+@has_server
+def test_answers_streams_and_the_line_to_paste(server: cases.Running) -> None:
+    assert f"transformers serve serves {server.model} in w4a16g64 at {server.url}: it was asked for" in server.said
+    cases.check_answers(server)
+
+
+@has_server
+def test_many_at_once_and_clients_that_hang_up(server: cases.Running) -> None:
+    cases.check_many_at_once(server, 8)
+
+
+@has_server
+def test_empty_prompts_and_prompts_beyond_the_context(server: cases.Running) -> None:
+    cases.check_odd_prompts(server)
+
+
+@has_server
+def test_a_running_server_is_measured(server: cases.Running, tmp_path: Path) -> None:
+    figures = measure(server.url, server.model, rate=20, requests=4, words=3, new_tokens=4)
+    assert (figures.requests, figures.failed, figures.rate) == (4, 0, 20)
+    assert 0 < figures.ttft_ms <= figures.ttft_p99_ms and figures.tokens_per_second > 0
+    if importlib.util.find_spec("matplotlib"):
+        picture(tmp_path / "load.svg", server.model, [figures])
+        assert (tmp_path / "load.svg").stat().st_size > 1000
+
+
+@has_server
+def test_a_shutdown_in_the_middle(server: cases.Running) -> None:  # the last one: the server is gone then
+    cases.check_shutdown(server)
+
+
+def test_vllm_gets_the_same_flags(tmp_path: Path) -> None:
+    wanted = serving.Server("m", Scheme.parse("w4a8"), "0.0.0.0", 9000, 2, 4096, 0.5, "bfloat16", ["--seed", "1"])
+    words = " ".join(serving.vllm_command(wanted, tmp_path))
+    for flag in (
+        f"--model {tmp_path}", "--served-model-name m", "--host 0.0.0.0", "--port 9000", "--tensor-parallel-size 2",
+        "--max-model-len 4096", "--gpu-memory-utilization 0.5", "--dtype bfloat16", "--quantization anybit", "--seed 1",
+        '{"quantization_config": {"quant_method": "anybit", "scheme": "w4a8"}}',
+    ):  # fmt: skip
+        assert flag in words
+    assert "http://127.0.0.1:9000/v1/chat/completions" in wanted.example()
+
+
+def test_an_engine_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(KernelError, match=r"vLLM is not installed: pip install 'anybit\[vllm\]'"):
+        serving.choose_engine("vllm")
+    with pytest.raises(KernelError, match=r"needs fastapi, uvicorn, openai, pydantic: pip install 'anybit\[serve\]'"):
+        serving.choose_engine()
+
+
+def test_what_transformers_cannot_do_is_refused(tmp_path: Path) -> None:
+    cases.save_small_llama(tmp_path)
+    server = serving.Server(str(tmp_path), tensor_parallel=2)
+    with pytest.raises(serving.OptionError, match="--tensor-parallel, --memory and arguments after -- are vLLM's"):
+        serving.serve(server, "transformers", lambda: None)
+
+
+@has_server
+def test_no_server_is_told_in_one_line() -> None:
+    found = CliRunner().invoke(app, ["bench", "m", "--url", "http://127.0.0.1:1", "-r", "5", "--requests", "1"])
+    assert isinstance(found.exception, KernelError) and "no server answers at http://127.0.0.1:1" in str(
+        found.exception
+    )
+
+
+def test_a_picture_needs_figures_of_several_rates(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    every = [Figures(rate, 10, 0, 50 * rate, 90 * rate, 8, 9, 100 * rate) for rate in (1.0, 2.0)]
+    picture(tmp_path / "load.png", "m", every)
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
