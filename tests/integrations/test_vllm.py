@@ -15,6 +15,7 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm make
 
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers import linear as vllm_linear  # noqa: E402
+from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -27,6 +28,7 @@ from vllm.model_executor.layers.linear import (  # noqa: E402
 from anybit.errors import CheckpointError, LayerError, OptionError  # noqa: E402
 from anybit.integrations.vllm import parameters  # noqa: E402
 from anybit.integrations.vllm.config import AnyBitConfig  # noqa: E402
+from anybit.integrations.vllm.fusion import SiluMul  # noqa: E402
 from anybit.linear import QuantLinear  # noqa: E402
 from anybit.quantization.methods.rtn import quantize_weight  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
@@ -325,3 +327,38 @@ def test_norms_and_silu_become_part_of_products(scheme: str, paired: bool, rotat
     assert seen == calls
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+class _Mlp(torch.nn.Module):
+    """The plain MLP of vLLM's models, of layers in a scheme."""
+
+    def __init__(self, scheme: str, adapters: bool) -> None:
+        super().__init__()
+        config = configured(scheme, ["m.gate_proj", "m.up_proj", "m.down_proj"])
+        same: dict[str, Any] = {"bias": False, "params_dtype": torch.float32, "quant_config": config}
+        self.gate_up_proj = MergedColumnParallelLinear(64, [128, 128], prefix="m.gate_up_proj", **same)
+        self.down_proj = RowParallelLinear(128, 64, prefix="m.down_proj", **same)
+        self.act_fn: torch.nn.Module = SiluAndMul()
+        config.ledger.adapters = adapters
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.gate_up_proj(x)
+        x = self.act_fn(x)
+        x, _ = self.down_proj(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("scheme", "adapters", "paired"),
+    [("w4a16g32", False, True), ("w4a16g32", True, False), ("w4a8", False, False)],
+)
+def test_an_mlp_keeps_its_results_with_gate_and_up_in_turn(
+    rank: Any, scheme: str, adapters: bool, paired: bool
+) -> None:
+    gate, up, down = (layer_of(scheme, *shape, seed) for seed, shape in enumerate([(128, 64), (128, 64), (64, 128)]))
+    mlp = _Mlp(scheme, adapters)
+    load(mlp.gate_up_proj, {0: gate, 1: up})
+    load(mlp.down_proj, {None: down})
+    assert isinstance(mlp.act_fn, SiluMul) and mlp.act_fn.paired == paired
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(mlp(x), down(torch.nn.functional.silu(gate(x)) * up(x)), rtol=1e-5, atol=1e-5)

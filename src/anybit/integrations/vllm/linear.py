@@ -70,7 +70,8 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
                 runs[-1].append(weight)
             else:
                 runs.append([weight])
-        paired = fusion.pairs_of(layer, self.scheme) if len(runs) == 1 else None
+        plain = len(runs) == 1 and not self.ledger.adapters  # adapters add to outputs in their own order
+        paired = fusion.pairs_of(layer, self.scheme) if plain else None
         products = []
         for number, run in enumerate(runs):
             joined = run[0][1] if len(run) == 1 else stack([weight for _, weight, _ in run])
@@ -96,6 +97,7 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
                 ops.prepare_rotation(width, joined.words.device)
             products.append(Product(joined.shape[0], prepared.spec_text, tuple(names), scale_name, part.hadamard))
         layer.anybit_products = tuple(products)
+        layer.weight_packed = getattr(layer, products[0].tensors[0])  # where vLLM's LoRA looks for the layer's device
         fusion.activate(layer, self.scheme, paired is not None)
         self.ledger.add(layer, products)
 
@@ -222,7 +224,9 @@ class AnyBitLinearMethod(_Method):
             if (n, k) == (0, 0):
                 raise CheckpointError(f"layer {self.name}: the checkpoint has no weight_shape for a part of it")
             if k != layer.anybit_whole_inputs:
-                raise CheckpointError(f"layer {self.name} has {k} inputs in the checkpoint, and the model {k}")
+                raise CheckpointError(
+                    f"layer {self.name} has {k} inputs in the checkpoint, and {layer.anybit_whole_inputs} in the model"
+                )
 
 
 @register_weight_loader_v2_supported_method

@@ -14,12 +14,13 @@ _TOKENS = 8192
 
 
 class Ledger:
-    """The layers of a model that are to become ready, and those that are."""
+    """The layers of a model that are to become ready, and those that are. adapters: LoRA may be added to outputs."""
 
     def __init__(self) -> None:
         self._expected = self._ready = 0
         self._kinds: dict[LayerKind, list[Tensor]] = {}
         self._tokens = _TOKENS
+        self.adapters = False
 
     def expect(self) -> None:
         """One more layer is being built."""
@@ -27,6 +28,7 @@ class Ledger:
         config = get_current_vllm_config_or_none()
         if config is not None:
             self._tokens = config.scheduler_config.max_num_batched_tokens or _TOKENS
+            self.adapters = config.lora_config is not None
 
     def add(self, layer: Any, products: list[Any]) -> None:
         """A layer is ready; with the last one, the kernels of all are compiled."""
