@@ -20,6 +20,7 @@ import pytest
 from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import cache
+from anybit.tune.plans import compile_kernels
 from kernels import row_sums
 
 ARCH = "sm_90a"
@@ -325,6 +326,7 @@ def test_many_processes_compile_once(folder: Path, tmp_path: Path) -> None:
 import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from anybit import jit
 from anybit.jit import cache
+from anybit.tune.plans import compile_kernels
 from kernels import row_sums
 def counted(kernel, arch):
     print("compiled")
@@ -338,3 +340,21 @@ print(jit.cached(row_sums.kernel(row_sums.Config()), {ARCH!r}).entry)
     assert [process.returncode for process in running] == [0] * 4
     assert "".join(outputs).count("compiled") == 1
     assert len(entries(folder)) == 1
+
+
+def test_what_a_call_would_launch_is_listed_and_compiled_ahead_by_other_processes(
+    folder: Path, compilations: list[str]
+) -> None:
+    other = row_sums.kernel(row_sums.Config(columns_a_step=32))
+    params = row_sums.Params(0, 0, 1, 1, 1.0)
+
+    def call() -> None:
+        for kernel in (KERNEL, other, KERNEL):
+            jit.launch(kernel, params, (1, 1, 1), device=0)  # there is no GPU: it would raise
+
+    kernels = jit.kernels_of(call)
+    assert kernels == [KERNEL, other]
+    assert not any(cache.on_disk(kernel, ARCH) for kernel in kernels)
+    assert compile_kernels([(kernel, ARCH) for kernel in kernels], jobs=2) == []
+    assert all(cache.on_disk(kernel, ARCH) for kernel in kernels)
+    assert jit.cached(other, ARCH).entry and not compilations  # read from the disk, not compiled here
