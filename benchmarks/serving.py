@@ -260,7 +260,7 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
     llm = engine(mode, folder=folder, load_format="auto", max_model_len=512, max_num_seqs=8, gpu_memory_utilization=0.3)
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, min_tokens=32, max_tokens=32, detokenize=False)
     given = [{"prompt_token_ids": p} for p in prompts]
     got = [list(a.outputs[0].token_ids) for a in llm.generate(given, sampling, use_tqdm=False)]
     same = sum(a == b for a, b in zip(expected, got, strict=True))

@@ -34,7 +34,7 @@ def main():
     given = json.loads(sys.argv[1])
     settings = dict(dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.2)
     llm = LLM(given["model"], **{**settings, **given["options"]})
-    sampling = SamplingParams(temperature=0, max_tokens=given["new"], ignore_eos=True)
+    sampling = SamplingParams(temperature=0, min_tokens=given["new"], max_tokens=given["new"])
     found = llm.generate(given["prompts"], sampling, use_tqdm=False)
     print("ANSWERS", json.dumps([list(one.outputs[0].token_ids) for one in found]))
 
