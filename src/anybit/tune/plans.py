@@ -6,11 +6,7 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-<<<<<<< HEAD
-from collections.abc import Iterator, Sequence
-=======
-from collections.abc import Callable, Collection, Iterator, Sequence
->>>>>>> eb83615 (vLLM plug-in: schemes, shards, compile ahead, norm and SiLU in products)
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -115,9 +111,7 @@ class Planner:
     def __init__(self, maps: Sequence[Policy], options: Options) -> None:
         self._maps, self._options = maps, options
         self._jobs = options.jobs or os.cpu_count() or 1
-        methods = multiprocessing.get_all_start_methods()  # forked processes may only compile where CUDA is in use
-        context: Any = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
-        self._pool = ProcessPoolExecutor(self._jobs, context, _begin, (maps, options))
+        self._pool = ProcessPoolExecutor(self._jobs, _processes(), _begin, (maps, options))
 
     def __enter__(self) -> "Planner":
         return self
@@ -146,75 +140,20 @@ class Planner:
             if made.candidates:
                 yield product, made
 
-<<<<<<< HEAD
-=======
-    def _begin(self, product: LinearProblem) -> "Future[Plan] | Plan":
-        known = self._known.get(plan_key(product))
-        if known is not None:
-            return known
-        try:
-            return self._pool.submit(plan, product)
-        except (BrokenProcessPool, RuntimeError):
-            future: Future[Plan] = Future()
-            future.set_result(self._by_hand(product))
-            return future
 
-    def _planned(self, product: LinearProblem, future: "Future[Plan]") -> Plan:
-        try:
-            return future.result()
-        except BrokenProcessPool:  # the compiler took its process with it: the child compiles, one by one
-            return self._by_hand(product)
-
-    def _by_hand(self, product: LinearProblem) -> Plan:
-        return plan_of(product, self._choose(product, self._maps, self._options))
-
-    def _compile(self, product: LinearProblem, candidate: Candidate) -> "list[Future[str | None]]":
-        found = []
-        for kernel in candidate.kernels(product):
-            key = kernel, product.device.arch
-            if key not in self._kernels:
-                try:
-                    self._kernels[key] = self._pool.submit(compile_one, *key)
-                except (BrokenProcessPool, RuntimeError):
-                    continue
-            found.append(self._kernels[key])
-        return found
-
-
-def _reason(future: "Future[str | None]") -> str | None:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        return None
-
-
-def _cheap_processes() -> Any:
-    """How processes that only compile are begun: forked, which they may be even where CUDA is in use."""
+def _processes() -> Any:
+    """How processes that only compile begin: forked, which they may be even where CUDA is in use."""
     methods = multiprocessing.get_all_start_methods()
     return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
-
-
-def plan_key(product: LinearProblem) -> tuple[object, ...]:
-    """What a plan depends on: of the device, what kernels are planned with."""
-    device = product.device
-    return replace(product, device=Device.named(device.arch)), device.sms, device.shared_bytes
-
-
-def compile_candidates(pairs: Sequence[tuple[LinearProblem, Candidate]], jobs: int = 0) -> list[str]:
-    """Compile these candidates in parallel; why some do not compile."""
-    found = {(kernel, product.device.arch) for product, candidate in pairs for kernel in candidate.kernels(product)}
-    return compile_kernels(found, jobs)
 
 
 def compile_kernels(kernels: Collection[tuple[jit.Kernel, str]], jobs: int = 0) -> list[str]:
     """Compile kernels for architectures in parallel, into the cache on disk; why some do not compile."""
     if not kernels:
         return []
-    count = min(jobs or os.cpu_count() or 1, len(kernels))
-    with ProcessPoolExecutor(count, mp_context=_cheap_processes()) as pool:
+    with ProcessPoolExecutor(min(jobs or os.cpu_count() or 1, len(kernels)), _processes()) as pool:
         return [reason for reason in pool.map(compile_one, *zip(*kernels, strict=True)) if reason is not None]
 
->>>>>>> eb83615 (vLLM plug-in: schemes, shards, compile ahead, norm and SiLU in products)
 
 def die_with_parent() -> None:
     """Have the kernel end this process when its parent ends, however that happens (Linux)."""
