@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import (  # noqa: E402
     UnquantizedLinearMethod,
 )
 
+from anybit.checkpoints.configuration import configuration  # noqa: E402
 from anybit.errors import CheckpointError, LayerError, OptionError  # noqa: E402
 from anybit.integrations.vllm import parameters  # noqa: E402
 from anybit.integrations.vllm.config import AnyBitConfig  # noqa: E402
@@ -264,7 +265,10 @@ def test_which_folders_are_taken() -> None:
     assert take({**OTHERS, "anybit": {"scheme": "w4a16g128asym"}}, None) == "anybit"
     assert take({**OTHERS, "anybit": {"scheme": "w4a16g128asym"}}, "compressed-tensors") is None
     assert str(AnyBitConfig.from_config(OTHERS).scheme) == "w4a16g128asym"
-    assert str(AnyBitConfig.from_config({**OTHERS, "anybit": {"scheme": "w4a16g128asym-kv4"}}).scheme.kv) == "kv4"
+    own = configuration(Scheme.parse("w4a16g128asym"), ["lm_head"], ignore=["lm_head"])
+    assert own["quant_method"] == "compressed-tensors" and take(own, None) == "anybit"
+    assert str(AnyBitConfig.from_config(own).scheme) == "w4a16g128asym"
+    assert str(AnyBitConfig.from_config({"quant_method": "anybit", "scheme": "w4a16-kv4"}).scheme.kv) == "kv4"
 
 
 def test_what_cannot_be_run_is_refused_in_words(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an en
 
 import cases_serving as cases
 from anybit import AnyBitConfig
-from anybit.checkpoints import convert
 from anybit.integrations.loading import load_model
 
 SCHEMES = ("w4a16g128", "w4a16g32", "w3a16g64asym", "w5a16", "w2a16g32asym")
@@ -94,11 +93,6 @@ def test_two_ranks_answer_as_one(small: Path, tmp_path: Path, scheme: str) -> No
     assert by_vllm(folder, tmp_path, tensor_parallel_size=2) == by_anybit(folder)
 
 
-def test_two_stages_answer_as_one(small: Path, tmp_path: Path) -> None:
-    folder = quantized(small, "w4a16g64", tmp_path / "q")
-    assert by_vllm(folder, tmp_path, pipeline_parallel_size=2) == by_anybit(folder)
-
-
 @pytest.mark.parametrize("scheme", ["w4a16g64", "w4a8"])
 def test_compiled_graphs_answer_as_eager_ones(small: Path, tmp_path: Path, scheme: str) -> None:
     folder = quantized(small, scheme, tmp_path / scheme)
@@ -108,7 +102,10 @@ def test_compiled_graphs_answer_as_eager_ones(small: Path, tmp_path: Path, schem
 def test_compressed_tensors_of_another_tool_by_choice(small: Path, tmp_path: Path) -> None:
     folder = quantized(small, "w4a16g64", tmp_path / "q")
     expected = by_anybit(folder)
-    convert.convert(folder, "compressed-tensors")
+    config = json.loads((folder / "config.json").read_text())
+    words = config["quantization_config"]
+    assert words["quant_method"] == "compressed-tensors" and words.pop("anybit")  # as another tool would write it
+    (folder / "config.json").write_text(json.dumps(config))
     assert by_vllm(folder, tmp_path, quantization="anybit") == expected
 
 

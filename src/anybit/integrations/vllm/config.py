@@ -13,6 +13,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.integrations.vllm import fusion
@@ -90,17 +91,11 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     def from_config(cls, config: dict[str, Any]) -> "AnyBitConfig":
         """Read a ``quantization_config``: anybit's, compressed-tensors' with anybit's words in it, or without."""
         method = config.get("quant_method")
-        words = config if method == METHOD else config.get(METHOD)
-        if isinstance(words, dict):
-            if not isinstance(words.get("scheme"), str):
-                raise CheckpointError(f"the quantization_config of config.json names anybit, but no scheme; {_HOW}")
-            return cls(
-                words["scheme"],
-                words.get("modules_to_not_convert"),
-                bool(words.get("group_index")),
-                words.get("hadamard"),
-                bool(words.get("input_scale")),
-            )
+        if method == METHOD and "scheme" not in config:
+            raise CheckpointError(f"the quantization_config of config.json names anybit, but no scheme; {_HOW}")
+        own = Quantization.of({"quantization_config": config})
+        if own is not None:
+            return cls(own.scheme, own.kept, own.group_index, own.hadamard, own.input_scale)
         if method == COMPRESSED:
             scheme, ordered = _scheme_of(config)
             return cls(scheme, [name.removeprefix("re:") for name in config.get("ignore") or ()], ordered)
