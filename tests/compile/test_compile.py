@@ -56,7 +56,7 @@ def test_kernels_are_values() -> None:
 
 
 def test_the_page_on_kernels_shows_the_example() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "writing-kernels.md").read_text()
     device = Path(row_sums.__file__).with_suffix(".cuh").read_text()
     assert device.partition("\n")[2] in page
     for block in (

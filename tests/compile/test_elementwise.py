@@ -37,7 +37,7 @@ def test_no_spills(arch):
     [
         (norm_act.Problem(1, 1 << 18), "more than one block holds"),
         (norm_act.Problem(1, 64, torch.float32), "not float32"),
-        (norm_act.Problem(0, 64), "hold nothing"),
+        (norm_act.Problem(0, 64), "are empty"),
     ],
 )
 def test_refused_by_name(problem, words):

@@ -27,9 +27,8 @@ CASES = [
     (WeightFormat(4, "sym", None), INT8, torch.float16, (128, 4, 1, 1, 2)),
     (WeightFormat(2, "sym", None), INT8, torch.float16, (256, 2, 1, 1, 2)),
     (WeightFormat(2, "sym", None), INT8, torch.float16, (256, 2)),
-    (WeightFormat(4, "sym", 128), A16, torch.float16, (64, 4, 1, 1, 1, 132)),
-    (WeightFormat(4, "sym", 128), A16, torch.float16, (64, 1, 2, 2, 1, 0, None, False, 1, 2)),
-    (WeightFormat(3, "asym", 64), A16, torch.bfloat16, (48, 1, 2, 1, 1, 0, None, False, 1, 3)),
+    (WeightFormat(4, "sym", 128), A16, torch.float16, (64, 1, 2, 2, 1, None, False, 1, 2)),
+    (WeightFormat(3, "asym", 64), A16, torch.bfloat16, (48, 1, 2, 1, 1, None, False, 1, 3)),
     (WeightFormat(7, "asym", 64), INT8, torch.bfloat16, (128, 2, 1, 1, 1)),
     (WeightFormat(4, "asym", 128), FP8, torch.float16, (128, 2, 1, 1, 1)),
 ]
