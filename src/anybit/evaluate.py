@@ -117,6 +117,8 @@ def agreement(
 def bits_per_weight(model: nn.Module) -> float:
     """Bits per weight of the quantized layers, scales and zeros included; of all Linears if none is quantized.
 
+    Experts that are stored as one tensor stay in 16 bits, and count.
+
     Scales and weights that are not quantized count 16 bits, even where the model runs in float32 (on a CPU all do):
     a checkpoint usually stores 16.
     """
@@ -128,6 +130,10 @@ def bits_per_weight(model: nn.Module) -> float:
             bits += weight.bits_per_weight * count - weight.scale.numel() * (8 * weight.scale.element_size() - 16)
             weights += count
     if weights:
+        for name, tensor in model.named_parameters():
+            if ".experts." in name and tensor.ndim > 2:
+                bits += min(8 * tensor.element_size(), 16) * tensor.numel()
+                weights += tensor.numel()
         return bits / weights
     linears = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     count = sum(weight.numel() for weight in linears)

@@ -84,6 +84,24 @@ def override_of(layer: str, overrides: Mapping[str, Scheme]) -> Scheme | None:
     return next((overrides[pattern] for pattern in reversed([*overrides]) if fnmatchcase(layer, pattern)), None)
 
 
+def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> dict[str, Scheme]:
+    """The schemes of single layers, checked. Raises SchemeError for one that no saved model could have."""
+    found = {}
+    for pattern, text in (overrides or {}).items():
+        if len(pattern) > _LONGEST_PATTERN or pattern.count("*") > _MOST_REPETITIONS:
+            raise SchemeError(
+                f"{_short(pattern)} is no pattern of layers: at most {_LONGEST_PATTERN} characters and "
+                f"{_MOST_REPETITIONS} stars are allowed"
+            )
+        try:
+            found[pattern] = Scheme.parse(text)
+        except SchemeError as error:
+            raise SchemeError(f"{pattern}: {error}") from None
+        if found[pattern].kv is not None:
+            raise SchemeError(f"{pattern}: a layer has no KV cache, and {text} names one")
+    return found
+
+
 def words_of(quantization: object) -> dict[str, Any] | None:
     """Anybit's own words in a ``quantization_config``, unchecked; None if they are not there."""
     if not isinstance(quantization, Mapping):
@@ -231,20 +249,10 @@ def _overrides(value: object, place: str) -> dict[str, Scheme]:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(text, str) for item in value.items() for text in item):
         raise CheckpointError(f"{place}.overrides is an object of layers' names and schemes, not {_short(value)}")
-    found = {}
-    for pattern, scheme in value.items():
-        if len(pattern) > _LONGEST_PATTERN or pattern.count("*") > _MOST_REPETITIONS:
-            raise CheckpointError(
-                f"{place}.overrides has the pattern {_short(pattern)}: at most {_LONGEST_PATTERN} characters and "
-                f"{_MOST_REPETITIONS} stars are allowed"
-            )
-        try:
-            found[pattern] = Scheme.parse(scheme)
-        except SchemeError as error:
-            raise CheckpointError(f"{place}.overrides: {pattern}: {error}") from None
-        if found[pattern].kv is not None:
-            raise CheckpointError(f"{place}.overrides: {pattern}: a layer has no KV cache, and {scheme} names one")
-    return found
+    try:
+        return parse_overrides(value)
+    except SchemeError as error:
+        raise CheckpointError(f"{place}.overrides: {error}") from None
 
 
 def _check_version(version: object, place: str) -> None:

@@ -102,6 +102,11 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
         )
     if quantization.input_scale:
         raise ConversionError(f"{source.path} scales the inputs of its layers: compressed-tensors cannot express it")
+    if quantization.overrides:
+        raise ConversionError(
+            f"{source.path} has layers in schemes of their own, {next(iter(quantization.overrides))} for one: anybit "
+            "hands models of one scheme over"
+        )
     scheme = quantization.scheme
     reason = why_not(scheme)
     if reason is not None:

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -83,11 +83,18 @@ def load(
     device: str | None,
     trust_remote_code: bool,
     dequantize: bool = False,
+    overrides: Mapping[str, str] | None = None,
 ) -> Loaded:
     """A model that is ready to answer, as fast as it can be where it is."""
     with status(f"Loading {model}" + (f" in {scheme}" if scheme else "")):
         loaded = load_model(
-            model, scheme, backend=backend, device=device, trust_remote_code=trust_remote_code, dequantize=dequantize
+            model,
+            scheme,
+            overrides=overrides,
+            backend=backend,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            dequantize=dequantize,
         )
         if loaded.model.device.type == "cuda":
             accelerate(loaded.model)

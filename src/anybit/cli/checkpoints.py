@@ -126,6 +126,7 @@ def _model(what: str) -> dict[str, Any]:
         linear_layers,
         skeleton,
     )
+    from anybit.quantization.pipeline.stream import experts_of
 
     if is_gguf(what):
         return _gguf(Path(what).expanduser())
@@ -149,19 +150,23 @@ def _model(what: str) -> dict[str, Any]:
             if name.rpartition(".")[0] in names and name.rpartition(".")[2].startswith("weight")
         )
         stored = stored if foreign is None else foreign.bytes
+        experts, expert_bytes = experts_of(folder.entries)
+        overrides = [f"{layer}={scheme}" for layer, scheme in saved.overrides.items()] if saved else []
         files = {entry.file.name for entry in folder.entries.values()}
         return {
             "model": what,
             "architecture": type(model).__name__,
             "quantization": method_of(folder.config),
             "scheme": str(saved.scheme) if saved else ", ".join(scheme_words(foreign)) if foreign else None,
+            "overrides": overrides,
             "bytes": folder.bytes,
             "size": megabytes(folder.bytes),
             "files": len(files),
             "tensors": len(folder.entries),
             "linear_layers": len(layers),
             "linear_weights": weights,
-            "bits_per_weight": round(8 * stored / weights, 4) if stored else math.nan,
+            "expert_weights": experts or None,
+            "bits_per_weight": round(8 * (stored + expert_bytes) / (weights + experts), 4) if stored else math.nan,
             "kept": list(keep),
         }
 

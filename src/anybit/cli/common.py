@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from anybit.errors import KernelError, printable
+from anybit.checkpoints.configuration import parse_overrides
+from anybit.errors import KernelError, SchemeError, printable
 
 
 class _StandardOutput:
@@ -61,6 +62,14 @@ errors = _Console(stderr=True, highlight=False)
 Model = Annotated[str, typer.Argument(help="A folder, a Hugging Face hub name, or a GGUF file.")]
 SchemeOption = Annotated[
     str | None, typer.Option("--scheme", "-s", help="Quantize while loading, for example w4a16g128.")
+]
+OverrideOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--override",
+        metavar="LAYER=SCHEME",
+        help="Another scheme for a layer, or for all that match a pattern (*.down_proj=w6a16g64); may be repeated.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -116,6 +125,21 @@ AllowOption = Annotated[
         help="a8: quantize 16-bit activations to 8 bits where a tuned map says it is faster.",
     ),
 ]
+
+
+def overrides_of(words: list[str] | None) -> dict[str, str]:
+    """What ``--override`` says, layer by layer; SchemeError for what is not LAYER=SCHEME."""
+    found: dict[str, str] = {}
+    for word in words or ():
+        layer, equals, scheme = (part.strip() for part in word.rpartition("="))
+        if not layer or not equals:
+            raise SchemeError(f"--override {word!r} is not understood: write LAYER=SCHEME, such as lm_head=w8a16")
+        found.pop(layer, None)  # the last one counts, and has its place
+        found[layer] = scheme
+    try:
+        return {layer: str(scheme) for layer, scheme in parse_overrides(found).items()}
+    except SchemeError as error:
+        raise SchemeError(f"--override {error}") from None
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -15,9 +15,11 @@ from anybit.cli.common import (
     DeviceOption,
     JsonOption,
     Model,
+    OverrideOption,
     SchemeOption,
     TrustOption,
     output,
+    overrides_of,
     print_json,
     progress_bar,
     status,
@@ -34,6 +36,7 @@ def evaluate(
     model: Model,
     text: Annotated[Path, typer.Option("--text", "-t", help="A text file, UTF-8.")],
     scheme: SchemeOption = None,
+    override: OverrideOption = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 512,
     windows: Annotated[
         int | None, typer.Option(min=1, help="Number of windows; by default as many as the text has.")
@@ -59,14 +62,20 @@ def evaluate(
     anybit eval smollm2-w4 --text wiki.txt
     anybit eval ./llama --scheme w3a16g64asym -t wiki.txt --windows 16 --baseline ./llama --json
     """
-    parsed = None if scheme is None else Scheme.parse(scheme)
+    parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
     from anybit import evaluate as measure
     from anybit.integrations.loading import load_model, stored_scheme
 
     content = measure.read_text(text)
     with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
         loaded = load_model(
-            model, parsed, backend=backend, device=device, trust_remote_code=trust_remote_code, dequantize=dequantize
+            model,
+            parsed,
+            overrides=others,
+            backend=backend,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            dequantize=dequantize,
         )
     _refuse_beyond(loaded, context)
     ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]

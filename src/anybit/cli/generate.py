@@ -12,9 +12,11 @@ from anybit.cli.common import (
     DeviceOption,
     JsonOption,
     Model,
+    OverrideOption,
     SchemeOption,
     TrustOption,
     errors,
+    overrides_of,
     print_json,
 )
 from anybit.errors import TextError
@@ -43,6 +45,7 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt; with --raw the text to continue.")],
     scheme: SchemeOption = None,
+    override: OverrideOption = None,
     max_new_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
@@ -65,12 +68,12 @@ def generate(
     anybit generate smollm2-w4 --prompt "Why is the sky blue?"
     anybit generate model.gguf --scheme w3a16g64asym -p "Once upon a time" --raw -n 200
     """
-    parsed = None if scheme is None else Scheme.parse(scheme)
+    parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
     _refuse_without_effect(top_p, temperature)
     _refuse_broken("--prompt", prompt)
     from anybit.cli import answer
 
-    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize)
+    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize, others)
     asked = prompt if raw else [{"role": "user", "content": prompt}]
     text, figures = answer.answer(loaded, asked, max_new_tokens, temperature, top_p, seed, silent=as_json)
     if as_json:
@@ -82,6 +85,7 @@ def generate(
 def chat(
     model: Model,
     scheme: SchemeOption = None,
+    override: OverrideOption = None,
     max_new_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
@@ -101,12 +105,12 @@ def chat(
     anybit chat smollm2-w4
     anybit chat ./llama --scheme w4a16g128 --system "Answer in rhymes." --temperature 0.7
     """
-    parsed = None if scheme is None else Scheme.parse(scheme)
+    parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
     _refuse_without_effect(top_p, temperature)
     _refuse_broken("--system", system or "")
     from anybit.cli import answer
 
-    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize)
+    loaded = answer.load(model, parsed, backend, device, trust_remote_code, dequantize, others)
     if not loaded.tokenizer.chat_template:
         raise TextError(f"{model} has no chat template, so it cannot chat; use anybit generate --raw")
     messages = [{"role": "system", "content": system}] if system else []

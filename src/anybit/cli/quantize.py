@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-from anybit.cli.common import JsonOption, Model, megabytes, output, print_json, progress_bar, status
+from anybit.cli.common import (
+    JsonOption,
+    Model,
+    OverrideOption,
+    megabytes,
+    output,
+    overrides_of,
+    print_json,
+    progress_bar,
+    status,
+)
 from anybit.errors import SchemeError, TextError
 from anybit.quantization.methods.registry import ALIASES, METHODS, quantize_folder
 from anybit.scheme import Scheme
@@ -32,6 +42,7 @@ def quantize(
         list[str] | None,
         typer.Option(help="A layer, or a pattern of layers, to keep in 16 bits; may be repeated. Default: lm_head."),
     ] = None,
+    override: OverrideOption = None,
     text: Annotated[
         Path | None, typer.Option("--text", "-t", help="A calibration text: UTF-8, or token ids in a .json file.")
     ] = None,
@@ -60,8 +71,9 @@ def quantize(
     anybit quantize model.gguf --scheme w3a16g64asym -o model-w3
     anybit quantize ./llama -s w2a16g64asym --method distill --text wikipedia.txt -o llama-w2
     anybit quantize ./llama -s w4a8 --keep lm_head --keep down_proj -o llama-w4a8
+    anybit quantize ./llama --override lm_head=w8a16 --override "*.down_proj=w6a16g64" -o llama-mixed
     """
-    parsed = Scheme.parse(scheme)
+    parsed, others = Scheme.parse(scheme), overrides_of(override)
     options = _options(method, text, tokens, settings or [])
     from anybit.checkpoints import local_folder
     from anybit.integrations.loading import checked_device
@@ -74,18 +86,33 @@ def quantize(
             source = stack.enter_context(local_folder(model))
         with progress_bar("Quantizing") as update:
             saved = quantize_folder(
-                source, out, parsed, method, keep, overwrite=overwrite, progress=update, options=options
+                source,
+                out,
+                parsed,
+                method,
+                keep,
+                overrides=others,
+                overwrite=overwrite,
+                progress=update,
+                options=options,
             )
     if as_json:
         print_json(asdict(saved))
         return
     speed = saved.weights / saved.seconds / 1e6
+    mixed = f" and {len(saved.overrides)} overrides" if len(saved.overrides) > 1 else " and 1 override"
+    mixed = mixed if saved.overrides else ""
     output.print(
         f"saved {saved.folder}: {megabytes(saved.bytes_before)} -> {megabytes(saved.bytes_after)}; "
-        f"{saved.layers} layers in {saved.scheme}, {saved.bits_per_weight:.2f} bits per weight; "
+        f"{saved.layers} layers in {saved.scheme}{mixed}, {saved.bits_per_weight:.2f} bits per weight; "
         f"{saved.seconds:.1f} s, {speed:.3g} million weights/s",
         markup=False,
     )
+    if saved.experts:
+        output.print(
+            f"{saved.experts / 1e6:.1f} million weights of experts stay as they are, and count in the bits per weight",
+            markup=False,
+        )
 
 
 def _say_if_nothing_runs(scheme: Scheme) -> None:

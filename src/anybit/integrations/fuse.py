@@ -52,15 +52,18 @@ class FusedLayer(nn.Module):
         normed = getattr(attention, "q_norm", None) is not None
         coded = attention.q_proj.scheme.activations.quantized
         heads = (self.query_heads, self.key_heads, self.head_dim)
-        self.channels = None if normed or coded or self.head_dim % 16 else paired_channels(*heads)
-        self.qkv = _joined([attention.q_proj, attention.k_proj, attention.v_proj], self.channels)
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        plain = not (normed or coded or self.head_dim % 16) and _alike(projections)
+        self.channels = paired_channels(*heads) if plain else None
+        self.qkv = _joined(projections, self.channels)
         self.output: Any = attention.o_proj
         # Rows of gate and up in turn, so that the product of a token or two ends with SiLU. Where activations are
         # coded, the kernel that codes them takes gate and up side by side.
         size = mlp.gate_proj.out_features
-        plain = size % 8 == 0 and not mlp.down_proj.scheme.activations.quantized
+        projections = [mlp.gate_proj, mlp.up_proj]
+        plain = size % 8 == 0 and not mlp.down_proj.scheme.activations.quantized and _alike(projections)
         self.pairs = paired_rows(size) if plain else None
-        self.gate_up = _joined([mlp.gate_proj, mlp.up_proj], self.pairs)
+        self.gate_up = _joined(projections, self.pairs)
         self.down: Any = mlp.down_proj
         self.mlp = mlp
         for product in (self.qkv, self.output, self.gate_up, self.down):
@@ -205,7 +208,8 @@ def _rotary_of(body: Any) -> nn.Module | None:
 def fuse(model: nn.Module) -> nn.Module:
     """Fuse the decoder layers of a quantized transformers model, in place, for inference. Returns the model.
 
-    Knows Llama, Mistral, Qwen2 and Qwen3. Raises LayerError, naming the layer, for anything else. A fused model
+    Knows Llama, Mistral, Qwen2 and Qwen3. Projections of one input whose schemes differ stay a
+    product each. Raises LayerError, naming the layer, for anything else. A fused model
     generates, but is not saved, and gives no hidden states of its layers: ``unfuse`` first.
     """
     body = _body(model)
@@ -313,8 +317,41 @@ def _why_not(layer: nn.Module) -> str | None:
     return None
 
 
-def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> QuantLinear:
-    """One QuantLinear whose outputs are those of several, in the order of ``rows``."""
+class SideBySide(nn.Module):
+    """Projections of one input in different schemes: a product each, whose outputs are put side by side.
+
+    Stands where a joined QuantLinear would, for inputs that are normed first.
+    """
+
+    def __init__(self, layers: list[QuantLinear]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.scheme = layers[0].scheme
+
+    def norm_linear(self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, silu: bool = False) -> Any:
+        """(y of the RMSNorm of x + residual, x + residual), as QuantLinear has it; ``silu`` would need joined rows."""
+        assert not silu
+        if residual is None:
+            normed, total = rms_norm(x, gamma, epsilon), x
+        else:
+            normed, total = add_rms_norm(x, residual, gamma, epsilon)
+        return torch.cat([layer(normed) for layer in self.layers], dim=-1), total
+
+    def stand_in_fused(self, fused: bool) -> None:
+        """Mark every layer as ``QuantLinear.stand_in_fused`` does."""
+        for layer in self.layers:
+            layer.stand_in_fused(fused)  # type: ignore[operator]
+
+
+def _alike(layers: list[QuantLinear]) -> bool:
+    """Whether layers have one scheme, so that they can be one product."""
+    return all(layer.scheme == layers[0].scheme for layer in layers)
+
+
+def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> Any:
+    """One QuantLinear whose outputs are those of several, in the order of ``rows``; SideBySide if schemes differ."""
+    if not _alike(layers):
+        return SideBySide(layers)
     weight = stack([layer.quantized_weight() for layer in layers])
     biases = [layer.bias for layer in layers]
     bias = torch.cat([b for b in biases if b is not None]) if all(b is not None for b in biases) else None
@@ -327,7 +364,14 @@ def _joined(layers: list[QuantLinear], rows: Tensor | None = None) -> QuantLinea
     return joined.prepare()
 
 
-def _split(fused: QuantLinear, parent: nn.Module, shares: dict[str, int], rows: Tensor | None = None) -> None:
+def _split(
+    fused: QuantLinear | SideBySide, parent: nn.Module, shares: dict[str, int], rows: Tensor | None = None
+) -> None:
+    if isinstance(fused, SideBySide):
+        fused.stand_in_fused(False)
+        for name, layer in zip(shares, fused.layers, strict=True):
+            setattr(parent, name, layer)
+        return
     unit = fused.out_features // sum(shares.values())
     outputs = [share * unit for share in shares.values()]
     whole, bias = fused.quantized_weight(), None if fused.bias is None else fused.bias.data

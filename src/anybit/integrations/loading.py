@@ -2,6 +2,7 @@
 
 import importlib.util
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from anybit.checkpoints.folder import read_json
 from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.verify import check_model
-from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
+from anybit.errors import AnyBitError, CheckpointError, KernelError, SchemeError, one_line
 from anybit.integrations.foreign import load_gguf, load_translated, without_kernel
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
@@ -69,6 +70,7 @@ def load_model(
     device: str | None = None,
     dtype: torch.dtype | None = None,
     modules_to_not_convert: list[str] | None = None,
+    overrides: Mapping[str, str | Scheme] | None = None,
     trust_remote_code: bool = False,
     dequantize: bool = False,
 ) -> Loaded:
@@ -78,6 +80,7 @@ def load_model(
     dtype: of what is not quantized; by default float32 on a CPU (whose 16-bit arithmetic is slow), else the model's. A
         quantized model that is stored in float32 is loaded as bfloat16 onto a GPU, whose kernels take 16-bit floats; a
         warning says so.
+    overrides: schemes of single layers, beside ``scheme`` (see ``AnyBitConfig``).
     trust_remote_code: run the Python files of a model that brings its own; without it nothing in a folder is executed.
     dequantize: quantized layers become 16-bit floats (float32 on a CPU), for codes that no kernel of the device runs.
     Raises CheckpointError, naming the file and the tensor, for a checkpoint that is corrupt, incomplete or not finite,
@@ -90,6 +93,8 @@ def load_model(
         raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
     if device != "cpu" and importlib.util.find_spec("accelerate") is None:
         raise KernelError(f"transformers loads a model onto {device} with accelerate: pip install 'anybit[cuda]'")
+    if overrides and scheme is None:
+        raise SchemeError("overrides are exceptions from a scheme to quantize in while loading: name that scheme, too")
     if dequantize:
         if scheme is not None or backend is not None:
             raise KernelError("dequantize leaves no layer quantized: leave out the scheme and the backend")
@@ -131,7 +136,9 @@ def load_model(
         arguments: dict[str, Any] = {}
         if scheme is not None:
             refuse_quantized(folder.config, str(source))
-            arguments["quantization_config"] = AnyBitConfig(scheme, modules_to_not_convert, backend)
+            arguments["quantization_config"] = AnyBitConfig(
+                scheme, modules_to_not_convert, backend, overrides=overrides
+            )
         elif stored is not None and backend is not None and foreign is None:
             # Beside a checkpoint's own quantization_config transformers ignores another: it has to be in that one.
             arguments["config"] = config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -25,6 +25,7 @@ from anybit.checkpoints.configuration import (
     Quantization,
     configuration,
     override_of,
+    parse_overrides,
     words_of,
 )
 from anybit.checkpoints.convert import shared_ignore
@@ -35,7 +36,13 @@ from anybit.integrations import graph
 from anybit.linear import QuantLinear
 from anybit.ops import backends
 from anybit.quantization.methods.rtn import quantize_weight
-from anybit.quantization.pipeline.modules import check_kept, kept_modules, linear_layers
+from anybit.quantization.pipeline.modules import (
+    check_kept,
+    check_overrides,
+    kept_modules,
+    linear_layers,
+    tied_heads,
+)
 from anybit.scheme import Scheme
 
 
@@ -54,7 +61,8 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     input_scale: the checkpoint stores a scale of every input channel for every layer (OneBit's form).
     hadamard: names of the layers whose inputs are rotated at run time (``anybit.quantization.methods.rotate``).
     overrides: schemes of layers that have another one, by name or by a pattern such as "*.down_proj"; a name comes
-        before patterns, and of these the last that matches.
+        before patterns, and of these the last that matches. A head that is named is quantized, too; if it is tied, it
+        gets codes of its own, and the embedding stays as it is.
     Raises SchemeError, KernelError for an unknown backend, OptionError for an argument that it does not have.
     """
 
@@ -76,7 +84,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.group_index = group_index
         self.hadamard = list(hadamard or ())
         self.input_scale = input_scale
-        self.overrides = {layer: str(Scheme.parse(other)) for layer, other in (overrides or {}).items()}
+        self.overrides = {layer: str(other) for layer, other in parse_overrides(overrides).items()}
         self.ignore: list[str] | None = None
         if backend is not None and backend not in backends:
             raise KernelError(f"backend {backend!r} is unknown; there are {', '.join(backends)}")
@@ -139,6 +147,7 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     """Replaces the linear layers of a transformers model by QuantLinear, and fills them."""
 
     requires_calibration = False
+    tied: Collection[str] = ()
     quantization_config: AnyBitConfig
 
     def update_attn_implementation(self, config: Any) -> Any:
@@ -159,10 +168,15 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
                 check_model(model, entries, model.name_or_path)
         elif entries is not None:
             check_layers(config.quantization, entries)
-        keep = kept_modules(model, config.modules_to_not_convert)
+        keep = kept_modules(model, config.modules_to_not_convert, config.overrides)
         config.modules_to_not_convert = keep
         scheme = Scheme.parse(config.scheme)
         linears = [layer.name for layer in linear_layers(model, keep)]
+        if not self.pre_quantized:
+            check_overrides(model, config.overrides, linears)
+        # A tied head is loaded as one, and quantized once its weight is there.
+        self.tied = sorted(set(linears) & set(tied_heads(model)))
+        keep = [*keep, *self.tied]
         if not config.group_index and not config.overrides:
             config.ignore = shared_ignore(model, scheme, linears, bool(config.hadamard), config.input_scale)
         replace_linears(
@@ -183,6 +197,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), trap}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name in self.tied:
+            self._quantize_tied(model, name)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
                 check_values(name, dict(module.named_parameters()))
@@ -195,6 +211,20 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         if kv is not None:
             graph.install(model, kv)
         return model
+
+    def _quantize_tied(self, model: Any, name: str) -> None:
+        """Give a tied head codes of its own; what it was tied to stays as it is."""
+        head, config = model.get_submodule(name), self.quantization_config
+        scheme = config.quantization.scheme_of(name)
+        try:
+            weight = quantize_weight(head.weight.detach(), scheme.weights)
+        except LayerError as error:
+            raise LayerError(f"layer {name}: {error}") from None
+        bias = None if head.bias is None else head.bias.detach()
+        model.set_submodule(name, QuantLinear.from_weight(weight, scheme, bias, config.backend))
+        model.all_tied_weights_keys.pop(f"{name}.weight")
+        for part in (model.config, model.config.get_text_config(decoder=True)):
+            part.tie_word_embeddings = False
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """What is saved; where compressed-tensors cannot hold it, with an empty tensor a layer: see ``TRAP``."""

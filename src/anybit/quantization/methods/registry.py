@@ -23,12 +23,13 @@ class Method:
 
     summary: one line for help texts.  home: the function that does a job (``quantization.pipeline.stream.Job``), as
     ``module.function`` of this package; most prepare what they need and end in ``write_quantized``.
-    calibrated: whether it needs a text.
+    calibrated: whether it needs a text.  mixed: whether layers may have schemes of their own.
     """
 
     summary: str
     home: str
     calibrated: bool = False
+    mixed: bool = False
 
     def run(self, job: "Job") -> "Saved":
         """Do a job."""
@@ -38,9 +39,12 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "rtn": Method("rounds to nearest, with a search for the scales", "pipeline.stream.run_rtn"),
+    "rtn": Method("rounds to nearest, with a search for the scales", "pipeline.stream.run_rtn", mixed=True),
     "gptq": Method(
-        "error feedback, calibrated on a text; also for 2:4 sparse schemes", "pipeline.calibrated.run_gptq", True
+        "error feedback, calibrated on a text; also for 2:4 sparse schemes",
+        "pipeline.calibrated.run_gptq",
+        calibrated=True,
+        mixed=True,
     ),
     "onebit": Method("signs, with a scale for each row and column; needs no text", "methods.onebit.run_onebit"),
     "blockwise": Method("gptq, then learns codes and scales block by block", "pipeline.calibrated.run_blockwise", True),
@@ -70,6 +74,7 @@ def quantize_folder(
     method: str = "rtn",
     modules_to_not_convert: list[str] | None = None,
     *,
+    overrides: Mapping[str, str | Scheme] | None = None,
     overwrite: bool = False,
     progress: "Progress | None" = None,
     shard_bytes: int | None = None,
@@ -78,7 +83,9 @@ def quantize_folder(
     """Quantize a model folder into another folder.
 
     modules_to_not_convert: layers that stay as they are; by default the output head, which always does if it is tied
-    to the embedding. overwrite: replace the output if it is a model folder, never another folder, nor the source.
+    to the embedding. overrides: schemes of layers that have another one, by name or by a pattern such as
+    "*.down_proj"; a name comes before patterns, and of these the last that matches. A head that is named is quantized,
+    tied or not. overwrite: replace the output if it is a model folder, never another folder, nor the source.
     progress: called with the layer just done, the weights done so far, and all there are. shard_bytes: the most a file
     of the output holds. options: of the method.
     Raises CheckpointError for what is wrong with the source or the place to write to, LayerError for a layer that the
@@ -96,8 +103,11 @@ def quantize_folder(
             if name in options:
                 looking = ", ".join(other for other in METHODS if METHODS[other].calibrated)
                 raise OptionError(f"method {method} needs no text: leave out {name}, or choose one of {looking}")
+    mixed = [name for name in METHODS if METHODS[name].mixed]
+    if overrides and method not in mixed:
+        raise OptionError(f"method {method} has one scheme for all layers; overrides work with {' and '.join(mixed)}")
     from anybit.quantization.pipeline.stream import Job
 
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     rest |= {"overwrite": overwrite, "progress": progress, "options": options}
-    return METHODS[method].run(Job.of(source, output, scheme, method, modules_to_not_convert, **rest))
+    return METHODS[method].run(Job.of(source, output, scheme, method, modules_to_not_convert, overrides, **rest))

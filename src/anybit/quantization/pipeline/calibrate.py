@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from anybit.checkpoints.configuration import Quantization
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight, unstack
 from anybit.quantization.pipeline import blocks as walk
@@ -184,17 +185,21 @@ def calibrate(
     settings: Calibration | None = None,
     refine: Refiner | None = None,
     progress: Progress | None = None,
+    overrides: Mapping[str, Scheme] | None = None,
 ) -> dict[str, QuantizedWeight]:
     """Quantize the named linear layers inside a model's blocks; the model itself is left as it was.
 
     model: a causal language model of transformers, in any float dtype.  sequences: token ids, any lengths.
     names: full names of the layers to quantize; those outside the blocks are not touched.
+    overrides: schemes of single layers, by name or pattern; the quantizer gets layers of one scheme at a time.
     progress: called after each block with blocks done, blocks in all, and the seconds that are left.
     Returns the quantized weights by name. Raises CalibrationError with a layer's name, and TextError for a short text.
     """
     settings = settings or Calibration()
     batches = batched(sequences, settings.batch_tokens)
-    run = _Run(model, batches, scheme, names, quantizer, settings, refine)
+    run = _Run(
+        model, batches, Quantization(scheme, overrides=dict(overrides or {})), names, quantizer, settings, refine
+    )
     started = time.monotonic()
     fresh = 0
     try:
@@ -215,13 +220,13 @@ class _Run:
         self,
         model: nn.Module,
         batches: list[Tensor],
-        scheme: Scheme,
+        schemes: Quantization,
         names: set[str],
         quantizer: LayerQuantizer,
         settings: Calibration,
         refine: Refiner | None,
     ) -> None:
-        self.scheme, self.names, self.quantizer = scheme, names, quantizer
+        self.schemes, self.names, self.quantizer = schemes, names, quantizer
         self.settings, self.refine = settings, refine
         self.config = getattr(model, "config", None)
         self.device = torch.device(settings.device)
@@ -243,7 +248,7 @@ class _Run:
         self.done: dict[str, QuantizedWeight] = {}
         self.resume = None
         if settings.resume is not None:
-            key = fingerprint(model, batches, scheme, names, settings)
+            key = fingerprint(model, batches, schemes, names, settings)
             self.resume = resuming.Folder(settings.resume, key)
 
     def _enter(self, index: int, x: Tensor) -> None:
@@ -269,8 +274,10 @@ class _Run:
         work = copy.deepcopy(original).requires_grad_(False).to(self.device)
         linears = walk.linear_modules(work, name, self.names)
         calls = [call.to(self.device) for call in self.calls[index]]
-        _round_inputs(linears, self.scheme.activations)
-        saved = None if self.resume is None else self.resume.read(index, self.scheme.weights)
+        for layer, module in linears.items():
+            _round_inputs({layer: module}, self.schemes.scheme_of(layer).activations)
+        formats = {layer: self.schemes.scheme_of(layer).weights for layer in linears}
+        saved = None if self.resume is None else self.resume.read(index, formats)
         with walk.on_device(original, self.device):
             if saved is None:
                 weights = self._quantize(name, original, work, linears, calls)
@@ -304,11 +311,15 @@ class _Run:
         seen = self._look(original, {stage[0]: plain[stage[0]] for stage in stages}, calls)
         for stage in stages:
             statistics = self._statistics(work, linears[stage[0]], stage[0], seen.pop(stage[0], None), calls)
-            rows = [walk.weight_of(linears[layer]).float() for layer in stage]
-            stacked = self.quantizer(torch.cat(rows), statistics, ", ".join(stage))
-            for layer, weight in zip(stage, unstack(stacked, [len(weight) for weight in rows]), strict=True):
-                weights[layer] = weight
-                walk.set_weight(linears[layer], weights[layer].dequantize())
+            by_scheme: dict[Scheme, list[str]] = {}
+            for layer in stage:
+                by_scheme.setdefault(self.schemes.scheme_of(layer), []).append(layer)
+            for alike in by_scheme.values():
+                rows = [walk.weight_of(linears[layer]).float() for layer in alike]
+                stacked = self.quantizer(torch.cat(rows), statistics, ", ".join(alike))
+                for layer, weight in zip(alike, unstack(stacked, [len(weight) for weight in rows]), strict=True):
+                    weights[layer] = weight
+                    walk.set_weight(linears[layer], weights[layer].dequantize())
         return weights
 
     def _look(self, original: nn.Module, layers: dict[str, nn.Module], calls: list[walk.Call]) -> dict[str, walk.Store]:
@@ -388,7 +399,7 @@ class _Run:
                 lambda i: self.quantized[i].to(self.device),
                 lambda i: reference[i].to(self.device),
                 calls,
-                self.scheme,
+                self.schemes.scheme,
                 self.device,
                 self.config,
             )
@@ -417,10 +428,14 @@ def _round_inputs(linears: dict[str, nn.Module], format: ActivationFormat) -> No
         module.register_forward_pre_hook(rounded)
 
 
-def fingerprint(model: nn.Module, batches: list[Tensor], scheme: Scheme, names: set[str], settings: Calibration) -> str:
+def fingerprint(
+    model: nn.Module, batches: list[Tensor], schemes: Quantization, names: set[str], settings: Calibration
+) -> str:
     """What a resumed run must share with the interrupted one: weights, text, scheme and options, as a word."""
     digest = hashlib.sha256()
-    head = [str(scheme), sorted(names), settings.drift, settings.batch_tokens, settings.options]
+    others = {layer: str(scheme) for layer, scheme in schemes.overrides.items()}
+    scheme = [str(schemes.scheme), others] if others else str(schemes.scheme)
+    head = [scheme, sorted(names), settings.drift, settings.batch_tokens, settings.options]
     digest.update(json.dumps(head, default=str, sort_keys=True).encode())
     for tokens in batches:
         digest.update(str(tuple(tokens.shape)).encode() + tokens.numpy().tobytes())

@@ -19,6 +19,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from anybit.checkpoints.configuration import Quantization
 from anybit.errors import CheckpointError, OptionError, TextError
 from anybit.packing import QuantizedWeight
 from anybit.quantization.learn.scales import (
@@ -229,9 +230,12 @@ def _run(job: Job, method: str) -> Saved:
     changes = _prepare(job, model, method, sequences, options)
     kind = _scale_dtype(job)
     settings = gptq.GPTQ(options.order, options.damping, passes=options.passes, scale_dtype=kind)  # type: ignore[arg-type]
-    format = job.scheme.weights
+    if job.overrides and (learn or refine is not None):
+        cause = "learn_tokens" if learn else "block_passes"
+        raise OptionError(f"learning has one scheme for all layers: leave out the overrides, or {cause}")
 
     def quantizer(weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
+        format = job.scheme_of(name.partition(", ")[0]).weights
         weight = statistics.corrected(weight, options.drift)
         if options.start == "nearest":
             gptq.check_finite(weight, f"the weights of {name}")
@@ -252,18 +256,19 @@ def _run(job: Job, method: str) -> Saved:
         # Not the method: those that begin alike take finished blocks from each other.
         options={"start": options.start, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
     )
-    weights = calibrate(model, used, job.scheme, names, quantizer, calibration, refine, tell)
+    weights = calibrate(model, used, job.scheme, names, quantizer, calibration, refine, tell, job.overrides)
     if learn:
         weights, tuned = _learn(job, model, weights, _first(sequences, learn), distillation)
         changes = replace(changes, tensors={**changes.tensors, **tuned})
     scattered = any(weight.group_index is not None for weight in weights.values())
 
     def quantize(layer: LinearLayer, source: Tensor) -> QuantizedWeight:
-        if layer.name in weights:
-            return weights[layer.name]
-        # Outside the blocks no statistics are collected: round to nearest.
-        weight = quantize_weight(changes.tensors.get(f"{layer.name}.weight", source).to(source.dtype), format)
-        return _with_group_index(weight) if scattered else weight
+        weight = weights.get(layer.name)
+        if weight is None:
+            # Outside the blocks no statistics are collected: round to nearest.
+            own = changes.tensors.get(f"{layer.name}.weight", source).to(source.dtype)
+            weight = quantize_weight(own, job.scheme_of(layer.name).weights)
+        return _with_group_index(weight) if scattered and weight.group_index is None else weight
 
     # Writing takes a moment after calibration: it needs no progress of its own.
     return write_quantized(replace(job, progress=None), quantize, changes)
@@ -297,7 +302,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
         if not settings.steps:
             return
         told = {"scales": str(settings), "tokens": sum(map(len, sequences))}
-        key = fingerprint(model, batches, job.scheme, set(), Calibration(options=told))
+        key = fingerprint(model, batches, Quantization(job.scheme), set(), Calibration(options=told))
         rotated = method == "smooth_rotate"
 
         def learn() -> list[Tensor]:
@@ -379,7 +384,8 @@ def _load(job: Job) -> Any:
 
 def _scale_dtype(job: Job) -> torch.dtype:
     """Scales are stored as the weights were if that has 16 bits, else in float32: as rounding to nearest does."""
-    stored = job.names[f"{job.layers[0].name}.weight"]
+    first = f"{job.layers[0].name}.weight"
+    stored = job.names[job.tied.get(job.layers[0].name, first)]
     kind = job.source.entries[stored].dtype
     return kind if kind.itemsize == 2 else torch.float32
 

@@ -1,7 +1,9 @@
 """Which layers of a transformers model are quantized: found on the meta device, without reading a weight."""
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +61,46 @@ def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
     return layers
 
 
-def kept_modules(model: Any, modules_to_not_convert: list[str] | None) -> list[str]:
-    """What stays as it is: the modules named, or by default the output head; and always a head that is tied."""
+def kept_modules(model: Any, modules_to_not_convert: list[str] | None, overrides: Collection[str] = ()) -> list[str]:
+    """What stays as it is: the modules named, or by default the output head; and a head that is tied.
+
+    overrides: of a head that they name, not by a pattern, the codes are stored, and no longer shared if it is tied.
+    """
     keep = HfQuantizer.get_modules_to_not_convert(model, modules_to_not_convert, model._keep_in_fp32_modules)
     # A head that shares its weight with the embedding has none of its own that could be stored as codes.
-    tied = {name.removesuffix(".weight") for name in tied_names(model)} & set(_linear_names(model))
-    return sorted({*keep, *tied})
+    chosen = set(overrides) - set(modules_to_not_convert or ())
+    return sorted({*keep, *tied_heads(model)} - chosen)
+
+
+def tied_heads(model: Any) -> dict[str, str]:
+    """The linear layers that share their weight with another module -> the name of that weight."""
+    linears = set(_linear_names(model))
+    heads = {name.removesuffix(".weight"): str(source) for name, source in model.all_tied_weights_keys.items()}
+    return {name: source for name, source in heads.items() if name in linears}
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a config.json that say of a model that its head is no longer tied to its embedding."""
+    inner = config.get("text_config")
+    changed: dict[str, Any] = {"tie_word_embeddings": False}
+    return {**changed, "text_config": {**inner, **changed}} if isinstance(inner, Mapping) else changed
+
+
+def check_overrides(model: nn.Module, overrides: Mapping[str, Any], quantized: Collection[str]) -> None:
+    """Raise LayerError for an override of no quantized layer: it would change nothing, without a word."""
+    for pattern in overrides:
+        if any(name == pattern or fnmatchcase(name, pattern) for name in quantized):
+            continue
+        known = _linear_names(model)
+        kept = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
+        if kept:
+            advice = "take it out of those to keep" if kept[0] == pattern else "name the layer itself to quantize it"
+            raise LayerError(f"override {pattern!r}: {kept[0]} stays in 16 bits: {advice}")
+        ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known))
+        raise LayerError(
+            f"override {pattern!r} matches no layer of {type(model).__name__}: write a whole name, or a pattern "
+            f"such as '*.{known[0].rpartition('.')[2]}'; the names of its linear layers end in {ends}"
+        )
 
 
 def check_kept(model: nn.Module, modules_to_not_convert: list[str] | str | None) -> None:

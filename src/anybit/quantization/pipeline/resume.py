@@ -6,7 +6,7 @@ another run has left is found again, never believed.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Folder:
         elif found[0].get("key") != key:
             raise CalibrationError(_OTHERS.format(path))
 
-    def read(self, index: int, format: WeightFormat) -> dict[str, QuantizedWeight] | None:
+    def read(self, index: int, formats: Mapping[str, WeightFormat]) -> dict[str, QuantizedWeight] | None:
         """The layers of a finished block, or None. A damaged file counts as none: the block is done again."""
         found = _read(self._file(index))
         if found is None or found[0].get("key") != self.key or found[0].get("block") != index:
@@ -48,9 +48,9 @@ class Folder:
         layers = {}
         for name, (n, k) in note["shapes"].items():
             words, scale, zero, group_index, indices = (tensors.get(f"{name}.{part}") for part in _PARTS)
-            if words is None or scale is None:
+            if words is None or scale is None or name not in formats:
                 return None
-            layers[name] = QuantizedWeight(words, scale, zero, (n, k), format, group_index, indices)
+            layers[name] = QuantizedWeight(words, scale, zero, (n, k), formats[name], group_index, indices)
         return layers
 
     def write(self, index: int, layers: dict[str, QuantizedWeight]) -> None:

@@ -4,6 +4,7 @@ What is in memory at any moment is one tensor of the source and its codes; nothi
 """
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from anybit import kvcache
-from anybit.checkpoints.configuration import configuration, refuse_quantized
+from anybit.checkpoints.configuration import configuration, override_of, parse_overrides, refuse_quantized
 from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.folder import Folder, path_of
-from anybit.checkpoints.safetensors import header_room
+from anybit.checkpoints.safetensors import Entry, header_room
 from anybit.checkpoints.verify import TRAP, check_model
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder
 from anybit.errors import CheckpointError, LayerError, OptionError
@@ -28,10 +29,13 @@ from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.modules import (
     LinearLayer,
     check_kept,
+    check_overrides,
     kept_modules,
     linear_layers,
     skeleton,
+    tied_heads,
     tied_names,
+    untied,
 )
 from anybit.scheme import CODES, Scheme
 
@@ -61,7 +65,9 @@ QuantizeLayer = Callable[[LinearLayer, Tensor], QuantizedWeight]
 class Saved:
     """The result of quantizing a model.
 
-    bytes: of all tensors.  bits_per_weight: of the quantized layers.  seconds: of the whole job, calibration included.
+    bytes: of all tensors.  weights: of the quantized layers.  experts: weights of experts, which stay as they are.
+    bits_per_weight: of both.  overrides: the layers, or patterns of them, that have another scheme, and which.
+    seconds: of the whole job, calibration included.
     """
 
     folder: str
@@ -73,6 +79,8 @@ class Saved:
     bytes_after: int
     bits_per_weight: float
     seconds: float
+    experts: int = 0
+    overrides: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,9 @@ class Job:
     """A model to quantize: where it is, where it goes, and how.
 
     Made by ``Job.of``, which checks all it can before any work is done: the place to write to, the layers against the
-    scheme, the tensors of the checkpoint against the model.  began: when, by ``time.perf_counter``.
+    scheme, the tensors of the checkpoint against the model.  overrides: schemes of single layers, by name or pattern.
+    tied: the quantized layers that take their weight from another parameter -> its name.
+    began: when, by ``time.perf_counter``.
     """
 
     source: Folder
@@ -91,6 +101,8 @@ class Job:
     kept: list[str]
     layers: list[LinearLayer]
     names: dict[str, str]
+    overrides: dict[str, Scheme] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
     overwrite: bool = False
     progress: Progress | None = None
     shard_bytes: int = SHARD_BYTES
@@ -105,21 +117,23 @@ class Job:
         scheme: Scheme | str,
         method: str,
         modules_to_not_convert: list[str] | None = None,
+        overrides: Mapping[str, str | Scheme] | None = None,
         **rest: Any,
     ) -> "Job":
         """Open the source and check it. Raises CheckpointError, LayerError or SchemeError."""
         began = time.perf_counter()
-        scheme = Scheme.parse(scheme)
+        scheme, others = Scheme.parse(scheme), parse_overrides(overrides)
         output = path_of(output, "the output")
         folder = Folder(source)
         check_place(output, rest.get("overwrite", False), folder.path)  # now, not after an hour
         refuse_quantized(folder.config, str(folder.path))
         model = skeleton(folder.path)
         check_kept(model, modules_to_not_convert)
-        kept = kept_modules(model, modules_to_not_convert)
+        kept = kept_modules(model, modules_to_not_convert, others)
         layers = linear_layers(model, kept)
+        check_overrides(model, others, [layer.name for layer in layers])
         for layer in layers:
-            _check_fit(layer, scheme)
+            _check_fit(layer, override_of(layer.name, others) or scheme)
         if scheme.kv is not None and (reason := kvcache.why_not(model, scheme.kv)) is not None:
             raise LayerError(
                 f"the KV format {scheme.kv} cannot serve this model: {reason}; leave out -{scheme.kv} to keep its keys "
@@ -128,7 +142,14 @@ class Job:
         names = _match(folder, model, layers)
         check_model(model, folder.entries, folder.path)
         folder.companions()  # what may not be copied is said now, too
-        return cls(folder, output, scheme, method, model, kept, layers, names, began=began, **rest)
+        tied = {name: weight for name, weight in tied_heads(model).items() if name in {layer.name for layer in layers}}
+        for name in tied:
+            names.pop(f"{name}.weight", None)  # a copy of what it is tied to
+        return cls(folder, output, scheme, method, model, kept, layers, names, others, tied, began=began, **rest)
+
+    def scheme_of(self, layer: str) -> Scheme:
+        """The scheme of one layer."""
+        return override_of(layer, self.overrides) or self.scheme
 
 
 def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None = None) -> Saved:
@@ -141,15 +162,20 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
     names = [f"{name}{suffix}" for name in job.names for suffix in ("", "_packed", "_scale", "_zero_point", "_shape")]
     new = [name for name in changes.tensors if name not in job.names]
     names += [*new, *(f"{name}{suffix}" for name in layers for suffix in ("_g_idx", "_indices"))]
+    names += [
+        f"{name}.weight{suffix}" for name in job.tied for suffix in ("", "_packed", "_scale", "_zero_point", "_shape")
+    ]
+    tied = {job.tied[layer.name]: layer for layer in job.layers if layer.name in job.tied}
     with new_folder(job.output, job.overwrite, job.source.path) as folder:
         with ShardWriter(folder, header_room(names), job.shard_bytes) as writer:
             # In the order of the files, so that the source is read from front to back.
             for name, stored in sorted(job.names.items(), key=lambda item: _place(job.source, item[1])):
                 tensor = job.source.read(stored, finite=True)
-                layer = layers.get(name)
-                if layer is None:
+                if name not in layers:
                     changed = changes.tensors.get(name)
                     writer.add(name, tensor if changed is None else changed.to(tensor.dtype).contiguous())
+                layer = layers.get(name) or tied.get(name)
+                if layer is None:
                     continue
                 weight = _quantized(layer, tensor, quantize)
                 group_index = group_index or weight.group_index is not None
@@ -168,6 +194,7 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
                     writer.add(f"{layer.name}.{TRAP}", torch.empty(0, dtype=torch.uint8))
         _write_companions(job, folder, group_index, changes, ignore)
         after = writer.bytes
+    experts, expert_bytes = experts_of(job.source.entries)
     return Saved(
         str(job.output),
         str(job.scheme),
@@ -176,8 +203,10 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
         total,
         job.source.bytes,
         after,
-        8 * quantized_bytes / total,
+        8 * (quantized_bytes + expert_bytes) / (total + experts),
         time.perf_counter() - job.began,
+        experts,
+        {layer: str(scheme) for layer, scheme in job.overrides.items()},
     )
 
 
@@ -193,7 +222,20 @@ def run_rtn(job: Job) -> Saved:
         raise OptionError(
             f"method rtn does not take {wrong}={job.options[wrong]!r}; it takes search=true or false, and a device"
         )
-    return write_quantized(job, lambda layer, weight: quantize_weight(weight.to(device), job.scheme.weights, search))
+    return write_quantized(
+        job,
+        lambda layer, weight: quantize_weight(weight.to(device), job.scheme_of(layer.name).weights, search),
+    )
+
+
+def experts_of(entries: Mapping[str, Entry]) -> tuple[int, int]:
+    """(weights, bytes) of the experts in a checkpoint that are stored as floats."""
+    found = [
+        entry
+        for name, entry in entries.items()
+        if ".experts." in name and len(entry.shape) > 1 and entry.dtype.is_floating_point and not name.endswith("bias")
+    ]
+    return sum(math.prod(entry.shape) for entry in found), sum(entry.bytes for entry in found)
 
 
 def _quantized(layer: LinearLayer, tensor: Tensor, quantize: QuantizeLayer) -> QuantizedWeight:
@@ -204,14 +246,19 @@ def _quantized(layer: LinearLayer, tensor: Tensor, quantize: QuantizeLayer) -> Q
 
 
 def _shared_ignore(job: Job, changes: Changes) -> list[str] | None:
+    if job.overrides:
+        return None
     quantized = [layer.name for layer in job.layers]
     return shared_ignore(job.model, job.scheme, quantized, bool(changes.hadamard), changes.input_scale)
 
 
 def _write_companions(job: Job, folder: Path, group_index: bool, changes: Changes, ignore: list[str] | None) -> None:
     hadamard = list(changes.hadamard)
-    quantization = configuration(job.scheme, job.kept, group_index, hadamard, changes.input_scale, ignore)
+    overrides = {layer: str(scheme) for layer, scheme in job.overrides.items()}
+    quantization = configuration(job.scheme, job.kept, group_index, hadamard, changes.input_scale, ignore, overrides)
     config = {**job.source.config, **changes.config, "quantization_config": quantization}
+    if job.tied:
+        config |= untied(config)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in job.source.companions():
         shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,145 @@
+"""Layers with schemes of their own: streamed or quantized while loading, saved, fused, refused; tied heads, too."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cases_models import save_byte_tokenizer, save_tiny, tokens_of
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import anybit
+from anybit.checkpoints import Folder
+from anybit.checkpoints.convert import convert
+from anybit.cli import app
+from anybit.errors import ConversionError, LayerError, OptionError, SchemeError
+from anybit.evaluate import bits_per_weight
+from anybit.integrations.loading import load_model
+from anybit.quantization.methods.registry import quantize_folder
+
+MIXED = {"lm_head": "w8a16", "*.down_proj": "w6a16g32", "model.layers.0.self_attn.v_proj": "w5a8"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("llama", MIXED),
+        ("llama-tied", MIXED),
+        ("gemma3", MIXED),
+        ("gpt2", {"lm_head": "w8a16", "*.c_proj": "w6a16g32"}),
+    ],
+)
+def test_streamed_is_quantized_while_loading_is_reloaded(
+    architecture: str, overrides: dict[str, str], tmp_path: Path
+) -> None:
+    source = save_tiny(architecture, tmp_path / "source")
+    saved = quantize_folder(source, tmp_path / "out", "w4a16g64asym", overrides=overrides)
+    streamed = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    config = anybit.AnyBitConfig("w4a16g64asym", overrides=overrides)
+    loaded = AutoModelForCausalLM.from_pretrained(source, quantization_config=config).eval()
+    ours, theirs = streamed.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    schemes = {name: str(m.scheme) for name, m in streamed.named_modules() if isinstance(m, anybit.QuantLinear)}
+    assert len(schemes) == saved.layers and schemes["lm_head"] == "w8a16"
+    assert set(schemes.values()) == {"w4a16g64asym", *overrides.values()}
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    tokens = tokens_of(streamed)
+    assert tokens == tokens_of(loaded) == tokens_of(again)
+    assert tokens_of(again.dequantize(dtype=torch.float32)) == tokens
+
+
+def test_a_tied_head_gets_codes_of_its_own_and_the_embedding_stays(tmp_path: Path) -> None:
+    source = save_tiny("llama-tied", tmp_path / "source")
+    quantize_folder(source, tmp_path / "out", "w4a16g32", overrides={"lm_head": "w8a16"})
+    before, after = Folder(source), Folder(tmp_path / "out")
+    embedding = before.read("model.embed_tokens.weight")
+    assert torch.equal(after.read("model.embed_tokens.weight"), embedding)
+    assert after.config["tie_word_embeddings"] is False
+    codes = anybit.quantize_weight(embedding, anybit.Scheme.parse("w8a16").weights)
+    assert torch.equal(after.read("lm_head.weight_packed"), codes.words)
+    head = AutoModelForCausalLM.from_pretrained(tmp_path / "out").lm_head
+    assert torch.equal(head.dequantize(), codes.dequantize())
+
+
+def test_gptq_takes_overrides_and_says_true_bits(tmp_path: Path) -> None:
+    source = save_tiny("llama-tied", tmp_path / "source")
+    text = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)], "passes": 1}
+    saved = quantize_folder(source, tmp_path / "out", "w3a16g32", "gptq", overrides=MIXED, options=text)
+    kinds = {name: str(m.scheme) for name, m in AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_modules()
+             if isinstance(m, anybit.QuantLinear)}  # fmt: skip
+    assert kinds["model.layers.0.self_attn.v_proj"] == "w5a8"
+    assert kinds["model.layers.1.self_attn.v_proj"] == "w3a16g32"
+    stored = sum(e.bytes for name, e in Folder(tmp_path / "out").entries.items() if name.rpartition(".")[0] in kinds)
+    assert saved.bits_per_weight == pytest.approx(8 * stored / saved.weights)
+    with pytest.raises(OptionError, match=r"distill has one scheme for all layers; overrides work with rtn and gptq"):
+        quantize_folder(source, tmp_path / "no", "w3a16g32", "distill", overrides=MIXED, options=text)
+    with pytest.raises(OptionError, match="leave out the overrides, or block_passes"):
+        quantize_folder(
+            source, tmp_path / "no", "w3a16g32", "gptq", overrides=MIXED, options={**text, "block_passes": 1}
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept", "error", "message"),
+    [
+        ({"*.dwon_proj": "w6a16"}, None, LayerError, r"'\*.dwon_proj' matches no layer .* end in q_proj, k_proj"),
+        ({"lm_hea*": "w6a16"}, None, LayerError, "lm_head stays in 16 bits: name the layer itself"),
+        ({"lm_head": "w6a16"}, ["lm_head"], LayerError, "lm_head stays in 16 bits: take it out of those to keep"),
+        ({"*.down_proj": "w9a16"}, None, SchemeError, r"\*.down_proj: .*w9a16"),
+        ({"*.down_proj": "w4a16-kv4"}, None, SchemeError, "a layer has no KV cache"),
+    ],
+)
+def test_overrides_without_effect_are_refused(
+    overrides: dict[str, str], kept: list[str] | None, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    source = save_tiny("llama", tmp_path / "source")
+    with pytest.raises(error, match=message):
+        quantize_folder(source, tmp_path / "out", "w4a16", "rtn", kept, overrides=overrides)
+    with pytest.raises(error, match=message):
+        config = anybit.AnyBitConfig("w4a16", modules_to_not_convert=kept, overrides=overrides)
+        AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_projections_of_one_input_in_different_schemes_are_fused(tmp_path: Path) -> None:
+    source = save_tiny("llama-wide", tmp_path / "source")
+    overrides = {"*.layers.0.*.v_proj": "w6a16g32", "*.layers.1.*.up_proj": "w8a16", "lm_head": "w8a16"}
+    quantize_folder(source, tmp_path / "out", "w4a16g32", overrides=overrides)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    state, ids = model.state_dict(), torch.arange(1, 12)[None]
+    logits, tokens = model(ids).logits, tokens_of(model)
+    anybit.fuse(model)
+    kinds = [(type(layer.qkv).__name__, type(layer.gate_up).__name__) for layer in model.model.layers]
+    assert kinds == [("SideBySide", "QuantLinear"), ("QuantLinear", "SideBySide")]
+    assert torch.allclose(model(ids).logits, logits, atol=1e-4)
+    assert tokens_of(model) == tokens_of(model, cache_implementation="static") == tokens
+    anybit.unfuse(model)
+    again = model.state_dict()
+    assert state.keys() == again.keys() and all(torch.equal(state[name], again[name]) for name in state)
+
+
+def test_the_command_line_takes_and_shows_overrides(tmp_path: Path) -> None:
+    source, out = save_tiny("llama-tied", tmp_path / "source"), str(tmp_path / "out")
+    save_byte_tokenizer(source)
+    words = ["--override", "lm_head=w8a16", "--override", "*.down_proj=w6a16g32"]
+    run = CliRunner().invoke
+    result = run(app, ["quantize", str(source), "-s", "w4a16g32", *words, "-o", out])
+    assert result.exit_code == 0, result.output
+    assert "15 layers in w4a16g32 and 2 overrides" in result.stdout
+    shown = json.loads(run(app, ["info", out, "--json"]).stdout)
+    assert shown["overrides"] == ["lm_head=w8a16", "*.down_proj=w6a16g32"] and shown["linear_layers"] == 15
+    loaded = load_model(source, "w4a16g32", overrides=dict(word.split("=") for word in words[1::2]), device="cpu")
+    reloaded = load_model(out, device="cpu").model
+    assert tokens_of(loaded.model) == tokens_of(reloaded)
+    assert shown["bits_per_weight"] == pytest.approx(8 * sum(
+        entry.bytes for name, entry in Folder(out).entries.items() if ".weight_" in name
+    ) / shown["linear_weights"], abs=1e-4)  # fmt: skip
+    assert bits_per_weight(reloaded) < shown["bits_per_weight"]  # scales are float32 in this folder
+    wrong = run(app, ["quantize", str(source), "--override", "lm_head", "-o", str(tmp_path / "no")])
+    assert isinstance(wrong.exception, SchemeError) and "write LAYER=SCHEME" in str(wrong.exception)
+    with pytest.raises(SchemeError, match="name that scheme, too"):
+        load_model(source, overrides={"lm_head": "w8a16"})
+    with pytest.raises(ConversionError, match="schemes of their own"):
+        convert(out, "compressed-tensors")
