@@ -1,6 +1,7 @@
 """anybit quantize."""
 
 import json
+import re
 import warnings
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from anybit.cli.common import (
     progress_bar,
     status,
 )
-from anybit.errors import SchemeError, TextError
+from anybit.errors import OptionError, SchemeError, TextError
 from anybit.quantization.methods.registry import ALIASES, METHODS, quantize_folder
 from anybit.scheme import Scheme
 
@@ -43,6 +44,15 @@ def quantize(
         typer.Option(help="A layer, or a pattern of layers, to keep in 16 bits; may be repeated. Default: lm_head."),
     ] = None,
     override: OverrideOption = None,
+    bits: Annotated[
+        float | None,
+        typer.Option(
+            help="Choose a width for every layer, for at most this many bits a weight on average; needs --text."
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Choose a width for every layer, for tensors of at most this size (3GiB, 900MB).")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option("--text", "-t", help="A calibration text: UTF-8, or token ids in a .json file.")
     ] = None,
@@ -72,15 +82,18 @@ def quantize(
     anybit quantize ./llama -s w2a16g64asym --method distill --text wikipedia.txt -o llama-w2
     anybit quantize ./llama -s w4a8 --keep lm_head --keep down_proj -o llama-w4a8
     anybit quantize ./llama --override lm_head=w8a16 --override "*.down_proj=w6a16g64" -o llama-mixed
+    anybit quantize ./llama -s w4a16g64 --bits 3.5 --text wikipedia.txt -o llama-3.5
     """
     parsed, others = Scheme.parse(scheme), overrides_of(override)
+    size = None if memory is None else _bytes(memory)
     options = _options(method, text, tokens, settings or [])
     from anybit.checkpoints import local_folder
     from anybit.integrations.loading import checked_device
 
     if device is not None:
         options["device"] = checked_device(device)
-    _say_if_nothing_runs(parsed)
+    for each in dict.fromkeys([parsed, *map(Scheme.parse, others.values())]):
+        _say_if_nothing_runs(each)
     with ExitStack() as stack:
         with status(f"Reading {model}"):
             source = stack.enter_context(local_folder(model))
@@ -92,6 +105,8 @@ def quantize(
                 method,
                 keep,
                 overrides=others,
+                bits=bits,
+                memory=size,
                 overwrite=overwrite,
                 progress=update,
                 options=options,
@@ -133,6 +148,19 @@ def _say_if_nothing_runs(scheme: Scheme) -> None:
             "--backend reference-packed, which is slow; docs/schemes.md says which schemes have kernels",
             stacklevel=2,
         )
+
+
+def _bytes(text: str) -> float:
+    """A size such as 3GiB, 900MB or 5e8 in bytes; OptionError for anything else."""
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
+    try:
+        count = float(match[1]) if match else 0.0
+    except ValueError:
+        count = 0.0
+    if match is None or not count:
+        raise OptionError(f"--memory {text!r} is no size: write 3GiB, 900MB or a number of bytes")
+    power = " KMGT".index((match[2] or " ").upper())
+    return count * float(1024 if match[3] else 1000) ** power
 
 
 def _options(method: str, text: Path | None, tokens: int | None, settings: list[str]) -> dict[str, Any]:

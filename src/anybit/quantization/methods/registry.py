@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,8 @@ def quantize_folder(
     modules_to_not_convert: list[str] | None = None,
     *,
     overrides: Mapping[str, str | Scheme] | None = None,
+    bits: float | None = None,
+    memory: float | None = None,
     overwrite: bool = False,
     progress: "Progress | None" = None,
     shard_bytes: int | None = None,
@@ -85,7 +87,9 @@ def quantize_folder(
     modules_to_not_convert: layers that stay as they are; by default the output head, which always does if it is tied
     to the embedding. overrides: schemes of layers that have another one, by name or by a pattern such as
     "*.down_proj"; a name comes before patterns, and of these the last that matches. A head that is named is quantized,
-    tied or not. overwrite: replace the output if it is a model folder, never another folder, nor the source.
+    tied or not. bits, memory: choose a width for every layer that has no override, on the text in ``options``, so
+    that the stored bits a weight, or the bytes of the result, are at most this many (``pipeline.allocate``).
+    overwrite: replace the output if it is a model folder, never another folder, nor the source.
     progress: called with the layer just done, the weights done so far, and all there are. shard_bytes: the most a file
     of the output holds. options: of the method.
     Raises CheckpointError for what is wrong with the source or the place to write to, LayerError for a layer that the
@@ -98,16 +102,27 @@ def quantize_folder(
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(f"options must be a dict of names and values, not {options!r}")
     options = dict(options or {})
-    if not METHODS[method].calibrated:
+    search = bits is not None or memory is not None
+    if not METHODS[method].calibrated and not search:
         for name in ("text", "tokens"):
             if name in options:
                 looking = ", ".join(other for other in METHODS if METHODS[other].calibrated)
                 raise OptionError(f"method {method} needs no text: leave out {name}, or choose one of {looking}")
     mixed = [name for name in METHODS if METHODS[name].mixed]
-    if overrides and method not in mixed:
-        raise OptionError(f"method {method} has one scheme for all layers; overrides work with {' and '.join(mixed)}")
+    if (overrides or search) and method not in mixed:
+        what = "a search for widths works" if search else "overrides work"
+        raise OptionError(f"method {method} has one scheme for all layers; {what} with {' and '.join(mixed)}")
     from anybit.quantization.pipeline.stream import Job
 
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     rest |= {"overwrite": overwrite, "progress": progress, "options": options}
-    return METHODS[method].run(Job.of(source, output, scheme, method, modules_to_not_convert, overrides, **rest))
+    job = Job.of(source, output, scheme, method, modules_to_not_convert, overrides, **rest)
+    if search:
+        from anybit.quantization.pipeline.allocate import OPTIONS, allocate
+
+        job = allocate(job, bits, memory)
+        if not METHODS[method].calibrated:
+            # What is left is the method's own.
+            rest = {name: value for name, value in options.items() if name not in OPTIONS or name == "device"}
+            job = replace(job, options=rest)
+    return METHODS[method].run(job)

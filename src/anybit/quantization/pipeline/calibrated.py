@@ -223,9 +223,9 @@ def _run(job: Job, method: str) -> Saved:
     passes = options.block_passes
     refine = BlockLearning(passes, options.place_rate, options.scale_rate) if passes else None
     # The text first: it is the cheaper thing to find missing.
-    sequences = _sequences(job, options, max(options.calibration_tokens, learn))
+    sequences = sequences_of(job, options, max(options.calibration_tokens, learn))
     used = _first(sequences, options.calibration_tokens)
-    model = _load(job)
+    model = load_whole(job)
     names = {layer.name for layer in job.layers}
     changes = _prepare(job, model, method, sequences, options)
     kind = _scale_dtype(job)
@@ -344,7 +344,8 @@ def _roomy(device: str, model: Any) -> torch.device:
     return torch.device(device) if 2 * needed < free else torch.device(model.device)
 
 
-def _sequences(job: Job, options: Options, tokens: int) -> list[Tensor]:
+def sequences_of(job: Job, options: Options, tokens: int) -> list[Tensor]:
+    """The text of a job, as sequences of token ids int64 [T], at least ``tokens`` of them if it has so many."""
     if options.sequences is not None:
         return [torch.as_tensor(sequence, dtype=torch.int64) for sequence in options.sequences]
     if options.text is None:
@@ -373,7 +374,8 @@ def _first(sequences: list[Tensor], tokens: int) -> list[Tensor]:
     return chosen
 
 
-def _load(job: Job) -> Any:
+def load_whole(job: Job) -> Any:
+    """The model of a job in float32, on the CPU. Raises CheckpointError."""
     from transformers import AutoModelForCausalLM
 
     try:

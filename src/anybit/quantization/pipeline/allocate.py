@@ -1,0 +1,269 @@
+"""Widths for layers: as few bits as asked for, where a text shows that they cost least.
+
+What a layer loses is measured to second order. Over a calibration text, with x the inputs of a layer, g the gradients
+of log p(y) at its outputs, and y drawn from the model's own predictions (so that squares of g are the diagonal of the
+Fisher information), the model's KL divergence in nats, when the weights W become W + D, is near
+
+    1/2 sum over tokens t and outputs i of g_ti^2 (D x_t)_i^2
+
+Each layer is rounded to nearest at every width for that. Then the widths are chosen by the steepest fall of loss per
+stored bit (a multiple-choice knapsack, on the lower convex hull of each choice). Layers that read the same input get
+one width, so that they still run as one product.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybit.checkpoints.configuration import override_of
+from anybit.checkpoints.verify import layer_shapes
+from anybit.errors import CalibrationError, OptionError, SchemeError, TextError
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.blocks import weight_of
+from anybit.quantization.pipeline.calibrated import Options, load_whole, sequences_of
+from anybit.quantization.pipeline.modules import LinearLayer
+from anybit.quantization.pipeline.stream import Job, experts_of
+from anybit.scheme import CODES, WeightFormat
+
+WIDTHS = (2, 3, 4, 5, 6, 8)
+"""The widths that are tried, in bits."""
+OPTIONS = ("text", "tokens", "sequences", "length", "device", "seed")
+"""The options of a method that a search reads, too."""
+
+_TOKENS = 2048
+_TOKENS_ON_A_GPU = 16384
+_SAMPLES = 512  # tokens whose inputs and gradients are kept
+_ROWS = 256  # outputs of a layer that stand for all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A width for the layers that share an input. bits: stored, scales included. loss: nats a token, estimated."""
+
+    width: int
+    bits: float
+    loss: float
+
+
+def allocate(job: Job, bits: float | None = None, memory: float | None = None) -> Job:
+    """The job with a scheme for every layer, chosen so that together they meet a size.
+
+    The job's scheme says all but the width; layers with overrides keep those, and count.
+    bits: stored bits a weight, on average over all quantized layers and experts, scales included.
+    memory: bytes of all tensors of the result.  One of the two is to be given.
+    Raises OptionError for a size that no choice meets, TextError without a text, SchemeError for codes of one width.
+    """
+    if (bits is None) == (memory is None):
+        raise OptionError("a search meets an average of bits or a size in memory: give one of bits and memory")
+    if job.scheme.weights.code not in CODES:
+        raise SchemeError(f"{job.scheme.weights.code} codes have one width; a search chooses among {', '.join(CODES)}")
+    if not {"text", "sequences"} & job.options.keys():
+        raise TextError("a search for widths measures on a text: name a file with --text")
+    options = Options.of({name: value for name, value in job.options.items() if name in OPTIONS})
+    free = [layer for layer in job.layers if override_of(layer.name, job.overrides) is None]
+    if not free:
+        raise OptionError("every layer has an override, so there is nothing to choose")
+    budget = _budget(job, free, bits, memory)
+    wanted = f"{bits:g} bits a weight" if bits is not None else f"{memory:g} bytes"
+    formats = {width: replace(job.scheme.weights, bits=width) for width in WIDTHS}
+    least = sum(_stored(job, layer, formats[min(WIDTHS)]) for layer in free)
+    if least > budget:
+        raise OptionError(f"{wanted} cannot be met: {_reached(job, free, least, budget, bits, memory)}")
+    tokens = min(options.calibration_tokens, _TOKENS_ON_A_GPU if options.on_gpu else _TOKENS)
+    model = load_whole(job).to(options.where)
+    samples = sample(model, sequences_of(job, options, tokens), [layer.name for layer in free], options.seed)
+    units = _measure(job, model, {layer.name: layer for layer in free}, samples, formats)
+    widths = dict(zip(units, choose(list(units.values()), budget), strict=True))
+    weights: Counter[int] = Counter()
+    for names, width in widths.items():
+        weights[width] += sum(layer.n * layer.k for layer in free if layer.name in names)
+    usual = weights.most_common(1)[0][0]
+    scheme = replace(job.scheme, weights=formats[usual])
+    others = {
+        name: replace(scheme, weights=formats[width], kv=None)
+        for names, width in widths.items()
+        for name in names
+        if width != usual
+    }
+    return replace(job, scheme=scheme, overrides={**job.overrides, **others})
+
+
+def choose(units: Sequence[Sequence[Choice]], budget: float) -> list[int]:
+    """A width for every unit, their bits within a budget: from the fewest on, each step where a bit helps most."""
+    hulls = [_hull(choices) for choices in units]
+    at = [0] * len(hulls)
+    spent = sum(hull[0].bits for hull in hulls)
+    steps = [
+        (-_slope(before, after), unit, place, after.bits - before.bits)
+        for unit, hull in enumerate(hulls)
+        for place, (before, after) in enumerate(itertools.pairwise(hull))
+    ]
+    for _, unit, place, more in sorted(steps):  # on a hull gains fall, so a unit's steps come in their order
+        if at[unit] == place and spent + more <= budget:
+            at[unit] += 1
+            spent += more
+    return [hull[place].width for hull, place in zip(hulls, at, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """What layers read, and how much the model's predictions hang on what they give, at some tokens of a text.
+
+    units: layers that share an input.  inputs: of each unit, float32 [tokens, K].  gradients: squared, of each layer,
+    float32 [tokens, N].
+    """
+
+    units: list[tuple[str, ...]]
+    inputs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def sample(model: Any, sequences: Iterable[Tensor], names: Sequence[str], seed: int = 0) -> Samples:
+    """Run a model in floats over sequences int64 [T], forward and backward; the model itself is left as it was.
+
+    Raises CalibrationError, with its name, for a layer that no token reaches.
+    """
+    sequences, device = list(sequences), next(model.parameters()).device
+    random = torch.Generator().manual_seed(seed)
+    modules = {name: model.get_submodule(name) for name in names}
+    units: list[list[str]] = []
+    inputs: dict[str, list[Tensor]] = {}
+    gradients: dict[str, list[Tensor]] = {name: [] for name in names}
+    held: list[Tensor] = []  # inputs of the first sequence, so that no address is used twice
+    picked = torch.empty(0, dtype=torch.int64)
+
+    def take(x: Tensor) -> Tensor:
+        flat = x.detach().flatten(0, -2)
+        return flat[picked[picked < len(flat)].to(flat.device)].float()
+
+    def hook(name: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            x = args[0]
+            if not any(name in unit for unit in units):
+                same = (i for i, seen in enumerate(held) if seen.data_ptr() == x.data_ptr() and seen.shape == x.shape)
+                place = next(same, len(units))
+                if place == len(units):
+                    units.append([])
+                    held.append(x)
+                units[place].append(name)
+            if any(unit[0] == name for unit in units):
+                inputs.setdefault(name, []).append(take(x))
+            if output.requires_grad:
+                output.register_hook(lambda gradient: gradients[name].append(take(gradient).square()))
+
+        return look
+
+    def begin(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output.requires_grad_(True)
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+    handles.append(model.get_input_embeddings().register_forward_hook(begin))
+    try:
+        with torch.enable_grad():
+            for tokens in sequences:
+                count = math.ceil(_SAMPLES * len(tokens) / sum(map(len, sequences)))
+                picked = torch.randperm(len(tokens), generator=random)[:count]
+                logits = model(tokens[None].to(device), use_cache=False).logits[0].float().log_softmax(-1)
+                drawn = torch.multinomial(logits.detach().exp().cpu(), 1, generator=random).to(device)
+                logits.gather(1, drawn).sum().backward()
+                held = [torch.empty(0)] * len(held)
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = [name for name, found in gradients.items() if not found]
+    if missing:
+        raise CalibrationError(f"the calibration text never reaches {', '.join(missing)}: keep it, or override it")
+    return Samples(
+        [tuple(unit) for unit in units],
+        [torch.cat(inputs[unit[0]]) for unit in units],
+        {name: torch.cat(found) for name, found in gradients.items()},
+    )
+
+
+def loss_of(weight: Tensor, format: WeightFormat, x: Tensor, squares: Tensor) -> float:
+    """Nats a token that a layer's weight [N, K] loses in a format, by its inputs and its squared gradients."""
+    rows = torch.arange(0, len(weight), max(len(weight) // _ROWS, 1), device=weight.device)
+    part = weight[rows]
+    difference = quantize_weight(part, format).dequantize(torch.float32) - part.float()
+    felt = squares[:, rows]
+    share = float(squares.sum() / felt.sum()) if bool(felt.any()) else 0.0
+    return 0.5 * share * float(((x @ difference.T).square() * felt).sum()) / len(x)
+
+
+def _measure(
+    job: Job, model: Any, layers: Mapping[str, LinearLayer], samples: Samples, formats: Mapping[int, WeightFormat]
+) -> dict[tuple[str, ...], list[Choice]]:
+    """What every width costs and loses, for the layers that share an input."""
+    total, done = sum(layer.n * layer.k for layer in layers.values()), 0
+    units: dict[tuple[str, ...], list[Choice]] = {}
+    for names, x in zip(samples.units, samples.inputs, strict=True):
+        sums = {width: [0.0, 0.0] for width in formats}
+        for name in names:
+            weight = weight_of(model.get_submodule(name)).detach().to(_kind(job, name))
+            for width, format in formats.items():
+                sums[width][0] += _stored(job, layers[name], format)
+                sums[width][1] += loss_of(weight, format, x, samples.gradients[name])
+            done += weight.numel()
+            if job.progress is not None:
+                job.progress(f"measuring {name}", done, total)
+        units[names] = [Choice(width, bits, loss) for width, (bits, loss) in sums.items()]
+    return units
+
+
+def _hull(choices: Sequence[Choice]) -> list[Choice]:
+    """The choices that are best for some price of a bit, from the fewest bits on: each loses less, by less a bit."""
+    hull: list[Choice] = []
+    for choice in sorted(choices, key=lambda choice: choice.bits):
+        if hull and choice.loss >= hull[-1].loss:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], choice) >= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(choice)
+    return hull
+
+
+def _slope(before: Choice, after: Choice) -> float:
+    return (before.loss - after.loss) / (after.bits - before.bits)
+
+
+def _kind(job: Job, name: str) -> torch.dtype:
+    return job.source.entries[job.names[job.tied.get(name, f"{name}.weight")]].dtype
+
+
+def _stored(job: Job, layer: LinearLayer, format: WeightFormat) -> float:
+    """The bits that a layer's tensors take in a checkpoint."""
+    sizes = {"weight_scale": max(_kind(job, layer.name).itemsize, 2), "weight_shape": 8}
+    shapes = layer_shapes(layer.n, layer.k, format)
+    return 8.0 * sum(sizes.get(name, 4) * math.prod(shape) for name, shape in shapes.items())
+
+
+def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: float | None) -> float:
+    """The bits that are left for the layers without an override."""
+    fixed = sum(_stored(job, layer, job.scheme_of(layer.name).weights) for layer in job.layers if layer not in free)
+    if bits is not None:
+        experts, expert_bytes = experts_of(job.source.entries)
+        return bits * (sum(layer.n * layer.k for layer in job.layers) + experts) - 8 * expert_bytes - fixed
+    assert memory is not None
+    whole = {f"{layer.name}.weight" for layer in job.layers}
+    rest = sum(job.source.entries[stored].bytes for name, stored in job.names.items() if name not in whole)
+    return 8 * (memory - rest) - fixed
+
+
+def _reached(
+    job: Job, free: Sequence[LinearLayer], least: float, budget: float, bits: float | None, memory: float | None
+) -> str:
+    """What the fewest bits come to, to end an error with."""
+    if memory is not None:
+        return f"with {min(WIDTHS)} bits for every layer the model takes {memory + (least - budget) / 8:.0f} bytes"
+    assert bits is not None
+    count = sum(layer.n * layer.k for layer in job.layers) + experts_of(job.source.entries)[0]
+    what = "scales" if not experts_of(job.source.entries)[0] else "scales and 16-bit experts"
+    return (
+        f"with {min(WIDTHS)} bits for every layer the average is {bits + (least - budget) / count:.3f}, {what} included"
+    )

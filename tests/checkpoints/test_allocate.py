@@ -1,0 +1,107 @@
+"""Widths chosen by what a text shows: the choice itself, the sizes that are met, and what is refused."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cases_models import save_tiny, tiny_model
+from transformers import AutoModelForCausalLM
+
+import anybit
+from anybit.errors import OptionError, SchemeError, TextError
+from anybit.quantization.methods.registry import quantize_folder
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.quantization.pipeline.allocate import Choice, choose, loss_of, sample
+from anybit.scheme import Scheme
+
+TEXT: dict[str, Any] = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)]}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+def test_the_choice_is_near_the_best_there_is() -> None:
+    dice = random.Random(3)
+    units = [
+        [Choice(width, width * size, dice.random() * 4.0**-width) for width in (2, 3, 4, 6)] for size in (1, 2, 3, 2, 1)
+    ]
+    for budget in (18, 23, 31, 40, 54):
+        every = itertools.product(*units)
+        best = min(sum(c.loss for c in some) for some in every if sum(c.bits for c in some) <= budget)
+        chosen = [next(c for c in unit if c.width == w) for unit, w in zip(units, choose(units, budget), strict=True)]
+        assert sum(choice.bits for choice in chosen) <= budget
+        assert best <= sum(choice.loss for choice in chosen) <= 1.5 * best + 1e-12
+
+
+def test_the_loss_is_the_divergence_that_is_measured() -> None:
+    """To second order, for one layer at a time: within a factor of two of the KL divergence itself."""
+    model = tiny_model("llama")
+    sequences = [torch.tensor(row) for row in TEXT["sequences"]]
+    names = ["model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"]
+    samples = sample(model, sequences, names)
+    ids = torch.stack(sequences)
+    with torch.inference_mode():
+        plain = model(ids).logits.log_softmax(-1)
+    for unit, x in zip(samples.units, samples.inputs, strict=True):
+        (name,) = unit
+        layer = model.get_submodule(name)
+        weight = layer.weight.data
+        found = loss_of(weight, Scheme.parse("w6a16g32").weights, x, samples.gradients[name])
+        layer.weight.data = quantize_weight(weight, Scheme.parse("w6a16g32").weights).dequantize()
+        with torch.inference_mode():
+            changed = model(ids).logits.log_softmax(-1)
+        layer.weight.data = weight
+        measured = float((plain.exp() * (plain - changed)).sum(-1).mean())
+        assert 0.5 * measured < found < 2 * measured, name
+
+
+def test_layers_of_one_input_are_one_unit() -> None:
+    names = [f"model.layers.0.self_attn.{kind}_proj" for kind in "qkvo"]
+    samples = sample(tiny_model("llama"), [torch.tensor(row) for row in TEXT["sequences"]], names)
+    assert samples.units == [tuple(names[:3]), (names[3],)]
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_an_average_is_met_and_the_result_loads(method: str, source: Path, tmp_path: Path) -> None:
+    options = {**TEXT, "passes": 0} if method == "gptq" else TEXT
+    saved = quantize_folder(source, tmp_path / "out", "w4a16g64", method, bits=5.0, options=options)
+    assert 4.0 < saved.bits_per_weight <= 5.0 and saved.overrides
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    schemes = {n: m.scheme for n, m in model.named_modules() if isinstance(m, anybit.QuantLinear)}
+    assert len({scheme.weights.bits for scheme in schemes.values()}) > 1
+    for i in range(2):
+        assert len({schemes[f"model.layers.{i}.self_attn.{kind}_proj"] for kind in "qkv"}) == 1
+    anybit.fuse(model)
+
+
+def test_a_size_in_memory_is_met_with_a_head_that_is_given(source: Path, tmp_path: Path) -> None:
+    saved = quantize_folder(
+        source, tmp_path / "out", "w4a16g64", overrides={"lm_head": "w8a16"}, memory=66_000, options=TEXT
+    )
+    assert 60_000 < saved.bytes_after <= 66_000
+    assert saved.overrides["lm_head"] == "w8a16"
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"bits": 1.5, "options": TEXT}, OptionError, r"1.5 bits a weight cannot be met: .* the average is 2\."),
+        ({"memory": 1000, "options": TEXT}, OptionError, r"the model takes \d{5} bytes"),
+        ({"bits": 4.0, "memory": 1e6, "options": TEXT}, OptionError, "give one of bits and memory"),
+        ({"bits": 4.0}, TextError, "name a file with --text"),
+        ({"bits": 4.0, "method": "onebit"}, OptionError, "a search for widths works with rtn and gptq"),
+        ({"bits": 4.0, "options": TEXT, "scheme": "w4a16g32nf4"}, SchemeError, "nf4 codes have one width"),
+        ({"bits": 9.0, "options": TEXT, "overrides": {"*": "w4a16"}}, OptionError, "every layer has an override"),
+    ],
+)
+def test_what_cannot_be_met_is_refused(
+    more: dict[str, Any], error: type[Exception], message: str, source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        quantize_folder(source, tmp_path / "out", **{"scheme": "w4a16g64", **more})
+    assert not (tmp_path / "out").exists()
