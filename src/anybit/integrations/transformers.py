@@ -39,6 +39,7 @@ from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.modules import (
     check_kept,
     check_overrides,
+    is_linear,
     kept_modules,
     linear_layers,
     tied_heads,
@@ -363,7 +364,7 @@ def replace_linears(
     """
     names = []
     for name, module in list(model.named_modules()):
-        if not isinstance(module, (nn.Linear, Conv1D)) or not should_convert_module(name, keep):
+        if not is_linear(module) or not should_convert_module(name, keep):
             continue
         transposed = isinstance(module, Conv1D)
         n, k = (module.weight.shape[1], module.weight.shape[0]) if transposed else module.weight.shape

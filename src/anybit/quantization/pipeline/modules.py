@@ -44,6 +44,11 @@ def skeleton(folder: Path, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer and nothing else: Llama 4's router, a Linear by class, gives two results."""
+    return isinstance(module, (nn.Linear, Conv1D)) and type(module).forward in (nn.Linear.forward, Conv1D.forward)
+
+
 def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
     """The Linear and Conv1D layers of a model, but for those whose name matches one to keep.
 
@@ -51,7 +56,7 @@ def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
     """
     layers = []
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)) and should_convert_module(name, keep):
+        if is_linear(module) and should_convert_module(name, keep):
             transposed = isinstance(module, Conv1D)
             rows, columns = module.weight.shape
             layers.append(LinearLayer(name, *((columns, rows) if transposed else (rows, columns)), transposed))
@@ -143,7 +148,7 @@ def tied_names(model: Any) -> set[str]:
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    return [name for name, module in model.named_modules() if is_linear(module)]
 
 
 def _architecture(file: Path) -> str:

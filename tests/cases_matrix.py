@@ -1,0 +1,64 @@
+"""Tiny configurations of the causal language models that people run, with the facts that make each one special."""
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers as t
+
+SIZES = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+BODY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, **BODY, "num_key_value_heads": 2, "max_position_embeddings": 64}
+WIDE = {**LLAMA, "head_dim": 16}
+LINEAR = {  # gated delta nets: three layers of four have linear attention
+    **WIDE,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+
+MATRIX: dict[str, Callable[[], Any]] = {
+    "Llama": lambda: t.LlamaConfig(**LLAMA),
+    "Llama 4 (text)": lambda: t.Llama4TextConfig(
+        **WIDE, intermediate_size_mlp=96, num_local_experts=2, interleave_moe_layer_step=2, attention_chunk_size=32
+    ),
+    "Mistral": lambda: t.MistralConfig(**LLAMA),
+    "Ministral": lambda: t.MinistralConfig(**WIDE, sliding_window=16),
+    "Ministral 3": lambda: t.Ministral3Config(**WIDE),
+    "Qwen2, Qwen2.5": lambda: t.Qwen2Config(**LLAMA),
+    "Qwen3": lambda: t.Qwen3Config(**WIDE),
+    "Qwen3-Next": lambda: t.Qwen3NextConfig(**LINEAR, **EXPERTS, shared_expert_intermediate_size=32),
+    "Qwen3.5 (text)": lambda: t.Qwen3_5TextConfig(**LINEAR),
+    "Gemma 2": lambda: t.Gemma2Config(**WIDE, sliding_window=16),
+    "Gemma 3 (text)": lambda: t.Gemma3TextConfig(**WIDE, sliding_window=16),
+    "Gemma 4 (text)": lambda: t.Gemma4TextConfig(
+        **WIDE, global_head_dim=16, sliding_window=16, vocab_size_per_layer_input=96, hidden_size_per_layer_input=16
+    ),
+    "Phi-3, Phi-4": lambda: t.Phi3Config(**LLAMA),
+    "OLMo 2": lambda: t.Olmo2Config(**LLAMA),
+    "OLMo 3": lambda: t.Olmo3Config(**LLAMA, sliding_window=16),
+    "Granite": lambda: t.GraniteConfig(**LLAMA),
+    "GLM-4": lambda: t.Glm4Config(**WIDE),
+    "SmolLM3": lambda: t.SmolLM3Config(**LLAMA),
+    "Falcon-H1": lambda: t.FalconH1Config(
+        **LLAMA, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16
+    ),
+    "OPT": lambda: t.OPTConfig(
+        **SIZES,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=64,
+        max_position_embeddings=64,
+    ),
+    "BLOOM": lambda: t.BloomConfig(**SIZES, hidden_size=64, n_layer=2, n_head=4),
+    "GPT-2": lambda: t.GPT2Config(**SIZES, n_embd=64, n_layer=2, n_head=4, n_positions=64),
+    "Mixtral": lambda: t.MixtralConfig(**LLAMA, num_local_experts=4),
+    "Qwen3-MoE": lambda: t.Qwen3MoeConfig(**WIDE, **EXPERTS),
+    "gpt-oss": lambda: t.GptOssConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
+}

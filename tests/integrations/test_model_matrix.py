@@ -1,0 +1,112 @@
+"""The models of docs/models.md: each is quantized, saved, reloaded, and generates token for token; the table says so.
+
+``python -m tests.integrations.test_model_matrix`` writes the table.
+"""
+
+import contextlib
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cases_matrix import MATRIX
+from tests.cases_models import tokens_of
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+import anybit
+from anybit.errors import LayerError
+from anybit.quantization.methods.registry import quantize_folder
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
+MARKED = re.compile(r"(<!-- models -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+HEAD = "| model | quantized in a layer | stays in 16 bits | fused layers |\n| --- | --- | --- | --- |\n"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of a model; row: of the table."""
+
+    row: str
+    streamed: list[int]
+    reloaded: list[int]
+    expected: list[int]
+    fused: list[int] | None
+    experts: int
+    counted: int
+
+
+def tried(name: str, folder: Path) -> Found:
+    """Quantize a tiny model with random weights, save it, load it, and generate."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(MATRIX[name](), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)
+    model.save_pretrained(folder / "source")
+    saved = quantize_folder(folder / "source", folder / "out", "w4a16g32")
+    streamed = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
+    layers = {part: m for part, m in streamed.named_modules() if isinstance(m, anybit.QuantLinear)}
+    assert len(layers) == saved.layers
+    # The original with each weight replaced by what its codes stand for has to say the same.
+    for part, layer in layers.items():
+        module = model.get_submodule(part)
+        weight = layer.dequantize()
+        module.weight.data = weight.T.contiguous() if isinstance(module, Conv1D) else weight
+    streamed.save_pretrained(folder / "again")
+    tokens, expected = tokens_of(streamed), tokens_of(model)
+    reloaded = tokens_of(AutoModelForCausalLM.from_pretrained(folder / "again").eval())
+    kept = {
+        part.rpartition(".")[2]
+        for part, m in streamed.named_modules()
+        if isinstance(m, (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Embedding, Conv1D))
+    }
+    experts = sum(p.numel() for part, p in streamed.named_parameters() if ".experts." in part and p.ndim > 2)
+    fused = None
+    with contextlib.suppress(LayerError):
+        fused = tokens_of(anybit.fuse(streamed))
+    quantized = dict.fromkeys(part.rpartition(".")[2] for part in layers)
+    stays = [*sorted(kept), *(["experts"] if experts else [])]
+    row = (
+        f"| {name} | {', '.join(f'`{part}`' for part in quantized)} | {', '.join(f'`{part}`' for part in stays)} | "
+        f"{'no' if fused is None else 'yes'} |"
+    )
+    return Found(row, tokens, reloaded, expected, fused, experts, saved.experts)
+
+
+def table() -> list[str]:
+    """The rows of the page's table."""
+    found = MARKED.search(PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    return found[2].strip().splitlines()[2:]
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_model_runs_as_the_table_says(name: str, tmp_path: Path) -> None:
+    found = tried(name, tmp_path)
+    assert found.streamed == found.reloaded == found.expected
+    assert found.fused in (None, found.streamed)
+    assert found.experts == found.counted
+    assert found.row in table(), "run: python -m tests.integrations.test_model_matrix"
+
+
+def test_the_table_has_no_other_rows() -> None:
+    assert [row.split("|")[1].strip() for row in table()] == list(MATRIX)
+
+
+def write() -> None:
+    """Write the table into the page."""
+    rows = []
+    for name in MATRIX:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(tried(name, Path(folder)).row)
+    text: Any = MARKED.sub(lambda m: m[1] + HEAD + "\n".join(rows) + "\n" + m[3], PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
