@@ -11,7 +11,7 @@ from tests.cases_models import save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 
 import anybit
-from anybit.errors import OptionError, SchemeError, TextError
+from anybit.errors import LayerError, OptionError, TextError
 from anybit.quantization.methods.registry import quantize_folder
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.allocate import Choice, choose, loss_of, sample
@@ -95,7 +95,7 @@ def test_a_size_in_memory_is_met_with_a_head_that_is_given(source: Path, tmp_pat
         ({"bits": 4.0, "memory": 1e6, "options": TEXT}, OptionError, "give one of bits and memory"),
         ({"bits": 4.0}, TextError, "name a file with --text"),
         ({"bits": 4.0, "method": "onebit"}, OptionError, "a search for widths works with rtn and gptq"),
-        ({"bits": 4.0, "options": TEXT, "scheme": "w4a16g32nf4"}, SchemeError, "nf4 codes have one width"),
+        ({"bits": 4.0, "options": TEXT, "scheme": "w4a16g32nf4"}, LayerError, "quantize to sym, asym"),
         ({"bits": 9.0, "options": TEXT, "overrides": {"*": "w4a16"}}, OptionError, "every layer has an override"),
     ],
 )

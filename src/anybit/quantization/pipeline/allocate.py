@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from anybit.checkpoints.configuration import override_of
 from anybit.checkpoints.verify import layer_shapes
-from anybit.errors import CalibrationError, OptionError, SchemeError, TextError
+from anybit.errors import CalibrationError, OptionError, TextError
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.blocks import weight_of
 from anybit.quantization.pipeline.calibrated import Options, load_whole, sequences_of
 from anybit.quantization.pipeline.modules import LinearLayer
 from anybit.quantization.pipeline.stream import Job, experts_of
-from anybit.scheme import CODES, WeightFormat
+from anybit.scheme import WeightFormat
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 """The widths that are tried, in bits."""
@@ -57,12 +57,10 @@ def allocate(job: Job, bits: float | None = None, memory: float | None = None) -
     The job's scheme says all but the width; layers with overrides keep those, and count.
     bits: stored bits a weight, on average over all quantized layers and experts, scales included.
     memory: bytes of all tensors of the result.  One of the two is to be given.
-    Raises OptionError for a size that no choice meets, TextError without a text, SchemeError for codes of one width.
+    Raises OptionError for a size that no choice meets, TextError without a text.
     """
     if (bits is None) == (memory is None):
         raise OptionError("a search meets an average of bits or a size in memory: give one of bits and memory")
-    if job.scheme.weights.code not in CODES:
-        raise SchemeError(f"{job.scheme.weights.code} codes have one width; a search chooses among {', '.join(CODES)}")
     if not {"text", "sequences"} & job.options.keys():
         raise TextError("a search for widths measures on a text: name a file with --text")
     options = Options.of({name: value for name, value in job.options.items() if name in OPTIONS})
