@@ -121,19 +121,19 @@ def test_what_is_not_as_it_was_written_is_not_resumed_from(tmp_path):
     weight = quantize_weight(torch.randn(8, 64), SCHEME.weights)
     folder = resume.Folder(tmp_path, "key")
     folder.write(0, {"layer": weight})
-    torch.testing.assert_close(folder.read(0, SCHEME.weights)["layer"].dequantize(), weight.dequantize())
+    torch.testing.assert_close(folder.read(0, {"layer": SCHEME.weights})["layer"].dequantize(), weight.dequantize())
     file = tmp_path / "block-0000"
     whole = file.read_bytes()
     for bit in torch.randperm(8 * len(whole), generator=torch.Generator().manual_seed(0))[:400].tolist():
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         file.write_bytes(damaged)
-        assert folder.read(0, SCHEME.weights) is None, f"bit {bit}"
+        assert folder.read(0, {"layer": SCHEME.weights}) is None, f"bit {bit}"
     for cut in (b"", whole[:20], whole[:-1], whole + b"\0"):
         file.write_bytes(cut)
-        assert folder.read(0, SCHEME.weights) is None
+        assert folder.read(0, {"layer": SCHEME.weights}) is None
     (tmp_path / "block-0001").write_bytes(whole)
-    assert folder.read(1, SCHEME.weights) is None
+    assert folder.read(1, {"layer": SCHEME.weights}) is None
     other = resume.Folder(tmp_path / "other", "another key")
     (tmp_path / "other" / "block-0000").write_bytes(whole)
     assert other.read(0, SCHEME.weights) is None
