@@ -136,7 +136,7 @@ def test_what_is_not_as_it_was_written_is_not_resumed_from(tmp_path):
     assert folder.read(1, {"layer": SCHEME.weights}) is None
     other = resume.Folder(tmp_path / "other", "another key")
     (tmp_path / "other" / "block-0000").write_bytes(whole)
-    assert other.read(0, SCHEME.weights) is None
+    assert other.read(0, {"layer": SCHEME.weights}) is None
 
 
 def test_found_once_and_remembered(tmp_path):
