@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cases_models import save_byte_tokenizer
 
@@ -24,10 +24,12 @@ CONTEXT = 256
 def save_small_llama(folder: Path) -> Path:
     """A Llama of random weights whose greedy answers do not hang on the last bit, with a tokenizer of bytes."""
     torch.manual_seed(0)
+    size = save_byte_tokenizer(folder)
+    ids = AutoTokenizer.from_pretrained(folder)  # programs stop at the tokenizer's end, or at the model's
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, vocab_size=save_byte_tokenizer(folder), max_position_embeddings=CONTEXT, bos_token_id=0,
-        eos_token_id=1, pad_token_id=2, tie_word_embeddings=False,
+        head_dim=64, vocab_size=size, max_position_embeddings=CONTEXT, bos_token_id=ids.bos_token_id,
+        eos_token_id=ids.eos_token_id, pad_token_id=ids.pad_token_id, tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():

@@ -29,7 +29,10 @@ from anybit.ops.elementwise import paired_rows, silu_mul
 from anybit.scheme import Scheme
 
 _logger = logging.getLogger("vllm.anybit")
-_MLP = ("gate_up_proj", "act_fn", "down_proj")
+_MLPS = (
+    ("gate_up_proj", "act_fn", "down_proj"),
+    ("gate_up_proj", "maybe_fused_act_quant", "act_fn", "down_proj"),  # 0.32, whose helper calls act_fn for our layers
+)
 _parents: "WeakKeyDictionary[nn.Module, ref[nn.Module]]" = WeakKeyDictionary()
 
 
@@ -65,7 +68,7 @@ def _mlp_of(layer: nn.Module) -> Any | None:
     parent = _parents[layer]() if layer in _parents else None
     if parent is None or getattr(parent, "gate_up_proj", None) is not layer:
         return None
-    plain = type(parent).forward.__code__.co_names == _MLP and type(getattr(parent, "act_fn", None)) is SiluAndMul
+    plain = type(parent).forward.__code__.co_names in _MLPS and type(getattr(parent, "act_fn", None)) is SiluAndMul
     return parent if plain else None
 
 
