@@ -13,6 +13,9 @@ from anybit.errors import LayerError
 from anybit.packing import QuantizedWeight, pack_words, unpack_words
 from anybit.scheme import GROUPS, WeightFormat
 
+_SMALLER = tuple(group for group in GROUPS if group >= 32)
+"""What groups may become: those that kernels read."""
+
 
 def shard_format(format: WeightFormat, start: int, inputs: int) -> WeightFormat:
     """The format of the shard that begins at input ``start``: the same, or with smaller groups.
@@ -23,11 +26,11 @@ def shard_format(format: WeightFormat, start: int, inputs: int) -> WeightFormat:
         raise LayerError(f"2:4 sparse weights are split in fours of inputs, not at input {start} of {inputs} more")
     if format.group is None or start % format.group == 0:
         return format
-    fitting = [group for group in GROUPS if format.group % group == 0 and start % group == 0]
+    fitting = [group for group in _SMALLER if format.group % group == 0 and start % group == 0]
     if not fitting:
         raise LayerError(
             f"a shard that begins at input {start} cuts a group of {format.group}, and no smaller group "
-            f"({', '.join(map(str, GROUPS))}) meets the cut: use another tensor-parallel size, or quantize whole rows"
+            f"({', '.join(map(str, _SMALLER))}) meets the cut: use another tensor-parallel size, or quantize whole rows"
         )
     return replace(format, group=max(fitting))
 
@@ -58,11 +61,11 @@ def shard_ordered(
     """
     used, index = group_index.unique(return_inverse=True)
     inputs, count = len(group_index), len(used)
-    sizes = [size for size in GROUPS if format.groups(inputs) <= replace(format, group=size).groups(inputs) >= count]
+    sizes = [size for size in _SMALLER if format.groups(inputs) <= replace(format, group=size).groups(inputs) >= count]
     if not sizes:
         raise LayerError(
             f"a shard of {inputs} inputs in activation order uses {count} groups of {format.group}, more than groups "
-            f"of {GROUPS[0]} give: use a smaller tensor-parallel size, or a model without activation order"
+            f"of {_SMALLER[0]} give: use a smaller tensor-parallel size, or a model without activation order"
         )
     format = replace(format, group=max(sizes))
     columns = used.long()[torch.arange(format.groups(inputs), device=used.device).clamp(max=count - 1)]
@@ -81,4 +84,6 @@ def shard(weight: QuantizedWeight, start: int, inputs: int) -> QuantizedWeight:
         return QuantizedWeight(words, scale, zero, (n, inputs), fmt, index, indices)
     scale = shard_groups(weight.scale, fmt, start, inputs)
     zero = None if weight.zero is None else shard_groups(weight.zero, fmt, start, inputs)
-    return QuantizedWeight(words, scale, zero, (n, inputs), shard_format(fmt, start, inputs), None, indices)
+    minimum = None if weight.minimum is None else shard_groups(weight.minimum, fmt, start, inputs)
+    fmt = shard_format(fmt, start, inputs)
+    return QuantizedWeight(words, scale, zero, (n, inputs), fmt, None, indices, minimum=minimum)

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from anybit.checkpoints.configuration import Quantization
+from anybit.checkpoints.configuration import Quantization, override_of
 from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.integrations.vllm import fusion
@@ -21,6 +21,7 @@ from anybit.integrations.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLine
 from anybit.integrations.vllm.warmup import Ledger
 from anybit.scheme import Code, Scheme, WeightFormat
 
+CODES = ("sym", "asym", "bipolar")
 METHOD, COMPRESSED = "anybit", "compressed-tensors"
 _logger = logging.getLogger("vllm.anybit")
 _HOW = (
@@ -34,7 +35,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
     scheme: of every quantized layer.  kept: names or patterns of layers that are not quantized.  group_index,
     input_scale: every layer stores an activation order, a scale of its inputs.  hadamard: the layers whose inputs are
-    rotated on line.
+    rotated on line.  overrides: the schemes of layers that have another one, by name or by a shell's pattern.
     """
 
     def __init__(
@@ -44,13 +45,20 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         group_index: bool = False,
         hadamard: list[str] | None = None,
         input_scale: bool = False,
+        overrides: dict[str, Scheme] | None = None,
     ) -> None:
         super().__init__()
         if scheme is None:
             raise OptionError(
                 f"the model is not quantized, and --quantization anybit alone does not say how to: {_HOW}"
             )
-        self.scheme = Scheme.parse(scheme)
+        self.scheme, self.overrides = Scheme.parse(scheme), dict(overrides or {})
+        for one in (self.scheme, *self.overrides.values()):
+            if one.weights.code not in CODES:
+                raise CheckpointError(
+                    f"weights of code {one.weights.code!r} ({one}) run in anybit's own generate, and not inside vLLM "
+                    f"yet: use {', '.join(CODES)}"
+                )
         self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
         self.group_index, self.input_scale = group_index, input_scale
         self.stored: list[str] | None = None
@@ -95,7 +103,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             raise CheckpointError(f"the quantization_config of config.json names anybit, but no scheme; {_HOW}")
         own = Quantization.of({"quantization_config": config})
         if own is not None:
-            return cls(own.scheme, own.kept, own.group_index, own.hadamard, own.input_scale)
+            return cls(own.scheme, own.kept, own.group_index, own.hadamard, own.input_scale, own.overrides)
         if method == COMPRESSED:
             scheme, ordered = _scheme_of(config)
             return cls(scheme, [name.removeprefix("re:") for name in config.get("ignore") or ()], ordered)
@@ -157,9 +165,16 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         fusion.watch()
         fusion.install()
         parts = [Part(name, name in self.hadamard) for name in names]
+        schemes = {override_of(name, self.overrides) or self.scheme for name in names}
+        if len(schemes) != 1:
+            raise LayerError(
+                f"vLLM fuses {' + '.join(names)}, which are in {' and '.join(sorted(map(str, schemes)))}: give them "
+                "one scheme"
+            )
+        (scheme,) = schemes
         if not self.stored:
-            return AnyBitOnlineLinearMethod(self.scheme, parts, self.ledger)
-        return AnyBitLinearMethod(self.scheme, parts, self.ledger, self.group_index, self.input_scale)
+            return AnyBitOnlineLinearMethod(scheme, parts, self.ledger)
+        return AnyBitLinearMethod(scheme, parts, self.ledger, self.group_index, self.input_scale)
 
     def _parts(self, prefix: str) -> list[str]:
         """The layers of the checkpoint that vLLM's layer stands for."""
