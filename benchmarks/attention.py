@@ -30,11 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from anybit import jit
 from anybit.attention import decode_kernel, decode_reference
 from anybit.device import Device
-from anybit.kernels.attention import (
-    decode,
-    kv_page,
-    kv_quantize,
-)
+from anybit.kernels.attention import decode, kv_page, kv_quantize
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kvcache import KVCache
 from anybit.scheme import KVFormat

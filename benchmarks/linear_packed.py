@@ -36,22 +36,12 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
-from anybit.kernels.gemm import (
-    heuristics,
-    packed_layout,
-    repack,
-    sm90_packed_gemm,
-)
+from anybit.kernels.gemm import heuristics, packed_layout, repack, sm90_packed_gemm
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import dispatcher
-from anybit.tune.registry import (
-    FAMILIES,
-    LinearProblem,
-    step,
-    tiles_of,
-)
+from anybit.tune.registry import FAMILIES, LinearProblem, step, tiles_of
 from cases import LLAMA3_8B, MODELS, Case
 from timing import (
     RESULTS,

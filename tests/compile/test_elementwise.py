@@ -8,11 +8,7 @@ from machine_code import ARCHITECTURES
 
 from anybit import jit
 from anybit.errors import KernelError
-from anybit.kernels.elementwise import (
-    hadamard,
-    norm_act,
-    rope,
-)
+from anybit.kernels.elementwise import hadamard, norm_act, rope
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -13,11 +13,7 @@ from machine_code import before_wait, sass
 from anybit import jit
 from anybit.device import Device
 from anybit.kernels.common.types import Output
-from anybit.kernels.elementwise import (
-    norm_act,
-    quantize_activations,
-    rope,
-)
+from anybit.kernels.elementwise import norm_act, quantize_activations, rope
 from anybit.kernels.elementwise.quantize_activations import Source, Target
 from anybit.kernels.gemm import (
     bitplane,

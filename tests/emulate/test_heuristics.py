@@ -10,12 +10,7 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels.gemm import (
-    packed_layout,
-    sm90_packed_gemv,
-    sm90_packed_skinny,
-    sm90_packed_skinny_f16,
-)
+from anybit.kernels.gemm import packed_layout, sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import WeightFormat
 from cases import random_weight

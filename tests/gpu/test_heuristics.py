@@ -8,12 +8,7 @@ import torch
 
 from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.kernels.gemm import (
-    packed_layout,
-    sm90_packed_gemv,
-    sm90_packed_skinny,
-    sm90_packed_skinny_f16,
-)
+from anybit.kernels.gemm import packed_layout, sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat

@@ -11,12 +11,7 @@ from anybit import jit
 from anybit.errors import KernelError
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.gemm import (
-    bitplane,
-    bitplane_layout,
-    packed_layout,
-    sm90_packed_gemm,
-)
+from anybit.kernels.gemm import bitplane, bitplane_layout, packed_layout, sm90_packed_gemm
 from anybit.ops import elementwise, fused
 from anybit.ops.backend import LinearSpec
 from anybit.ops.checks import check_input, rows_of

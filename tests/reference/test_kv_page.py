@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from anybit.errors import LayerError
-from anybit.kernels.attention.kv_page import (
-    PageLayout,
-    decode,
-    encode,
-    pack_tiles,
-    quantize,
-    unpack_tiles,
-)
+from anybit.kernels.attention.kv_page import PageLayout, decode, encode, pack_tiles, quantize, unpack_tiles
 from anybit.scheme import KVFormat
 
 

@@ -17,13 +17,7 @@ from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
 from anybit.kernels.gemm import sm90_packed_gemm
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
-from anybit.ops import (
-    backends,
-    bitwise,
-    elementwise,
-    fused,
-    packed,
-)
+from anybit.ops import backends, bitwise, elementwise, fused, packed
 from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme

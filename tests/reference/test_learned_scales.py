@@ -7,11 +7,7 @@ import torch
 
 from anybit import hadamard
 from anybit.errors import CalibrationError
-from anybit.quantization.learn.scales import (
-    ScaleLearning,
-    learn_scales,
-    put_scales,
-)
+from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
 from anybit.quantization.methods.llama_block import llama_blocks
 from anybit.quantization.methods.scaling_pairs import scaling_pairs
 from anybit.quantization.methods.smooth_rotate import online

@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from anybit.errors import KernelError
-from anybit.kernels.gemm.packed_layout import (
-    _normalized,
-    codes,
-    pieces,
-    prepare,
-    tile_bytes,
-    unpack,
-)
+from anybit.kernels.gemm.packed_layout import _normalized, codes, pieces, prepare, tile_bytes, unpack
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import WeightFormat
 

@@ -16,11 +16,7 @@ from anybit.scheme import Scheme
 from anybit.tune import dispatch as dispatching
 from anybit.tune.plans import Options
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
-from anybit.tune.registry import (
-    GRID,
-    STEPS,
-    LinearProblem,
-)
+from anybit.tune.registry import GRID, STEPS, LinearProblem
 from anybit.tune.search import Progress
 from anybit.tune.space import builtin, space
 

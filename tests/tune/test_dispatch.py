@@ -15,12 +15,7 @@ from anybit.scheme import Scheme
 from anybit.tune.dispatch import Dispatcher
 from anybit.tune.explain import explain
 from anybit.tune.policy import Measured, Point
-from anybit.tune.registry import (
-    FAMILIES,
-    MOST_TOKENS,
-    Layout,
-    LinearProblem,
-)
+from anybit.tune.registry import FAMILIES, MOST_TOKENS, Layout, LinearProblem
 from anybit.tune.space import Candidate, builtin, builtin_layout, preserves_pdl_overlap, promising, space
 from cases_tune import other_than_default, point, policy, product
 

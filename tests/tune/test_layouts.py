@@ -9,11 +9,7 @@ from torch import Tensor
 
 from anybit import ops
 from anybit.device import Device
-from anybit.ops import (
-    bitwise,
-    layouts,
-    packed,
-)
+from anybit.ops import bitwise, layouts, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.layouts import MultiLayoutBackend
 from anybit.ops.reference import ReferencePacked
@@ -22,11 +18,7 @@ from anybit.scheme import ActivationFormat, Scheme
 from anybit.tune import dispatch as dispatching
 from anybit.tune.dispatch import Dispatcher
 from anybit.tune.policy import Measured, Origin, Point, Policy
-from anybit.tune.registry import (
-    Layout,
-    LinearProblem,
-    step,
-)
+from anybit.tune.registry import Layout, LinearProblem, step
 from anybit.tune.space import space
 from cases import random_weight
 
@@ -46,8 +38,8 @@ class Part(ReferencePacked):
     def linear(
         self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, prologue: Any = None
     ) -> Tensor:
-        assert len(tensors) == 6
-        assert int(tensors[5]) == spec.activations.bits
+        assert len(tensors) == 7
+        assert int(tensors[6]) == spec.activations.bits
         self.calls.append((x.numel() // spec.k, spec))
         return super().linear(x, tensors, bias, spec)
 
@@ -92,7 +84,7 @@ def prepared(backend: MultiLayoutBackend, scheme: str) -> tuple[QuantizedWeight,
 
 def test_each_token_count_runs_the_part_that_won(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = Part("bitwise"), Part("packed")
-    both = MultiLayoutBackend("test-both", (one, two), (Layout.planes, Layout.tiles_a8), 6)
+    both = MultiLayoutBackend("test-both", (one, two), (Layout.planes, Layout.tiles_a8), 7)
     monkeypatch.setitem(ops.backends, both.name, both)
     few, many = {"bitwise": 2.0, "padding to int8": 3.0}, {"bitwise": 9.0, "padding to int8": 4.0}
     obey(monkeypatch, "w2a4", {1: few, 64: many})
@@ -128,7 +120,7 @@ def test_few_tokens_of_a_fused_layer_run_one_layout(
 ) -> None:
     """The built-in one, and planes of w4a4 from 5 tokens to 8."""
     parts = Part("bitwise"), Part("packed")
-    both = MultiLayoutBackend("test-both", parts, (Layout.planes, Layout.tiles_a8), 6)
+    both = MultiLayoutBackend("test-both", parts, (Layout.planes, Layout.tiles_a8), 7)
     monkeypatch.setitem(ops.backends, both.name, both)
     obey(monkeypatch, scheme, {step(m): {"bitwise": 3.0, "padding to int8": 2.0}})
     ops.linear(torch.randn(m, K).half(), prepared(both, scheme)[1].in_fused(fused))
@@ -137,7 +129,7 @@ def test_few_tokens_of_a_fused_layer_run_one_layout(
 
 def test_eight_bits_run_where_they_won_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     wide, narrow = Part("packed"), Part("packed")
-    both = MultiLayoutBackend("test-a8", (wide, narrow), (Layout.tiles_a16, Layout.tiles_a8), 6)
+    both = MultiLayoutBackend("test-a8", (wide, narrow), (Layout.tiles_a16, Layout.tiles_a8), 7)
     monkeypatch.setitem(ops.backends, both.name, both)
     few, many = {"dequantize": 2.0, "padding to int8": 3.0}, {"dequantize": 9.0, "padding to int8": 4.0}
     obey(monkeypatch, "w4a16g128", {1: few, 64: many})
@@ -167,11 +159,11 @@ def test_eight_bits_that_won_everywhere_are_kept_too(
     monkeypatch.setattr(layouts, "layouts_of", lambda *_: found)
     monkeypatch.setattr(layouts, "_room", lambda weight: True)
     parts = Part("test-16"), Part("test-8")
-    both = MultiLayoutBackend("test-a8", parts, (Layout.tiles_a16, Layout.tiles_a8), 6, ("cuda",))
+    both = MultiLayoutBackend("test-a8", parts, (Layout.tiles_a16, Layout.tiles_a8), 7, ("cuda",))
     parsed = Scheme.parse("w4a16g128")
     assert (both.cost(random_weight(N, K, parsed.weights), parsed.activations) < 0) == wanted
     assert both.cost(random_weight(N, K, parsed.weights), Scheme.parse("w4a8").activations) == (
         -1 if len(found) == 2 else layouts._UNWANTED
     )
-    planes = MultiLayoutBackend("test-both", parts, (Layout.planes, Layout.tiles_a8), 6, ("cuda",))
+    planes = MultiLayoutBackend("test-both", parts, (Layout.planes, Layout.tiles_a8), 7, ("cuda",))
     assert planes.cost(random_weight(N, K, parsed.weights), parsed.activations) > 0

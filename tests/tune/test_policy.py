@@ -15,14 +15,7 @@ from anybit.tune import dispatch as dispatching
 from anybit.tune import policy as policies
 from anybit.tune.dispatch import Dispatcher
 from anybit.tune.policy import SHIPPED, Measured, Point, PolicyError, read, save, usable
-from anybit.tune.registry import (
-    FAMILIES,
-    GRID,
-    STEPS,
-    KernelFamily,
-    bucket,
-    step,
-)
+from anybit.tune.registry import FAMILIES, GRID, STEPS, KernelFamily, bucket, step
 from anybit.tune.space import builtin, promising, space
 from cases_tune import point, policy, product
 

@@ -22,12 +22,7 @@ from anybit.tune.policy import Policy, read
 from anybit.tune.registry import LinearProblem
 from anybit.tune.search import Worker, excluded_name, point_of, search
 from anybit.tune.space import Candidate, builtin, preserves_pdl_overlap, space
-from anybit.tune.worker import (
-    Time,
-    TimingBudget,
-    WrongResultError,
-    finalists,
-)
+from anybit.tune.worker import Time, TimingBudget, WrongResultError, finalists
 
 H200 = Device.named("sm_90a")
 

@@ -8,11 +8,7 @@ in. A tile cannot be shared but as its config says, so with 133 tiles one of 132
 from collections.abc import Callable
 from dataclasses import replace
 
-from anybit.kernels.gemm import (
-    sm90_bitplane_gemm,
-    sm90_bitplane_stacked,
-    sm90_packed_gemm,
-)
+from anybit.kernels.gemm import sm90_bitplane_gemm, sm90_bitplane_stacked, sm90_packed_gemm
 from anybit.kernels.gemm.sm90_bitplane_skinny import SkinnyFacts
 from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
 from anybit.tune.registry import FAMILIES, LinearProblem

@@ -22,12 +22,7 @@ from anybit.scheme import Scheme
 from anybit.tune import dispatch as dispatching
 from anybit.tune.dispatch import Choice, Dispatcher
 from anybit.tune.policy import Policy, read
-from anybit.tune.registry import (
-    FAMILIES,
-    Layout,
-    LinearProblem,
-    tiles_of,
-)
+from anybit.tune.registry import FAMILIES, Layout, LinearProblem, tiles_of
 from anybit.tune.space import Candidate, builtin
 from layers import MODELS
 from timing import merge_rows, stamp, worst_of

@@ -17,13 +17,7 @@ from anybit.ops import bitwise, packed
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
-from anybit.ops.fused import (
-    hadamard_linear,
-    norm_linear,
-    norm_rotate_store,
-    rotation_refused,
-    silu_linear,
-)
+from anybit.ops.fused import hadamard_linear, norm_linear, norm_rotate_store, rotation_refused, silu_linear
 from anybit.ops.layouts import MultiLayoutBackend
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked

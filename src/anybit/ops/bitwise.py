@@ -12,22 +12,12 @@ from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import bitplane, bitplane_layout, bitplane_problem
 from anybit.ops.backend import Backend, LinearSpec
-from anybit.ops.checks import (
-    check_input,
-    dense_bias,
-    layouts_of,
-    product_of,
-    rows_of,
-)
+from anybit.ops.checks import check_input, dense_bias, layouts_of, product_of, rows_of
 from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
-from anybit.tune.registry import (
-    Layout,
-    quantizer,
-    step,
-)
+from anybit.tune.registry import Layout, quantizer, step
 
 TENSORS = 6
 """How many tensors ``prepare`` gives."""

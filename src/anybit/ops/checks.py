@@ -10,11 +10,7 @@ from anybit.errors import KernelError
 from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, WeightFormat
-from anybit.tune.dispatch import (
-    allowed,
-    dispatcher,
-    generation,
-)
+from anybit.tune.dispatch import allowed, dispatcher, generation
 from anybit.tune.registry import Layout, LinearProblem
 from anybit.tune.space import builtin_layout
 

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import KernelError
-from anybit.kernels.elementwise.quantize_activations import (
-    Problem,
-    Source,
-    why_not,
-)
+from anybit.kernels.elementwise.quantize_activations import Problem, Source, why_not
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends

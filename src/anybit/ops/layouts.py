@@ -16,12 +16,7 @@ from anybit.ops.checks import layouts_of, product_of
 from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme
-from anybit.tune.dispatch import (
-    allowed,
-    dispatcher,
-    forget_with_maps,
-    tell,
-)
+from anybit.tune.dispatch import allowed, dispatcher, forget_with_maps, tell
 from anybit.tune.registry import Layout, step
 
 _UNWANTED = 9

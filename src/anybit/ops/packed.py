@@ -26,25 +26,13 @@ from anybit.kernels.gemm import (
 )
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.ops.backend import Backend, LinearSpec
-from anybit.ops.checks import (
-    check_input,
-    copy_of,
-    dense_bias,
-    product_of,
-    rows_of,
-)
+from anybit.ops.checks import check_input, copy_of, dense_bias, product_of, rows_of
 from anybit.ops.elementwise import check_step
 from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
-from anybit.tune.registry import (
-    FAMILIES,
-    LinearProblem,
-    quantizer,
-    step,
-    tiles_of,
-)
+from anybit.tune.registry import FAMILIES, LinearProblem, quantizer, step, tiles_of
 
 TENSORS = 7
 """How many tensors ``prepare`` gives."""

@@ -5,11 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import (
-    Packed,
-    Source,
-    Target,
-)
+from anybit.kernels.elementwise.quantize_activations import Packed, Source, Target
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,7 @@ from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Target
-from anybit.kernels.gemm import (
-    bitplane,
-    heuristics,
-    repack,
-    sm90_packed_gemm,
-)
+from anybit.kernels.gemm import bitplane, heuristics, repack, sm90_packed_gemm
 from anybit.kernels.gemm.bitplane_problem import half_bytes
 from anybit.scheme import ActivationFormat
 from anybit.tune.registry import (

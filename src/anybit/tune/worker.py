@@ -13,21 +13,10 @@ from anybit import jit, reference
 from anybit.device import Device
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
-from anybit.kernels.gemm import (
-    bitplane,
-    bitplane_layout,
-    packed_layout,
-    sm80_packed_gemm,
-    sm90_packed_gemm,
-)
+from anybit.kernels.gemm import bitplane, bitplane_layout, packed_layout, sm80_packed_gemm, sm90_packed_gemm
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import ActivationFormat, WeightFormat
-from anybit.tune.registry import (
-    FAMILIES,
-    Layout,
-    LinearProblem,
-    quantizer,
-)
+from anybit.tune.registry import FAMILIES, Layout, LinearProblem, quantizer
 from anybit.tune.space import Candidate
 
 _ROTATE_BYTES = 160 << 20

@@ -6,17 +6,7 @@ The next format is one file and a place in ``FORMATS``. GGUF is ``gguf_blocks`` 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from anybit.checkpoints.formats import (
-    auto_round,
-    awq,
-    bitnet,
-    bitsandbytes,
-    compressed_tensors,
-    fp4,
-    fp8,
-    gptq,
-    hqq,
-)
+from anybit.checkpoints.formats import auto_round, awq, bitnet, bitsandbytes, compressed_tensors, fp4, fp8, gptq, hqq
 from anybit.checkpoints.formats.stored import Source, StoredLayer
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme

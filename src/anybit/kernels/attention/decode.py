@@ -11,11 +11,7 @@ from functools import cache
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Float32, Int32, Int64, Kernel, Pointer
-from anybit.kernels.attention.kv_page import (
-    BlockConfig,
-    PageLayout,
-    constants,
-)
+from anybit.kernels.attention.kv_page import BlockConfig, PageLayout, constants
 
 MOST_QUERIES = 16
 _MOST_WARPS = 16  # the merge gives each of a block's 2 * warps segments a lane

@@ -9,11 +9,7 @@ from functools import cache
 
 from anybit.device import Device
 from anybit.jit import Int32, Int64, Kernel, Pointer
-from anybit.kernels.attention.kv_page import (
-    BlockConfig,
-    PageLayout,
-    constants,
-)
+from anybit.kernels.attention.kv_page import BlockConfig, PageLayout, constants
 
 _THREADS = 256
 

@@ -7,12 +7,7 @@ from typing import Any
 import torch
 
 from anybit.device import Device
-from anybit.kernels.gemm import (
-    sm90_packed_gemm,
-    sm90_packed_gemv,
-    sm90_packed_skinny,
-    sm90_packed_skinny_f16,
-)
+from anybit.kernels.gemm import sm90_packed_gemm, sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16
 from anybit.kernels.gemm.sm90_packed_skinny import Problem
 
 _UNIT_ROWS = 16

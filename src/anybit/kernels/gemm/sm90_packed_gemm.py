@@ -17,11 +17,7 @@ from anybit.jit import Int32, Kernel, Pointer, launch
 from anybit.jit.tensor_map import TensorMap, encode
 from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.elementwise.quantize_activations import Packed
-from anybit.kernels.gemm.packed_layout import (
-    PackedWeight,
-    check_operands,
-    tile_bytes,
-)
+from anybit.kernels.gemm.packed_layout import PackedWeight, check_operands, tile_bytes
 from anybit.kernels.gemm.sm90_packed_gemm_estimate import estimate, spans
 from anybit.kernels.gemm.sm90_packed_gemm_loops import batch, unrolls
 from anybit.kernels.gemm.sm90_packed_gemm_rules import (

@@ -14,12 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.quantization.learn.cuda_graphs import GraphRecorder
-from anybit.quantization.learn.fake_quant import (
-    FakeQuantBank,
-    GivenLinear,
-    banks,
-    parameter_groups,
-)
+from anybit.quantization.learn.fake_quant import FakeQuantBank, GivenLinear, banks, parameter_groups
 from anybit.quantization.learn.kl_gradient import written_out
 from anybit.quantization.pipeline.blocks import Call, run_block
 from anybit.quantization.pipeline.calibrate import BlockTask

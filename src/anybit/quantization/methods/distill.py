@@ -15,11 +15,7 @@ from torch import Tensor, nn
 
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
-from anybit.quantization.learn.fake_quant import (
-    GivenLinear,
-    banks,
-    parameter_groups,
-)
+from anybit.quantization.learn.fake_quant import GivenLinear, banks, parameter_groups
 from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.norms import fuse_norms
 from anybit.quantization.learn.rounding import Shared, rounded_through

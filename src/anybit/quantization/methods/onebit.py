@@ -13,12 +13,7 @@ from anybit.errors import OptionError, SchemeError
 from anybit.packing import QuantizedWeight
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.modules import LinearLayer
-from anybit.quantization.pipeline.stream import (
-    Changes,
-    Job,
-    Saved,
-    write_quantized,
-)
+from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import WeightFormat
 
 _ROUNDS = 30

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 from anybit import hadamard
 from anybit.errors import LayerError
-from anybit.quantization.methods.llama_block import (
-    LlamaBlock,
-    gain_of,
-    llama_blocks,
-)
+from anybit.quantization.methods.llama_block import LlamaBlock, gain_of, llama_blocks
 
 
 @torch.no_grad()

@@ -22,11 +22,7 @@ from torch import Tensor
 from anybit.checkpoints.configuration import Quantization
 from anybit.errors import CheckpointError, OptionError, TextError
 from anybit.packing import QuantizedWeight
-from anybit.quantization.learn.scales import (
-    ScaleLearning,
-    learn_scales,
-    put_scales,
-)
+from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.blockwise import BlockLearning
 from anybit.quantization.methods.distill import Distillation, distill
@@ -47,12 +43,7 @@ from anybit.quantization.pipeline.calibrate import (
 )
 from anybit.quantization.pipeline.modules import LinearLayer
 from anybit.quantization.pipeline.resume import remembered
-from anybit.quantization.pipeline.stream import (
-    Changes,
-    Job,
-    Saved,
-    write_quantized,
-)
+from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import Scheme
 
 
