@@ -1,6 +1,6 @@
 """Layers that are kept in two layouts, so that every token count runs the strategy that is fastest there.
 
-ADAngel's dispatcher over whole strategies: decoding may read bit planes while prefill multiplies widened tiles, and a
+ADAngel's dispatcher over whole strategies: decoding may read bit planes while prefill multiplies packed tiles, and a
 weight-only layer may quantize its activations above some token count, where that has been allowed. The policy map
 decides which layers are worth the memory.
 """

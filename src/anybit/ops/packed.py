@@ -1,7 +1,7 @@
 """Layers whose weights stay packed until registers: 16-bit activations, or 8-bit ones quantized per token.
 
 The padding and dequantizing strategies of ADAngel (section 4.3) without their waste: memory is read at exactly the
-weights' bits, and only a register ever holds a widened weight.
+weights' bits, and only a register ever holds a dequantized weight.
 """
 
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ forget_with_maps(_plans)
 
 
 class PackedTiles(Backend):
-    """Weights of 1 to 8 bits in tiles, widened in registers: `sm90_packed_gemm`, or what `heuristics` says.
+    """Weights of 1 to 8 bits in tiles, dequantized in registers: `sm90_packed_gemm`, or what `heuristics` says.
 
     Without wgmma (all but sm_90a) `sm80_packed_gemm` takes what `sm90_packed_gemm` does elsewhere.
     """

@@ -50,7 +50,7 @@ ALLOWANCES = {
 _HALVES = (torch.float16, torch.bfloat16)
 _INT8, _FP8 = ActivationFormat(8, "sym"), ActivationFormat(8, "float")
 # Plane by plane a product costs bits * bits / 8 of the same product in int8. At a tie planes win at nearly every number
-# of tokens (w2a4 on an H200: docs/tuning.md); above it widened bytes do, where compute is the limit.
+# of tokens (w2a4 on an H200: docs/tuning.md); above it dequantized bytes do, where compute is the limit.
 _TIE = 8
 
 

@@ -1,6 +1,6 @@
 // Where the codes of a KV block lie, and how a lane turns its words into an A fragment. The twin of kv_page.py.
-#ifndef ANYBIT_KVPAGE_CUH
-#define ANYBIT_KVPAGE_CUH
+#ifndef ANYBIT_KV_PAGE_CUH
+#define ANYBIT_KV_PAGE_CUH
 
 #include "common/ptx/base.cuh"
 
@@ -87,4 +87,4 @@ PTX uint32_t twice_low(uint32_t w) { return ptx::prmt(w, w, 0x1010u); }
 
 }  // namespace kv_page
 
-#endif  // ANYBIT_KVPAGE_CUH
+#endif  // ANYBIT_KV_PAGE_CUH

@@ -2,8 +2,8 @@
 //
 // One block of threads does the keys or the values of one block of tokens of one KV head. The arithmetic is that of
 // kv_page.quantize, so that pages are the same bit for bit wherever they are made.
-#ifndef ANYBIT_KVPACK_CUH
-#define ANYBIT_KVPACK_CUH
+#ifndef ANYBIT_KV_QUANTIZE_CUH
+#define ANYBIT_KV_QUANTIZE_CUH
 
 #include "attention/kv_quantize_tokens.cuh"
 
@@ -594,4 +594,4 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Packe
 
 using Params = kv_quantize::Params;
 
-#endif  // ANYBIT_KVPACK_CUH
+#endif  // ANYBIT_KV_QUANTIZE_CUH

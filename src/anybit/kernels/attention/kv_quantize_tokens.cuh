@@ -1,6 +1,6 @@
 // What a launch of kv_quantize.cuh is given, and where the tokens of one block of threads come from and go to.
-#ifndef ANYBIT_KVPACK_TOKENS_CUH
-#define ANYBIT_KVPACK_TOKENS_CUH
+#ifndef ANYBIT_KV_QUANTIZE_TOKENS_CUH
+#define ANYBIT_KV_QUANTIZE_TOKENS_CUH
 
 #include "attention/kv_page.cuh"
 
@@ -97,4 +97,4 @@ template <class Config> PTX void prefetch(const Params& p, const Tokens<Config>&
 
 }  // namespace kv_quantize
 
-#endif  // ANYBIT_KVPACK_TOKENS_CUH
+#endif  // ANYBIT_KV_QUANTIZE_TOKENS_CUH

@@ -1,6 +1,6 @@
 // Where a token lies in the ring of 16-bit tokens of a KV cache. Twin: kv_page.ring_places.
-#ifndef ANYBIT_KVRING_CUH
-#define ANYBIT_KVRING_CUH
+#ifndef ANYBIT_KV_RING_CUH
+#define ANYBIT_KV_RING_CUH
 
 #include "common/ptx/base.cuh"
 
@@ -15,4 +15,4 @@ PTX int place(bool values, int s, int c, int head_dim) {
 
 }  // namespace kv_ring
 
-#endif  // ANYBIT_KVRING_CUH
+#endif  // ANYBIT_KV_RING_CUH

@@ -1,7 +1,7 @@
 // The small kernels between the products of a decoder layer, for few tokens above all: what counts is how soon one ends
 // after the product before it. Weights (gamma) are read before that product has ended; for that their loads keep their order.
-#ifndef ANYBIT_ELEMENTWISE_CUH
-#define ANYBIT_ELEMENTWISE_CUH
+#ifndef ANYBIT_NORM_ACT_CUH
+#define ANYBIT_NORM_ACT_CUH
 
 #include "common/values.cuh"
 
@@ -81,4 +81,4 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) silu_
     store8<aligned>(p.y + static_cast<int64_t>(row) * p.k, k, p.k, y);
 }
 
-#endif  // ANYBIT_ELEMENTWISE_CUH
+#endif  // ANYBIT_NORM_ACT_CUH

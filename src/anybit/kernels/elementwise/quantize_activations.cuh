@@ -3,8 +3,8 @@
 //
 // One block a token, whose values stay in registers between finding the scale and coding them: the input is read once.
 // A thread owns vectors of 8 consecutive values, `threads` vectors apart, so that loads and stores coalesce.
-#ifndef ANYBIT_PACK_CUH
-#define ANYBIT_PACK_CUH
+#ifndef ANYBIT_QUANTIZE_ACTIVATIONS_CUH
+#define ANYBIT_QUANTIZE_ACTIVATIONS_CUH
 
 #include "common/ptx/base.cuh"
 #include "gemm/bitplane_layout.cuh"
@@ -371,4 +371,4 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
     }
 }
 
-#endif  // ANYBIT_PACK_CUH
+#endif  // ANYBIT_QUANTIZE_ACTIVATIONS_CUH

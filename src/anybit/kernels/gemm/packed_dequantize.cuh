@@ -3,8 +3,8 @@
 // fp16: codes stay where they lie in the low ten bits of a 16-bit field, a subnormal number u * 2^(at - 24), and one fused
 // multiply-add applies scale and zero, rounding once: w = u * scale - zero * scale, times 2^-17 so that fp16 holds it.
 // bf16: 128 + u by its bits, less 128 + zero (exact), times scale; codes of 8 bits by way of float32.
-#ifndef ANYBIT_PACKED_WIDEN_CUH
-#define ANYBIT_PACKED_WIDEN_CUH
+#ifndef ANYBIT_PACKED_DEQUANTIZE_CUH
+#define ANYBIT_PACKED_DEQUANTIZE_CUH
 
 #include "common/types.cuh"
 #include "gemm/packed_layout.cuh"
@@ -22,7 +22,7 @@ template <int bits> PTX constexpr int codes_in_place() { return bits >= 6 ? 1 : 
 
 // Weights of 16 rows x 128 inputs for 16-bit activations.
 template <class Config>
-struct Widen16 {
+struct Dequantize16 {
     static constexpr int bits = Config::bits;
     static constexpr int parts = Config::group == 0 ? 1 : Config::group >= 128 ? 1 : 128 / Config::group;
     static constexpr bool bfloat = Config::operand == Operand::bf16;
@@ -108,12 +108,12 @@ struct Widen16 {
 
     // Steps of 16 inputs from register j on: a[step][r].
     template <int j, int stop, int steps>
-    PTX void widen(uint32_t (&a)[steps][4]) {
+    PTX void dequantize(uint32_t (&a)[steps][4]) {
         if constexpr (j < stop) {
             constexpr int per_part = 32 / parts;
             if constexpr (parts > 1 && j % per_part == 0) prepare(j / per_part);
             a[j / 4 % steps][j % 4] = one<j>();
-            widen<j + 1, stop>(a);
+            dequantize<j + 1, stop>(a);
         }
     }
     template <int j>
@@ -157,7 +157,7 @@ struct Widen16 {
 // Weights of 16 rows x 128 inputs for 8-bit activations: integers less their zeros, doubled for bipolar codes, as signed
 // bytes or as e4m3 times 2^-9, which is exact up to 16.
 template <class Config>
-struct Widen8 {
+struct Dequantize8 {
     static constexpr int bits = Config::bits;
     static constexpr int parts = Config::group == 0 ? 1 : Config::group >= 128 ? 1 : 128 / Config::group;
     static constexpr bool asym = Config::code == Code::asym, bipolar = Config::code == Code::bipolar;
@@ -200,11 +200,11 @@ struct Widen8 {
 
     // Steps of 32 inputs from register j on: a[step][r].
     template <int j, int stop, int steps>
-    PTX void widen(uint32_t (&a)[steps][4]) {
+    PTX void dequantize(uint32_t (&a)[steps][4]) {
         if constexpr (j < stop) {
             if constexpr (asym && Config::group != 0 && j % (16 / parts) == 0) prepare(zeros[j / (16 / parts)]);
             a[j / 4 % steps][j % 4] = one<j>();
-            widen<j + 1, stop>(a);
+            dequantize<j + 1, stop>(a);
         }
     }
     template <int j>
@@ -241,4 +241,4 @@ struct Widen8 {
 
 }  // namespace packed
 
-#endif  // ANYBIT_PACKED_WIDEN_CUH
+#endif  // ANYBIT_PACKED_DEQUANTIZE_CUH

@@ -4,8 +4,8 @@
 // A block takes one tile of 64 rows by 128 columns: its codes go to shared memory as bytes, then each lane of each warp
 // puts together the words of its unit. Columns may come in any order; padding has code 0. Every block of a row finds the
 // power of two that leaves the row's scales to row_scale by itself: they are few, and lie in L2.
-#ifndef ANYBIT_PACKED_REPACK_CUH
-#define ANYBIT_PACKED_REPACK_CUH
+#ifndef ANYBIT_REPACK_CUH
+#define ANYBIT_REPACK_CUH
 
 #include "gemm/packed_layout.cuh"
 
@@ -138,4 +138,4 @@ template <class C> __global__ void __launch_bounds__(C::threads) repack(const __
     if (p.scale != nullptr) packed::place_scales<C>(p, shared + 64 * pitch, row_tile, block, tile);
 }
 
-#endif  // ANYBIT_PACKED_REPACK_CUH
+#endif  // ANYBIT_REPACK_CUH

@@ -9,8 +9,8 @@
 // - 16-bit activations: codes become numbers in registers, scales and zeros applied (packed_dequantize.cuh). 8-bit ones: codes
 //   stay unsigned integers; or, as the ADAngel paper's split strategy, both meet on the int4 tensor cores: weights of up
 //   to 4 bits as they are, activations as two nibbles, x = 16 high + low.
-#ifndef ANYBIT_MARLIN_CUH
-#define ANYBIT_MARLIN_CUH
+#ifndef ANYBIT_SM80_PACKED_GEMM_CUH
+#define ANYBIT_SM80_PACKED_GEMM_CUH
 
 #include "gemm/packed_dequantize.cuh"
 
@@ -69,7 +69,7 @@ template <class C> struct Traits {
     static constexpr int parts = packed::subgroups(C::group) > 1 ? packed::subgroups(C::group) : 1;
     static constexpr bool asym = C::code == Code::asym, bipolar = C::code == Code::bipolar;
     static constexpr int twice_zero = bipolar ? (1 << C::bits) - 1 : 1 << C::bits;
-    static constexpr float unscale = integer ? (bipolar ? 0.5f : 1.0f) : packed::Widen16<C>::unscale();
+    static constexpr float unscale = integer ? (bipolar ? 0.5f : 1.0f) : packed::Dequantize16<C>::unscale();
 };
 
 template <class C> struct Block {
@@ -120,12 +120,12 @@ template <class C> struct Block {
     }
 
     __device__ __forceinline__ void multiply_floats(const Params& p, uint32_t weights, uint32_t x, int row_tile) {
-        packed::Widen16<C> widen[C::units];
+        packed::Dequantize16<C> dequantize[C::units];
 #pragma unroll
         for (int u = 0; u < C::units; u++) {
             const int unit = row_warp * C::units + u;
-            widen[u].begin(p.row_zero, row_tile * T::rows + unit * 16, p.row_tiles * 64);
-            widen[u].load(weights + unit * T::unit_bytes);
+            dequantize[u].begin(p.row_zero, row_tile * T::rows + unit * 16, p.row_tiles * 64);
+            dequantize[u].load(weights + unit * T::unit_bytes);
         }
         // Warps that share K take k32-steps in turn.
         unroll<0, 4>([&](auto index) {
@@ -137,7 +137,7 @@ template <class C> struct Block {
 #pragma unroll
                 for (int u = 0; u < C::units; u++) {
                     uint32_t a[2][4];
-                    widen[u].template widen<wide * 8, wide * 8 + 8>(a);
+                    dequantize[u].template dequantize<wide * 8, wide * 8 + 8>(a);
 #pragma unroll
                     for (int n = 0; n < T::token_tiles; n++)
 #pragma unroll
@@ -381,4 +381,4 @@ template <class C> __global__ void __launch_bounds__(C::threads, 1) sm80_packed_
     }
 }
 
-#endif  // ANYBIT_MARLIN_CUH
+#endif  // ANYBIT_SM80_PACKED_GEMM_CUH

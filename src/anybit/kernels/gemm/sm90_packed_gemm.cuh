@@ -5,8 +5,8 @@
 // holds 128 inputs (a unit): tile_m rows of X, swizzled by tensor-map copies, and the packed tiles of the block's rows, one
 // bulk copy. Blocks of a cluster share K (cluster_k, sums sent through distributed shared memory) and, as neighbours along
 // the rows (cluster_n), each other's loads of X (multicast). Weights may go past the ring (direct).
-#ifndef ANYBIT_PACKED_LARGE_CUH
-#define ANYBIT_PACKED_LARGE_CUH
+#ifndef ANYBIT_SM90_PACKED_GEMM_CUH
+#define ANYBIT_SM90_PACKED_GEMM_CUH
 
 #include "gemm/sm90_packed_gemm_direct.cuh"
 #include "gemm/sm90_packed_gemm_epilogue.cuh"
@@ -171,9 +171,9 @@ PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2]
 }
 
 // One tile's products over its units, a unit in two halves with a set of registers each: while the tensor cores work on
-// one half the next is widened. Returns the stage that is still to be released.
+// one half the next is dequantized. Returns the stage that is still to be released.
 template <class Config, class Release>
-PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Widen<Config>& widen, uint32_t ring,
+PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring,
                    uint32_t my_unit, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
                    const Release& release) {
     using Shape = PackedGemmShape<Config>;
@@ -188,8 +188,8 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Wi
         for (int i = 0; i < Config::span; i++) {
             // Again, though it has long come: without a branch the assembler runs all products one after another.
             if (i > 0) ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
-            widen.load(ring + cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes + my_unit);
-            widen.template widen<0, steps * 4>(a0);
+            dequantize.load(ring + cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes + my_unit);
+            dequantize.template dequantize<0, steps * 4>(a0);
             if (i == 0) ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
             // Counted from the ring's first: to make one anew takes half a dozen instructions more.
             const uint64_t b0 = ptx::wgmma_advance(first_b, cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes);
@@ -197,10 +197,10 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Wi
             multiply_half<Config>(sum, a0, b0);
             if (i == 0 && previous >= 0) release(previous);
             if constexpr (Config::register_sets == 2) {
-                widen.template widen<steps * 4, steps * 8>(a1);
+                dequantize.template dequantize<steps * 4, steps * 8>(a1);
                 multiply_half<Config>(sum, a1, b1);
             } else {
-                widen.template widen<steps * 4, steps * 8>(a0);
+                dequantize.template dequantize<steps * 4, steps * 8>(a0);
                 multiply_half<Config>(sum, a0, b1);
             }
         }
@@ -221,7 +221,7 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Wi
 // The same of a block that has one tile, with code of its own for every stage: where it lies is known then, which an eighth of
 // the instructions of a unit are for.
 template <class Config, class Release>
-PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Widen<Config>& widen, uint32_t ring,
+PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring,
                             uint32_t my_unit, const RingBarriers& barriers, int first, int units, const Release& release) {
     using Shape = PackedGemmShape<Config>;
     static_assert(Shape::reduces && Config::split_k_warpgroups < 4 && Config::register_sets == 2, "stages with code of their own");
@@ -240,13 +240,13 @@ PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m
             for (int i = 0; i < Config::span; i++) {
                 const int at = slot * kw * Shape::stage_bytes + i * Shape::unit_bytes;
                 if (i > 0) ptx::mbarrier_wait_parity(full_w + 8 * slot * kw, parity);  // see accumulate
-                widen.load(mine + at + my_unit);
-                widen.template widen<0, steps * 4>(a0);
+                dequantize.load(mine + at + my_unit);
+                dequantize.template dequantize<0, steps * 4>(a0);
                 if (i == 0) ptx::mbarrier_wait_parity(full_x + 8 * slot * kw, parity);
                 const uint64_t b0 = ptx::wgmma_advance(first_b, at);
                 multiply_half<Config>(sum, a0, b0);
                 if (i == 0 && (slot > 0 || unit > first)) release(first + (slot > 0 ? slot - 1 : slots - 1) * kw);
-                widen.template widen<steps * 4, steps * 8>(a1);
+                dequantize.template dequantize<steps * 4, steps * 8>(a1);
                 multiply_half<Config>(sum, a1, ptx::wgmma_advance(b0, steps == 4 ? Shape::box_bytes : 64));
             }
             unit += kw;
@@ -270,18 +270,18 @@ PTX void pass(const RingBarriers& barriers, int units, RingCursor<Config::stages
 
 // The same with products promoted after every group; other warpgroups keep the tensor cores busy meanwhile.
 template <class Config, class Release>
-PTX int accumulate_promoting(float (&sum)[Config::tile_m / 2], Widen<Config>& widen, uint32_t ring, uint32_t my_unit,
+PTX int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, uint32_t ring, uint32_t my_unit,
                              const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
                              const Release& release) {
     using Shape = PackedGemmShape<Config>;
-    constexpr int parts = Widen<Config>::parts, steps = 4 / parts;
+    constexpr int parts = Dequantize<Config>::parts, steps = 4 / parts;
     typename Sums<Config>::Product product[Config::tile_m / 2];
     uint32_t a[4][4];
     for (int unit = first; unit < units; unit += Config::split_k_warpgroups) {
         const uint32_t stage = ring + cursor.stage * Shape::stage_bytes;
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
-        widen.load(stage + my_unit);
-        widen.template widen<0, 16>(a);
+        dequantize.load(stage + my_unit);
+        dequantize.template dequantize<0, 16>(a);
         ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
         const uint64_t b = ptx::wgmma_descriptor(stage, ptx::Swizzle::bytes_128, 1024);
 #pragma unroll
@@ -294,8 +294,8 @@ PTX int accumulate_promoting(float (&sum)[Config::tile_m / 2], Widen<Config>& wi
             ptx::wgmma_wait_group<0>();
             ptx::wgmma_touch(product);
             if (part == parts - 1) release(cursor.stage);
-            const float low = Config::group == 0 ? 1.f : widen.scale(part, 0);
-            const float high = Config::group == 0 ? 1.f : widen.scale(part, 1);
+            const float low = Config::group == 0 ? 1.f : dequantize.scale(part, 0);
+            const float high = Config::group == 0 ? 1.f : dequantize.scale(part, 1);
 #pragma unroll
             for (int i = 0; i < Config::tile_m / 2; i++)
                 sum[i] = fmaf(static_cast<float>(product[i]), i & 2 ? high : low, sum[i]);
@@ -400,17 +400,17 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
             // Of a share of the tokens, where blocks divide them.
             const int first_token = place.token_tile * Config::tile_m + k_rank * Shape::share + halved * half * (Config::tile_m / 2);
             terms.load(p, row + warp % 4 * 16, first_token);
-            Widen<Config> widen;
-            widen.begin(p.row_zero, row + warp % 4 * 16, p.weight_tiles * 64);
+            Dequantize<Config> dequantize;
+            dequantize.begin(p.row_zero, row + warp % 4 * 16, p.weight_tiles * 64);
 #pragma unroll
             for (int i = 0; i < Config::tile_m / 2; i++) sum[i] = 0;
             if constexpr (Sums<Config>::promotes)
-                previous = accumulate_promoting<Config>(sum, widen, ring, my_unit, barriers, ahead, part.count, cursor, release);
+                previous = accumulate_promoting<Config>(sum, dequantize, ring, my_unit, barriers, ahead, part.count, cursor, release);
             else if constexpr (Config::halves) {
                 const Half<Config> units(p, half);
                 const int begin = halved ? units.begin : 0, end = halved ? units.end : part.count;
                 pass<Config>(barriers, begin, cursor, release);
-                previous = accumulate<Config>(sum, widen, ring, my_unit, barriers, begin, end, cursor, release);
+                previous = accumulate<Config>(sum, dequantize, ring, my_unit, barriers, begin, end, cursor, release);
                 if (previous >= 0) release(previous);
                 pass<Config>(barriers, part.count - end, cursor, release);
                 if (halved) {
@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
                 }
                 previous = -1;
             } else if constexpr (Config::direct > 0) {
-                previous = accumulate_direct<Config>(sum, widen, batches, ring, barriers, ahead, part.count, cursor, release);
+                previous = accumulate_direct<Config>(sum, dequantize, batches, ring, barriers, ahead, part.count, cursor, release);
                 if constexpr (!Shape::reduces) {  // the next tile's come while this one's sums leave
                     Walk<Config> later = walk;
                     Part next;
@@ -427,9 +427,9 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
                     if (later.at(p, k_rank, next)) batches.begin(p, next, first_tile<Config>(tile_place(p, next.tile), row_rank, half) + row_part, 0);
                 }
             } else if constexpr (Config::unrolled)
-                previous = accumulate_unrolled<Config>(sum, widen, ring, my_unit, barriers, ahead, part.count, release);
+                previous = accumulate_unrolled<Config>(sum, dequantize, ring, my_unit, barriers, ahead, part.count, release);
             else
-                previous = accumulate<Config>(sum, widen, ring, my_unit, barriers, ahead, part.count, cursor, release);
+                previous = accumulate<Config>(sum, dequantize, ring, my_unit, barriers, ahead, part.count, cursor, release);
             if (previous >= 0) release(previous);
             if constexpr (Shape::reduces) {
                 packed_large_reduce<Config>(p, sum, terms, ring, barriers, warp, rank, row, first_token);
@@ -454,4 +454,4 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
 
 }  // namespace packed
 
-#endif  // ANYBIT_PACKED_LARGE_CUH
+#endif  // ANYBIT_SM90_PACKED_GEMM_CUH

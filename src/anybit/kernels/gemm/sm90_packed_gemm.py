@@ -1,6 +1,6 @@
 """Y = X W^T for packed weights and many tokens, on wgmma: the host side of sm90_packed_gemm.cuh.
 
-The product is computed as Y^T = W X^T: weights, widened in registers, are the first operand of wgmma and its 64 rows;
+The product is computed as Y^T = W X^T: weights, dequantized in registers, are the first operand of wgmma its 64 rows;
 tokens are its columns. See docs/notes/2026-11-24-packed.md for the figures behind the choices here.
 """
 
@@ -27,10 +27,10 @@ from anybit.kernels.gemm.sm90_packed_gemm_rules import (
     Problem,
     grid,
     most_registers,
+    passes_codes_through,
     place,
     registers,
     shared_bytes,
-    unwidened,
     why_not,
 )
 from anybit.scheme import ActivationFormat
@@ -123,8 +123,8 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
 
     Kept, since searches and built-in choices ask for the same few hundred tiles for every layer.
     """
-    # Registers first: give the warpgroups the producer's, then one set of widened weights must do.
-    ways = ((1, False), (1, True)) if unwidened(config) else ((2, False), (2, True), (1, True))
+    # Registers first: give the warpgroups the producer's, then one set of dequantized weights must do.
+    ways = ((1, False), (1, True)) if passes_codes_through(config) else ((2, False), (2, True), (1, True))
     for sets, reallocates in ways:
         if (sets, reallocates) != (2, False):
             config = replace(

@@ -1,10 +1,10 @@
-// sm90_packed_gemm: weights that go past shared memory, from L2 to the registers of the lanes that widen them.
+// sm90_packed_gemm: weights that go past shared memory, from L2 to the registers of the lanes that dequantize them.
 //
 // A lane's words of a unit lie together (packed_layout.py), so that a unit is a few loads of 16 bytes a lane. The ring holds x
 // alone, and nothing else is waited for. The assembler has one counter for all loads under way in a loop, so that a wait for
 // one is a wait for all: they are asked for in batches of Config::direct units, each once the one before it has come.
-#ifndef ANYBIT_PACKED_LARGE_DIRECT_CUH
-#define ANYBIT_PACKED_LARGE_DIRECT_CUH
+#ifndef ANYBIT_SM90_PACKED_GEMM_DIRECT_CUH
+#define ANYBIT_SM90_PACKED_GEMM_DIRECT_CUH
 
 #include "gemm/sm90_packed_gemm_shape.cuh"
 
@@ -16,7 +16,7 @@ PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2]
 // A lane's words of a unit, and the scales and zeros of its rows.
 template <class Config>
 struct Coming {
-    static constexpr int bits = Config::bits, parts = Widen<Config>::parts;
+    static constexpr int bits = Config::bits, parts = Dequantize<Config>::parts;
     uint32_t words[2 * bits], scales[parts], zeros[parts];
 
     PTX void load(const uint8_t* unit, const uint8_t* of_scales) {
@@ -31,7 +31,7 @@ struct Coming {
     }
 };
 
-// The weights of a warp's 16 rows, in two batches: one is widened while the other comes.
+// The weights of a warp's 16 rows, in two batches: one is dequantized while the other comes.
 template <class Config>
 struct Batches {
     static constexpr int kw = Config::split_k_warpgroups, count = Config::direct;
@@ -61,7 +61,7 @@ struct Batches {
 
 // One tile's products over its units, as `accumulate`; the first batch of weights has been asked for.
 template <class Config, class Release>
-PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Widen<Config>& widen, Batches<Config>& batches,
+PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], Dequantize<Config>& dequantize, Batches<Config>& batches,
                           uint32_t ring, const RingBarriers& barriers, int first, int units, RingCursor<Config::stages>& cursor,
                           const Release& release) {
     using Shape = PackedGemmShape<Config>;
@@ -80,8 +80,8 @@ PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m /
         for (int slot = 0; slot < slots; slot++) {
             if (slot > 0 && unit >= units) break;
             const int set = slot / count % 2, j = slot % count, stage = fixed ? slot * kw : cursor.stage;
-            widen.take(batches.units[set][j].words, batches.units[set][j].scales, batches.units[set][j].zeros);
-            widen.template widen<0, steps * 4>(a0);
+            dequantize.take(batches.units[set][j].words, batches.units[set][j].scales, batches.units[set][j].zeros);
+            dequantize.template dequantize<0, steps * 4>(a0);
             // Widened weights are never this NaN: so the assembler may not ask for the next batch before this one has come.
             if (j == 0) batches.ask(batches.units[1 - set], unit + count * kw, units, a0[steps - 1][3] != 0xffffffffu);
             ptx::mbarrier_wait_parity(full_x + 8 * stage, fixed ? parity : cursor.parity);
@@ -91,7 +91,7 @@ PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m /
                 if (slot > 0 || unit > first) release(first + (slot > 0 ? slot - 1 : slots - 1) * kw);
             } else if (previous >= 0)
                 release(previous);
-            widen.template widen<steps * 4, steps * 8>(a1);
+            dequantize.template dequantize<steps * 4, steps * 8>(a1);
             multiply_half<Config>(sum, a1, ptx::wgmma_advance(b0, Shape::box_bytes));
             if constexpr (!fixed) {
                 previous = stage;
@@ -107,4 +107,4 @@ PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m /
 
 }  // namespace packed
 
-#endif  // ANYBIT_PACKED_LARGE_DIRECT_CUH
+#endif  // ANYBIT_SM90_PACKED_GEMM_DIRECT_CUH

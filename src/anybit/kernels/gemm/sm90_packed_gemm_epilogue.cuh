@@ -1,6 +1,6 @@
 // sm90_packed_gemm: from sums to Y. Sums of blocks and warpgroups that shared the inputs meet here, in a fixed order.
-#ifndef ANYBIT_PACKED_LARGE_WRITE_CUH
-#define ANYBIT_PACKED_LARGE_WRITE_CUH
+#ifndef ANYBIT_SM90_PACKED_GEMM_EPILOGUE_CUH
+#define ANYBIT_SM90_PACKED_GEMM_EPILOGUE_CUH
 
 #include "gemm/sm90_packed_gemm_shape.cuh"
 
@@ -42,7 +42,7 @@ struct TileTerms {
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int row = first_row + lane / 4 + 8 * h;
-            scale[h] = row < p.rows ? p.row_scale[row] * Widen<Config>::unscale() : 0.f;
+            scale[h] = row < p.rows ? p.row_scale[row] * Dequantize<Config>::unscale() : 0.f;
             bias[h] = p.bias != nullptr && row < p.rows ? bias_of<Config>(p.bias[row]) : 0.f;
             twice_zero[h] = row < p.rows ? twice_zero_of<Config>(p, row) : 0;
         }
@@ -306,4 +306,4 @@ PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum
 
 }  // namespace packed
 
-#endif  // ANYBIT_PACKED_LARGE_WRITE_CUH
+#endif  // ANYBIT_SM90_PACKED_GEMM_EPILOGUE_CUH

@@ -16,20 +16,20 @@ def estimate(problem: Problem, config: Config) -> float:
     few = problem.m <= 64
     # Products of int8 wait less for what comes in (down at 256 tokens, 64 rows a block: 26.8 us, 128 rows 28.6).
     narrow = config.x_bytes == 1 and not config.promotes and tokens == 128 and 192 < problem.m <= 512
-    # Narrow codes take as long to widen for bytes as 4 bits: no other tiles are better for them.
+    # Narrow codes take as long to dequantize for bytes as 4 bits: no other tiles are better for them.
     weight_bytes = max(config.tile_bytes, 4096) if config.x_bytes == 1 else config.tile_bytes
-    # Cycles of 64 rows and 128 inputs: of the tensor cores, and of what it takes to widen and to issue.
-    widen = 195 + 2.2 * tokens
+    # Cycles of 64 rows and 128 inputs: of the tensor cores, and of what it takes to dequantize and to issue.
+    dequantize = 195 + 2.2 * tokens
     if config.bits in (3, 5, 6, 7) or config.operand.name == "bf16":
-        widen += 40
+        dequantize += 40
     if config.promotes:
         # Promoting 160 tokens takes little longer than 128 (gate_up at 1,024: 278 us for 304).
-        product, widen = 4.5 * min(tokens, 128) + 200 + 2.2 * max(tokens - 128, 0), max(widen, 330.0)
+        product, dequantize = 4.5 * min(tokens, 128) + 200 + 2.2 * max(tokens - 128, 0), max(dequantize, 330.0)
     elif config.x_bytes == 1:
         product = (2.4 if tokens * rows >= 512 else 2.75) * tokens
-        widen = 140 + 1.3 * tokens
+        dequantize = 140 + 1.3 * tokens
     else:
-        # Weights that are widened once for all tokens cost less power (gate_up at 256: 85.6 us for 86.1).
+        # Weights that are dequantized once for all tokens cost less power (gate_up at 256: 85.6 us for 86.1).
         product = (4.2 if tokens == 256 and token_tiles == 1 else 4.3) * tokens
     # int8 gains less from stages of two steps: only down at 16 tokens takes other tiles for it (10.6 us for 11.1).
     spanned = config.x_bytes == 2 or (tokens == 16 and config.split_k_warpgroups == 3 and problem.units >= 64)
@@ -37,8 +37,8 @@ def estimate(problem: Problem, config: Config) -> float:
     intake = (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow else 47.5)
     stage = max(
         product * rows,
-        widen * rows,
-        # The chain of waiting, widening and multiplying in one warpgroup.
+        dequantize * rows,
+        # The chain of waiting, dequantizing and multiplying in one warpgroup.
         (450 + 1.25 * product if few else 493) / config.split_k_warpgroups,
         # What it takes to bring a stage, however little it holds.
         (270 + tokens * config.x_bytes) / (config.span if spanned else 1) if few else 0,

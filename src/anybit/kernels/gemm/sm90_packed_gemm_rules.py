@@ -61,7 +61,7 @@ class Config:
     share the inputs of one row tile. cluster_k: blocks of a cluster that share the inputs; cluster_n: neighbours in a
     cluster that load x for each other. stages: steps of 128 inputs in flight; prologue_stages: of how many the weights
     are asked for before x. epilogue_tile: tokens that a warpgroup turns over at a time on their way to y, in one of
-    epilogue_stages places of shared memory. register_sets: of widened weights; with 2 a warpgroup widens while it
+    epilogue_stages places of shared memory. register_sets: of dequantized weights; with 2 one dequantizes while it
     multiplies, with 1 it counts on the others. reallocates: the producer is a warpgroup that gives its registers to the
     others. halves: two blocks share one of their row tiles, half of its inputs each. min_blocks_per_sm: blocks that fit
     a multiprocessor, of this launch and of the next; then each of these gets one at least. span: steps of a stage, 1 or
@@ -180,7 +180,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"a block has 1 to 4 warpgroups that multiply, not {config.warpgroups}"
     if config.tile_m // 2 + 24 > _at_launch(config):  # one instruction's operands, which the assembler never splits
         return f"sums of {config.tile_m} tokens do not fit the registers of {config.warpgroups} warpgroups at launch"
-    if unwidened(config) and config.register_sets != 1:
+    if passes_codes_through(config) and config.register_sets != 1:
         return "8-bit codes that int8 products take as they lie are loaded over what products read: 1 register set"
     needed, most = registers(config), most_registers(config)
     if needed > most:
@@ -234,7 +234,7 @@ def _why_not_halves(problem: Problem, config: Config) -> str | None:
 
 
 def _why_not_bytes(problem: Problem) -> str | None:
-    """Which weights widen to bytes exactly, and which activations are bytes."""
+    """Which weights dequantize to bytes exactly, and which activations are bytes."""
     weights, activations = problem.weights, problem.activations
     if problem.operand == Operand.s8:
         if activations.code != "sym" or activations.bits == 1:
@@ -255,7 +255,7 @@ def _why_not_bytes(problem: Problem) -> str | None:
     return None
 
 
-def unwidened(config: Config) -> bool:
+def passes_codes_through(config: Config) -> bool:
     """Whether registers go from shared memory to the products untouched.
 
     Then the next unit is loaded into registers of products that are on their way, where two sets let them be: the
@@ -265,13 +265,15 @@ def unwidened(config: Config) -> bool:
 
 
 def registers(config: Config) -> int:
-    """About what a thread that multiplies needs: accumulators, sets of widened weights, codes, scales, addresses."""
+    """What a thread that multiplies needs: accumulators, sets of dequantized weights, codes, scales, addresses."""
     accumulators = config.tile_m if config.promotes else config.tile_m // 2
-    widened = 8 * config.x_bytes * (2 if config.promotes else config.register_sets)
+    dequantized = 8 * config.x_bytes * (2 if config.promotes else config.register_sets)
     # Scales and biases of all its row tiles, where a thread adds up what others send.
     summing = 4 * config.row_warpgroups if config.cluster_k > 1 else 0
     groups = 8 if config.group == 32 else 0  # four scales and zeros of two rows at a time
-    return accumulators + widened + words_at_hand(config) + 24 + summing + groups - 4 * (config.min_blocks_per_sm > 1)
+    return (
+        accumulators + dequantized + words_at_hand(config) + 24 + summing + groups - 4 * (config.min_blocks_per_sm > 1)
+    )
 
 
 def _at_launch(config: Config) -> int:

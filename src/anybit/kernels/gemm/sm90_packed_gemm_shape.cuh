@@ -1,6 +1,6 @@
 // sm90_packed_gemm: its arguments, what lies where in shared memory, and which units of which tile a block works on.
-#ifndef ANYBIT_PACKED_LARGE_SHAPE_CUH
-#define ANYBIT_PACKED_LARGE_SHAPE_CUH
+#ifndef ANYBIT_SM90_PACKED_GEMM_SHAPE_CUH
+#define ANYBIT_SM90_PACKED_GEMM_SHAPE_CUH
 
 #include "gemm/packed_dequantize.cuh"
 #include "common/ptx/tma.cuh"
@@ -154,9 +154,9 @@ struct Sums {
 };
 
 template <class Config>
-using Widen = typename Choose<Config::operand == Operand::s8 || Config::operand == Operand::e4m3, Widen8<Config>,
-                              Widen16<Config>>::type;
+using Dequantize = typename Choose<Config::operand == Operand::s8 || Config::operand == Operand::e4m3, Dequantize8<Config>,
+                              Dequantize16<Config>>::type;
 
 }  // namespace packed
 
-#endif  // ANYBIT_PACKED_LARGE_SHAPE_CUH
+#endif  // ANYBIT_SM90_PACKED_GEMM_SHAPE_CUH

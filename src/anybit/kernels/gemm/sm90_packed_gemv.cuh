@@ -9,8 +9,8 @@
 //   holds what zero points subtract.
 // - A block owns whole units of 16 rows; its warps split K: sums meet in shared memory once, in a fixed order.
 // - Each warp has a ring of bulk copies of weights, filled before griddepcontrol.wait.
-#ifndef ANYBIT_PACKED_DIGITS_CUH
-#define ANYBIT_PACKED_DIGITS_CUH
+#ifndef ANYBIT_SM90_PACKED_GEMV_CUH
+#define ANYBIT_SM90_PACKED_GEMV_CUH
 
 #include "attention/kv_ring.cuh"
 #include "gemm/sm90_packed_gemv_parts.cuh"
@@ -334,4 +334,4 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     packed::multiply_digits<C, true, packed::Epilogue::rotary>(p);
 }
 
-#endif  // ANYBIT_PACKED_DIGITS_CUH
+#endif  // ANYBIT_SM90_PACKED_GEMV_CUH

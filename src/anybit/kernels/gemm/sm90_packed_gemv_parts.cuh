@@ -1,7 +1,7 @@
 // What sm90_packed_gemv.cuh is made of: its arguments, the places of codes in operand words, activations as digits, and the
 // product of a unit with them.
-#ifndef ANYBIT_PACKED_DIGITS_PARTS_CUH
-#define ANYBIT_PACKED_DIGITS_PARTS_CUH
+#ifndef ANYBIT_SM90_PACKED_GEMV_PARTS_CUH
+#define ANYBIT_SM90_PACKED_GEMV_PARTS_CUH
 
 #include "common/types.cuh"
 #include "gemm/packed_layout.cuh"
@@ -286,4 +286,4 @@ template <class C> struct DigitProduct {
 
 }  // namespace packed
 
-#endif  // ANYBIT_PACKED_DIGITS_PARTS_CUH
+#endif  // ANYBIT_SM90_PACKED_GEMV_PARTS_CUH

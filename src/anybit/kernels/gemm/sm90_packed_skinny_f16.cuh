@@ -1,15 +1,15 @@
 // y = x W^T for some tokens (about 3 to 32) of 16-bit activations and packed weights of 1 to 8 bits: between sm90_packed_skinny,
 // whose warps each hold all of a block's rows, and sm90_packed_gemm, whose wgmma wants many tokens.
 //
-// - Weights are the first operand of mma.sync (16 rows), widened to 16-bit numbers with their scale and zero, so that
+// - Weights are the first operand of mma.sync (16 rows), dequantized to 16-bit numbers with their scale and zero, so that
 //   products of all groups add up in one set of registers.
 // - A block owns whole units of 16 rows. Its warps are row_warps x k_warps: those of a row divide its columns, those of a
 //   column share the activations that they bring to shared memory together. Each warp has a ring of bulk copies of weights.
 // - Blocks of a cluster may own the same rows and a part of the columns each, and read that part of the activations. Each
 //   finishes the sums of some tokens: the others send it theirs through distributed shared memory.
 // - Sums meet in a fixed order: the same bits every time.
-#ifndef ANYBIT_PACKED_MID_CUH
-#define ANYBIT_PACKED_MID_CUH
+#ifndef ANYBIT_SM90_PACKED_SKINNY_F16_CUH
+#define ANYBIT_SM90_PACKED_SKINNY_F16_CUH
 
 #include "gemm/packed_dequantize.cuh"
 #include "gemm/packed_params.cuh"
@@ -84,7 +84,7 @@ template <class C> PTX void bring_activations(const Params& p, uint32_t slot, ui
 
 // Adds the products of a stage of weights and a block of activations.
 template <class C, int chunk>
-PTX void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4], Widen16<C> (&weights)[C::stage_units],
+PTX void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4], Dequantize16<C> (&weights)[C::stage_units],
                    uint32_t slot, uint32_t lane) {
     using S = MidShape<C>;
     unroll<0, 4>([&](auto index) {
@@ -96,7 +96,7 @@ PTX void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4
 #pragma unroll
         for (int r = 0; r < C::stage_units; r++) {
             uint32_t a[2][4];
-            weights[r].template widen<8 * wide, 8 * wide + 8>(a);
+            weights[r].template dequantize<8 * wide, 8 * wide + 8>(a);
 #pragma unroll
             for (int n = 0; n < S::token_tiles; n++) {
                 const uint32_t low[2] = {b[n][0], b[n][1]}, high[2] = {b[n][2], b[n][3]};
@@ -110,7 +110,7 @@ PTX void add_stage(float (&sums)[MidShape<C>::units][MidShape<C>::token_tiles][4
 }  // namespace packed
 
 template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_skinny_f16(const __grid_constant__ Params p) {
-    using packed::Widen16;
+    using packed::Dequantize16;
     using S = packed::MidShape<C>;
     static_assert(C::threads == S::warps * 32 && C::shared_bytes >= S::bytes, "the twin counts otherwise");
 
@@ -183,7 +183,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
             if (p.bias != nullptr)
                 bias = C::operand == Operand::f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
         }
-        ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(scale * Widen16<C>::unscale()), __float_as_uint(bias)});
+        ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(scale * Dequantize16<C>::unscale()), __float_as_uint(bias)});
     }
     if constexpr (C::cluster_k > 1) ptx::barrier_cluster_arrive();
     __syncthreads();
@@ -214,7 +214,7 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
             constexpr int chunk = decltype(which)::value;
             if (chunk < chunks) {
                 ptx::mbarrier_wait_parity(barriers + stage * 8, phase);
-                Widen16<C> weights[C::stage_units];
+                Dequantize16<C> weights[C::stage_units];
 #pragma unroll
                 for (int r = 0; r < C::stage_units; r++) {  // stale where the rows end: never stored
                     weights[r].begin(p.row_zero, (block_first + first + chunk * C::stage_units + r) * 16, p.row_tiles * 64);
@@ -306,4 +306,4 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     }
 }
 
-#endif  // ANYBIT_PACKED_MID_CUH
+#endif  // ANYBIT_SM90_PACKED_SKINNY_F16_CUH

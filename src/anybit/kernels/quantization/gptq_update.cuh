@@ -1,8 +1,8 @@
 // Channels rounded one after the other, each error spread over those that follow: the serial core of GPTQ and of
 // coordinate descent on a layer's error. Output rows do not depend on each other: a thread a row, its channels in
 // registers.
-#ifndef ANYBIT_SWEEP_CUH
-#define ANYBIT_SWEEP_CUH
+#ifndef ANYBIT_GPTQ_UPDATE_CUH
+#define ANYBIT_GPTQ_UPDATE_CUH
 
 #include "common/ptx/base.cuh"
 
@@ -52,4 +52,4 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) sweep
     }
 }
 
-#endif  // ANYBIT_SWEEP_CUH
+#endif  // ANYBIT_GPTQ_UPDATE_CUH

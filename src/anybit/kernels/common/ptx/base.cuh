@@ -9,8 +9,8 @@
 //   <cuda_fp16.h>, which would cost more time to compile than most kernels.
 // - Fragments are arrays of registers in the order of the PTX manual; `mma_*` accumulates: d += a * b.
 // - A function that an architecture lacks stops the compiler with a sentence (NEEDS), and only where it is called.
-#ifndef ANYBIT_PTX_CUH
-#define ANYBIT_PTX_CUH
+#ifndef ANYBIT_PTX_BASE_CUH
+#define ANYBIT_PTX_BASE_CUH
 
 #ifdef __CUDACC_RTC__
 using int8_t = signed char;
@@ -460,4 +460,4 @@ PTX uint32_t redux_max(uint32_t v) { return __reduce_max_sync(0xffffffffu, v); }
 
 #include "common/ptx/math.cuh"
 
-#endif  // ANYBIT_PTX_CUH
+#endif  // ANYBIT_PTX_BASE_CUH

@@ -1,8 +1,8 @@
 // Tensor-map copies: a box of a row-major matrix in global memory to shared memory, swizzled on the way.
 // See ptx.cuh for the conventions. The host encodes the map (TensorMap, 128 opaque bytes) and passes it by value.
 // Elements outside the matrix arrive as zeros, and a box always counts its full bytes on the barrier.
-#ifndef ANYBIT_PTX_TENSOR_CUH
-#define ANYBIT_PTX_TENSOR_CUH
+#ifndef ANYBIT_PTX_TMA_CUH
+#define ANYBIT_PTX_TMA_CUH
 
 #include "common/ptx/base.cuh"
 
@@ -39,4 +39,4 @@ CHECKED void cp_async_bulk_tensor_store_2d(const TensorMap* map, int x, int y, u
 
 }  // namespace ptx
 
-#endif  // ANYBIT_PTX_TENSOR_CUH
+#endif  // ANYBIT_PTX_TMA_CUH
