@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.errors import TextError
+from anybit.integrations.cache_name import CACHE
 from anybit.linear import QuantLinear
 from anybit.quantization.pipeline.calibrate import read_text as read_text
 
@@ -147,5 +148,5 @@ def _logits(model: Any, window: Tensor, cache: Callable[[], Any] | None, step: i
         logits: Tensor = model(ids, use_cache=False).logits[0]
         return logits.float()
     kept = cache()
-    parts = [model(part, past_key_values=kept, use_cache=True).logits[0].float() for part in ids.split(step, dim=1)]
+    parts = [model(part, use_cache=True, **{CACHE: kept}).logits[0].float() for part in ids.split(step, dim=1)]
     return torch.cat(parts)

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from anybit import attention
 from anybit.errors import LayerError
+from anybit.integrations.cache_name import CACHE
 from anybit.kvcache import KVCache, turn
 from anybit.kvpool import MOST, check_page, whole
 from anybit.ops import kv
@@ -444,7 +445,7 @@ def attention_forward(
     cache = getattr(key, "anybit_cache", None)
     if cache is None:
         raise LayerError(
-            "attention 'anybit' needs an AnyBitCache: pass past_key_values=AnyBitCache('kv4', config=model.config)"
+            f"attention 'anybit' needs an AnyBitCache: pass {CACHE}=AnyBitCache('kv4', config=model.config)"
         )
     new = cache.taken()  # first, so that nothing waits after a refusal
     if dropout:

@@ -81,20 +81,22 @@ class FusedLayer(nn.Module):
         past_key_values: Any = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Hidden:
         """One decoder layer: hidden states [batch, tokens, hidden], or a pair whose sum they are, -> such a pair."""
         assert position_embeddings is not None
+        cache = past_key_values if cache is None else cache
         x, residual = (hidden_states, None) if isinstance(hidden_states, Tensor) else hidden_states
         gamma, epsilon = self.input_norm.weight, _epsilon(self.input_norm)
-        step = self._step(x, attention_mask, past_key_values, position_embeddings)
+        step = self._step(x, attention_mask, cache, position_embeddings)
         if step is not None:
             q, residual = self.qkv.norm_linear_rope(x, residual, gamma, epsilon, step)
             q = q.view(*x.shape[:2], self.query_heads, self.head_dim)
-            attended = self._output(past_key_values.attend_turned(self.layer_idx, q, self._masks()))
+            attended = self._output(cache.attend_turned(self.layer_idx, q, self._masks()))
         else:
             qkv, residual = self.qkv.norm_linear(x, residual, gamma, epsilon)
-            attended = self._attend(qkv, attention_mask, past_key_values, position_embeddings, kwargs)
+            attended = self._attend(qkv, attention_mask, cache, position_embeddings, kwargs)
         norm = self.mlp_norm
         silu = self.pairs is not None
         gated, residual = self.gate_up.norm_linear(attended, residual, norm.weight, _epsilon(norm), silu)

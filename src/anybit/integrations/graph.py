@@ -28,6 +28,7 @@ from anybit import kvcache
 from anybit.errors import LayerError
 from anybit.integrations import greedy
 from anybit.integrations.cache import NAME, AnyBitCache
+from anybit.integrations.cache_name import CACHE, cache_of
 from anybit.linear import QuantLinear
 from anybit.scheme import KVFormat
 
@@ -36,8 +37,8 @@ logger = logging.get_logger("anybit")
 _SIXTEEN_BITS = KVFormat.parse("kv16")
 _ROUND = 512  # capacities of static caches, so that calls of similar lengths share one graph
 _STEP_ARGUMENTS = {
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict",
-    "cache_position",
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep",
+    "return_dict", "cache_position",
 }  # fmt: skip
 
 
@@ -104,7 +105,7 @@ class StepGraph:
             self.rotary.in_tables = self.cache._store().ledger.capacity <= self.rotary.positions
         try:
             result = self.forward(
-                input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True
+                input_ids=self.ids, position_ids=self.positions, use_cache=True, **{CACHE: self.cache}
             )
         finally:
             if self.rotary is not None:
@@ -216,7 +217,7 @@ class Decoder:
         if not first.is_cuda:
             ids = first
             while True:
-                step = {"input_ids": ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+                step = {"input_ids": ids, "position_ids": positions, CACHE: cache, "use_cache": True}
                 ids = self.model(**step).logits[:, -1].float().argmax(-1, keepdim=True)
                 positions = positions + 1
                 yield ids
@@ -267,7 +268,7 @@ def install(model: Any, kv: KVFormat | None) -> None:
         return
 
     def attending(decoder: Decoder, args: Any, kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         if not isinstance(cache, AnyBitCache) or cache.config is None:
             return decoder.forward(*args, **kwargs)
         with _Packed(cache):
@@ -275,7 +276,7 @@ def install(model: Any, kv: KVFormat | None) -> None:
             if not args and ids is not None and _is_step(cache, ids, kwargs):
                 positions = kwargs.get("position_ids")
                 logits = decoder.step(cache, ids, cache.seen if positions is None else positions)
-                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+                return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
             return decoder.forward(*args, **kwargs)
 
     @functools.wraps(type(model).forward)
@@ -293,7 +294,7 @@ def install(model: Any, kv: KVFormat | None) -> None:
     ) -> Any:  # fmt: skip
         decoder: Decoder = self._anybit_decoder
         wanted = generation_config.cache_implementation
-        free = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
+        free = cache_of(model_kwargs) is None and generation_config.use_cache is not False
         free = free and not getattr(generation_config, "is_assistant", False)
         reason = why_not(self, decoder.kv or _SIXTEEN_BITS) if free else None
         static = wanted == "static" and reason is None
@@ -309,7 +310,7 @@ def install(model: Any, kv: KVFormat | None) -> None:
         made = decoder.cache(rows, length, static, keep)
         if decoder.kv is not None:
             logger.warning_once(f"generate uses an AnyBitCache, as the scheme asks: {made.format}")
-        model_kwargs["past_key_values"] = made
+        model_kwargs[CACHE] = made
         return None
 
     @functools.wraps(type(model).generate)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from anybit.integrations.cache import AnyBitCache
+from anybit.integrations.cache_name import CACHE, cache_of
 
 TOGETHER = 8
 _KNOWN_STOPS = ("MaxLengthCriteria", "EosTokenCriteria")
-_KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep")
 
 
 def setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
@@ -30,7 +31,8 @@ def wanted(model: Any, kwargs: dict[str, Any]) -> bool:
     value = functools.partial(setting, model, kwargs)
     plain = not value("do_sample") and (value("num_beams") or 1) == 1 and (value("num_return_sequences") or 1) == 1
     extra = value("return_dict_in_generate") or value("prompt_lookup_num_tokens") or value("penalty_alpha")
-    given = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model", "past_key_values"))
+    given = any(kwargs.get(name) is not None for name in ("custom_generate", "assistant_model"))
+    given = given or cache_of(kwargs) is not None
     return value("cache_implementation") == "static" and plain and not extra and not given
 
 
@@ -52,7 +54,7 @@ def generate(
     """
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    cache = model_kwargs.get("past_key_values")
+    cache = cache_of(model_kwargs)
     unknown = {name for name, value in model_kwargs.items() if value is not None} - set(_KNOWN_INPUTS)
     stops = {type(criterion).__name__ for criterion in stopping_criteria} - set(_KNOWN_STOPS)
     if unknown or stops or len(logits_processor) or synced_gpus or not isinstance(cache, AnyBitCache):
@@ -68,7 +70,7 @@ def generate(
     fewer = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     logits = model(
         input_ids=input_ids.to(model.device), attention_mask=model_kwargs.get("attention_mask"),
-        position_ids=positions, past_key_values=cache, use_cache=True, **fewer,
+        position_ids=positions, use_cache=True, **{CACHE: cache}, **fewer,
     ).logits  # fmt: skip
     first = logits[:, -1].float().argmax(-1, keepdim=True)
     last = torch.full_like(first, cache.seen - 1) if positions is None else positions[:, -1:]
