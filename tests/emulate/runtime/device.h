@@ -1,11 +1,10 @@
 // What a kernel sees instead of ptx.cuh, ptx_math.cuh, ptx_wgmma.cuh and CUDA's built-ins: included before everything
 // else, it defines those headers' include guards.
 #pragma once
-#define ANYBIT_PTX_CUH
+#define ANYBIT_PTX_BASE_CUH
 #define ANYBIT_PTX_MATH_CUH
 #define ANYBIT_PTX_WGMMA_CUH
-#define ANYBIT_PTX_TENSOR_CUH
-#define ANYBIT_PTX_HINT_CUH
+#define ANYBIT_PTX_TMA_CUH
 
 #include "device_calls.h"
 
