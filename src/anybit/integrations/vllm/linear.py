@@ -187,6 +187,10 @@ class AnyBitLinearMethod(_Method):
         if isinstance(layer, ReplicatedLinear):
             for parameter in layer.parameters():
                 parameter.tp_rank, parameter.tp_size = 0, 1
+        # Folders that only anybit reads hold an empty weight a layer, at which others' loaders fail.
+        nothing = torch.nn.Parameter(empty(0, dtype=torch.uint8), requires_grad=False)
+        nothing.weight_loader = _load_nothing  # type: ignore[attr-defined]
+        layer.register_parameter("weight", nothing)
         layer.anybit_whole_inputs = input_size
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -268,6 +272,15 @@ class AnyBitOnlineLinearMethod(_Method):
             raise LayerError(f"layer {self.name}: {error}") from None
         del layer.weight
         self._ready(layer, [(Part(self.name, False), quantized, None)])
+
+
+def _load_nothing(parameter: Tensor, loaded: Tensor, *shard: Any) -> None:
+    """Take the empty weight of a saved layer; LayerError for a weight that holds values, which codes stand for here."""
+    if loaded.numel():
+        raise LayerError(
+            f"the folder holds a 16-bit weight {tuple(loaded.shape)} of a layer that its config says is quantized: "
+            "save the model again, or name the layer in modules_to_not_convert"
+        )
 
 
 def _stackable(
