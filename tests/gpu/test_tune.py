@@ -16,6 +16,7 @@ from anybit.tune import dispatch as dispatching
 from anybit.tune.plans import Options
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
 from anybit.tune.registry import Layout, LinearProblem
+from anybit.tune.roofline import floor_us
 from anybit.tune.search import search
 from anybit.tune.space import builtin, space
 from anybit.tune.worker import TimingBudget
@@ -77,6 +78,7 @@ def test_a_search_finds_nothing_slower_than_built_in_choices(tmp_path: Path) -> 
         assert point is not None
         own = point.strategies[builtin(one).strategy]
         assert 0 < own.us <= 1.02 * point.default_us
+        assert floor_us(one) < 1.2 * own.us
     assert "padding to fp8" in policy.exact(wanted[2]).strategies  # type: ignore[union-attr]
     dispatching.use(path)
     for scheme in ("w4a8", "w2a2", "w4a16g128"):
