@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit import ops
-from anybit.errors import LayerError
+from anybit.errors import LayerError, dtype_name
 from anybit.hadamard import inverse
 from anybit.ops.backend import RopeStoreArgs
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
@@ -122,7 +122,7 @@ class QuantLinear(nn.Module):
             if bias.shape != (n,):
                 raise LayerError(f"the bias has shape {tuple(bias.shape)}, and the layer has {n} outputs")
             if not bias.is_floating_point():
-                raise LayerError(f"the bias is {str(bias.dtype).removeprefix('torch.')}, and must be floating-point")
+                raise LayerError(f"the bias is {dtype_name(bias.dtype)}, and must be floating-point")
             layer.bias = _frozen(bias)
         return layer
 

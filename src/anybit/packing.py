@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.errors import LayerError
+from anybit.errors import LayerError, dtype_name
 from anybit.scheme import WeightFormat
 
 WORD = 32
@@ -59,7 +59,7 @@ def unpack_words(words: Tensor, bits: int, length: int) -> Tensor:
     if words.dtype != torch.int32 or words.shape[-1] != expected:
         raise LayerError(
             f"{length} codes of {bits} bits are {expected} int32 words a row, "
-            f"not {words.shape[-1]} of {str(words.dtype).removeprefix('torch.')}"
+            f"not {words.shape[-1]} of {dtype_name(words.dtype)}"
         )
     periods = -(-length // _PERIOD)
     rows = torch.nn.functional.pad(words, (0, periods * bits - expected)).reshape(*words.shape[:-1], periods, bits)
@@ -248,7 +248,7 @@ class QuantizedWeight:
             over = False if minimum is None else bool((minimum.isinf() & ~self.minimum.isinf()).any())  # type: ignore[union-attr]
             if over or bool(lost.any()):
                 sizes = self.scale[self.scale != 0].abs()
-                name = str(dtype).removeprefix("torch.")
+                name = dtype_name(dtype)
                 raise LayerError(
                     f"scales of {float(sizes.min()):.3g} to {float(sizes.max()):.3g} do not fit {name}: load the model "
                     "in bfloat16 or float32"
@@ -360,8 +360,8 @@ def _check_stored(name: str, tensor: Tensor, device: torch.device) -> None:
     """Kernels read these tensors by their addresses: another type would be other numbers."""
     wanted = {"zero": torch.uint8, "scale": None, "minimum": None}.get(name, torch.int32)
     if not (tensor.is_floating_point() if wanted is None else tensor.dtype == wanted):
-        words = "floating-point" if wanted is None else str(wanted).removeprefix("torch.")
-        raise LayerError(f"{name} of a layer must be {words}, not {str(tensor.dtype).removeprefix('torch.')}")
+        words = "floating-point" if wanted is None else dtype_name(wanted)
+        raise LayerError(f"{name} of a layer must be {words}, not {dtype_name(tensor.dtype)}")
     if tensor.device != device:
         raise LayerError(f"{name} of a layer is on {tensor.device}, and its words are on {device}: move one of them")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.errors import LayerError
+from anybit.errors import LayerError, dtype_name
 from anybit.packing import QuantizedWeight
 from anybit.scheme import CODES, ActivationFormat, WeightFormat
 
@@ -107,7 +107,7 @@ def integer_product(x: QuantizedActivations, weight: QuantizedWeight) -> Tensor:
 def check_activations(x: Tensor, k: int) -> None:
     """Raise LayerError for an x that no layer of k inputs takes."""
     if not x.is_floating_point():
-        raise LayerError(f"x is {str(x.dtype).removeprefix('torch.')}, and a layer takes floating-point activations")
+        raise LayerError(f"x is {dtype_name(x.dtype)}, and a layer takes floating-point activations")
     if x.ndim < 1 or x.shape[-1] != k:
         raise LayerError(f"x has shape {tuple(x.shape)}, and the weight takes {k} features in its last dimension")
 

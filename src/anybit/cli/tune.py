@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anybit.cli.common import JsonOption, Model, errors, known, output, print_json, progress_bar, status
-from anybit.errors import KernelError, SchemeError
+from anybit.errors import KernelError, SchemeError, dtype_name
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int
         scheme = None if (found := gguf_scheme(Path(model).expanduser())) is None else str(found)
     with local_folder(model) as path:
         folder = Folder(path)
-        saved, own = folder.quantization, str(folder.kernel_dtype).removeprefix("torch.")
+        saved, own = folder.quantization, dtype_name(folder.kernel_dtype)
         foreign = FolderTranslation.of(folder) if saved is None else None
         stored = saved.scheme if saved is not None else None if foreign is None else foreign.scheme
         if scheme is None and stored is None:

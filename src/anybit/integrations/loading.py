@@ -18,7 +18,7 @@ from anybit.checkpoints.folder import read_json
 from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.verify import check_model
-from anybit.errors import AnyBitError, CheckpointError, KernelError, SchemeError, one_line
+from anybit.errors import AnyBitError, CheckpointError, KernelError, SchemeError, dtype_name, one_line
 from anybit.integrations.foreign import load_gguf, load_translated, without_kernel
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
@@ -128,7 +128,7 @@ def load_model(
         if wanted == "auto" and quantized and not (backend or "").startswith("reference"):
             wanted = folder.kernel_dtype
             if wanted != folder.dtype:
-                here, there = (str(kind).removeprefix("torch.") for kind in (folder.dtype, wanted))
+                here, there = (dtype_name(kind) for kind in (folder.dtype, wanted))
                 warnings.warn(
                     f"{source} is in {here}, and kernels take float16 or bfloat16, so it is loaded as {there}",
                     stacklevel=2,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anybit.device import Device
-from anybit.errors import KernelError
+from anybit.errors import KernelError, dtype_name
 from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, WeightFormat
@@ -19,7 +19,7 @@ def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None
     """Raise KernelError, naming both values, for an input or a bias that no kernel can take."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise KernelError(
-            f"x is {str(x.dtype).removeprefix('torch.')}, and the kernels take float16 or bfloat16: load the model "
+            f"x is {dtype_name(x.dtype)}, and the kernels take float16 or bfloat16: load the model "
             "with dtype=torch.float16 or torch.bfloat16, or use the reference backend (anybit.use_backend(model, "
             "'reference-decoded'))"
         )

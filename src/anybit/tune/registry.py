@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from anybit.device import Device
-from anybit.errors import KernelError
+from anybit.errors import KernelError, dtype_name
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Target
@@ -283,7 +283,7 @@ def _marlin(p: LinearProblem) -> sm80_packed_gemm.Problem:
 def _beside(family: KernelFamily, product: LinearProblem) -> str | None:
     """What a family's ``why_not`` cannot see: how its layout and the kernels around it limit a product."""
     if product.dtype not in _OUTPUTS:
-        return f"kernels take float16 and bfloat16, not {str(product.dtype).removeprefix('torch.')}"
+        return f"kernels take float16 and bfloat16, not {dtype_name(product.dtype)}"
     x = product.activations
     if family.target is Target.planes:
         if not x.quantized:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite, powers_of_two
+from anybit.errors import dtype_name
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme, WeightFormat
 
@@ -61,7 +62,7 @@ def _shape(layer: StoredLayer) -> tuple[int, int]:
 def _grid(layer: StoredLayer) -> tuple[Groups, int]:
     """The groups of a row, and how many rows share their scales."""
     if layer.entry("weight").dtype != torch.float8_e4m3fn:
-        raise layer.refuse(f"weights of {str(layer.entry('weight').dtype).removeprefix('torch.')}, not float8_e4m3fn")
+        raise layer.refuse(f"weights of {dtype_name(layer.entry('weight').dtype)}, not float8_e4m3fn")
     n, k = layer.shape("weight")
     rows, columns = _shape(layer)
     block = layer.config.get("weight_block_size")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anybit import hadamard, jit
-from anybit.errors import KernelError
+from anybit.errors import KernelError, dtype_name
 from anybit.jit import Float32, Int64, Pointer
 
 # A larger order of the part that has no fast algorithm is better left to a matrix product.
@@ -51,7 +51,7 @@ class Params:
 def why_not(problem: Problem) -> str | None:
     """Why there is no kernel for a problem, in a sentence; None if there is."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"vectors must be float16 or bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+        return f"vectors must be float16 or bfloat16, not {dtype_name(problem.dtype)}"
     if problem.k > MOST_SIZE:
         return f"{problem.k} values are more than a block holds ({MOST_SIZE})"
     order, _ = hadamard.factor(problem.k)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.errors import KernelError
+from anybit.errors import KernelError, dtype_name
 from anybit.jit import Float32, Int32, Int64, Pointer
 from anybit.kernels.elementwise.norm_act import paired_rows
 
@@ -80,7 +80,7 @@ def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
 def why_not(problem: Problem) -> str | None:
     """Why there is no kernel for a problem, in a sentence; None if there is."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"heads are float16 or bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+        return f"heads are float16 or bfloat16, not {dtype_name(problem.dtype)}"
     if problem.head_dim not in HEAD_DIMS:
         return f"a head has one of {HEAD_DIMS} channels, not {problem.head_dim}"
     return None
