@@ -134,8 +134,8 @@ def random_weight(case: Case, scheme: Scheme) -> QuantizedWeight:
 class Weights:
     """A layer in one scheme: copies in tiles, and the float64 values of some rows; kept from one M to the next."""
 
-    def __init__(self, case: Case, scheme: Scheme) -> None:
-        self.layer = layer = random_weight(case, scheme)
+    def __init__(self, case: Case, scheme: Scheme, layer: QuantizedWeight | None = None) -> None:
+        self.layer = layer = random_weight(case, scheme) if layer is None else layer
         order = "a8" if scheme.activations.quantized else "a16"
         packed_layout.prepare(layer, order)
         torch.cuda.synchronize()
