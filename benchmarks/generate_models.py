@@ -14,7 +14,7 @@ from anybit import AnyBitCache, attention, reference
 from anybit.integrations.transformers import replace_linears
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.linear import QuantLinear
-from anybit.ops import elementwise
+from anybit.ops import elementwise, kv
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
 from timing import worst_of
@@ -237,11 +237,11 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
 
     for layer in layers:
         compare(layer)
-    attention.decode = decode
+    kv.implement(decode)
     try:
         yield
     finally:
-        attention.decode = kernel
+        kv.implement(kernel)
         for layer in layers:
             for name in ("forward", "norm_linear", "silu_linear", "norm_linear_rope"):
                 del layer.__dict__[name]
