@@ -66,11 +66,13 @@ def row(case: str, scheme: str, batch: int, context: int, ms: float, checked: st
 
 
 @torch.inference_mode()
-def quantized(scheme: str, batch: int, context: int, layers: int, profile: bool = False) -> dict[str, object]:
-    """A quantized, fused model over a static cache; its logits are checked first."""
+def quantized(
+    scheme: str, batch: int, context: int, layers: int, profile: bool = False, head: str | None = None
+) -> dict[str, object]:
+    """A quantized, fused model over a static cache, its head in a scheme of its own; its logits are checked first."""
     parsed = Scheme.parse(scheme)
-    found = check(scheme, batch)
-    model = anybit.fuse(random_model(scheme, layers, prepare=False))
+    found = check(scheme, batch, head)
+    model = anybit.fuse(random_model(scheme, layers, prepare=False, head=head))
     cache, step = stepper(model, "kv16" if parsed.kv is None else str(parsed.kv), batch, context)
     expected = reference_logits(model, cache, torch.zeros(batch, 1, dtype=torch.long, device="cuda"), context)
     error = apart(step(), expected)
@@ -87,7 +89,8 @@ def quantized(scheme: str, batch: int, context: int, layers: int, profile: bool 
         print(kernel_table(step), flush=True)
     assert model._anybit_decoder.graphs[cache].graph is not None
     checked = f"logits within {error:.1e} of exact attention; {found}"
-    return row("Llama-3-8B shape", scheme, batch, context, milliseconds(step), checked)
+    case = "Llama-3-8B shape" if head is None else f"Llama-3-8B shape, {head} head"
+    return row(case, scheme, batch, context, milliseconds(step), checked)
 
 
 def fp16_layer(
@@ -238,6 +241,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no model after this many seconds")
     parser.add_argument("--profile", action="store_true", help="print which kernels a step spends its time in")
     parser.add_argument("--layers", type=int, default=LLAMA_3_8B["num_hidden_layers"])
+    parser.add_argument("--head", metavar="SCHEME", help="quantize lm_head, too, in a scheme of its own")
     parser.add_argument("--model", help="a folder: generate with this real model instead")
     arguments = parser.parse_args()
     start, key = time.perf_counter(), ("case", "scheme", "batch", "context")
@@ -252,7 +256,7 @@ def main() -> None:
         if time.perf_counter() - start > arguments.seconds:
             print(f"no time left for {scheme}, batch {batch}, context {context}", flush=True)
             continue
-        measure = baseline if scheme == "fp16" else functools.partial(quantized, scheme)
+        measure = baseline if scheme == "fp16" else functools.partial(quantized, scheme, head=arguments.head)
         try:
             found = measure(batch, context, arguments.layers, arguments.profile)
         except (AnyBitError, AssertionError, RuntimeError) as error:  # one case must not cost the others

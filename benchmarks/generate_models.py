@@ -14,7 +14,8 @@ from anybit import AnyBitCache, attention, reference
 from anybit.integrations.transformers import replace_linears
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.linear import QuantLinear
-from anybit.ops import elementwise, kv
+from anybit.ops import elementwise
+from anybit.ops.kv import implement
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
 from timing import worst_of
@@ -40,18 +41,19 @@ def sizes_of(shapes: Sequence[tuple[int, int]]) -> dict[str, int]:
 
 
 def random_model(
-    scheme: str | None, layers: int, prepare: bool = True, sizes: dict[str, int] | None = None
+    scheme: str | None, layers: int, prepare: bool = True, sizes: dict[str, int] | None = None, head: str | None = None
 ) -> LlamaForCausalLM:
     """A Llama-3-8B-shaped model on the GPU, in fp16 or in a scheme, with random weights of the usual size.
 
     prepare: put quantized weights into their kernel's layout; not for a model that is fused at once.
-    sizes: what another model has instead.
+    sizes: what another model has instead. head: the scheme of lm_head, which stays in 16 bits without one.
     """
     config = LlamaConfig(**{**LLAMA_3_8B, **(sizes or {}), "num_hidden_layers": layers}, dtype=torch.float16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.float16).eval()
     if scheme is not None:
-        replace_linears(model, Scheme.parse(scheme), ["lm_head"])
+        own = {} if head is None else {"lm_head": Scheme.parse(head)}
+        replace_linears(model, Scheme.parse(scheme), [] if own else ["lm_head"], overrides=own)
     for module in list(model.modules()):
         if isinstance(module, QuantLinear):
             fill(module, prepare)
@@ -131,15 +133,16 @@ def unfused_logits(model: LlamaForCausalLM, batch: int, context: int, nudge: boo
 
 def reference_logits(model: LlamaForCausalLM, cache: AnyBitCache, ids: torch.Tensor, context: int) -> torch.Tensor:
     """The step with exact attention over the dequantized cache; the cache is as before afterwards."""
-    kernel, attention.decode = attention.decode, attention.decode_reference
     before = model.config._attn_implementation
+    implement(attention.decode_reference)
     try:
         model.config._attn_implementation = "anybit"
         logits = model._anybit_decoder.forward(
             input_ids=ids, position_ids=torch.full_like(ids, context), past_key_values=cache
         ).logits.float()
     finally:
-        attention.decode, model.config._attn_implementation = kernel, before
+        implement(attention.decode)
+        model.config._attn_implementation = before
     for row in cache.rows:
         cache.store.crop(row, context)
     cache.seen = context
@@ -237,11 +240,11 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
 
     for layer in layers:
         compare(layer)
-    kv.implement(decode)
+    implement(decode)
     try:
         yield
     finally:
-        kv.implement(kernel)
+        implement(kernel)
         for layer in layers:
             for name in ("forward", "norm_linear", "silu_linear", "norm_linear_rope"):
                 del layer.__dict__[name]
@@ -249,9 +252,9 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
 
 @functools.cache
 @torch.inference_mode()
-def check(scheme: str, batch: int, layers: int = 2) -> Check:
+def check(scheme: str, batch: int, head: str | None = None, layers: int = 2) -> Check:
     """A fused step of a few layers over an AnyBitCache of 512 tokens, beside the unfused model."""
-    model = random_model(str(replace(Scheme.parse(scheme), kv=None)), layers)
+    model = random_model(str(replace(Scheme.parse(scheme), kv=None)), layers, head=head)
     expected, nudged = (unfused_logits(model, batch, 512, nudge) for nudge in (False, True))
     cache, step = stepper(anybit.fuse(model), "kv16", batch, 512)
     logits = apart(step(), expected)
