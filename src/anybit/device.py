@@ -30,6 +30,12 @@ class Device:
         """The compute capability as one number: 90 for sm_90a."""
         return int(self.arch.removeprefix("sm_").rstrip("af"))
 
+    def why_not_shared(self, needed: int) -> str | None:
+        """Why a block cannot have so many bytes of shared memory, in a sentence; None if it can."""
+        if needed <= self.shared_bytes:
+            return None
+        return f"{needed} bytes of shared memory are more than the {self.shared_bytes} of a block of {self.arch}"
+
     @staticmethod
     def named(arch: str) -> "Device":
         """A typical GPU of an architecture, to plan and compile for without one. Raises KernelError for another."""

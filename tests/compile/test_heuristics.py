@@ -11,12 +11,13 @@ from anybit import jit
 from anybit.device import Device
 from anybit.kernels.gemm import (
     heuristics,
+    packed_problem,
     sm90_packed_gemm,
     sm90_packed_gemv,
     sm90_packed_skinny,
     sm90_packed_skinny_f16,
 )
-from anybit.kernels.gemm.sm90_packed_skinny import Problem
+from anybit.kernels.gemm.packed_problem import Problem
 from anybit.scheme import Scheme, WeightFormat
 
 HOPPER = Device.named("sm_90a")
@@ -178,7 +179,7 @@ def test_layers_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleTy
 def test_small_layers_of_int8_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleType | None]) -> None:
     """On an H200 576 x 576 at 8 tokens took 2.7 us for sm90_packed_gemm's 3.8."""
     weights = WeightFormat(4, "sym", None)
-    its = {m: sm90_packed_skinny.Problem(m, n, k, weights, torch.int8, torch.float16, HOPPER, k) for m in kernels}
+    its = {m: packed_problem.Problem(m, n, k, weights, torch.int8, torch.float16, HOPPER, k) for m in kernels}
     assert {m: heuristics.kernel(it) for m, it in its.items()} == kernels
 
 
@@ -190,5 +191,5 @@ def test_a_few_more_units_spare_a_second_wave(family: ModuleType, n: int, units:
     """34816 x 5120 took 34.1 us in 136 blocks for 132 multiprocessors, and takes 25.6 (int8, two tokens)."""
     it = problem(4, 2, n, 5120)
     config = family.default(it)
-    assert sm90_packed_skinny.block_units(-(-n // 16), HOPPER) == units
+    assert it.block_units == units
     assert family.why_not(it, config) is None and family.grid(it, config)[0] == blocks

@@ -17,6 +17,7 @@ from anybit.kernels.elementwise import norm_act, quantize_activations, rope
 from anybit.kernels.elementwise.quantize_activations import Source, Target
 from anybit.kernels.gemm import (
     bitplane,
+    packed_problem,
     sm80_bitplane_gemm,
     sm90_packed_gemm,
     sm90_packed_gemv,
@@ -56,7 +57,7 @@ def small_kernels() -> list[jit.Kernel]:
 
 def few() -> list[jit.Kernel]:
     """Products of few tokens: all threads wait."""
-    problem = sm90_packed_skinny.Problem(
+    problem = packed_problem.Problem(
         1, 4096, 4096, WeightFormat(4, "sym", 128), torch.float16, torch.float16, HOPPER, 4096
     )
     norm = sm90_packed_gemv.norm_default(problem)

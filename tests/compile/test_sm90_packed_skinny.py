@@ -8,7 +8,7 @@ from machine_code import check
 
 from anybit.device import Device
 from anybit.kernels.gemm import sm90_packed_skinny
-from anybit.kernels.gemm.sm90_packed_skinny import Problem
+from anybit.kernels.gemm.packed_problem import Problem
 from anybit.scheme import WeightFormat
 
 HOPPER = Device.named("sm_90a")
@@ -29,9 +29,7 @@ def test_no_spills(bits: int, m: int, dtype: torch.dtype, split: bool, instructi
     for n, k in ((4096, 4096), (28672, 4096)):
         problem = Problem(m, n, k, WeightFormat(bits, "sym", 128), dtype, output, HOPPER, k)
         config = (
-            sm90_packed_skinny._fitted(problem, 8, 1, 2, 64 << 10, 1, split)
-            if split
-            else sm90_packed_skinny.default(problem)
+            sm90_packed_skinny.fitted(problem, 8, 1, 2, 64, 1, split) if split else sm90_packed_skinny.default(problem)
         )
         assert sm90_packed_skinny.why_not(problem, config) is None
         check(sm90_packed_skinny.kernel(config), "sm_90a", has=instruction)

@@ -10,7 +10,12 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels.gemm import packed_layout, sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16
+from anybit.kernels.gemm import (
+    packed_layout,
+    packed_problem,
+    sm90_packed_gemv,
+    sm90_packed_skinny_f16,
+)
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import WeightFormat
 from cases import random_weight
@@ -25,15 +30,15 @@ HALVES = (torch.float16, torch.bfloat16)
 def run(
     module: ModuleType, format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *,
     ordered: bool = False, bias: bool = False, seed: int = 0,
-    make: Callable[[sm90_packed_skinny.Problem], Any] | None = None, **changes: Any,
+    make: Callable[[packed_problem.Problem], Any] | None = None, **changes: Any,
 ) -> None:  # fmt: skip
     case = product(format, m, n, k, dtype, ordered=ordered, bias=bias, seed=seed)
-    problem = sm90_packed_skinny.problem_of(case.packed, m, dtype, dtype, HOPPER)
+    problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
     problem = replace(problem, aligned=k % 8 == 0)
     config = replace(module.default(problem) if make is None else make(problem), **changes)
     assert module.why_not(problem, config) is None
     y = case.empty()
-    params = sm90_packed_skinny.arguments(case.packed, case.x, y, None, case.bias)
+    params = packed_problem.arguments(case.packed, case.x, y, None, case.bias)
     emulate.run(module.kernel(config), params, module.grid(problem, config), seed=seed, dependent=("x", "y"))
     error = case.error(y)
     assert error < TOLERANCE[dtype], f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
@@ -69,7 +74,7 @@ def test_rings_of_digits() -> None:
     """Rings that turn over many times, activations that are converted again, warps without columns."""
     format = WeightFormat(4, "sym", 128)
 
-    def small(p: sm90_packed_skinny.Problem) -> sm90_packed_gemv.Config:
+    def small(p: packed_problem.Problem) -> sm90_packed_gemv.Config:
         return sm90_packed_gemv.fitted(p, 2, 2, 8, 1, trigger=1)
 
     run(sm90_packed_gemv, format, 4, 192, 1024, make=small, seed=1)
@@ -84,7 +89,7 @@ def test_shapes_of_blocks(cluster: int) -> None:
     for i, (row_warps, k_warps, units) in enumerate(((1, 3, 2), (2, 2, 2), (3, 1, 4))):
 
         def make(
-            p: sm90_packed_skinny.Problem, shape: tuple[int, int, int] = (row_warps, k_warps, units)
+            p: packed_problem.Problem, shape: tuple[int, int, int] = (row_warps, k_warps, units)
         ) -> sm90_packed_skinny_f16.Config:
             return sm90_packed_skinny_f16.fitted(p, *shape, 10, 1 + cluster, cluster, trigger=cluster // 2)
 
@@ -95,9 +100,9 @@ def test_numbers_that_are_not_finite() -> None:
     """NaN and infinity give NaN (or infinity), never numbers; zeros give zeros."""
     case = product(WeightFormat(4, "sym", 128), 3, 64, 256)
     case.x[0, 3], case.x[1, 200], case.x[2] = torch.nan, torch.inf, 0.0
-    problem = sm90_packed_skinny.problem_of(case.packed, 3, torch.float16, torch.float16, HOPPER)
+    problem = packed_problem.problem_of(case.packed, 3, torch.float16, torch.float16, HOPPER)
     y = case.empty()
-    params = sm90_packed_skinny.arguments(case.packed, case.x, y, None, None)
+    params = packed_problem.arguments(case.packed, case.x, y, None, None)
     config = sm90_packed_gemv.default(problem)
     emulate.run(sm90_packed_gemv.kernel(config), params, sm90_packed_gemv.grid(problem, config), dependent=("x", "y"))
     assert not y[:2].isfinite().any() and not y[2].any()
@@ -116,7 +121,7 @@ def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
     ):
         case = product(WeightFormat(bits, "sym", 128), m, n, k, dtype, bias=True, seed=k)
         other, gamma = torch.randn(m, k).to(dtype) if residual else None, (torch.rand(k) + 0.5).to(dtype)
-        problem = sm90_packed_skinny.problem_of(case.packed, m, dtype, dtype, HOPPER)
+        problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
         config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
         assert sm90_packed_gemv.norm_why_not(problem, config) is None
         y, total = case.empty(), torch.zeros(m, k, dtype=dtype) if residual else None
@@ -134,23 +139,18 @@ def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("norm", [True, False])
-def test_ends_with_silu(dtype: torch.dtype, norm: bool) -> None:
+def test_ends_with_silu(dtype: torch.dtype) -> None:
     """silu(gate) * up of rows that are eight and eight in turn, also where the last tile is not full."""
     for m, n, k, warps, bits in ((1, 208, 512, 3, 4), (2, 64, 256, 4, 3)):
         case = product(WeightFormat(bits, "sym", 128), m, n, k, dtype, bias=True, seed=k)
         gamma = (torch.rand(k) + 0.5).to(dtype)
-        problem = sm90_packed_skinny.problem_of(case.packed, m, dtype, dtype, HOPPER)
+        problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
         config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
         y = torch.full((m, n // 2), torch.nan, dtype=dtype)
-        if norm:
-            params = sm90_packed_gemv.norm_arguments(case.packed, case.x, y, case.bias, gamma, 1e-5, None, None)
-            kernel = sm90_packed_gemv.norm_kernel(config, silu=True)
-        else:
-            params = sm90_packed_skinny.arguments(case.packed, case.x, y, None, case.bias)
-            kernel = sm90_packed_gemv.kernel(config, silu=True)
+        params = sm90_packed_gemv.norm_arguments(case.packed, case.x, y, case.bias, gamma, 1e-5, None, None)
+        kernel = sm90_packed_gemv.norm_kernel(config, silu=True)
         emulate.run(kernel, params, sm90_packed_gemv.grid(problem, config), dependent=("x", "y"))
-        x = _rms_norm_cpu(case.x, gamma, 1e-5) if norm else case.x
+        x = _rms_norm_cpu(case.x, gamma, 1e-5)
         assert case.bias is not None
         whole = x.double() @ packed_layout.unpack(case.packed).T + case.bias.double()
         expected = _silu_mul_cpu(whole.to(dtype), paired=True)
@@ -167,7 +167,7 @@ def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, war
     n = (heads + 2 * kv_heads) * dim
     case = product(WeightFormat(4, "sym", 128), m, n, k, dtype, bias=True, seed=dim)
     other, gamma = torch.randn(m, k).to(dtype), (torch.rand(k) + 0.5).to(dtype)
-    problem = sm90_packed_skinny.problem_of(case.packed, m, dtype, dtype, HOPPER)
+    problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
     config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
     q, total = torch.full((m, heads * dim), torch.nan, dtype=dtype), torch.zeros(m, k, dtype=dtype)
     ring, wanted = torch.zeros(2, 3, kv_heads, 2, slots * dim, dtype=dtype)
@@ -191,7 +191,7 @@ def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, war
 
 def test_norm_refusals() -> None:
     packed = packed_layout.prepare(random_weight(64, 256, WeightFormat(4, "sym", 128)))
-    problem = sm90_packed_skinny.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
+    problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert sm90_packed_gemv.norm_why_not(problem, sm90_packed_gemv.norm_default(problem)) is None
     assert "tokens" in str(sm90_packed_gemv.norm_why_not(replace(problem, m=3)))
     assert "gathered" in str(sm90_packed_gemv.norm_why_not(replace(problem, act_order=True)))
@@ -202,7 +202,7 @@ def test_norm_refusals() -> None:
 @BOTH
 def test_refusals(module: ModuleType) -> None:
     packed = packed_layout.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
-    problem = sm90_packed_skinny.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
+    problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert "sm_90" in str(module.why_not(replace(problem, device=Device.named("sm_80"))))
     assert "tokens" in str(module.why_not(replace(problem, m=33)))
     assert "float16 or bfloat16" in str(module.why_not(replace(problem, activations=torch.int8)))

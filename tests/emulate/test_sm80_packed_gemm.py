@@ -7,7 +7,7 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels.gemm import packed_layout, sm80_packed_gemm
+from anybit.kernels.gemm import packed_layout, packed_problem, sm80_packed_gemm
 from anybit.scheme import WeightFormat
 from cases_packed import TOLERANCE, product
 
@@ -22,7 +22,7 @@ def run(
     y = case.empty()
     ordered = packed_layout.in_order(case.packed, case.x)
     device = replace(Device.named(arch), sms=sms)
-    problem = sm80_packed_gemm.Problem(m, n, ordered.shape[1], format, dtype, case.output, device)
+    problem = packed_problem.Problem(m, n, ordered.shape[1], format, dtype, case.output, device)
     config = replace(sm80_packed_gemm.default(problem), **changes)
     assert sm80_packed_gemm.why_not(problem, config) is None
     partial, locks = sm80_packed_gemm.scratch(problem, config, y.device)

@@ -7,7 +7,7 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels.gemm import packed_layout, sm90_packed_skinny
+from anybit.kernels.gemm import packed_layout, packed_problem, sm90_packed_skinny
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import TOLERANCE, product
@@ -21,15 +21,15 @@ def run(
     bias: bool = False, split: bool = False, seed: int = 0, **changes: int,
 ) -> None:  # fmt: skip
     case = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=seed)
-    problem = sm90_packed_skinny.problem_of(case.packed, m, dtype, case.output, HOPPER)
+    problem = packed_problem.problem_of(case.packed, m, dtype, case.output, HOPPER)
     problem = replace(problem, aligned=k * case.x.element_size() % 16 == 0)
     config = sm90_packed_skinny.default(problem)
     if split:
-        config = sm90_packed_skinny._fitted(problem, 8, 1, 2, 32 << 10, 1, True)
+        config = sm90_packed_skinny.fitted(problem, 8, 1, 2, 32, 1, True)
     config = replace(config, **changes)
     assert sm90_packed_skinny.why_not(problem, config) is None
     y = case.empty()
-    params = sm90_packed_skinny.arguments(case.packed, case.x, y, case.x_scale, case.bias)
+    params = packed_problem.arguments(case.packed, case.x, y, case.x_scale, case.bias)
     emulate.run(
         sm90_packed_skinny.kernel(config),
         params,
@@ -113,7 +113,7 @@ def test_small_rings(seed: int) -> None:
 
 def test_refusals() -> None:
     packed = packed_layout.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
-    problem = sm90_packed_skinny.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
+    problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert "sm_90" in str(sm90_packed_skinny.why_not(replace(problem, device=Device.named("sm_80"))))
     assert "tokens" in str(sm90_packed_skinny.why_not(replace(problem, m=17)))
     config = sm90_packed_skinny.default(problem)
@@ -125,9 +125,9 @@ def test_refusals() -> None:
 def test_copies_are_paced() -> None:
     """Built in, as all that is searched: with all copies at once int8 took 6.7 us for 5.7 (5120 x 5120, 4 tokens)."""
 
-    def int8(m: int, n: int, k: int) -> sm90_packed_skinny.Problem:
+    def int8(m: int, n: int, k: int) -> packed_problem.Problem:
         form, device = WeightFormat(4, "sym", None), Device.named("sm_90a")
-        return sm90_packed_skinny.Problem(m, n, k, form, torch.int8, torch.float16, device, columns=k)
+        return packed_problem.Problem(m, n, k, form, torch.int8, torch.float16, device, columns=k)
 
     for problem in (int8(5, 5120, 5120), int8(4, 28672, 4096), int8(8, 4096, 14336)):
         own = sm90_packed_skinny.default(problem)

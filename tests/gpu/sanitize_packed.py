@@ -17,9 +17,9 @@ import torch  # noqa: E402
 from anybit.device import Device  # noqa: E402
 from anybit.jit import Kernel  # noqa: E402
 from anybit.kernels.gemm import (  # noqa: E402
+    packed_problem,
     sm90_packed_gemm,
     sm90_packed_gemv,
-    sm90_packed_skinny,
     sm90_packed_skinny_f16,
 )
 from anybit.ops.elementwise import silu_mul  # noqa: E402
@@ -61,10 +61,10 @@ WAYS = {"large": LARGE}
 
 def problem_of(
     m: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, ordered: bool
-) -> sm90_packed_skinny.Problem:
+) -> packed_problem.Problem:
     columns = -(-k // 128) * 128
     device = Device.named("sm_90a")
-    return sm90_packed_skinny.Problem(m, n, k, format, dtype, dtype, device, columns, ordered, k % 8 == 0)
+    return packed_problem.Problem(m, n, k, format, dtype, dtype, device, columns, ordered, k % 8 == 0)
 
 
 def kernels_used() -> list[Kernel]:
@@ -86,7 +86,7 @@ def ends() -> None:
         n = (heads + 2 * kv_heads) * dim
         it = product(W4, m, n, k, bias=True, device="cuda")
         gamma, residual, total = torch.rand(k, device="cuda").half(), torch.randn_like(it.x), torch.zeros_like(it.x)
-        problem = sm90_packed_skinny.problem_of(it.packed, m, HALF, HALF, Device.of(it.x))
+        problem = packed_problem.problem_of(it.packed, m, HALF, HALF, Device.of(it.x))
         config = sm90_packed_gemv.norm_default(problem)
         norm = (gamma, 1e-5, residual, total, it.bias, config)
         gated = torch.empty(m, n // 2, dtype=HALF, device="cuda")

@@ -8,7 +8,13 @@ import torch
 
 from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.kernels.gemm import packed_layout, sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16
+from anybit.kernels.gemm import (
+    packed_layout,
+    packed_problem,
+    sm90_packed_gemv,
+    sm90_packed_skinny,
+    sm90_packed_skinny_f16,
+)
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
@@ -57,7 +63,7 @@ def kernels_used() -> list[Kernel]:
     device, found = Device.named("sm_90a"), set()
     for module, m, n, k, format, dtype, act_order, _ in CASES:
         columns = -(-k // 128) * 128
-        problem = sm90_packed_skinny.Problem(
+        problem = packed_problem.Problem(
             m, n, k, format, dtype, dtype, device, columns, act_order and format.group is not None, k % 8 == 0
         )
         found.add(module.kernel(module.default(problem)))
@@ -117,7 +123,7 @@ def test_chains_under_programmatic_launch(module: ModuleType, m: int) -> None:
 @pytest.mark.parametrize(("module", "m", "step"), [(D, 2, 10), (M, 16, 20)])
 def test_configs_agree(module: ModuleType, m: int, step: int) -> None:
     it = product(WeightFormat(2, "sym", 128), m, 1024, 2048, device="cuda")
-    problem = sm90_packed_skinny.problem_of(it.packed, m, torch.float16, torch.float16, Device.of(it.x))
+    problem = packed_problem.problem_of(it.packed, m, torch.float16, torch.float16, Device.of(it.x))
     for config in itertools.islice(module.configs(problem), 0, None, step):
         y = it.empty()
         module.launch(it.packed, it.x, y, config=config)

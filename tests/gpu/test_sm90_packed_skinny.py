@@ -7,7 +7,7 @@ import torch
 
 from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.kernels.gemm import packed_layout, sm90_packed_skinny
+from anybit.kernels.gemm import packed_layout, packed_problem, sm90_packed_skinny
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 from cases import random_weight
@@ -58,7 +58,7 @@ def kernels_used() -> list[Kernel]:
         output = torch.float16 if dtype == torch.int8 else dtype
         size = 1 if dtype == torch.int8 else 2
         columns = -(-k // 128) * 128
-        problem = sm90_packed_skinny.Problem(
+        problem = packed_problem.Problem(
             m, n, k, format, dtype, output, device, columns, ordered, aligned=k * size % 16 == 0
         )
         found.add(sm90_packed_skinny.kernel(sm90_packed_skinny.default(problem)))
@@ -123,7 +123,7 @@ def test_every_config_agrees() -> None:
     packed = packed_layout.prepare(weight)
     x, _ = activations(2, 2048, torch.float16)
     expected = x.double() @ weight.dequantize(torch.float64).T
-    problem = sm90_packed_skinny.problem_of(packed, 2, torch.float16, torch.float16, Device.of(x))
+    problem = packed_problem.problem_of(packed, 2, torch.float16, torch.float16, Device.of(x))
     for config in itertools.islice(sm90_packed_skinny.configs(problem), 0, None, 60):
         y = torch.full((2, 1024), torch.nan, device="cuda", dtype=torch.float16)
         sm90_packed_skinny.launch(packed, x, y, config=config)

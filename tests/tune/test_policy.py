@@ -1,6 +1,5 @@
 """Spaces of products, and maps on disk: what is obeyed, what is only a hint, what is ignored by name."""
 
-import dataclasses
 import json
 import multiprocessing
 import warnings
@@ -8,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from anybit.device import Device
 from anybit.errors import KernelError
@@ -71,9 +71,14 @@ def test_plans_are_made_for_token_counts_within_three_percent() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
-def test_facts_are_fields(family: KernelFamily) -> None:
-    fields = {field.name for field in dataclasses.fields(family.module.Config)}
-    assert family.facts <= fields
+def test_a_search_chooses_no_fact_of_the_problem(family: KernelFamily) -> None:
+    """What a map says of a config holds for every problem: one of another type, width or code has the same choices."""
+    for scheme in ("w4a8", "w2a16g128", "w4a16g128", "w2a2"):
+        few, other = product(scheme, 4), product(scheme, 4, n=4088, k=4088, dtype=torch.bfloat16)
+        if family.runs(few) and family.runs(other):
+            base = family.default(few)
+            assert family.why_not(other, family.rebuild(other, family.fields(base))) is None
+            return
 
 
 # -------- files

@@ -19,10 +19,10 @@ from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import (
     heuristics,
     packed_layout,
+    packed_problem,
     sm80_packed_gemm,
     sm90_packed_gemm,
     sm90_packed_gemv,
-    sm90_packed_skinny,
 )
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.ops.backend import Backend, LinearSpec
@@ -201,7 +201,7 @@ def _norm_config(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> sm90_p
     key = (id(spec), m, rows.dtype, aligned, rows.get_device())
     if key not in _norm_configs:
         device = Device.of(rows)
-        problem = sm90_packed_skinny.problem_of(weight, m, rows.dtype, rows.dtype, device)
+        problem = packed_problem.problem_of(weight, m, rows.dtype, rows.dtype, device)
         problem = problem if aligned else replace(problem, aligned=False)
         reason = sm90_packed_gemv.norm_why_not(problem)
         try:
@@ -219,11 +219,11 @@ def _multiply_few(rows: Tensor, weight: PackedWeight, bias: Tensor | None, y: Te
     fits = bias is None or (bias.dtype == y.dtype and bias.numel() == y.shape[1])
     if plan.ready is None or not fits:
         plan.kernel.launch(weight, rows, y, bias=bias, config=plan.config)
-        problem = sm90_packed_skinny.checked_problem(weight, rows, y, None, bias)
+        problem = packed_problem.checked_problem(weight, rows, y, None, bias)
         plan.ready = plan.kernel.kernel(plan.config), plan.kernel.grid(problem, plan.config)
     else:
         kernel, grid = plan.ready
-        arguments = sm90_packed_skinny.arguments(weight, rows, y, None, bias)
+        arguments = packed_problem.arguments(weight, rows, y, None, bias)
         jit.launch(kernel, arguments, grid, pdl=True, device=rows.get_device())
 
 

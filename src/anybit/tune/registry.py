@@ -7,7 +7,7 @@ A family is a module of ``anybit.kernels.gemm`` with ``Problem``, ``Config``, ``
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
@@ -24,6 +24,7 @@ from anybit.kernels.gemm import (
     bitplane_kinds,
     bitplane_problem,
     heuristics,
+    packed_problem,
     sm80_bitplane_gemm,
     sm80_packed_gemm,
     sm90_bitplane_gemm,
@@ -91,14 +92,10 @@ def tiles_of(activations: ActivationFormat) -> Layout:
 
 @dataclass(frozen=True)
 class KernelFamily:
-    """A family of kernels.
-
-    facts: the fields of its configs that repeat the problem.  target: what activations are quantized into, if they are.
-    """
+    """A family of kernels. target: what activations are quantized into, if they are."""
 
     name: str
     module: ModuleType
-    facts: frozenset[str]
     problem: Callable[[LinearProblem], Any]
     target: Target
 
@@ -146,7 +143,7 @@ class KernelFamily:
 
     def fields(self, config: Any) -> dict[str, FieldValue]:
         """What a search may choose of a config, by name; the inverse of ``rebuild``."""
-        values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in self.facts}
+        values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _FACTS}
         return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
 
     def rebuild(self, product: LinearProblem, fields: dict[str, FieldValue]) -> Any:
@@ -232,7 +229,7 @@ class KernelFamily:
 def _kinds(family: KernelFamily) -> dict[str, type]:
     """What a search may choose of a family's configs, by name: bool, int, or an enum whose members are named."""
     hints = typing.get_type_hints(family.module.Config)
-    return {name: kind for name, kind in hints.items() if name not in family.facts}
+    return {name: kind for name, kind in hints.items() if name not in _FACTS}
 
 
 _FEW_SEEDS = 3
@@ -260,11 +257,11 @@ def bit_planes(p: LinearProblem) -> bitplane_problem.Problem:
     return bitplane_problem.Problem(p.m, p.n, p.k, p.weights, p.activations, _OUTPUTS[p.dtype], p.device)
 
 
-def few_tokens(p: LinearProblem) -> sm90_packed_skinny.Problem:
+def few_tokens(p: LinearProblem) -> packed_problem.Problem:
     """The product as the kernels for few tokens see it."""
     operand = torch.int8 if p.activations.quantized else p.dtype
     columns = p.tile_columns
-    return sm90_packed_skinny.Problem(
+    return packed_problem.Problem(
         p.m, p.n, p.k, p.weights, operand, p.dtype, p.device, columns, p.act_order, p.aligned or p.activations.quantized
     )
 
@@ -274,10 +271,10 @@ def _large(p: LinearProblem) -> sm90_packed_gemm.Problem:
     return sm90_packed_gemm.Problem(p.m, p.n, k, p.weights, p.activations, p.dtype, p.device)
 
 
-def _marlin(p: LinearProblem) -> sm80_packed_gemm.Problem:
+def _marlin(p: LinearProblem) -> packed_problem.Problem:
     operand = torch.int8 if p.activations.quantized else p.dtype
     k = p.tile_columns if p.act_order else p.k
-    return sm80_packed_gemm.Problem(p.m, p.n, k, p.weights, operand, p.dtype, p.device)
+    return packed_problem.Problem(p.m, p.n, k, p.weights, operand, p.dtype, p.device)
 
 
 def _beside(family: KernelFamily, product: LinearProblem) -> str | None:
@@ -302,33 +299,25 @@ def _beside(family: KernelFamily, product: LinearProblem) -> str | None:
     return None
 
 
-def _family(
-    module: ModuleType, problem: Callable[[LinearProblem], Any], target: Target, facts: Iterable[str]
-) -> KernelFamily:
-    return KernelFamily(module.__name__.rpartition(".")[2], module, frozenset(facts), problem, target)
+_FACTS = {
+    field.name for kind in (packed_problem.FewFacts, bitplane_problem.Facts) for field in dataclasses.fields(kind)
+}
+_FACTS |= {"wide_store", "bfloat_out", "tile_bytes", "aligned"}
+"""Fields by which configs repeat their problem: no search chooses them, and no map holds them."""
 
-
-_PLANE_FACTS = tuple(f.name for f in dataclasses.fields(bitplane_problem.Facts))
-_SKINNY_FACTS = ("operand", "output", "bits", "group", "code", "gather", "ragged")
-_GEMV_FACTS = ("operand", "bits", "group", "code", "gather", "ragged")
-_SKINNY_F16_FACTS = ("operand", "bits", "group", "code", "gather", "ragged", "wide_store")
-_GEMM_FACTS = ("operand", "bits", "group", "code", "bfloat_out", "tile_bytes")
-_SM80_FACTS = ("operand", "output", "bits", "group", "code")
-
+_PLANES = (
+    sm90_bitplane_gemm, sm90_bitplane_skinny, sm90_bitplane_resident, sm90_bitplane_stacked, sm80_bitplane_gemm,
+)  # fmt: skip
 FAMILIES: dict[str, KernelFamily] = {
-    family.name: family
-    for family in (
-        _family(sm90_bitplane_gemm, bit_planes, Target.planes, _PLANE_FACTS),
-        _family(sm90_bitplane_skinny, bit_planes, Target.planes, _PLANE_FACTS),
-        _family(sm90_bitplane_resident, bit_planes, Target.planes, _PLANE_FACTS),
-        _family(sm90_bitplane_stacked, bit_planes, Target.planes, _PLANE_FACTS),
-        _family(sm80_bitplane_gemm, bit_planes, Target.planes, (*_PLANE_FACTS, "aligned")),
-        _family(sm90_packed_gemv, few_tokens, Target.bytes, _GEMV_FACTS),
-        _family(sm90_packed_skinny, few_tokens, Target.bytes, _SKINNY_FACTS),
-        _family(sm90_packed_skinny_f16, few_tokens, Target.bytes, _SKINNY_F16_FACTS),
-        _family(sm90_packed_gemm, _large, Target.bytes, _GEMM_FACTS),
-        _family(sm80_packed_gemm, _marlin, Target.bytes, _SM80_FACTS),
+    name: KernelFamily(name, module, problem, target)
+    for problem, target, modules in (
+        (bit_planes, Target.planes, _PLANES),
+        (few_tokens, Target.bytes, (sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16)),
+        (_large, Target.bytes, (sm90_packed_gemm,)),
+        (_marlin, Target.bytes, (sm80_packed_gemm,)),
     )
+    for module in modules
+    for name in (module.__name__.rpartition(".")[2],)
 }
 
 

@@ -105,13 +105,6 @@ def why_not_facts(problem: Problem, config: Facts) -> str | None:
     return None
 
 
-def why_not_shared(needed: int, device: Device) -> str | None:
-    """Why a block cannot have so many bytes of shared memory, in a sentence; None if it can."""
-    if needed <= device.shared_bytes:
-        return None
-    return f"{needed} bytes of shared memory are more than the {device.shared_bytes} of a block of {device.arch}"
-
-
 def legal(problem: Problem, reason: str | None, configs: Sequence[_Config]) -> Sequence[_Config]:
     """``configs`` of a problem; raises KernelError where a kernel refuses it, for a reason, or none fits."""
     if reason is not None:

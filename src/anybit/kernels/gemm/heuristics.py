@@ -8,7 +8,7 @@ import torch
 
 from anybit.device import Device
 from anybit.kernels.gemm import sm90_packed_gemm, sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16
-from anybit.kernels.gemm.sm90_packed_skinny import Problem
+from anybit.kernels.gemm.packed_problem import Problem
 
 _UNIT_ROWS = 16
 _LEAST_AMONG_SMALL = 9

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from anybit import jit
 from anybit.kernels.gemm import bitplane_layout, bitplane_problem
-from anybit.kernels.gemm.bitplane_problem import Facts, Params, Problem, facts, legal, why_not_facts, why_not_shared
+from anybit.kernels.gemm.bitplane_problem import Facts, Params, Problem, facts, legal, why_not_facts
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     return (
         why_not_facts(problem, config)
         or _why_not_tile(problem, config)
-        or why_not_shared(shared_bytes(config), problem.device)
+        or problem.device.why_not_shared(shared_bytes(config))
     )
 
 

@@ -5,51 +5,31 @@ activations on int4 tensor cores, which exist on sm_80 to sm_89 alone (sm_90 emu
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from anybit import jit
 from anybit.device import Device
-from anybit.errors import KernelError, dtype_name
+from anybit.errors import KernelError
 from anybit.jit import Int32, Pointer
-from anybit.kernels.common.types import Code, Operand, Output
-from anybit.kernels.gemm import packed_layout
+from anybit.kernels.common.types import Operand
+from anybit.kernels.gemm import packed_layout, packed_problem
 from anybit.kernels.gemm.packed_layout import PackedWeight
-from anybit.scheme import WeightFormat
+from anybit.kernels.gemm.packed_problem import Facts, Problem, facts, legal
 
 
 @dataclass(frozen=True)
-class Problem:
-    """y[m, n] = x[m, k] W[n, k]^T, W as ``packed_layout.PackedWeight``, order "a8" for int8 activations.
-
-    k: columns of x in the order of the tiles' columns (activation order applied).
-    """
-
-    m: int
-    n: int
-    k: int
-    weights: WeightFormat
-    activations: torch.dtype
-    output: torch.dtype
-    device: Device
-
-
-@dataclass(frozen=True)
-class Config:
+class Config(Facts):
     """How. Warps: row_warps side by side, ``units`` of 16 rows each, times split_k_warps that share a block of columns.
 
     tile_m: columns of a token tile.  stages: depth of the cp.async pipeline.
     nibbles: the split strategy, weights of up to 4 bits and activations as two nibbles on int4 tensor cores.
     """
 
-    operand: Operand
-    output: Output
-    bits: int
-    group: int
-    code: Code
     tile_m: int
     units: int
     row_warps: int
@@ -89,20 +69,11 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     p = problem
     if p.device.capability < 80:
         return f"{p.device.arch} has no cp.async: sm_80 and later do"
-    if min(p.m, p.n, p.k) < 1:
-        return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
-    if refusal := packed_layout.why_not(p.weights):
-        return refusal
-    if p.activations not in (torch.float16, torch.bfloat16, torch.int8):
-        return f"activations must be float16, bfloat16 or int8, not {dtype_name(p.activations)}"
-    if p.output not in (torch.float16, torch.bfloat16):
-        return f"the output must be float16 or bfloat16, not {dtype_name(p.output)}"
-    if p.activations.is_floating_point and p.activations != p.output:
-        return f"16-bit activations and output must agree, not {dtype_name(p.activations)} and {dtype_name(p.output)}"
-    if config is None:
-        return None
+    reason = packed_problem.why_not(p)
+    if reason is not None or config is None:
+        return reason
     c = config
-    if replace(c, **_facts(p)) != c:  # type: ignore[arg-type]
+    if any(getattr(c, name) != value for name, value in facts(p, Config).items()):
         return "the config was made for another problem"
     if c.rows % 64 or c.tile_m % 8 or c.stages < 2 or c.split_k_warps not in (1, 2, 4):
         shape = f"row tiles of {c.rows} rows, {c.tile_m} tokens, {c.stages} stages, {c.split_k_warps} split_k_warps"
@@ -117,31 +88,15 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return (
             f"M = {p.m}, N = {p.n}, K = {p.k} are more steps of {c.tile_m} x {c.rows} x 128 than 2^24: use larger tiles"
         )
-    size = shared_bytes(c)
-    if size > p.device.shared_bytes:
-        return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
-    return None
-
-
-def _facts(p: Problem) -> dict[str, object]:
-    """What the problem decides of a config."""
-    operand = {torch.float16: Operand.f16, torch.bfloat16: Operand.bf16, torch.int8: Operand.s8}[p.activations]
-    return {
-        "operand": operand,
-        "output": Output.f16 if p.output == torch.float16 else Output.bf16,
-        "bits": p.weights.bits,
-        "group": min(p.weights.group or 0, 128),
-        "code": Code(p.weights.code),
-    }
+    return p.device.why_not_shared(shared_bytes(c))
 
 
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory: the pipeline, and where warps that share columns meet."""
     c = config
-    unit = 256 * c.bits + packed_layout.subgroups(c.group or None) * (48 if c.code is Code.asym else 32)
     x = c.tile_m * (128 * (1 if c.operand is Operand.s8 else 2) + 16)
     exchange = (c.split_k_warps - 1) * c.row_warps * 32 * c.units * (c.tile_m // 8) * 16
-    return c.stages * (c.rows // 16 * unit + x) + exchange
+    return c.stages * (c.rows // 16 * c.unit_bytes + x) + exchange
 
 
 @functools.cache
@@ -165,15 +120,11 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Every config worth trying, legal ones alone; the default first."""
-    first = default(problem)
-    yield first
-    for tokens in (8, 16, 32, 64):
-        for units, row_warps, k_warps in ((1, 4, 2), (1, 8, 1), (2, 4, 1), (2, 8, 1)):
-            for stages in (2, 3, 4, 6):
-                for nibbles in (False, True):
-                    config = _config(problem, tokens, units, row_warps, k_warps, stages, nibbles)
-                    if config != first and why_not(problem, config) is None:
-                        yield config
+    shapes = itertools.product(
+        (8, 16, 32, 64), ((1, 4, 2), (1, 8, 1), (2, 4, 1), (2, 8, 1)), (2, 3, 4, 6), (False, True)
+    )
+    candidates = (_config(problem, tokens, *warps, stages, nibbles) for tokens, warps, stages, nibbles in shapes)
+    return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
 def default(problem: Problem) -> Config:
@@ -203,11 +154,9 @@ def default(problem: Problem) -> Config:
 
 
 def _config(p: Problem, tokens: int, units: int, row_warps: int, k_warps: int, stages: int, nibbles: bool) -> Config:
-    base = Config(
-        Operand.f16, Output.f16, 1, 0, Code.sym, tokens, units, row_warps, k_warps, stages,
-        nibbles and p.activations == torch.int8 and p.weights.bits <= 4 and (p.weights.group or 64) >= 64,
-    )  # fmt: skip
-    return replace(base, **_facts(p))  # type: ignore[arg-type]
+    nibbles = nibbles and p.activations == torch.int8 and p.weights.bits <= 4 and (p.weights.group or 64) >= 64
+    return Config(**facts(p, Config), tile_m=tokens, units=units, row_warps=row_warps, split_k_warps=k_warps,
+                  stages=stages, nibbles=nibbles)  # fmt: skip
 
 
 def room_for_all(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ from anybit.kernels.gemm.bitplane_problem import (
     facts,
     legal,
     why_not_facts,
-    why_not_shared,
 )
 
 
@@ -74,7 +73,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         why_not_facts(problem, config)
         or _why_not_tile(problem, config)
         or _why_not_pieces(config)
-        or why_not_shared(shared_bytes(config), problem.device)
+        or problem.device.why_not_shared(shared_bytes(config))
     )
 
 

@@ -17,7 +17,6 @@ from anybit.kernels.gemm.bitplane_problem import (
     legal,
     wgmma_n,
     why_not_facts,
-    why_not_shared,
 )
 from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand, SkinnyFacts, why_not_columns
 
@@ -54,7 +53,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         why_not_facts(problem, config)
         or why_not_columns(config)
         or _why_not_tile(problem, config)
-        or why_not_shared(shared_bytes(config), problem.device)
+        or problem.device.why_not_shared(shared_bytes(config))
     )
 
 

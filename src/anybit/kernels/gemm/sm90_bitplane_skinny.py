@@ -21,7 +21,6 @@ from anybit.kernels.gemm.bitplane_problem import (
     legal,
     wgmma_n,
     why_not_facts,
-    why_not_shared,
 )
 
 
@@ -101,7 +100,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         or why_not_columns(config, config.split_b_warpgroups)
         or _why_not_stages(problem, config)
         or _why_not_split(config)
-        or why_not_shared(shared_bytes(config), problem.device)
+        or problem.device.why_not_shared(shared_bytes(config))
     )
 
 

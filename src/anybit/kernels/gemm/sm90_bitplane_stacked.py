@@ -16,7 +16,6 @@ from anybit.kernels.gemm.bitplane_problem import (
     facts,
     legal,
     why_not_facts,
-    why_not_shared,
 )
 from anybit.kernels.gemm.sm90_bitplane_gemm import epilogue_bytes
 
@@ -81,7 +80,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     return (
         why_not_facts(problem, config)
         or _why_not_tile(problem, config)
-        or why_not_shared(shared_bytes(config), problem.device)
+        or problem.device.why_not_shared(shared_bytes(config))
     )
 
 

@@ -213,9 +213,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"1 or 2 blocks share a multiprocessor, not {config.min_blocks_per_sm}"
     if config.min_blocks_per_sm > 1 and (config.halves or shared_bytes(config) > MOST_BESIDE):
         return "two such blocks do not fit a multiprocessor"
-    if shared_bytes(config) > problem.device.shared_bytes:
-        return f"{shared_bytes(config)} bytes of shared memory are more than the device's {problem.device.shared_bytes}"
-    return None
+    return problem.device.why_not_shared(shared_bytes(config))
 
 
 def _why_not_halves(problem: Problem, config: Config) -> str | None:

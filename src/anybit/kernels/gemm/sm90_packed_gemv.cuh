@@ -320,13 +320,10 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
 template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv(const __grid_constant__ Params p) {
     packed::multiply_digits<C, false, packed::Epilogue::nothing>(p);
 }
-// silu(gate) * up of rows that hold eight gates and eight of what goes through them in turn: y has half of them.
-template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_silu(const __grid_constant__ Params p) {
-    packed::multiply_digits<C, false, packed::Epilogue::silu>(p);
-}
 template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm(const __grid_constant__ NormParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::nothing>(p);
 }
+// silu(gate) * up of rows that hold eight gates and eight of what goes through them in turn: y has half of them.
 template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_silu(const __grid_constant__ NormParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::silu>(p);
 }

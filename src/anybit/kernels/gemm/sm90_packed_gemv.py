@@ -5,35 +5,37 @@ block has at hand anyway.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import Float32, Int32, Pointer
-from anybit.kernels.common.types import Code, Operand
+from anybit.kernels.common.types import Code
 from anybit.kernels.gemm import packed_layout
-from anybit.kernels.gemm.packed_layout import PackedWeight, round_up
-from anybit.kernels.gemm.sm90_packed_skinny import (
+from anybit.kernels.gemm.packed_layout import UNIT_ROWS, PackedWeight, round_up
+from anybit.kernels.gemm.packed_problem import (
+    FewFacts,
     Params,
     Problem,
     arguments,
-    block_units,
     checked_problem,
-    problem_why_not,
-    sixteen_bits_why_not,
+    facts,
+    legal,
+    ring,
+    why_not_config,
+    why_not_few,
 )
 
 MOST_TOKENS = 4
-_UNIT_ROWS = packed_layout.UNIT_ROWS
 
 
 @dataclass(frozen=True)
-class Config:
-    """How. The first fields repeat the problem; then
+class Config(FewFacts):
+    """How.
 
     tile_m: at least m. warps of a block: they share the columns of W. stage_units: units of 16 rows of one copy, of
     which `chunks` are a block's rows. stages: copies in a warp's ring; prologue_stages: how many of them start at once,
@@ -42,12 +44,6 @@ class Config:
     min_blocks_per_sm: bound on registers. min_shared_bytes: see ``heuristics.limit_occupancy``.
     """
 
-    operand: Operand
-    bits: int
-    group: int
-    code: Code
-    gather: bool
-    ragged: bool
     tile_m: int
     warps: int
     stage_units: int
@@ -91,40 +87,12 @@ class RotaryParams(NormParams):
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
-    reason = problem_why_not(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py") or sixteen_bits_why_not(problem)
-    if reason is not None:
+    reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py")
+    if reason is not None or config is None:
         return reason
-    return None if config is None else _config_why_not(problem, config)
-
-
-def _config_why_not(p: Problem, c: Config) -> str | None:
-    if c != _facts(p, c):
-        return "the config was made for another problem"
-    if c.tile_m < p.m:
-        return f"the config holds {c.tile_m} tokens, and there are {p.m}"
-    if not 1 <= c.warps <= 32:
-        return f"a block has 1 to 32 warps, not {c.warps}"
-    if c.x_resident != (c.x_stages * c.warps >= p.columns // 128):
+    if config.x_resident != (config.x_stages * config.warps >= problem.column_blocks):
         return "x_resident must say whether x_stages hold all of a warp's activations"
-    if not 1 <= c.prologue_stages <= c.stages:
-        return f"prologue_stages = {c.prologue_stages} must be 1 to stages = {c.stages}"
-    size = shared_bytes(c)
-    if size > p.device.shared_bytes:
-        return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
-    return None
-
-
-def _facts(p: Problem, c: Config) -> Config:
-    """``c`` with what the problem decides."""
-    return replace(
-        c,
-        operand=Operand.f16 if p.activations == torch.float16 else Operand.bf16,
-        bits=p.weights.bits,
-        group=min(p.weights.group or 0, 128),
-        code=Code(p.weights.code),
-        gather=p.act_order or not p.aligned,
-        ragged=p.k % 128 != 0,
-    )
+    return why_not_config(problem, config, shared_bytes(config))
 
 
 def _columns(c: Config) -> int:
@@ -133,72 +101,55 @@ def _columns(c: Config) -> int:
     return 2 if c.code is not Code.bipolar and (c.bits in (6, 7, 8) or (c.bits in (3, 5) and not free)) else 4
 
 
-def _unit_bytes(c: Config) -> int:
-    return packed_layout.unit_bytes_of(c.bits, c.group or None, c.code is Code.asym)
-
-
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory: a ring of weights (in the end its sums) and digits a warp; factors; barriers."""
     c = config
-    rows, columns = c.stage_units * c.chunks * _UNIT_ROWS, _columns(c)
+    rows, columns = c.stage_units * c.chunks * UNIT_ROWS, _columns(c)
     flushes = max(1, packed_layout.subgroups(c.group or None))
-    ring = round_up(max(c.stages * c.stage_units * _unit_bytes(c), c.tile_m * rows * 4), 128)
+    ring = round_up(max(c.stages * c.stage_units * c.unit_bytes, c.tile_m * rows * 4), 128)
     slot = round_up(c.tile_m * (columns * 144 + flushes * 8), 16)
     return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.min_shared_bytes)
 
 
 @functools.cache
-def kernel(config: Config, silu: bool = False) -> jit.Kernel:
-    """The kernel of a config; silu: the one that ends with SiLU."""
-    entry = "sm90_packed_gemv_silu" if silu else "sm90_packed_gemv"
-    return jit.Kernel("gemm/sm90_packed_gemv.cuh", entry, config, Params, config.warps * 32, shared_bytes(config))
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    return _kernel(config, "", Params)
+
+
+def _kernel(config: Config, end: str, params: type) -> jit.Kernel:
+    name = "sm90_packed_gemv"
+    return jit.Kernel(f"gemm/{name}.cuh", name + end, config, params, config.warps * 32, shared_bytes(config))
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
-    units = _units(problem)
+    units = problem.units
     return max(min(problem.device.sms, units), -(-units // (config.stage_units * config.chunks))), 1, 1
-
-
-def _units(p: Problem) -> int:
-    return round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
 
 
 def fitted(
     p: Problem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0, **changes: int
 ) -> Config:
     """A config of these warps, whose rings have about ``kibibytes`` together; prefetch 0 chooses one."""
-    mine = block_units(_units(p), p.device)
+    mine = p.block_units
     stage_units = min(stage_units, mine)
-    blocks = -(-p.columns // 128 // warps)
+    blocks = -(-p.column_blocks // warps)
     base = Config(
-        Operand.f16, 1, 0, Code.sym, False, False, tile_m=next(t for t in (1, 2, 4) if t >= p.m), warps=warps,
-        stage_units=stage_units, chunks=-(-mine // stage_units), stages=1, x_stages=min(x_stages, blocks),
-        x_resident=x_stages >= blocks, prologue_stages=1,
+        **facts(p, Config), tile_m=next(t for t in (1, 2, 4) if t >= p.m), warps=warps, stage_units=stage_units,
+        chunks=-(-mine // stage_units), stages=1, x_stages=min(x_stages, blocks), x_resident=x_stages >= blocks,
+        prologue_stages=1,
     )  # fmt: skip
-    base = _facts(p, base)
-    stage = warps * stage_units * _unit_bytes(base)
-    stages = max(1, min(blocks * base.chunks, (kibibytes << 10) // stage))
-    whole = stages == blocks * base.chunks
-    # Enough in flight to keep memory busy, and little enough not to hold up the activations.
-    prefetch = prefetch or ((20 << 10) if whole else (36 << 10)) // stage
-    found = replace(base, stages=stages, prologue_stages=max(1, min(stages, prefetch)))
-    return replace(found, **changes)  # type: ignore[arg-type]
+    stage = warps * stage_units * base.unit_bytes
+    stages, prologue = ring(kibibytes << 10, stage, blocks * base.chunks, prefetch)
+    return replace(base, stages=stages, prologue_stages=prologue, **changes)  # type: ignore[arg-type]
 
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Every config worth trying, legal ones alone; the default first."""
-    first = default(problem)
-    yield first
-    seen = {first}
-    for warps in (8, 16):
-        for stage_units in (1, 2, 3, 4):
-            for kibibytes in (48, 72, 96):
-                for prefetch in (1, 2, 4):
-                    found = fitted(problem, warps, stage_units, kibibytes, 4, prefetch)
-                    if found not in seen and why_not(problem, found) is None:
-                        seen.add(found)
-                        yield found
+    shapes = itertools.product((8, 16), (1, 2, 3, 4), (48, 72, 96), (4,), (1, 2, 4))
+    candidates = (fitted(problem, *shape) for shape in shapes)
+    return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
 def default(problem: Problem) -> Config:
@@ -215,7 +166,7 @@ def _default(p: Problem) -> Config:
     slower SMs are still at work. Copies of 4 KB; the narrowest widths, whose rings hold much of the layer, let the next
     kernel start when their last copy has been started.
     """
-    units, bits = block_units(_units(p), p.device), p.weights.bits
+    units, bits = p.block_units, p.weights.bits
     blocks, many = p.columns // 128, units > 6
     if units <= 3:
         # Three units are two copies: such rings stay beside the layer ahead (``heuristics.limit_occupancy``). For one
@@ -265,16 +216,6 @@ def launch(
     )
 
 
-def launch_silu(
-    weight: PackedWeight, x: Tensor, y: Tensor, bias: Tensor | None, config: Config, pdl: bool = True,
-) -> None:  # fmt: skip
-    """y[:] = silu(gate) * up of x W^T + bias, whose outputs are eight of gate and eight of up in turn; y [m, n / 2]."""
-    problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2)
-    jit.launch(
-        kernel(config, True), arguments(weight, x, y, None, bias), grid(problem, config), pdl=pdl, device=y.get_device()
-    )
-
-
 NORM_TOKENS = 2
 """The most tokens of a product that norms its activations itself."""
 
@@ -308,8 +249,7 @@ def norm_default(problem: Problem) -> Config:
 @functools.cache
 def norm_kernel(config: Config, silu: bool = False) -> jit.Kernel:
     """The kernel of a config that norms first."""
-    threads, entry = config.warps * 32, "sm90_packed_gemv_norm_silu" if silu else "sm90_packed_gemv_norm"
-    return jit.Kernel("gemm/sm90_packed_gemv.cuh", entry, config, NormParams, threads, shared_bytes(config))
+    return _kernel(config, "_norm_silu" if silu else "_norm", NormParams)
 
 
 def norm_arguments(
@@ -332,7 +272,7 @@ def launch_norm(
     """y[:] = norm(x + residual) W^T + bias, residual_sum[:] = x + residual; a legal config, operands checked by ops.
 
     x, residual, residual_sum [m, k] and gamma [k] in one 16-bit type, rows on 16 bytes; residual and its sum together
-    or not at all. silu: as ``launch_silu``.
+    or not at all. silu: y[:] = silu(gate) * up of outputs that are eight of gate and eight of up in turn, y [m, n / 2].
     """
     problem = checked_problem(weight, x, y, None, bias, weight.shape[0] // 2 if silu else 0)
     params = norm_arguments(weight, x, y, bias, gamma, epsilon, residual, residual_sum)
@@ -342,8 +282,7 @@ def launch_norm(
 @functools.cache
 def rotary_kernel(config: Config) -> jit.Kernel:
     """The kernel of a config that norms first, and turns and stores queries, keys and values in the end."""
-    size, threads = shared_bytes(config), config.warps * 32
-    return jit.Kernel("gemm/sm90_packed_gemv.cuh", "sm90_packed_gemv_norm_rotary", config, RotaryParams, threads, size)
+    return _kernel(config, "_norm_rotary", RotaryParams)
 
 
 def rotary_arguments(norm: NormParams, step: "RopeStoreArgs") -> RotaryParams:

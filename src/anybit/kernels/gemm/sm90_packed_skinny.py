@@ -1,6 +1,7 @@
 """y = x W^T for few tokens and packed weights of 1 to 8 bits, each read once. Host side of sm90_packed_skinny.cuh."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -8,50 +9,31 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.device import Device
-from anybit.errors import dtype_name
-from anybit.jit import Int32, Pointer
-from anybit.kernels.common.types import Code, Operand, Output
-from anybit.kernels.elementwise.quantize_activations import rows_aligned
+from anybit.kernels.common.types import Operand
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.packed_layout import PackedWeight, round_up
-from anybit.scheme import WeightFormat
+from anybit.kernels.gemm.packed_problem import (
+    FewFacts,
+    Params,
+    Problem,
+    arguments,
+    checked_problem,
+    facts,
+    legal,
+    ring,
+    why_not_config,
+    why_not_few,
+)
 
 MOST_TOKENS = 16
 """Above this many tokens other kernels are faster, and this one's shared memory and registers run out."""
-_MOST_UNITS = 16
-"""Units of a block where a layer has more blocks than there are multiprocessors anyway."""
-_MOST_IN_A_WAVE = 18
-"""And where so many leave one block for each: with 16, 34816 x 5120 and 37888 x 3584 had 136 and 148 blocks for 132
-multiprocessors (int8, two tokens: 34.1 and 26.3 us, for 25.6 and 19.6)."""
 _RESIDENT_BYTES = 56 << 10
 """Activations of a block are all at hand if they are no larger than this."""
-_UNIT_ROWS = packed_layout.UNIT_ROWS
 
 
 @dataclass(frozen=True)
-class Problem:
-    """y[m, n] = x[m, k] W[n, k]^T, W as ``packed_layout.PackedWeight`` (of order "a8" for int8 activations).
-
-    activations: torch.float16, torch.bfloat16 or torch.int8.  output: float16 or bfloat16.
-    columns: K' of the tiles.  act_order: the columns are permuted.  aligned: rows of x start on 16 bytes.
-    """
-
-    m: int
-    n: int
-    k: int
-    weights: WeightFormat
-    activations: torch.dtype
-    output: torch.dtype
-    device: Device
-    columns: int
-    act_order: bool = False
-    aligned: bool = True
-
-
-@dataclass(frozen=True)
-class Config:
-    """How. The first fields repeat the problem; then
+class Config(FewFacts):
+    """How.
 
     split: 16-bit activations become two planes of int8. tile_m: columns of the product, at least m. warps of a block,
     split_k_warps of which share the columns of W among them. row_units: units of 16 rows that a warp takes at a time,
@@ -62,12 +44,6 @@ class Config:
     registers. min_shared_bytes: shared memory to ask for at least; see ``heuristics.limit_occupancy``.
     """
 
-    operand: Operand
-    output: Output
-    bits: int
-    group: int
-    code: Code
-    gather: bool
     split: bool
     tile_m: int
     warps: int
@@ -81,110 +57,39 @@ class Config:
     prologue_stages: int
     chain: int = 2
     paced: bool = True
-    ragged: bool = False
     x_resident: bool = True
     min_shared_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Params:
-    """Arguments of one launch; see sm90_packed_skinny.cuh."""
-
-    tiles: Pointer
-    row_scale: Pointer
-    row_zero: Pointer
-    permutation: Pointer
-    x: Pointer
-    x_scale: Pointer
-    bias: Pointer
-    y: Pointer
-    m: Int32
-    n: Int32
-    k: Int32
-    x_stride: Int32
-    column_blocks: Int32
-    row_tiles: Int32
-
-
-def problem_why_not(problem: Problem, most_tokens: int, otherwise: str) -> str | None:
-    """What the kernels for few tokens all refuse, in a sentence; ``otherwise``: who takes more tokens."""
-    p = problem
-    if p.device.capability < 90:
-        return f"{p.device.arch} has no bulk copies (sm_90 and later do): see sm80_packed_gemm.py"
-    if min(p.m, p.n, p.k) < 1:
-        return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
-    if p.m > most_tokens:
-        return f"M = {p.m} is more than {most_tokens} tokens: see {otherwise}"
-    if refusal := packed_layout.why_not(p.weights):
-        return refusal
-    return None
-
-
-def sixteen_bits_why_not(problem: Problem) -> str | None:
-    """Why these are not 16-bit activations with a result of their type, in a sentence; None if they are."""
-    p = problem
-    if p.activations not in (torch.float16, torch.bfloat16):
-        return f"activations must be float16 or bfloat16, not {p.activations}: see sm90_packed_skinny.py"
-    if p.activations != p.output:
-        return f"activations and output must agree, not {p.activations} and {p.output}"
-    return None
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     p = problem
-    reason = problem_why_not(p, MOST_TOKENS, "sm90_packed_gemm.py")
+    reason = why_not_few(p, MOST_TOKENS, "sm90_packed_gemm.py", int8=True)
     if reason is not None:
         return reason
-    if p.activations not in (torch.float16, torch.bfloat16, torch.int8):
-        return f"activations must be float16, bfloat16 or int8, not {dtype_name(p.activations)}"
-    if p.output not in (torch.float16, torch.bfloat16):
-        return f"the output must be float16 or bfloat16, not {dtype_name(p.output)}"
-    if p.activations.is_floating_point and p.activations != p.output:
-        return f"16-bit activations and output must agree, not {dtype_name(p.activations)} and {dtype_name(p.output)}"
     if p.activations == torch.int8 and p.columns * (2**p.weights.bits) * 128 * 2 >= 2**32:
         return f"sums over K = {p.k} of {p.weights.bits}-bit weights and int8 activations may not fit int32"
-    return None if config is None else _config_why_not(p, config)
+    if config is None:
+        return None
+    return _why_not_split(p, config) or why_not_config(p, config, shared_bytes(config))
 
 
-def _config_why_not(p: Problem, c: Config) -> str | None:
-    if c != _facts(p, c):
-        return "the config was made for another problem"
-    if c.tile_m < p.m:
-        return f"the config holds {c.tile_m} tokens, and there are {p.m}"
-    if c.warps % c.split_k_warps or not 1 <= c.warps <= 32:
-        return f"{c.warps} warps are not a multiple of split_k_warps = {c.split_k_warps}, or more than 32"
-    if c.x_resident != (c.x_stages * c.split_k_warps >= p.columns // 128):
+def _why_not_split(p: Problem, c: Config) -> str | None:
+    if c.warps % c.split_k_warps:
+        return f"{c.warps} warps are not a multiple of split_k_warps = {c.split_k_warps}"
+    if c.x_resident != (c.x_stages * c.split_k_warps >= p.column_blocks):
         return "x_resident must say whether x_stages hold all of a warp's activations"
-    if not 1 <= c.prologue_stages <= c.stages:
-        return f"prologue_stages = {c.prologue_stages} must be 1 to stages = {c.stages}"
-    if c.split:
-        if c.gather:
-            return "activations in another order are not split into planes"
-        if c.bits not in (1, 2, 4, 8):
-            return f"split activations meet widths of 1, 2, 4 or 8 bits, not {c.bits}"
-        if not c.x_resident:
-            return "split activations must all be at hand (x_stages)"
-        if p.k % 2:
-            return f"split activations need an even K, not {p.k}"
-    size = shared_bytes(c)
-    if size > p.device.shared_bytes:
-        return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
+    if not c.split:
+        return None
+    if c.gather:
+        return "activations in another order are not split into planes"
+    if c.bits not in (1, 2, 4, 8):
+        return f"split activations meet widths of 1, 2, 4 or 8 bits, not {c.bits}"
+    if not c.x_resident:
+        return "split activations must all be at hand (x_stages)"
+    if p.k % 2:
+        return f"split activations need an even K, not {p.k}"
     return None
-
-
-def _facts(p: Problem, c: Config) -> Config:
-    """``c`` with what the problem decides."""
-    return replace(
-        c,
-        operand={torch.float16: Operand.f16, torch.bfloat16: Operand.bf16, torch.int8: Operand.s8}[p.activations],
-        output=Output.f16 if p.output == torch.float16 else Output.bf16,
-        bits=p.weights.bits,
-        group=min(p.weights.group or 0, 128),
-        code=Code(p.weights.code),
-        gather=p.act_order or not p.aligned,
-        ragged=p.k % 128 != 0,
-    )
 
 
 def shared_bytes(config: Config) -> int:
@@ -194,7 +99,7 @@ def shared_bytes(config: Config) -> int:
     pitch += 16 if c.tile_m > 1 or c.split else 0
     slot = c.tile_m * (2 * pitch if c.split else pitch) + (round_up(c.tile_m * 4, 16) if c.split else 0)
     units = c.row_units * c.row_chunks
-    ring = round_up(max(c.stages * c.row_units * _unit_bytes(c), units * 16 * c.tile_m * 4), 128)
+    ring = round_up(max(c.stages * c.row_units * c.unit_bytes, units * 16 * c.tile_m * 4), 128)
     rows = c.warps // c.split_k_warps * units * 16
     size = (
         c.warps * (ring + c.x_stages * slot)
@@ -202,10 +107,6 @@ def shared_bytes(config: Config) -> int:
         + round_up(c.warps * c.stages * 8, 128)
     )
     return max(size, c.min_shared_bytes)
-
-
-def _unit_bytes(c: Config) -> int:
-    return packed_layout.unit_bytes_of(c.bits, c.group or None, c.code is Code.asym)
 
 
 @functools.cache
@@ -218,33 +119,16 @@ def kernel(config: Config) -> jit.Kernel:
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
-    units = round_up(problem.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
     most = config.warps // config.split_k_warps * config.row_units * config.row_chunks
-    return max(min(problem.device.sms, units), -(-units // most)), 1, 1
-
-
-def block_units(units: int, device: Device) -> int:
-    """How many of a layer's units a block takes."""
-    mine = -(-units // device.sms)
-    return mine if mine <= _MOST_IN_A_WAVE else _MOST_UNITS
+    return max(min(problem.device.sms, problem.units), -(-problem.units // most)), 1, 1
 
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Every config worth trying, legal ones alone; the default first."""
-    first = default(problem)
-    yield first
-    seen = {first}
     splits = (False, True) if problem.activations.is_floating_point else (False,)
-    for warps in (8, 16):
-        for row_warps in (1, 2):
-            for row_units in (1, 2, 3, 4):
-                for kibibytes in (48, 72, 96, 160):
-                    for prefetch in (1, 2, 4):
-                        for split in splits:
-                            found = _fitted(problem, warps, row_warps, row_units, kibibytes << 10, prefetch, split)
-                            if found not in seen and why_not(problem, found) is None:
-                                seen.add(found)
-                                yield found
+    shapes = itertools.product((8, 16), (1, 2), (1, 2, 3, 4), (48, 72, 96, 160), (1, 2, 4), splits)
+    candidates = (fitted(problem, *shape) for shape in shapes)
+    return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
 def default(problem: Problem) -> Config:
@@ -257,7 +141,7 @@ def _default(p: Problem) -> Config:
     """What won on an H200 (docs/packed.md): a layer whose weights fit the SMs' shared memory is fetched whole, before
     the kernel ahead has ended; others in rings that leave room for the next kernel's, or have more warps instead.
     """
-    units = -(-round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS // p.device.sms)
+    units = -(-p.units // p.device.sms)
     whole = units <= 3 and units * (p.columns // 128) * (256 * p.weights.bits + 48) <= 108 << 10
     # Taking out 1-bit and 2-bit codes for fp16 takes longer than reading them: see docs/packed.md.
     split = p.m <= 2 and p.weights.bits <= 2 and units > 3 and p.activations.is_floating_point
@@ -266,7 +150,7 @@ def _default(p: Problem) -> Config:
     more_warps = p.m <= 2 and not whole and (p.weights.bits <= 4 if units <= 3 else p.weights.bits <= 3)
     if p.activations == torch.int8 and p.m == 1 and units > 6 and p.weights.bits == 4:
         # Copies of seven units, in all of a multiprocessor's shared memory (gate_up 14.1 us; 16.3 in copies of two).
-        alone = _fitted(p, 8, 1, 7, 180 << 10, 2, False)
+        alone = fitted(p, 8, 1, 7, 180, 2)
         if shared_bytes(alone) <= p.device.shared_bytes:
             return alone
     found = None
@@ -274,55 +158,33 @@ def _default(p: Problem) -> Config:
     # at 3 and 4 tokens of int8 takes 10.4 us with 68 KB, 11.8 with 112; qkv at 6 tokens 5.7 with 80 KB, 7.4 with 68.
     few = p.m <= 2 or (p.m <= 4 and (whole or units > 3 or p.activations != torch.int8))
     for kibibytes in (112, 64, 32, 16) if few else (80 if units == 3 else 68, 32, 16):
-        found = _fitted(p, 16 if more_warps else 8, 1, units if units <= 3 else 2, kibibytes << 10, 0, split)
+        found = fitted(p, 16 if more_warps else 8, 1, units if units <= 3 else 2, kibibytes, split=split)
         if shared_bytes(found) <= p.device.shared_bytes:
             break
     assert found is not None
     return found
 
 
-def _fitted(
-    p: Problem, warps: int, row_warps: int, row_units: int, ring_bytes: int, prefetch: int, split: bool
+def fitted(
+    p: Problem, warps: int, row_warps: int, row_units: int, kibibytes: int, prefetch: int = 0, split: bool = False
 ) -> Config:
-    """A config for these warps, whose rings have about ``ring_bytes`` together; prefetch 0 chooses one."""
-    units = block_units(round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS, p.device)
-    mine = -(-units // row_warps)
+    """A config of these warps, whose rings have about ``kibibytes`` together; prefetch 0 chooses one."""
+    mine = -(-p.block_units // row_warps)
     row_units = min(row_units, mine)
     k_warps = warps // row_warps
-    blocks = -(-p.columns // 128 // k_warps)
+    blocks = -(-p.column_blocks // k_warps)
     base = Config(
-        Operand.f16, Output.f16, 1, 0, Code.sym, False, split,
-        tile_m=next(t for t in (1, 2, 4, 8, 16) if t >= p.m), warps=warps, split_k_warps=k_warps, row_units=row_units,
-        row_chunks=-(-mine // row_units), stages=1, x_stages=blocks, trigger=0, min_blocks_per_sm=1, prologue_stages=1,
-        chain=2 if p.m <= 8 else 4,
+        **facts(p, Config), split=split, tile_m=next(t for t in (1, 2, 4, 8, 16) if t >= p.m), warps=warps,
+        split_k_warps=k_warps, row_units=row_units, row_chunks=-(-mine // row_units), stages=1, x_stages=blocks,
+        trigger=0, min_blocks_per_sm=1, prologue_stages=1, chain=2 if p.m <= 8 else 4,
     )  # fmt: skip
-    base = _facts(p, base)
     if not split and (base.tile_m > 8 or warps * blocks * base.tile_m * 256 > _RESIDENT_BYTES):
         base = replace(base, x_stages=min(blocks, 2))
-    base = replace(base, x_resident=base.x_stages >= blocks)
-    steps, stage = blocks * base.row_chunks, warps * base.row_units * _unit_bytes(base)
-    stages = max(1, min(steps, ring_bytes // stage))
-    whole = stages >= steps
-    # Enough in flight to keep memory busy, and little enough not to hold up the activations.
-    prefetch = prefetch or ((20 << 10) if whole else (36 << 10)) // stage
-    prefetch = max(1, min(stages, prefetch))
-    late = not whole and warps == 8 and base.tile_m <= 2
-    return replace(base, stages=stages, prologue_stages=prefetch, trigger=int(late))
-
-
-def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.dtype, device: Device) -> Problem:
-    """The problem that ``launch`` solves for m tokens."""
-    n, k = weight.shape
-    return Problem(m, n, k, weight.format, dtype, output, device, weight.padded[1], weight.permutation is not None)
-
-
-def checked_problem(
-    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, outputs: int = 0
-) -> Problem:
-    """The problem that these operands pose, after `packed_layout.check_operands`."""
-    packed_layout.check_operands(weight, x, y, x_scale, bias, outputs)
-    problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
-    return problem if rows_aligned(x) else replace(problem, aligned=False)
+    steps = blocks * base.row_chunks
+    stages, prologue = ring(kibibytes << 10, warps * base.row_units * base.unit_bytes, steps, prefetch)
+    late = stages < steps and warps == 8 and base.tile_m <= 2
+    resident = base.x_stages >= blocks
+    return replace(base, stages=stages, prologue_stages=prologue, trigger=int(late), x_resident=resident)
 
 
 def launch(
@@ -339,11 +201,3 @@ def launch(
     jit.launch(
         kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl, device=y.get_device()
     )
-
-
-def arguments(weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None) -> Params:
-    """The Params of a launch, unchecked."""
-    return Params(
-        weight.tiles, weight.row_scale, weight.row_zero, weight.permutation, x, x_scale, bias, y,
-        x.shape[0], weight.shape[0], weight.shape[1], x.stride(0), weight.tiles.shape[0], weight.tiles.shape[1],
-    )  # fmt: skip

@@ -1,33 +1,35 @@
 """y = x W^T for about 3 to 32 tokens of 16-bit activations. Host side of sm90_packed_skinny_f16.cuh."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.gemm import packed_layout
-from anybit.kernels.gemm.packed_layout import PackedWeight, round_up
-from anybit.kernels.gemm.sm90_packed_skinny import (
+from anybit.kernels.gemm.packed_layout import UNIT_ROWS, PackedWeight, round_up
+from anybit.kernels.gemm.packed_problem import (
+    FewFacts,
     Params,
     Problem,
     arguments,
     checked_problem,
-    problem_why_not,
-    sixteen_bits_why_not,
+    facts,
+    legal,
+    ring,
+    why_not_config,
+    why_not_few,
 )
 
 MOST_TOKENS = 32
 """Above this many tokens sums take too many registers, and sm90_packed_gemm is faster."""
-_UNIT_ROWS = packed_layout.UNIT_ROWS
 
 
 @dataclass(frozen=True)
-class Config:
-    """How. The first fields repeat the problem; wide_store: four results are one store. Then
+class Config(FewFacts):
+    """How. wide_store, which the problem decides: four results are one store.
 
     tile_m: columns of the product, a multiple of 8. row_warps x split_k_warps: warps of a block, along its rows and
     columns. block_units: units of 16 rows of a block at most; stage_units: those of one copy, of which a warp takes
@@ -38,12 +40,6 @@ class Config:
     ``heuristics.limit_occupancy``.
     """
 
-    operand: Operand
-    bits: int
-    group: int
-    code: Code
-    gather: bool
-    ragged: bool
     wide_store: bool
     tile_m: int
     row_warps: int
@@ -68,51 +64,31 @@ class Config:
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
-    reason = problem_why_not(problem, MOST_TOKENS, "sm90_packed_gemm.py") or sixteen_bits_why_not(problem)
-    if reason is not None:
+    reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_gemm.py")
+    if reason is not None or config is None:
         return reason
-    return None if config is None else _config_why_not(problem, config)
+    return _why_not_tile(config) or why_not_config(problem, config, shared_bytes(config))
 
 
-def _config_why_not(p: Problem, c: Config) -> str | None:
-    if c != _facts(p, c):
-        return "the config was made for another problem"
-    if c.tile_m < p.m or c.tile_m % 8 or c.tile_m % c.cluster_k:
-        return f"the config holds {c.tile_m} tokens, and there are {p.m}"
-    if not 1 <= c.warps <= 32 or c.split_k_warps > 15:
-        return f"{c.row_warps} x {c.split_k_warps} warps are not 1 to 32, or more than 15 share columns"
+def _why_not_tile(c: Config) -> str | None:
+    if c.tile_m % 8 or c.tile_m % c.cluster_k:
+        return f"{c.tile_m} tokens are not made of eights, or not shared out by {c.cluster_k} blocks"
+    if c.split_k_warps > 15:
+        return f"up to 15 warps share columns, not {c.split_k_warps}"
     if c.cluster_k not in (1, 2, 4):
         return f"a cluster has 1, 2 or 4 blocks, not {c.cluster_k}"
-    if not 1 <= c.prologue_stages <= c.stages:
-        return f"prologue_stages = {c.prologue_stages} must be 1 to stages = {c.stages}"
     if -(-c.block_units // c.row_warps) > c.stage_units * c.chunks:
         return f"{c.chunks} chunks of {c.stage_units} units are less than {c.block_units} over {c.row_warps} warps"
-    size = shared_bytes(c)
-    if size > p.device.shared_bytes:
-        return f"it needs {size} bytes of shared memory, and {p.device.name} gives a block {p.device.shared_bytes}"
     return None
-
-
-def _facts(p: Problem, c: Config) -> Config:
-    """``c`` with what the problem decides."""
-    return replace(
-        c,
-        operand=Operand.f16 if p.activations == torch.float16 else Operand.bf16,
-        bits=p.weights.bits,
-        group=min(p.weights.group or 0, 128),
-        code=Code(p.weights.code),
-        gather=p.act_order or not p.aligned,
-        ragged=p.k % 128 != 0,
-        wide_store=p.n % 4 == 0,
-    )
 
 
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory: rings of weights and activations (in the end sums); factors; received sums; barriers."""
     c = config
-    rows = c.block_units * _UNIT_ROWS
-    unit = packed_layout.unit_bytes_of(c.bits, c.group or None, c.code is Code.asym)
-    body = c.warps * round_up(c.stages * c.stage_units * unit, 128) + c.split_k_warps * c.x_stages * c.tile_m * 272
+    rows = c.block_units * UNIT_ROWS
+    body = (
+        c.warps * round_up(c.stages * c.stage_units * c.unit_bytes, 128) + c.split_k_warps * c.x_stages * c.tile_m * 272
+    )
     sums = c.split_k_warps * c.tile_m * (rows + 4) * 4
     received = (c.cluster_k - 1) * (c.tile_m // c.cluster_k) * rows * 4
     barriers = (c.warps * c.stages + c.split_k_warps * c.x_stages + 1) * 8
@@ -122,21 +98,13 @@ def shared_bytes(config: Config) -> int:
 @functools.cache
 def kernel(config: Config) -> jit.Kernel:
     """The kernel of a config."""
-    c = config
-    return jit.Kernel(
-        "gemm/sm90_packed_skinny_f16.cuh",
-        "sm90_packed_skinny_f16",
-        c,
-        Params,
-        c.warps * 32,
-        shared_bytes(c),
-        c.cluster_k,
-    )
+    c, name = config, "sm90_packed_skinny_f16"
+    return jit.Kernel(f"gemm/{name}.cuh", name, c, Params, c.warps * 32, shared_bytes(c), c.cluster_k)
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     """A block an SM if its rows suffice."""
-    units = _units(problem)
+    units = problem.units
     owners = max(min(_owners(problem.device.sms, config.cluster_k), units), -(-units // config.block_units))
     return owners * config.cluster_k, 1, 1
 
@@ -146,51 +114,40 @@ def _owners(sms: int, cluster: int) -> int:
     return max(1, sms // cluster - (sms // 40 if cluster == 4 else 0))
 
 
-def _units(p: Problem) -> int:
-    return round_up(p.n, packed_layout.TILE_ROWS) // _UNIT_ROWS
-
-
 def fitted(
     p: Problem, row_warps: int, k_warps: int, stage_units: int, kibibytes: int, x_stages: int, cluster: int = 1,
     prefetch: int = 0, **changes: int,
 ) -> Config:  # fmt: skip
     """A config of these warps, whose rings of weights have about ``kibibytes`` together; prefetch 0 chooses one."""
-    units = -(-_units(p) // _owners(p.device.sms, cluster))
+    units = -(-p.units // _owners(p.device.sms, cluster))
     row_warps = min(row_warps, units)
     mine = -(-units // row_warps)
     if mine > 8:  # sums must stay in registers
         mine, units = 8, 8 * row_warps
     stage_units = min(stage_units, mine)
     base = Config(
-        Operand.f16, 1, 0, Code.sym, False, False, False, tile_m=round_up(p.m, 8), row_warps=row_warps,
-        split_k_warps=k_warps, block_units=units, stage_units=stage_units, chunks=-(-mine // stage_units), stages=1,
-        x_stages=1, prologue_stages=1, cluster_k=cluster,
+        **facts(p, Config), tile_m=round_up(p.m, 8), row_warps=row_warps, split_k_warps=k_warps, block_units=units,
+        stage_units=stage_units, chunks=-(-mine // stage_units), stages=1, x_stages=1, prologue_stages=1,
+        cluster_k=cluster,
     )  # fmt: skip
-    base = _facts(p, base)
-    rounds = -(-p.columns // 128 // (k_warps * cluster))
-    stage = (
-        base.warps * stage_units * packed_layout.unit_bytes_of(base.bits, base.group or None, base.code is Code.asym)
-    )
-    stages = max(1, min(rounds * base.chunks, (kibibytes << 10) // stage))
-    prefetch = max(1, min(stages, prefetch or (24 << 10) // stage))
-    found = replace(base, stages=stages, prologue_stages=prefetch, x_stages=max(1, min(x_stages, rounds)))
+    rounds = -(-p.column_blocks // (k_warps * cluster))
+    stage = base.warps * stage_units * base.unit_bytes
+    stages, prologue = ring(kibibytes << 10, stage, rounds * base.chunks, prefetch or max(1, _AHEAD // stage))
+    found = replace(base, stages=stages, prologue_stages=prologue, x_stages=max(1, min(x_stages, rounds)))
     return replace(found, **changes)  # type: ignore[arg-type]
+
+
+_AHEAD = 24 << 10
+"""Bytes of weights that a block's copies start with."""
+_WARPS = ((1, 8), (2, 4), (4, 2), (2, 8), (4, 4), (7, 2), (7, 1), (1, 4))
+"""Warps along rows and along columns."""
 
 
 def configs(problem: Problem) -> Iterator[Config]:
     """Every config worth trying, legal ones alone; the default first."""
-    first = default(problem)
-    yield first
-    seen = {first}
-    for row_warps, k_warps in ((1, 8), (2, 4), (4, 2), (2, 8), (4, 4), (7, 2), (7, 1), (1, 4)):
-        for stage_units in (1, 2):
-            for cluster in (1, 2):
-                for kibibytes in (48, 72, 96):
-                    for x_stages in (1, 2, 4):
-                        found = fitted(problem, row_warps, k_warps, stage_units, kibibytes, x_stages, cluster)
-                        if found not in seen and why_not(problem, found) is None:
-                            seen.add(found)
-                            yield found
+    shapes = itertools.product(_WARPS, (1, 2), (1, 2), (48, 72, 96), (1, 2, 4))
+    candidates = (fitted(problem, *warps, units, size, x, cluster) for warps, units, cluster, size, x in shapes)
+    return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
 def default(problem: Problem) -> Config:
@@ -203,7 +160,7 @@ def _default(p: Problem) -> Config:
     """What won on an H200 (docs/packed.md): blocks of few rows share their columns with another, since reading the
     activations takes longest; sixteen warps hide latency.
     """
-    units = -(-_units(p) // p.device.sms)
+    units = -(-p.units // p.device.sms)
     found = None
     for kibibytes in (72, 48, 24, 8, 1):
         if p.m > 16:  # never chosen unasked: sm90_packed_gemm is faster; few warps leave registers for the sums
