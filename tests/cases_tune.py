@@ -4,8 +4,8 @@ from typing import Any
 
 from anybit.scheme import Scheme
 from anybit.tune.policy import Measured, Origin, Point, Policy
-from anybit.tune.registry import LinearProblem
-from anybit.tune.space import Candidate, builtin, space
+from anybit.tune.registry import FAMILIES, LinearProblem
+from anybit.tune.space import Candidate, builtin
 
 
 def product(scheme: str = "w4a8", m: int = 16, n: int = 4096, k: int = 4096, **more: Any) -> LinearProblem:
@@ -15,7 +15,8 @@ def product(scheme: str = "w4a8", m: int = 16, n: int = 4096, k: int = 4096, **m
 
 def other_than_default(one: LinearProblem, kernel: str) -> Candidate:
     own = builtin(one)
-    return next(c for c in space(one).candidates if c.kernel == kernel and c != own)
+    first = (Candidate(kernel, config, one.activations) for config in FAMILIES[kernel].promising(one, 8))
+    return next(c for c in first if c != own)
 
 
 def point(one: LinearProblem, us: dict[str, float], default_us: float = 20.0) -> Point:

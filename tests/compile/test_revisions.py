@@ -44,7 +44,7 @@ def configs(family: str) -> Iterator[tuple[LinearProblem, Candidate]]:
         form = Scheme.parse(scheme)
         one = LinearProblem(m, 4096, 4096, form.weights, form.activations)
         if of.module.why_not(of.problem(one)) is None:
-            found[Candidate(scheme, family, of.module.default(of.problem(one)), one.activations)] = one
+            found[Candidate(family, of.module.default(of.problem(one)), one.activations)] = one
     ordered = [(one, candidate) for candidate, one in found.items()]
     yield from ordered[:: max(1, len(ordered) // _EACH)][:_EACH]
 

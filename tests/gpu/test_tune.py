@@ -13,11 +13,10 @@ from anybit.device import Device
 from anybit.linear import QuantLinear, use_backend
 from anybit.scheme import Scheme
 from anybit.tune import dispatch as dispatching
-from anybit.tune.plans import Options
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
 from anybit.tune.registry import Layout, LinearProblem
 from anybit.tune.roofline import floor_us
-from anybit.tune.search import search
+from anybit.tune.search import Options, search
 from anybit.tune.space import builtin, space
 from anybit.tune.worker import TimingBudget
 from cases import random_weight

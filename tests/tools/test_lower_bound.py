@@ -43,7 +43,7 @@ def test_tiles_that_leave_a_last_round_nearly_empty_are_bounded_by_whole_rounds(
     one = product("w4a8", 128, 64 * 133, 4096)  # 133 tiles of 64 rows, and 132 multiprocessors
     config = FAMILIES["sm90_packed_gemm"].default(one)
     alone = replace(config, tile_m=128, row_warpgroups=1, split_k_warpgroups=1, cluster_k=1, cluster_n=1)
-    both = [Candidate("padding to int8", "sm90_packed_gemm", alone, one.activations)] * 2
+    both = [Candidate("sm90_packed_gemm", alone, one.activations)] * 2
     fewer = replace(one, n=64 * 132)
     assert lower_bound_us(one, both[0]) == pytest.approx(2 * lower_bound_us(fewer, both[1]))
 
@@ -64,6 +64,6 @@ def test_what_has_no_bound_of_its_own_has_none() -> None:
 def test_planes_side_by_side_are_bounded_as_other_large_tiles() -> None:
     one = product("w2a2", 1024, 28672, 4096)
     config = FAMILIES["sm90_bitplane_stacked"].default(one)
-    wide = Candidate("bitwise", "sm90_bitplane_stacked", config, one.activations)
+    wide = Candidate("sm90_bitplane_stacked", config, one.activations)
     assert 0.5 < lower_bound_us(replace(one, m=2048), wide) / lower_bound_us(one, wide) / 2 < 1.1
     assert 20.0 < lower_bound_us(one, wide) < 100.0  # 66 us at 3,600 TOPS, which nothing has reached

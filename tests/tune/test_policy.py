@@ -75,7 +75,7 @@ def test_a_search_chooses_no_fact_of_the_problem(family: KernelFamily) -> None:
     """What a map says of a config holds for every problem: one of another type, width or code has the same choices."""
     for scheme in ("w4a8", "w2a16g128", "w4a16g128", "w2a2"):
         few, other = product(scheme, 4), product(scheme, 4, n=4088, k=4088, dtype=torch.bfloat16)
-        if family.runs(few) and family.runs(other):
+        if family.configs(few) and family.configs(other):
             base = family.default(few)
             assert family.why_not(other, family.rebuild(other, family.fields(base))) is None
             return
@@ -222,13 +222,13 @@ def test_two_processes_lose_nothing(tmp_path: Path) -> None:
 def test_a_foreign_map_is_only_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = product()
     foreign = policy((one, point(one, {"sm90_packed_gemm": 1.0})), gpu="NVIDIA H100 80GB HBM3")
-    assert "measured on NVIDIA H100" in str(foreign.origin.foreign("NVIDIA H200"))
+    assert "measured on NVIDIA H100" in str(foreign.why_hint("NVIDIA H200"))
     assert Dispatcher("NVIDIA H200", [foreign]).choose(one).origin == "built in"
     own = policy((one, point(one, {"sm90_packed_gemm": 1.0})))
     stale = replace(own, origin=replace(own.origin, kernels={"sm90_packed_gemm": 0}), path=Path("stale.json"))
     assert "other kernels" in str(stale.why_hint("NVIDIA H200"))
     older = replace(own, origin=replace(own.origin, library="0.0.1"))
-    assert older.origin.foreign("NVIDIA H200") is None  # another release of anybit voids nothing
+    assert older.why_hint("NVIDIA H200") is None  # another release of anybit voids nothing
     monkeypatch.setattr(dispatching, "_given", [stale])
     monkeypatch.setattr(dispatching, "_dispatchers", {})
     monkeypatch.setattr(dispatching, "_told", set())

@@ -15,12 +15,12 @@ import pytest
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.scheme import Scheme
-from anybit.tune import plans as planning
 from anybit.tune import policy as policies
-from anybit.tune.plans import Options, candidates_of
+from anybit.tune import search as searching
 from anybit.tune.policy import Policy, read
+from anybit.tune.processes import Worker
 from anybit.tune.registry import LinearProblem
-from anybit.tune.search import Worker, excluded_name, point_of, search
+from anybit.tune.search import Options, candidates_of, excluded_name, point_of, search
 from anybit.tune.space import Candidate, builtin, preserves_pdl_overlap, space
 from anybit.tune.worker import Time, TimingBudget, WrongResultError, finalists
 
@@ -75,7 +75,7 @@ class FakeRunner:
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "compile_one", _compiled)
+    monkeypatch.setattr(searching, "compile_one", _compiled)
     monkeypatch.setattr(FakeRunner, "troubles", {})
 
 
@@ -174,7 +174,7 @@ def test_a_kernel_that_does_not_compile_is_excluded(tmp_path: Path, monkeypatch:
     one = product()
     refused = candidates_of(one, (), Options(each=3))[1]
     *_, multiplies = refused.kernels(one)
-    monkeypatch.setattr(planning, "compile_one", _Refusing({multiplies.config}))
+    monkeypatch.setattr(searching, "compile_one", _Refusing({multiplies.config}))
     found = run([one], None)
     assert any("does not compile" in reason for reason in found.excluded.values())
     assert found.points == 1
@@ -291,7 +291,6 @@ def test_few_tokens_leave_the_built_in_config_for_a_clear_gain_alone(
     here = product("w4a8", m)
     rooms = (c for c in space(here).candidates if c.kernel == builtin(here).kernel and c != builtin(here))
     other = next(c for c in rooms if preserves_pdl_overlap(here, c))
-    plan = planning.plan_of(here, [builtin(here), other])
-    found = point_of(here, plan, [(builtin(here), Time(built_in, True)), (other, Time(us, True))])
+    found = point_of(here, [builtin(here)], [(builtin(here), Time(built_in, True)), (other, Time(us, True))])
     assert found is not None and found.default_us == built_in
     assert found.strategies["padding to int8"].candidate(here) == (builtin(here) if own else other)

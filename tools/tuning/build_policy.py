@@ -24,11 +24,11 @@ import torch
 from anybit.errors import KernelError
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import OTHER_LAYOUT, Dispatcher
-from anybit.tune.plans import Options, Planner
 from anybit.tune.policy import Key, Measured, Point, Policy, read, text
+from anybit.tune.processes import Worker
 from anybit.tune.registry import INTERPOLATE_FROM, Layout, LinearProblem
 from anybit.tune.roofline import floor_us
-from anybit.tune.search import Worker, search
+from anybit.tune.search import Options, plans, search
 from anybit.tune.space import FEW_TOKENS, builtin, builtin_layout, clearly_faster, preserves_pdl_overlap
 from anybit.tune.worker import TimingBudget
 from layers import MAPPED, MODELS, SCHEMES, parts
@@ -110,8 +110,7 @@ def measure(options: argparse.Namespace) -> None:
         if left <= 0:
             break
         if child is None:
-            with Planner(hints, replace(how, each=each)) as planner:
-                count = sum(len(plan.candidates) for _, plan in planner.plans(part))
+            count = sum(len(tried) for _, tried in plans(part, hints, replace(how, each=each)))
             print(f"{part[0].scheme}: {len(part)} problems, {count} candidates compiled", flush=True)
             continue
         found = search(part, options.out, replace(how, each=each, seconds=left), hints=hints, child=child)

@@ -30,11 +30,11 @@ from anybit.errors import KernelError
 from anybit.scheme import Scheme
 from anybit.tune import worker
 from anybit.tune.dispatch import Dispatcher
-from anybit.tune.plans import Options, candidates_of, compile_one, plan_of
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, key_of, read
+from anybit.tune.processes import Worker, compile_one
 from anybit.tune.registry import FAMILIES, LinearProblem, step
-from anybit.tune.search import Worker, point_of, race
-from anybit.tune.space import Candidate, builtin, preserves_pdl_overlap, promising
+from anybit.tune.search import Options, candidates_of, point_of, race
+from anybit.tune.space import Candidate, builtin, builtins_of, preserves_pdl_overlap, promising
 from anybit.tune.worker import Bench, Runner, Time, TimingBudget, WrongResultError
 from layers import drawn
 from lower_bound import lower_bound_us
@@ -163,14 +163,13 @@ def verify(options: argparse.Namespace) -> None:
             near = replace(product, m=step(product.m))
             legal = promising(product, 10**6)
             candidates = [one for one in legal if preserves_pdl_overlap(product, one)]
-            plan = plan_of(near, candidates_of(near, by.policies, usual))
+            tried, own = candidates_of(near, by.policies, usual), builtins_of(near)
             kernels = {k for one in candidates for k in one.kernels(product)}
-            kernels |= {k for one in plan.candidates for k in one.kernels(near)}
+            kernels |= {k for one in tried for k in one.kernels(near)}
             list(pool.map(compile_one, kernels, [device.arch] * len(kernels), chunksize=4))
-            own = [plan.candidates[i] for i in plan.own]
-            tried = [one for one in plan.candidates if one in own or preserves_pdl_overlap(near, one)]
+            tried = [one for one in tried if one in own or preserves_pdl_overlap(near, one)]
             before = {*policy.excluded}
-            point = point_of(near, plan, race(child, near, tried, usual, policy, own))
+            point = point_of(near, own, race(child, near, tried, usual, policy, own))
             if point is None:
                 print(f"{product}: a search found nothing", flush=True)
                 continue

@@ -25,11 +25,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "ben
 
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import Dispatcher, dispatcher
-from anybit.tune.plans import Options, compile_one
 from anybit.tune.policy import Origin, Policy, read
+from anybit.tune.processes import Worker, compile_one
 from anybit.tune.registry import Layout, LinearProblem, tiles_of
 from anybit.tune.roofline import floor_us
-from anybit.tune.search import Worker, race
+from anybit.tune.search import Options, race
 from anybit.tune.space import Candidate, builtin
 from anybit.tune.worker import TimingBudget
 from cases import LLAMA3_8B

@@ -49,7 +49,7 @@ def one_config(product: LinearProblem) -> Candidate:
     family = FAMILIES["sm90_packed_gemm"]
     fields = family.fields(family.default(replace(product, m=64, n=4096, k=4096)))
     config = family.rebuild(product, fields)
-    return Candidate("padding to int8", "sm90_packed_gemm", config, product.activations)
+    return Candidate("sm90_packed_gemm", config, product.activations)
 
 
 class Variant(Dispatcher):
@@ -75,7 +75,7 @@ class Variant(Dispatcher):
             layouts = (only,)
         if self.name == "another":
             chosen = super().choose(product, layouts, allow).candidate
-            configs = FAMILIES[chosen.kernel].ranked(product)
+            configs = FAMILIES[chosen.kernel].promising(product, 1000)
             return Choice(replace(chosen, config=next(one for one in configs if one != chosen.config)), "built in")
         if self.name == "built in":
             own = builtin(product)

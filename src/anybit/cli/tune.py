@@ -72,13 +72,12 @@ def tune(
 
     from anybit.device import Device
     from anybit.tune import policy as policies
-    from anybit.tune.plans import Options
     from anybit.tune.registry import (
         GRID,
         STEPS,
         LinearProblem,
     )
-    from anybit.tune.search import exclusions, search
+    from anybit.tune.search import Options, exclusions, search
 
     if not torch.cuda.is_available():
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")

@@ -15,7 +15,7 @@ from anybit import jit
 from anybit.device import Device
 from anybit.jit.cache import on_disk
 from anybit.ops.backend import LinearSpec
-from anybit.tune.plans import compile_kernels
+from anybit.tune.processes import compile_kernels
 from anybit.tune.registry import MOST_TOKENS, STEPS
 
 

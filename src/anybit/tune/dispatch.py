@@ -4,8 +4,8 @@ Maps are found in this order: those given to ``use``, the user's own for this GP
 one. The rules, one by one: docs/tuning.md.
 """
 
-import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,12 +16,11 @@ import torch
 
 from anybit.errors import KernelError, dtype_name
 from anybit.scheme import ActivationFormat, WeightFormat
-from anybit.tune.interpolate import around, between, expected_gain
+from anybit.tune.interpolate import around, expected_gain
 from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
 from anybit.tune.registry import INTERPOLATE_FROM, MOST_TOKENS, Layout, LinearProblem, bucket
 from anybit.tune.space import (
     FEW_TOKENS,
-    VENDOR,
     Candidate,
     builtin,
     builtin_layout,
@@ -32,9 +31,7 @@ from anybit.tune.space import (
 _NEAR = 1.0
 """How far, in powers of two, a point may be to stand for a layer that was not measured."""
 _CLEARLY = 0.97
-"""What a config must take of the built-in choice's time to run where only something alike was measured."""
-_BETWEEN = 0.98
-"""What it must be expected to take to run between two measured token counts of its own layer."""
+"""What a config must be expected to take of the built-in choice's time to run where it was not measured."""
 OTHER_LAYOUT = 0.94
 """Of few tokens: what the best of another layout must take of the best of the built-in one."""
 _WORTH_TWO = 1.03
@@ -49,14 +46,13 @@ _logger = logging.getLogger(__name__)
 class Choice:
     """What runs a problem, and where that was found.
 
-    us: of a call where it was measured, else 0.  gain: the share of the built-in choice's time that it takes.
+    us: of a call where it was measured, else 0.
     """
 
     candidate: Candidate
-    origin: Literal["map", "between", "alike", "built in"]
+    origin: Literal["map", "expected", "built in"]
     us: float = 0.0
     source: str = ""
-    gain: float = 1.0
 
 
 class Dispatcher:
@@ -64,7 +60,7 @@ class Dispatcher:
 
     def __init__(self, gpu: str, policies: Collection[Policy]) -> None:
         self.gpu = gpu
-        mine = [policy.current() for policy in policies if policy.origin.foreign(gpu) is None]
+        mine = [policy.current() for policy in policies if policy.origin.gpu == gpu]
         self.policies = [policy for policy in mine if policy.points]
         self.hints = [policy for policy in policies if policy.why_hint(gpu) is not None]
 
@@ -93,50 +89,35 @@ class Dispatcher:
         own = Choice(_builtin(product, layouts), "built in")
         if product.act_order or not (product.aligned or product.activations.quantized):
             return own
-        measured = self._measured(product, own, layouts, allow)
-        if measured is not None:
-            return measured
-        for there in _alike(product, own.candidate):
-            found = self._measured(there, own, (own.candidate.layout,), ())
-            if found is not None:
-                return _moved(product, own, there, found)
-        return self._nearby(product, own) or own
+        tokens, few = min(product.m, MOST_TOKENS), product.m <= INTERPOLATE_FROM
+        for one in (product, *_alike(product, own.candidate.layout)):
+            points, policy = self.points(one) or ({}, None)
+            lower, upper = around(points, tokens)
+            if policy is None or not upper:
+                continue
+            if one is product and (few or upper == tokens):
+                return _at(points[upper], Ask(product, own, layouts, allow, str(policy.path or "a map")))
+            ends = [(replace(one, m=m), points[m]) for m in ((upper,) if few or not lower else (lower, upper))]
+            source = (
+                f"times of {one.scheme} {dtype_name(one.dtype)} at {' and '.join(str(e.m) for e, _ in ends)} tokens"
+            )
+            ask = Ask(product, own, layouts, allow, f"{source} ({policy.path or 'a map'})")
+            return _expected(ends, ask if one is product else ask.of_own_layout())
+        return self._nearby(Ask(product, own).of_own_layout()) or own
 
-    def _measured(
-        self, product: LinearProblem, own: Choice, layouts: Collection[Layout] | None, allow: Collection[str]
-    ) -> Choice | None:
-        """What times of this very layer decide, at the problem's token count or at those around it."""
-        known = self.points(product)
-        if known is None:
-            return None
-        points, policy = known
-        tokens, name = min(product.m, MOST_TOKENS), str(policy.path or "a map")
-        lower, upper = around(points, tokens)
-        if not upper:
-            return None
-        if tokens <= INTERPOLATE_FROM or upper == tokens:
-            return _at(product, points[upper], own, layouts, allow, name)
-        share, best = between(product, points, own.candidate, lambda one: _legal(one, product, layouts, allow))
-        source = f"times at {f'{lower} and {upper}' if lower else upper} tokens ({name})"
-        if best is None or share > _BETWEEN:
-            return replace(own, source=source)
-        return Choice(best, "between", 0.0, source, share)
-
-    def _nearby(self, product: LinearProblem, own: Choice) -> Choice | None:
-        """A config that won clearly in a layer of nearly the same size, and is expected to here."""
+    def _nearby(self, ask: "Ask") -> Choice | None:
+        """A config that won in a layer of nearly the same size, and is expected to win here."""
+        product = ask.product
         if product.m <= FEW_TOKENS and not product.activations.quantized:
             return None
         for policy in self.policies:
-            for _, key, m, point in policy.near(product, _NEAR):
-                if product.m <= INTERPOLATE_FROM and m != bucket(product.m):
+            for there, point in policy.near(product, _NEAR):
+                if product.m <= INTERPOLATE_FROM and there.m != bucket(product.m):
                     continue  # tiles are about as wide as all tokens
-                there = replace(product, m=m, n=key[2], k=key[3], columns=0)
-                found = _at(
-                    there, point, Choice(own.candidate, "built in"), (own.candidate.layout,), (), str(policy.path)
-                )
-                moved = _moved(product, own, there, found)
-                if moved is not own:
-                    return moved
+                source = f"times of {there} ({policy.path or 'a map'})"
+                found = _expected([(there, point)], replace(ask, source=source))
+                if found.origin != "built in":
+                    return found
         return None
 
     def in_fused(self, product: LinearProblem, layouts: Collection[Layout]) -> Collection[Layout]:
@@ -180,63 +161,79 @@ class Dispatcher:
         return min(pairs, key=cost) if pairs else alone
 
 
-def _at(
-    product: LinearProblem,
-    point: Point,
-    own: Choice,
-    layouts: Collection[Layout] | None,
-    allow: Collection[str],
-    name: str,
-) -> Choice:
+@dataclass(frozen=True)
+class Ask:
+    """What is asked: a problem, its built-in choice, the layouts and allowances to keep to, and whose times decide."""
+
+    product: LinearProblem
+    own: Choice
+    layouts: Collection[Layout] | None = None
+    allow: Collection[str] = ()
+    source: str = ""
+
+    def of_own_layout(self) -> "Ask":
+        """The same without other layouts than the built-in choice's, and without what had to be allowed."""
+        return replace(self, layouts=(self.own.candidate.layout,), allow=())
+
+    def legal(self, measured: Measured) -> Candidate | None:
+        """The candidate that a point names, if it is allowed, in one of the layouts, and legal for this problem."""
+        return _legal(measured, self.product, self.layouts, self.allow)
+
+
+def _at(point: Point, ask: Ask) -> Choice:
     """What a point decides: its fastest config in these layouts; of few tokens another layout must win clearly."""
-    found: list[Choice] = []
-    for _, measured in point.ordered():
-        candidate = _legal(measured, product, layouts, allow)
-        if candidate is not None:
-            found.append(Choice(candidate, "map", measured.us, name, measured.us / point.default_us))
+    product, own, layouts = ask.product, replace(ask.own, source=ask.source), ask.layouts
+    found = [
+        Choice(one, "map", measured.us, ask.source)
+        for _, measured in point.ordered()
+        if (one := ask.legal(measured)) is not None
+    ]
     usual = builtin_layout(product)
     if not found:
-        return replace(own, us=point.default_us if own.candidate.layout is usual else 0.0, source=name)
+        return replace(own, us=point.default_us if own.candidate.layout is usual else 0.0)
     if product.m > FEW_TOKENS or found[0].candidate.layout is usual:
         return found[0]
-    near = next((one for one in found if one.candidate.layout is usual), replace(own, us=point.default_us, source=name))
+    near = next((one for one in found if one.candidate.layout is usual), replace(own, us=point.default_us))
     kept = near.candidate.layout is usual and found[0].us >= OTHER_LAYOUT * near.us
     return near if kept and (layouts is None or usual in layouts) else found[0]
 
 
-def _moved(product: LinearProblem, own: Choice, there: LinearProblem, found: Choice) -> Choice:
-    """What was found for a problem like this one, if its kernel is built in here, too, and it is expected to win."""
-    if found.origin == "built in" or found.candidate.kernel != own.candidate.kernel:
-        return own
-    candidate = _legal(Measured.of(found.candidate, there, 0.0), product, (own.candidate.layout,), ())
-    if candidate is None or candidate == own.candidate or not preserves_pdl_overlap(product, candidate):
-        return own
-    gain = expected_gain(candidate, own.candidate, there, product, found.gain)
-    if gain is None or gain > _CLEARLY:
-        return own
-    return Choice(candidate, "alike", 0.0, f"times of {there} {dtype_name(there.dtype)} ({found.source})", gain)
+def _expected(ends: Collection[tuple[LinearProblem, Point]], ask: Ask) -> Choice:
+    """The config that won at problems like this one and is expected to win here, by their mean; else the built-in."""
+    product, own = ask.product, ask.own.candidate
+    gains: dict[Candidate, list[float]] = {}
+    for there, point in ends:
+        for measured in point.strategies.values():
+            one = ask.legal(measured)
+            if one is not None and one != own and preserves_pdl_overlap(product, one):
+                gain = expected_gain(one, own, there, product, measured.us / point.default_us)
+                gains.setdefault(one, []).append(gain)
+    mean = {one: sum(some) / len(some) for one, some in gains.items()}
+    best = min(mean, key=mean.__getitem__, default=None)
+    # A map knows the times of the built-in layout's choice alone: in another layout its best runs.
+    known = own.layout is builtin_layout(product)
+    if best is None or (known and mean[best] > _CLEARLY):
+        return replace(ask.own, source=ask.source)
+    return Choice(best, "expected", 0.0, ask.source)
 
 
-def _alike(product: LinearProblem, own: Candidate) -> Iterator[LinearProblem]:
+def _alike(product: LinearProblem, layout: Layout) -> Iterator[LinearProblem]:
     """Problems that the same kernels run in about the same time, the likest first.
 
     Tiles multiply bytes, whatever activations were rounded to; 16-bit types differ in how codes become values alone;
     and narrower weights, other groups and zero points take about as long as the maps' 4 symmetric bits.
     """
     w, x = product.weights, product.activations
-    tiles = own.layout in (Layout.tiles_a8, Layout.tiles_a16)
-    if own.layout is Layout.tiles_a8 and x.integer and x.code == "sym" and x.bits < 8:
+    formats = [w]
+    if layout is Layout.tiles_a8 and x.integer and x.code == "sym":
         product = replace(product, activations=ActivationFormat(8, "sym"))
-        yield product
-    dtypes = (product.dtype,) if x.quantized else (product.dtype, *(one for one in _SIXTEEN if one != product.dtype))
-    if not x.quantized:
-        yield replace(product, dtype=dtypes[1])
     few = product.m <= FEW_TOKENS and not x.quantized  # where built-in kernels follow the weights' own bits
-    if few or not tiles or w.bits > 4 or w.sparse or w.code not in ("sym", "asym") or (w.group is None) != x.quantized:
-        return
-    mapped = WeightFormat(4, "sym", None if x.quantized else 128)
-    if mapped != w:
-        yield from (replace(product, weights=mapped, dtype=dtype) for dtype in dtypes)
+    plain = w.bits <= 4 and not w.sparse and w.code in ("sym", "asym") and (w.group is None) == x.quantized
+    if plain and not few and layout is not Layout.planes:
+        formats.append(WeightFormat(4, "sym", None if x.quantized else 128))
+    for weights in dict.fromkeys(formats):
+        for dtype in (product.dtype,) if x.quantized else dict.fromkeys((product.dtype, *_SIXTEEN)):
+            yield replace(product, weights=weights, dtype=dtype)
 
 
 def _builtin(product: LinearProblem, layouts: Collection[Layout] | None) -> Candidate:
@@ -255,7 +252,7 @@ def _legal(
     measured: Measured, product: LinearProblem, layouts: Collection[Layout] | None, allow: Collection[str]
 ) -> Candidate | None:
     """The candidate that a point names, if it is allowed, in one of the layouts, and legal for this problem."""
-    if (measured.activations and "a8" not in allow) or measured.kernel == VENDOR:  # which is compared, not run
+    if measured.activations and "a8" not in allow:
         return None
     try:
         found = measured.candidate(product)
@@ -282,8 +279,7 @@ def dispatcher(gpu: str) -> Dispatcher:
         found = _dispatchers[gpu] = Dispatcher(gpu, [*_given, *_files(gpu)])
         for policy in found.hints:
             if policy.origin.gpu == gpu or policy in _given:
-                whole = policy.origin.foreign(gpu) is not None or not policy.current().points
-                part = "is" if whole else "is in part"
+                part = "is in part" if policy.origin.gpu == gpu and policy.current().points else "is"
                 tell(
                     f"{policy.path} {part} only a hint for searches: {policy.why_hint(gpu)}; "
                     "built-in choices run there until `anybit tune` has measured"
@@ -291,18 +287,9 @@ def dispatcher(gpu: str) -> Dispatcher:
     return found
 
 
-def _files(gpu: str) -> Iterator[Policy]:
-    for path in (own_file(gpu), SHIPPED / file_name(gpu)):
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                path.lstat()  # a link that leads nowhere is there, and is named
-            except NotADirectoryError:
-                continue
-            except PermissionError:
-                pass  # what is in the way is named, too
-            policy = usable(path)
-            if policy is not None:
-                yield policy
+def _files(gpu: str) -> list[Policy]:
+    paths = (own_file(gpu), SHIPPED / file_name(gpu))  # a link that leads nowhere is there, and is named
+    return [found for path in paths if os.path.lexists(path) and (found := usable(path))]
 
 
 def use(*paths: str | Path) -> None:
@@ -317,10 +304,7 @@ def use(*paths: str | Path) -> None:
         decided.clear()
     _dispatchers.clear()
     _given.clear()
-    for path in paths:
-        policy = usable(Path(path))
-        if policy is not None:
-            _given.append(policy)
+    _given.extend(found for path in paths if (found := usable(Path(path))))
 
 
 def forget_with_maps(decided: dict[Any, Any]) -> None:

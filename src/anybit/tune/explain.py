@@ -8,7 +8,7 @@ from typing import Any
 from anybit.tune.dispatch import Dispatcher
 from anybit.tune.registry import INTERPOLATE_FROM, LinearProblem
 from anybit.tune.roofline import floor_us
-from anybit.tune.space import VENDOR, builtin, space
+from anybit.tune.space import builtin, space
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,10 @@ class Explanation:
         return "\n".join(lines)
 
 
-_WHY = {
-    "map": "it was the fastest at M = {m}, by {source}",
-    "between": "it is expected to be the fastest, by {source}",
-    "alike": "it is expected to be faster than the built-in choice, by {source}",
-}
-
-
 def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ()) -> Explanation:
     """How a problem would run on the device that it names. Raises KernelError, in a sentence, if it cannot."""
-    choice, found, whole, own = (
-        by.choose(product, allow=allow),
-        by.point(product),
-        space(product, allow),
-        builtin(product),
-    )
+    choice, found, own = by.choose(product, allow=allow), by.point(product), builtin(product)
+    whole = space(product, allow)
     others: list[Other] = []
     at = product.m if found is None else found[0]
     within = at == product.m or product.m < at <= INTERPOLATE_FROM
@@ -92,18 +81,17 @@ def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ())
         slower = f"{abs(more):.0%} {'slower' if more >= 0 else 'faster'}" if choice.us else "measured"
         if measured.activations and "a8" not in allow:
             slower = "not allowed (allow a8)"
-        if measured.kernel == VENDOR:
-            slower += ", and only compared"
         fields = ", ".join(f"{key}={value}" for key, value in measured.fields)
         others.append(Other(name, f"{measured.kernel}({fields})", measured.us, slower))
     runner_up = f"{others[0].strategy}, {others[0].us:.2f} us ({others[0].reason})" if others else "not measured"
-    if choice.origin == "built in":
-        why = "nothing was measured for it: it is the built-in choice"
-        if choice.source:
-            where = f" at M = {at}" if within else ""
-            why = f"it is the built-in choice, and nothing is clearly faster{where}, by {choice.source}"
-    else:
-        why = _WHY[choice.origin].format(m=at, source=choice.source)
+    why = {
+        "map": f"it was the fastest at M = {at}, by {choice.source}",
+        "expected": f"it is expected to be faster than the built-in choice, by {choice.source}",
+        "built in": "nothing was measured for it: it is the built-in choice",
+    }[choice.origin]
+    if choice.origin == "built in" and choice.source:
+        where = f" at M = {at}" if within else ""
+        why = f"it is the built-in choice, and nothing is clearly faster{where}, by {choice.source}"
     if found is not None:
         origin = found[2].origin
         why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"

@@ -26,12 +26,14 @@ from anybit.errors import KernelError, dtype_name
 from anybit.jit.cache import folder
 from anybit.scheme import Scheme
 from anybit.tune.registry import FAMILIES, REVISIONS, FieldValue, LinearProblem
-from anybit.tune.space import STRATEGIES, VENDOR, Candidate, strategy_of
+from anybit.tune.space import STRATEGIES, Candidate
 
 FORMAT = "anybit policy map 2"
 SHIPPED = Path(__file__).parent / "policies"
 _QUANTIZER = "quantize_activations"
 _DTYPES = ("float16", "bfloat16")
+_COMPARED = "cuBLAS"
+"""A strategy that searches once timed to compare, and that never ran."""
 
 Key = tuple[str, str, int, int]
 """Scheme, dtype, N, K."""
@@ -60,10 +62,8 @@ class Measured:
         activations = product.activations
         if self.activations:
             activations = Scheme.parse(f"w8a{self.activations}").activations
-        if self.kernel == VENDOR:
-            return Candidate(VENDOR, VENDOR, None, activations)
         config = FAMILIES[self.kernel].rebuild(replace(product, activations=activations), dict(self.fields))
-        found = Candidate(strategy_of(activations, self.kernel, config), self.kernel, config, activations)
+        found = Candidate(self.kernel, config, activations)
         reason = found.why_not(product)
         if reason is not None:
             raise KernelError(f"{found.name} cannot run {product}: {reason}")
@@ -118,10 +118,6 @@ class Origin:
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
         return Origin(gpu, arch, driver, torch_version, __version__, dict(REVISIONS), today)
 
-    def foreign(self, gpu: str) -> str | None:
-        """Why a map from here is only a hint on ``gpu``, in a sentence; None if it holds there."""
-        return None if self.gpu == gpu else f"it was measured on {self.gpu}, and this is {gpu}"
-
     @property
     def changed(self) -> set[str]:
         """The families whose kernels have another revision now."""
@@ -145,19 +141,18 @@ class Policy:
         """What was measured for exactly this product."""
         return self.layers.get(key_of(product), {}).get(product.m)
 
-    def near(self, product: LinearProblem, most: float = 1.0) -> Iterator[tuple[float, Key, int, Point]]:
+    def near(self, product: LinearProblem, most: float = 1.0) -> Iterator[tuple[LinearProblem, Point]]:
         """Points of the same scheme whose sizes are at most so many powers of two away, the nearest first."""
         scheme, found = str(product.scheme), []
-        for key, points in self.layers.items():
-            if key[0] != scheme:
-                continue
-            shape = abs(math.log2(key[2] / product.n)) + abs(math.log2(key[3] / product.k))
-            shape += 0.25 * (key[1] != dtype_name(product.dtype))
-            for m, point in points.items():
+        for (named, dtype, n, k), points in self.layers.items():
+            shape = abs(math.log2(n / product.n)) + abs(math.log2(k / product.k))
+            shape += 0.25 * (dtype != dtype_name(product.dtype))
+            for m, point in points.items() if named == scheme else ():
                 distance = shape + 2 * abs(math.log2(m / product.m))
                 if distance <= most:
-                    found.append((distance, key, m, point))
-        yield from sorted(found, key=lambda item: item[:3])
+                    found.append((distance, n, k, m, point))
+        for _, n, k, m, point in sorted(found, key=lambda one: one[:4]):
+            yield replace(product, m=m, n=n, k=k, columns=0), point
 
     def merge(self, other: "Policy") -> None:
         """Take over what another map holds; its points replace older ones."""
@@ -170,27 +165,31 @@ class Policy:
         changed = self.origin.changed
         if not changed:
             return self
-        found = replace(self, layers={}, excluded={})
-        for key, points in self.layers.items():
-            if _QUANTIZER in changed and Scheme.parse(key[0]).activations.quantized:
-                continue
-            kept = {m: point for m, point in points.items() if not changed & point.kernels()}
-            if kept:
-                found.layers[key] = kept
-        for name, reason in self.excluded.items():
-            coded = _QUANTIZER in changed and "a16" not in name.partition(" ")[0]
-            if not coded and not any(f" {kernel}(" in name for kernel in changed):
-                found.excluded[name] = reason
-        return found
+
+        def holds(key: Key, point: Point) -> bool:
+            coded = _QUANTIZER in changed and Scheme.parse(key[0]).activations.quantized
+            return not coded and not changed & point.kernels()
+
+        layers = {key: {m: one for m, one in points.items() if holds(key, one)} for key, points in self.layers.items()}
+        excluded = {
+            name: reason
+            for name, reason in self.excluded.items()
+            if not any(f" {kernel}(" in name for kernel in changed)
+            and not (_QUANTIZER in changed and "a16" not in name.partition(" ")[0])
+        }
+        return replace(self, layers={key: points for key, points in layers.items() if points}, excluded=excluded)
 
     def why_hint(self, gpu: str) -> str | None:
         """Why it, or a part of it, is only a hint on ``gpu``, in a sentence; None if all of it holds there."""
-        foreign = self.origin.foreign(gpu)
+        if self.origin.gpu != gpu:
+            return f"it was measured on {self.origin.gpu}, and this is {gpu}"
         stale = self.points - self.current().points
-        if foreign is not None or not stale:
-            return foreign
         changed = ", ".join(sorted(self.origin.changed))
-        return f"{stale} of its {self.points} points were measured with other kernels than these ({changed})"
+        return (
+            f"{stale} of its {self.points} points were measured with other kernels than these ({changed})"
+            if stale
+            else None
+        )
 
     @property
     def points(self) -> int:
@@ -227,25 +226,25 @@ def _parse(content: Any, path: Path, dropped: list[str]) -> Policy:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
     said = content["measured"]
-    names = ("gpu", "arch", "driver", "torch", "library", "date")
     kernels = {str(name): int(number) for name, number in said["kernels"].items()}
+    names = ("gpu", "arch", "driver", "torch", "library", "date")
     origin = Origin(**{name: str(said[name]) for name in names}, kernels=kernels)
-    configs: dict[str, tuple[str, tuple[tuple[str, FieldValue], ...]]] = {}
     for name, fields in content["configs"].items():
         if not all(isinstance(value, (int, bool, str)) for value in fields.values()):
             raise ValueError(f"config {name!r} holds something other than a number, a string or a boolean")
-        configs[name] = name.partition("/")[0], tuple(fields.items())
+    configs = {name: (name.partition("/")[0], tuple(fields.items())) for name, fields in content["configs"].items()}
     unknown = {name: reason for name, config in configs.items() if (reason := _unknown(*config, origin))}
     policy = Policy(origin, path=path)
     for layer in content["layers"]:
         scheme = Scheme.parse(layer["scheme"])
         if layer["dtype"] not in _DTYPES:
             raise ValueError(f"dtype {layer['dtype']!r} is unknown; there are {', '.join(_DTYPES)}")
-        key = str(scheme), layer["dtype"], _positive(layer["n"], int), _positive(layer["k"], int)
-        points = {_positive(int(m), int): Point(_positive(us, float)) for m, us in layer["built_in"].items()}
+        key = str(scheme), layer["dtype"], _whole(layer["n"]), _whole(layer["k"])
+        points = {_whole(int(m)): Point(_positive(us)) for m, us in layer["built_in"].items()}
         for m, point in layer["tokens"].items():
             try:
-                points[_positive(int(m), int)] = _parse_point(point, configs, unknown)
+                strategies = dict(_parse_strategies(point, configs, unknown))
+                points[_whole(int(m))] = Point(_positive(point["built_in_us"]), strategies)
             except UnknownNameError as error:
                 dropped.append(f"{key[0]} {m} x {key[2]} x {key[3]}: {error}")
         policy.layers.setdefault(key, {}).update(points)
@@ -255,23 +254,20 @@ def _parse(content: Any, path: Path, dropped: list[str]) -> Policy:
 
 def _unknown(kernel: str, fields: tuple[tuple[str, FieldValue], ...], origin: Origin) -> str | None:
     """What of a config this version does not know; fields of kernels that have changed since are not looked at."""
-    if kernel == VENDOR:
-        return None
     if kernel not in FAMILIES:
         return f"there is no kernel family {kernel!r}"
-    if kernel in origin.changed:
-        return None
     try:
-        FAMILIES[kernel].parsed(dict(fields))
+        FAMILIES[kernel].parsed({} if kernel in origin.changed else dict(fields))
     except KernelError as error:
         return str(error)
     return None
 
 
-def _parse_point(point: dict[str, Any], configs: dict[str, Any], unknown: dict[str, str]) -> Point:
-    strategies = {}
+def _parse_strategies(
+    point: dict[str, Any], configs: dict[str, Any], unknown: dict[str, str]
+) -> Iterator[tuple[str, Measured]]:
     for name, measured in point.items():
-        if name == "built_in_us":
+        if name in ("built_in_us", _COMPARED):
             continue
         if name not in STRATEGIES:
             raise UnknownNameError(f"strategy {name!r} is none of {', '.join(STRATEGIES)}")
@@ -282,16 +278,20 @@ def _parse_point(point: dict[str, Any], configs: dict[str, Any], unknown: dict[s
         activations = str(measured.get("activations", ""))
         if activations not in ("", "8", "8fp"):
             raise ValueError(f"activations become 8 or 8fp bits, not {activations!r}")
-        strategies[name] = Measured(_positive(measured["us"], float), kernel, fields, activations)
-    return Point(_positive(point["built_in_us"], float), strategies)
+        yield name, Measured(_positive(measured["us"]), kernel, fields, activations)
 
 
-def _positive(value: Any, kind: type) -> Any:
+def _positive(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{value!r} is not a positive number")
-    if kind is int and not isinstance(value, int):
+    return float(value)
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int):
         raise ValueError(f"{value!r} is not a whole number")
-    return kind(value)
+    _positive(value)
+    return value
 
 
 def usable(path: Path) -> Policy | None:
@@ -309,29 +309,23 @@ def usable(path: Path) -> Policy | None:
 def text(policy: Policy) -> str:
     """A map as JSON: a line for each layer, each point and each config."""
     names: dict[tuple[str, tuple[tuple[str, FieldValue], ...]], str] = {}
-    counts: dict[str, int] = {}
 
-    def name(measured: Measured) -> str:
-        key = measured.kernel, measured.fields
-        if key not in names:
-            counts[measured.kernel] = counts.get(measured.kernel, 0) + 1
-            names[key] = f"{measured.kernel}/{counts[measured.kernel]}" if measured.fields else measured.kernel
-        return names[key]
+    def row(point: Point) -> str:
+        found: dict[str, Any] = {"built_in_us": point.default_us}
+        for strategy, one in point.ordered():
+            count = 1 + sum(kernel == one.kernel for kernel, _ in names)
+            name = names.setdefault((one.kernel, one.fields), f"{one.kernel}/{count}")
+            found[strategy] = {"us": one.us, "config": name}
+            if one.activations:
+                found[strategy]["activations"] = one.activations
+        return json.dumps(found)
 
     layers = []
     for (scheme, dtype, n, k), points in sorted(policy.layers.items()):
-        lines = []
-        for m, point in sorted(points.items()):
-            row: dict[str, Any] = {"built_in_us": point.default_us}
-            for strategy, measured in point.ordered():
-                row[strategy] = {"us": measured.us, "config": name(measured)}
-                if measured.activations:
-                    row[strategy]["activations"] = measured.activations
-            if point.strategies:
-                lines.append(f'\n  "{m}": {json.dumps(row)}')
         built_in = {str(m): point.default_us for m, point in sorted(points.items()) if not point.strategies}
+        lines = [f'\n  "{m}": {row(point)}' for m, point in sorted(points.items()) if point.strategies]
         head = json.dumps({"scheme": scheme, "dtype": dtype, "n": n, "k": k, "built_in": built_in})[:-1]
-        layers.append(head + ', "tokens": {' + ",".join(lines) + "}}")
+        layers.append(f'{head}, "tokens": {{{",".join(lines)}}}}}')
     configs = [f" {json.dumps(short)}: {json.dumps(dict(fields))}" for (_, fields), short in names.items()]
     parts = [
         f'"format": {json.dumps(FORMAT)}',
@@ -370,7 +364,7 @@ def save(policy: Policy, path: Path) -> None:
             before = usable(path) if path.exists() else None
             if before is None and path.exists():
                 path.replace(path.with_name(f"{path.name}.bad"))
-            elif before is not None and before.origin.foreign(policy.origin.gpu) is None:
+            elif before is not None and before.origin.gpu == policy.origin.gpu:
                 before = before.current()
                 before.merge(policy)
                 policy = replace(before, origin=policy.origin)

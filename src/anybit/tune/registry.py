@@ -1,11 +1,12 @@
 """What a linear call is (`LinearProblem`), and the kernel families that can run one, behind one interface.
 
 A family is a module of ``anybit.kernels.gemm`` with ``Problem``, ``Config``, ``why_not``, ``configs``, ``default``,
-``kernel`` and ``shared_bytes``, perhaps ``estimate`` (microseconds) or ``seeds`` (what a search begins with).
+``kernel`` and ``shared_bytes``, perhaps ``estimate`` (microseconds).
 """
 
 import dataclasses
 import functools
+import operator
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Target
+from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import (
+    bitplane,
     bitplane_kinds,
     bitplane_problem,
     heuristics,
@@ -41,6 +44,8 @@ from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 FieldValue = int | bool | str
 _OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
 _TILE = 128
+EVERY_KIND, EVERY_RING = 4, 12
+"""A search for so many of each family tries every kind of bit-plane tile, and for more several rings of each."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,6 @@ class Layout(Enum):
     planes = "bit planes"
     tiles_a16 = "tiles for 16-bit activations"
     tiles_a8 = "tiles for 8-bit activations"
-    dense = "dequantized"
 
 
 def tiles_of(activations: ActivationFormat) -> Layout:
@@ -113,22 +117,13 @@ class KernelFamily:
         return None if reason is None else str(reason)
 
     def configs(self, product: LinearProblem) -> list[Any]:
-        """Every legal config of a product; empty where there is none."""
+        """Every legal config of a product, each once; empty where there is none."""
         if self.why_not(product) is not None:
             return []
         try:
             return list(dict.fromkeys(self._ready(one, product) for one in self.module.configs(self.problem(product))))
         except KernelError:
             return []
-
-    def runs(self, product: LinearProblem) -> bool:
-        """Whether there is a legal config."""
-        if self.why_not(product) is not None:
-            return False
-        try:
-            return next(iter(self.module.configs(self.problem(product))), None) is not None
-        except KernelError:
-            return False
 
     def default(self, product: LinearProblem) -> Any:
         """The built-in choice among the family's configs. Raises KernelError where there is none."""
@@ -176,6 +171,19 @@ class KernelFamily:
                 found[name] = value
         return found
 
+    def multiply(
+        self, x: Tensor | Packed, weight: Any, y: Tensor, config: Any, bias: Tensor | None = None, **more: Any
+    ) -> None:
+        """y[:] = x W^T + bias on the current stream; x: 16-bit activations or codes, weight: in the family's layout."""
+        if self.target is Target.planes:
+            assert isinstance(x, Packed)
+            bitplane.multiply(x, weight, _OUTPUTS[y.dtype], bias=bias, y=y, config=config)
+        elif self.module is sm90_packed_gemm:
+            sm90_packed_gemm.multiply(x, weight, bias, y, config)
+        else:
+            rows, scale = (x.codes[:, : x.k], x.scale) if isinstance(x, Packed) else (x, None)
+            self.module.launch(weight, rows, y, scale, bias, config, **more)
+
     def estimate(self, product: LinearProblem, config: Any) -> float | None:
         """About how many microseconds a config takes, by the family's own estimate; None where it has none."""
         if not hasattr(self.module, "estimate"):
@@ -183,46 +191,30 @@ class KernelFamily:
         us: float = self.module.estimate(self.problem(product), config)
         return us
 
-    def ranked(self, product: LinearProblem) -> list[Any]:
-        """Every legal config, the most promising first: by the family's own estimate, else by likeness to defaults."""
+    def promising(self, product: LinearProblem, count: int) -> list[Any]:
+        """What a search times: the default; the ``count`` first by the estimate, or those most like the default where
+        it has none; and one of each kind of bit-plane tile where ``count`` is ``EVERY_KIND`` or more.
+        """
         found = self.configs(product)
         if not found:
             return []
-        problem = self.problem(product)
-        try:
-            first = self._ready(self.module.default(problem), product)
-        except KernelError:
-            return found
-        if hasattr(self.module, "estimate"):
-            order = sorted(found, key=lambda config: self.module.estimate(problem, config))
-        else:
-            seeds = list(self.module.seeds(problem)) if hasattr(self.module, "seeds") else [first]
-            known = [self.fields(seed) for seed in seeds]
-            order = sorted(found, key=lambda config: min(_unlike(self.fields(config), seed) for seed in known))
-            order = [*seeds, *order]
-        return list(dict.fromkeys([first, *order]))
+        own = self.default(product)
+        known = vars(own).values()
 
-    def first(self, product: LinearProblem, count: int) -> list[Any]:
-        """The first of ``ranked``; few of them are the family's seeds, without a look at the whole space."""
-        if count <= _FEW_SEEDS and hasattr(self.module, "seeds") and self.runs(product):
-            problem = self.problem(product)
-            first = self._ready(self.module.default(problem), product)
-            seeds = list(dict.fromkeys([first, *self.module.seeds(problem)]))
-            if len(seeds) >= count:
-                return seeds[:count]
-        return self.ranked(product)[:count]
+        def rank(config: Any) -> float:
+            us = self.estimate(product, config)
+            return sum(map(operator.ne, vars(config).values(), known)) if us is None else us
+
+        kinds = self.kinds(product, count >= EVERY_RING) if count >= EVERY_KIND else []
+        return list(dict.fromkeys([own, *sorted(found, key=rank)[:count], *kinds]))
 
     def kinds(self, product: LinearProblem, rings: bool = False) -> list[Any]:
-        """What stands for each kind of tile, where the family has no estimate and many kinds; else nothing.
-
-        rings: of small tiles' rings several.
-        """
-        if not self.runs(product):
+        """What stands for each kind of bit-plane tile, of small ones' rings several (rings); else nothing."""
+        configs = self.configs(product)
+        if self.target is not Target.planes or not configs:
             return []
         idle = -(-product.m // _TILE) * -(-product.n // _TILE) <= product.device.sms // 2
-        return bitplane_kinds.representatives(
-            self.configs(product), self.problem(product), self.default(product), idle, rings
-        )
+        return bitplane_kinds.representatives(configs, self.problem(product), self.default(product), idle, rings)
 
 
 @functools.cache
@@ -232,24 +224,9 @@ def _kinds(family: KernelFamily) -> dict[str, type]:
     return {name: kind for name, kind in hints.items() if name not in _FACTS}
 
 
-_FEW_SEEDS = 3
-
-
 @functools.lru_cache(maxsize=4096)
 def _base(family: KernelFamily, product: LinearProblem) -> Any:
     return family.default(product)
-
-
-def _unlike(one: dict[str, FieldValue], other: dict[str, FieldValue]) -> float:
-    """How far two configs are apart: a step for each field that differs, more for numbers far apart."""
-    total = 0.0
-    for name, value in one.items():
-        reference = other[name]
-        if value == reference:
-            continue
-        numbers = type(value) is int and type(reference) is int
-        total += 1 + (0.25 * abs(int(value) - int(reference)) / max(int(value), int(reference), 1) if numbers else 0.5)
-    return total
 
 
 def bit_planes(p: LinearProblem) -> bitplane_problem.Problem:
@@ -340,22 +317,15 @@ def quantizer(product: LinearProblem, target: Target) -> quantize_activations.Co
 MOST_TOKENS = 8192
 INTERPOLATE_FROM = 64
 """To so many tokens the next measured count decides, since a tile holds all tokens; above it the two around do."""
-_QUARTERS_FROM, _EIGHTHS_TO = 16, 24
-GRID: tuple[int, ...] = tuple(
-    sorted(
-        {1 << i for i in range(14)}
-        | {3 << i for i in range(12)}
-        | {steps << i for steps in (5, 7) for i in range(11) if INTERPOLATE_FROM < steps << i <= MOST_TOKENS}
-    )
-)
-"""The token counts of a map: every power of two and what lies half way between two of them; above 64, where tiles of
-tokens fill waves of multiprocessors or do not, the quarters, too."""
 
 
 @functools.cache
 def bucket(tokens: int) -> int:
-    """The token count that stands for ``tokens``: the next one of the grid, and beyond it the next power of two."""
-    return next((m for m in GRID if m >= tokens), power_of_two(tokens))
+    """The token count of a map that stands for ``tokens``: the next power of two or what lies half way between two.
+
+    Above 64, where tiles of tokens fill waves of multiprocessors or do not, the quarters, too; beyond 8192 none.
+    """
+    return _rounded(tokens, 8 if tokens > INTERPOLATE_FROM else 4)
 
 
 @functools.cache
@@ -364,10 +334,13 @@ def step(tokens: int) -> int:
     two powers of two, to 64 the next quarter, above it the next 32nd. Tiles of tokens that are not there take their
     time: at 24 tokens a tile of 32 is nearly as fast as one of 24, and at 20 it takes 1.17 times as long.
     """
-    if not _QUARTERS_FROM < tokens <= MOST_TOKENS:
-        return bucket(tokens)
-    parts = 64 if tokens > INTERPOLATE_FROM else 8 if tokens > _EIGHTHS_TO else 16
-    unit = power_of_two(tokens) // parts
+    return _rounded(tokens, next(parts for most, parts in ((16, 4), (24, 16), (64, 8), (tokens, 64)) if tokens <= most))
+
+
+def _rounded(tokens: int, parts: int) -> int:
+    """The next multiple of a part of the next power of two, or that itself beyond ``MOST_TOKENS``."""
+    power = power_of_two(tokens)
+    unit = max(1, power // parts) if tokens <= MOST_TOKENS else power
     return -(-tokens // unit) * unit
 
 
@@ -376,5 +349,7 @@ def power_of_two(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
-STEPS: tuple[int, ...] = tuple(sorted({step(tokens) for tokens in range(1, MOST_TOKENS + 1)}))
-"""All counts of ``step``: what `anybit tune` measures. A map of all layers and schemes has those of ``GRID``."""
+GRID = tuple(sorted({bucket(tokens) for tokens in range(1, MOST_TOKENS + 1)}))
+"""The token counts of a map of all layers and schemes."""
+STEPS = tuple(sorted({step(tokens) for tokens in range(1, MOST_TOKENS + 1)}))
+"""All counts of ``step``: what `anybit tune` measures."""

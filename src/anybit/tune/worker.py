@@ -4,6 +4,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from anybit import jit, reference
 from anybit.device import Device
 from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Packed, Target
-from anybit.kernels.gemm import bitplane, bitplane_layout, packed_layout, sm80_packed_gemm, sm90_packed_gemm
+from anybit.kernels.elementwise.quantize_activations import Packed
+from anybit.kernels.gemm import bitplane_layout, packed_layout, sm80_packed_gemm
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.registry import FAMILIES, Layout, LinearProblem, quantizer
@@ -80,29 +81,28 @@ class Layer:
         )
         return Layer(n, k, format, weight, rows, part.dequantize(torch.float32).double())
 
-    def laid_out(self, layout: Layout, dtype: torch.dtype) -> list[Any]:
+    def laid_out(self, layout: Layout) -> list[Any]:
         """Copies of the weights in a layout, enough to make the caches useless."""
-        found = self.copies.get(layout)
-        if found is None:
-            found = self.copies[layout] = _copies(self.weight, layout, dtype)
-        return found
+        if layout not in self.copies:
+            codes, first = _CODES[layout], _PREPARE[layout](self.weight)
+            count = max(2, min(256, -(-_ROTATE_BYTES // max(getattr(first, codes).numel(), 1))))
+            others = (replace(first, **{codes: getattr(first, codes).clone()}) for _ in range(count - 1))
+            self.copies[layout] = [first, *others]
+        return self.copies[layout]
+
+    def address(self, layout: Layout, copy: int) -> int:
+        """Where the codes of a copy lie."""
+        codes: Tensor = getattr(self.copies[layout][copy], _CODES[layout])
+        return codes.data_ptr()
 
 
-def _copies(weight: QuantizedWeight, layout: Layout, dtype: torch.dtype) -> list[Any]:
-    if layout is Layout.planes:
-        first = bitplane_layout.prepare(weight)
-        count = _rotations(first.planes.numel())
-        return [first, *(replace(first, planes=first.planes.clone()) for _ in range(count - 1))]
-    if layout is Layout.dense:
-        dense = weight.dequantize(torch.float32).to(dtype)
-        return [dense, *(dense.clone() for _ in range(_rotations(2 * dense.numel()) - 1))]
-    tiles = packed_layout.prepare(weight, "a8" if layout is Layout.tiles_a8 else "a16")
-    count = _rotations(tiles.tiles.numel())
-    return [tiles, *(replace(tiles, tiles=tiles.tiles.clone()) for _ in range(count - 1))]
-
-
-def _rotations(size: int) -> int:
-    return max(2, min(256, -(-_ROTATE_BYTES // max(size, 1))))
+_CODES = {Layout.planes: "planes", Layout.tiles_a16: "tiles", Layout.tiles_a8: "tiles"}
+"""Which tensor of weights in a layout holds their codes."""
+_PREPARE: dict[Layout, Callable[[QuantizedWeight], Any]] = {
+    Layout.planes: bitplane_layout.prepare,
+    Layout.tiles_a16: packed_layout.prepare,
+    Layout.tiles_a8: lambda weight: packed_layout.prepare(weight, "a8"),
+}
 
 
 class Bench:
@@ -119,101 +119,70 @@ class Bench:
         self.tokens = torch.arange(m, device=device)
         if m > _SAMPLE:
             self.tokens = torch.cat((self.tokens[: _SAMPLE // 2], self.tokens[-_SAMPLE // 2 :]))
-        self._expected: dict[ActivationFormat, Tensor] = {}
-        self._codes: dict[tuple[ActivationFormat, Target], Packed] = {}
         self._recorded: dict[Candidate, dict[int, list[jit.Recorded]]] = {}
-        self._rooms: dict[ActivationFormat, tuple[Tensor, Tensor]] = {}
+        self._shared: dict[Any, Any] = {}
 
     def expected(self, activations: ActivationFormat) -> Tensor:
         """What the reference gives for the sampled tokens and rows, float64."""
-        found = self._expected.get(activations)
-        if found is None:
+
+        def make() -> Tensor:
             x = self.x[self.tokens]
-            inputs = x.double()
-            if activations.quantized:
-                inputs = reference.quantize_activations(x, activations).dequantize(torch.float64)
-            found = self._expected[activations] = inputs @ self.layer.sample.T
+            if not activations.quantized:
+                return x.double() @ self.layer.sample.T
+            return reference.quantize_activations(x, activations).dequantize(torch.float64) @ self.layer.sample.T
+
+        found: Tensor = self._once(activations, make)
         return found
 
-    def call(self, candidate: Candidate) -> Callable[[int], object]:
-        """What runs a candidate, quantization included, on the i-th copy of the weights."""
-        copies = self.layer.laid_out(candidate.layout, self.product.dtype)
-        x, y, count = self.x, self.y, len(copies)
-        if candidate.layout is Layout.dense:
-            return lambda i: torch.mm(x, copies[i % count].t(), out=y)
-        product = replace(self.product, activations=candidate.activations)
-        family = FAMILIES[candidate.kernel]
-        if not candidate.activations.quantized:
-            if candidate.kernel == "sm90_packed_gemm":
-                return lambda i: sm90_packed_gemm.multiply(x, copies[i % count], None, y, candidate.config)
-            more = self._more(candidate)
-            return lambda i: family.module.launch(copies[i % count], x, y, config=candidate.config, **more)
-        codes = self._packed(candidate.activations, family.target)
-        source = quantize_activations.problem_of(x, candidate.activations, family.target)
-        quantize = quantizer(product, family.target)
-        multiply = self._multiply(candidate, codes)
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What all candidates share, since recorded launches keep it: made at first."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
-        def call(i: int) -> None:
+    def call(self, candidate: Candidate) -> Callable[[Any], object]:
+        """What runs a candidate, quantization included, on a copy of the weights."""
+        x, y, activations, family = self.x, self.y, candidate.activations, FAMILIES[candidate.kernel]
+        product = replace(self.product, activations=activations)
+        more = {}
+        if candidate.kernel == "sm80_packed_gemm":  # sums and locks: each its own would be some 10 GB of many tokens
+            problem = family.problem(product)
+            room = self._once(("room", activations), lambda: sm80_packed_gemm.room_for_all(problem, x.device))
+            more = {"room": room}
+        if not activations.quantized:
+            return lambda weight: family.multiply(x, weight, y, candidate.config, **more)
+        key = activations, family.target
+        codes = self._once(key, lambda: Packed(product.m, product.k, *key, x.device))
+        source = quantize_activations.problem_of(x, activations, family.target)
+        quantize = quantizer(product, family.target)
+
+        def call(weight: Any) -> None:
             quantize_activations.launch(source, quantize, codes, x)
-            multiply(copies[i % count])
+            family.multiply(codes, weight, y, candidate.config, **more)
 
         return call
 
     def again(self, candidate: Candidate) -> Callable[[int], object]:
-        """``call`` for many calls: its launches are recorded at the first and repeated with the weights' copies."""
-        if candidate.layout is Layout.dense:
-            return self.call(candidate)
-        copies = self.layer.laid_out(candidate.layout, self.product.dtype)
-        tapes = self._record(candidate)
-        count, home = len(copies), _address(copies[0])
+        """``call`` on the i-th copy of the weights: its launches are recorded at the first and repeated with others."""
+        layout, tapes = candidate.layout, self._record(candidate)
+        count = len(self.layer.copies[layout])
 
         def call(i: int) -> None:
             place = i % count
-            tape = tapes.get(place)
-            if tape is None:
-                address = _address(copies[place])
-                tape = tapes[place] = [launch.moved(home, address) for launch in tapes[0]]
-            for launch in tape:
+            if place not in tapes:
+                addresses = self.layer.address(layout, 0), self.layer.address(layout, place)
+                tapes[place] = [launch.moved(*addresses) for launch in tapes[0]]
+            for launch in tapes[place]:
                 launch()
 
         return call
 
     def _record(self, candidate: Candidate) -> dict[int, list[jit.Recorded]]:
         """The launches of a call, which is made if it never was."""
-        found = self._recorded.get(candidate)
-        if found is None:
-            call = self.call(candidate)
-            found = self._recorded[candidate] = {0: jit.record(lambda: call(0))}
-        return found
-
-    def _more(self, candidate: Candidate) -> dict[str, Any]:
-        """What a family's launch takes beside: of marlin's sums and locks there is one set, since launches keep it."""
-        if candidate.kernel != "sm80_packed_gemm":
-            return {}
-        if candidate.activations not in self._rooms:
-            problem = FAMILIES["sm80_packed_gemm"].problem(replace(self.product, activations=candidate.activations))
-            self._rooms[candidate.activations] = sm80_packed_gemm.room_for_all(problem, self.x.device)
-        return {"room": self._rooms[candidate.activations]}
-
-    def _packed(self, activations: ActivationFormat, target: Target) -> Packed:
-        key = activations, target
-        if key not in self._codes:
-            p = self.product
-            self._codes[key] = Packed(p.m, p.k, activations, target, self.x.device)
-        return self._codes[key]
-
-    def _multiply(self, candidate: Candidate, codes: Packed) -> Callable[[Any], object]:
-        y, k, config = self.y, self.product.k, candidate.config
-        if candidate.kernel == "sm90_packed_gemm":
-            return lambda weight: sm90_packed_gemm.multiply(codes, weight, None, y, config)
-        family = FAMILIES[candidate.kernel]
-        if family.target is Target.bytes:
-            more = self._more(candidate)
-            return lambda weight: family.module.launch(
-                weight, codes.codes[:, :k], y, codes.scale, config=config, **more
-            )
-        output = family.problem(replace(self.product, activations=candidate.activations)).output
-        return lambda weight: bitplane.multiply(codes, weight, output, y=y, config=config)
+        if candidate not in self._recorded:
+            first, call = self.layer.laid_out(candidate.layout)[0], self.call(candidate)
+            self._recorded[candidate] = {0: jit.record(lambda: call(first))}
+        return self._recorded[candidate]
 
     def check(self, candidate: Candidate) -> None:
         """Run a candidate once and compare it with the reference. Raises WrongResultError."""
@@ -291,18 +260,10 @@ class Runner:
 
 def _driver_version() -> str:
     try:
-        from pathlib import Path
-
         words = Path("/proc/driver/nvidia/version").read_text().split()
-        return next(word for word in words if word.count(".") >= 1 and word[0].isdigit())
-    except (OSError, StopIteration):
+    except OSError:
         return ""
-
-
-def _address(weight: Any) -> int:
-    """Where the packed codes of a copy lie."""
-    codes: Tensor = weight.tiles if hasattr(weight, "tiles") else weight.planes
-    return codes.data_ptr()
+    return next((word for word in words if "." in word and word[0].isdigit()), "")
 
 
 def finalists(strategies: Sequence[str], us: Sequence[float], keep: Collection[int], effort: TimingBudget) -> list[int]:
