@@ -254,7 +254,7 @@ def test_points_hold_while_the_kernels_that_they_name_do(tmp_path: Path) -> None
     assert found.why_hint("NVIDIA H200") is None
     found.origin.kernels["sm90_bitplane_skinny"] = 0
     assert found.current().points == 1
-    assert list(found.current().excluded) == ["w2a4 sm90_packed_gemm(tokens=8)"]
+    assert not found.current().excluded, "what crashed is tried again with other kernels"
     assert "1 of its 2 points" in str(found.why_hint("NVIDIA H200"))
     by = Dispatcher("NVIDIA H200", [found])
     assert (by.choose(few).origin, by.choose(many).origin) == ("built in", "map")

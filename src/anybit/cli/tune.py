@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 
 Allow = Annotated[
     list[str] | None,
-    typer.Option(
-        help="a8: also time 8-bit activations for 16-bit ones; "
-        "copy: also time cuBLAS over dequantized weights, to compare."
-    ),
+    typer.Option(help="a8: also time 8-bit activations for 16-bit ones."),
 ]
 Dtype = Annotated[
     str | None,

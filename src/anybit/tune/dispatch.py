@@ -89,36 +89,29 @@ class Dispatcher:
         own = Choice(_builtin(product, layouts), "built in")
         if product.act_order or not (product.aligned or product.activations.quantized):
             return own
-        tokens, few = min(product.m, MOST_TOKENS), product.m <= INTERPOLATE_FROM
+        tokens, few, kept = min(product.m, MOST_TOKENS), product.m <= INTERPOLATE_FROM, (own.candidate.layout,)
         for one in (product, *_alike(product, own.candidate.layout)):
             points, policy = self.points(one) or ({}, None)
             lower, upper = around(points, tokens)
             if policy is None or not upper:
                 continue
+            name = str(policy.path or "a map")
             if one is product and (few or upper == tokens):
-                return _at(points[upper], Ask(product, own, layouts, allow, str(policy.path or "a map")))
+                return _at(points[upper], replace(own, source=name), Ask(product, layouts, allow))
             ends = [(replace(one, m=m), points[m]) for m in ((upper,) if few or not lower else (lower, upper))]
-            source = (
-                f"times of {one.scheme} {dtype_name(one.dtype)} at {' and '.join(str(e.m) for e, _ in ends)} tokens"
-            )
-            ask = Ask(product, own, layouts, allow, f"{source} ({policy.path or 'a map'})")
-            return _expected(ends, ask if one is product else ask.of_own_layout())
-        return self._nearby(Ask(product, own).of_own_layout()) or own
-
-    def _nearby(self, ask: "Ask") -> Choice | None:
-        """A config that won in a layer of nearly the same size, and is expected to win here."""
-        product = ask.product
+            counts = " and ".join(str(there.m) for there, _ in ends)
+            here = replace(own, source=f"times of {one.scheme} {dtype_name(one.dtype)} at {counts} tokens ({name})")
+            return _expected(ends, here, Ask(product, layouts, allow) if one is product else Ask(product, kept))
         if product.m <= FEW_TOKENS and not product.activations.quantized:
-            return None
+            return own
         for policy in self.policies:
             for there, point in policy.near(product, _NEAR):
-                if product.m <= INTERPOLATE_FROM and there.m != bucket(product.m):
-                    continue  # tiles are about as wide as all tokens
-                source = f"times of {there} ({policy.path or 'a map'})"
-                found = _expected([(there, point)], replace(ask, source=source))
-                if found.origin != "built in":
-                    return found
-        return None
+                if not few or there.m == bucket(product.m):  # tiles are about as wide as all tokens
+                    here = replace(own, source=f"times of {there} ({policy.path or 'a map'})")
+                    found = _expected([(there, point)], here, Ask(product, kept))
+                    if found is not here:
+                        return found
+        return own
 
     def in_fused(self, product: LinearProblem, layouts: Collection[Layout]) -> Collection[Layout]:
         """Which of its layouts a layer of a fused block runs: of few tokens with coded inputs one for all of a block.
@@ -145,7 +138,7 @@ class Dispatcher:
             best = min((one.us for one in point.strategies.values()), default=point.default_us)
             losses.setdefault(usual, {})[m] = point.default_us / best
             for measured in point.strategies.values():
-                candidate = _legal(measured, replace(product, m=m), None, allow)
+                candidate = Ask(replace(product, m=m), allow=allow).legal(measured)
                 if candidate is not None:
                     losses.setdefault(candidate.layout, {})[m] = measured.us / best
         if not losses:
@@ -163,58 +156,52 @@ class Dispatcher:
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked: a problem, its built-in choice, the layouts and allowances to keep to, and whose times decide."""
+    """What a config is asked for: a problem, and the layouts and allowances that it must keep to."""
 
     product: LinearProblem
-    own: Choice
     layouts: Collection[Layout] | None = None
     allow: Collection[str] = ()
-    source: str = ""
-
-    def of_own_layout(self) -> "Ask":
-        """The same without other layouts than the built-in choice's, and without what had to be allowed."""
-        return replace(self, layouts=(self.own.candidate.layout,), allow=())
 
     def legal(self, measured: Measured) -> Candidate | None:
         """The candidate that a point names, if it is allowed, in one of the layouts, and legal for this problem."""
-        return _legal(measured, self.product, self.layouts, self.allow)
+        if measured.activations and "a8" not in self.allow:
+            return None
+        try:
+            found = measured.candidate(self.product)
+        except KernelError as error:
+            _logger.info("a policy map names a config that is passed over: %s", error)
+            return None
+        return found if self.layouts is None or found.layout in self.layouts else None
 
 
-def _at(point: Point, ask: Ask) -> Choice:
+def _at(point: Point, own: Choice, ask: Ask) -> Choice:
     """What a point decides: its fastest config in these layouts; of few tokens another layout must win clearly."""
-    product, own, layouts = ask.product, replace(ask.own, source=ask.source), ask.layouts
-    found = [
-        Choice(one, "map", measured.us, ask.source)
-        for _, measured in point.ordered()
-        if (one := ask.legal(measured)) is not None
-    ]
-    usual = builtin_layout(product)
+    legal = [(ask.legal(measured), measured.us) for _, measured in point.ordered()]
+    found = [Choice(one, "map", us, own.source) for one, us in legal if one is not None]
+    usual = builtin_layout(ask.product)
+    own = replace(own, us=point.default_us if own.candidate.layout is usual else 0.0)
     if not found:
-        return replace(own, us=point.default_us if own.candidate.layout is usual else 0.0)
-    if product.m > FEW_TOKENS or found[0].candidate.layout is usual:
+        return own
+    if ask.product.m > FEW_TOKENS or found[0].candidate.layout is usual:
         return found[0]
-    near = next((one for one in found if one.candidate.layout is usual), replace(own, us=point.default_us))
-    kept = near.candidate.layout is usual and found[0].us >= OTHER_LAYOUT * near.us
-    return near if kept and (layouts is None or usual in layouts) else found[0]
+    near = next((one for one in found if one.candidate.layout is usual), own)
+    return near if near.candidate.layout is usual and found[0].us >= OTHER_LAYOUT * near.us else found[0]
 
 
-def _expected(ends: Collection[tuple[LinearProblem, Point]], ask: Ask) -> Choice:
+def _expected(ends: Collection[tuple[LinearProblem, Point]], own: Choice, ask: Ask) -> Choice:
     """The config that won at problems like this one and is expected to win here, by their mean; else the built-in."""
-    product, own = ask.product, ask.own.candidate
-    gains: dict[Candidate, list[float]] = {}
+    kept, gains = own.candidate, dict[Candidate, list[float]]()
     for there, point in ends:
         for measured in point.strategies.values():
             one = ask.legal(measured)
-            if one is not None and one != own and preserves_pdl_overlap(product, one):
-                gain = expected_gain(one, own, there, product, measured.us / point.default_us)
+            if one is not None and one != kept and preserves_pdl_overlap(ask.product, one):
+                gain = expected_gain(one, kept, there, ask.product, measured.us / point.default_us)
                 gains.setdefault(one, []).append(gain)
     mean = {one: sum(some) / len(some) for one, some in gains.items()}
     best = min(mean, key=mean.__getitem__, default=None)
     # A map knows the times of the built-in layout's choice alone: in another layout its best runs.
-    known = own.layout is builtin_layout(product)
-    if best is None or (known and mean[best] > _CLEARLY):
-        return replace(ask.own, source=ask.source)
-    return Choice(best, "expected", 0.0, ask.source)
+    known = kept.layout is builtin_layout(ask.product)
+    return own if best is None or (known and mean[best] > _CLEARLY) else Choice(best, "expected", 0.0, own.source)
 
 
 def _alike(product: LinearProblem, layout: Layout) -> Iterator[LinearProblem]:
@@ -246,20 +233,6 @@ def _builtin(product: LinearProblem, layouts: Collection[Layout] | None) -> Cand
         except KernelError as error:
             reasons.append(str(error))
     raise KernelError("; ".join(reasons) or f"no layout was given for {product}")
-
-
-def _legal(
-    measured: Measured, product: LinearProblem, layouts: Collection[Layout] | None, allow: Collection[str]
-) -> Candidate | None:
-    """The candidate that a point names, if it is allowed, in one of the layouts, and legal for this problem."""
-    if measured.activations and "a8" not in allow:
-        return None
-    try:
-        found = measured.candidate(product)
-    except KernelError as error:
-        _logger.info("a policy map names a config that is passed over: %s", error)
-        return None
-    return found if layouts is None or found.layout in layouts else None
 
 
 # -------- the process's dispatchers

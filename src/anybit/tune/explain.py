@@ -84,14 +84,14 @@ def explain(product: LinearProblem, by: Dispatcher, allow: Collection[str] = ())
         fields = ", ".join(f"{key}={value}" for key, value in measured.fields)
         others.append(Other(name, f"{measured.kernel}({fields})", measured.us, slower))
     runner_up = f"{others[0].strategy}, {others[0].us:.2f} us ({others[0].reason})" if others else "not measured"
-    why = {
-        "map": f"it was the fastest at M = {at}, by {choice.source}",
-        "expected": f"it is expected to be faster than the built-in choice, by {choice.source}",
-        "built in": "nothing was measured for it: it is the built-in choice",
-    }[choice.origin]
-    if choice.origin == "built in" and choice.source:
-        where = f" at M = {at}" if within else ""
-        why = f"it is the built-in choice, and nothing is clearly faster{where}, by {choice.source}"
+    where = f" at M = {at}" if within else ""
+    why = f"it is the built-in choice, and nothing is clearly faster{where}, by {choice.source}"
+    if choice.origin == "map":
+        why = f"it was the fastest at M = {at}, by {choice.source}"
+    elif choice.origin == "expected":
+        why = f"it is expected to be faster than the built-in choice, by {choice.source}"
+    elif not choice.source:
+        why = "nothing was measured for it: it is the built-in choice"
     if found is not None:
         origin = found[2].origin
         why += f" ({origin.gpu}, driver {origin.driver}, anybit {origin.library}, {origin.date})"

@@ -14,8 +14,6 @@ import contextlib
 import datetime
 import json
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -41,10 +39,6 @@ Key = tuple[str, str, int, int]
 
 class PolicyError(KernelError):
     """A file that is not a policy map, or not a whole one."""
-
-
-class UnknownNameError(KernelError):
-    """A point names a kernel family, strategy or field that this version does not have."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,7 @@ class Policy:
         self.excluded |= other.excluded
 
     def current(self) -> "Policy":
-        """What still holds: points and exclusions of kernels that have the same revision now."""
+        """What still holds: points of kernels that have the same revision now; exclusions, where all have."""
         changed = self.origin.changed
         if not changed:
             return self
@@ -171,13 +165,7 @@ class Policy:
             return not coded and not changed & point.kernels()
 
         layers = {key: {m: one for m, one in points.items() if holds(key, one)} for key, points in self.layers.items()}
-        excluded = {
-            name: reason
-            for name, reason in self.excluded.items()
-            if not any(f" {kernel}(" in name for kernel in changed)
-            and not (_QUANTIZER in changed and "a16" not in name.partition(" ")[0])
-        }
-        return replace(self, layers={key: points for key, points in layers.items() if points}, excluded=excluded)
+        return replace(self, layers={key: points for key, points in layers.items() if points}, excluded={})
 
     def why_hint(self, gpu: str) -> str | None:
         """Why it, or a part of it, is only a hint on ``gpu``, in a sentence; None if all of it holds there."""
@@ -229,69 +217,60 @@ def _parse(content: Any, path: Path, dropped: list[str]) -> Policy:
     kernels = {str(name): int(number) for name, number in said["kernels"].items()}
     names = ("gpu", "arch", "driver", "torch", "library", "date")
     origin = Origin(**{name: str(said[name]) for name in names}, kernels=kernels)
-    for name, fields in content["configs"].items():
-        if not all(isinstance(value, (int, bool, str)) for value in fields.values()):
-            raise ValueError(f"config {name!r} holds something other than a number, a string or a boolean")
-    configs = {name: (name.partition("/")[0], tuple(fields.items())) for name, fields in content["configs"].items()}
-    unknown = {name: reason for name, config in configs.items() if (reason := _unknown(*config, origin))}
+    configs = {name: _parse_config(name, fields, origin) for name, fields in content["configs"].items()}
     policy = Policy(origin, path=path)
-    for layer in content["layers"]:
-        scheme = Scheme.parse(layer["scheme"])
-        if layer["dtype"] not in _DTYPES:
-            raise ValueError(f"dtype {layer['dtype']!r} is unknown; there are {', '.join(_DTYPES)}")
-        key = str(scheme), layer["dtype"], _whole(layer["n"]), _whole(layer["k"])
-        points = {_whole(int(m)): Point(_positive(us)) for m, us in layer["built_in"].items()}
-        for m, point in layer["tokens"].items():
-            try:
-                strategies = dict(_parse_strategies(point, configs, unknown))
-                points[_whole(int(m))] = Point(_positive(point["built_in_us"]), strategies)
-            except UnknownNameError as error:
-                dropped.append(f"{key[0]} {m} x {key[2]} x {key[3]}: {error}")
-        policy.layers.setdefault(key, {}).update(points)
     policy.excluded = {str(name): str(reason) for name, reason in content["excluded"].items()}
+    for layer in content["layers"]:
+        scheme, dtype = str(Scheme.parse(layer["scheme"])), layer["dtype"]
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype {dtype!r} is unknown; there are {', '.join(_DTYPES)}")
+        n, k = (_positive(layer[name], whole=True) for name in ("n", "k"))
+        points = policy.layers.setdefault((scheme, dtype, n, k), {})
+        points |= {_positive(int(m), whole=True): Point(_positive(us)) for m, us in layer["built_in"].items()}
+        for m, point in layer["tokens"].items():
+            rows = {name: row for name, row in point.items() if name not in ("built_in_us", _COMPARED)}
+            strategies, unknown = _parse_strategies(rows, configs)
+            if unknown:
+                dropped.append(f"{scheme} {m} x {n} x {k}: {unknown[0]}")
+            else:
+                points[_positive(int(m), whole=True)] = Point(_positive(point["built_in_us"]), strategies)
     return policy
 
 
-def _unknown(kernel: str, fields: tuple[tuple[str, FieldValue], ...], origin: Origin) -> str | None:
-    """What of a config this version does not know; fields of kernels that have changed since are not looked at."""
+def _parse_config(name: str, fields: dict[str, FieldValue], origin: Origin) -> "tuple[str, Any] | str":
+    """A family and the fields of its config; or what of it this version does not know, in a sentence."""
+    if not all(isinstance(value, (int, bool, str)) for value in fields.values()):
+        raise ValueError(f"config {name!r} holds something other than a number, a string or a boolean")
+    kernel = name.partition("/")[0]
     if kernel not in FAMILIES:
         return f"there is no kernel family {kernel!r}"
-    try:
-        FAMILIES[kernel].parsed({} if kernel in origin.changed else dict(fields))
+    try:  # fields of kernels that have changed since are not looked at
+        FAMILIES[kernel].parsed({} if kernel in origin.changed else fields)
     except KernelError as error:
         return str(error)
-    return None
+    return kernel, tuple(fields.items())
 
 
-def _parse_strategies(
-    point: dict[str, Any], configs: dict[str, Any], unknown: dict[str, str]
-) -> Iterator[tuple[str, Measured]]:
-    for name, measured in point.items():
-        if name in ("built_in_us", _COMPARED):
-            continue
-        if name not in STRATEGIES:
-            raise UnknownNameError(f"strategy {name!r} is none of {', '.join(STRATEGIES)}")
-        config = measured["config"]
-        kernel, fields = configs[config]
-        if config in unknown:
-            raise UnknownNameError(unknown[config])
-        activations = str(measured.get("activations", ""))
+def _parse_strategies(rows: dict[str, Any], configs: dict[str, Any]) -> tuple[dict[str, Measured], list[str]]:
+    """The best of each strategy, and what of them this version does not know."""
+    found: dict[str, Measured] = {}
+    unknown = [f"strategy {name!r} is none of {', '.join(STRATEGIES)}" for name in rows if name not in STRATEGIES]
+    for name, row in rows.items():
+        config, activations = configs[row["config"]], str(row.get("activations", ""))
         if activations not in ("", "8", "8fp"):
             raise ValueError(f"activations become 8 or 8fp bits, not {activations!r}")
-        yield name, Measured(_positive(measured["us"]), kernel, fields, activations)
+        if isinstance(config, str):
+            unknown.append(config)
+        else:
+            found[name] = Measured(_positive(row["us"]), config[0], config[1], activations)
+    return found, unknown
 
 
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{value!r} is not a positive number")
-    return float(value)
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int):
-        raise ValueError(f"{value!r} is not a whole number")
-    _positive(value)
-    return value
+def _positive(value: Any, whole: bool = False) -> Any:
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{value!r} is not a positive {'whole number' if whole else 'number'}")
+    return value if whole else float(value)
 
 
 def usable(path: Path) -> Policy | None:
@@ -344,12 +323,8 @@ def check_target(path: Path) -> None:
             read(path)
         except PolicyError as error:
             raise PolicyError(f"{error}; it is not overwritten: remove it, or choose another file") from None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
-            pass
-    except OSError as error:
-        raise PolicyError(f"{path} cannot be written: {error.strerror}") from None
+    with _locked(path):
+        pass
 
 
 def save(policy: Policy, path: Path) -> None:
@@ -358,42 +333,38 @@ def save(policy: Policy, path: Path) -> None:
     The file is replaced as a whole, under a lock. What was there of another GPU or other kernels is dropped; a file
     that is no map is kept beside it (``.bad``). Raises PolicyError where it cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
-            before = usable(path) if path.exists() else None
-            if before is None and path.exists():
-                path.replace(path.with_name(f"{path.name}.bad"))
-            elif before is not None and before.origin.gpu == policy.origin.gpu:
-                before = before.current()
-                before.merge(policy)
-                policy = replace(before, origin=policy.origin)
-            _write(path, text(policy))
-    except OSError as error:
-        raise PolicyError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _write(path: Path, content: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with _locked(path):
+        before = usable(path) if path.exists() else None
+        if before is None and path.exists():
+            path.replace(path.with_name(f"{path.name}.bad"))
+        elif before is not None and before.origin.gpu == policy.origin.gpu:
+            before = before.current()
+            before.merge(policy)
+            policy = replace(before, origin=policy.origin)
+        temporary = path.with_name(f".{path.name}.part")  # one writes at a time
+        try:
+            temporary.write_text(text(policy), encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a map, across processes; where there is no fcntl the last one to write wins."""
-    with path.with_name(f".{path.name}.lock").open("ab") as file:
-        with contextlib.suppress(ImportError):
-            import fcntl
+    """Holds the lock of a map, across processes; where there is no fcntl the last one to write wins.
 
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    Raises PolicyError for what the system refuses meanwhile.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_name(f".{path.name}.lock").open("ab") as file:
+            with contextlib.suppress(ImportError):
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise PolicyError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def file_name(gpu: str) -> str:

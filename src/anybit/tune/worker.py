@@ -217,9 +217,8 @@ class Bench:
             names = [candidates[i].strategy for i in alive]
             better = finalists(names, [us[i] for i in alive], [p for p, i in enumerate(alive) if i in keep], effort)
             alive = [alive[place] for place in better]
-            last = max(Counter(candidates[i].strategy for i in alive if i not in keep).values(), default=0) <= (
-                effort.finalists
-            )
+            others = Counter(candidates[i].strategy for i in alive if i not in keep)
+            last = max(others.values(), default=0) <= effort.finalists
             microseconds *= 2
             replays = max(2, min(effort.final_replays, round(4000 / min(us)))) if last else effort.replays
             counts = [calls_in(microseconds, us[i], MOST_CALLS if last else _CALLS) for i in alive]
@@ -296,7 +295,7 @@ def calls_in(microseconds: float, guess_us: float, most: int = _CALLS) -> int:
     return max(1 if guess_us > _LONG else 2, min(most, round(microseconds / max(guess_us, 0.5))))
 
 
-_SHORT, _PLACED = 20.0, 60.0
+_PLACED = 60.0
 """Microseconds of a call whose time depends on the ticks of the GPU's clock, and on what stands before it: one of 25 us
 took 4 % more or less in two graphs (w4a16g128, 37888 x 3584)."""
 
