@@ -5,8 +5,8 @@ Y = X W^T for W and X of 1 to 8 bits, each sym, asym or bipolar: one product of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,6 +103,51 @@ def why_not_facts(problem: Problem, config: Facts) -> str | None:
     if config.short_sums and not problem.short_sums:
         return f"sums of K = {problem.k} may reach 2^22, and the config's are shorter"
     return None
+
+
+def why_not_config(problem: Problem, config: Facts, shared_bytes: int) -> str | None:
+    """Why a config is another problem's, or too large for a block, in a sentence; None if it is neither."""
+    return why_not_facts(problem, config) or problem.device.why_not_shared(shared_bytes)
+
+
+class LargeFacts(Facts):
+    """What the kernels for many tokens share: two warpgroups that multiply, and one whose threads load and store."""
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return 384
+
+
+def why_not_epilogue(config: Any, tiles: tuple[int, ...]) -> str | None:
+    """Why results of a kernel for many tokens are not staged so, in a sentence; tiles: of how many tokens at once."""
+    most = config.tile_m
+    if config.epilogue_tile not in tiles or most % config.epilogue_tile:
+        return f"{tiles} tokens that divide a tile's {most} are staged at once, not {config.epilogue_tile}"
+    if not 2 <= config.epilogue_stages <= 8:
+        return f"results are staged in 2 to 8 buffers, not {config.epilogue_stages}"
+    return None
+
+
+def why_not_tma(problem: Problem) -> str | None:
+    """Why results cannot leave by TMA, in a sentence; None if they can."""
+    if not problem.output.is_16bit:
+        return f"TMA stores 16-bit results, not {problem.output.value}"
+    if problem.n % 8 or not problem.aligned:
+        return f"TMA stores whole sixteen bytes, and rows of {problem.n} results begin or end within them"
+    return None
+
+
+def epilogue_bytes(config: Any) -> int:
+    """Shared memory of a warpgroup's results: buffers of 16 bits, and the constants of two tiles' tokens."""
+    columns = 2 * config.tile_m * (12 if config.activation_code is Code.asym else 8)
+    needed: int = columns + 128 * config.epilogue_tile * config.epilogue_stages * config.output.is_16bit
+    return -(-needed // 1024) * 1024
+
+
+def of_any_size(problem: Problem) -> Problem:
+    """A problem that stands for all whose configs are the same: they do not depend on M and N."""
+    return replace(problem, m=1, n=1, aligned=True) if min(problem.m, problem.n) >= 1 else problem
 
 
 def legal(problem: Problem, reason: str | None, configs: Sequence[_Config]) -> Sequence[_Config]:

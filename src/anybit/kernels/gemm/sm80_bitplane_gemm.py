@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from anybit import jit
 from anybit.kernels.gemm import bitplane_layout, bitplane_problem
-from anybit.kernels.gemm.bitplane_problem import Facts, Params, Problem, facts, legal, why_not_facts
+from anybit.kernels.gemm.bitplane_problem import Facts, Params, Problem, facts, legal, why_not_config
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     reason = bitplane_problem.why_not(problem, 80)
     if reason is not None or config is None:
         return reason
-    return (
-        why_not_facts(problem, config)
-        or _why_not_tile(problem, config)
-        or problem.device.why_not_shared(shared_bytes(config))
-    )
+    return _why_not_tile(problem, config) or why_not_config(problem, config, shared_bytes(config))
 
 
 def _why_not_tile(problem: Problem, config: Config) -> str | None:

@@ -5,19 +5,21 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 from anybit import jit
 from anybit.kernels.common.types import Code
 from anybit.kernels.gemm import bitplane_layout, bitplane_problem
 from anybit.kernels.gemm.bitplane_problem import (
     ROWS,
-    Facts,
+    LargeFacts,
     Params,
     Problem,
+    epilogue_bytes,
     facts,
     legal,
-    why_not_facts,
+    why_not_config,
+    why_not_epilogue,
+    why_not_tma,
 )
 
 
@@ -30,7 +32,7 @@ class Schedule(Enum):
 
 
 @dataclass(frozen=True)
-class Config(Facts):
+class Config(LargeFacts):
     """How: tiles of 128 weights x ``tile_m`` tokens, in persistent blocks.
 
     weight_chunks, activation_chunks: chunks of k of either operand in shared memory.  schedule: how the two warpgroups
@@ -54,11 +56,6 @@ class Config(Facts):
     first_plane_pieces: int = 1
 
     @property
-    def threads(self) -> int:
-        """Threads a block: two warpgroups that multiply, and one whose threads load and store."""
-        return 384
-
-    @property
     def tma_rows(self) -> int:
         """Tokens of a box of results that leaves by TMA; 0 where threads store them."""
         return self.epilogue_tile if self.tma_store else 0
@@ -69,32 +66,22 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     reason = bitplane_problem.why_not(problem)
     if reason is not None or config is None:
         return reason
-    return (
-        why_not_facts(problem, config)
-        or _why_not_tile(problem, config)
-        or _why_not_pieces(config)
-        or problem.device.why_not_shared(shared_bytes(config))
-    )
+    refused = _why_not_tile(problem, config) or _why_not_pieces(config)
+    return refused or why_not_config(problem, config, shared_bytes(config))
 
 
 def _why_not_tile(problem: Problem, c: Config) -> str | None:
     chunks = problem.chunks
     if c.tile_m not in (64, 128, 256):
         return f"tiles have 64, 128 or 256 tokens, not {c.tile_m}"
-    if c.epilogue_tile not in (32, 64, 128) or c.epilogue_tile > c.tile_m:
-        return f"32, 64 or 128 of a tile's {c.tile_m} tokens are staged at once, not {c.epilogue_tile}"
-    if not 2 <= c.epilogue_stages <= 8:
-        return f"results are staged in 2 to 8 buffers, not {c.epilogue_stages}"
+    if refused := why_not_epilogue(c, (32, 64, 128)) or (why_not_tma(problem) if c.tma_store else None):
+        return refused
     if c.cluster_n not in (1, 2, 4):
         return f"1, 2 or 4 blocks load tokens for each other, not {c.cluster_n}"
     if c.activation_stationary and c.cluster_n > 1:
         return "blocks that keep their tokens do not load them for each other"
     if c.tail_tile_m and (c.activation_stationary or c.tail_tile_m not in (64, 128) or c.tail_tile_m >= c.tile_m):
         return f"blocks that keep no tokens cut their last tiles of {c.tile_m} into 64 or 128, not {c.tail_tile_m}"
-    if c.tma_store and not c.output.is_16bit:
-        return f"TMA stores 16-bit results, not {c.output.value}"
-    if c.tma_store and (problem.n % 8 or not problem.aligned):
-        return f"TMA stores whole sixteen bytes, and rows of {problem.n} results begin or end within them"
     sides = ("weight", c.weight_bits, c.weight_chunks), ("activation", c.activation_bits, c.activation_chunks)
     for side, bits, held in sides:
         if held < 1 or held * bits < 2:
@@ -130,13 +117,6 @@ def shared_bytes(config: Config) -> int:
     barriers = 16 * (weight_slots + activation_slots + 2 * config.epilogue_stages)
     first = 16 * config.first_plane_pieces if config.first_plane_pieces > 1 else 0
     return slots + 2 * epilogue_bytes(config) + barriers + first
-
-
-def epilogue_bytes(config: Any) -> int:
-    """Shared memory of a warpgroup's results: buffers of 16 bits, and the constants of two tiles' tokens."""
-    columns = 2 * config.tile_m * (12 if config.activation_code is Code.asym else 8)
-    needed: int = columns + 128 * config.epilogue_tile * config.epilogue_stages * config.output.is_16bit
-    return -(-needed // 1024) * 1024
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:

@@ -15,8 +15,9 @@ from anybit.kernels.gemm.bitplane_problem import (
     bytes_to_limit,
     facts,
     legal,
+    of_any_size,
     wgmma_n,
-    why_not_facts,
+    why_not_config,
 )
 from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand, SkinnyFacts, why_not_columns
 
@@ -49,12 +50,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     reason = bitplane_problem.why_not(problem)
     if reason is not None or config is None:
         return reason
-    return (
-        why_not_facts(problem, config)
-        or why_not_columns(config)
-        or _why_not_tile(problem, config)
-        or problem.device.why_not_shared(shared_bytes(config))
-    )
+    refused = why_not_columns(config) or _why_not_tile(problem, config)
+    return refused or why_not_config(problem, config, shared_bytes(config))
 
 
 def _why_not_tile(problem: Problem, c: Config) -> str | None:
@@ -107,7 +104,7 @@ def _candidates(problem: Problem) -> Iterator[Config]:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Every legal config of a problem; they do not depend on M and N."""
-    return _configs(replace(problem, m=1, n=1, aligned=True) if min(problem.m, problem.n) >= 1 else problem)
+    return _configs(of_any_size(problem))
 
 
 @functools.cache

@@ -19,8 +19,9 @@ from anybit.kernels.gemm.bitplane_problem import (
     facts,
     half_bytes,
     legal,
+    of_any_size,
     wgmma_n,
-    why_not_facts,
+    why_not_config,
 )
 
 
@@ -95,13 +96,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     reason = bitplane_problem.why_not(problem)
     if reason is not None or config is None:
         return reason
-    return (
-        why_not_facts(problem, config)
-        or why_not_columns(config, config.split_b_warpgroups)
-        or _why_not_stages(problem, config)
-        or _why_not_split(config)
-        or problem.device.why_not_shared(shared_bytes(config))
-    )
+    refused = why_not_columns(config, config.split_b_warpgroups) or _why_not_stages(problem, config)
+    return refused or _why_not_split(config) or why_not_config(problem, config, shared_bytes(config))
 
 
 def why_not_columns(config: SkinnyFacts, parts: int = 1) -> str | None:
@@ -182,7 +178,7 @@ def _candidates(problem: Problem) -> Iterator[Config]:
 
 def configs(problem: Problem) -> tuple[Config, ...]:
     """Every legal config of a problem; they do not depend on M and N."""
-    return _configs(replace(problem, m=1, n=1, aligned=True) if min(problem.m, problem.n) >= 1 else problem)
+    return _configs(of_any_size(problem))
 
 
 @functools.cache

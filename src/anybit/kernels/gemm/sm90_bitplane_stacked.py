@@ -3,21 +3,23 @@
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from anybit import jit
 from anybit.kernels.gemm import bitplane_layout, bitplane_problem
 from anybit.kernels.gemm.bitplane_problem import (
     ROWS,
-    Facts,
+    LargeFacts,
     Params,
     Problem,
+    epilogue_bytes,
     facts,
     legal,
-    why_not_facts,
+    why_not_config,
+    why_not_epilogue,
+    why_not_tma,
 )
-from anybit.kernels.gemm.sm90_bitplane_gemm import epilogue_bytes
 
 
 class Stationary(Enum):
@@ -29,7 +31,7 @@ class Stationary(Enum):
 
 
 @dataclass(frozen=True)
-class Config(Facts):
+class Config(LargeFacts):
     """How: tiles of 128 weights x ``tile_m`` tokens, all planes of these side by side.
 
     weight_stages, activation_stages: planes of weights, and chunks of k of the tokens' planes, in shared memory.
@@ -44,11 +46,6 @@ class Config(Facts):
     warpgroup_lag: int = 0
     epilogue_tile: int = 32
     epilogue_stages: int = 3
-
-    @property
-    def threads(self) -> int:
-        """Threads a block: two warpgroups that multiply, and one of which a thread loads, and two store."""
-        return 384
 
     @property
     def tma_rows(self) -> int:
@@ -67,29 +64,21 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     reason = bitplane_problem.why_not(problem)
     if reason is not None:
         return reason
-    if not problem.output.is_16bit:
-        return f"results leave by TMA, 16 bits each, and {problem.output.value} is asked for"
-    if problem.n % 8 or not problem.aligned:
-        return f"TMA stores whole sixteen bytes, and rows of {problem.n} results begin or end within them"
+    if refused := why_not_tma(problem):
+        return refused
     if problem.m <= _FEW:
         return f"its tiles are for more than {_FEW} tokens, and {problem.m} would leave them half empty"
     if problem.activations.bits != _PLANES:
         return f"planes of {_PLANES}-bit activations stand side by side, not of {problem.activations.bits}-bit ones"
     if config is None:
         return None
-    return (
-        why_not_facts(problem, config)
-        or _why_not_tile(problem, config)
-        or problem.device.why_not_shared(shared_bytes(config))
-    )
+    return _why_not_tile(problem, config) or why_not_config(problem, config, shared_bytes(config))
 
 
 def _why_not_tile(problem: Problem, c: Config) -> str | None:
     p, chunks = c.weight_bits, problem.chunks
-    if c.epilogue_tile not in (32, 64) or c.tile_m % c.epilogue_tile:
-        return f"32 or 64 tokens are staged at once, and a tile of {c.tile_m} is not made of {c.epilogue_tile}"
-    if not 2 <= c.epilogue_stages <= 8:
-        return f"results are staged in 2 to 8 buffers, not {c.epilogue_stages}"
+    if refused := why_not_epilogue(c, (32, 64)):
+        return refused
     if c.tile_m not in (64, 128):
         return f"two planes of 64 or 128 tokens are the columns of a product, not of {c.tile_m}"
     if c.weight_stages < 2 or c.activation_stages < 2:
@@ -146,14 +135,6 @@ def default(problem: Problem) -> Config:
         return -config.tile_m, keeps, *ring, config.warpgroup_lag, config.epilogue_tile, abs(config.epilogue_stages - 3)
 
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
-
-
-def seeds(problem: Problem) -> list[Config]:
-    """What a search starts from: the default, the same with a lag, and the best that keeps nothing."""
-    own = default(problem)
-    stages = min(own.activation_stages, 4)
-    others = [replace(own, warpgroup_lag=1), replace(own, stationary=Stationary.none, activation_stages=stages)]
-    return list(dict.fromkeys([own, *(config for config in others if why_not(problem, config) is None)]))
 
 
 _PREFERRED_CHUNKS = 4
