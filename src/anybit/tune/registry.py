@@ -236,22 +236,22 @@ def bit_planes(p: LinearProblem) -> bitplane_problem.Problem:
 
 def few_tokens(p: LinearProblem) -> packed_problem.Problem:
     """The product as the kernels for few tokens see it."""
-    operand = torch.int8 if p.activations.quantized else p.dtype
-    columns = p.tile_columns
-    return packed_problem.Problem(
-        p.m, p.n, p.k, p.weights, operand, p.dtype, p.device, columns, p.act_order, p.aligned or p.activations.quantized
-    )
-
-
-def _large(p: LinearProblem) -> sm90_packed_gemm.Problem:
-    k = p.tile_columns if p.act_order else p.k  # x is gathered into the order of the tiles, where they have one
-    return sm90_packed_gemm.Problem(p.m, p.n, k, p.weights, p.activations, p.dtype, p.device)
+    aligned = p.aligned or p.activations.quantized
+    return replace(_marlin(p), k=p.k, columns=p.tile_columns, act_order=p.act_order, aligned=aligned)
 
 
 def _marlin(p: LinearProblem) -> packed_problem.Problem:
     operand = torch.int8 if p.activations.quantized else p.dtype
-    k = p.tile_columns if p.act_order else p.k
-    return packed_problem.Problem(p.m, p.n, k, p.weights, operand, p.dtype, p.device)
+    return packed_problem.Problem(p.m, p.n, _ordered(p), p.weights, operand, p.dtype, p.device)
+
+
+def _large(p: LinearProblem) -> sm90_packed_gemm.Problem:
+    return sm90_packed_gemm.Problem(p.m, p.n, _ordered(p), p.weights, p.activations, p.dtype, p.device)
+
+
+def _ordered(p: LinearProblem) -> int:
+    """Columns of x that a kernel is given: gathered into the order of the tiles, where they have one."""
+    return p.tile_columns if p.act_order else p.k
 
 
 def _beside(family: KernelFamily, product: LinearProblem) -> str | None:

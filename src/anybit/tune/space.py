@@ -8,7 +8,7 @@ import contextlib
 import functools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,13 +115,11 @@ class Excluded:
     reason: str
 
 
-@dataclass(frozen=True)
-class Space:
+class Space(NamedTuple):
     """Every legal candidate of a product, family by family."""
 
-    product: LinearProblem
-    candidates: tuple[Candidate, ...]
-    excluded: tuple[Excluded, ...]
+    candidates: list[Candidate]
+    excluded: list[Excluded]
 
 
 def space(product: LinearProblem, allow: Collection[str] = ()) -> Space:
@@ -137,21 +135,19 @@ def space(product: LinearProblem, allow: Collection[str] = ()) -> Space:
             if not configs:
                 reason = family.why_not(effective) or "none of its configs fits this product and device"
                 excluded.append(Excluded(strategy_of(name, activations), name, reason))
-    return Space(product, tuple(found), (*excluded, *_excluded_strategies(product, allow)))
+    return Space(found, [*excluded, *_excluded_strategies(product, allow)])
 
 
 def _excluded_strategies(product: LinearProblem, allow: Collection[str]) -> Iterator[Excluded]:
     """Strategies that are out as a whole, beside what the families say."""
     w, x, arch = product.weights, product.activations, product.device.arch
-    split = dpr.why_not(w, x, arch, "split")
-    if split is not None:
-        yield Excluded("split", "", split)
-    if x.quantized:
-        yield Excluded("dequantize", "", dpr.why_not(w, x, arch, "dequantize") or "activations are quantized")
-        if x.integer:
-            yield Excluded("padding to fp8", "", "sums of e4m3 products are rounded, and integer activations are exact")
-        else:
-            yield Excluded("padding to int8", "", "the activations are 8-bit floats")
+    for strategy in ("split", "dequantize") if x.quantized else ("split",):
+        if reason := dpr.why_not(w, x, arch, strategy):
+            yield Excluded(strategy, "", reason)
+    if x.integer:
+        yield Excluded("padding to fp8", "", "sums of e4m3 products are rounded, and integer activations are exact")
+    elif x.quantized:
+        yield Excluded("padding to int8", "", "the activations are 8-bit floats")
     elif "a8" not in allow:
         for name in ("padding to int8", "padding to fp8"):
             yield Excluded(name, "", "it would quantize the activations, which has not been allowed (allow a8)")

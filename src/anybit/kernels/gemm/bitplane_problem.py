@@ -132,7 +132,7 @@ def why_not_epilogue(config: Any, tiles: tuple[int, ...]) -> str | None:
 def why_not_tma(problem: Problem) -> str | None:
     """Why results cannot leave by TMA, in a sentence; None if they can."""
     if not problem.output.is_16bit:
-        return f"TMA stores 16-bit results, not {problem.output.value}"
+        return f"TMA stores 16-bit results, and {problem.output.value} is asked for"
     if problem.n % 8 or not problem.aligned:
         return f"TMA stores whole sixteen bytes, and rows of {problem.n} results begin or end within them"
     return None
