@@ -326,7 +326,6 @@ def test_many_processes_compile_once(folder: Path, tmp_path: Path) -> None:
 import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
 from anybit import jit
 from anybit.jit import cache
-from anybit.tune.processes import compile_kernels
 from kernels import row_sums
 def counted(kernel, arch):
     print("compiled")

@@ -75,7 +75,6 @@ Report = Callable[[Progress], None]
 
 # -------- what is tried
 
-
 Planned = dict[Candidate, str | None]
 """What is tried for a problem, and why it cannot be: its kernels do not compile."""
 
@@ -110,12 +109,11 @@ def _begin(maps: Sequence[Policy], options: Options) -> None:
 
 def plan(product: LinearProblem) -> Planned:
     """Choose candidates and bring their kernels into the cache on disk; runs in a process of its own."""
-
-    def refusal(one: Candidate) -> str | None:
+    found: Planned = dict.fromkeys(candidates_of(product, _maps, _options))
+    for one in found:
         reasons = (compile_one(kernel, product.device.arch) for kernel in one.kernels(product))
-        return next((reason for reason in reasons if reason is not None), None)
-
-    return {one: refusal(one) for one in candidates_of(product, _maps, _options)}
+        found[one] = next(filter(None, reasons), None)
+    return found
 
 
 def plans(

@@ -21,9 +21,7 @@ from anybit.kernels.gemm import bitplane, heuristics, repack
 from anybit.kernels.gemm.bitplane_problem import half_bytes
 from anybit.scheme import ActivationFormat
 from anybit.tune.registry import (
-    EVERY_KIND,
     FAMILIES,
-    MOST_TOKENS,
     FieldValue,
     Layout,
     LinearProblem,
@@ -312,12 +310,7 @@ def promising(
     The product's built-in choice comes first and is always there, so that a search never ends with something worse.
     """
     targets = targets_of(product, allow)
-    chosen = builtins_of(product, allow)
-    if power_of_two(product.m) <= MOST_TOKENS:  # whose kernels are compiled anyway
-        chosen += builtins_of(replace(product, m=power_of_two(product.m)), allow)
-    if each < EVERY_KIND and product.m > _MANY_TOKENS:
-        chosen = [one for one in chosen if one == chosen[0] or not _hopeless(product, one.kernel)]
-    chosen += [hint for hint in hints if hint.activations in targets]
+    chosen = [*builtins_of(product, allow), *(hint for hint in hints if hint.activations in targets)]
     for activations in targets if each else ():
         effective = replace(product, activations=activations)
         for name, family in FAMILIES.items():

@@ -283,8 +283,6 @@ _ROUGH = 60.0
 """Microseconds of a call that is looked at once in the first round: what is far behind is so by more than the noise."""
 _LONG = 300.0
 """Microseconds of a call whose start and end matter little: one is enough, and none before it."""
-
-
 _CALLS, MOST_CALLS = 16, 48
 """The most calls of one candidate in a graph; the second in the last round, where short calls are told
 from others that take 5 % more by events that are off by some tenths of a microsecond."""
