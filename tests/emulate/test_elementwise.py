@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels.elementwise import norm_act, rope
+from anybit.kernels.elementwise import norm_act, rope, rope_pages
 from anybit.ops import elementwise as ops
+from anybit.ops import pages
 
 pytestmark = pytest.mark.emulate
 
@@ -93,3 +94,32 @@ def test_rotary_embedding(dtype, dim, norms, stores, paired):
     close(residual, wanted, dtype)
     again, same = ops._rotate_cpu(given.float(), *wide[1:3], heads, kv_heads, *wide[3:], 1e-6, paired)
     assert torch.equal(again, expected_q) and torch.equal(same, expected_k)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "norms", "paired"),
+    [(torch.float16, 64, False, True), (torch.bfloat16, 128, True, False), (torch.float16, 256, True, True)],
+)
+def test_rotary_embedding_into_pages(dtype, dim, norms, paired):
+    heads, kv_heads, tokens, page = 3, 2, 5, 16
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    angles = torch.rand(40, dim // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype)
+    gammas = [torch.rand(dim).to(dtype) + 0.5 for _ in range(2)] if norms else [None, None]
+    positions, slots = torch.tensor([39, 0, 7, 8, 1]), torch.tensor([33, -1, 15, 16])  # of the last token none
+    got, wanted = torch.zeros(2, 3, kv_heads, page, 2 * dim, dtype=dtype)  # a page as vLLM has it
+    given = qkv[:, rope.paired_channels(heads, kv_heads, dim)].contiguous() if paired else qkv
+    q = torch.full((tokens, heads, dim), torch.nan, dtype=dtype)
+    problem = rope_pages.Problem(tokens, heads, kv_heads, dim, dtype, paired)
+    config = rope_pages.default(problem)
+
+    def step(cache):
+        keys, values = cache.transpose(1, 2).split(dim, dim=-1)
+        return rope_pages.RopePagesArgs(table, positions, keys, values, slots, heads, kv_heads)
+
+    params = rope_pages.arguments(step(got), given, q, *gammas, 1e-6)
+    emulate.run(rope_pages.kernel(config), params, rope_pages.grid(problem, config), seed=dim, dependent=("qkv",))
+    expected = pages._rotate_cpu(step(wanted), given, *gammas, 1e-6, paired)
+    close(q, expected, dtype)
+    close(got, wanted, dtype)
+    assert int((got != 0).any(-1).sum()) == 2 * 3 * kv_heads / 2  # three tokens of each head

@@ -10,12 +10,14 @@ import torch
 
 import emulate
 from anybit.device import Device
+from anybit.kernels.elementwise.rope_pages import RopePagesArgs
 from anybit.kernels.gemm import (
     packed_layout,
     packed_problem,
     sm90_packed_gemv,
     sm90_packed_skinny_f16,
 )
+from anybit.ops import pages
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import WeightFormat
 from cases import random_weight
@@ -187,6 +189,38 @@ def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, war
     atol = 0.02 * float(qkv.abs().max())
     torch.testing.assert_close(q.view(m, heads, dim).float(), expected.float(), rtol=0.02, atol=atol)
     torch.testing.assert_close(ring.float(), wanted.float(), rtol=0.02, atol=atol)
+
+
+@pytest.mark.parametrize(("m", "dtype", "dim"), [(1, torch.float16, 64), (2, torch.bfloat16, 32)])
+def test_turns_and_stores_in_pages(m: int, dtype: torch.dtype, dim: int) -> None:
+    """Keys and values lie in the pages that their slots say; a token without one leaves its queries alone."""
+    heads, kv_heads, k, page = 3, 2, 256, 16
+    n = (heads + 2 * kv_heads) * dim
+    case = product(WeightFormat(4, "sym", 128), m, n, k, dtype, bias=True, seed=dim)
+    other, gamma = torch.randn(m, k).to(dtype), (torch.rand(k) + 0.5).to(dtype)
+    problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
+    config = sm90_packed_gemv.fitted(problem, 1, 2, 20, 2)
+    q, total = torch.full((m, heads * dim), torch.nan, dtype=dtype), torch.zeros(m, k, dtype=dtype)
+    got, wanted = torch.zeros(2, 3, kv_heads, page, 2 * dim, dtype=dtype)
+    angles = torch.rand(40, dim // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype)
+    positions, slots = torch.tensor([39, 7])[:m], torch.tensor([37, -1])[:m]
+
+    def step(cache: torch.Tensor) -> RopePagesArgs:
+        keys, values = cache.transpose(1, 2).split(dim, dim=-1)
+        return RopePagesArgs(table, positions, keys, values, slots, heads, kv_heads)
+
+    norm = sm90_packed_gemv.norm_arguments(case.packed, case.x, q, case.bias, gamma, 1e-5, other, total)
+    params = sm90_packed_gemv.rotary_arguments(norm, step(got))
+    kernel, grid = sm90_packed_gemv.rotary_kernel(config, pages=True), sm90_packed_gemv.grid(problem, config)
+    emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "keys", "values"))
+    assert case.bias is not None
+    x = _rms_norm_cpu(case.x + other, gamma, 1e-5).double()
+    qkv = (x @ packed_layout.unpack(case.packed).T + case.bias.double()).to(dtype)
+    expected = pages._rotate_cpu(step(wanted), qkv, None, None, 0.0, True)
+    atol = 0.02 * float(qkv.abs().max())
+    torch.testing.assert_close(q.view(m, heads, dim).float(), expected.float(), rtol=0.02, atol=atol)
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=0.02, atol=atol)
 
 
 def test_norm_refusals() -> None:

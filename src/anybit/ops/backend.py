@@ -8,6 +8,7 @@ from functools import cache
 from torch import Tensor
 
 from anybit.errors import KernelError
+from anybit.kernels.elementwise.rope_pages import RopePagesArgs as RopePagesArgs
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs as RopeStoreArgs
 from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight
@@ -129,7 +130,7 @@ class Backend(ABC):
         tensors: list[Tensor],
         bias: Tensor | None,
         spec: LinearSpec,
-        step: RopeStoreArgs,
+        step: RopeStoreArgs | RopePagesArgs,
     ) -> tuple[Tensor, Tensor] | None:
         """(rotated queries of the norm's linear, x + residual), keys and values stored as ``step`` says; or None."""
         return None

@@ -15,18 +15,24 @@ from anybit import jit
 from anybit.device import Device
 from anybit.jit.cache import on_disk
 from anybit.ops.backend import LinearSpec
+from anybit.ops.pages import RopePagesArgs, norm_rotate_pages, rotate_pages
 from anybit.tune.processes import compile_kernels
 from anybit.tune.registry import MOST_TOKENS, STEPS
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers whose kernels are the same. spec: ``str`` of their LinearSpec; rotated: inputs go through ``hadamard``."""
+    """Layers whose kernels are the same. spec: ``str`` of their LinearSpec; rotated: inputs go through ``hadamard``.
+
+    heads: outputs are query heads, key heads and values, which ``pages`` turns and stores: (query heads, key heads,
+    head_dim, paired).
+    """
 
     spec: str
     dtype: torch.dtype
     bias: bool
     rotated: bool
+    heads: tuple[int, int, int, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,3 +94,10 @@ def _call(kind: LayerKind, tensors: list[Tensor], tokens: int) -> None:
             torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, True, False)
     if coded:
         torch.ops.anybit.silu_linear(room(tokens, 2 * spec.k), tensors, bias, kind.spec, kind.rotated)
+    if kind.heads is not None:
+        query_heads, key_heads, dim, paired = kind.heads
+        positions = torch.zeros(tokens, dtype=torch.int64, device=tensors[0].device)
+        step = RopePagesArgs(room(1, dim), positions, None, None, None, query_heads, key_heads)
+        rotate_pages(step, room(tokens, spec.n), paired=paired)
+        if paired:
+            norm_rotate_pages(step, x, x, gamma, 1e-5, tensors, bias, kind.spec)

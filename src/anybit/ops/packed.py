@@ -16,6 +16,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
+from anybit.kernels.elementwise.rope_pages import RopePagesArgs
 from anybit.kernels.gemm import (
     heuristics,
     packed_layout,
@@ -25,6 +26,7 @@ from anybit.kernels.gemm import (
     sm90_packed_gemv,
 )
 from anybit.kernels.gemm.packed_layout import PackedWeight
+from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import check_input, copy_of, dense_bias, product_of, rows_of
 from anybit.ops.elementwise import check_step
@@ -149,15 +151,18 @@ class PackedTiles(Backend):
 
     def norm_rotate_store(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, tensors: list[Tensor],
-        bias: Tensor | None, spec: LinearSpec, step: sm90_packed_gemv.RopeStoreArgs,
+        bias: Tensor | None, spec: LinearSpec, step: RopeStoreArgs | RopePagesArgs,
     ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
         """(turned queries of the norm of x + residual, x + residual), keys and values stored; None where it cannot."""
         found = self._normed(x, residual, gamma, tensors, spec)
-        if found is None or spec.n % packed_layout.UNIT_ROWS or step.ring.dtype != x.dtype:
+        if found is None or spec.n % packed_layout.UNIT_ROWS:
             return None
         rows, other, total, weight, config = found
-        check_step(rows, spec.n, step)
-        q = torch.empty(len(rows), step.query_heads * step.cosine.shape[1], dtype=x.dtype, device=x.device)
+        if isinstance(step, RopeStoreArgs):
+            if step.ring.dtype != x.dtype:
+                return None
+            check_step(rows, spec.n, step)
+        q = torch.empty(len(rows), step.query_heads * step.head_dim, dtype=x.dtype, device=x.device)
         bias = dense_bias(bias, x.dtype)
         sm90_packed_gemv.launch_rotary(weight, rows, q, gamma, epsilon, other, total, bias, config, step)
         return q, copy_of(x) if total is None else total.view(x.shape)

@@ -1,4 +1,4 @@
-"""Fewer, larger kernels in vLLM's compiled graph: norm and SiLU become part of the products around them.
+"""Fewer, larger kernels in vLLM's compiled graph: norm, SiLU and rotary embedding join the products around them.
 
 vLLM's own norm is one op in the graph (``vllm_ir.fused_add_rms_norm``) until its passes have run, and anybit's products
 are one op each, so that a pass finds them side by side:
@@ -6,13 +6,16 @@ are one op each, so that a pass finds them side by side:
     add + norm -> linear             ``anybit::norm_linear``: one launch for a token or two, and where inputs are coded
     add + norm -> linear -> SiLU     the same, with gate and up in turn (16-bit activations)
     SiLU -> linear                   ``anybit::silu_linear``, where inputs are coded
+    add + norm -> linear -> rotary   ``anybit::norm_rotate_cache`` (16-bit activations; ``rotary``)
 
 SiLU is anybit's op in a model whose MLP is gate_up_proj, act_fn, down_proj in this order; what the pass does not find
 runs one after another, with the same results.
 """
 
+import hashlib
 import logging
 import operator
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -25,6 +28,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.platforms import current_platform
 
 import anybit.ops  # noqa: F401 (the ops that the pass names)
+from anybit.integrations.vllm import rotary as rotary  # for its ops
 from anybit.ops.elementwise import paired_rows, silu_mul
 from anybit.scheme import Scheme
 
@@ -52,7 +56,7 @@ def watch() -> None:
     """Note which module holds which while a model is built: a layer does not know what comes after it."""
 
     def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None and name in ("gate_up_proj", "down_proj"):
+        if child is not None and name in ("qkv_proj", "gate_up_proj", "down_proj"):
             _parents[child] = ref(parent)
 
     global _watching
@@ -63,10 +67,16 @@ def watch() -> None:
 _watching: Any = None
 
 
+def parent_of(layer: nn.Module, name: str) -> nn.Module | None:
+    """The module that holds a layer by this name, if one does."""
+    parent = _parents[layer]() if layer in _parents else None
+    return parent if getattr(parent, name, None) is layer else None
+
+
 def _mlp_of(layer: nn.Module) -> Any | None:
     """The MLP whose gate and up projection a layer is, if its forward is the plain one; else None."""
-    parent = _parents[layer]() if layer in _parents else None
-    if parent is None or getattr(parent, "gate_up_proj", None) is not layer:
+    parent = parent_of(layer, "gate_up_proj")
+    if parent is None:
         return None
     plain = type(parent).forward.__code__.co_names in _MLPS and type(getattr(parent, "act_fn", None)) is SiluAndMul
     return parent if plain else None
@@ -99,7 +109,11 @@ def install() -> None:
 
 
 class FusionPass(InductorPass):  # type: ignore[misc]
-    """Joins norms, products and SiLU; see the module."""
+    """Joins norms, products, SiLU and rotary embeddings; see the module."""
+
+    def uuid(self) -> str:
+        """Of the whole module: graphs that another version of it rewrote are not taken from vLLM's cache."""
+        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite a graph in place, before vLLM lowers its own ops."""
@@ -146,16 +160,21 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
     if linear is None or values["weight"] is None or values.get("variance_size") is not None or linear.kwargs:
         return False
     _, weight, bias, spec = linear.args
-    read = [node for node in (*weight, bias) if node is not None]  # type: ignore[misc]
-    if any(node.op not in ("placeholder", "get_attr") for node in read):  # not there yet where the norm is
+    if not _are_there((*weight, bias)):  # type: ignore[misc]
         return False
     rotated = linear.target is _LINEAR[1]
+    given = (values["x"], values["x_residual"], values["weight"], values["epsilon"], weight, bias, spec)
+    turn = None if rotated else _only_user(linear, torch.ops.anybit.rotate_cache.default)
     silu = None if rotated else _only_user(linear, torch.ops.anybit.silu_mul.default)
-    paired = silu is not None and len(silu.args) > 1 and bool(silu.args[1])
-    last = silu if silu is not None and paired else linear
-    arguments = (values["x"], values["x_residual"], values["weight"], values["epsilon"], weight, bias, spec)
+    rest: tuple[Any, ...] = (False, rotated)
+    last, target = linear, torch.ops.anybit.norm_linear.default
+    if turn is not None and turn.args[8] and _are_there(turn.args[1:]):
+        _, positions, table, *heads = turn.args[:5]
+        last, target, rest = turn, torch.ops.anybit.norm_rotate_cache.default, (positions, table, *heads, turn.args[9])
+    elif silu is not None and len(silu.args) > 1 and bool(silu.args[1]):
+        last, rest = silu, (True, False)
     with graph.inserting_before(norm):
-        joined = graph.call_function(torch.ops.anybit.norm_linear.default, (*arguments, paired, rotated))
+        joined = graph.call_function(target, (*given, *rest))
         y = graph.call_function(operator.getitem, (joined, 0))
         summed = graph.call_function(operator.getitem, (joined, 1))
     y.meta["val"] = last.meta.get("val")
@@ -168,3 +187,8 @@ def _join_norm(graph: fx.Graph, norm: fx.Node) -> bool:
         if node is not None and not node.users and node in graph.nodes:
             graph.erase_node(node)
     return True
+
+
+def _are_there(values: Any) -> bool:
+    """Whether all nodes among values are a graph's inputs, which are there before any other node."""
+    return all(one.op in ("placeholder", "get_attr") for one in values if isinstance(one, fx.Node))

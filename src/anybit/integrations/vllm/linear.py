@@ -16,7 +16,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from anybit import ops
 from anybit.errors import AnyBitError, CheckpointError, LayerError
-from anybit.integrations.vllm import fusion, warmup
+from anybit.integrations.vllm import fusion, rotary, warmup
 from anybit.integrations.vllm.parameters import Cut, PerPart, Rows, Zeros, empty, load_replicated, whole
 from anybit.packing import QuantizedWeight, reorder, stack, words_per_row
 from anybit.quantization.methods.rtn import quantize_weight
@@ -71,14 +71,17 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
             else:
                 runs.append([weight])
         plain = len(runs) == 1 and not self.ledger.adapters  # adapters add to outputs in their own order
+        attention = fusion.parent_of(layer, "qkv_proj")
+        heads = rotary.heads_of(attention, layer.params_dtype, self.scheme, plain)
         paired = fusion.pairs_of(layer, self.scheme) if plain else None
+        order = paired if heads is None else heads.order
         products = []
         for number, run in enumerate(runs):
             joined = run[0][1] if len(run) == 1 else stack([weight for _, weight, _ in run])
-            if paired is not None:
-                joined = reorder(joined, paired)
+            if order is not None:
+                joined = reorder(joined, order)
                 if layer.bias is not None:
-                    layer.bias.data = layer.bias.data[paired.to(layer.bias.device)]
+                    layer.bias.data = layer.bias.data[order.to(layer.bias.device)]
             try:
                 prepared = ops.prepare(joined, self.scheme.activations, fused=joined.words.is_cuda)
             except AnyBitError as error:
@@ -99,7 +102,9 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         layer.anybit_products = tuple(products)
         layer.weight_packed = getattr(layer, products[0].tensors[0])  # where vLLM's LoRA looks for the layer's device
         fusion.activate(layer, self.scheme, paired is not None)
-        self.ledger.add(layer, products)
+        if heads is not None:
+            rotary.replace_forward(attention, heads)
+        self.ledger.add(layer, products, heads)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Y = x W^T + bias: x [..., K] -> y [..., N] of this rank, in x's dtype."""

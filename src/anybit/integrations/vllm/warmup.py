@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 
+from anybit.integrations.vllm.rotary import Heads
 from anybit.ops.compile_ahead import LayerKind, compile_ahead
 
 _logger = logging.getLogger("vllm.anybit")
@@ -30,12 +31,13 @@ class Ledger:
             self._tokens = config.scheduler_config.max_num_batched_tokens or _TOKENS
             self.adapters = config.lora_config is not None
 
-    def add(self, layer: Any, products: list[Any]) -> None:
-        """A layer is ready; with the last one, the kernels of all are compiled."""
+    def add(self, layer: Any, products: list[Any], heads: Heads | None = None) -> None:
+        """A layer is ready; with the last one, the kernels of all are compiled. heads: a qkv_proj's, to be turned."""
         self._ready += 1
         for product in products:
             tensors = [getattr(layer, name) for name in product.tensors]
-            kind = LayerKind(product.spec, layer.params_dtype, layer.bias is not None, product.hadamard)
+            turned = None if heads is None else (heads.query, heads.key, heads.dim, heads.paired)
+            kind = LayerKind(product.spec, layer.params_dtype, layer.bias is not None, product.hadamard, turned)
             if tensors[0].is_cuda:
                 self._kinds.setdefault(kind, tensors)
         if self._ready == self._expected and self._kinds:

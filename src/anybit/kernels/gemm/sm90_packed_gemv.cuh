@@ -12,7 +12,6 @@
 #ifndef ANYBIT_SM90_PACKED_GEMV_CUH
 #define ANYBIT_SM90_PACKED_GEMV_CUH
 
-#include "attention/kv_ring.cuh"
 #include "gemm/sm90_packed_gemv_parts.cuh"
 
 namespace packed {
@@ -82,7 +81,7 @@ __device__ __forceinline__ void normalize(const NormParams& p, Incoming<C> (&inc
 enum class Epilogue { nothing, silu, rotary };
 
 // The two outputs r and r + 8 of a unit that a thread turns, `turns` times, and where they go.
-template <class C> struct Rotary {
+template <class C, class P> struct Rotary {
     using S = DigitShape<C>;
     static constexpr int half = S::rows / 2, turns = (half * C::tile_m + C::threads - 1) / C::threads;
     static constexpr bool bf16 = C::operand == Operand::bf16;
@@ -92,7 +91,7 @@ template <class C> struct Rotary {
     // The first of the outputs, and its head.
     static __device__ __forceinline__ int output(int i, int first) { return (first + i % half / 8) * 16 + i % 8; }
 
-    __device__ __forceinline__ void load(const RotaryParams& p, int first, int mine) {
+    __device__ __forceinline__ void load(const P& p, int first, int mine) {
 #pragma unroll
         for (int turn = 0; turn < turns; turn++) {
             const int i = turn * C::threads + static_cast<int>(threadIdx.x), token = i / half, n = output(i, first);
@@ -102,21 +101,16 @@ template <class C> struct Rotary {
             if (head < p.query_heads + p.key_heads) {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int at = token * p.head_dim + c + h * p.head_dim / 2;
-                    cosine[turn][h] = values::low_float<bf16>(p.cosine[at]), sine[turn][h] = values::low_float<bf16>(p.sine[at]);
+                    cosine[turn][h] = values::low_float<bf16>(p.cosine_of(token, c, h));
+                    sine[turn][h] = values::low_float<bf16>(p.sine_of(token, c, h));
                 }
             }
             slot[turn] = 0;
-            if (head >= p.query_heads) {
-                const int row = token / p.new_tokens;
-                sequence[turn] = p.sequences != nullptr ? p.sequences[row] : row;
-                const int position = p.lengths[sequence[turn]] - p.new_tokens + token % p.new_tokens;
-                slot[turn] = position < 0 ? -1 : position % p.ring_tokens;
-            }
+            if (head >= p.query_heads) p.place(token, sequence[turn], slot[turn]);
         }
     }
 
-    template <class Result> __device__ __forceinline__ void store(const RotaryParams& p, int first, Result&& result) const {
+    template <class Result> __device__ __forceinline__ void store(const P& p, int first, Result&& result) const {
 #pragma unroll
         for (int turn = 0; turn < turns; turn++) {
             if (slot[turn] < 0) continue;
@@ -136,10 +130,7 @@ template <class C> struct Rotary {
                 uint16_t* at = p.y + (static_cast<size_t>(token) * p.query_heads + head) * p.head_dim;
                 at[c[0]] = y[0], at[c[1]] = y[1];
             } else {
-                const int kv_head = head - p.query_heads - (value ? p.key_heads : 0);
-                uint16_t* at = p.ring + ((static_cast<int64_t>(sequence[turn]) * p.key_heads + kv_head) * 2 + value) * p.ring_tokens * p.head_dim;
-                at[kv_ring::place(value, slot[turn], c[0], p.head_dim)] = y[0];
-                at[kv_ring::place(value, slot[turn], c[1], p.head_dim)] = y[1];
+                p.store(head - p.query_heads - (value ? p.key_heads : 0), value, sequence[turn], slot[turn], c, y);
             }
         }
     }
@@ -213,7 +204,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
         }
     }
     ptx::griddepcontrol_wait();
-    Rotary<C> rotary;
+    Rotary<C, P> rotary;
     if constexpr (epilogue == Epilogue::rotary) rotary.load(p, first, mine);
 
     {
@@ -328,6 +319,9 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
     packed::multiply_digits<C, true, packed::Epilogue::silu>(p);
 }
 template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_rotary(const __grid_constant__ RotaryParams p) {
+    packed::multiply_digits<C, true, packed::Epilogue::rotary>(p);
+}
+template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_per_sm) sm90_packed_gemv_norm_pages(const __grid_constant__ RotaryPagesParams p) {
     packed::multiply_digits<C, true, packed::Epilogue::rotary>(p);
 }
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.errors import KernelError
-from anybit.jit import Float32, Int32, Pointer
+from anybit.jit import Float32, Int32, Int64, Pointer
 from anybit.kernels.common.types import Code
+from anybit.kernels.elementwise.rope_pages import RopePagesArgs
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.packed_layout import UNIT_ROWS, PackedWeight, round_up
 from anybit.kernels.gemm.packed_problem import (
@@ -83,6 +84,25 @@ class RotaryParams(NormParams):
     head_dim: Int32
     new_tokens: Int32
     ring_tokens: Int32
+
+
+@dataclass(frozen=True)
+class RotaryPagesParams(NormParams):
+    """The same with a cache of pages; see sm90_packed_gemv_parts.cuh."""
+
+    table: Pointer
+    positions: Pointer
+    slots: Pointer
+    keys: Pointer
+    values: Pointer
+    page_stride: Int64
+    token_stride: Int64
+    head_stride: Int64
+    query_heads: Int32
+    key_heads: Int32
+    head_dim: Int32
+    page_tokens: Int32
+    stored: Int32
 
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
@@ -280,18 +300,20 @@ def launch_norm(
 
 
 @functools.cache
-def rotary_kernel(config: Config) -> jit.Kernel:
+def rotary_kernel(config: Config, pages: bool = False) -> jit.Kernel:
     """The kernel of a config that norms first, and turns and stores queries, keys and values in the end."""
-    return _kernel(config, "_norm_rotary", RotaryParams)
+    entry, params = ("pages", RotaryPagesParams) if pages else ("rotary", RotaryParams)
+    return _kernel(config, f"_norm_{entry}", params)
 
 
-def rotary_arguments(norm: NormParams, step: "RopeStoreArgs") -> RotaryParams:
-    """The RotaryParams of a launch, unchecked."""
-    dim = step.cosine.shape[1]
+def rotary_arguments(norm: NormParams, step: "RopeStoreArgs | RopePagesArgs") -> RotaryParams | RotaryPagesParams:
+    """The parameters of a launch, unchecked."""
+    if isinstance(step, RopePagesArgs):
+        return RotaryPagesParams(**vars(norm), **step.params())
     return RotaryParams(
         **vars(norm), cosine=step.cosine, sine=step.sine, ring=step.ring, lengths=step.lengths,
-        sequences=step.sequences, query_heads=step.query_heads, key_heads=step.key_heads, head_dim=dim,
-        new_tokens=step.tokens, ring_tokens=step.ring.shape[-1] // dim,
+        sequences=step.sequences, query_heads=step.query_heads, key_heads=step.key_heads, head_dim=step.head_dim,
+        new_tokens=step.tokens, ring_tokens=step.ring.shape[-1] // step.head_dim,
     )  # fmt: skip
 
 
@@ -313,18 +335,23 @@ class RopeStoreArgs:
     key_heads: int
     tokens: int
 
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.cosine.shape[1]
+
 
 def launch_rotary(
     weight: PackedWeight, x: Tensor, q: Tensor, gamma: Tensor, epsilon: float, residual: Tensor | None,
-    residual_sum: Tensor | None, bias: Tensor | None, config: Config, step: RopeStoreArgs, pdl: bool = True,
+    residual_sum: Tensor | None, bias: Tensor | None, config: Config, step: RopeStoreArgs | RopePagesArgs,
+    pdl: bool = True,
 ) -> None:  # fmt: skip
-    """q[:] = the turned queries of norm(x + residual) W^T + bias; its keys, turned, and values go to the step's ring.
+    """q[:] = the turned queries of norm(x + residual) W^T + bias; its keys, turned, and values go to the step's cache.
 
     Outputs are queries, keys and values, channels of the first two as ``rope.paired_channels`` says; q [m, query_heads
     * head_dim]. Else as ``launch_norm``.
     """
     problem = checked_problem(weight, x, q, None, bias, q.shape[1])
     norm = norm_arguments(weight, x, q, bias, gamma, epsilon, residual, residual_sum)
-    jit.launch(
-        rotary_kernel(config), rotary_arguments(norm, step), grid(problem, config), pdl=pdl, device=q.get_device()
-    )
+    kernel = rotary_kernel(config, isinstance(step, RopePagesArgs))
+    jit.launch(kernel, rotary_arguments(norm, step), grid(problem, config), pdl=pdl, device=q.get_device())

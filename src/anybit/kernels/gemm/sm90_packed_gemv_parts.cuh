@@ -3,6 +3,7 @@
 #ifndef ANYBIT_SM90_PACKED_GEMV_PARTS_CUH
 #define ANYBIT_SM90_PACKED_GEMV_PARTS_CUH
 
+#include "attention/kv_ring.cuh"
 #include "common/types.cuh"
 #include "gemm/packed_layout.cuh"
 #include "gemm/packed_params.cuh"
@@ -27,8 +28,46 @@ struct RotaryParams : NormParams {
     const int32_t* lengths;      // of each sequence, the new tokens included
     const int32_t* sequences;    // [m / new_tokens], or null for 0, 1, 2 ...
     int32_t query_heads, key_heads, head_dim, new_tokens, ring_tokens;
+
+    // How far channel c of half h of a token's heads turns.
+    PTX uint16_t cosine_of(int token, int c, int h) const { return cosine[token * head_dim + c + h * head_dim / 2]; }
+    PTX uint16_t sine_of(int token, int c, int h) const { return sine[token * head_dim + c + h * head_dim / 2]; }
+    // Where a token's keys and values go: a slot of a sequence's ring; -1 for nowhere.
+    PTX void place(int token, int& sequence, int& slot) const {
+        const int row = token / new_tokens;
+        sequence = sequences != nullptr ? sequences[row] : row;
+        const int position = lengths[sequence] - new_tokens + token % new_tokens;
+        slot = position < 0 ? -1 : position % ring_tokens;
+    }
+    PTX void store(int head, bool value, int sequence, int slot, const int (&c)[2], const uint16_t (&y)[2]) const {
+        uint16_t* at = ring + ((static_cast<int64_t>(sequence) * key_heads + head) * 2 + value) * ring_tokens * head_dim;
+        at[kv_ring::place(value, slot, c[0], head_dim)] = y[0];
+        at[kv_ring::place(value, slot, c[1], head_dim)] = y[1];
+    }
 };
 
+// The same for a cache of 16-bit pages that somebody else manages: a slot is a page and a token in it.
+struct RotaryPagesParams : NormParams {
+    const uint16_t* table;       // [positions, head_dim]: cosines of half a head, then sines
+    const int64_t* positions;    // [m]
+    const int64_t* slots;        // [stored]; below 0 for nowhere, as beyond it
+    uint16_t* keys;              // [pages, page_tokens, key_heads, head_dim], strided
+    uint16_t* values;
+    int64_t page_stride, token_stride, head_stride;
+    int32_t query_heads, key_heads, head_dim, page_tokens, stored;
+
+    PTX uint16_t cosine_of(int token, int c, int) const { return table[positions[token] * head_dim + c]; }
+    PTX uint16_t sine_of(int token, int c, int) const { return table[positions[token] * head_dim + head_dim / 2 + c]; }
+    PTX void place(int token, int& page, int& slot) const {
+        const int found = token < stored ? static_cast<int>(slots[token]) : -1;
+        page = found / page_tokens;
+        slot = found < 0 ? -1 : found % page_tokens;
+    }
+    PTX void store(int head, bool value, int page, int slot, const int (&c)[2], const uint16_t (&y)[2]) const {
+        uint16_t* at = (value ? values : keys) + page * page_stride + slot * token_stride + head * head_stride;
+        at[c[0]] = y[0], at[c[1]] = y[1];
+    }
+};
 
 namespace packed {
 

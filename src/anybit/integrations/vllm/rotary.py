@@ -1,0 +1,176 @@
+"""Attention whose rotary embedding and cache write are one kernel, or the end of the product before them.
+
+vLLM turns queries and keys in one or two kernels and stores keys and values in another. Where a model's attention is
+qkv_proj, rotary embedding, vLLM's own attention over FlashAttention's 16-bit pages, and o_proj, its forward becomes
+one of these two, which the pass of ``fusion`` chooses between:
+
+    linear -> anybit::rotate_cache          any number of tokens
+    add + norm -> anybit::norm_rotate_cache one launch for a token or two of 16-bit activations
+
+Both find the layer's pages as vLLM's own ``unified_kv_cache_update`` does, and store nothing while there are none.
+"""
+
+from dataclasses import dataclass
+from types import CodeType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
+from vllm.v1.attention.backend import AttentionType
+
+from anybit.ops import pages
+from anybit.ops.elementwise import paired_channels
+from anybit.scheme import Scheme
+
+_BEFORE = ("qkv_proj", "split", "q_size", "kv_size")
+_AFTER = ("rotary_emb", "attn", "o_proj")
+_NORMS = ("head_dim", "num_kv_heads", "q_norm", "k_norm")
+_FORWARDS = {
+    (*_BEFORE, *_AFTER): False,
+    (*_BEFORE, "qk_norm", "shape", "view", "num_heads", *_NORMS, *_AFTER): False,  # Qwen2, where qk_norm is false
+    (*_BEFORE, "view", "shape", "head_dim", "q_norm", "k_norm", *_AFTER): True,  # Qwen3
+}
+"""The names that forwards of plain attention use, and whether they norm each head."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of one rank. paired: outputs of qkv_proj lie as ``paired_channels`` says."""
+
+    query: int
+    key: int
+    dim: int
+    paired: bool
+
+    @property
+    def order(self) -> Tensor | None:
+        """The order of qkv_proj's outputs; None for the model's own."""
+        return paired_channels(self.query, self.key, self.dim) if self.paired else None
+
+
+def heads_of(parent: nn.Module | None, dtype: torch.dtype, scheme: Scheme, plain: bool) -> Heads | None:
+    """How the heads of a layer's attention lie, if its forward can be replaced; else None.
+
+    parent: the module that holds the layer as its qkv_proj. plain: the layer is one product that nobody adds to.
+    """
+    norms = None if parent is None else _norms_heads(type(parent).forward.__code__)
+    attention: Any = getattr(parent, "attn", None)
+    rotary: Any = getattr(parent, "rotary_emb", None)
+    if norms is None or getattr(parent, "qk_norm", False) or type(attention) is not Attention:
+        return None
+    if not (_stores_pages(attention, dtype) and _is_plain(rotary, attention.head_size)):
+        return None
+    gammas = [getattr(parent, name, None) for name in ("q_norm", "k_norm")] if norms else []
+    if any(getattr(gamma, "weight", None) is None or type(gamma) is not RMSNorm for gamma in gammas):
+        return None
+    heads = Heads(
+        attention.num_heads, attention.num_kv_heads, attention.head_size,
+        plain and not norms and not scheme.activations.quantized,
+    )  # fmt: skip
+    return None if pages.why_not(heads.query, heads.key, heads.dim, dtype) else heads
+
+
+def _norms_heads(code: CodeType) -> bool | None:
+    """Whether a forward of plain attention norms each head; None for any other forward."""
+    arguments = code.co_varnames[: code.co_argcount]
+    return _FORWARDS.get(code.co_names) if arguments == ("self", "positions", "hidden_states") else None
+
+
+def _stores_pages(attention: Any, dtype: torch.dtype) -> bool:
+    """Whether an attention layer keeps its tokens in 16-bit pages that are written before its kernel runs."""
+    return (
+        attention.attn_backend.get_name() == "FLASH_ATTN"
+        and not attention.attn_backend.forward_includes_kv_cache_update
+        and attention.attn_type == AttentionType.DECODER
+        and attention.kv_sharing_target_layer_name is None
+        and attention.kv_cache_torch_dtype == dtype
+        and attention.head_size_v == attention.head_size
+        and attention.query_quant is None
+        and not getattr(attention, "calculate_kv_scales", False)
+        and not attention.use_direct_call
+        and getattr(attention.impl, "dcp_world_size", 1) <= 1
+    )
+
+
+def _is_plain(rotary: Any, head_size: int) -> bool:
+    """Whether a rotary embedding turns whole heads by a table, half against half."""
+    own = isinstance(rotary, RotaryEmbedding) and rotary.is_neox_style and rotary.rotary_dim == head_size
+    return own and all(
+        getattr(type(rotary), name) is getattr(RotaryEmbedding, name) for name in ("forward_native", "forward_cuda")
+    )
+
+
+def replace_forward(parent: Any, heads: Heads) -> None:
+    """Have an attention module run ``rotate_cache`` between its projection and its attention."""
+    parent.anybit_paired = heads.paired
+    parent.forward = MethodType(_forward, parent)
+
+
+def _forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    attention, norm = self.attn, getattr(self, "q_norm", None)
+    qkv, _ = self.qkv_proj(hidden_states)
+    gammas = (None, None, 0.0) if norm is None else (norm.weight, self.k_norm.weight, norm.variance_epsilon)
+    table, name = self.rotary_emb._match_cos_sin_cache_dtype(qkv), _encode_layer_name(attention.layer_name)
+    q = torch.ops.anybit.rotate_cache(
+        qkv, positions, table, attention.num_heads, attention.num_kv_heads, *gammas, self.anybit_paired, name
+    )
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    # Keys and values are in the cache: FlashAttention reads them there alone.
+    torch.ops.vllm.unified_attention_with_output(q, q, q, output, name)
+    y, _ = self.o_proj(output.view(-1, attention.num_heads * attention.head_size))
+    return y  # type: ignore[no-any-return]
+
+
+def _step(positions: Tensor, table: Tensor, query_heads: int, key_heads: int, name: Any) -> pages.RopePagesArgs:
+    """Where a layer's keys and values go in this step."""
+    _, layer, cache, slots = get_attention_context(_resolve_layer_name(name))
+    keys = values = None
+    if slots is not None:  # [pages, heads, tokens, keys | values]
+        keys, values = cache.transpose(1, 2).split(layer.head_size, dim=-1)
+    return pages.RopePagesArgs(table, positions, keys, values, slots, query_heads, key_heads)
+
+
+def _rotate_cache(
+    qkv: Tensor, positions: Tensor, table: Tensor, query_heads: int, key_heads: int, q_gamma: Tensor | None,
+    k_gamma: Tensor | None, epsilon: float, paired: bool, layer_name: LayerNameType,
+) -> Tensor:  # fmt: skip
+    step = _step(positions, table, query_heads, key_heads, layer_name)
+    return pages.rotate_pages(step, qkv, q_gamma, k_gamma, epsilon, paired)
+
+
+def _rotate_cache_fake(
+    qkv: Tensor, positions: Tensor, table: Tensor, query_heads: int, key_heads: int, q_gamma: Tensor | None,
+    k_gamma: Tensor | None, epsilon: float, paired: bool, layer_name: LayerNameType,
+) -> Tensor:  # fmt: skip
+    return qkv.new_empty(qkv.shape[0], query_heads, table.shape[1])
+
+
+def _norm_rotate_cache(
+    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None, spec: str,
+    positions: Tensor, table: Tensor, query_heads: int, key_heads: int, layer_name: LayerNameType,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    step = _step(positions, table, query_heads, key_heads, layer_name)
+    return pages.norm_rotate_pages(step, x, residual, gamma, epsilon, weight, bias, spec)
+
+
+def _norm_rotate_cache_fake(
+    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None, spec: str,
+    positions: Tensor, table: Tensor, query_heads: int, key_heads: int, layer_name: LayerNameType,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape[0], query_heads, table.shape[1]), x.new_empty(x.shape)
+
+
+_library = torch.library.Library("anybit", "FRAGMENT")
+# The cache that they write is no argument, as with vLLM's own op: what attention reads of them keeps the order.
+direct_register_custom_op("rotate_cache", _rotate_cache, [], _rotate_cache_fake, _library)
+direct_register_custom_op("norm_rotate_cache", _norm_rotate_cache, [], _norm_rotate_cache_fake, _library)

@@ -1,0 +1,160 @@
+"""Rotary position embedding whose keys and values go into a paged 16-bit cache: the host side of rope_pages.cuh."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError, dtype_name
+from anybit.jit import Float32, Int32, Int64, Pointer
+
+HEAD_DIMS = (64, 128, 256)
+_CHANNELS = 16
+"""Of a thread."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Queries, keys and values of some tokens, side by side in one projection's outputs.
+
+    paired: channels of queries and keys lie as ``rope.paired_channels`` says.
+    """
+
+    tokens: int
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.float16
+    paired: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    """Threads of a block; the rest repeats the problem."""
+
+    threads: int
+    head_dim: int
+    is_bf16: bool
+    paired: bool
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see rope_pages.cuh."""
+
+    qkv: Pointer
+    table: Pointer
+    positions: Pointer
+    slots: Pointer
+    q_gamma: Pointer
+    k_gamma: Pointer
+    q: Pointer
+    keys: Pointer
+    values: Pointer
+    qkv_stride: Int64
+    page_stride: Int64
+    token_stride: Int64
+    head_stride: Int64
+    query_heads: Int32
+    key_heads: Int32
+    tokens: Int32
+    page_tokens: Int32
+    stored: Int32
+    epsilon: Float32
+
+
+@dataclass(frozen=True)
+class RopePagesArgs:
+    """How far the heads of a step's tokens turn, and the pages that their keys and values go to.
+
+    table: [positions, head_dim], cosines of half a head and then sines.  positions: int64 [m].  keys, values: [pages,
+    page tokens, key heads, head_dim], of equal strides; None where nothing is stored.  slots: int64 [up to m], page *
+    page tokens + the token in it; below 0 for nowhere.
+    """
+
+    table: Tensor
+    positions: Tensor
+    keys: Tensor | None
+    values: Tensor | None
+    slots: Tensor | None
+    query_heads: int
+    key_heads: int
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.table.shape[1]
+
+    def params(self) -> dict[str, Any]:
+        """What kernels' parameters share, by name."""
+        keys = self.keys
+        page_stride, token_stride, head_stride = (0, 0, 0) if keys is None else keys.stride()[:3]
+        return {
+            "table": self.table, "positions": self.positions, "slots": self.slots, "keys": keys, "values": self.values,
+            "page_stride": page_stride, "token_stride": token_stride, "head_stride": head_stride,
+            "query_heads": self.query_heads, "key_heads": self.key_heads, "head_dim": self.head_dim,
+            "page_tokens": 1 if keys is None else keys.shape[1], "stored": 0 if self.slots is None else len(self.slots),
+        }  # fmt: skip
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why there is no kernel for a problem, in a sentence; None if there is."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"heads are float16 or bfloat16, not {dtype_name(problem.dtype)}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"a head has one of {HEAD_DIMS} channels, not {problem.head_dim}"
+    return None
+
+
+def default(problem: Problem) -> Config:
+    """Small blocks for few tokens, so that a token's heads spread over SMs. Raises KernelError for other heads."""
+    reason = why_not(problem)
+    if reason is not None:
+        raise KernelError(f"no kernel for the rotary embedding into pages: {reason}")
+    threads = 32 if problem.tokens <= 16 else 256
+    return Config(threads, problem.head_dim, problem.dtype == torch.bfloat16, problem.paired)
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """A thread for each 16 channels of all heads of all tokens."""
+    heads = problem.query_heads + 2 * problem.key_heads
+    threads = problem.tokens * heads * (problem.head_dim // _CHANNELS)
+    return -(-threads // config.threads), 1, 1
+
+
+@cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel to compile."""
+    return jit.Kernel("elementwise/rope_pages.cuh", "rotate_pages", config, Params, config.threads, 0)
+
+
+def arguments(
+    step: RopePagesArgs, qkv: Tensor, q: Tensor, q_gamma: Tensor | None, k_gamma: Tensor | None, epsilon: float
+) -> Params:
+    """The Params of a launch, unchecked."""
+    shared = step.params()
+    del shared["head_dim"]
+    return Params(
+        qkv=qkv, q=q, q_gamma=q_gamma, k_gamma=k_gamma, qkv_stride=qkv.stride(0), tokens=len(qkv), epsilon=epsilon,
+        **shared,
+    )  # fmt: skip
+
+
+def launch(
+    problem: Problem,
+    config: Config,
+    step: RopePagesArgs,
+    qkv: Tensor,
+    q: Tensor,
+    q_gamma: Tensor | None = None,
+    k_gamma: Tensor | None = None,
+    epsilon: float = 0.0,
+    *,
+    pdl: bool = True,
+) -> None:
+    """Launch on the current stream. Shapes and dtypes are the caller's to check (``anybit.ops`` does)."""
+    params = arguments(step, qkv, q, q_gamma, k_gamma, epsilon)
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=qkv.get_device())

@@ -1,0 +1,111 @@
+"""Rotary embedding with keys and values on their way into a paged 16-bit cache that somebody else manages (vLLM).
+
+``rotate_pages`` takes a projection's outputs; ``norm_rotate_pages`` makes them, too: one launch for a token or two of
+16-bit activations. Both write the cache that ``RopePagesArgs`` names, and are called inside an op whose caller says so.
+"""
+
+import torch
+from torch import Tensor
+
+from anybit.errors import KernelError
+from anybit.kernels.elementwise import rope_pages
+from anybit.kernels.elementwise.rope_pages import RopePagesArgs as RopePagesArgs
+from anybit.ops.backend import LinearSpec, backends
+from anybit.ops.elementwise import check_norm, paired_channels, rotate
+from anybit.ops.fused import norm_linear
+
+
+def why_not(query_heads: int, key_heads: int, head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why no kernel turns such heads and stores them in pages, in a sentence; None if one does."""
+    return rope_pages.why_not(rope_pages.Problem(1, query_heads, key_heads, head_dim, dtype))
+
+
+def rotate_pages(
+    step: RopePagesArgs, qkv: Tensor, q_gamma: Tensor | None = None, k_gamma: Tensor | None = None,
+    epsilon: float = 0.0, paired: bool = False,
+) -> Tensor:  # fmt: skip
+    """Rotated queries [tokens, query_heads, head_dim]; keys, rotated, and values go to the step's pages.
+
+    qkv: [tokens, (query_heads + 2 key_heads) * head_dim]. q_gamma, k_gamma: [head_dim], norms of heads before that.
+    paired: channels lie as ``rope.paired_channels`` says.
+    """
+    check_step(step, qkv.shape, qkv.dtype, q_gamma, k_gamma)
+    if not qkv.is_cuda:
+        return _rotate_cpu(step, qkv, q_gamma, k_gamma, epsilon, paired)
+    rows = qkv if qkv.stride(-1) == 1 and qkv.stride(0) % 8 == 0 and qkv.data_ptr() % 16 == 0 else qkv.contiguous()
+    q = torch.empty(len(rows), step.query_heads, step.head_dim, dtype=qkv.dtype, device=qkv.device)
+    if len(rows):
+        problem = rope_pages.Problem(len(rows), step.query_heads, step.key_heads, step.head_dim, qkv.dtype, paired)
+        rope_pages.launch(problem, rope_pages.default(problem), step, rows, q, q_gamma, k_gamma, epsilon)
+    return q
+
+
+def norm_rotate_pages(
+    step: RopePagesArgs, x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor],
+    bias: Tensor | None, spec: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(``rotate_pages`` of the linear of the norm of x + residual, x + residual): one launch if possible.
+
+    The linear's outputs are queries, keys and values, channels as ``rope.paired_channels`` says.
+    """
+    parsed = LinearSpec.parse(spec)
+    backend = backends[parsed.backend]
+    if backend.norm_tokens and x.is_cuda and x.numel():
+        check_norm(x, residual, gamma)
+        check_step(step, torch.Size((x.numel() // parsed.k, parsed.n)), x.dtype)
+        found = backend.norm_rotate_store(x, residual, gamma, epsilon, weight, bias, parsed, step)
+        if found is not None:
+            return found[0].view(-1, step.query_heads, step.head_dim), found[1]
+    qkv, total = norm_linear(x, residual, gamma, epsilon, weight, bias, spec)
+    return rotate_pages(step, qkv.view(-1, parsed.n), paired=True), total
+
+
+def check_step(
+    step: RopePagesArgs, shape: torch.Size, kind: torch.dtype, q_gamma: Tensor | None = None,
+    k_gamma: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Raise KernelError, naming what is wrong, unless a step fits qkv of a shape and type as kernels read them."""
+    dim, tokens = step.head_dim, shape[0]
+    wanted = (step.query_heads + 2 * step.key_heads) * dim
+    if shape != (tokens, wanted):
+        raise KernelError(
+            f"qkv must be [{tokens}, {wanted}] for {step.query_heads} query and {step.key_heads} key heads of {dim}, "
+            f"not {tuple(shape)}"
+        )
+    vectors = [("positions", step.positions, torch.int64), ("slots", step.slots, torch.int64)]
+    vectors += [("q_gamma", q_gamma, kind), ("k_gamma", k_gamma, kind)]
+    for name, found, dtype in vectors:
+        if found is not None and (found.dtype != dtype or found.dim() != 1 or not found.is_contiguous()):
+            raise KernelError(f"{name} must be a dense {dtype} vector, not {found.dtype} {tuple(found.shape)}")
+    if len(step.positions) != tokens:
+        raise KernelError(f"there are {len(step.positions)} positions for {tokens} tokens")
+    if step.table.dtype != kind or not step.table.is_contiguous():
+        raise KernelError(f"table must be dense {kind} as qkv is, not {step.table.dtype}")
+    if step.keys is None or step.values is None:
+        return
+    strides = step.keys.stride()
+    for name, pages in (("keys", step.keys), ("values", step.values)):
+        right = pages.dtype == kind and pages.dim() == 4 and pages.shape[2:] == (step.key_heads, dim)
+        if not right or pages.stride() != strides or strides[3] != 1 or any(stride % 8 for stride in strides[:3]):
+            raise KernelError(
+                f"{name} must be {kind} [pages, page tokens, {step.key_heads}, {dim}] in vectors of eight, keys and "
+                f"values alike, not {pages.dtype} {tuple(pages.shape)} strided {pages.stride()}"
+            )
+
+
+def _rotate_cpu(
+    step: RopePagesArgs, qkv: Tensor, q_gamma: Tensor | None, k_gamma: Tensor | None, epsilon: float, paired: bool
+) -> Tensor:
+    dim, wide = step.head_dim, qkv.float()
+    if paired:
+        wide = torch.empty_like(wide).index_copy_(1, paired_channels(step.query_heads, step.key_heads, dim), wide)
+    cosine, sine = (half.repeat(1, 2) for half in step.table.float()[step.positions].split(dim // 2, dim=1))
+    q_wide, k_wide = (None if gamma is None else gamma.float() for gamma in (q_gamma, k_gamma))
+    q, k = rotate(wide, cosine, sine, step.query_heads, step.key_heads, q_wide, k_wide, epsilon)
+    if step.keys is not None and step.values is not None and step.slots is not None:
+        v = wide.view(len(qkv), -1, dim)[:, -step.key_heads :]
+        for pages, new in ((step.keys, k), (step.values, v)):
+            for token, slot in enumerate(step.slots.tolist()):
+                if slot >= 0:
+                    pages[slot // pages.shape[1], slot % pages.shape[1]] = new[token].to(pages.dtype)
+    return q.to(qkv.dtype)
