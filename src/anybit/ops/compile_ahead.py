@@ -4,6 +4,7 @@ Each kind of layer is asked, for each count, which kernels it would launch (noth
 cache on disk are compiled by as many processes as there are cores.
 """
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,14 +26,15 @@ class LayerKind:
     """Layers whose kernels are the same. spec: ``str`` of their LinearSpec; rotated: inputs go through ``hadamard``.
 
     heads: outputs are query heads, key heads and values, which ``pages`` turns and stores: (query heads, key heads,
-    head_dim, paired).
+    head_dim, paired).  most: it is never asked for more tokens, and for its product alone (an output head).
     """
 
     spec: str
     dtype: torch.dtype
     bias: bool
-    rotated: bool
+    rotated: bool = False
     heads: tuple[int, int, int, bool] | None = None
+    most: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,10 @@ def compile_ahead(kinds: Mapping[LayerKind, list[Tensor]], most: int) -> Compile
     def call_all() -> None:
         for kind, tensors in kinds.items():
             for tokens in counts:
-                _call(kind, tensors, tokens)
+                if kind.most is None:
+                    _call(kind, tensors, tokens)
+                elif tokens < 2 * kind.most:
+                    _multiply(kind, tensors, min(tokens, kind.most))
 
     kernels = jit.kernels_of(call_all)
     arch = Device.of(torch.empty(0, device=device)).arch
@@ -78,14 +83,8 @@ def _call(kind: LayerKind, tensors: list[Tensor], tokens: int) -> None:
     """All ops that a graph may call of a layer with so many tokens; ``jit.kernels_of`` keeps them from running."""
     spec = LinearSpec.parse(kind.spec)
 
-    def room(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=kind.dtype, device=tensors[0].device)
-
-    x, gamma, bias = room(tokens, spec.k), room(spec.k), room(spec.n) if kind.bias else None
-    if kind.rotated:
-        torch.ops.anybit.hadamard_linear(x, tensors, bias, kind.spec)
-    else:
-        torch.ops.anybit.linear(x, tensors, bias, kind.spec)
+    room = functools.partial(_room, kind, tensors)
+    x, gamma, bias = _multiply(kind, tensors, tokens)
     coded = spec.activations.quantized
     torch.ops.anybit.norm_linear(x, x, gamma, 1e-5, tensors, bias, kind.spec, False, kind.rotated)
     if spec.n % 16 == 0:
@@ -101,3 +100,18 @@ def _call(kind: LayerKind, tensors: list[Tensor], tokens: int) -> None:
         rotate_pages(step, room(tokens, spec.n), paired=paired)
         if paired:
             norm_rotate_pages(step, x, x, gamma, 1e-5, tensors, bias, kind.spec)
+
+
+def _room(kind: LayerKind, tensors: list[Tensor], *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=kind.dtype, device=tensors[0].device)
+
+
+def _multiply(kind: LayerKind, tensors: list[Tensor], tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A layer's plain product, and what it was called with: x, a norm's gamma for it, its bias."""
+    spec, room = LinearSpec.parse(kind.spec), functools.partial(_room, kind, tensors)
+    x, gamma, bias = room(tokens, spec.k), room(spec.k), room(spec.n) if kind.bias else None
+    if kind.rotated:
+        torch.ops.anybit.hadamard_linear(x, tensors, bias, kind.spec)
+    else:
+        torch.ops.anybit.linear(x, tensors, bias, kind.spec)
+    return x, gamma, bias

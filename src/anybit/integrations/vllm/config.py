@@ -11,18 +11,20 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from anybit.checkpoints.configuration import Quantization, override_of
 from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.integrations.vllm import fusion
+from anybit.integrations.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
 from anybit.integrations.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
 from anybit.integrations.vllm.warmup import Ledger
 from anybit.scheme import Code, Scheme, WeightFormat
 
 CODES = ("sym", "asym", "bipolar")
 METHOD, COMPRESSED = "anybit", "compressed-tensors"
+HEADS = ("lm_head", "embed_out")
 _logger = logging.getLogger("vllm.anybit")
 _HOW = (
     'name a scheme: --hf-overrides \'{"quantization_config": {"quant_method": "anybit", "scheme": '
@@ -62,7 +64,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
         self.group_index, self.input_scale = group_index, input_scale
         self.stored: list[str] | None = None
-        self.ledger = Ledger()
+        self.ledger = Ledger({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
         self._told: set[str] = set()
 
     def __repr__(self) -> str:
@@ -125,12 +127,6 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                     f"{model_name} holds quantized experts ({experts[0]}), which anybit leaves in 16 bits inside vLLM. "
                     "Quantize the model with these layers in modules_to_not_convert"
                 )
-            heads = [name for name in self.stored or () if name.rpartition(".")[2] in ("lm_head", "embed_out")]
-            if heads:
-                raise CheckpointError(
-                    f"{model_name} has a quantized output head ({heads[0]}), which anybit does not run inside vLLM: "
-                    "quantize the model with its head left as it is, the default"
-                )
         if self.scheme.kv is not None:
             self._tell(
                 f"the KV cache of {self.scheme.kv} is not part of what anybit does inside vLLM: the cache is what "
@@ -140,6 +136,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Names as vLLM has them, where its model differs from the checkpoint's."""
         self.kept = hf_to_vllm_mapper.apply_list(self.kept)
+        self.overrides = hf_to_vllm_mapper.apply_dict(self.overrides)
         self.hadamard = hf_to_vllm_mapper.apply_list(self.hadamard)
         if self.stored is not None:
             self.stored = hf_to_vllm_mapper.apply_list(self.stored)
@@ -149,9 +146,9 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, RoutedExperts):
             self._tell("experts stay in 16 bits: anybit's schemes apply to the linear layers alone")
             return UnquantizedFusedMoEMethod(layer.moe_config)
+        if isinstance(layer, ParallelLMHead):
+            return self._head_method(prefix)
         if not isinstance(layer, LinearBase):
-            if isinstance(layer, VocabParallelEmbedding):
-                self._tell("the embedding and the output head stay as they are")
             return None
         names = self._parts(prefix)
         chosen = [self._quantizes(name) for name in names]
@@ -175,6 +172,17 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         if not self.stored:
             return AnyBitOnlineLinearMethod(scheme, parts, self.ledger)
         return AnyBitLinearMethod(scheme, parts, self.ledger, self.group_index, self.input_scale)
+
+    def _head_method(self, name: str) -> QuantizeMethodBase | None:
+        """What runs an output head: it is quantized where the checkpoint holds its codes, or an override names it."""
+        scheme = override_of(name, self.overrides) or self.scheme
+        if self.stored:
+            if name in self.stored:
+                return AnyBitHeadMethod(scheme, name, self.ledger, self.group_index, self.input_scale)
+        elif name in self.overrides:
+            return AnyBitOnlineHeadMethod(scheme, name, self.ledger)
+        self._tell("the output head stays in 16 bits; --override lm_head=w8a16 makes a step shorter")
+        return None
 
     def _parts(self, prefix: str) -> list[str]:
         """The layers of the checkpoint that vLLM's layer stands for."""

@@ -17,7 +17,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from anybit import ops
 from anybit.errors import AnyBitError, CheckpointError, LayerError
 from anybit.integrations.vllm import fusion, rotary, warmup
-from anybit.integrations.vllm.parameters import Cut, PerPart, Rows, Zeros, empty, load_replicated, whole
+from anybit.integrations.vllm.parameters import Cut, PerPart, Rows, Zeros, empty, load_nothing, load_replicated, whole
 from anybit.packing import QuantizedWeight, reorder, stack, words_per_row
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme, WeightFormat
@@ -194,7 +194,7 @@ class AnyBitLinearMethod(_Method):
                 parameter.tp_rank, parameter.tp_size = 0, 1
         # Folders that only anybit reads hold an empty weight a layer, at which others' loaders fail.
         nothing = torch.nn.Parameter(empty(0, dtype=torch.uint8), requires_grad=False)
-        nothing.weight_loader = _load_nothing  # type: ignore[attr-defined]
+        nothing.weight_loader = load_nothing  # type: ignore[attr-defined]
         layer.register_parameter("weight", nothing)
         layer.anybit_whole_inputs = input_size
 
@@ -277,15 +277,6 @@ class AnyBitOnlineLinearMethod(_Method):
             raise LayerError(f"layer {self.name}: {error}") from None
         del layer.weight
         self._ready(layer, [(Part(self.name, False), quantized, None)])
-
-
-def _load_nothing(parameter: Tensor, loaded: Tensor, *shard: Any) -> None:
-    """Take the empty weight of a saved layer; LayerError for a weight that holds values, which codes stand for here."""
-    if loaded.numel():
-        raise LayerError(
-            f"the folder holds a 16-bit weight {tuple(loaded.shape)} of a layer that its config says is quantized: "
-            "save the model again, or name the layer in modules_to_not_convert"
-        )
 
 
 def _stackable(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.parameter import ModelWeightParameter, PackedColumnParameter, PerTensorScaleParameter
 
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, LayerError
 from anybit.packing import unpack_words, words_per_row
 
 Cut = Callable[[Tensor], Tensor]
@@ -129,3 +129,12 @@ def load_replicated(parameter: Any, loaded: Tensor, shard_id: Any = None) -> Non
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Room for a parameter, on the device that vLLM builds the model on."""
     return torch.zeros(shape, dtype=dtype)
+
+
+def load_nothing(parameter: Tensor, loaded: Tensor, *shard: Any) -> None:
+    """Take the empty weight of a saved layer; LayerError for a weight that holds values, which codes stand for here."""
+    if loaded.numel():
+        raise LayerError(
+            f"the folder holds a 16-bit weight {tuple(loaded.shape)} of a layer that its config says is quantized: "
+            "save the model again, or name the layer in modules_to_not_convert"
+        )

@@ -1,0 +1,138 @@
+"""vLLM's output head on anybit: quantized in the checkpoint, or while a model is loaded (``lm_head=w8a16``)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.utils import set_weight_attrs
+
+from anybit import ops
+from anybit.errors import AnyBitError, CheckpointError
+from anybit.integrations.vllm.parameters import empty, load_nothing
+from anybit.integrations.vllm.warmup import Ledger
+from anybit.packing import QuantizedWeight, unpack_words, words_per_row
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.scheme import Scheme
+
+
+class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
+    """What both methods share: a head that is ready, and its logits."""
+
+    def __init__(self, scheme: Scheme, name: str, ledger: Ledger) -> None:
+        self.scheme, self.name, self.ledger = scheme, name, ledger
+        ledger.expect()
+        ledger.heads.discard(name)
+
+    def _ready(self, layer: Any, weight: QuantizedWeight, input_scale: Tensor | None = None) -> None:
+        try:
+            prepared = ops.prepare(weight, self.scheme.activations)
+        except AnyBitError as error:
+            raise type(error)(f"output head {self.name}: {error}") from None
+        layer.anybit_spec, layer.anybit_count = prepared.spec_text, len(prepared.tensors)
+        for index, tensor in enumerate(prepared.tensors):
+            layer.register_buffer(f"anybit_{index}", tensor, persistent=False)
+        layer.register_buffer("anybit_input_scale", input_scale, persistent=False)
+        self.ledger.add_head(layer, prepared)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits of this rank's part of the vocabulary: x [..., K] -> [..., padded tokens], in x's dtype."""
+        x = x if layer.anybit_input_scale is None else x * layer.anybit_input_scale
+        tensors = [getattr(layer, f"anybit_{index}") for index in range(layer.anybit_count)]
+        y: Tensor = torch.ops.anybit.linear(x, tensors, bias, layer.anybit_spec)
+        return y
+
+
+class AnyBitHeadMethod(_HeadMethod):
+    """A head of which the checkpoint holds codes; a rank keeps its rows of them."""
+
+    def __init__(self, scheme: Scheme, name: str, ledger: Ledger, group_index: bool, input_scale: bool) -> None:
+        super().__init__(scheme, name, ledger)
+        self.group_index, self.input_scale = group_index, input_scale
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Room for this rank's rows of the tensors that ``QuantLinear`` documents."""
+        n, k, fmt = sum(output_partition_sizes), input_size, self.scheme.weights
+        groups, kept, load = fmt.groups(k), k // 2 if fmt.sparse else k, extra["weight_loader"]
+
+        def load_zeros(parameter: nn.Parameter, packed: Tensor) -> None:
+            rows = layer.org_vocab_size
+            if packed.shape[0] != words_per_row(rows, fmt.bits):
+                raise CheckpointError(
+                    f"{self.name}.weight_zero_point has {packed.shape[0]} rows of words in the checkpoint; zeros of "
+                    f"{rows} outputs are {words_per_row(rows, fmt.bits)}"
+                )
+            load(parameter, unpack_words(packed.t().contiguous(), fmt.bits, rows).t())
+
+        def load_shape(parameter: nn.Parameter, shape: Tensor) -> None:
+            if shape.tolist() != [layer.org_vocab_size, k]:
+                raise CheckpointError(
+                    f"{self.name} is {shape.tolist()} (outputs, inputs) in the checkpoint, and "
+                    f"{[layer.org_vocab_size, k]} in the model"
+                )
+
+        def add(name: str, data: Tensor, loader: Any = load, by_rows: bool = False) -> None:
+            parameter = nn.Parameter(data, requires_grad=False)
+            set_weight_attrs(parameter, {"weight_loader": loader} | ({"output_dim": 0} if by_rows else {}))
+            layer.register_parameter(name, parameter)
+
+        add("weight_packed", empty(n, words_per_row(kept, fmt.bits), dtype=torch.int32), by_rows=True)
+        add("weight_scale", empty(n, groups, dtype=params_dtype), by_rows=True)
+        if fmt.sparse:
+            add("weight_indices", empty(n, words_per_row(kept, 2), dtype=torch.int32), by_rows=True)
+        if fmt.code == "asym":
+            add("weight_zero_point", empty(n, groups, dtype=torch.uint8), load_zeros, by_rows=True)
+        if self.group_index:
+            add("weight_g_idx", empty(k, dtype=torch.int32))
+        if self.input_scale:
+            add("input_scale", empty(k, dtype=params_dtype))
+        add("weight_shape", empty(2, dtype=torch.int64), load_shape)
+        add("weight", empty(0, dtype=torch.uint8), load_nothing)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Codes as vLLM loaded them -> the layout of a backend."""
+        if hasattr(layer, "anybit_spec"):
+            return
+        found = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False) if name != "bias"}
+        words, scale = found["weight_packed"], found["weight_scale"]
+        optional = [found.get(name) for name in ("weight_zero_point", "weight_g_idx", "weight_indices")]
+        shape = (len(words), layer.embedding_dim)
+        weight = QuantizedWeight(words, scale, optional[0], shape, self.scheme.weights, *optional[1:])
+        for name in found:
+            delattr(layer, name)
+        self._ready(layer, weight, found.get("input_scale"))
+
+
+class AnyBitOnlineHeadMethod(_HeadMethod, UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """A head of a checkpoint of floats, its own or the embedding that it shares, rounded to nearest once loaded."""
+
+    _embedding: Any = None
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """The head keeps codes of the embedding's values; the embedding stays as it is."""
+        self._embedding = embed_tokens
+        del layer.weight  # nothing is loaded into it
+        return layer
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Floats -> codes -> the layout of a backend."""
+        if hasattr(layer, "anybit_spec"):
+            return
+        weight = (layer if self._embedding is None else self._embedding).weight.data
+        try:
+            quantized = quantize_weight(weight, self.scheme.weights)
+        except AnyBitError as error:
+            raise type(error)(f"output head {self.name}: {error}") from None
+        if self._embedding is None:
+            del layer.weight
+        self._ready(layer, quantized)
