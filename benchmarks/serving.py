@@ -3,11 +3,12 @@
     python benchmarks/serving.py steps fp16 fp8 machete w4a16g128 w4a8     # one engine after another, each a process
     python benchmarks/serving.py rates machete w4a8 --rates 1 4 16 64
     python benchmarks/serving.py check w4a16g128 w4a8                     # greedy answers beside anybit's own generate
-    python benchmarks/serving.py steps w4a16g128 --profile 1              # and what a step of one request launches
+    python benchmarks/serving.py steps w4a16g128 --profile 1 64           # and what steps of so many requests launch
     python benchmarks/serving.py picture                                  # of the rows with rates
 
-Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit. Weights are random: times do not depend
-on them. Needs vLLM 0.26 or newer; anybit need not be installed, its folder in PYTHONPATH is enough.
+Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit, w4a8+w8a16 with the output head's after
+it. Weights are random: times do not depend on them. Needs vLLM 0.26 or newer; anybit need not be installed, its folder
+in PYTHONPATH is enough.
 """
 
 import argparse
@@ -46,17 +47,17 @@ def model(mode: str, config: dict[str, Any]) -> str:
             "quantization_status": "compressed", "config_groups": {"group_0": {"targets": ["Linear"], "weights": W4}},
         }  # fmt: skip
     elif mode not in OWN:
+        scheme, _, head = mode.partition("+")
         config["quantization_config"] = {
-            "quant_method": "anybit",
-            "scheme": mode,
-            "modules_to_not_convert": ["lm_head"],
-        }
+            "quant_method": "anybit", "scheme": scheme, "modules_to_not_convert": [] if head else [HEAD],
+            **({"overrides": {HEAD: head}} if head else {}),
+        }  # fmt: skip
     folder = Path(tempfile.mkdtemp(prefix=f"serving-{mode}-"))
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
-def engine(mode: str, layers: int = 32, folder: str = "", **options: Any) -> Any:
+def engine(mode: str, layers: int = 32, folder: str = "", captured: list[int] | None = None, **options: Any) -> Any:
     """A vLLM engine over a model in a mode, in this process."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -72,6 +73,8 @@ def engine(mode: str, layers: int = 32, folder: str = "", **options: Any) -> Any
         "max_num_seqs": 256, "gpu_memory_utilization": 0.85, "enable_prefix_caching": False, "disable_log_stats": True,
     }  # fmt: skip
     settings |= {"quantization": "fp8"} if mode == "fp8" else {}
+    if captured:
+        settings["compilation_config"] = {"cudagraph_capture_sizes": captured}
     begin = time.perf_counter()
     llm = LLM(folder or model(mode, {**LLAMA, "num_hidden_layers": layers}), **{**settings, **options})
     print(f"{mode}: up after {time.perf_counter() - begin:.1f} s", flush=True)
@@ -100,7 +103,9 @@ def check_layers(model: Any) -> str:
     from anybit.ops.backend import LinearSpec
 
     worst = 0.0
-    for layer in [module for module in model.modules() if hasattr(module, "anybit_products")][:4]:
+    layers = [module for module in model.modules() if hasattr(module, "anybit_products")][:4]
+    print("rotary embedding and cache write in one op:", sum(hasattr(m, "anybit_paired") for m in model.modules()))
+    for layer in layers:
         for product in layer.anybit_products:
             spec, tensors = LinearSpec.parse(product.spec), [getattr(layer, name) for name in product.tensors]
             weight = ops.backends[spec.backend].restore(tensors, spec)
@@ -141,7 +146,7 @@ def keep(path: Path, new: list[Row]) -> None:
 
 def steps(mode: str, args: argparse.Namespace) -> list[Row]:
     """Steps and throughput by requests at once, and the first token of long prompts."""
-    llm = engine(mode, args.layers)
+    llm = engine(mode, args.layers, captured=args.captured)
     checked = mode not in OWN
     if checked:
         print(mode, *llm.apply_model(check_layers), flush=True)
@@ -162,7 +167,10 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
         found.append(row(mode, checked, requests=1, prompt=prompt, new_tokens=1, ttft_ms=round(first * 1e3, 1)))
     if args.profile:
         keep(args.output, found)  # before what may fail
-        launches(llm, mode, args.profile)
+        for requests in args.profile:
+            profile_steps(llm, mode, requests)
+        for prompt in args.prompts:
+            profile_prompt(llm, mode, prompt)
     return found
 
 
@@ -170,7 +178,7 @@ def rates(mode: str, args: argparse.Namespace) -> list[Row]:
     """Requests that arrive at random (Poisson): time to the first token, time per token, throughput."""
     from vllm import SamplingParams
 
-    llm = engine(mode, args.layers)
+    llm = engine(mode, args.layers, captured=args.captured)
     checked = mode not in OWN
     if checked:
         print(mode, *llm.apply_model(check_layers), flush=True)
@@ -213,21 +221,69 @@ def rates(mode: str, args: argparse.Namespace) -> list[Row]:
     return found
 
 
-def launches(llm: Any, mode: str, requests: int) -> None:
-    """Print what a step of so many requests launches, by time."""
+def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
+    """Print what steps launch when so many requests, all of them past their prompts, decode together."""
+    import torch
+    from vllm import SamplingParams
+
+    core = llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, detokenize=False)
+    names = [f"profile-{requests}-{i}" for i in range(requests)]
+    for name in names:
+        core.add_request(name, {"prompt_token_ids": [random.randint(10, 9999) for _ in range(PROMPT)]}, sampling)
+    begun: set[str] = set()
+    while len(begun) < requests:
+        begun |= {answer.request_id for answer in core.step() if len(answer.outputs[0].token_ids) > 1}
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        core.step()
+    torch.cuda.synchronize()
+    plain = (time.perf_counter() - begin) / count * 1e3
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(count):
+            core.step()
+        torch.cuda.synchronize()
+    core.abort_request(list(begun))
+    while core.has_unfinished_requests():
+        core.step()
+    print(f"== {mode}, {requests} requests: {plain:.3f} ms a step")
+    timeline(trace, count)
+
+
+def profile_prompt(llm: Any, mode: str, prompt: int) -> None:
+    """Print what the first token of a prompt launches."""
     import torch
 
-    generate(llm, requests, PROMPT, 33)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        generate(llm, requests, PROMPT, 33)
+        generate(llm, 1, prompt, 1)
+        torch.cuda.synchronize()
+    print(f"== {mode}, the first token of a prompt of {prompt}")
+    timeline(trace, 1)
+
+
+def timeline(trace: Any, count: int) -> None:
+    """Time by kernel, and when none ran. A product is told by what ran before it: its kernel has one name for all."""
+    events = sorted((e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_time_total)
     spent: dict[str, list[float]] = {}
-    for event in trace.events():
-        spent.setdefault(event.name[:100], []).append(event.device_time_total)
-    total = sum(sum(times) for times in spent.values())
-    print(f"{mode}, {requests} requests, 1 prefill and 32 steps: {total / 1e3:.2f} ms of kernels")
-    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:20]:
+    gaps: dict[str, list[float]] = {}
+    busy, until, before = 0.0, events[0][0], ""
+    for start, end, name in events:
+        short = name.replace("void ", "").partition("<")[0].partition("(")[0][:44]
+        key = f"{short} after {before[:34]}" if "packed" in short else short
+        spent.setdefault(key, []).append(end - start)
+        if start > until:
+            gaps.setdefault(f"{before[:34]} to {short[:34]}", []).append(start - until)
+        busy += max(0.0, end - max(start, until))
+        until, before = max(until, end), short
+    span = until - events[0][0]
+    print(f"{span / count:.0f} us a step under the profiler, {1 - busy / span:.1%} of it no kernel ran")
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:26]:
         middle = sorted(times)[len(times) // 2]
-        print(f"{sum(times) / 33:8.1f} us a step {len(times) / 33:6.1f} x {middle:7.2f} us  {name}")
+        print(f"{sum(times) / count:9.1f} us {len(times) / count:6.1f} x {middle:7.2f}  {name}")
+    for name, times in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:8]:
+        middle = sorted(times)[len(times) // 2]
+        print(f"  idle {sum(times) / count:8.1f} us {len(times) / count:6.1f} x {middle:7.2f}  {name}")
 
 
 def check(mode: str, args: argparse.Namespace) -> list[Row]:
@@ -249,7 +305,8 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
             parameter.data.normal_(0, 0.05)
     whole.save_pretrained(source)
     del whole
-    quantization = AnyBitConfig(mode)
+    scheme, _, head = mode.partition("+")
+    quantization = AnyBitConfig(scheme, overrides={HEAD: head} if head else None)
     quantized = LlamaForCausalLM.from_pretrained(source, quantization_config=quantization, dtype=torch.float16)
     quantized.save_pretrained(folder)
     quantized = quantized.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -262,10 +319,12 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
 
     sampling = SamplingParams(temperature=0, min_tokens=32, max_tokens=32, detokenize=False)
     given = [{"prompt_token_ids": p} for p in prompts]
-    got = [list(a.outputs[0].token_ids) for a in llm.generate(given, sampling, use_tqdm=False)]
-    same = sum(a == b for a, b in zip(expected, got, strict=True))
-    tokens = sum(x == y for a, b in zip(expected, got, strict=True) for x, y in zip(a, b, strict=True))
-    print(f"{mode}: {same} of 8 answers and {tokens} of 256 tokens are those of anybit's own generate", flush=True)
+    for how, asked in (("together", [given]), ("alone", [[one] for one in given])):
+        done = [answer for some in asked for answer in llm.generate(some, sampling, use_tqdm=False)]
+        got = [list(answer.outputs[0].token_ids) for answer in done]
+        same = sum(a == b for a, b in zip(expected, got, strict=True))
+        tokens = sum(x == y for a, b in zip(expected, got, strict=True) for x, y in zip(a, b, strict=True))
+        print(f"{mode}, {how}: {same} of 8 answers and {tokens} of 256 tokens are those of anybit's own generate")
     return []
 
 
@@ -298,7 +357,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "h200" / "serving.json")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
-    parser.add_argument("--profile", type=int, default=0, help="print what a step of so many requests launches")
+    parser.add_argument("--profile", type=int, nargs="*", help="print what steps of so many requests launch")
+    parser.add_argument("--captured", type=int, nargs="+", help="token counts of graphs, for a quick start")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--seconds", type=float, default=8.0)

@@ -13,7 +13,7 @@ from machine_code import before_wait, sass
 from anybit import jit
 from anybit.device import Device
 from anybit.kernels.common.types import Output
-from anybit.kernels.elementwise import norm_act, quantize_activations, rope
+from anybit.kernels.elementwise import norm_act, quantize_activations, rope, rope_pages
 from anybit.kernels.elementwise.quantize_activations import Source, Target
 from anybit.kernels.gemm import (
     bitplane,
@@ -52,6 +52,7 @@ def small_kernels() -> list[jit.Kernel]:
         norm_act.kernel("silu_mul", norm_act.silu_config(row)),
         rope.kernel(rope.default(head)),
         rope.kernel(rope.default(replace(head, stores=False))),
+        rope_pages.kernel(rope_pages.default(rope_pages.Problem(1, 32, 8, 128))),
     ]
 
 
@@ -66,6 +67,7 @@ def few() -> list[jit.Kernel]:
         sm90_packed_gemv.norm_kernel(norm),
         sm90_packed_gemv.norm_kernel(norm, silu=True),
         sm90_packed_gemv.rotary_kernel(norm),
+        sm90_packed_gemv.rotary_kernel(norm, pages=True),
         *(sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(replace(problem, m=m))) for m in (4, 16)),
         *(sm90_packed_skinny.kernel(sm90_packed_skinny.default(replace(problem, m=m))) for m in (1, 8)),
     ]

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from anybit import QuantLinear
+from anybit.kernels.elementwise.rope_pages import RopePagesArgs
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
-from anybit.ops import elementwise
+from anybit.ops import elementwise, pages
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, rotate_store, silu_mul
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
@@ -162,3 +163,54 @@ def test_products_that_turn_and_store(dtype, m, tokens, heads, kv_heads, dim, k)
         )
         scale = float(qkv.abs().max())
         assert close(q / scale, expected / scale, dtype) and close(got / scale, wanted / scale, dtype)
+
+
+def _paged(m: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple:
+    """Two caches as vLLM has them, and steps of m tokens that go to the first and to the second."""
+    caches = torch.zeros(2, 40, 16, kv_heads, 2 * dim, dtype=dtype, device="cuda").transpose(2, 3)
+    angles = torch.rand(700, dim // 2, device="cuda") * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype)
+    positions = torch.randint(700, (m,), device="cuda")
+    slots = torch.randperm(640, device="cuda")[:m]
+    slots[m // 2] = -1 if m > 2 else slots[m // 2]
+
+    def step(which: int, heads: int) -> RopePagesArgs:
+        keys, values = caches[which].transpose(1, 2).split(dim, dim=-1)
+        return RopePagesArgs(table, positions, keys, values, slots, heads, kv_heads)
+
+    return caches, step
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("m", "heads", "kv_heads", "dim"), [(1, 32, 8, 128), (37, 9, 3, 64), (500, 4, 2, 256)])
+@pytest.mark.parametrize(("paired", "norms"), [(False, True), (True, False)])
+def test_keys_and_values_go_to_pages(dtype, m, heads, kv_heads, dim, paired, norms):
+    caches, step = _paged(m, kv_heads, dim, dtype)
+    qkv = torch.randn(m, (heads + 2 * kv_heads) * dim, device="cuda").to(dtype)
+    gammas = [torch.rand(dim, device="cuda").to(dtype) + 0.5 for _ in range(2)] if norms else [None, None]
+    q = pages.rotate_pages(step(0, heads), qkv, *gammas, 1e-6, paired)
+    expected = pages._rotate_cpu(step(1, heads), qkv, *gammas, 1e-6, paired)
+    assert close(q, expected, dtype) and close(caches[0], caches[1], dtype) and caches[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("m", "heads", "kv_heads", "dim", "k"),
+    [(1, 32, 8, 128, 4096), (2, 9, 3, 64, 512), (1, 9, 3, 64, 576), (5, 4, 2, 64, 512)],
+)
+def test_products_that_turn_and_store_in_pages(dtype, m, heads, kv_heads, dim, k):
+    """What the product, and then the rotary embedding and the store, make: the same to the last bit of a turned pair."""
+    caches, step = _paged(m, kv_heads, dim, dtype)
+    n, scheme = (heads + 2 * kv_heads) * dim, Scheme.parse("w4a16g128")
+    weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
+    layer = QuantLinear.from_weight(weight, scheme, torch.randn(n, device="cuda").to(dtype), "packed").prepare()
+    x, residual, gamma = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,)))
+    prepared = layer._prepared
+    for _ in range(5):
+        rest = (residual, gamma, 1e-5, prepared.tensors, layer.bias, prepared.spec_text)
+        q, total = pages.norm_rotate_pages(step(0, heads), x + 0, *rest)
+        qkv, same = layer.norm_linear(x + 0, residual, gamma, 1e-5)
+        expected = pages.rotate_pages(step(1, heads), qkv, paired=True)
+        scale = float(qkv.abs().max())
+        assert torch.equal(total, same) and close(q / scale, expected / scale, dtype)
+        assert close(caches[0] / scale, caches[1] / scale, dtype) and caches[1].any()
