@@ -199,7 +199,7 @@ def test_keys_and_values_go_to_pages(dtype, m, heads, kv_heads, dim, paired, nor
     [(1, 32, 8, 128, 4096), (2, 9, 3, 64, 512), (1, 9, 3, 64, 576), (5, 4, 2, 64, 512)],
 )
 def test_products_that_turn_and_store_in_pages(dtype, m, heads, kv_heads, dim, k):
-    """What the product, and then the rotary embedding and the store, make: the same to the last bit of a turned pair."""
+    """What the product, and then the rotary embedding and the store, make: alike to the last bit of a turned pair."""
     caches, step = _paged(m, kv_heads, dim, dtype)
     n, scheme = (heads + 2 * kv_heads) * dim, Scheme.parse("w4a16g128")
     weight = quantize_weight(torch.randn(n, k, device="cuda").half(), scheme.weights)
