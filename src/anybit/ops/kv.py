@@ -61,6 +61,8 @@ class LayerView:
 
     pages: uint8 [pages, kv_heads, page_bytes].  residual: 16-bit [sequences, kv_heads, 2, ring * head_dim].
     table: int32 [sequences, pages of each].  lengths: int32 [sequences].  ring, window, capacity: tokens.
+    front, slots: where the residual is blocks of the pool in front of the pages of each (``kernels.attention.kv_rows``);
+    ``residual`` then is the pool itself, in 16 bits.
     """
 
     layout: PageLayout
@@ -71,6 +73,8 @@ class LayerView:
     ring: int
     window: int
     capacity: int
+    front: int = 0
+    slots: int = 0
 
     @property
     def kv_heads(self) -> int:
@@ -107,6 +111,27 @@ def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor
         _quantize(view, rows, batch, k.shape[1], layer, k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
 
 
+def store_ragged(view: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int, *, packs: bool) -> None:
+    """Half of ``store`` where sequences have different numbers of new tokens: pack full windows, or keep the newest.
+
+    k, v: [tokens, kv_heads, head_dim]; those of sequence i begin at starts[i].  starts: int32 [sequences + 1].
+    most: the largest of these numbers.
+    """
+    k, v = (_aligned(x[None]) for x in (k, v))
+    strides = {
+        "k_batch_stride": 0,
+        "v_batch_stride": 0,
+        "k_token_stride": k.stride(1),
+        "k_head_stride": k.stride(2),
+        "v_token_stride": v.stride(1),
+        "v_head_stride": v.stride(2),
+    }
+    _quantize(
+        view, None, starts.shape[0] - 1, most, 0, starts=starts, k=k, v=v, **strides,
+        packs=int(packs), keeps=int(not packs), stored=0,
+    )  # fmt: skip
+
+
 def pack(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: int = 0) -> None:
     """Pack the windows that the newest ``tokens`` tokens completed, all of which are in the residual already."""
     names = ("k_batch_stride", "v_batch_stride", "k_token_stride", "v_token_stride", "k_head_stride", "v_head_stride")
@@ -114,8 +139,19 @@ def pack(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: i
     _quantize(view, rows, batch, tokens, layer, **arguments, packs=1, keeps=0, stored=1)
 
 
-def _quantize(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: int, **arguments: Any) -> None:
-    problem = kv_quantize.Problem(view.layout, batch, view.kv_heads, tokens, view.ring, view.window, view.bf16)
+def _quantize(
+    view: LayerView,
+    rows: Tensor | None,
+    batch: int,
+    tokens: int,
+    layer: int,
+    starts: Tensor | None = None,
+    **arguments: Any,
+) -> None:
+    problem = kv_quantize.Problem(
+        view.layout, batch, view.kv_heads, tokens, view.ring, view.window, view.bf16,
+        view.front, view.slots, starts is not None,
+    )  # fmt: skip
     debug = kv_page.debugging()
     device, config = Device.of(view.pages), kv_quantize.default(problem, checked=debug)
     errors = torch.zeros(1, dtype=torch.int32, device=view.pages.device) if debug else None
@@ -136,9 +172,11 @@ def _quantize(view: LayerView, rows: Tensor | None, batch: int, tokens: int, lay
         pages_count=view.pages.shape[0],
         sequences_count=view.table.shape[0],
         errors=errors,
+        page_stride=view.pages.stride(0),
+        starts=starts,
         **arguments,
     )
-    overlaps = device.capability >= 90 and problem.step
+    overlaps = device.capability >= 90 and problem.step and starts is None
     grid = kv_quantize.grid(problem, bool(arguments["packs"]))
     jit.launch(kv_quantize.kernel(config), params, grid, pdl=overlaps, device=view.pages.get_device())
     if errors is not None:
@@ -170,6 +208,8 @@ def problem_of(q: Tensor, view: LayerView, masks: Masks = NO_MASKS, split: int =
         softcap=masks.softcap is not None,
         alibi=masks.alibi is not None,
         split=split,
+        front=view.front,
+        slots=view.slots,
     )
 
 
@@ -240,6 +280,7 @@ def prepare(
         scale=kernels.log2_scale(scale),
         cap=kernels.log2_scale(masks.softcap or 0.0),
         uncap=2.0 / masks.softcap if masks.softcap else 0.0,
+        page_stride=view.pages.stride(0),
     )
     return Launch(kernels.kernel(config, view.layout), params, kernels.grid(problem, config, device), out, lse)
 

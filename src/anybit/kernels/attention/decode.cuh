@@ -43,13 +43,20 @@ template <class Config> struct Pipeline {
             find_page();
         }
     }
-    PTX bool next_is_packed() const { return ahead.packed(); }
+    // Whether the next half may be read while the previous kernel is still at work. In a pool that is not ours a sequence
+    // whose first step this is may hit pages that this very step packs; then its own page has but one token.
+    PTX bool next_is_old() const { return ahead.packed() && (Config::front == 0 || ahead.extent.length % Config::page != 1); }
     PTX void enter_pair() {
         pages = p.pages + static_cast<int64_t>(ahead.head / Config::query_chunks) * (page_blocks * S::block_bytes);
         entries = p.table + static_cast<int64_t>(ahead.sequence) * p.table_width;
     }
     // The table entry of the unit ahead, asked for one unit early so that nobody waits for it.
     PTX void find_page() {
+        if constexpr (Config::front > 0) {
+            page = entry_of(ahead.packed() ? Config::front + (ahead.extent.first_block + ahead.unit) / page_blocks
+                                           : ahead.position() % p.ring / Config::slots);
+            return;
+        }
         if (!ahead.packed()) return;
         page = entries[(ahead.extent.first_block + ahead.unit) / page_blocks];
         if constexpr (Config::checked)
@@ -58,6 +65,12 @@ template <class Config> struct Pipeline {
                 page = 0;
             }
     }
+    // A table entry of a row that may be padding: whatever it says, a page that is there.
+    PTX int entry_of(int index) const { return min(max(entries[index], 0), p.pages_count - 1); }
+    PTX int64_t page_stride() const {
+        if constexpr (Config::front > 0) return p.page_stride;
+        else return p.kv_heads * (page_blocks * S::block_bytes);
+    }
     // Asks for the next half, if there is one.
     PTX void fill() {
         if (left > 0) {
@@ -65,9 +78,13 @@ template <class Config> struct Pipeline {
             int bytes;
             if (ahead.packed()) {
                 const int within = (ahead.extent.first_block + ahead.unit) % page_blocks;
-                source = pages + static_cast<int64_t>(page) * (p.kv_heads * (page_blocks * S::block_bytes))
+                source = pages + static_cast<int64_t>(page) * page_stride()
                        + within * S::block_bytes + (values ? S::key_bytes : 0);
                 bytes = values ? S::value_bytes : S::key_bytes;
+            } else if constexpr (Config::front > 0) {
+                const int place = ahead.position() % p.ring % Config::slots + (values ? Config::slots : 0);
+                source = pages + static_cast<int64_t>(page) * page_stride() + place * S::element_bytes;
+                bytes = S::residual_bytes;
             } else {
                 const int place = ahead.position() % p.ring;
                 source = reinterpret_cast<const uint8_t*>(p.residual)
@@ -116,6 +133,9 @@ template <class Config> struct Pipeline {
         if (unit >= ahead.extent.units) { unit -= ahead.extent.units; ++head; }
         if (further >= left || unit >= ahead.extent.blocks || head >= p.kv_heads * Config::query_chunks) return nullptr;
         const int block = ahead.extent.first_block + unit;
+        if constexpr (Config::front > 0)
+            return p.pages + entry_of(Config::front + block / page_blocks) * page_stride()
+                 + (head / Config::query_chunks) * (page_blocks * S::block_bytes) + block % page_blocks * S::block_bytes;
         int at = entries[block / page_blocks];
         if constexpr (Config::checked) at = min(max(at, 0), p.pages_count - 1);
         return p.pages + (static_cast<int64_t>(at) * p.kv_heads + head / Config::query_chunks) * (page_blocks * S::block_bytes) + block % page_blocks * S::block_bytes;
@@ -223,7 +243,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Confi
     Pipeline<Config> pipeline(p, at, to - from, shared.stage(warp), shared.barriers(warp));
     const int early = Config::stages;
     int asked = 0;
-    for (; asked < early && pipeline.left > 0 && pipeline.next_is_packed(); ++asked) pipeline.fill();
+    for (; asked < early && pipeline.left > 0 && pipeline.next_is_old(); ++asked) pipeline.fill();
     if constexpr (Config::split == 0) {
         shared.clear_segments(warp);
         plan_merge<Config>(p, shared, warp, line, begin, end, shares);  // while the first copies are on their way

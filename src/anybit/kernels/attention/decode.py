@@ -24,7 +24,8 @@ class Problem:
     layout: the pages.  ring, window: of the residual (tokens).  capacity: the most tokens of a sequence.
     bf16: the type of queries, output and residual (else float16).  sliding, softcap, alibi: what the model does to
     its logits.  split: 0, or the tokens of a piece; then a sequence is cut in pieces of so many tokens whatever else is
-    in the batch, and its result does not depend on the other sequences, bit for bit.
+    in the batch, and its result does not depend on the other sequences, bit for bit.  front, slots: where the residual
+    is blocks of the pool in front of a sequence's row of the table, how many, and the tokens of each (``kv_rows``).
     """
 
     layout: PageLayout
@@ -40,6 +41,8 @@ class Problem:
     softcap: bool = False
     alibi: bool = False
     split: int = 0
+    front: int = 0
+    slots: int = 0
 
     @property
     def group(self) -> int:
@@ -80,6 +83,8 @@ class Config(BlockConfig):
     l2_early: int = 0
     l2_late: int = 0
     merge_warps: int = 1
+    front: int = 0
+    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,7 @@ class Params:
     scale: Float32
     cap: Float32
     uncap: Float32
+    page_stride: Int64 = 0
 
 
 def residual_tokens(layout: PageLayout) -> int:
@@ -180,6 +186,8 @@ def make(
         bulk=device.capability >= 90,
         keep_in_l2=problem.rows > rows,
         checked=checked,
+        front=problem.front,
+        slots=problem.slots,
     )
 
 
@@ -202,6 +210,11 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
         return (
             f"the residual (ring {problem.ring}, window {problem.window}) must be cut evenly into chunks of "
             f"{config.residual_tokens} tokens"
+        )
+    if problem.front and (problem.slots % config.residual_tokens or problem.queries > 1 or problem.split):
+        return (
+            f"rows with their residual in front take one query a sequence ({problem.queries} asked for), blocks of whole "
+            f"chunks of {config.residual_tokens} tokens ({problem.slots}), and no fixed split"
         )
     if problem.split % config.block or config.split != problem.split // config.block:
         return f"a fixed split must be a multiple of the {config.block} tokens of a block, not {problem.split}"

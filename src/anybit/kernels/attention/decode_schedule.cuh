@@ -13,7 +13,7 @@ namespace decode {
 struct Params {
     const uint8_t* pages;       // of this layer: [pages, kv_heads, page_bytes]
     const uint16_t* residual;   // of this layer: [sequences, kv_heads, 2, ring * head_dim]
-    const int32_t* table;       // [sequences, table_width]
+    const int32_t* table;       // [sequences, table_width]: pages; in front of them `front` blocks that are the residual
     const int32_t* lengths;     // [sequences], the new tokens included
     const int32_t* sequences;   // [batch], or null for 0, 1, 2 ...
     const uint16_t* q;          // [batch, queries, heads, head_dim] with these strides, in elements
@@ -39,6 +39,7 @@ struct Params {
     float scale;                // of q.k, in units of log2
     float cap;
     float uncap;
+    int64_t page_stride;        // rows (Config::front): bytes from one page of the pool to the next
 };
 
 // What of one sequence is to be read.
@@ -57,7 +58,7 @@ struct Extent {
 template <class Config> PTX Extent extent_of(const Params& p, int length) {
     Extent e;
     if constexpr (Config::checked) {
-        if (length < 0 || length > p.table_width * Config::page) {
+        if (length < 0 || length > (p.table_width - Config::front) * Config::page) {
             atomicMax(p.errors, kv_page::bad_length);
             length = 0;
         }

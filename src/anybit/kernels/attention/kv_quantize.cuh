@@ -382,22 +382,27 @@ template <class Config> PTX bool store_tokens(const Params& p, Tokens<Config>& t
     if (i < tokens.count) kept = *tokens.of_fresh(tokens.first + i / Config::head_dim, i % Config::head_dim);
     if (tokens.packs) {
         tokens.page = -1;
-        if (tokens.begin < p.table_width * Config::page)
-            tokens.page = static_cast<int>(ptx::ld_global_cg_u32(p.table + static_cast<int64_t>(tokens.sequence) * p.table_width + tokens.begin / Config::page));
+        if (tokens.begin < (p.table_width - Config::front) * Config::page)
+            tokens.page = static_cast<int>(ptx::ld_global_cg_u32(p.table + static_cast<int64_t>(tokens.sequence) * p.table_width + Config::front + tokens.begin / Config::page));
         if constexpr (Config::checked)
             if (tokens.page < 0 || tokens.page >= p.pages_count) {
                 found<Config>(p, kv_page::bad_page);
                 return true;
             }
-        uint8_t* to = p.pages + (static_cast<int64_t>(tokens.page) * p.kv_heads + blockIdx.x / 2) * (Config::page / Config::block * S::block_bytes)
-                    + tokens.begin % Config::page / Config::block * S::block_bytes;
+        constexpr int page_bytes = Config::page / Config::block * S::block_bytes;
+        uint8_t* to;
+        if constexpr (Config::front > 0) to = p.pages + tokens.page * p.page_stride + blockIdx.x / 2 * page_bytes;
+        else to = p.pages + (static_cast<int64_t>(tokens.page) * p.kv_heads + blockIdx.x / 2) * page_bytes;
+        to += tokens.begin % Config::page / Config::block * S::block_bytes;
         if (tokens.values) P::template pack_values<Config::value_bits>(tokens, to + S::key_bytes);
         else P::template pack_keys<Config::key_bits>(tokens, to);
     }
     if (tokens.stale()) return false;
     for (; i < tokens.count; i += gridDim.y * Config::threads) {
         const int token = tokens.first + i / Config::head_dim, channel = i % Config::head_dim;
-        tokens.ring[tokens.place(tokens.slot_of(token), channel)] = kept;
+        const int slot = tokens.slot_of(token);
+        if constexpr (Config::front > 0) tokens.tile(slot / 16 * 16)[tokens.place(slot % 16, channel)] = kept;
+        else tokens.ring[tokens.place(slot, channel)] = kept;
         const int next = i + gridDim.y * Config::threads;
         if (next < tokens.count) kept = *tokens.of_fresh(tokens.first + next / Config::head_dim, next % Config::head_dim);
     }
@@ -426,7 +431,7 @@ template <class Config> __global__ void __launch_bounds__(Config::threads, Packe
         if (sequence < 0 || sequence >= p.sequences_count) return found<Config>(p, kv_page::bad_sequence);
     const int length = static_cast<int>(ptx::ld_global_cg_u32(p.lengths + sequence));
     if constexpr (Config::checked)
-        if (length < p.tokens || length > p.table_width * Config::page) return found<Config>(p, kv_page::bad_length);
+        if ((!Config::ragged && length < p.tokens) || length > (p.table_width - Config::front) * Config::page) return found<Config>(p, kv_page::bad_length);
     if (sequence != tokens.sequence || (!Tokens<Config>::eager && length != tokens.length)) tokens.set(p, sequence, length);
     tokens.found = length;
     if (!store_tokens<Config>(p, tokens)) store_again<Config>(p, sequence, length);

@@ -16,7 +16,10 @@ _THREADS = 256
 
 @dataclass(frozen=True)
 class Problem:
-    """``tokens`` new tokens for each of ``batch`` sequences.  ring, window: of the residual.  bf16: else float16."""
+    """``tokens`` new tokens for each of ``batch`` sequences.  ring, window: of the residual.  bf16: else float16.
+
+    front, slots: as in ``decode.Problem``.  ragged: of each sequence its own number, ``tokens`` at most.
+    """
 
     layout: PageLayout
     batch: int
@@ -25,6 +28,9 @@ class Problem:
     ring: int = 160
     window: int = 128
     bf16: bool = False
+    front: int = 0
+    slots: int = 0
+    ragged: bool = False
 
     @property
     def step(self) -> bool:
@@ -43,6 +49,9 @@ class Config(BlockConfig):
     threads: int
     checked: bool = False
     single: bool = False
+    front: int = 0
+    slots: int = 0
+    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ class Params:
     sequences_count: Int32
     errors: Pointer
     stored: Int32 = 0
+    page_stride: Int64 = 0
+    starts: Pointer = None
 
 
 def default(problem: Problem, threads: int = 0, checked: bool = False) -> Config:
@@ -82,8 +93,16 @@ def default(problem: Problem, threads: int = 0, checked: bool = False) -> Config
     """
     if threads == 0:
         threads = 128 if problem.layout.block == 64 and not problem.layout.by_channel else _THREADS
-    single = problem.tokens == 1
-    return Config(**constants(problem.layout, problem.bf16), threads=threads, checked=checked, single=single)
+    single = problem.tokens == 1 and not problem.ragged
+    return Config(
+        **constants(problem.layout, problem.bf16),
+        threads=threads,
+        checked=checked,
+        single=single,
+        front=problem.front,
+        slots=problem.slots,
+        ragged=problem.ragged,
+    )
 
 
 def configs(problem: Problem) -> list[Config]:

@@ -25,7 +25,7 @@ template <class Config> struct Loader {
     PTX static void ring_tile(uint32_t (&w)[4], const From& from, int token, int j) {  // token: the tile's first
         int slot = from.slot + token;
         if (slot >= from.ring_tokens) slot -= from.ring_tokens;
-        const uint4 v = ptx::ld_global_cg_v4(from.ring + slot * Config::head_dim + (j * 32 + threadIdx.x % 32) * 8);
+        const uint4 v = ptx::ld_global_cg_v4(from.tile(slot) + (j * 32 + threadIdx.x % 32) * 8);
         w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
     }
     // A step of one token: whether it is the last of those before `end`. All others are in the ring.
@@ -35,14 +35,23 @@ template <class Config> struct Loader {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
         if constexpr (Config::single) {
             // Tiles lie one after another; from the ring's end they go on at its beginning.
-            constexpr int step = 16 * Config::head_dim;
-            const uint16_t* at = from.ring + (from.slot + token) * Config::head_dim + (j * 32 + lane) * 8;
-            const uint16_t* again = at - from.ring_tokens * Config::head_dim;
-            const int left = from.ring_tokens - from.slot - token;
+            if constexpr (Config::front > 0) {
 #pragma unroll
-            for (int i = 0; i < tiles; ++i) {
-                const uint4 v = ptx::ld_global_cg_v4((16 * i < left ? at : again) + i * step);
-                x[i][0][0] = v.x; x[i][1][0] = v.y; x[i][0][1] = v.z; x[i][1][1] = v.w;
+                for (int i = 0; i < tiles; ++i) {
+                    uint32_t w[4];
+                    ring_tile(w, from, token + 16 * i, j);
+                    x[i][0][0] = w[0]; x[i][1][0] = w[1]; x[i][0][1] = w[2]; x[i][1][1] = w[3];
+                }
+            } else {
+                constexpr int step = 16 * Config::head_dim;
+                const uint16_t* at = from.ring + (from.slot + token) * Config::head_dim + (j * 32 + lane) * 8;
+                const uint16_t* again = at - from.ring_tokens * Config::head_dim;
+                const int left = from.ring_tokens - from.slot - token;
+#pragma unroll
+                for (int i = 0; i < tiles; ++i) {
+                    const uint4 v = ptx::ld_global_cg_v4((16 * i < left ? at : again) + i * step);
+                    x[i][0][0] = v.x; x[i][1][0] = v.y; x[i][0][1] = v.z; x[i][1][1] = v.w;
+                }
             }
             if (newest_here(from, token + 16 * tiles) && g == 7) {
                 const uint2 v = *reinterpret_cast<const uint2*>(from.fresh + 16 * j + 4 * t);

@@ -31,6 +31,8 @@ struct Params {
     int32_t sequences_count;
     uint32_t* errors;          // checked kernels: what was wrong, or 0
     int32_t stored;            // the new tokens are in the residual already, and k and v are not read
+    int64_t page_stride;       // rows (Config::front): bytes from one page of the pool to the next
+    const int32_t* starts;     // ragged: [batch + 1], where the new tokens of each sequence begin in k and v
 };
 
 // One half (keys or values) of one sequence and head: where its tokens come from and go to.
@@ -40,6 +42,10 @@ template <class Config> struct Tokens {
     int token_stride, ring_tokens, old;
     int begin, slot;  // of the block to pack: its first token, and where that would be in the ring
     int page;         // looked at only when the tokens are on their way
+    const uint8_t* blocks;  // rows: this half of this head in block 0 of the pool
+    const int32_t* row;     // rows: the sequence's blocks, those of the ring in front
+    int64_t page_stride;
+    int pages_count;
     int sequence, length, found;  // the length that the rest was worked out from, and the one that turned out
     int first, count;  // what goes to the ring: its first token; elements
     bool values, packs;
@@ -48,9 +54,22 @@ template <class Config> struct Tokens {
         const int head = blockIdx.x / 2;
         sequence = of;
         length = found = tokens;
-        const int before = length - p.tokens;
+        int start = 0, news = p.tokens;
+        if constexpr (Config::ragged) {
+            start = p.starts[blockIdx.z];
+            news = p.starts[blockIdx.z + 1] - start;
+        }
+        const int before = length - news;
         values = blockIdx.x % 2;
-        ring = p.residual + ((static_cast<int64_t>(sequence) * p.kv_heads + head) * 2 + values) * p.ring * Config::head_dim;
+        if constexpr (Config::front > 0) {
+            using S = kv_page::Format<Config>;
+            blocks = p.pages + head * (Config::page / Config::block * S::block_bytes) + (values ? Config::slots * Config::head_dim * 2 : 0);
+            row = p.table + static_cast<int64_t>(sequence) * p.table_width;
+            page_stride = p.page_stride;
+            pages_count = p.pages_count;
+        } else {
+            ring = p.residual + ((static_cast<int64_t>(sequence) * p.kv_heads + head) * 2 + values) * p.ring * Config::head_dim;
+        }
         ring_tokens = p.ring;
         old = p.stored ? length : before;
         first = max(before, length - p.ring);
@@ -61,6 +80,13 @@ template <class Config> struct Tokens {
         fresh = values ? p.v + blockIdx.z * p.v_batch_stride + static_cast<int64_t>(head) * p.v_head_stride
                        : p.k + blockIdx.z * p.k_batch_stride + static_cast<int64_t>(head) * p.k_head_stride;
         token_stride = values ? p.v_token_stride : p.k_token_stride;
+        if constexpr (Config::ragged) fresh += static_cast<int64_t>(start) * token_stride;
+    }
+    // Where sixteen slots begin, of which s is the first.
+    PTX uint16_t* tile(int s) const {
+        if constexpr (Config::front == 0) return ring + s * Config::head_dim;
+        const int block = min(max(row[s / max(Config::slots, 1)], 0), pages_count - 1);
+        return reinterpret_cast<uint16_t*>(const_cast<uint8_t*>(blocks) + block * page_stride) + s % max(Config::slots, 1) * Config::head_dim;
     }
 
     static constexpr bool eager = Config::single && !Config::checked;
@@ -86,12 +112,18 @@ template <class Config> struct Tokens {
 // written before that one began, as decode.cuh takes them to be, and where bytes are kept is not when they are read.
 template <class Config> PTX void prefetch(const Params& p, const Tokens<Config>& tokens) {
     constexpr int token = Config::head_dim * 2, line = 128;  // bytes
-    if (!tokens.packs || tokens.begin >= p.table_width * Config::page) return;
+    if (!tokens.packs || tokens.begin >= (p.table_width - Config::front) * Config::page) return;
     const int held = min(tokens.old - tokens.begin, Config::block) * token, size = p.ring * token;
 #pragma unroll
     for (int i = 0; i < Config::block * token; i += line * Config::threads) {
         const int at = i + line * threadIdx.x, place = tokens.slot * token + at;
-        if (at < held) ptx::prefetch_L2(reinterpret_cast<const uint8_t*>(tokens.ring) + (place < size ? place : place - size));
+        if constexpr (Config::front > 0) {
+            constexpr int tile = 16 * token;
+            const int wrapped = place < size ? place : place - size;
+            if (at < held) ptx::prefetch_L2(reinterpret_cast<const uint8_t*>(tokens.tile(wrapped / tile * 16)) + wrapped % tile);
+        } else if (at < held) {
+            ptx::prefetch_L2(reinterpret_cast<const uint8_t*>(tokens.ring) + (place < size ? place : place - size));
+        }
     }
 }
 

@@ -1,0 +1,58 @@
+"""Rows of a pool that is not ours: a sequence's blocks, those of its 16-bit residual in front, then its pages.
+
+A manager of blocks, such as vLLM's, hands out blocks of one size and a row of them for every sequence:
+
+    [ residual block 0 .. front - 1 | page 0 | page 1 | ... ]
+
+A block is a page of every KV head, [kv_heads, page_bytes] with ``kv_page``'s bytes, or a part of one sequence's
+residual: then each head's bytes begin with the keys of ``slots`` tokens, and the values follow, sixteen tokens a run as
+in ``kv_page.ring_places``. Token p is in slot p % ring, and slot s in residual block s // slots. Pages hold what is
+full: the tokens before the last multiple of 128. A query reads its own page in 16 bits and those before packed, so that
+what it sees depends on its position alone.
+"""
+
+from dataclasses import dataclass
+
+from anybit.errors import LayerError
+from anybit.kernels.attention.decode import residual_tokens
+from anybit.kernels.attention.kv_page import PageLayout
+
+PAGE = 128
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Sizes of rows.
+
+    slack: how many tokens may be taken back after a step (drafts); a multiple of 32.
+    Raises LayerError where a page has no room for tokens in 16 bits.
+    """
+
+    layout: PageLayout
+    slack: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layout.page != PAGE:
+            raise LayerError(f"a block of rows is a page of {PAGE} tokens, not of {self.layout.page}")
+        if self.slack < 0 or self.slack % 32:
+            raise LayerError(f"the slack of a residual is a multiple of 32 tokens, not {self.slack}")
+        if self.layout.format.float4:
+            raise LayerError("pages of 4-bit floats are not stored by any kernel yet: use kv4")
+        if self.slots == 0:
+            raise LayerError(f"a page of {self.layout.page_bytes} bytes holds no 16 tokens in 16 bits")
+
+    @property
+    def ring(self) -> int:
+        """Tokens of a residual."""
+        return PAGE + self.slack
+
+    @property
+    def slots(self) -> int:
+        """Tokens of a residual block: whole chunks, as the attention reads them."""
+        chunk = residual_tokens(self.layout)
+        return self.layout.page_bytes // (4 * self.layout.head_dim) // chunk * chunk
+
+    @property
+    def front(self) -> int:
+        """Residual blocks of a row."""
+        return -(-self.ring // self.slots)

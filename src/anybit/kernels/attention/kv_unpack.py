@@ -1,0 +1,86 @@
+"""Packed pages, or a page's worth of 16-bit tokens, as plain keys and values: the host side of ``kv_unpack.cuh``."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from anybit.device import Device
+from anybit.jit import Int32, Int64, Kernel, Pointer
+from anybit.kernels.attention.kv_page import BlockConfig, constants
+from anybit.kernels.attention.kv_rows import RowLayout
+
+_MOST_JOBS = 65535
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``jobs`` pages of ``kv_heads`` heads each.  bf16: the type of tokens and of what is written, else float16."""
+
+    rows: RowLayout
+    kv_heads: int
+    jobs: int
+    bf16: bool = False
+
+
+@dataclass(frozen=True)
+class Config(BlockConfig):
+    """How: the constants of one compiled kernel."""
+
+    threads: int
+    front: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class Params:
+    """The twin of ``kv_unpack::Params``."""
+
+    pages: Pointer
+    table: Pointer
+    lengths: Pointer
+    starts: Pointer
+    jobs: Pointer
+    k: Pointer
+    v: Pointer
+    out: Pointer
+    page_stride: Int64
+    k_token_stride: Int32
+    k_head_stride: Int32
+    v_token_stride: Int32
+    v_head_stride: Int32
+    kv_heads: Int32
+    table_width: Int32
+    ring: Int32
+    pages_count: Int32
+
+
+def default(problem: Problem) -> Config:
+    """The config of a problem."""
+    rows = problem.rows
+    return Config(**constants(rows.layout, problem.bf16), threads=256, front=rows.front, slots=rows.slots)
+
+
+def why_not(problem: Problem, config: Config, device: Device) -> str | None:
+    """Why this config cannot serve this problem on this device, in a sentence; None if it can."""
+    if device.capability < 80:
+        return f"{device.name} is {device.arch}, and the KV cache needs sm_80 or later"
+    if not 1 <= problem.jobs <= _MOST_JOBS:
+        return f"1 to {_MOST_JOBS} pages are unpacked at a time, not {problem.jobs}"
+    return None
+
+
+def grid(problem: Problem) -> tuple[int, int, int]:
+    """Blocks: (heads of K and of V, pages)."""
+    return (problem.kv_heads * 2, problem.jobs, 1)
+
+
+@cache
+def kernel(config: Config) -> Kernel:
+    """The kernel of a config, made once."""
+    return Kernel(
+        header="attention/kv_unpack.cuh",
+        entry="kv_unpack::kernel",
+        config=config,
+        params=Params,
+        threads=config.threads,
+        shared_bytes=0,
+    )

@@ -1,0 +1,95 @@
+"""Kernels over rows of a pool that is not ours (``kernels.attention.kv_rows``): vLLM's blocks.
+
+A step of a layer, in this order: ``pack`` what becomes full, of all sequences; then ``decode`` those with one new token
+and ``unpack`` what the prompts among them attend over; then ``keep`` the newest tokens. For sequences with one new token
+``store`` is the first and the last in one launch. Nothing here waits for the device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.kernels.attention import kv_unpack
+from anybit.kernels.attention.kv_rows import PAGE as PAGE
+from anybit.kernels.attention.kv_rows import RowLayout as RowLayout
+from anybit.ops import kv
+from anybit.ops.kv import NO_MASKS, LayerView, Masks
+
+
+def view(rows: RowLayout, pages: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype, capacity: int) -> LayerView:
+    """A layer of a pool as kernels read it.
+
+    pages: uint8 [blocks, kv_heads, page_bytes], blocks any distance apart.  table: int32 [sequences, front + pages].
+    lengths: int32 [sequences], the new tokens included; 0 where a row is padding.  dtype: of tokens.  capacity: the
+    most tokens of a sequence.
+    """
+    return LayerView(
+        rows.layout, pages, pages.view(dtype), table, lengths, rows.ring, PAGE, capacity, rows.front, rows.slots
+    )
+
+
+def store(of: LayerView, k: Tensor, v: Tensor) -> None:
+    """Pack what becomes full, and keep the new tokens; k, v: [sequences, kv_heads, head_dim], one token each."""
+    kv.store(of, None, k.shape[0], k[:, None], v[:, None])
+
+
+def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
+    """Pack the pages that become full with new tokens; k, v: [tokens, kv_heads, head_dim].
+
+    starts: int32 [sequences + 1], where those of each sequence begin.  most: the largest number of them.
+    """
+    kv.store_ragged(of, k, v, starts, most, packs=True)
+
+
+def keep(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
+    """Keep the newest tokens in 16 bits; arguments as in ``pack``."""
+    kv.store_ragged(of, k, v, starts, most, packs=False)
+
+
+def decode(q: Tensor, of: LayerView, masks: Masks = NO_MASKS, *, out: Tensor, overlaps: bool) -> None:
+    """Attention of one new token of each sequence, already stored; q, out: [sequences, heads, head_dim].
+
+    overlaps: pages may be read before the previous kernel has ended: that must be ``store`` of the same step.
+    """
+    kv.decode(q[:, None], of, None, masks, out=out[:, None], overlaps=overlaps)
+
+
+def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, out: Tensor) -> None:
+    """Write pages as plain K and V to out [jobs, 2, kv_heads, 128, head_dim], in the dtype of tokens.
+
+    jobs: int32 [jobs, 2]: a sequence and 2 * its page, or that plus 1: the page's tokens in 16 bits, as far as there are
+    any (zeros behind), from before ``keep``.  k, v, starts: as in ``pack``.
+    """
+    rows = RowLayout(of.layout, of.ring - PAGE)
+    problem = kv_unpack.Problem(rows, of.kv_heads, jobs.shape[0], of.bf16)
+    config, device = kv_unpack.default(problem), Device.of(of.pages)
+    reason = kv_unpack.why_not(problem, config, device)
+    if reason is not None:
+        raise KernelError(reason)
+    strides: dict[str, Any] = {
+        "k_token_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+        "v_token_stride": v.stride(0),
+        "v_head_stride": v.stride(1),
+    }
+    params = kv_unpack.Params(
+        pages=of.pages,
+        table=of.table,
+        lengths=of.lengths,
+        starts=starts,
+        jobs=jobs,
+        k=k,
+        v=v,
+        out=out,
+        page_stride=of.pages.stride(0),
+        kv_heads=of.kv_heads,
+        table_width=of.table.shape[1],
+        ring=of.ring,
+        pages_count=of.pages.shape[0],
+        **strides,
+    )
+    jit.launch(kv_unpack.kernel(config), params, kv_unpack.grid(problem), device=of.pages.get_device())

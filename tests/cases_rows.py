@@ -1,0 +1,155 @@
+"""Rows of a pool: what every rung of the tests runs. A pool full of garbage, with sequences of any lengths in it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from anybit.kernels.attention.kv_page import PageLayout
+from anybit.kvrows import Pool, Row, step
+from anybit.ops import kv_rows
+from anybit.ops.kv import Masks
+from anybit.ops.kv_rows import PAGE, RowLayout
+from anybit.scheme import KVFormat
+
+
+@dataclass(frozen=True)
+class Case:
+    """A format, a model's shape, tokens of each sequence before the step and new ones; 0 new ones: padding."""
+
+    format: str
+    head_dim: int = 128
+    heads: int = 8
+    kv_heads: int = 2
+    before: tuple[int, ...] = (299, 0, 127, 1024)
+    new: tuple[int, ...] = (1, 1, 1, 1)
+    slack: int = 0
+    bf16: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    gap: int = 256  # bytes between blocks of the pool
+
+    def __str__(self):
+        extra = [f"slack{self.slack}"] * bool(self.slack) + ["bf16"] * self.bf16
+        extra += [name for name in ("window", "softcap", "sinks", "alibi") if getattr(self, name)]
+        return "-".join((self.format, f"d{self.head_dim}", f"h{self.heads}x{self.kv_heads}", *extra, *map(str, self.new)))
+
+    @property
+    def dtype(self):
+        return torch.bfloat16 if self.bf16 else torch.float16
+
+    @property
+    def rows(self):
+        return RowLayout(PageLayout(KVFormat.parse(self.format), self.head_dim), self.slack)
+
+    def masks(self, device="cpu"):
+        generator = torch.Generator().manual_seed(7)
+        sinks = torch.randn(self.heads, generator=generator).to(device) if self.sinks else None
+        alibi = (2.0 ** -torch.arange(1, self.heads + 1).float()).to(device) if self.alibi else None
+        return Masks(window=self.window, softcap=self.softcap, sinks=sinks, alibi=alibi)
+
+
+class Step:
+    """A pool after the tokens before a step, the step's tokens, and the rows as the kernels and the reference take them."""
+
+    def __init__(self, case: Case, seed: int = 0, device: str = "cpu"):
+        self.case, rows = case, case.rows
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [b + n if n else 0 for b, n in zip(case.before, case.new, strict=True)]
+        width = rows.front + -(-max(lengths) // PAGE)
+        blocks = sum(rows.front + n // PAGE for n in lengths if n) + 3
+        size = rows.layout.page_bytes * case.kv_heads
+        # What was in a block before reads as NaN, in 16 bits and as scales.
+        raw = torch.full((blocks, size + case.gap), 0xFF, dtype=torch.uint8)
+        self.pages = raw.as_strided((blocks, case.kv_heads, rows.layout.page_bytes), (size + case.gap, rows.layout.page_bytes, 1))
+        free = (torch.randperm(blocks - 1, generator=generator) + 1).tolist()
+        self.table = torch.zeros(len(lengths), width, dtype=torch.int32)
+        for row, length in zip(self.table, lengths, strict=True):
+            for i in range(rows.front + length // PAGE if length else 0):
+                row[i] = free.pop()
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.starts = torch.tensor([0, *case.new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.most = max(case.new)
+        self.pool = Pool(rows, self.pages, case.dtype)
+        tokens = [torch.randn(3, max(n, 1), case.heads, case.head_dim, generator=generator) for n in lengths]
+        tokens = [x.to(case.dtype) for x in tokens]
+        self.old = [Row(self.table[i], 0, b, 0) for i, b in enumerate(case.before)]
+        for i, (row, n) in enumerate(zip(self.old, case.new, strict=True)):
+            if n and row.end:
+                step(self.pool, [row], *self.parts([tokens[i][:, : row.end]]))
+        self.q, self.k, self.v = self.parts([x[:, b : b + n] for x, b, n in zip(tokens, case.before, case.new, strict=True)])
+        self.batch = [
+            Row(self.table[i], int(self.starts[i]), int(self.starts[i + 1]), b)
+            for i, (b, n) in enumerate(zip(case.before, case.new, strict=True))
+            if n
+        ]
+        if device != "cpu":
+            raw = raw.to(device)
+            self.pages = raw.as_strided(self.pages.shape, self.pages.stride())
+            for name in ("table", "lengths", "starts", "q", "k", "v"):
+                setattr(self, name, getattr(self, name).to(device))
+
+    def parts(self, tokens):
+        q, k, v = torch.cat(tokens, 1)
+        return q, k[:, : self.case.kv_heads].contiguous(), v[:, : self.case.kv_heads].contiguous()
+
+    def view(self):
+        """The layer as kernels read it."""
+        capacity = (self.table.shape[1] - self.case.rows.front) * PAGE + PAGE - 1
+        return kv_rows.view(self.case.rows, self.pages, self.table, self.lengths, self.case.dtype, capacity)
+
+    def jobs(self):
+        """Every page that anyone may read: full ones packed and in 16 bits, as far as the ring has them; the last one."""
+        return [
+            (i, 2 * page + exact)
+            for i, (b, n) in enumerate(zip(self.case.before, self.case.new, strict=True))
+            if n
+            for page in range((b + n - 1) // PAGE + 1)
+            for exact in (0, 1)
+            if (page >= b // PAGE if exact else page < (b + n) // PAGE)
+        ]
+
+
+def unpacked(step: Step, pool: Pool, jobs):
+    """What ``unpack`` writes, in plain torch; from before ``keep``."""
+    out = torch.zeros(len(jobs), 2, step.case.kv_heads, PAGE, step.case.head_dim, dtype=step.case.dtype)
+    rows = {int(row.begin): row for row in step.batch}
+    for place, (i, asked) in enumerate(jobs):
+        row, page = rows[int(step.starts[i])], asked // 2
+        if asked % 2:
+            old = pool.read_ring(row, max(page * PAGE, row.own), max(row.before, page * PAGE)) if page * PAGE < row.before else None
+            for part, new in enumerate((step.k, step.v)):
+                first = page * PAGE
+                begin = max(first, row.before)
+                end = min(row.length, first + PAGE)
+                if old is not None:
+                    out[place, part, :, : row.before - first] = old[part]
+                got = new[row.begin + begin - row.before : row.begin + end - row.before].transpose(0, 1)
+                out[place, part, :, begin - first : end - first] = got
+        else:
+            for part, x in enumerate(pool.read_pages(row, page + 1)):
+                out[place, part] = x[:, page * PAGE :].to(step.case.dtype)
+    return out
+
+
+DECODE = [
+    Case("kv4g128", heads=32, kv_heads=8),
+    Case("kv2g128"),
+    Case("kv4", bf16=True),
+    Case("kv8", heads=16),
+    Case("kv4", head_dim=64, heads=9, kv_heads=3),
+    Case("k8v4g32", head_dim=256, heads=2, kv_heads=1, slack=32),
+    Case("kv2g32", bf16=True, heads=2, window=200),
+    Case("kv4t", softcap=20.0, sinks=True),
+    Case("kv4g128", alibi=True, heads=32, kv_heads=2),
+    Case("kv4g128", before=(128, 255, 256, 383, 640, 0, 31, 32), new=(1, 1, 1, 1, 1, 0, 1, 1)),
+]
+RAGGED = [
+    Case("kv4g128", before=(0, 0, 299, 128, 255, 5), new=(1, 400, 100, 128, 1, 0)),
+    Case("kv2g128", bf16=True, before=(100, 0, 256), new=(28, 130, 300)),
+    Case("kv8", before=(100, 0), new=(29, 129), head_dim=64),
+    Case("kv4t", before=(130, 0), new=(5, 257), slack=32),
+    Case("k16v4", before=(130, 60), new=(5, 100)),
+    Case("k2v16g32", before=(130, 0), new=(130, 257), bf16=True, head_dim=256, heads=2, kv_heads=1),
+]

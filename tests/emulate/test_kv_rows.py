@@ -1,0 +1,82 @@
+"""Kernels over rows of a pool on the CPU, thread by thread: storing, attention, and pages as plain keys and values."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import emulate
+from anybit.device import Device
+from anybit.kvrows import Pool, step
+from anybit.ops import kv, kv_rows
+from cases_rows import DECODE, RAGGED, Case, Step, unpacked
+
+pytestmark = pytest.mark.emulate
+SMALL = [dataclasses.replace(case, heads=min(case.heads, 4 * case.kv_heads)) for case in DECODE]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Kernels of ops run in the emulator, as on a device of three multiprocessors."""
+    device = dataclasses.replace(Device.named("sm_90a"), sms=3)
+    written = {"k", "v", "q"}
+
+    def launch(kernel, params, grid, *, pdl=False, device=None):
+        names = [f.name for f in dataclasses.fields(params)]
+        emulate.run(kernel, params, grid, resident=64, dependent=[n for n in names if n in written] if pdl else ())
+
+    monkeypatch.setattr(kv.jit, "launch", launch)
+    for module in (kv, kv_rows):
+        monkeypatch.setattr(module.Device, "of", lambda tensor: device)
+
+
+def alike(a: Step, b: Step) -> None:
+    """Pools are the same, but for what lies between a page's blocks."""
+    layout, front = a.case.rows.layout, a.case.rows.front
+    owned = a.table[:, front:].flatten().long()
+    owned = owned[owned > 0]
+    pools = []
+    for pages in (a.pages, b.pages):
+        copy = pages.clone()
+        blocks = copy[owned].unflatten(-1, (layout.blocks, -1))
+        blocks[..., layout.key_bytes + layout.value_bytes :] = 0
+        copy[owned] = blocks.flatten(-2)
+        pools.append(copy)
+    wrong = (pools[0] != pools[1]).nonzero()
+    assert not len(wrong), wrong[:8]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_a_token_of_each_sequence(case: Case, launched):
+    here, there = Step(case), Step(case)
+    n = len(case.new)
+    assert all(new <= 1 for new in case.new)
+    want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
+    rows = [i for i, new in enumerate(case.new) if new]
+    q, k, v = (torch.zeros(n, *x.shape[1:], dtype=x.dtype) for x in (there.q, there.k, there.v))
+    for full, x in ((q, there.q), (k, there.k), (v, there.v)):
+        full[rows] = x
+    kv_rows.store(there.view(), k, v)
+    alike(here, there)
+    out = torch.full_like(q, torch.nan)
+    kv_rows.decode(q, there.view(), case.masks(), out=out, overlaps=True)
+    assert out.isfinite().all()
+    error = (out[rows].double() - want.double()).abs().mean() / want.double().abs().mean()
+    assert error < (1e-2 if case.bf16 else 2e-3)
+
+
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_any_number_of_tokens_of_each_sequence(case: Case, launched):
+    here, there = Step(case), Step(case)
+    before = here.pages.clone()
+    arguments = there.k, there.v, there.starts, there.most
+    kv_rows.pack(there.view(), *arguments)
+    jobs = there.jobs()
+    out = torch.full((len(jobs), 2, case.kv_heads, 128, case.head_dim), torch.nan, dtype=case.dtype)
+    kv_rows.unpack(there.view(), *arguments[:3], torch.tensor(jobs, dtype=torch.int32), out)
+    want = unpacked(there, Pool(case.rows, there.pages, case.dtype), jobs)
+    torch.testing.assert_close(out, want, rtol=1e-2 if case.bf16 else 1e-3, atol=1e-3)
+    kv_rows.keep(there.view(), *arguments)
+    step(here.pool, here.batch, here.q, here.k, here.v)
+    alike(here, there)
+    assert not torch.equal(before, here.pages)
