@@ -5,6 +5,7 @@ and ``unpack`` what the prompts among them attend over; then ``keep`` the newest
 ``store`` is the first and the last in one launch. Nothing here waits for the device.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,10 +15,18 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.attention import kv_unpack
+from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kernels.attention.kv_rows import PAGE as PAGE
 from anybit.kernels.attention.kv_rows import RowLayout as RowLayout
 from anybit.ops import kv
 from anybit.ops.kv import NO_MASKS, LayerView, Masks
+from anybit.scheme import KVFormat
+
+
+@cache
+def layout(format: KVFormat, head_dim: int, slack: int = 0) -> RowLayout:
+    """The rows of a format; slack: tokens that a step may take back. Raises LayerError for what they cannot hold."""
+    return RowLayout(PageLayout(format, head_dim), slack)
 
 
 def view(rows: RowLayout, pages: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype, capacity: int) -> LayerView:

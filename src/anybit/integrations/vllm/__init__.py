@@ -19,3 +19,9 @@ def register() -> None:
         _logger.warning("anybit does not know this version of vLLM, and is not registered with it: %s", error)
         return
     register_quantization_config("anybit")(AnyBitConfig)
+    try:
+        from anybit.integrations.vllm import kv_cache
+    except ImportError as error:
+        _logger.warning("anybit's KV cache does not know this version of vLLM, and is not there: %s", error)
+        return
+    kv_cache.install()

@@ -127,11 +127,6 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                     f"{model_name} holds quantized experts ({experts[0]}), which anybit leaves in 16 bits inside vLLM. "
                     "Quantize the model with these layers in modules_to_not_convert"
                 )
-        if self.scheme.kv is not None:
-            self._tell(
-                f"the KV cache of {self.scheme.kv} is not part of what anybit does inside vLLM: the cache is what "
-                "--kv-cache-dtype says"
-            )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Names as vLLM has them, where its model differs from the checkpoint's."""

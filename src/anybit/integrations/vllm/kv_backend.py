@@ -1,0 +1,275 @@
+"""vLLM's attention over a KV cache of 8, 4 or 2 bits in vLLM's own blocks: a backend, what it reads, what it runs.
+
+``kv_spec`` says how vLLM hands out blocks, ``kernels.attention.kv_rows`` what is in them. On a CPU it is the reference in
+plain torch. Requests with one new token run anybit's kernels alone, at fixed addresses and without the host, so that
+CUDA graphs of decode steps hold them; others run vLLM's FlashAttention over unpacked pages (``kv_plan``).
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from anybit.errors import LayerError
+from anybit.integrations.vllm.kv_plan import Group, most_pages, plan
+from anybit.integrations.vllm.kv_spec import RowSpec
+from anybit.kvcache import hadamard, turn
+from anybit.kvrows import Pool, Row, step
+from anybit.ops import kv_rows
+from anybit.ops.kv import Masks
+from anybit.ops.kv_rows import PAGE, RowLayout
+from anybit.ops.kv_rows import layout as row_layout
+from anybit.scheme import KVFormat
+
+
+class RowBackend(AttentionBackend):  # type: ignore[misc]
+    """The backend of one format; ``backend_of`` makes them."""
+
+    format: ClassVar[KVFormat]
+    slack: ClassVar[int]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    forward_includes_kv_cache_update: bool = True  # packing comes before attention, and the ring after it
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that vLLM has for backends of plug-ins."""
+        return "CUSTOM"
+
+    @classmethod
+    def get_impl_cls(cls) -> type["RowImpl"]:
+        """What runs a layer."""
+        return impl_of(cls)
+
+    @staticmethod
+    def get_builder_cls() -> type["RowBuilder"]:
+        """What describes a batch."""
+        return RowBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """128: pages are never split."""
+        return [PAGE]
+
+    @classmethod
+    def rows(cls, head_dim: int) -> RowLayout:
+        """How rows are laid out."""
+        return row_layout(cls.format, head_dim, cls.slack)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> RowSpec:
+        """The spec of a layer from that of its 16-bit cache."""
+        return RowSpec.of(replace(spec, dtype=torch.uint8), cls.rows(spec.head_size))
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[blocks, KV heads, 1, bytes of a page]."""
+        return (num_blocks, num_kv_heads, 1, cls.rows(head_size).layout.page_bytes)
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """No: block i of a row is not tokens 128 i."""
+        return False
+
+
+@cache
+def backend_of(format: KVFormat, slack: int) -> type[RowBackend]:
+    """The backend of a format; slack: tokens that a step may take back."""
+    name = f"RowBackend_{format}_{slack}"
+    return type(name, (RowBackend,), {"format": format, "slack": slack, "__qualname__": name})
+
+
+@dataclass
+class Batch:
+    """A step as layers see it.
+
+    table [requests, front + pages], lengths [requests], starts [requests + 1]: int32 on the device.  decodes: the first
+    requests have one new token each.  most: new tokens of another request at most.  groups: theirs, with tensors.
+    rows: on a CPU, all of them.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    starts: Tensor
+    tokens: int
+    decodes: int
+    most: int
+    groups: list[tuple[Group, tuple[Tensor, ...]]]
+    rows: list[Row]
+
+
+class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
+    """Describes a batch once for all layers."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold: int = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if not isinstance(kv_cache_spec, RowSpec):
+            raise LayerError(f"layers {layer_names[:2]} ... have a cache of {type(kv_cache_spec).__name__}, not anybit's")
+        self.room = _room(vllm_config)
+        # A scheduler that runs ahead of drafts knows only the most tokens that a request can have.
+        self.exact = not (vllm_config.speculative_config and vllm_config.scheduler_config.async_scheduling)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
+        """The batch of a step; reads nothing from the device unless drafts make it."""
+        m = common_attn_metadata
+        decodes, prefills, _, _ = split_decodes_and_prefills(m, decode_threshold=1)
+        table, lengths = m.block_table_tensor, m.seq_lens
+        batch = Batch(table, lengths, m.query_start_loc, m.num_actual_tokens, decodes, 0, [], [])
+        if self.device.type == "cpu":
+            starts, known = m.query_start_loc.tolist(), lengths.tolist()
+            ends = zip(starts, starts[1:], known, strict=False)
+            batch.rows = [Row(table[i], a, z, n - (z - a)) for i, (a, z, n) in enumerate(ends) if z > a]
+        elif prefills:
+            found = m.seq_lens_cpu_upper_bound
+            if found is None or not self.exact:
+                found = lengths.cpu()
+            starts = m.query_start_loc_cpu[decodes : m.num_reqs + 1].numpy().astype(np.int64)
+            known = found[decodes : m.num_reqs].numpy().astype(np.int64)
+            batch.most = int(np.diff(starts).max())
+            for group in plan(starts, known, self.room):
+                arrays = (group.jobs, group.table, group.starts, group.seen)
+                tensors = tuple(torch.from_numpy(x).pin_memory().to(self.device, non_blocking=True) for x in arrays)
+                batch.groups.append((group, tensors))
+        return batch
+
+
+class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
+    """One layer's attention; ``impl_of`` makes the class of a backend."""
+
+    backend: ClassVar[type[RowBackend]]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
+        self.layout = self.backend.rows(head_size)
+        self.masks = Masks(scale, sliding_window or None, logits_soft_cap or None, sinks)
+        config = get_current_vllm_config()
+        self.capacity = config.model_config.max_model_len
+        self.room = _room(config)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Batch | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of a batch, and its new tokens into the cache."""
+        batch = attn_metadata
+        if batch is None:  # vLLM measures memory
+            if query.is_cuda:
+                self._space(query, self.room)
+            return output.zero_()
+        n = batch.tokens
+        q = query.view(-1, self.num_heads, self.head_size)[:n]
+        k, v = (x.view(-1, self.num_kv_heads, self.head_size)[:n] for x in (key, value))
+        out = output.view(-1, self.num_heads, self.head_size)[:n]
+        pages = kv_cache.view(torch.uint8)[:, :, 0]
+        dtype = q.dtype if q.dtype in (torch.float16, torch.bfloat16) else torch.float16
+        rotation = None
+        if self.layout.layout.format.rotate:
+            rotation = hadamard(self.head_size, q.dtype, q.device)
+            q, k, v = (turn(x, rotation, dtype) for x in (q, k, v))
+        if batch.rows:
+            found = step(Pool(self.layout, pages, dtype), batch.rows, q, k, v, self.masks)
+        else:
+            found = out if rotation is None else torch.empty_like(q)
+            self._launch(batch, pages, q, k, v, found)
+        if found is not out:
+            out.copy_(found if rotation is None else turn(found, rotation, dtype))
+        return output
+
+    def _launch(self, batch: Batch, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        d, total = batch.decodes, batch.starts.shape[0] - 1
+
+        def view(begin: int, end: int) -> Any:
+            table, lengths = batch.table[begin:end], batch.lengths[begin:end]
+            return kv_rows.view(self.layout, pages, table, lengths, q.dtype, self.capacity)
+
+        starts = batch.starts[d:]
+        others = view(d, total) if batch.groups else None
+        if others is not None:
+            kv_rows.pack(others, k, v, starts, batch.most)
+        if d:
+            one = view(0, d)
+            kv_rows.store(one, k[:d], v[:d])
+            kv_rows.decode(q[:d], one, self.masks, out=out[:d], overlaps=True)
+        if others is not None:
+            for group, tensors in batch.groups:
+                self._prompts(others, group, tensors, q, k, v, starts, out)
+            kv_rows.keep(others, k, v, starts, batch.most)
+
+    def _prompts(
+        self, of: Any, group: Group, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, starts: Tensor, out: Tensor
+    ) -> None:
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+        jobs, table, begins, seen = tensors
+        space = self._space(q, max(self.room, jobs.shape[0]))[: jobs.shape[0]]
+        kv_rows.unpack(of, k, v, starts, jobs, space)
+        window = self.masks.window
+        flash_attn_varlen_func(
+            q[group.begin : group.end],
+            space[:, 0].transpose(1, 2),
+            space[:, 1].transpose(1, 2),
+            max_seqlen_q=PAGE,
+            cu_seqlens_q=begins,
+            max_seqlen_k=int(group.seen.max()),
+            seqused_k=seen,
+            softmax_scale=self.masks.scale,
+            causal=True,
+            window_size=[window - 1, 0] if window else None,
+            softcap=self.masks.softcap or 0.0,
+            block_table=table,
+            out=out[group.begin : group.end],
+            fa_version=get_flash_attn_version(head_size=self.head_size),
+            s_aux=self.masks.sinks,
+        )
+
+    def _space(self, like: Tensor, pages: int) -> Tensor:
+        """Where pages are unpacked, [pages, 2, KV heads, 128, channels]: one place for all layers."""
+        shape = (pages, 2, self.num_kv_heads, PAGE, self.head_size)
+        key = like.device, like.dtype, shape[1:]
+        if key not in _spaces or _spaces[key].shape[0] < pages:
+            _spaces[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
+        return _spaces[key]
+
+
+@cache
+def impl_of(backend: type[RowBackend]) -> type[RowImpl]:
+    """What runs the layers of a backend."""
+    return type(f"RowImpl_{backend.__name__}", (RowImpl,), {"backend": backend})
+
+
+_spaces: dict[tuple[Any, ...], Tensor] = {}
+
+
+def _room(config: Any) -> int:
+    return most_pages(config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens)

@@ -1,0 +1,128 @@
+"""Where vLLM's layers get anybit's KV cache: asked for by a scheme (``w4a8-kv4``) or by ``--additional-config``.
+
+    vllm serve MODEL --additional-config '{"anybit_kv_cache": "kv4"}'
+
+A layer that keeps keys and values of all tokens gets ``kv_backend`` as its own backend. What is not built or not tested
+is refused by name.
+"""
+
+import inspect
+import logging
+import sys
+from typing import Any
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention.attention import Attention
+
+from anybit.errors import OptionError
+from anybit.integrations.vllm import kv_spec
+from anybit.integrations.vllm.kv_backend import RowBackend, backend_of
+from anybit.ops.kv_rows import PAGE
+from anybit.scheme import KVFormat
+
+OPTION = "anybit_kv_cache"
+_logger = logging.getLogger("vllm.anybit")
+
+
+def format_of(config: Any) -> KVFormat | None:
+    """The KV format that an engine's configuration asks for; None for vLLM's own cache."""
+    scheme = getattr(config.quant_config, "scheme", None)
+    by_scheme = getattr(scheme, "kv", None)
+    more = config.additional_config
+    by_option = more.get(OPTION) if isinstance(more, dict) else None
+    return by_scheme if by_option is None else KVFormat.parse(by_option)
+
+
+def why_not(config: Any, format: KVFormat) -> str | None:
+    """What of an engine's configuration a low-bit KV cache does not go with; None if there is nothing."""
+    parallel, cache = config.parallel_config, config.cache_config
+    if format.float4:
+        return f"{format} has no kernels that store it: use kv4"
+    if config.kv_transfer_config is not None:
+        return "KV connectors (--kv-transfer-config) know nothing of a request's 16-bit residual"
+    if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return "context parallelism splits pages, which are whole here"
+    if cache.cache_dtype != "auto":
+        return f"--kv-cache-dtype {cache.cache_dtype} asks for vLLM's own low-bit cache: name one of the two"
+    if getattr(cache, "kv_sharing_fast_prefill", False):
+        return "--kv-sharing-fast-prefill is not tested with it"
+    if cache.user_specified_block_size and cache.block_size != PAGE:
+        return f"a block is a page of {PAGE} tokens, and --block-size is {cache.block_size}: leave it out"
+    return None
+
+
+def _slack(config: Any) -> int:
+    """Slots beyond a page: a step packs its drafts, and takes back what is refused."""
+    drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+    return -(-drafts // 32) * 32
+
+
+def backend_for(arguments: dict[str, Any]) -> type[RowBackend] | None:
+    """The backend of an attention layer that is being made with these arguments; None to leave it to vLLM.
+
+    Raises OptionError where a low-bit cache is asked for that cannot be.
+    """
+    config = get_current_vllm_config_or_none()
+    format = None if config is None else format_of(config)
+    if format is None or arguments["attn_type"] in ("encoder", "encoder_only"):
+        return None
+    prefix = arguments["prefix"]
+    reason = why_not(config, format)
+    if arguments["kv_sharing_target_layer_name"] is not None:
+        reason = f"{prefix} shares the keys and values of {arguments['kv_sharing_target_layer_name']}"
+    elif arguments["alibi_slopes"] is not None:
+        reason = f"{prefix} has ALiBi slopes, which prompts' attention does not take here"
+    elif arguments["attn_type"] != "decoder" or arguments["attn_backend"] is not None:
+        reason = f"{prefix} has an attention of its own kind ({arguments['attn_type']})"
+    elif (arguments["head_size_v"] or arguments["head_size"]) != arguments["head_size"]:
+        reason = f"keys and values of {prefix} differ in size"
+    if reason is not None:
+        raise OptionError(f"a KV cache of {format} inside vLLM: {reason}")
+    backend = backend_of(format, _slack(config))
+    backend.rows(arguments["head_size"])  # refuses heads that the format does not divide
+    return backend
+
+
+def install() -> None:
+    """Have vLLM ask ``backend_for`` when it makes an attention layer; may be called again."""
+    if hasattr(Attention.__init__, "anybit"):
+        return
+    kv_spec.register()
+    plain, signature = Attention.__init__, inspect.signature(Attention.__init__)
+
+    def init(self: Any, *args: Any, **kw: Any) -> None:
+        given = signature.bind(self, *args, **kw)
+        given.apply_defaults()
+        backend = backend_for(given.arguments)
+        plain(self, *args, **kw) if backend is None else plain(self, *args, **{**kw, "attn_backend": backend})
+
+    init.anybit = True  # type: ignore[attr-defined]
+    Attention.__init__ = init
+    if hasattr(RowBackend.__mro__[1], "customize_spec"):  # from 0.32 on vLLM asks the backend
+        return
+    spec = Attention.get_kv_cache_spec
+
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        found = spec(self, vllm_config)
+        backend = self.attn_backend
+        if not (isinstance(backend, type) and issubclass(backend, RowBackend)):
+            return found
+        rows = backend.customize_spec(found)
+        _widen_tables(rows.front)
+        return rows
+
+    Attention.get_kv_cache_spec = get_kv_cache_spec
+
+
+def _widen_tables(front: int) -> None:
+    """vLLM 0.26's second model runner sizes rows by tokens alone and never asks the spec: make room in front."""
+    runner: Any = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if runner is None or getattr(runner.BlockTables, "anybit", 0) >= front:
+        return
+    plain = getattr(runner.BlockTables, "plain", runner.BlockTables)
+
+    def wider(*args: Any, max_num_blocks_per_group: list[int], **kw: Any) -> Any:
+        return plain(*args, max_num_blocks_per_group=[n + front for n in max_num_blocks_per_group], **kw)
+
+    wider.anybit, wider.plain = front, plain  # type: ignore[attr-defined]
+    runner.BlockTables = wider

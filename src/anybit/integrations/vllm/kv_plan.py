@@ -1,0 +1,76 @@
+"""How prompts attend over packed pages: which pages are unpacked, and which of them each page of queries reads.
+
+A query reads its own page in 16 bits and the pages before packed, so that its answer depends on its position alone and
+not on how a prompt was cut. The queries of one page are a sequence of their own to a varlen attention kernel with a
+page table: the unpacked pages before, then their own in 16 bits, causal at its end.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from anybit.ops.kv_rows import PAGE
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows whose pages are unpacked together, as arrays of int32.
+
+    begin, end: which of the new tokens of all rows these are.  jobs [pages, 2]: as ``kv_rows.unpack`` takes them.
+    table [query pages, most pages]: which unpacked pages each page of queries reads, -0 behind.  starts
+    [query pages + 1]: where its queries begin, from ``begin`` on.  seen [query pages]: the tokens it reads.
+    """
+
+    begin: int
+    end: int
+    jobs: np.ndarray
+    table: np.ndarray
+    starts: np.ndarray
+    seen: np.ndarray
+
+
+def most_pages(longest: int, tokens: int) -> int:
+    """Pages that a plan unpacks at once at most: those of the longest sequence, packed, and of a step in 16 bits."""
+    return -(-longest // PAGE) + -(-tokens // PAGE) + 2
+
+
+def plan(starts: np.ndarray, lengths: np.ndarray, room: int) -> list[Group]:
+    """Groups of rows that each unpack ``room`` pages at most, or one row.
+
+    starts: int [rows + 1], where the new tokens of each row begin.  lengths: int [rows], the new ones included.
+    """
+    before = lengths - np.diff(starts)
+    first, last = before // PAGE, (lengths - 1) // PAGE
+    pages = last + (last - first + 1)  # packed, and in 16 bits
+    groups, begin = list[Group](), 0
+    while begin < len(lengths):
+        end = begin + 1
+        while end < len(lengths) and pages[begin : end + 1].sum() <= room:
+            end += 1
+        groups.append(_group(range(begin, end), starts, before, lengths, first, last))
+        begin = end
+    return groups
+
+
+def _group(
+    rows: range, starts: np.ndarray, before: np.ndarray, lengths: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> Group:
+    jobs, tables, counts, seen = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    base = 0
+    for row in rows:
+        packed, own = np.arange(last[row]), np.arange(first[row], last[row] + 1)
+        asked = np.concatenate((2 * packed, 2 * own + 1))
+        jobs.append(np.stack((np.full_like(asked, row), asked), 1))
+        reads = np.arange(last[row] + 1)[None] < own[:, None]
+        places = np.where(reads, base + np.arange(last[row] + 1)[None], 0)
+        places[np.arange(len(own)), own] = base + len(packed) + np.arange(len(own))
+        tables.append(places)
+        high = np.minimum(lengths[row], (own + 1) * PAGE)
+        counts.append(high - np.maximum(before[row], own * PAGE))
+        seen.append(high)
+        base += len(asked)
+    width = max(table.shape[1] for table in tables)
+    table = np.concatenate([np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in tables])
+    ends = np.concatenate((np.zeros(1, np.int64), np.concatenate(counts).cumsum()))
+    arrays = (np.concatenate(jobs), table, ends, np.concatenate(seen))
+    return Group(int(starts[rows[0]]), int(starts[rows[-1] + 1]), *(x.astype(np.int32) for x in arrays))
