@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from anybit.attention import attend
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kvrows import Pool, Row, step
 from anybit.ops import kv_rows
@@ -33,7 +34,9 @@ class Case:
     def __str__(self):
         extra = [f"slack{self.slack}"] * bool(self.slack) + ["bf16"] * self.bf16
         extra += [name for name in ("window", "softcap", "sinks", "alibi") if getattr(self, name)]
-        return "-".join((self.format, f"d{self.head_dim}", f"h{self.heads}x{self.kv_heads}", *extra, *map(str, self.new)))
+        return "-".join(
+            (self.format, f"d{self.head_dim}", f"h{self.heads}x{self.kv_heads}", *extra, *map(str, self.new))
+        )
 
     @property
     def dtype(self):
@@ -51,7 +54,7 @@ class Case:
 
 
 class Step:
-    """A pool after the tokens before a step, the step's tokens, and the rows as the kernels and the reference take them."""
+    """A pool after the tokens before a step, the step's tokens, and its rows as kernels and the reference take them."""
 
     def __init__(self, case: Case, seed: int = 0, device: str = "cpu"):
         self.case, rows = case, case.rows
@@ -62,7 +65,9 @@ class Step:
         size = rows.layout.page_bytes * case.kv_heads
         # What was in a block before reads as NaN, in 16 bits and as scales.
         raw = torch.full((blocks, size + case.gap), 0xFF, dtype=torch.uint8)
-        self.pages = raw.as_strided((blocks, case.kv_heads, rows.layout.page_bytes), (size + case.gap, rows.layout.page_bytes, 1))
+        self.pages = raw.as_strided(
+            (blocks, case.kv_heads, rows.layout.page_bytes), (size + case.gap, rows.layout.page_bytes, 1)
+        )
         free = (torch.randperm(blocks - 1, generator=generator) + 1).tolist()
         self.table = torch.zeros(len(lengths), width, dtype=torch.int32)
         for row, length in zip(self.table, lengths, strict=True):
@@ -78,7 +83,9 @@ class Step:
         for i, (row, n) in enumerate(zip(self.old, case.new, strict=True)):
             if n and row.end:
                 step(self.pool, [row], *self.parts([tokens[i][:, : row.end]]))
-        self.q, self.k, self.v = self.parts([x[:, b : b + n] for x, b, n in zip(tokens, case.before, case.new, strict=True)])
+        self.q, self.k, self.v = self.parts(
+            [x[:, b : b + n] for x, b, n in zip(tokens, case.before, case.new, strict=True)]
+        )
         self.batch = [
             Row(self.table[i], int(self.starts[i]), int(self.starts[i + 1]), b)
             for i, (b, n) in enumerate(zip(case.before, case.new, strict=True))
@@ -100,7 +107,7 @@ class Step:
         return kv_rows.view(self.case.rows, self.pages, self.table, self.lengths, self.case.dtype, capacity)
 
     def jobs(self):
-        """Every page that anyone may read: full ones packed and in 16 bits, as far as the ring has them; the last one."""
+        """Every page that anyone may read: full ones packed, and in 16 bits those that the ring has."""
         return [
             (i, 2 * page + exact)
             for i, (b, n) in enumerate(zip(self.case.before, self.case.new, strict=True))
@@ -118,7 +125,11 @@ def unpacked(step: Step, pool: Pool, jobs):
     for place, (i, asked) in enumerate(jobs):
         row, page = rows[int(step.starts[i])], asked // 2
         if asked % 2:
-            old = pool.read_ring(row, max(page * PAGE, row.own), max(row.before, page * PAGE)) if page * PAGE < row.before else None
+            old = (
+                pool.read_ring(row, max(page * PAGE, row.own), max(row.before, page * PAGE))
+                if page * PAGE < row.before
+                else None
+            )
             for part, new in enumerate((step.k, step.v)):
                 first = page * PAGE
                 begin = max(first, row.before)
@@ -152,4 +163,25 @@ RAGGED = [
     Case("kv4t", before=(130, 0), new=(5, 257), slack=32),
     Case("k16v4", before=(130, 60), new=(5, 100)),
     Case("k2v16g32", before=(130, 0), new=(130, 257), bf16=True, head_dim=256, heads=2, kv_heads=1),
+]
+
+
+def paged_attention(masks: Masks):
+    """What FlashAttention does with pages, slowly; as ``kv_step.run`` asks for it."""
+
+    def prompts(q, keys, values, starts, seen, table, most, out):
+        assert most == int(seen.max())
+        for i, n in enumerate(seen.tolist()):
+            here = slice(int(starts[i]), int(starts[i + 1]))
+            pages = table[i, : -(-n // PAGE)].long()
+            k, v = (x[pages].flatten(0, 1)[:n].transpose(0, 1) for x in (keys, values))
+            out[here] = attend(q[here].float(), k.float(), v.float(), masks)[0].to(q.dtype)
+
+    return prompts
+
+
+STEPS = [
+    Case("kv4g128", before=(299, 0, 300, 0, 255, 128), new=(1, 1, 100, 400, 129, 3)),
+    Case("kv2g128", before=(127, 128, 0, 0), new=(1, 1, 130, 5), bf16=True, window=150, heads=4, kv_heads=1),
+    Case("kv4", before=(511, 30), new=(1, 226), head_dim=64, softcap=20.0, sinks=True, heads=4, kv_heads=1),
 ]

@@ -77,12 +77,14 @@ class Pool:
         """K and V [kv_heads, 128 * count, head_dim] of the first pages, in float32."""
         layout = self.rows.layout
         owned = row.table[self.rows.front : self.rows.front + count].long()
-        blocks = self.pages[owned].transpose(0, 1).reshape(self.pages.shape[1], count * layout.blocks, layout.block_bytes)
+        blocks = (
+            self.pages[owned].transpose(0, 1).reshape(self.pages.shape[1], count * layout.blocks, layout.block_bytes)
+        )
         both = kv_page.decode(layout, blocks, torch.float32)
         bits = (layout.format.key_bits, layout.format.value_bits)
         if 16 in bits and self.dtype != torch.float16:  # those are read as the type they were written in
             exact = kv_page.decode(layout, blocks, self.dtype)
-            both = tuple(e.float() if b == 16 else x for b, e, x in zip(bits, exact, both, strict=True))
+            return [e.float() if b == 16 else x for b, e, x in zip(bits, exact, both, strict=True)]
         return list(both)
 
 

@@ -7,9 +7,11 @@ import torch
 
 import emulate
 from anybit.device import Device
+from anybit.integrations.vllm.kv_step import Batch, run
 from anybit.kvrows import Pool, step
 from anybit.ops import kv, kv_rows
-from cases_rows import DECODE, RAGGED, Case, Step, unpacked
+from anybit.ops.kv_rows import PAGE
+from cases_rows import DECODE, RAGGED, STEPS, Case, Step, paged_attention, unpacked
 
 pytestmark = pytest.mark.emulate
 SMALL = [dataclasses.replace(case, heads=min(case.heads, 4 * case.kv_heads)) for case in DECODE]
@@ -80,3 +82,27 @@ def test_any_number_of_tokens_of_each_sequence(case: Case, launched):
     step(here.pool, here.batch, here.q, here.k, here.v)
     alike(here, there)
     assert not torch.equal(before, here.pages)
+
+
+@pytest.mark.parametrize("room", [1, 100])
+@pytest.mark.parametrize("case", STEPS, ids=str)
+def test_a_step_of_vllm(case: Case, room: int, launched):
+    """Requests with one new token and prompts, some of which hit pages that this step packs."""
+    here, there = Step(case), Step(case)
+    decodes = next(i for i, n in enumerate(case.new) if n > 1)
+    for one in (here, there):
+        if case.before[1] == PAGE and case.new[1] == 1:  # its first page is one that the first request fills
+            one.table[1, case.rows.front] = one.table[0, case.rows.front]
+    want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
+    batch = Batch(there.table, there.lengths, there.starts, there.q.shape[0], decodes)
+    batch.add_prompts(there.starts[decodes:].numpy().astype("int64"), there.lengths[decodes:].numpy(), room)
+    assert len(batch.groups) == (1 if room > 1 else len(case.new) - decodes)
+    out = torch.full_like(there.q, torch.nan)
+    run(
+        batch, case.rows, there.pages, there.q, there.k, there.v, case.masks(), out, capacity=1024,
+        space=lambda n: torch.full((n, 2, case.kv_heads, PAGE, case.head_dim), torch.nan, dtype=case.dtype),
+        prompts=paged_attention(case.masks()),
+    )  # fmt: skip
+    alike(here, there)
+    error = (out.double() - want.double()).abs().mean() / want.double().abs().mean()
+    assert error < (1e-2 if case.bf16 else 2e-3)

@@ -61,8 +61,8 @@ class LayerView:
 
     pages: uint8 [pages, kv_heads, page_bytes].  residual: 16-bit [sequences, kv_heads, 2, ring * head_dim].
     table: int32 [sequences, pages of each].  lengths: int32 [sequences].  ring, window, capacity: tokens.
-    front, slots: where the residual is blocks of the pool in front of the pages of each (``kernels.attention.kv_rows``);
-    ``residual`` then is the pool itself, in 16 bits.
+    front, slots: where the residual is blocks of the pool in front of the pages of each; see
+    ``kernels.attention.kv_rows``. ``residual`` then is the pool itself, in 16 bits.
     """
 
     layout: PageLayout
@@ -98,7 +98,7 @@ def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor
     layer: what errors name.
     """
     k, v = (_aligned(x) for x in (k, v))
-    strides = {
+    strides: dict[str, Any] = {
         "k_batch_stride": k.stride(0),
         "v_batch_stride": v.stride(0),
         "k_token_stride": k.stride(1),
@@ -118,7 +118,7 @@ def store_ragged(view: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: in
     most: the largest of these numbers.
     """
     k, v = (_aligned(x[None]) for x in (k, v))
-    strides = {
+    strides: dict[str, Any] = {
         "k_batch_stride": 0,
         "v_batch_stride": 0,
         "k_token_stride": k.stride(1),
@@ -135,7 +135,7 @@ def store_ragged(view: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: in
 def pack(view: LayerView, rows: Tensor | None, batch: int, tokens: int, layer: int = 0) -> None:
     """Pack the windows that the newest ``tokens`` tokens completed, all of which are in the residual already."""
     names = ("k_batch_stride", "v_batch_stride", "k_token_stride", "v_token_stride", "k_head_stride", "v_head_stride")
-    arguments = dict.fromkeys(names, 0) | {"k": None, "v": None}
+    arguments: dict[str, Any] = dict.fromkeys(names, 0) | {"k": None, "v": None}
     _quantize(view, rows, batch, tokens, layer, **arguments, packs=1, keeps=0, stored=1)
 
 

@@ -1,8 +1,8 @@
 """Kernels over rows of a pool that is not ours (``kernels.attention.kv_rows``): vLLM's blocks.
 
 A step of a layer, in this order: ``pack`` what becomes full, of all sequences; then ``decode`` those with one new token
-and ``unpack`` what the prompts among them attend over; then ``keep`` the newest tokens. For sequences with one new token
-``store`` is the first and the last in one launch. Nothing here waits for the device.
+and ``unpack`` what the prompts among them attend over; then ``keep`` the newest tokens. For sequences with one new
+token ``store`` is the first and the last in one launch. Nothing here waits for the device.
 """
 
 from functools import cache
@@ -29,7 +29,9 @@ def layout(format: KVFormat, head_dim: int, slack: int = 0) -> RowLayout:
     return RowLayout(PageLayout(format, head_dim), slack)
 
 
-def view(rows: RowLayout, pages: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype, capacity: int) -> LayerView:
+def view(
+    rows: RowLayout, pages: Tensor, table: Tensor, lengths: Tensor, dtype: torch.dtype, capacity: int
+) -> LayerView:
     """A layer of a pool as kernels read it.
 
     pages: uint8 [blocks, kv_heads, page_bytes], blocks any distance apart.  table: int32 [sequences, front + pages].
@@ -70,8 +72,8 @@ def decode(q: Tensor, of: LayerView, masks: Masks = NO_MASKS, *, out: Tensor, ov
 def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, out: Tensor) -> None:
     """Write pages as plain K and V to out [jobs, 2, kv_heads, 128, head_dim], in the dtype of tokens.
 
-    jobs: int32 [jobs, 2]: a sequence and 2 * its page, or that plus 1: the page's tokens in 16 bits, as far as there are
-    any (zeros behind), from before ``keep``.  k, v, starts: as in ``pack``.
+    jobs: int32 [jobs, 2]: a sequence and 2 * its page, or that plus 1: the page's tokens in 16 bits, as far as there
+    are any (zeros behind), from before ``keep``.  k, v, starts: as in ``pack``.
     """
     rows = RowLayout(of.layout, of.ring - PAGE)
     problem = kv_unpack.Problem(rows, of.kv_heads, jobs.shape[0], of.bf16)

@@ -1,12 +1,12 @@
 """vLLM's attention over a KV cache of 8, 4 or 2 bits in vLLM's own blocks: a backend, what it reads, what it runs.
 
-``kv_spec`` says how vLLM hands out blocks, ``kernels.attention.kv_rows`` what is in them. On a CPU it is the reference in
-plain torch. Requests with one new token run anybit's kernels alone, at fixed addresses and without the host, so that
+``kv_spec`` says how vLLM hands out blocks, ``kernels.attention.kv_rows`` what is in them. On a CPU it is the reference
+in plain torch. Requests with one new token run anybit's kernels alone, at fixed addresses and without the host, so that
 CUDA graphs of decode steps hold them; others run vLLM's FlashAttention over unpacked pages (``kv_plan``).
 """
 
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,11 +17,11 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from anybit.errors import LayerError
-from anybit.integrations.vllm.kv_plan import Group, most_pages, plan
+from anybit.integrations.vllm.kv_plan import most_pages
 from anybit.integrations.vllm.kv_spec import RowSpec
+from anybit.integrations.vllm.kv_step import Batch, run
 from anybit.kvcache import hadamard, turn
 from anybit.kvrows import Pool, Row, step
-from anybit.ops import kv_rows
 from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import PAGE, RowLayout
 from anybit.ops.kv_rows import layout as row_layout
@@ -44,7 +44,7 @@ class RowBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def get_impl_cls(cls) -> type["RowImpl"]:
         """What runs a layer."""
-        return impl_of(cls)
+        return impl_of(cls)  # type: ignore[arg-type]
 
     @staticmethod
     def get_builder_cls() -> type["RowBuilder"]:
@@ -86,25 +86,6 @@ def backend_of(format: KVFormat, slack: int) -> type[RowBackend]:
     return type(name, (RowBackend,), {"format": format, "slack": slack, "__qualname__": name})
 
 
-@dataclass
-class Batch:
-    """A step as layers see it.
-
-    table [requests, front + pages], lengths [requests], starts [requests + 1]: int32 on the device.  decodes: the first
-    requests have one new token each.  most: new tokens of another request at most.  groups: theirs, with tensors.
-    rows: on a CPU, all of them.
-    """
-
-    table: Tensor
-    lengths: Tensor
-    starts: Tensor
-    tokens: int
-    decodes: int
-    most: int
-    groups: list[tuple[Group, tuple[Tensor, ...]]]
-    rows: list[Row]
-
-
 class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
     """Describes a batch once for all layers."""
 
@@ -114,7 +95,9 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if not isinstance(kv_cache_spec, RowSpec):
-            raise LayerError(f"layers {layer_names[:2]} ... have a cache of {type(kv_cache_spec).__name__}, not anybit's")
+            raise LayerError(
+                f"layers {layer_names[:2]} ... have a cache of {type(kv_cache_spec).__name__}, not anybit's"
+            )
         self.room = _room(vllm_config)
         # A scheduler that runs ahead of drafts knows only the most tokens that a request can have.
         self.exact = not (vllm_config.speculative_config and vllm_config.scheduler_config.async_scheduling)
@@ -124,7 +107,7 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
         m = common_attn_metadata
         decodes, prefills, _, _ = split_decodes_and_prefills(m, decode_threshold=1)
         table, lengths = m.block_table_tensor, m.seq_lens
-        batch = Batch(table, lengths, m.query_start_loc, m.num_actual_tokens, decodes, 0, [], [])
+        batch = Batch(table, lengths, m.query_start_loc, m.num_actual_tokens, decodes)
         if self.device.type == "cpu":
             starts, known = m.query_start_loc.tolist(), lengths.tolist()
             ends = zip(starts, starts[1:], known, strict=False)
@@ -134,12 +117,7 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
             if found is None or not self.exact:
                 found = lengths.cpu()
             starts = m.query_start_loc_cpu[decodes : m.num_reqs + 1].numpy().astype(np.int64)
-            known = found[decodes : m.num_reqs].numpy().astype(np.int64)
-            batch.most = int(np.diff(starts).max())
-            for group in plan(starts, known, self.room):
-                arrays = (group.jobs, group.table, group.starts, group.seen)
-                tensors = tuple(torch.from_numpy(x).pin_memory().to(self.device, non_blocking=True) for x in arrays)
-                batch.groups.append((group, tensors))
+            batch.add_prompts(starts, found[decodes : m.num_reqs].numpy().astype(np.int64), self.room)
         return batch
 
 
@@ -185,7 +163,7 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         batch = attn_metadata
         if batch is None:  # vLLM measures memory
             if query.is_cuda:
-                self._space(query, self.room)
+                self._space(query, 0)
             return output.zero_()
         n = batch.tokens
         q = query.view(-1, self.num_heads, self.head_size)[:n]
@@ -201,60 +179,50 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
             found = step(Pool(self.layout, pages, dtype), batch.rows, q, k, v, self.masks)
         else:
             found = out if rotation is None else torch.empty_like(q)
-            self._launch(batch, pages, q, k, v, found)
+            space = partial(self._space, q)
+            run(
+                batch, self.layout, pages, q, k, v, self.masks, found,
+                capacity=self.capacity, space=space, prompts=self._prompts,
+            )  # fmt: skip
         if found is not out:
             out.copy_(found if rotation is None else turn(found, rotation, dtype))
         return output
 
-    def _launch(self, batch: Batch, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        d, total = batch.decodes, batch.starts.shape[0] - 1
-
-        def view(begin: int, end: int) -> Any:
-            table, lengths = batch.table[begin:end], batch.lengths[begin:end]
-            return kv_rows.view(self.layout, pages, table, lengths, q.dtype, self.capacity)
-
-        starts = batch.starts[d:]
-        others = view(d, total) if batch.groups else None
-        if others is not None:
-            kv_rows.pack(others, k, v, starts, batch.most)
-        if d:
-            one = view(0, d)
-            kv_rows.store(one, k[:d], v[:d])
-            kv_rows.decode(q[:d], one, self.masks, out=out[:d], overlaps=True)
-        if others is not None:
-            for group, tensors in batch.groups:
-                self._prompts(others, group, tensors, q, k, v, starts, out)
-            kv_rows.keep(others, k, v, starts, batch.most)
-
     def _prompts(
-        self, of: Any, group: Group, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, starts: Tensor, out: Tensor
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        starts: Tensor,
+        seen: Tensor,
+        table: Tensor,
+        most: int,
+        out: Tensor,
     ) -> None:
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
-        jobs, table, begins, seen = tensors
-        space = self._space(q, max(self.room, jobs.shape[0]))[: jobs.shape[0]]
-        kv_rows.unpack(of, k, v, starts, jobs, space)
         window = self.masks.window
         flash_attn_varlen_func(
-            q[group.begin : group.end],
-            space[:, 0].transpose(1, 2),
-            space[:, 1].transpose(1, 2),
+            q,
+            keys,
+            values,
             max_seqlen_q=PAGE,
-            cu_seqlens_q=begins,
-            max_seqlen_k=int(group.seen.max()),
+            cu_seqlens_q=starts,
+            max_seqlen_k=most,
             seqused_k=seen,
             softmax_scale=self.masks.scale,
             causal=True,
             window_size=[window - 1, 0] if window else None,
             softcap=self.masks.softcap or 0.0,
             block_table=table,
-            out=out[group.begin : group.end],
+            out=out,
             fa_version=get_flash_attn_version(head_size=self.head_size),
             s_aux=self.masks.sinks,
         )
 
     def _space(self, like: Tensor, pages: int) -> Tensor:
         """Where pages are unpacked, [pages, 2, KV heads, 128, channels]: one place for all layers."""
+        pages = max(pages, self.room)
         shape = (pages, 2, self.num_kv_heads, PAGE, self.head_size)
         key = like.device, like.dtype, shape[1:]
         if key not in _spaces or _spaces[key].shape[0] < pages:

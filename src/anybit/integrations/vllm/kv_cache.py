@@ -115,7 +115,7 @@ def install() -> None:
 
 
 def _widen_tables(front: int) -> None:
-    """vLLM 0.26's second model runner sizes rows by tokens alone and never asks the spec: make room in front."""
+    """Make room in front of rows in vLLM 0.26's second model runner, which sizes them without asking the spec."""
     runner: Any = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is None or getattr(runner.BlockTables, "anybit", 0) >= front:
         return

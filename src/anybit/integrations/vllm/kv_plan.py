@@ -17,7 +17,7 @@ class Group:
     """Rows whose pages are unpacked together, as arrays of int32.
 
     begin, end: which of the new tokens of all rows these are.  jobs [pages, 2]: as ``kv_rows.unpack`` takes them.
-    table [query pages, most pages]: which unpacked pages each page of queries reads, -0 behind.  starts
+    table [query pages, most pages]: which unpacked pages each page of queries reads, then zeros.  starts
     [query pages + 1]: where its queries begin, from ``begin`` on.  seen [query pages]: the tokens it reads.
     """
 
@@ -39,21 +39,21 @@ def plan(starts: np.ndarray, lengths: np.ndarray, room: int) -> list[Group]:
 
     starts: int [rows + 1], where the new tokens of each row begin.  lengths: int [rows], the new ones included.
     """
-    before = lengths - np.diff(starts)
+    new = np.diff(starts)
+    before = lengths - new
     first, last = before // PAGE, (lengths - 1) // PAGE
     pages = last + (last - first + 1)  # packed, and in 16 bits
-    groups, begin = list[Group](), 0
-    while begin < len(lengths):
-        end = begin + 1
-        while end < len(lengths) and pages[begin : end + 1].sum() <= room:
-            end += 1
-        groups.append(_group(range(begin, end), starts, before, lengths, first, last))
-        begin = end
-    return groups
+    groups, rows = list[Group](), list[int]()
+    for row in np.flatnonzero(new).tolist():  # those without new tokens are padding
+        if rows and pages[[*rows, row]].sum() > room:
+            groups.append(_group(rows, starts, before, lengths, first, last))
+            rows = []
+        rows.append(row)
+    return [*groups, _group(rows, starts, before, lengths, first, last)] if rows else groups
 
 
 def _group(
-    rows: range, starts: np.ndarray, before: np.ndarray, lengths: np.ndarray, first: np.ndarray, last: np.ndarray
+    rows: list[int], starts: np.ndarray, before: np.ndarray, lengths: np.ndarray, first: np.ndarray, last: np.ndarray
 ) -> Group:
     jobs, tables, counts, seen = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     base = 0

@@ -1,8 +1,9 @@
 """vLLM's block manager with rows that begin with a sequence's 16-bit residual: a spec and a manager.
 
-One block of vLLM is one page of 128 packed tokens, and a row is [residual blocks | pages]; ``kernels.attention.kv_rows``
-says what is in them. Pages exist for full pages only, and before the first one there are only as many residual blocks
-as the tokens need, so rows only grow at their end; a request that begins with a prefix hit gets all of them at once.
+One block of vLLM is one page of 128 packed tokens, and a row is [residual blocks | pages];
+``kernels.attention.kv_rows`` says what is in them. Pages exist for full pages only, and before the first one there are
+only as many residual blocks as the tokens need, so rows only grow at their end; a request that begins with a prefix hit
+gets all of them at once.
 Residual blocks are ordinary blocks of the pool that are never hashed: the scheduler counts them, preemption frees them,
 and prefix hits are whole pages. Nothing else of vLLM knows.
 """
@@ -57,7 +58,9 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Bytes of a request of the longest length."""
-        return int(self.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len) * self.page_size_bytes)
+        return int(
+            self.max_num_blocks_per_req(vllm_config, vllm_config.model_config.max_model_len) * self.page_size_bytes
+        )
 
     @classmethod
     def merge(cls, specs: Sequence["RowSpec"]) -> "RowSpec":
@@ -118,7 +121,9 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
 
     def allocate_external_computed_blocks(self, *args: Any, **kw: Any) -> Any:
         """Refused: blocks that a KV connector brings have no residual."""
-        raise NotImplementedError("anybit's KV cache inside vLLM has no KV connectors: they know nothing of its residual")
+        raise NotImplementedError(
+            "anybit's KV cache inside vLLM has no KV connectors: they know nothing of its residual"
+        )
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kw: Any) -> Any:
         """Give a request the blocks of so many tokens; returns the new ones, residual first."""

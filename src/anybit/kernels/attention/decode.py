@@ -213,8 +213,8 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
         )
     if problem.front and (problem.slots % config.residual_tokens or problem.queries > 1 or problem.split):
         return (
-            f"rows with their residual in front take one query a sequence ({problem.queries} asked for), blocks of whole "
-            f"chunks of {config.residual_tokens} tokens ({problem.slots}), and no fixed split"
+            f"rows with their residual in front take one query a sequence (not {problem.queries}), blocks of whole "
+            f"chunks of {config.residual_tokens} tokens (not {problem.slots}), and no fixed split"
         )
     if problem.split % config.block or config.split != problem.split // config.block:
         return f"a fixed split must be a multiple of the {config.block} tokens of a block, not {problem.split}"

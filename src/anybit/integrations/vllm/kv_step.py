@@ -1,0 +1,78 @@
+"""One layer of one step over rows of blocks: kernels for requests with one new token, unpacked pages for others.
+
+Attention over plain pages is the caller's: vLLM's FlashAttention. Nothing here knows vLLM.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anybit.integrations.vllm.kv_plan import Group, plan
+from anybit.kvrows import Row
+from anybit.ops import kv_rows
+from anybit.ops.kv import Masks
+from anybit.ops.kv_rows import RowLayout
+
+Prompts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, Tensor], None]
+"""Causal attention of ragged queries over pages: (q [tokens, heads, dim], keys and values [pages, 128, kv_heads, dim],
+starts [sequences + 1], seen [sequences], table [sequences, pages], the largest of seen, out), all int32."""
+
+
+@dataclass
+class Batch:
+    """A step as layers see it.
+
+    table [requests, front + pages], lengths [requests], starts [requests + 1]: int32 on the device.  tokens: new ones
+    in all.  decodes: the first requests have one new token each.  most: new tokens of another request at most.
+    groups: of the others, with their arrays on the device.  rows: on a CPU, all requests.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    starts: Tensor
+    tokens: int
+    decodes: int
+    most: int = 0
+    groups: list[tuple[Group, tuple[Tensor, ...]]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def add_prompts(self, starts: np.ndarray, lengths: np.ndarray, room: int) -> None:
+        """Plan the requests after the decodes, from what the host knows of them; see ``kv_plan.plan``."""
+        self.most = int(np.diff(starts).max())
+        device = self.table.device
+        for group in plan(starts, lengths, room):
+            arrays = [torch.from_numpy(x) for x in (group.jobs, group.table, group.starts, group.seen)]
+            if device.type == "cuda":
+                arrays = [x.pin_memory() for x in arrays]
+            self.groups.append((group, tuple(x.to(device, non_blocking=True) for x in arrays)))
+
+
+def run(
+    batch: Batch, rows: RowLayout, pages: Tensor, q: Tensor, k: Tensor, v: Tensor, masks: Masks, out: Tensor,
+    *, capacity: int, space: Callable[[int], Tensor], prompts: Prompts,
+) -> None:  # fmt: skip
+    """Store new tokens of a batch and attend: into ``out``, which is like q.
+
+    pages: uint8 [blocks, kv_heads, page_bytes].  q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]; of 16 bits.
+    capacity: the most tokens of a request.  space: a tensor [pages, 2, kv_heads, 128, dim] for so many pages.
+    """
+    d, total = batch.decodes, batch.starts.shape[0] - 1
+    starts = batch.starts[d:]
+    others = kv_rows.view(rows, pages, batch.table[d:total], batch.lengths[d:total], q.dtype, capacity)
+    if batch.groups:  # all pages that become full, before anyone reads
+        kv_rows.pack(others, k, v, starts, batch.most)
+    if d:
+        one = kv_rows.view(rows, pages, batch.table[:d], batch.lengths[:d], q.dtype, capacity)
+        kv_rows.store(one, k[:d], v[:d])
+        kv_rows.decode(q[:d], one, masks, out=out[:d], overlaps=True)
+    for group, (jobs, table, begins, seen) in batch.groups:
+        plain = space(jobs.shape[0])[: jobs.shape[0]]
+        kv_rows.unpack(others, k, v, starts, jobs, plain)
+        here = slice(group.begin, group.end)
+        keys, values = (plain[:, part].transpose(1, 2) for part in (0, 1))
+        prompts(q[here], keys, values, begins, seen, table, int(group.seen.max()), out[here])
+    if batch.groups:
+        kv_rows.keep(others, k, v, starts, batch.most)
