@@ -64,9 +64,12 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
 
     @classmethod
     def merge(cls, specs: Sequence["RowSpec"]) -> "RowSpec":
-        """One spec of layers that are alike; the base class would drop the fields of this one."""
+        """One spec of layers that are alike; the base class would drop the fields of this one.
+
+        AssertionError where they differ, which is how vLLM asks whether they do.
+        """
         if any(spec != specs[0] for spec in specs):
-            raise ValueError(f"layers of one KV cache group differ: {specs}")
+            raise AssertionError(f"layers of one KV cache group differ: {specs}")
         return replace(specs[0])
 
 
