@@ -80,8 +80,8 @@ HYPERPARAMETERS = {
 }
 """Entries of config.json that say nothing of the tensors: with another value they are those of another model."""
 
-ANOTHER_METHOD = "quantization: another method"
-"""transformers asks no quantizer where it knows no method, so that anybit's check has no say in ``from_pretrained``."""
+NO_METHOD = "quantization: none"
+"""transformers asks no quantizer where config.json has no quantization_config, so that anybit's check has no say."""
 
 
 def _change_entry(rng: random.Random, file: Path, kind: str) -> Damage:
@@ -89,7 +89,7 @@ def _change_entry(rng: random.Random, file: Path, kind: str) -> Damage:
     owner, key = rng.choice(_places(config))
     before = owner[key]
     if kind == "config":
-        kind = "hyperparameter" if key in HYPERPARAMETERS else ANOTHER_METHOD if key in _METHOD else kind
+        kind = "hyperparameter" if key in HYPERPARAMETERS else NO_METHOD if key == "quantization_config" else kind
     if rng.random() < 0.15:
         del owner[key]
         return _written(file, config, kind, f"{key} is gone")
@@ -100,9 +100,6 @@ def _change_entry(rng: random.Random, file: Path, kind: str) -> Damage:
     else:
         owner[key] = rng.choice(NASTY)
     return _written(file, config, kind, f"{key}={owner[key]!r:.60}")
-
-
-_METHOD = ("quantization_config", "quant_method")
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:
@@ -131,12 +128,11 @@ def quantization_entry(rng: random.Random, folder: Path) -> Damage | None:
     owner, key = rng.choice(_places(entry))
     if rng.random() < 0.3:
         del owner[key]
-        kind = ANOTHER_METHOD if key in _METHOD else "quantization"
-        return _written(folder / "config.json", config, kind, f"{key} is gone")
+        return _written(folder / "config.json", config, "quantization", f"{key} is gone")
     schemes = ["w4a16g64", "w3a16g32", "w4a16g32asym", "w4a8g32", "w4", "w4a16g32-kv4", "", "w99a16"]
     owner[key] = rng.choice([*NASTY, "9.9.9", *schemes, ["lm_head", "(a+)+$"], ["q_proj"], ["lm_head", "nothing"]])
     other = key == "scheme" and owner[key] == "w4a8g32"
-    kind = ANOTHER_METHOD if key in _METHOD else "scheme of activations" if other else "quantization"
+    kind = "scheme of activations" if other else "quantization"
     return _written(folder / "config.json", config, kind, f"{key}={owner[key]!r:.60}")
 
 

@@ -269,3 +269,17 @@ def test_errors_show_no_control_characters(llama: Path, tmp_path: Path) -> None:
 
 def test_a_good_folder_is_not_refused(llama: Path) -> None:
     assert tokens_of(load_model(llama, device="cpu").model)
+
+
+@pytest.mark.parametrize("method", ["x", "", None, {"a": 1}, 3])
+@pytest.mark.parametrize("scheme", ["w4a16g32", "w4a8g32"])
+def test_a_damaged_method_is_refused_and_not_made_up(llama: Path, tmp_path: Path, scheme: str, method: object) -> None:
+    """transformers only warns of a method that it does not know, and fills the model with random weights."""
+    quantize_folder(llama, tmp_path / "q", scheme)
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = method
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="a quant_method that nothing knows"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "q")
+    with pytest.raises(AnyBitError):
+        load_model(tmp_path / "q", device="cpu")

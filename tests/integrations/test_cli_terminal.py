@@ -191,17 +191,58 @@ def test_top_p_is_passed_on(run: Any, model: Path, monkeypatch: pytest.MonkeyPat
     assert run("chat", model, "--top-p", 1.5)[0] == 2
 
 
-def test_remote_code_runs_only_where_it_is_asked_for(run: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
+def with_code(model: Path, to: Path) -> Path:
+    """A model of a type that transformers does not know, with the Python files that define it; they leave a trace."""
+    names = {"AutoConfig": "own.Configuration", "AutoModelForCausalLM": "own.Model"}
+    folder = copied(model, to, model_type="own", architectures=["Model"], auto_map=names)
+    (folder / "own.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n"
+        f"Path({str(to.parent / 'ran')!r}).touch()\n\n"
+        "class Configuration(LlamaConfig):\n    model_type = 'own'\n\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Configuration\n"
+    )
+    return folder
 
-    def load_model(*_: Any, **options: Any) -> None:
-        seen.append(options)
-        raise TextError("far enough")
 
-    monkeypatch.setattr(answer, "load_model", load_model)
-    run("generate", model, "-p", "x")
-    run("chat", model, "--trust-remote-code")
-    assert [options.get("trust_remote_code", False) for options in seen] == [False, True]
+def test_remote_code_runs_only_where_it_is_asked_for(
+    run: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda *words: "y")
+    own, quantized, ran = with_code(model, tmp_path / "own"), tmp_path / "quantized", tmp_path / "ran"
+    text = tmp_path / "text.txt"
+    text.write_text("It is so. " * 100)
+    gptq = ["--method", "gptq", "--text", text, "--tokens", 512]
+    for command in (
+        ["info", own],
+        ["explain", own, "--scheme", "w4a16g32"],
+        ["quantize", own, "-o", quantized, "--scheme", "w4a16g32"],
+        ["quantize", own, "-o", quantized, "--scheme", "w4a16g32", "--overwrite", *gptq],
+        ["info", quantized],
+        ["explain", quantized],
+        ["convert", quantized, "--to", "anybit", "-o", tmp_path / "converted"],
+        ["generate", tmp_path / "converted", "-p", "x", "-n", 1, "--raw"],
+        ["eval", quantized, "--text", text, "--context", 8, "--windows", 1],
+    ):
+        code, _, err = run(*command)
+        assert code == 1 and "error:" in err, (command, err)
+        assert command[0] != "info" or command[1] != own or not ran.exists()
+        code, _, err = run(*command, "--trust-remote-code")
+        assert code == 0 and ran.exists(), (command, err)  # Python runs a module once a process
+    assert (tmp_path / "converted" / "own.py").is_file()
+
+
+def test_every_command_that_opens_a_model_can_trust_it() -> None:
+    from typer.main import get_command
+
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    trusting = {
+        name
+        for name, command in commands.items()
+        if any("--trust-remote-code" in parameter.opts for parameter in command.params)
+    }
+    assert set(commands) - trusting == {"bench"}  # which asks a server
 
 
 def test_short_options_and_completion(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,8 @@ def test_vllm_gets_the_same_flags(tmp_path: Path) -> None:
         '{"quantization_config": {"quant_method": "anybit", "scheme": "w4a8"}}',
     ):  # fmt: skip
         assert flag in words
-    assert "http://127.0.0.1:9000/v1/chat/completions" in wanted.example()
+    assert "http://127.0.0.1:9000/v1/chat/completions" in wanted.example() and "--trust-remote-code" not in words
+    assert "--trust-remote-code" in serving.vllm_command(serving.Server("m", trust_remote_code=True), tmp_path)
 
 
 def test_an_engine_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ TARGETS = (COMPRESSED_TENSORS, METHOD)
 _MARK = ".weight_packed"
 
 
-def convert(folder: Path | str, to: str) -> dict[str, Any]:
+def convert(folder: Path | str, to: str, trust_remote_code: bool = False) -> dict[str, Any]:
     """Rewrite the config.json of a quantized model for ``to`` ("compressed-tensors" or "anybit"), in one step.
 
     Returns the new quantization_config. Raises ConversionError, naming the layer, for what the format cannot express;
@@ -31,7 +31,7 @@ def convert(folder: Path | str, to: str) -> dict[str, Any]:
     """
     if to not in TARGETS:
         raise ConversionError(f"cannot convert to {to!r}; there are {', '.join(TARGETS)}")
-    source = Folder(folder)
+    source = Folder(folder, trust_remote_code)
     quantization = _to_compressed_tensors(source) if to == "compressed-tensors" else _to_anybit(source)
     config = {**source.config, "quantization_config": quantization}
     write_text(source.path / "config.json", json.dumps(config, indent=2) + "\n")
@@ -113,7 +113,7 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
         raise ConversionError(f"compressed-tensors cannot express {scheme}: {reason}")
     layers = _layers(source)
     _check_layers(source, layers, scheme.weights)
-    model = skeleton(source.path)
+    model = skeleton(source.path, source.trust_remote_code)
     for name, module in model.named_modules():
         if name in layers and (why := _why_not_layer(name, module, scheme.weights)) is not None:
             raise ConversionError(why)

@@ -44,9 +44,11 @@ class Folder:
     """A model folder, open for reading; tensors are read one at a time. Raises CheckpointError, naming the file.
 
     What ``verify`` can say without the model has been checked by then. quantization: how anybit quantized it, or None.
+    trust_remote_code: the model's own Python files may run, and go with a copy of it.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, trust_remote_code: bool = False) -> None:
+        self.trust_remote_code = trust_remote_code
         self.path = path_of(path, "the folder of a model")
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is not a folder")
@@ -87,18 +89,19 @@ class Folder:
         return tensor
 
     def companions(self) -> list[Path]:
-        """The files that go with the weights: tokenizer, templates, generation settings. Never a pickle or a program.
+        """The files that go with the weights: tokenizer, templates, generation settings; programs only if trusted.
 
         Raises CheckpointError for a link that leaves the folder: a copy would give away what it points to.
         """
-        return companions(self.path)
+        return companions(self.path, self.trust_remote_code)
 
 
-def companions(path: Path) -> list[Path]:
+def companions(path: Path, programs: bool = False) -> list[Path]:
     """What goes with the weights of a model folder: see ``Folder.companions``."""
     found = []
     for file in sorted(path.iterdir()):
         left = file.name == "config.json" or file.name.startswith(".") or any(map(file.match, _LEFT))
+        left = left and not (programs and file.suffix == ".py" and not file.name.startswith("."))
         if left or not file.is_file():
             continue
         if file.is_symlink() and not _is_inside(path, file.resolve()):
@@ -189,6 +192,12 @@ def _sharded(path: Path) -> dict[str, Entry]:
         if name not in entries or entries[name].file.name != file:
             raise CheckpointError(f"tensor {name} is missing from {path / file}, where {index.name} says it is")
     return entries
+
+
+def check_index(path: Path) -> None:
+    """Raise CheckpointError for an index that Hugging Face's libraries would stumble over, if a folder needs one."""
+    if (path / INDEX).is_file() and not (path / SINGLE).is_file():
+        _sharded(path)
 
 
 def read_entries(files: Sequence[Path], root: Path) -> dict[str, Entry]:

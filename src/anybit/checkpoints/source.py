@@ -21,11 +21,12 @@ _FREQUENCIES = re.compile(r"rope_(freqs|factors)")
 
 
 @contextmanager
-def local_folder(model: str | Path) -> Iterator[Path]:
+def local_folder(model: str | Path, trust_remote_code: bool = False) -> Iterator[Path]:
     """A folder with config.json and safetensors for a model; raises CheckpointError if there is none.
 
     model: a folder, the name of a model on the Hugging Face hub, or a GGUF file. A GGUF file is dequantized to 16-bit
     floats into a temporary folder, which lives as long as the context; the others are used where they are.
+    trust_remote_code: fetch the Python files of a model on the hub, too.
     """
     refuse_unnamed(model)
     path = path_of(model, "a model's source").expanduser()
@@ -36,7 +37,7 @@ def local_folder(model: str | Path) -> Iterator[Path]:
             dequantize_gguf(path, folder)
             yield folder
     elif _is_hub_name(str(model)):
-        yield _from_hub(str(model))
+        yield _from_hub(str(model), [*_FETCHED, "*.py"] if trust_remote_code else _FETCHED)
     else:
         raise CheckpointError(f"{model} is neither a folder, nor a GGUF file, nor a hub name such as 'owner/model'")
 
@@ -116,12 +117,12 @@ def _is_hub_name(text: str) -> bool:
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_FETCHED))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{name} is not a local folder, and the hub does not serve it: {reason}") from error

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anybit.cli.common import JsonOption, megabytes, output, print_json, status
+from anybit.cli.common import JsonOption, TrustOption, megabytes, output, print_json, status
 from anybit.errors import ConversionError, SchemeError
 from anybit.scheme import CODES, KVFormat, Scheme
 
@@ -23,6 +23,7 @@ def convert(
         Path | None, typer.Option("--output", "-o", help="The folder to write; without it config.json is rewritten.")
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the folder that --output names.")] = False,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a quantized model in another format, its codes untouched; what does not fit is refused.
@@ -47,11 +48,11 @@ def convert(
         raise ConversionError(f"converting {model} to {to} writes new tensors: name a folder for them with --output")
     if out is None:
         sweep(Path(model))
-        quantization = convert_folder(model, to)
+        quantization = convert_folder(model, to, trust_remote_code)
         told = f"{Path(model) / 'config.json'} now describes the model for {to}; no tensor was touched"
     else:
         with status(f"Writing {out}"):
-            quantization = convert_into(model, to, out, overwrite)
+            quantization = convert_into(model, to, out, overwrite, trust_remote_code)
         told = f"saved {out} for {to}; no code was changed"
     if as_json:
         print_json(quantization)
@@ -61,6 +62,7 @@ def convert(
 
 def info(
     what: Annotated[str, typer.Argument(metavar="MODEL|SCHEME", help="A model (as for quantize), or a scheme.")],
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a scheme means, or what a model is made of.
@@ -78,7 +80,7 @@ def info(
         except SchemeError as error:
             if "/" not in what:
                 raise SchemeError(f"{error}; and there is no file or folder {what!r}") from None
-    figures = _model(what) if scheme is None else _scheme(scheme)
+    figures = _model(what, trust_remote_code) if scheme is None else _scheme(scheme)
     if as_json:
         print_json(figures)
         return
@@ -117,7 +119,7 @@ def _cache_words(kv: KVFormat) -> str:
     return f"{kv}: {PageLayout(kv, 128).bits_per_element:.2f} bits an element (heads of 128 channels, scales included)"
 
 
-def _model(what: str) -> dict[str, Any]:
+def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
     from anybit.checkpoints import Folder, is_gguf, local_folder
     from anybit.checkpoints.configuration import method_of
     from anybit.checkpoints.formats.translate import FolderTranslation, scheme_words
@@ -130,11 +132,11 @@ def _model(what: str) -> dict[str, Any]:
 
     if is_gguf(what):
         return _gguf(Path(what).expanduser())
-    with status(f"Reading {what}"), local_folder(what) as path:
+    with status(f"Reading {what}"), local_folder(what, trust_remote_code) as path:
         folder = Folder(path)
         saved = folder.quantization
         foreign = FolderTranslation.of(folder) if saved is None else None
-        model = skeleton(path)
+        model = skeleton(path, trust_remote_code)
         if foreign is None:
             keep = kept_modules(model, None if saved is None else saved.kept)
             layers = linear_layers(model, keep)

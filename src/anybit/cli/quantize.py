@@ -14,6 +14,7 @@ from anybit.cli.common import (
     JsonOption,
     Model,
     OverrideOption,
+    TrustOption,
     megabytes,
     output,
     overrides_of,
@@ -70,6 +71,7 @@ def quantize(
             "the CPU."
         ),
     ] = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize a model layer by layer and save it. Nothing half-written is left if it fails.
@@ -96,7 +98,7 @@ def quantize(
         _say_if_nothing_runs(each)
     with ExitStack() as stack:
         with status(f"Reading {model}"):
-            source = stack.enter_context(local_folder(model))
+            source = stack.enter_context(local_folder(model, trust_remote_code))
         with progress_bar("Quantizing") as update:
             saved = quantize_folder(
                 source,
@@ -110,6 +112,7 @@ def quantize(
                 overwrite=overwrite,
                 progress=update,
                 options=options,
+                trust_remote_code=trust_remote_code,
             )
     if as_json:
         print_json(asdict(saved))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from anybit.cli.common import JsonOption, Model, SchemeOption, errors, output, print_json
+from anybit.cli.common import JsonOption, Model, SchemeOption, TrustOption, errors, output, print_json
 from anybit.scheme import Scheme
 
 
@@ -36,6 +36,7 @@ def serve(
     engine: Annotated[
         EngineName | None, typer.Option(help="What serves; by default vLLM where it is installed and can run.")
     ] = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Serve a model over OpenAI's endpoints, with vLLM if it is installed, else with transformers.
 
@@ -51,7 +52,9 @@ def serve(
     from anybit.integrations.serving import serve as run
 
     chosen, why = choose_engine(None if engine is None else engine.value)
-    server = Server(model, parsed, host, port, tensor_parallel, max_length, memory, dtype, list(others or ()))
+    server = Server(
+        model, parsed, host, port, tensor_parallel, max_length, memory, dtype, list(others or ()), trust_remote_code
+    )
     name = {"vllm": "vLLM", "transformers": "transformers serve"}[chosen]
     errors.print(
         f"{name} serves {model}{f' in {parsed}' if parsed else ''} at {server.url}: {why}", markup=False, soft_wrap=True

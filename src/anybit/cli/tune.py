@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anybit.cli.common import JsonOption, Model, errors, known, output, print_json, progress_bar, status
+from anybit.cli.common import JsonOption, Model, TrustOption, errors, known, output, print_json, progress_bar, status
 from anybit.errors import KernelError, SchemeError, dtype_name
 from anybit.scheme import Scheme
 
@@ -53,6 +53,7 @@ def tune(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what the map already has.")] = False,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map to write; by default this GPU's.")] = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Measure which kernel and config is fastest for every linear layer of a model, at every number of tokens.
 
@@ -81,7 +82,7 @@ def tune(
     if to is not None:
         policies.check_target(to)
     with status(f"Reading {model}"):
-        parsed, shapes, own = _layers(model, scheme)
+        parsed, shapes, own = _layers(model, scheme, trust_remote_code)
     products = [
         LinearProblem(m, n, k, parsed.weights, parsed.activations, getattr(torch, wanted or own))
         for n, k in shapes
@@ -141,6 +142,7 @@ def explain(
     policy: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Use this map instead of this GPU's.")
     ] = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say which kernel and config would run a linear layer, and why. Without a GPU it answers for an H200.
@@ -166,7 +168,7 @@ def explain(
         if shape is not None and wanted is not None:
             parsed, shapes = wanted, [shape]
         else:
-            parsed, shapes, own = _layers(what, scheme)
+            parsed, shapes, own = _layers(what, scheme, trust_remote_code)
             kind = dtype or own
         device = Device.of(torch.empty(0, device="cuda")) if torch.cuda.is_available() else Device.named("sm_90a")
         if policy is not None:
@@ -233,7 +235,7 @@ def _shape(text: str) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int]], str]:
+def _layers(model: str, scheme: str | None, trust_remote_code: bool) -> tuple[Scheme, list[tuple[int, int]], str]:
     """The scheme, the shapes of a model's linear layers, first as ``fuse`` joins them, and the dtype they run in."""
     from anybit.checkpoints import Folder, is_gguf, local_folder
     from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
@@ -246,14 +248,14 @@ def _layers(model: str, scheme: str | None) -> tuple[Scheme, list[tuple[int, int
 
     if scheme is None and is_gguf(model):
         scheme = None if (found := gguf_scheme(Path(model).expanduser())) is None else str(found)
-    with local_folder(model) as path:
+    with local_folder(model, trust_remote_code) as path:
         folder = Folder(path)
         saved, own = folder.quantization, dtype_name(folder.kernel_dtype)
         foreign = FolderTranslation.of(folder) if saved is None else None
         stored = saved.scheme if saved is not None else None if foreign is None else foreign.scheme
         if scheme is None and stored is None:
             raise SchemeError(f"{model} is not quantized by anybit: name a scheme, for example --scheme w4a8")
-        empty = skeleton(path)
+        empty = skeleton(path, trust_remote_code)
         layers = linear_layers(empty, kept_modules(empty, None if saved is None else saved.kept))
     fused = _as_fused({layer.name: (layer.n, layer.k) for layer in layers})
     shapes = dict.fromkeys([*fused, *((layer.n, layer.k) for layer in layers)])

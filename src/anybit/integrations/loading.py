@@ -103,8 +103,8 @@ def load_model(
         native = load_gguf(Path(source).expanduser(), wanted, None if device == "cpu" else device, backend)
         if native is not None:
             return Loaded(native[0].eval(), native[1], native[2], str(source))
-    with local_folder(source) as path:
-        folder = Folder(path)
+    with local_folder(source, trust_remote_code) as path:
+        folder = Folder(path, trust_remote_code)
         # A configuration that transformers cannot build gets its own error.
         empty = skeleton(path, trust_remote_code)
         method = method_of(folder.config)

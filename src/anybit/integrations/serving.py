@@ -33,7 +33,7 @@ class Server:
 
     scheme: quantize while loading.  tensor_parallel: GPUs that share each layer.  max_length: the most tokens of a
     prompt and its answer.  memory: the part of the GPU's memory that vLLM takes.  dtype: of activations, "auto" as the
-    model says.  others: arguments for vLLM as they are.
+    model says.  others: arguments for vLLM as they are.  trust_remote_code: run the model's own Python files.
     """
 
     model: str
@@ -45,6 +45,7 @@ class Server:
     memory: float | None = None
     dtype: str = "auto"
     others: list[str] = field(default_factory=list)
+    trust_remote_code: bool = False
 
     @property
     def url(self) -> str:
@@ -88,7 +89,7 @@ def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
 
     Raises CheckpointError for a model that cannot be served, OptionError for options that the engine does not have.
     """
-    with local_folder(server.model) as path:
+    with local_folder(server.model, server.trust_remote_code) as path:
         if server.scheme is not None:
             refuse_quantized(read_json(path / "config.json"), server.model)
         watch = threading.Thread(target=_when_up, args=(server.url, ready), daemon=True)
@@ -115,6 +116,8 @@ def vllm_command(server: Server, path: Path) -> list[str]:
         command += ["--max-model-len", str(server.max_length)]
     if server.memory is not None:
         command += ["--gpu-memory-utilization", str(server.memory)]
+    if server.trust_remote_code:
+        command += ["--trust-remote-code"]
     if server.scheme is not None:
         words = {"quant_method": "anybit", "scheme": str(server.scheme)}
         command += ["--quantization", "anybit", "--hf-overrides", json.dumps({"quantization_config": words})]
@@ -144,7 +147,7 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
     dtype = None if server.dtype == "auto" else getattr(torch, server.dtype, None)
     if server.dtype != "auto" and not isinstance(dtype, torch.dtype):
         raise OptionError(f"--dtype {server.dtype} is unknown; write auto, float16, bfloat16 or float32")
-    loaded = load_model(server.model, server.scheme, dtype=dtype)
+    loaded = load_model(server.model, server.scheme, dtype=dtype, trust_remote_code=server.trust_remote_code)
     if server.max_length is not None:
         loaded.model.generation_config.max_length = server.max_length
 

@@ -4,8 +4,9 @@ Importing this module (or anybit) registers the quantizer; transformers finds it
 folders in compressed-tensors' format by anybit's words in them.
 """
 
+import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from anybit.checkpoints.configuration import (
     words_of,
 )
 from anybit.checkpoints.convert import shared_ignore
-from anybit.checkpoints.folder import read_entries, read_json
+from anybit.checkpoints.folder import check_index, read_entries, read_json, refuse_not_finite
+from anybit.checkpoints.safetensors import Entry, read_tensor
 from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values
-from anybit.errors import CheckpointError, KernelError, LayerError, OptionError
+from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError
 from anybit.integrations import graph
 from anybit.linear import QuantLinear
 from anybit.ops import backends
@@ -143,26 +145,50 @@ auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS] = _taking_over(
 )
 
 
+def _refusing_damage(theirs: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """What transformers asks of a method: where it does not know one, it warns and makes the weights up."""
+
+    @functools.wraps(theirs)
+    def supports_quant_method(entry: Any) -> bool:
+        method = entry.get("quant_method")
+        ours = isinstance(entry.get(METHOD), Mapping) or "scheme" in entry
+        if ours and not (isinstance(method, str) and method in auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
+            raise CheckpointError(
+                f"quantization_config has anybit's words in it, and a quant_method that nothing knows: {method!r:.80}; "
+                "config.json is damaged"
+            )
+        return theirs(entry)
+
+    return supports_quant_method
+
+
+auto.AutoHfQuantizer.supports_quant_method = staticmethod(_refusing_damage(auto.AutoHfQuantizer.supports_quant_method))
+
+
 @register_quantizer(METHOD)
 class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
     """Replaces the linear layers of a transformers model by QuantLinear, and fills them."""
 
     requires_calibration = False
     tied: Collection[str] = ()
+    entries: Mapping[str, Entry] | None = None
+    fault: AnyBitError | None = None
     quantization_config: AnyBitConfig
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Check the configuration: transformers shows it to a quantizer here, before it builds a model by it."""
-        place = Path(str(getattr(config, "name_or_path", "") or "")) / "config.json"
+        """Check the configuration and the index: here transformers has read neither but for the first's numbers."""
+        folder = Path(str(getattr(config, "name_or_path", "") or ""))
+        place = folder / "config.json"
         if place.is_file():
             check_config(read_json(place), place)
+            check_index(folder)
         return config
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         config = self.quantization_config
-        entries = _entries_of(checkpoint_files, Path(model.name_or_path or ""))
+        entries = self.entries = _entries_of(checkpoint_files, Path(model.name_or_path or ""))
         if not self.pre_quantized:
             check_kept(model, config.modules_to_not_convert)
             if entries is not None:
@@ -198,6 +224,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), trap}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if self.fault is not None:
+            raise self.fault
         for name in self.tied:
             self._quantize_tied(model, name)
         for name, module in model.named_modules():
@@ -313,12 +341,24 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         try:
             quantized = quantize_weight(weight, layer.scheme.weights)
         except LayerError as error:
-            raise LayerError(f"layer {name}: {error}") from None
+            # transformers would put a report of its own in the place of what is raised here.
+            self.quantizer.fault = self.quantizer.fault or self._fault(name, error)
+            quantized = quantize_weight(torch.zeros_like(weight), layer.scheme.weights, search=False)
         layer.drop_placeholder()
         missing = kwargs.get("missing_keys")
         if missing is not None:
             missing.discard(full_layer_name)
         return {f"{name}.{suffix}": tensor for suffix, tensor in QuantLinear.tensors_of(quantized).items()}
+
+    def _fault(self, name: str, error: LayerError) -> AnyBitError:
+        """What is wrong with a layer's weight, by file and tensor where that can be said."""
+        entry = (self.quantizer.entries or {}).get(f"{name}.weight")
+        try:
+            if entry is not None:
+                refuse_not_finite(read_tensor(entry), entry)
+        except CheckpointError as named:
+            return named
+        return LayerError(f"layer {name}: {error}")
 
 
 class _Loading(QuantLinear):

@@ -29,10 +29,13 @@ from anybit.linear import QuantLinear
 TARGETS = (METHOD, "compressed-tensors", "gptq")
 
 
-def convert_into(model: str | Path, to: str, output: str | Path, overwrite: bool = False) -> dict[str, Any]:
+def convert_into(
+    model: str | Path, to: str, output: str | Path, overwrite: bool = False, trust_remote_code: bool = False
+) -> dict[str, Any]:
     """Write a quantized model anew, in another format; returns its quantization_config.
 
     model: a folder of any format that is read, a hub name or a GGUF file.  to: one of TARGETS.
+    trust_remote_code: run the model's own Python files, and copy them.
     Raises ConversionError for what the format cannot express, and then leaves nothing behind.
     """
     if to not in TARGETS:
@@ -49,8 +52,8 @@ def convert_into(model: str | Path, to: str, output: str | Path, overwrite: bool
             return _write(source, to, work, empty, config, torch.float16)
     from anybit.quantization.pipeline.modules import skeleton
 
-    with local_folder(model) as path:
-        folder = Folder(path)
+    with local_folder(model, trust_remote_code) as path:
+        folder = Folder(path, trust_remote_code)
         translation = FolderTranslation.of(folder) if folder.quantization is None else OwnTranslation(folder)
         if translation is None:
             raise ConversionError(
@@ -59,11 +62,19 @@ def convert_into(model: str | Path, to: str, output: str | Path, overwrite: bool
         with new_folder(output, overwrite, path) as work:
             for file in folder.companions():
                 shutil.copyfile(file, work / file.name)
-            return _write(translation, to, work, skeleton(path), folder.config, None)
+            return _write(
+                translation, to, work, skeleton(path, trust_remote_code), folder.config, None, trust_remote_code
+            )
 
 
 def _write(
-    source: Translation, to: str, work: Path, empty: Any, config: dict[str, Any], dtype: torch.dtype | None
+    source: Translation,
+    to: str,
+    work: Path,
+    empty: Any,
+    config: dict[str, Any],
+    dtype: torch.dtype | None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Fill a folder. dtype: of what is not quantized; None leaves it as it is."""
     linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
@@ -86,7 +97,7 @@ def _write(
             writer.add(name, tensor.to(dtype) if plain and tensor.is_floating_point() else tensor)
     text = json.dumps({**config, "quantization_config": quantization}, indent=2) + "\n"
     (work / "config.json").write_text(text, encoding="utf-8")
-    return convert(work, to) if to == "compressed-tensors" else quantization
+    return convert(work, to, trust_remote_code) if to == "compressed-tensors" else quantization
 
 
 _PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_minimum", "weight_shape", "weight_g_idx")

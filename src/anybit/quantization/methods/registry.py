@@ -81,6 +81,7 @@ def quantize_folder(
     progress: "Progress | None" = None,
     shard_bytes: int | None = None,
     options: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> "Saved":
     """Quantize a model folder into another folder.
 
@@ -91,7 +92,7 @@ def quantize_folder(
     that the stored bits a weight, or the bytes of the result, are at most this many (``pipeline.allocate``).
     overwrite: replace the output if it is a model folder, never another folder, nor the source.
     progress: called with the layer just done, the weights done so far, and all there are. shard_bytes: the most a file
-    of the output holds. options: of the method.
+    of the output holds. options: of the method. trust_remote_code: run the model's own Python files, and copy them.
     Raises CheckpointError for what is wrong with the source or the place to write to, LayerError for a layer that the
     scheme does not fit or a name that no layer has, SchemeError for an unknown scheme or method, OptionError for an
     option that the method does not have; nothing is left behind then.
@@ -116,7 +117,7 @@ def quantize_folder(
 
     rest: dict[str, Any] = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     rest |= {"overwrite": overwrite, "progress": progress, "options": options}
-    job = Job.of(source, output, scheme, method, modules_to_not_convert, overrides, **rest)
+    job = Job.of(source, output, scheme, method, modules_to_not_convert, overrides, trust_remote_code, **rest)
     if search:
         from anybit.quantization.pipeline.allocate import OPTIONS, allocate
 

@@ -347,7 +347,7 @@ def sequences_of(job: Job, options: Options, tokens: int) -> list[Tensor]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(job.source.path)
+        tokenizer = AutoTokenizer.from_pretrained(job.source.path, trust_remote_code=job.source.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{job.source.path} has no tokenizer that can be read: {error}") from error
     # A token is at most a few characters; what is far beyond the need is not worth tokenizing.
@@ -370,9 +370,12 @@ def load_whole(job: Job) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(job.source.path, dtype=torch.float32).eval().requires_grad_(False)
+        model = AutoModelForCausalLM.from_pretrained(
+            job.source.path, dtype=torch.float32, trust_remote_code=job.source.trust_remote_code
+        )
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{job.source.path} cannot be loaded: {error}") from error
+    return model.eval().requires_grad_(False)
 
 
 def _scale_dtype(job: Job) -> torch.dtype:

@@ -118,16 +118,17 @@ class Job:
         method: str,
         modules_to_not_convert: list[str] | None = None,
         overrides: Mapping[str, str | Scheme] | None = None,
+        trust_remote_code: bool = False,
         **rest: Any,
     ) -> "Job":
         """Open the source and check it. Raises CheckpointError, LayerError or SchemeError."""
         began = time.perf_counter()
         scheme, others = Scheme.parse(scheme), parse_overrides(overrides)
         output = path_of(output, "the output")
-        folder = Folder(source)
+        folder = Folder(source, trust_remote_code)
         check_place(output, rest.get("overwrite", False), folder.path)  # now, not after an hour
         refuse_quantized(folder.config, str(folder.path))
-        model = skeleton(folder.path)
+        model = skeleton(folder.path, trust_remote_code)
         check_kept(model, modules_to_not_convert)
         kept = kept_modules(model, modules_to_not_convert, others)
         layers = linear_layers(model, kept)
