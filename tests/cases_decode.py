@@ -99,6 +99,9 @@ class Case:
             k[..., 21], v[:, 30] = 2.5, -1.5
             if self.bf16:
                 k[:, 11, :, 30], v[:, 40, :, 31] = 1e9, -1e9
+            else:  # both ends of float16 in one group, and one end
+                k[:, 11, :, 30], k[:, 12, :, 30], k[:, 13, :, 31] = 65504, -65504, 65440
+                v[:, 40, :, 31], v[:, 40, :, 32], v[:, 41, :, 33] = -65504, 65504, 65504
         return k.to(self.dtype), v.to(self.dtype)
 
 

@@ -114,7 +114,7 @@ def attended(format: str, dtype: torch.dtype, kv: Tensor, q: Tensor) -> Tensor:
 def tokens(dtype: torch.dtype) -> dict[str, Tensor]:
     """Keys and values [100, 64]. Pages hold scales and zeros in float16, so bfloat16 goes as far as that does."""
     noise = torch.randn(100, WIDTH, generator=torch.Generator().manual_seed(2))
-    kind, most = torch.finfo(dtype), 65400.0  # half a step of a float16 scale below the largest
+    kind, most = torch.finfo(dtype), 65504.0
     found = {
         "max": torch.full_like(noise, most),
         "min": torch.full_like(noise, -most),

@@ -39,6 +39,8 @@ from anybit.scheme import KVFormat
 PAGES = (64, 128, 256)
 HEAD_DIMS = (64, 96, 128, 256)
 HALF_MAX = 65504.0
+LARGEST = 65408.0
+"""What codes stand for at most: a scale is rounded, and its last code plus the zero is no infinity."""
 _PLAIN_SCALE = 6.2e-5  # above the smallest normal float16: such a scale and its inverse are true to 2^-11
 LIMIT = 1024.0
 _TAIL = 32
@@ -220,18 +222,19 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     x ~ scale * code + zero; the codes are computed with the scale and zero as they are stored. A run that holds a
     value that is not finite gets NaNs. Codes of float16 values are computed in float16, as the kernel
     does it two at a time: x - zero is rounded, and so is the inverse of the scale (runs whose scale is subnormal or
-    whose range is no float16 excepted).
+    whose range is no float16 excepted, and those with values beyond ``LARGEST``, which become that).
     """
     halves, x = x.dtype == torch.float16, x.float()
     whole = x.isfinite().all(dim, keepdim=True)
-    x = x.clamp(-HALF_MAX, HALF_MAX)
+    inside = x.abs().amax(dim, keepdim=True) <= LARGEST
+    x = x.clamp(-LARGEST, LARGEST)
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     top = 2**bits - 1
     scale, zero = (torch.where(whole, p, torch.nan).half() for p in ((high - low) / top, low))
     inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
     distance = x - zero.float()
     if halves:
-        plain = ((scale == 0) | (scale.float() >= _PLAIN_SCALE)) & (high - low <= HALF_MAX)
+        plain = inside & ((scale == 0) | (scale.float() >= _PLAIN_SCALE)) & (high - low <= HALF_MAX)
         distance = torch.where(plain, distance.half().float(), distance)
         inverse = torch.where(plain, inverse.half().float(), inverse)
     codes = (distance * inverse).round().clamp(0, top)

@@ -57,11 +57,11 @@ template <class Config> struct Packer : Loader<Config> {
         return fmaf(fmaf(-near, static_cast<float>(top), x), inverse, near);
     }
     template <int bits> PTX static Run settle(float low, float high) {
-        constexpr float top = static_cast<float>((1 << bits) - 1), infinite = 3.0e38f;
+        constexpr float top = static_cast<float>((1 << bits) - 1), infinite = 3.0e38f, largest = 65408.0f;  // kv_page.LARGEST
         const bool broken = !(fabsf(low) <= infinite) || !(fabsf(high) <= infinite);
-        const bool inside = fabsf(low) <= 65504.0f && fabsf(high) <= 65504.0f;
-        low = fminf(fmaxf(low, -65504.0f), 65504.0f);
-        high = fminf(fmaxf(high, -65504.0f), 65504.0f);
+        const bool inside = fabsf(low) <= largest && fabsf(high) <= largest;
+        low = fminf(fmaxf(low, -largest), largest);
+        high = fminf(fmaxf(high, -largest), largest);
         uint16_t scale = ptx::cvt_f16_f32(over<(1 << bits) - 1>(high - low)), zero = ptx::cvt_f16_f32(low);
         if (broken) scale = zero = 0x7e00;
         const float s = ptx::cvt_f32_f16(scale);
