@@ -462,3 +462,10 @@ def test_an_allowance_that_changes_nothing_is_said(model: Path) -> None:
             load_model(model, "w4a16g32", device="cpu")
     finally:
         dispatch.allow()
+
+
+def test_the_commands_load_no_torch_before_they_run() -> None:
+    """Help and mistakes are answered at once, and main still has a say in how torch's threads wait."""
+    code = "import sys, anybit.cli; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    env = os.environ | {"PYTHONPATH": str(Path(anybit.__file__).parents[1])}
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=env).returncode == 0

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from anybit.checkpoints.configuration import parse_overrides
 from anybit.errors import KernelError, SchemeError, printable
 
 
@@ -129,8 +128,12 @@ AllowOption = Annotated[
 
 def overrides_of(words: list[str] | None) -> dict[str, str]:
     """What ``--override`` says, layer by layer; SchemeError for what is not LAYER=SCHEME."""
+    if not words:
+        return {}
+    from anybit.checkpoints.configuration import parse_overrides
+
     found: dict[str, str] = {}
-    for word in words or ():
+    for word in words:
         layer, equals, scheme = (part.strip() for part in word.rpartition("="))
         if not layer or not equals:
             raise SchemeError(f"--override {word!r} is not understood: write LAYER=SCHEME, such as lm_head=w8a16")
