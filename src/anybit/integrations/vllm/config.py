@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from anybit.checkpoints.configuration import Quantization, override_of
 from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, LayerError, OptionError
+from anybit.integrations.check import check_folder
 from anybit.integrations.vllm import fusion
 from anybit.integrations.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
 from anybit.integrations.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
@@ -115,7 +116,9 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         )
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Look into the checkpoint's headers: which layers hold codes decides what is loaded, not a pattern."""
+        """Check the folder; which layers hold codes by its headers decides what is loaded, not a pattern."""
+        if any(Path(model_name).glob("*.safetensors")):
+            check_folder(Path(model_name), type(hf_config).__module__.startswith("transformers_modules"))
         names = _tensor_names(model_name, revision)
         self.stored = None if names is None else sorted(
             name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed")

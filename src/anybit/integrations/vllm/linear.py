@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from anybit import ops
+from anybit.checkpoints.verify import check_values
 from anybit.errors import AnyBitError, CheckpointError, LayerError
 from anybit.integrations.vllm import fusion, rotary, warmup
 from anybit.integrations.vllm.parameters import Cut, PerPart, Rows, Zeros, empty, load_nothing, load_replicated, whole
@@ -205,6 +206,7 @@ class AnyBitLinearMethod(_Method):
         fmt, outputs = self.scheme.weights, layer.anybit_outputs
         found = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False)}
         self._check_loaded(layer, found["weight_shape"])
+        check_values(self.name, {**found, "weight_shape": None})
         weights, start = [], 0
         parts = self.parts if len(self.parts) == len(outputs) else self.parts * len(outputs)
         for index, (part, n) in enumerate(zip(parts, outputs, strict=True)):

@@ -1,0 +1,34 @@
+"""A model folder as a whole, before a program loads it that checks less than ``load_model`` does."""
+
+from pathlib import Path
+
+from torch import nn
+
+from anybit.checkpoints.configuration import METHOD, method_of
+from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.verify import check_model
+from anybit.integrations.transformers import AnyBitConfig, AnyBitQuantizer
+from anybit.linear import QuantLinear
+from anybit.quantization.pipeline.modules import skeleton
+
+
+def check_folder(path: Path, trust_remote_code: bool = False) -> None:
+    """Check a folder's configuration, index, headers, and the values of what is not a linear layer.
+
+    The values of linear layers are left to who loads them (``checkpoints.verify.check_values``), and a folder of
+    another tool is checked by itself, not against the model. Raises CheckpointError, naming the file and the tensor.
+    """
+    folder = Folder(path, trust_remote_code)
+    if method_of(folder.config) not in (None, METHOD):
+        return
+    model = skeleton(path, trust_remote_code)
+    if folder.quantization is None:
+        check_model(model, folder.entries, path)
+    else:
+        config = AnyBitConfig.from_dict(folder.config["quantization_config"])
+        files = sorted({str(entry.file) for entry in folder.entries.values()})
+        AnyBitQuantizer(config, pre_quantized=True)._process_model_before_weight_loading(model, files)
+    layers = {name for name, module in model.named_modules() if isinstance(module, QuantLinear | nn.Linear)}
+    for name in folder.entries:
+        if name.rpartition(".")[0] not in layers or name.endswith(".bias"):
+            folder.read(name, finite=True)

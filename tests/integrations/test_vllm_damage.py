@@ -1,0 +1,90 @@
+"""Damaged folders by vLLM's loader and anybit's plug-in, in this process: refused, the same model, or a valid one.
+
+`make vllm` runs it; vLLM's engine is not started. What vLLM or transformers refuse before they ask the plug-in is theirs.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
+
+from transformers import AutoModelForCausalLM, LlamaConfig
+from vllm.config import set_current_vllm_config
+from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader import get_model
+
+from anybit.integrations.vllm import register
+from anybit.quantization.methods.registry import quantize_folder
+from cases_damage import MUTATIONS, NO_METHOD, VALID, copy, damaged
+from cases_models import save_byte_tokenizer
+from checkpoints.test_damage import _compared, judged
+
+COUNT = 240
+SCHEMES = {"packed": "w4a16g32", "sharded": "w3a16g32asym", "own": "w4a8g32"}
+GROUPS = tuple(group for group in MUTATIONS if group != "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """In compressed-tensors' format, in several files, and in anybit's own."""
+    root = tmp_path_factory.mktemp("good")
+    (root / "plain").mkdir()
+    words = save_byte_tokenizer(root / "plain")
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=words, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / "plain")
+    for name, scheme in SCHEMES.items():
+        quantize_folder(root / "plain", root / name, scheme, shard_bytes=60_000 if name == "sharded" else 1 << 30)
+    return {name: root / name for name in SCHEMES}
+
+
+def configured(folder: Path) -> Any:
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
+    return EngineArgs(model=str(folder), **settings).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def loader(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """What vLLM makes of a folder: the outputs of its linear layers, and its other parameters."""
+    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"})
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's own worker does on a CPU
+    register()
+    with set_current_vllm_config(configured(folders["packed"])):
+        init_distributed_environment(1, 0, f"file://{tmp_path_factory.mktemp('group') / 'file'}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+
+    def load(folder: Path) -> list[torch.Tensor]:
+        config = configured(folder)
+        with set_current_vllm_config(config), torch.inference_mode():
+            model = get_model(vllm_config=config)
+            inputs = {size: torch.randn(3, size, generator=torch.Generator().manual_seed(size)) for size in (128,)}
+            layers = [module for module in model.modules() if isinstance(module, LinearBase)]
+            found = [layer.quant_method.apply(layer, inputs[layer.input_size], None) for layer in layers]
+        return [*found, *(parameter.detach() for parameter in model.parameters())]
+
+    yield load
+    cleanup_dist_env_and_memory()
+
+
+def test_folders(folders: dict[str, Path], tmp_path: Path, loader: Any) -> None:
+    good = {name: loader(folder) for name, folder in folders.items()}
+    rng, results = random.Random(24), []
+    for _ in range(COUNT):
+        name = rng.choice(list(folders))
+        folder = copy(folders[name], tmp_path / name)
+        damage = damaged(rng, folder, GROUPS)
+        results.append((damage, name, *_compared(lambda folder=folder: loader(folder), good[name])))
+    judged(results, {*VALID, NO_METHOD})
+    refused = [result for _, _, result, _ in results]
+    assert refused.count("refused") > COUNT // 3
