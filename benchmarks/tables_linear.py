@@ -37,16 +37,14 @@ def gemm_bitwise() -> str:
 
 
 def bitwise_shapes() -> str:
-    """Some products of bit planes: shapes down, schemes across, with the rate where there are many tokens."""
+    """Some products of bit planes: shapes down, schemes across."""
     found = [row for row in rows("gemm_bitwise") if row.get("kernel", "wgmma") == "wgmma"]
     body = []
     for m, n, k in ((4096, 28672, 4096), (1024, 4096, 4096), (64, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)):
         cells = []
         for scheme in ("w1a1", "w1a2", "w2a2", "w3a4", "w4a4"):
             row = next((r for r in found if (r["m"], r["n"], r["k"], r["scheme"]) == (m, n, k, scheme)), None)
-            rate = f", {row['tops']:,.0f} TOPS" if row and m == 4096 else ""
-            floor = f", {row['floor_us'] / row['us']:.0%} of the floor" if row and m == 1 else ""
-            cells.append(f"{row['us']:.2f} / {row['us_with_pack']:.2f} us{rate}{floor}" if row else "")
+            cells.append(f"{row['us']:.2f} / {row['us_with_pack']:.2f}" if row else "")
         body.append([f"{m} x {n} x {k}", *cells])
     header = ["alone / with quantize-and-pack", "w1a1", "w1a2", "w2a2", "w3a4", "w4a4"]
     return table(header, body) if any(cell for line in body for cell in line[1:]) else ""
@@ -80,6 +78,10 @@ def launch() -> str:
     return table(header, body) if body else ""
 
 
+SHOWN = (1, 4, 16, 64, 256, 4096)
+"""The counts of tokens that pages show; ``gemm_packed`` has all."""
+
+
 def gemm_packed() -> str:
     """One table a model and scheme: tokens down, layers across; microseconds, and how many times cuBLAS fp16."""
     found = rows("gemm_packed")
@@ -108,17 +110,15 @@ def _beside_cublas(row: Row | None) -> str:
 
 
 def packed_layers() -> str:
-    """Llama-3-8B in w4a16g128, a line a layer and way: tokens across, microseconds."""
-    found = [row for row in rows("gemm_packed") if row["scheme"] == "w4a16g128"]
+    """Llama-3-8B in w4a16g128, a line a layer and way: some counts of tokens across, microseconds."""
+    found = [row for row in rows("gemm_packed") if row["scheme"] == "w4a16g128" and row["m"] in SHOWN]
     tokens, body = sorted({row["m"] for row in found}), []
     for layer in MODELS["llama-3-8b"]:
         mine = {row["m"]: row for row in found if row["case"] == f"llama-3-8b {layer}"}
         ways: dict[str, Callable[[Row], float | None]] = {
             f"**{layer}**": lambda row: row["us"],
-            "blocks not kept apart": lambda row: row.get("us_close"),
             "cuBLAS fp16": lambda row: row["baselines"].get("cublas fp16"),
             "humming-kernels": lambda row: row["baselines"].get("humming"),
-            "floor": lambda row: row["floor_us"],
         }
         for words, of in ways.items():
             values = [of(mine[m]) if m in mine else None for m in tokens]
@@ -128,16 +128,15 @@ def packed_layers() -> str:
 
 
 def packed_widths() -> str:
-    """gate_up of Llama-3-8B: widths and activations down, tokens across; microseconds, and times cuBLAS fp16."""
-    found = [row for row in rows("gemm_packed") if row["case"] == "llama-3-8b gate_up"]
+    """gate_up of Llama-3-8B: widths and activations down, some counts of tokens across; times cuBLAS fp16."""
+    found = [row for row in rows("gemm_packed") if row["case"] == "llama-3-8b gate_up" and row["m"] in SHOWN]
     tokens, body = sorted({row["m"] for row in found}), []
-    four = find(found, scheme="w4a16g128", m=1)
     for scheme in sorted({row["scheme"] for row in found}, key=lambda name: (name.partition("a")[2], name)):
         mine = {row["m"]: row for row in found if row["scheme"] == scheme}
-        cells = [_beside_cublas(mine.get(m)) for m in tokens]
-        share = f"{mine[1]['us'] / four['us']:.2f}" if four and 1 in mine else ""
-        body.append([scheme, share, *cells])
-    return table(["gate_up, us", "M = 1, of w4a16's", *(f"M = {m}" for m in tokens)], body) if body else ""
+        if scheme in ("w2a16g128", "w3a16g128", "w4a16g128", "w8a16g128", "w2a8", "w4a8", "w8a8", "w4a8fp"):
+            each = [(row["baselines"]["cublas fp16"], row["us"]) if (row := mine.get(m)) else None for m in tokens]
+            body.append([scheme, *(f"{pair[0] / pair[1]:.2f}" if pair else "" for pair in each)])
+    return table(["x cuBLAS fp16", *(f"M = {m}" for m in tokens)], body) if body else ""
 
 
 def packed_sweep() -> str:

@@ -89,20 +89,17 @@ def rotations() -> str:
 
 
 def peers() -> str:
-    """Other quantizers on the same model, text and scheme, beside the best of ours."""
-    mine = _quantized()
-    body = []
-    for machine in ("cpu", "h200"):
-        for row in rows("peers", machine):
-            ours = [own for own in mine if own["scheme"] == row["scheme"] and own["method"] in ("gptq", "distill")]
-            cells = []
-            for method in ("gptq", "distill"):
-                found = [own["perplexity"] for own in ours if own["method"] == method]
-                cells.append(_perplexity(min(found)) if found else "")
-            settings = ", ".join(f"{key} {value}" for key, value in row["options"].items())
-            name = f"{row['method']} {row['version']} ({settings}; {machine})"
-            body.append([f"`{row['scheme']}`", name, _perplexity(row["perplexity"]), *cells])
-    return table(["scheme", "peer", "its perplexity", "`gptq`", "`distill`"], body) if body else ""
+    """Perplexity by other quantizers on the same model, text and scheme, and by ours: schemes down."""
+    mine, theirs = _quantized(), [row for machine in ("cpu", "h200") for row in rows("peers", machine)]
+    names, body = sorted({row["method"] for row in theirs}), []
+    for scheme in sorted({row["scheme"] for row in theirs}, reverse=True):
+        cells = []
+        for found, methods in ((theirs, names), (mine, ("gptq", "distill"))):
+            for method in methods:
+                each = [row["perplexity"] for row in found if (row["scheme"], row["method"]) == (scheme, method)]
+                cells.append(_perplexity(min(each)) if each else "")
+        body.append([f"`{scheme}`", *cells])
+    return table(["scheme", *names, "`gptq`", "`distill`"], body) if body else ""
 
 
 MAKERS = (perplexity, quantizers, quantizers_kernels, rotations, peers)
