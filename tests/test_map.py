@@ -46,3 +46,10 @@ def test_every_option_that_is_shown_exists() -> None:
         for command, words in shown.findall(page.read_text()):
             for option in re.findall(r"(?<!\w)--?[a-z][a-z-]*", words):
                 assert option in known[command] | {"--help"}, f"{page.name}: anybit {command} has no {option}"
+
+
+def test_the_documentation_is_short() -> None:
+    """At most 15,000 words, of README and pages for users; bars and rules of tables are no words."""
+    read = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in read}
+    assert sum(words.values()) <= 15_000, f"{sum(words.values())} words; the longest pages: {words}"

@@ -1,6 +1,6 @@
 """Damaged folders by vLLM's loader and anybit's plug-in, in this process: refused, the same model, or a valid one.
 
-`make vllm` runs it; vLLM's engine is not started. What vLLM or transformers refuse before they ask the plug-in is theirs.
+`make vllm` runs it; vLLM's engine is not started. What vLLM or transformers refuse before asking the plug-in is theirs.
 """
 
 import os
