@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
@@ -51,7 +52,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def configured(folder: Path) -> Any:
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
-    return EngineArgs(model=str(folder), **settings).create_engine_config()
+    try:
+        return EngineArgs(model=str(folder), **settings).create_engine_config()
+    except ValidationError as error:  # pydantic's words around what the plug-in raised
+        raise error.errors()[0].get("ctx", {}).get("error", error) from None
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from anybit.quantization.pipeline.modules import skeleton
 
 
 def check_folder(path: Path, trust_remote_code: bool = False) -> None:
-    """Check a folder's configuration, index, headers, and the values of what is not a linear layer.
+    """Check a folder's configuration, index, headers, and the values of what is not a quantized layer.
 
-    The values of linear layers are left to who loads them (``checkpoints.verify.check_values``), and a folder of
-    another tool is checked by itself, not against the model. Raises CheckpointError, naming the file and the tensor.
+    The values of quantized layers, or of those that are to be, are left to who loads them (``verify.check_values``). A
+    folder of another tool is checked by itself, not against the model. Raises CheckpointError, naming file and tensor.
     """
     folder = Folder(path, trust_remote_code)
     if method_of(folder.config) not in (None, METHOD):
@@ -28,7 +28,9 @@ def check_folder(path: Path, trust_remote_code: bool = False) -> None:
         config = AnyBitConfig.from_dict(folder.config["quantization_config"])
         files = sorted({str(entry.file) for entry in folder.entries.values()})
         AnyBitQuantizer(config, pre_quantized=True)._process_model_before_weight_loading(model, files)
-    layers = {name for name, module in model.named_modules() if isinstance(module, QuantLinear | nn.Linear)}
+    head = model.get_output_embeddings()
+    kinds = nn.Linear if folder.quantization is None else QuantLinear
+    layers = {name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
     for name in folder.entries:
         if name.rpartition(".")[0] not in layers or name.endswith(".bias"):
             folder.read(name, finite=True)
