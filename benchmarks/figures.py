@@ -1,8 +1,7 @@
-"""Draw docs/packed_roofline.svg and docs/packed_speedup.svg from the rows of gemm_packed.json (needs matplotlib).
+"""Draw docs/packed_roofline.svg from the rows of gemm_packed.json (needs matplotlib).
 
-The first is the MARLIN paper's Fig. 11 for an H200: operations a second over operations a byte, a curve a layer, a
-marker a batch size, under the roofs measured there. The second is its Fig. 1: speedup over cuBLAS fp16 with the batch
-size, for one large layer, a curve a format, beside the ideal of reading the weights once.
+It is the MARLIN paper's Fig. 11 for an H200: operations a second over operations a byte, a curve a layer, a marker a
+batch size, under the roofs measured there.
 """
 
 import json
@@ -18,8 +17,6 @@ import matplotlib.pyplot as plt
 
 DOCS = Path(__file__).parent.parent / "docs"
 READ_TB_S = 121e6 / read_floor_us(121e6) * 1e-6
-SCHEMES = ("w1a16g128", "w2a16g128", "w3a16g128", "w4a16g128", "w8a16g128", "w4a8", "w2a8")
-FP16 = "cublas fp16"
 Row = dict[str, Any]
 
 
@@ -50,42 +47,11 @@ def roofline(rows: list[Row]) -> None:
     save(picture, "packed_roofline.svg")
 
 
-def speedup(rows: list[Row], case: str = "llama-3-8b gate_up") -> None:
-    picture, axes = plt.subplots(figsize=(7, 4.5))
-    mine = [row for row in rows if row["case"] == case and row["baselines"].get(FP16)]
-    for scheme in SCHEMES:
-        points = sorted((row["m"], row["baselines"][FP16] / row["us"]) for row in mine if row["scheme"] == scheme)
-        if len(points) > 1:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=scheme)
-    ideal = sorted((row["m"], row["baselines"][FP16] / row["floor_us"]) for row in mine if row["scheme"] == "w4a16g128")
-    if ideal:
-        axes.plot(*zip(*ideal, strict=True), color="black", linewidth=1, linestyle="--", label="w4a16g128, floor")
-    fp8 = {row["m"]: row["baselines"][FP16] / row["baselines"]["fp8"] for row in mine if "fp8" in row["baselines"]}
-    if fp8:
-        points = sorted(fp8.items())
-        axes.plot(*zip(*points, strict=True), color="gray", linewidth=1, linestyle=":", label="fp8 _scaled_mm")
-    theirs = sorted(
-        (row["m"], row["baselines"][FP16] / row["baselines"]["humming"])
-        for row in mine
-        if row["scheme"] == "w4a16g128" and "humming" in row["baselines"]
-    )
-    if theirs:
-        axes.plot(*zip(*theirs, strict=True), color="brown", linewidth=1, linestyle="-.", label="humming, w4a16g128")
-    axes.axhline(1, color="gray", linewidth=0.8)
-    axes.set_ylim(0, None)
-    axes.set(xscale="log", xlabel="tokens", ylabel="times as fast as cuBLAS fp16", title=f"{case} (28672 x 4096), H200")
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    save(picture, "packed_speedup.svg")
-
-
 def main() -> None:
     rows = json.loads((RESULTS / "h200" / "gemm_packed.json").read_text())
     rows = [row for row in rows if "bytes" in row]
     plt.rcParams["svg.hashsalt"] = "anybit"
     roofline(rows)
-    speedup(rows)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tables_linear
 import tables_quantizers
-from rows import Row, find, rows, table
+from rows import find, rows, table
 
 ROOT = Path(__file__).parent.parent
 
@@ -119,35 +119,6 @@ def generate_models() -> str:
     return "\n\n".join(parts)
 
 
-def ablation() -> str:
-    """Sums of linear layers: the time of each variant over the dispatcher's, least to most over all points."""
-    return _variants(["llama-3-8b prefill", "llama-3-8b decode"])
-
-
-def ablation_model() -> str:
-    """The same of whole models."""
-    return _variants(["llama-3-8b whole, prefill", "llama-3-8b whole, decode"])
-
-
-def _variants(cases: Sequence[str]) -> str:
-    """Variants down, schemes and phases across."""
-    found = rows("dispatch")
-    groups: dict[str, list[Row]] = {}
-    for scheme in dict.fromkeys(row["scheme"] for row in found):
-        for case in cases:
-            mine = [row for row in found if row["scheme"] == scheme and row["case"] == case]
-            groups |= {f"{scheme} {case.rpartition(' ')[2]}": mine} if mine else {}
-    names = dict.fromkeys(name for mine in groups.values() for row in mine for name in row["variants"])
-    body = []
-    for variant in (name for name in names if name != "dispatch"):
-        cells = []
-        for mine in groups.values():
-            ratios = [r["variants"][variant] / r["variants"]["dispatch"] for r in mine if variant in r["variants"]]
-            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "")
-        body.append([variant, *cells])
-    return table(["variant", *groups], body) if body else ""
-
-
 def shipped_map() -> str:
     """What the map that is shipped for the H200 holds: a scheme a row."""
     found = json.loads((ROOT / "src/anybit/tune/policies/nvidia-h200.json").read_text())
@@ -171,56 +142,6 @@ def shipped_map() -> str:
     return table(head, body)
 
 
-def dispatch_steps() -> str:
-    """Steps of several models: microseconds by the dispatcher, and the time of other choices over it, least to most."""
-    found = [row for row in rows("dispatch") if row["case"].endswith(" 8 layers, decode")]
-    batches = sorted({row["batch"] for row in found})
-    body = []
-    for case, scheme in dict.fromkeys((row["case"], row["scheme"]) for row in found):
-        mine = {row["batch"]: row for row in found if (row["case"], row["scheme"]) == (case, scheme)}
-        cells = [case.partition(" ")[0], scheme, *(f"{mine[b]['us']:.0f}" if b in mine else "" for b in batches)]
-        for names in ({"built in"}, {"static bitwise", "static padding"}):
-            whole = [row for row in mine.values() if names <= row["variants"].keys()]
-            ratios = [min(row["variants"][name] for name in names) / row["us"] for row in whole]
-            cells.append(f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "")
-        body.append(cells)
-    heads = [f"batch {batch}, us" for batch in batches]
-    return table(["model", "scheme", *heads, "built in", "faster static"], body) if body else ""
-
-
-def dispatch_model() -> str:
-    """Whole models by the dispatcher: time to first token, and tokens a second."""
-    found = [row for row in rows("dispatch") if row["case"].startswith("llama-3-8b whole") and row["batch"] in (1, 8)]
-    prompts = sorted({row["prompt"] for row in found if row["prompt"]})
-    body = []
-    for scheme, batch in dict.fromkeys((row["scheme"], row["batch"]) for row in found):
-        mine = {row["prompt"]: row for row in found if (row["scheme"], row["batch"]) == (scheme, batch)}
-        times = [f"{mine[p]['ttft_ms']:.1f}" if p in mine else "" for p in prompts]
-        body.append([scheme, str(batch), *times, f"{mine[None]['tokens_per_second']:.0f}" if None in mine else ""])
-    head = [*(f"{prompt}, ms" for prompt in prompts), "tokens a second"]
-    return table(["scheme", "batch", *head], body) if body else ""
-
-
-def dispatch_check() -> str:
-    """How far choices are from the best of whole spaces."""
-    found = rows("dispatch_check")
-    body = []
-    seeds = sorted({row["seed"] for row in found})
-    groups = {
-        **{f"seed {seed}": [row for row in found if row["seed"] == seed] for seed in seeds},
-        "whole spaces": [row for row in found if not row["untried"]],
-        "more than 8 tokens": [row for row in found if row["m"] > 8],
-        "to 8 tokens": [row for row in found if row["m"] <= 8],
-    }
-    for what, some in groups.items():
-        for name in ("tuned", "map", "built in"):
-            ratios = sorted(row["ratios"][name] for row in some)
-            if ratios:
-                cells = [ratios[len(ratios) // 2], ratios[int(0.9 * (len(ratios) - 1))], ratios[-1]]
-                body.append([name, what, str(len(ratios)), *(f"{value:.3f}" for value in cells)])
-    return table(["choice", "problems", "how many", "median", "nine in ten", "worst"], body) if body else ""
-
-
 # -------- the KV cache
 
 
@@ -240,22 +161,6 @@ def decode_attention() -> str:
         body.append([f"{shape[0]} x {shape[1]}, {shape[2]}/{shape[3]}", *speeds, floors, *vendors])
     header = ["batch x context, heads", "4 bits", "2 bits", "floor 4 / 2 bits", "fp16: cuDNN", "FlashAttention-2"]
     return table(header, body)
-
-
-def decode_formats() -> str:
-    """Attention of every setting in every format: microseconds, settings down, formats across."""
-    found = [row for row in rows("decode_attention") if row["case"] in ("main", "heads")]
-    formats = {"kv4g128": "KC-4", "kv4g128t": "KT-4", "kv2g128": "KC-2", "kv2g128t": "KT-2"}
-    formats |= {"kv8g128": "KC-8", "kv8g128t": "KT-8"}
-    body = []
-    for shape in dict.fromkeys((r["heads_q"], r["heads_kv"], r["batch"], r["context"]) for r in found):
-        keys = dict(zip(("heads_q", "heads_kv", "batch", "context"), shape, strict=True))
-        each = [find(found, kv=kv, **keys) for kv in formats]
-        others = next(row["baselines"] for row in each if row)
-        plain = [others.get(name) for name in ("cudnn", "flash attention 2", "non-fused 4-bit")]
-        cells = [f"{row['us']:.1f}" if row else "" for row in each] + [f"{us:.0f}" if us else "" for us in plain]
-        body.append([f"{shape[0]}/{shape[1]}, {shape[2]} x {shape[3]}", *cells])
-    return table(["heads, batch x context", *formats.values(), "cuDNN", "FlashAttention-2", "not fused"], body)
 
 
 def decode_variants() -> str:
@@ -330,37 +235,11 @@ def kv_widths() -> str:
     return table(["keys, values", *(f"{value}" for value in widths)], body)
 
 
-def kv_kernel() -> str:
-    """The attention kernel's own error on a real model's keys and values: formats down, types across."""
-    found = [row for row in rows("kv_accuracy") if row["case"] == "kernel"]
-    body = []
-    for kv in dict.fromkeys(row["kv"] for row in found):
-        each = (find(found, kv=kv, dtype=dtype) for dtype in ("float16", "bfloat16"))
-        body.append([kv, *(f"{row['error']:.1e} ({row['mean_error']:.1e})" if row else "" for row in each)])
-    return table(["worst layer (mean of layers)", "float16", "bfloat16"], body)
-
-
-def kv_needle() -> str:
-    """Facts found out of the trials: formats down, contexts across."""
-    found = [row for row in rows("kv_accuracy") if row["case"] == "needle"]
-    contexts = sorted({row["context"] for row in found})
-    body = []
-    for kv, bits in sorted({(row["kv"], row["bits"]) for row in found}, key=lambda pair: (-pair[1], pair[0])):
-        cells = []
-        for context in contexts:
-            row = find(found, kv=kv, context=context)
-            extra = row["found"] - row["found_of_exact"] if row else 0
-            cells.append(f"{row['found_of_exact']}{f' and {extra} more' if extra else ''}" if row else "")
-        body.append([kv, f"{bits:g}" if bits == 16 else f"{bits:.2f}", *cells])
-    return table(["", "bits an element", *(f"{round(context / 1024)}k" for context in contexts)], body)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        headline, choosing, *tables_linear.MAKERS, generate, generate_models, shipped_map, ablation, ablation_model,
-        dispatch_model, dispatch_steps, dispatch_check, decode_attention, decode_formats, decode_variants, kv_store,
-        kv_perplexity, kv_widths, kv_kernel, kv_needle, *tables_quantizers.MAKERS,
+        headline, choosing, *tables_linear.MAKERS, generate, generate_models, shipped_map, decode_attention,
+        decode_variants, kv_store, kv_perplexity, kv_widths, *tables_quantizers.MAKERS,
     )
 }  # fmt: skip
 _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

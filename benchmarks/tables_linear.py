@@ -184,17 +184,6 @@ def pack() -> str:
     return table(["", *(f"M = {m}" for m in TOKENS)], body) if body else ""
 
 
-def pack_two_bits() -> str:
-    """Quantize-and-pack of 2-bit codes into planes: shapes down; microseconds, and of reading and writing once."""
-    found = [row for row in rows("pack") if (row["case"], row["scheme"]) == ("pack planes", "a2sym")]
-    body = [
-        [f"{row['m']} x {row['k']}", f"{row['us']:.2f}", f"{row['floor_us']:.2f}"]
-        for row in sorted(found, key=lambda row: (row["k"], row["m"]))
-        if row["m"] in (1, 64, 1024, 4096)
-    ]
-    return table(["fp16 [M, K]", "us", "to read and write once"], body) if body else ""
-
-
 MAKERS = (
     gemm_bitwise,
     bitwise_shapes,
@@ -206,5 +195,4 @@ MAKERS = (
     packed_sweep,
     logits,
     pack,
-    pack_two_bits,
 )

@@ -2,7 +2,7 @@
 # Proofs on a GPU, and rows of products, whole models and the tuner, the first worth most: scripts/record.sh FOLDER [STEP...]
 #
 # Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, those of the check and the
-# new map to FOLDER. Without names all steps are run; their limits add up to 26 and 36 minutes on two GPUs, with the check (one GPU takes it all).
+# new map to FOLDER. Without names all steps are run; their limits add up to 26 and 34 minutes on two GPUs, with the check (one GPU takes it all).
 # With two GPUs the second measures the map and the tuner meanwhile, and both take half of the check. Kernels are compiled
 # beside the steps. A step that fails or runs out of its time costs the others nothing; a check that was broken off goes on
 # where FOLDER/check.json ends, if that is of this commit. MAP=FILE: the map that the later steps choose by, if none is measured.
@@ -11,7 +11,7 @@ OUT=$(realpath -m "${1:?a folder for logs and the new map}")
 shift
 STEPS=" $* "
 ALL=" look_up bitwise memcheck memcheck_bitwise racecheck_bitwise tests packed steady sweep sweep_steady
-  map model steps ablate generate clock check "
+  map model steps generate clock check "
 for name in "$@"; do
   [[ $ALL == *" $name "* || $ALL == *" $name"$'\n'* ]] || { echo "no step is called '$name'; there are:$ALL" >&2; exit 2; }
 done
@@ -77,10 +77,9 @@ map_and_models() {
       schemes="w4a16g128 w4a4 w2a2"
       [ $model = Llama-3-8B ] || schemes="w4a16g128 w4a8 w2a4 w4a4 w2a2"
       timed "steps_$model" 60 $PYTHON tools/tuning/measure_choices.py model "${BY[@]}" --model $model --layers 8 --schemes $schemes \
-        --without "one config" --prompts --seconds 55
+        --prompts --seconds 55
     done
   fi
-  step ablate 90 $PYTHON tools/tuning/measure_choices.py ablate "${BY[@]}"
   step generate 150 $PYTHON benchmarks/generate.py --record --seconds 130
   step clock 320 $PYTHON tools/tuning/measure_choices.py clock
 }

@@ -1,11 +1,10 @@
-"""The variants of a dispatcher in whole models: time to first token and tokens a second.
+"""What a map is worth in whole models: time to first token and tokens a second by it, and by built-in choices alone.
 
-A model of Llama-3-8B's or another's shape with random codes holds its layers in both layouts (``bitwise+packed``; with
-16-bit activations in tiles); a variant is a
-dispatcher that answers in another way, so that all of them run the same tensors in the same process. A point is one
-CUDA graph of the whole model: embedding, norms, attention, every linear layer and the head of the last token. Prefill:
-a batch of prompts; decode: a step of ``generate`` over a static cache (kv16), a token for each sequence of a batch
-after a history of 512: the attention before the output projection decides which of its kernels is faster.
+A model of Llama-3-8B's shape or another's with random codes holds its layers in both layouts (``bitwise+packed``; with
+16-bit activations in tiles), so that both dispatchers run the same tensors in the same process. A point is one CUDA
+graph of the whole model: embedding, norms, attention, every linear layer and the head of the last token. Prefill: a
+batch of prompts; decode: a step of ``generate`` over a static cache (kv16), a token for each sequence of a batch after
+a history of 512: the attention before the output projection decides which of its kernels is faster.
 """
 
 import argparse
@@ -21,68 +20,34 @@ import torch
 from anybit.scheme import Scheme
 from anybit.tune import dispatch as dispatching
 from anybit.tune.dispatch import Choice, Dispatcher
-from anybit.tune.policy import Policy, read
+from anybit.tune.policy import read
 from anybit.tune.registry import FAMILIES, Layout, LinearProblem, tiles_of
-from anybit.tune.space import Candidate, builtin
 from layers import MODELS
 from timing import merge_rows, stamp, worst_of
 
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
 BATCHES = (1, 2, 4, 8)
-TIMED = ("dispatch", "static bitwise", "static padding", "built in", "one config")
-"""What is measured. The rule by M runs at any point what one of the two static strategies runs, and without split is
-the dispatcher, where no int4 tensor cores are."""
 _FIRST = [(batch, prompt) for batch in BATCHES for prompt in (1, 16, 128, 1024)]
 """Measured first, where time may run out."""
+ROW_KEY = ("case", "scheme", "batch", "prompt")
 LAYERS = 32
 """Of a whole Llama-3-8B, whose rows alone are called whole."""
 CONTEXT = 512
 """Tokens of the history of a decoding step."""
 _STEPS = 4
 """Steps timed in a row, so that the GPU never waits for the host; the first is left out."""
-MOST_PADDED = 2048
-"""One config is slow; beyond this many tokens it is not measured."""
 
 
-def one_config(product: LinearProblem) -> Candidate:
-    """Scheduling without mapping: the built-in config of padding for 64 tokens of a 4096 x 4096 layer, for all."""
-    family = FAMILIES["sm90_packed_gemm"]
-    fields = family.fields(family.default(replace(product, m=64, n=4096, k=4096)))
-    config = family.rebuild(product, fields)
-    return Candidate("sm90_packed_gemm", config, product.activations)
-
-
-class Variant(Dispatcher):
-    """A dispatcher that answers as a variant does."""
-
-    def __init__(self, gpu: str, policies: Collection[Policy], name: str) -> None:
-        super().__init__(gpu, policies)
-        self.name = name
-
-    def in_fused(self, product: LinearProblem, layouts: Collection[Layout]) -> Collection[Layout]:
-        """All of them for the other variants; the dispatcher goes by its own rule."""
-        return super().in_fused(product, layouts) if self.name in ("dispatch", "another") else layouts
+class Another(Dispatcher):
+    """A dispatcher that runs another config of each kernel: never timed, but its results are compared."""
 
     def choose(
         self, product: LinearProblem, layouts: Collection[Layout] | None = None, allow: Collection[str] = ()
     ) -> Choice:
-        """The choice of the variant; of a backend that has but one layout, what it would be there."""
-        tiles = tiles_of(product.activations)
-        if self.name == "one config":
-            return Choice(one_config(product), "built in")
-        only = {"static bitwise": Layout.planes, "static padding": tiles}.get(self.name)
-        if only is not None and layouts is not None and only in layouts:
-            layouts = (only,)
-        if self.name == "another":
-            chosen = super().choose(product, layouts, allow).candidate
-            configs = FAMILIES[chosen.kernel].promising(product, 1000)
-            return Choice(replace(chosen, config=next(one for one in configs if one != chosen.config)), "built in")
-        if self.name == "built in":
-            own = builtin(product)
-            if layouts is not None and own.layout not in layouts:
-                own = builtin(product, next(iter(layouts)))
-            return Choice(own, "built in")
-        return super().choose(product, layouts, allow)
+        """The same kernel as the map's choice, with another config."""
+        chosen = super().choose(product, layouts, allow).candidate
+        configs = FAMILIES[chosen.kernel].promising(product, 1000)
+        return Choice(replace(chosen, config=next(one for one in configs if one != chosen.config)), "built in")
 
 
 @torch.inference_mode()
@@ -104,8 +69,7 @@ def whole_models(options: argparse.Namespace) -> None:
         torch.cuda.synchronize()
         passed = time.perf_counter() - began
         print(f"{scheme} is there: {torch.cuda.memory_allocated() >> 20} MiB, {passed:.1f} s", flush=True)
-        names = TIMED if planes else ("dispatch", "built in")
-        variants = {name: Variant(gpu, policies, name) for name in names if name not in options.without}
+        variants = {"dispatch": Dispatcher(gpu, policies), "built in": Dispatcher(gpu, [])}
         points = [(batch, 1) for batch in options.batches]
         points += [(batch, prompt) for prompt in options.prompts for batch in options.batches]
         points.sort(key=lambda point: point not in _FIRST)
@@ -121,14 +85,14 @@ def whole_models(options: argparse.Namespace) -> None:
                 continue
             print(row["case"], scheme, batch, prompt, row["us"], row["variants"], row["check"], flush=True)
             rows.append(row | {"layers": options.layers} | marks)
-            merge_rows(options.rows, rows, ("case", "scheme", "batch", "prompt"))
+            merge_rows(options.rows, rows, ROW_KEY)
         dispatching.use()
         del model
         torch.cuda.empty_cache()
 
 
 def _point(
-    model: Any, shape: str, scheme: str, batch: int, prompt: int, variants: dict[str, Variant], gpu: str, layers: int
+    model: Any, shape: str, scheme: str, batch: int, prompt: int, variants: dict[str, Dispatcher], gpu: str, layers: int
 ) -> dict[str, Any]:
     from generate_models import packed_cache
 
@@ -137,15 +101,13 @@ def _point(
     runs: dict[str, tuple[str, ...]] = {}
     cache = packed_cache(model, "kv16", batch, CONTEXT) if prompt == 1 else None
     for name, variant in variants.items():
-        if name == "one config" and batch * prompt > MOST_PADDED:
-            continue
         key = runs[name] = _what_runs(variant, shape, scheme, batch * prompt)
         if key not in graphs:
             _decide_by(variant, gpu)
             graphs[key] = _Graph(model, ids, warm=not graphs) if cache is None else _Step(model, ids, cache)
     compared, names = dict(graphs), dict(runs)
     if len(graphs) == 1:  # all run the same kernels: another config of each, which is not timed, to compare with
-        other = Variant(gpu, next(iter(variants.values())).policies, "another")
+        other = Another(gpu, variants["dispatch"].policies)
         names["another"] = _what_runs(other, shape, scheme, batch * prompt)
         _decide_by(other, gpu)
         compared[names["another"]] = _Graph(model, ids, warm=False) if cache is None else _Step(model, ids, cache)
@@ -158,9 +120,6 @@ def _point(
             longest = max(longest, times[key][-1])
         turns += 1
     us = {name: round(statistics.median(times[key]) if turns > 2 else min(times[key]), 1) for name, key in runs.items()}
-    if {"static bitwise", "static padding"} <= us.keys():
-        us["rule by M"] = us["static bitwise" if batch * prompt <= 8 else "static padding"]
-        us["without split"] = us["dispatch"]
     what = "whole" if (shape, layers) == ("Llama-3-8B", LAYERS) else f"{layers} layers"
     case = f"{shape.lower()} {what}, {'decode' if prompt == 1 else 'prefill'}"
     row: dict[str, Any] = {"case": case, "scheme": scheme}
@@ -193,7 +152,7 @@ def _compare(what: str, graphs: dict[tuple[str, ...], Any], runs: dict[str, tupl
     return max(found.values())
 
 
-def _what_runs(variant: Variant, shape: str, scheme: str, m: int) -> tuple[str, ...]:
+def _what_runs(variant: Dispatcher, shape: str, scheme: str, m: int) -> tuple[str, ...]:
     """The configs of the four layers: variants that agree in all of them are the same."""
     s = Scheme.parse(scheme)
     products = [LinearProblem(m, n, k, s.weights, s.activations) for n, k in MODELS[shape]]
@@ -201,7 +160,7 @@ def _what_runs(variant: Variant, shape: str, scheme: str, m: int) -> tuple[str, 
     return tuple(variant.choose(p, variant.in_fused(p, both)).candidate.name for p in products)
 
 
-def _decide_by(variant: Variant, gpu: str) -> None:
+def _decide_by(variant: Dispatcher, gpu: str) -> None:
     """Have all layers ask this dispatcher anew."""
     dispatching.use()
     dispatching._dispatchers[gpu] = variant
