@@ -7,7 +7,6 @@ tokens without BOS. Every row runs through QuantLinear and the reference backend
 """
 
 import argparse
-import datetime
 import json
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.modules import kept_modules, linear_layers
-from rows import commit, publish
+from rows import RESULTS, add, origin
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "perplexity.json"
+FILE = RESULTS / "cpu" / "perplexity.json"
 
 SCHEMES = (
     "w8a16g128asym",
@@ -76,9 +74,7 @@ def measure(model: torch.nn.Module, windows: torch.Tensor, scheme: str | None) -
         "bos": result.bos,
         "scored": result.scored,
         "seconds": round(result.seconds, 1),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
+        **origin(),
     }
 
 
@@ -95,15 +91,11 @@ def main() -> None:
     text = evaluate.read_text(options.text)[: options.windows * 512 * 16]
     ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
     windows = evaluate.windows_of(ids, 512, options.windows)
-    # Rows of earlier runs stay where this one does not measure them again; the order is that of SCHEMES.
-    rows = {row["scheme"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
-    order = ["float32", *SCHEMES]
-    for scheme in (None, *options.schemes) if "float32" not in rows or options.all else options.schemes:
+    known = FILE.exists() and any(row["scheme"] == "float32" for row in json.loads(FILE.read_text()))
+    for scheme in options.schemes if known and not options.all else (None, *options.schemes):
         row = measure(loaded.model, windows, scheme)
-        rows[str(row["scheme"])] = row
         print(json.dumps(row), flush=True)
-        ordered = sorted(rows.values(), key=lambda r: order.index(r["scheme"]) if r["scheme"] in order else len(order))
-        publish(RESULTS, json.dumps(ordered, indent=1) + "\n")
+        add(FILE, [row], ("case", "scheme"))
 
 
 if __name__ == "__main__":

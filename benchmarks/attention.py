@@ -188,7 +188,7 @@ def measure(row: Row) -> dict[str, object]:
         "us": round(timing.us, 2), "floor_us": round(read_floor_us(row.bytes), 2), "bytes": row.bytes,
         "error": error, "warps": config.warps, "stages": config.stages,
         "paired": config.paired, "checked": True,
-    } | ({"ablation": "a part is left out"} if math.isnan(error) else {})  # fmt: skip
+    }  # fmt: skip
 
 
 def baselines(batch: int, context: int, heads: int, kv_heads: int) -> dict[str, float]:

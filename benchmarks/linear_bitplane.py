@@ -1,7 +1,7 @@
 """Bit-plane products over the cases of cases.py: GEMM with its whole epilogue, alone and after quantize-and-pack.
 
 python benchmarks/linear_bitplane.py                      # everything, into results/h200/gemm_bitwise.json
-python benchmarks/linear_bitplane.py --only gate_up --tokens 64 --schemes w2a2 --every   # every config, printed
+python benchmarks/linear_bitplane.py --only gate_up --tokens 64 --schemes w2a2
 """
 
 import argparse
@@ -42,27 +42,21 @@ FIRST = [(4096, 28672, 4096), (64, 4096, 4096), (1024, 4096, 4096), (1, 4096, 14
 KERNELS = ("wgmma", "mma.sync")
 
 
-Job = tuple[Case, str, str, bool]
+Job = tuple[Case, str, str]
 
 
-def compiled_configs(job: Job) -> list[Any]:
-    """The configs of a job that can run, compiled into the cache on disk; touches no GPU."""
-    case, scheme_text, name, every = job
+def compiled_config(job: Job) -> Any:
+    """The config of a job, compiled into the cache on disk without a GPU; None where its kernel refuses it."""
+    case, scheme_text, name = job
     scheme, device = Scheme.parse(scheme_text), Device.named("sm_90a")
     problem = Problem(case.m, case.n, case.k, scheme.weights, scheme.activations, Output.f16, device)
     family = bitplane.family(problem) if name == "wgmma" else sm80_bitplane_gemm  # wgmma's: what a layer would run
     if family is None or family.why_not(problem) is not None:
-        return []
-    configs = list(family.configs(problem)) if every else [family.default(problem)]
-    jit.cached(
-        quantize_activations.kernel(
-            quantize_activations.default(quantize_activations.Problem(case.m, case.k, scheme.activations))
-        ),
-        device.arch,
-    )
-    for config in configs:
-        jit.cached(family.kernel(config), device.arch)
-    return configs
+        return None
+    config, quantizing = family.default(problem), quantize_activations.Problem(case.m, case.k, scheme.activations)
+    for kernel in (quantize_activations.kernel(quantize_activations.default(quantizing)), family.kernel(config)):
+        jit.cached(kernel, device.arch)
+    return config
 
 
 def random_weight(case: Case, scheme: Scheme) -> tuple[PlaneWeight, torch.Tensor]:
@@ -141,7 +135,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*")
     parser.add_argument("--schemes", nargs="*", default=BITWISE_SCHEMES)
     parser.add_argument("--family", choices=KERNELS, nargs="*", default=["wgmma"])
-    parser.add_argument("--every", action="store_true", help="every config, not the default alone; nothing is written")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this time")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "gemm_bitwise.json")
     options = parser.parse_args()
@@ -150,26 +143,24 @@ def main() -> None:
     for case in select(GEMM, options.only, tuple(options.tokens) if options.tokens else None):
         shapes.setdefault((case.m, case.n, case.k), []).append(case)
     cases = [named[0] for named in shapes.values() if named]
-    jobs = [(c, s, f, options.every) for c in cases for s in options.schemes for f in options.family]
+    jobs = [(c, s, f) for c in cases for s in options.schemes for f in options.family]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:  # before CUDA is touched
-        configs = dict(zip(jobs, pool.map(compiled_configs, jobs, chunksize=1), strict=True))
+        configs = dict(zip(jobs, pool.map(compiled_config, jobs, chunksize=1), strict=True))
     print(f"{len(jobs)} jobs compiled after {time.perf_counter() - began:.0f} s", flush=True)
     marks = stamp()
     for case in cases:
         if time.perf_counter() - began > options.seconds:
             print(f"out of time before {case}")
             break
-        vendor = {} if options.every else baselines(case.m, case.n, case.k)
+        vendor = baselines(case.m, case.n, case.k)
         rows: list[dict[str, Any]] = []
-        for job in (job for job in jobs if job[0] is case):
-            for config in configs[job]:
-                row = run(case, Scheme.parse(job[1]), config)
-                row |= {"kernel": job[2], "baselines": vendor} | marks
-                shown = [row[key] for key in ("case", "scheme", "m", "n", "k", "us", "us_with_pack", "tops")]
-                print(*shown, row["floor_us"], job[2], config if options.every else vendor, flush=True)
-                rows += [row | {"case": named.name} for named in shapes[case.m, case.n, case.k]]
-        if not options.every:
-            merge_rows(options.out, rows, ("case", "scheme", "m", "n", "k", "kernel"))
+        for job in (job for job in jobs if job[0] is case and configs[job] is not None):
+            row = run(case, Scheme.parse(job[1]), configs[job])
+            row |= {"kernel": job[2], "baselines": vendor} | marks
+            shown = [row[key] for key in ("case", "scheme", "m", "n", "k", "us", "us_with_pack", "tops")]
+            print(*shown, row["floor_us"], job[2], vendor, flush=True)
+            rows += [row | {"case": named.name} for named in shapes[case.m, case.n, case.k]]
+        merge_rows(options.out, rows, ("case", "scheme", "m", "n", "k", "kernel"))
         torch.cuda.empty_cache()
 
 

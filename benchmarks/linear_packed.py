@@ -8,8 +8,7 @@ python benchmarks/linear_packed.py --steady 0.2 --tokens 1024 4096 --schemes w4a
 
 Chains run in one CUDA graph under programmatic dependent launch, over copies of the weights that together exceed L2:
 the output of a product is (the beginning of) the activations of the next. `us` includes the quantization of 8-bit
-activations, `us_product` does not. `us_close`: the same kernel without what keeps blocks of a model's small layers
-apart (heuristics.limit_occupancy), which a chain of one layer alone does not need.
+activations, `us_product` does not.
 All schemes of a layer at one M, cuBLAS fp16, fp8 `_scaled_mm` and humming-kernels (where it is installed) are timed in
 turns, or, with --steady, each runs for so many seconds before it is timed: at the power limit a kernel in turns has the
 clock that the one before it left. Rows that this commit has written before are skipped (`--again` repeats them), so
@@ -23,7 +22,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -82,37 +81,19 @@ class Job:
     config: Any
 
 
-def job_or_none(asked: tuple[Case, str, str]) -> Job | None:
-    """``job_of``; None, with a line, where nothing runs a case."""
-    try:
-        return job_of(asked)
-    except KernelError as error:
-        print(f"{asked}: {error}", flush=True)
-        return None
-
-
-def job_of(asked: tuple[Case, str, str]) -> Job | None:
-    """The job as the op would run it, or by the kernel that is asked for; None where that kernel takes no such case.
-
-    Its kernels are compiled on the way, if they are not in the cache.
-    """
-    case, text, family = asked
+def job_of(asked: tuple[Case, str]) -> Job | None:
+    """The job as ops/packed.py runs it, its kernels in the cache on disk; None, with a line, where nothing runs it."""
+    case, text = asked
     scheme, device = Scheme.parse(text), Device.named("sm_90a")
     x = scheme.activations
     product = LinearProblem(step(case.m), case.n, case.k, scheme.weights, x, device=device)
-    if family != "default":
-        name = f"packed_{family}"
-        if FAMILIES[name].why_not(product) is not None:
-            return None
-        config = FAMILIES[name].default(product)
-    else:
-        # As ops/packed.py chooses.
+    try:
         chosen = dispatcher(device.name).choose(product, (tiles_of(x),)).candidate
-        name, config = chosen.kernel, heuristics.limit_occupancy(chosen.config, device)
-    kernels = [FAMILIES[name].module.kernel(config)]
-    if getattr(config, "min_shared_bytes", 0):
-        kernels.append(FAMILIES[name].module.kernel(replace(config, min_shared_bytes=0)))
-    kernels.append(repack.kernel(repack.Config(scheme.weights.bits, x.quantized)))
+    except KernelError as error:
+        print(f"{asked}: {error}", flush=True)
+        return None
+    name, config = chosen.kernel, heuristics.limit_occupancy(chosen.config, device)
+    kernels = [FAMILIES[name].module.kernel(config), repack.kernel(repack.Config(scheme.weights.bits, x.quantized))]
     if x.quantized:
         problem = quantize_activations.Problem(case.m, case.k, x, target=Target.bytes)
         kernels.append(quantize_activations.kernel(quantize_activations.default(problem)))
@@ -181,13 +162,11 @@ class Run:
         self.graphs = {"us": Captured(self.call, calls)}
         if x.quantized:
             self.graphs["us_product"] = Captured(self.call_product, calls)
-        if getattr(job.config, "min_shared_bytes", 0):
-            self.graphs["us_close"] = Captured(self.call_close, calls)
 
-    def product(self, i: int, x: torch.Tensor, y: torch.Tensor, codes: bool = True, config: Any = None) -> None:
+    def product(self, i: int, x: torch.Tensor, y: torch.Tensor, codes: bool = True) -> None:
         """Launch the product, its quantization ahead."""
         weight = self.weights.copies[i % len(self.weights.copies)]
-        config, coded = config or self.job.config, self.codes
+        config, coded = self.job.config, self.codes
         if coded is not None and codes:
             quantize_activations.launch(self.problem, self.quantizer, coded, x)
         if self.module is sm90_packed_gemm:
@@ -197,19 +176,15 @@ class Run:
         else:
             self.module.launch(weight, x, y, config=config)
 
-    def call(self, i: int, codes: bool = True, config: Any = None) -> None:
+    def call(self, i: int, codes: bool = True) -> None:
         """Call i of a chain."""
         m, n, k = self.job.case.m, self.job.case.n, self.job.case.k
         x = self.x0 if i % CHAIN == 0 else self.buffers[i % 2][: m * k].view(m, k)
-        self.product(i, x, self.buffers[(i + 1) % 2][: m * n].view(m, n), codes, config)
+        self.product(i, x, self.buffers[(i + 1) % 2][: m * n].view(m, n), codes)
 
     def call_product(self, i: int) -> None:
         """The same without quantization: products of what was quantized last."""
         self.call(i, codes=False)
-
-    def call_close(self, i: int) -> None:
-        """The same with blocks that may share a multiprocessor with the next kernel's (heuristics.limit_occupancy)."""
-        self.call(i, config=replace(self.job.config, min_shared_bytes=0))
 
     def check(self) -> float:
         """Run once and compare; raises AssertionError."""
@@ -312,7 +287,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", choices=LAYERS, default=list(LAYERS), help="layers")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: " + " ".join(map(str, TOKENS)))
     parser.add_argument("--schemes", nargs="*", help="default: " + " ".join(SCHEMES))
-    parser.add_argument("--family", choices=("default", "digits", "small", "mid", "large"), default="default")
     parser.add_argument("--sweep", action="store_true", help="powers of two and their neighbours: " + " ".join(SWEPT))
     parser.add_argument("--no-baselines", action="store_true", help="do not time cuBLAS fp16 and fp8 beside")
     parser.add_argument("--humming", nargs="*", default=["w4a16g128", "w4a8"], help="schemes that it is timed in")
@@ -320,7 +294,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="repeat rows that this commit has written")
     parser.add_argument("--steady", type=float, default=0.0, help="seconds that each runs alone before it is timed")
     parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="that compile")
     parser.add_argument("--seconds", type=float, default=200.0, help="begin nothing after this many seconds")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -338,20 +311,20 @@ def parse() -> argparse.Namespace:
 def jobs_of(options: argparse.Namespace, pool: Pool) -> Iterator[Job]:
     """Every job in order, layer by layer and M by M; other processes choose and compile what comes later."""
     asked = [
-        (Case(f"{model} {layer}", m, *MODELS[model][layer]), scheme, options.family)
+        (Case(f"{model} {layer}", m, *MODELS[model][layer]), scheme)
         for model in options.models
         for layer in options.only
         for m in options.tokens
         for scheme in options.schemes
     ]
-    yield from (job for job in pool.imap(job_or_none, asked, chunksize=4) if job is not None)
+    yield from (job for job in pool.imap(job_of, asked, chunksize=4) if job is not None)
 
 
 def main() -> None:
     options = parse()
     begin = time.monotonic()
     # These processes begin before CUDA is touched; what they compile is found in the cache on disk.
-    pool = multiprocessing.get_context("fork").Pool(options.processes)
+    pool = multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1))
     jobs = jobs_of(options, pool)
     if options.compile:
         print(f"{sum(1 for _ in jobs)} jobs compiled after {time.monotonic() - begin:.1f} s", flush=True)
@@ -360,8 +333,6 @@ def main() -> None:
         measure(options, jobs, begin)
     finally:
         pool.terminate()
-    if options.sweep:
-        cliffs(json.loads(options.out.read_text()))
 
 
 def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> None:
@@ -395,7 +366,7 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
                 vendors = VendorWeights(case.n, case.k)
             rows = [row | marks for row in time_layer(mine, weights, peers, vendors, options.steady)]
             for row in rows:
-                other = row.get("us_close", row.get("us_product", row["us"]))
+                other = row.get("us_product", row["us"])
                 print(
                     f"{case.name:20s} {row['scheme']:9s} M={m:<4d} {row['us']:8.2f} us ({other:.2f}), floor "
                     f"{row['floor_us']:8.2f} {row['kernel'].removeprefix('packed_'):6s} {row['error']:.1e} "
@@ -403,23 +374,6 @@ def measure(options: argparse.Namespace, jobs: Iterator[Job], begin: float) -> N
                 )
             print(f"{time.monotonic() - begin:.1f} s", flush=True)
             merge_rows(options.out, rows)
-
-
-def cliffs(rows: list[dict[str, Any]], allowed: float = 1.1) -> None:
-    """Print, of every layer, each M that takes more than the allowed factor of a larger M's time."""
-    for case, scheme in dict.fromkeys((row["case"], row["scheme"]) for row in rows):
-        mine = sorted(
-            (row["m"], row["us"], row["kernel"]) for row in rows if (row["case"], row["scheme"]) == (case, scheme)
-        )
-        worst = 0.0
-        for m, us, kernel in mine:
-            later, larger = min(((t, other) for other, t, _ in mine if other > m), default=(us, m))
-            worst = max(worst, us / later)
-            if us > allowed * later:
-                print(
-                    f"  CLIFF {case} {scheme}: {us:.2f} us at {m} ({kernel}), {later:.2f} at {larger}: {us / later:.3f}"
-                )
-        print(f"{case} {scheme}: {len(mine)} token counts, at worst {worst:.3f} of the time of more tokens")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,12 @@ is evaluated through the cache. SCHEME:METHOD:op is also evaluated in 16 bits, o
 and once through anybit's kernels: APT-LLM's Table V.
 
 Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one; those of the same case, scheme, method
-and options are replaced. `--missing` leaves out what has a row, `--seconds S` begins no case after S seconds,
-`--jobs N` lets N processes share the cases, which does not change them, only their seconds. `--figure` only draws
-docs/quantizers.svg from the rows (needs matplotlib).
+and options are replaced. `--missing` leaves out what has a row, `--seconds S` begins no case after S seconds.
+`--figure` only draws docs/quantizers.svg from the rows (needs matplotlib).
 """
 
 import argparse
-import datetime
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,10 +31,9 @@ from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from anybit.quantization.methods.registry import METHODS, quantize_folder
-from rows import commit, locked, publish
+from rows import RESULTS, add, origin
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 FIGURE = ROOT / "docs" / "quantizers.svg"
 SCHEMES = ("w3a16g128asym", "w2a16g64asym", "w2a16g32asym", "w3a16g64asym", "w4a16g64asym")
 CASES = [
@@ -58,6 +53,7 @@ CASES = [
 ]
 # Of peers, whose rows do not say: codes, and a scale and a zero of each group.
 BITS = {"w4a16g64asym": 4.31, "w3a16g128asym": 3.16, "w3a16g64asym": 3.3, "w2a16g64asym": 2.28, "w2a16g32asym": 2.56}
+KEY = ("case", "scheme", "method", "options")
 CASE = "smollm2-135m wikipedia, first half"
 FLOAT32, HALF = torch.float32, torch.float16
 
@@ -103,9 +99,7 @@ def measure(
         "peak_gib": None if peak is None else round(peak, 2),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
+        **origin(),
     }
 
 
@@ -139,15 +133,6 @@ def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, An
     return found
 
 
-def add(row: dict[str, Any], file: Path) -> None:
-    """Put a row into a file in place of an older one of its kind; several processes may."""
-    with locked(file):
-        rows = json.loads(file.read_text()) if file.exists() else []
-        key = ("case", "scheme", "method", "options")
-        rows = [old for old in rows if any(old.get(k) != row.get(k) for k in key)] + [row]
-        publish(file, json.dumps(rows, indent=1) + "\n")
-
-
 def known(file: Path, scheme: str, method: str, options: dict[str, Any], op: bool) -> bool:
     """Whether a file has a row of a case."""
     rows = json.loads(file.read_text()) if file.exists() else []
@@ -172,18 +157,7 @@ def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
                 print(f"{scheme}:{method} failed: {traceback.format_exc()}", flush=True)
                 continue
             print(json.dumps(row), flush=True)
-            add(row, file)
-
-
-def share(arguments: argparse.Namespace) -> None:
-    """Several processes, each of which takes the next case that none has taken."""
-    with tempfile.TemporaryDirectory() as claims:
-        command = [sys.executable, *sys.argv, "--jobs", "1", "--claims", claims]
-        threads = str(max((os.cpu_count() or 1) // arguments.jobs, 1))
-        environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        workers = [subprocess.Popen(command, env=environment) for _ in range(arguments.jobs)]
-        for worker in workers:
-            worker.wait()
+            add(file, [row], KEY)
 
 
 def figure(rows: list[dict[str, Any]]) -> None:
@@ -233,8 +207,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--options", type=json.loads, default={}, help="options of the method, as JSON")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases")
-    parser.add_argument("--claims", type=Path, default=None, help="where they say which they took")
     parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")
@@ -244,19 +216,11 @@ def main() -> None:
         files = sorted([*RESULTS.glob("*/quantizers.json"), *RESULTS.glob("*/peers.json")])
         figure([row for file in files for row in json.loads(file.read_text())])
         return
-    if arguments.jobs > 1:
-        share(arguments)
-        return
     place = arguments.output or RESULTS / ("h200" if torch.cuda.is_available() else "cpu")
     started = time.monotonic()
     for case in arguments.cases:
         if time.monotonic() - started > arguments.seconds:
             break
-        try:
-            if arguments.claims is not None:
-                (arguments.claims / case).touch(exist_ok=False)
-        except FileExistsError:
-            continue
         unit(case, arguments, place / "quantizers.json")
 
 

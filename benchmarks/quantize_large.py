@@ -24,7 +24,7 @@ from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.blocks import find_blocks
 from anybit.quantization.pipeline.calibrate import Calibration, calibrate
 from anybit.scheme import Scheme
-from rows import commit, publish
+from rows import add, origin
 
 Keep = Callable[[dict[str, object]], None]
 
@@ -68,21 +68,7 @@ def gptq_8b(scheme: Scheme, count: int, blocks: int, keep: Keep) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
-    def row(seconds: list[float]) -> None:
-        keep(
-            {
-                "case": "gptq llama-8b",
-                "scheme": str(scheme),
-                "tokens": count,
-                "seconds_a_block": seconds,
-                "blocks": 32,
-                "minutes_whole_model": minutes(seconds, 32),
-                "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-                "device": torch.cuda.get_device_name(),
-            }
-        )
-
-    gptq_seconds(model, scheme, tokens(count, 2048, 4096), "cuda", torch.bfloat16, row)
+    gptq_seconds(model, "gptq llama-8b", 32, scheme, tokens(count, 2048, 4096), "cuda", torch.bfloat16, keep)
 
 
 def gptq_135m(scheme: Scheme, count: int, blocks: int, keep: Keep) -> None:
@@ -94,31 +80,15 @@ def gptq_135m(scheme: Scheme, count: int, blocks: int, keep: Keep) -> None:
         sizes = SMOLLM2 | {"num_hidden_layers": blocks, "vocab_size": 4096}
         model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval().requires_grad_(False)
 
-    def row(seconds: list[float]) -> None:
-        keep(
-            {
-                "case": "gptq smollm2-135m on two cores",
-                "scheme": str(scheme),
-                "tokens": count,
-                "seconds_a_block": seconds,
-                "blocks": 30,
-                "minutes_whole_model": minutes(seconds, 30),
-                "device": "cpu",
-            }
-        )
-
-    gptq_seconds(model, scheme, tokens(count, 512, 4096), "cpu", torch.float16, row)
+    case = "gptq smollm2-135m on two cores"
+    gptq_seconds(model, case, 30, scheme, tokens(count, 512, 4096), "cpu", torch.float16, keep)
 
 
 def gptq_seconds(
-    model: torch.nn.Module,
-    scheme: Scheme,
-    sequences: list[torch.Tensor],
-    device: str,
-    kind: torch.dtype,
-    row: Callable[[list[float]], None],
-) -> None:
-    """Tell the seconds of all blocks so far after each of them, with the defaults of ``--method gptq``."""
+    model: torch.nn.Module, case: str, blocks: int, scheme: Scheme, sequences: list[torch.Tensor], device: str,
+    kind: torch.dtype, keep: Keep,
+) -> None:  # fmt: skip
+    """Keep a row with the seconds of all blocks so far after each of them, with the defaults of ``--method gptq``."""
     options = gptq.GPTQ(scale_dtype=kind)
     seconds: list[float] = []
 
@@ -130,7 +100,11 @@ def gptq_seconds(
             torch.cuda.synchronize()
         seconds.append(round(time.perf_counter() - started - sum(seconds), 3))
         print(f"block {done} of {total}: {sum(seconds):.1f} s since the start", flush=True)
-        row(seconds)
+        row: dict[str, object] = {"case": case, "scheme": str(scheme), "tokens": sum(map(len, sequences))}
+        row |= {"seconds_a_block": seconds, "blocks": blocks, "minutes_whole_model": minutes(seconds, blocks)}
+        if device == "cuda":
+            row |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+        keep(row | {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"})
 
     print("model ready", flush=True)
     started = time.perf_counter()
@@ -183,10 +157,8 @@ def main() -> None:
     }
 
     def keep(row: dict[str, object]) -> None:
-        row = row | {"torch": torch.__version__, "commit": commit(), "date": time.strftime("%F")}
-        rows = json.loads(arguments.output.read_text()) if arguments.output.exists() else []
-        rows = [old for old in rows if old["case"] != row["case"]] + [row]
-        publish(arguments.output, json.dumps(rows, indent=1) + "\n")
+        row = {**row, **origin()}
+        add(arguments.output, [row], ("case",))
         shown = {name: value for name, value in row.items() if name != "seconds_a_block"}
         print(json.dumps(shown), flush=True)
 

@@ -1,13 +1,15 @@
 """The rows in results/, and tables of them."""
 
 import contextlib
+import datetime
 import fcntl
 import hashlib
 import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,12 @@ def commit() -> str:
     return given or subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
 
 
+def origin() -> dict[str, str]:
+    """What a row says of where it comes from, without its GPU: torch, commit, date."""
+    date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    return {"torch": metadata.version("torch"), "commit": commit(), "date": date}
+
+
 def publish(path: Path, text: str) -> None:
     """Write a file that is whole at any moment: a run that is cut off leaves the rows that there were."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,6 +51,16 @@ def locked(path: Path) -> Iterator[None]:
     with (Path(tempfile.gettempdir()) / f"anybit-rows-{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def add(path: Path, new: Iterable[Row], key: Sequence[str]) -> None:
+    """Put rows into the JSON list at ``path``, each in place of an older one with the same ``key``. Processes that
+    write to one file lose nothing.
+    """
+    with locked(path):
+        old = json.loads(path.read_text()) if path.exists() else []
+        merged = {json.dumps([row.get(name) for name in key], sort_keys=True): row for row in [*old, *new]}
+        publish(path, "[\n" + ",\n".join(json.dumps(row) for row in merged.values()) + "\n]\n")
 
 
 def find(found: Iterable[Row], **wanted: object) -> Row | None:

@@ -10,8 +10,6 @@ notes (docs/notes) are dated and keep the tables they were written with.
 """
 
 import argparse
-import json
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -119,29 +117,6 @@ def generate_models() -> str:
     return "\n\n".join(parts)
 
 
-def shipped_map() -> str:
-    """What the map that is shipped for the H200 holds: a scheme a row."""
-    found = json.loads((ROOT / "src/anybit/tune/policies/nvidia-h200.json").read_text())
-    body = []
-    for scheme in dict.fromkeys(layer["scheme"] for layer in found["layers"]):
-        layers = [layer for layer in found["layers"] if layer["scheme"] == scheme]
-        gains: list[tuple[float, str]] = []
-        won: dict[str, int] = {}
-        built_in = sum(len(layer["built_in"]) for layer in layers)
-        for layer in layers:
-            for m, point in layer["tokens"].items():
-                times = {name: value["us"] for name, value in point.items() if isinstance(value, dict)}
-                best = min(times, key=times.__getitem__)
-                won[best] = won.get(best, 0) + 1
-                gains.append((point["built_in_us"] / times[best], f"{layer['n']} x {layer['k']}, M = {m}"))
-        mean = math.exp(sum(math.log(gain) for gain, _ in gains) / len(gains))
-        winners = ", ".join(f"{name} {count}" for name, count in sorted(won.items(), key=lambda item: -item[1]))
-        most, counts = max(gains), (len(layers), built_in, len(gains))
-        body.append([f"`{scheme}`", *map(str, counts), f"{mean:.3f}", f"{most[0]:.2f} ({most[1]})", winners])
-    head = ["scheme", "layers", "built in", "faster", "by, mean", "most", "won by"]
-    return table(head, body)
-
-
 # -------- the KV cache
 
 
@@ -161,38 +136,6 @@ def decode_attention() -> str:
         body.append([f"{shape[0]} x {shape[1]}, {shape[2]}/{shape[3]}", *speeds, floors, *vendors])
     header = ["batch x context, heads", "4 bits", "2 bits", "floor 4 / 2 bits", "fp16: cuDNN", "FlashAttention-2"]
     return table(header, body)
-
-
-def decode_variants() -> str:
-    """What a change of the cache costs at 8 x 32768, 32/8 heads: microseconds of 4 and 2 bits."""
-    found = [row for row in rows("decode_attention") if row.get("batch") == 8 and row["context"] == 32768]
-    found = [row for row in found if (row["heads_q"], row["heads_kv"]) == (32, 8)]
-    lines = (
-        ("groups of 128, pages of 128 in any order, 64 tokens of residual", "main", "g128", {}),
-        ("pages in order", "contiguous", "g128", {}),
-        ("one token of residual", "least residual", "g128", {}),
-        ("a fixed split of 1024 tokens", "fixed split", "g128", {}),
-        ("no early start", "breakdown", "g128", {"how": "no early start"}),
-        ("keys by token", "main", "g128t", {}),
-        ("groups of 64", "groups", "", {}),
-        ("groups of 64, pages of 64", "page", "", {"page": 64}),
-        ("groups of 64, pages of 256", "page", "", {"page": 256}),
-        ("groups of 32", "groups", "g32", {}),
-    )
-    body = []
-    for words, case, group, more in lines:
-        each = [find(found, case=case, kv=f"kv{bits}{group}", **more) for bits in (4, 2)]
-        if any(each):
-            body.append([words, *(f"{row['us']:.1f}" if row else "" for row in each)])
-    for words, kv in (
-        ("8-bit keys, 4-bit values", "k8v4g128"),
-        ("4-bit keys, 2-bit values", "k4v2g128"),
-        ("8 bits", "kv8g128"),
-    ):
-        row = find(found, case="groups", kv=kv)
-        if row is not None:
-            body.append([words, f"{row['us']:.1f}", ""])
-    return table(["us", "4 bits", "2 bits"], body)
 
 
 def kv_store() -> str:
@@ -223,23 +166,11 @@ def kv_perplexity() -> str:
     return table(["", "bits an element", *kinds], body)
 
 
-def kv_widths() -> str:
-    """Perplexity with keys and values of their own widths, in groups of 64: keys down, values across."""
-    found = [row for row in rows("kv_accuracy") if row["case"] == "perplexity"]
-    widths = (16, 8, 4, 2)
-    body = []
-    for key in widths:
-        names = [f"kv{key}" if key == value else f"k{key}v{value}" for value in widths]
-        each = (find(found, kv=name) for name in names)
-        body.append([f"{key}", *(f"{row['perplexity']:.2f}" if row else "" for row in each)])
-    return table(["keys, values", *(f"{value}" for value in widths)], body)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        headline, choosing, *tables_linear.MAKERS, generate, generate_models, shipped_map, decode_attention,
-        decode_variants, kv_store, kv_perplexity, kv_widths, *tables_quantizers.MAKERS,
+        headline, choosing, *tables_linear.MAKERS, generate, generate_models, decode_attention, kv_store, kv_perplexity,
+        *tables_quantizers.MAKERS,
     )
 }  # fmt: skip
 _MARK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -3,9 +3,6 @@
 A result is checked before it is timed, so a row without a check cannot be written.
 """
 
-import datetime
-import functools
-import json
 import math
 import statistics
 import time
@@ -16,7 +13,8 @@ from pathlib import Path
 import torch
 
 from anybit.tune.roofline import RATES, read_us
-from rows import commit, locked, publish
+from rows import RESULTS as RESULTS
+from rows import add, origin
 
 ROTATE_BYTES = 256 << 20
 """Operands rotate through at least this much: four times the L2 of an H200, so that none is found there again."""
@@ -24,8 +22,6 @@ ROTATE_BYTES = 256 << 20
 FULL_CLOCKS_US = 60_000
 """An H200 runs its largest products at full clocks for some 75 ms after a rest; then, from one replay to the next, a
 power cap slows them by 4 to 7 %."""
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -136,36 +132,6 @@ def calls_for(expected_us: float, copies_at_hand: int = 1, graph_us: float = 120
     return max(wanted, min(copies_at_hand, most))
 
 
-def measure(
-    call: Callable[[int], object], check: Callable[[], None], *, copies_at_hand: int = 1, replays: int = 11
-) -> Timing:
-    """Check, then time. ``check`` runs the call itself and raises where its result is wrong.
-
-    A first, short graph tells how many calls the second one should hold.
-    """
-    check()
-    torch.cuda.synchronize()
-    guess = time_graph(call, max(4, min(copies_at_hand, 8)), replays=1)
-    return time_graph(call, calls_for(guess.us, copies_at_hand), replays)
-
-
-def measure_beside(
-    call: Callable[[int], object],
-    check: Callable[[], None],
-    others: dict[str, Captured],
-    *,
-    copies_at_hand: int = 1,
-    replays: int = 7,
-) -> tuple[Timing, dict[str, Timing]]:
-    """Check, then time ``call`` and ``others`` in turns, so that ratios come from the same moments."""
-    check()
-    torch.cuda.synchronize()
-    guess = time_graph(call, max(4, min(copies_at_hand, 8)), replays=1)
-    graphs = [Captured(call, calls_for(guess.us, copies_at_hand)), *others.values()]
-    mine, *theirs = time_in_turns(graphs, replays)
-    return mine, dict(zip(others, theirs, strict=True))
-
-
 # -------- floors: what the box can do at best, measured (docs/limits)
 
 read_floor_us = read_us
@@ -179,22 +145,19 @@ def floor_us(size: float, operations: float, kind: str) -> float:
 # -------- baselines
 
 
-@functools.cache
-def baselines(m: int, n: int, k: int, names: Sequence[str] = ("cublas fp16", "int8", "fp8")) -> dict[str, float]:
+VENDORS = ("cublas fp16", "int8", "fp8")
+
+
+def baselines(m: int, n: int, k: int) -> dict[str, float]:
     """Microseconds of the vendor's products of this shape with rotating weights; a name it refuses is left out."""
     found = {}
-    for name in names:
-        graph = vendor(name, m, n, k)
+    for name in VENDORS:
+        graph = VendorWeights(n, k).captured(name, m)
         if graph is not None:
             us = graph.replay() * graph.calls
             rest(2.0 * m * n * k)
             found[name] = round(time_in_turns([graph], replays_at_full_clocks(us, 7))[0].us, 3)
     return found
-
-
-def vendor(name: str, m: int, n: int, k: int) -> Captured | None:
-    """The vendor's product of this shape with rotating weights, captured; None where it refuses the shape."""
-    return VendorWeights(n, k).captured(name, m)
 
 
 class VendorWeights:
@@ -229,8 +192,6 @@ class VendorWeights:
         return values.to(torch.float8_e4m3fn) if name == "fp8" else values * 0.02
 
     def _call(self, name: str, m: int) -> tuple[Callable[[int], object], int]:
-        if name not in ("cublas fp16", "int8", "fp8"):
-            raise ValueError(f"baseline {name!r} is not one of 'cublas fp16', 'int8', 'fp8'")
         weights = self.weights(name)
         count, x = len(weights), self._random(name, m)
         if name == "cublas fp16":
@@ -256,17 +217,11 @@ def stamp(gpu: str = "") -> dict[str, str]:
 
     gpu: its name, where another process uses it and this one is not to.
     """
-    return {
-        "gpu": gpu or torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-    }
+    return {"gpu": gpu or torch.cuda.get_device_name(), **origin()}
 
 
 def merge_rows(path: Path, rows: Sequence[dict[str, object]], key: Sequence[str] = ("case", "scheme", "m", "n", "k")):
-    """Write ``rows`` into the JSON list at ``path``: a row replaces an older one with the same ``key``. Processes that
-    write to one file lose nothing.
+    """Put rows that were checked into the JSON list at ``path``, by ``rows.add``.
 
     Raises ValueError for a row whose ``checked`` is not True: nobody has seen its result to be right. A kernel that
     leaves out a part on purpose, to time the rest, says so in ``ablation`` and has ``checked`` False.
@@ -275,7 +230,4 @@ def merge_rows(path: Path, rows: Sequence[dict[str, object]], key: Sequence[str]
         if row.get("checked") is not True and not (row.get("checked") is False and row.get("ablation")):
             named = ", ".join(str(row.get(name)) for name in key)
             raise ValueError(f"{named}: checked is {row.get('checked')!r}, and only a checked result is written down")
-    with locked(path):
-        old = json.loads(path.read_text()) if path.exists() else []
-        merged = {tuple(row.get(name) for name in key): row for row in [*old, *rows]}
-        publish(path, "[\n" + ",\n".join(json.dumps(row) for row in merged.values()) + "\n]\n")
+    add(path, rows, key)
