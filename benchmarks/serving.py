@@ -12,7 +12,6 @@ in PYTHONPATH is enough.
 """
 
 import argparse
-import datetime
 import json
 import os
 import random
@@ -23,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rows import RESULTS, Row, commit, locked, publish
+from rows import RESULTS, Row, add, origin
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -131,17 +130,8 @@ def row(mode: str, checked: bool, **fields: Any) -> Row:
     return dict(
         engine=own.get(mode, "vllm-anybit"), scheme=scheme, **{**empty, **fields}, checked=checked,
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", vllm=vllm.__version__,
-        torch=torch.__version__, commit=commit(), date=datetime.date.today().isoformat(),
+        **origin(),
     )  # fmt: skip
-
-
-def keep(path: Path, new: list[Row]) -> None:
-    """Add rows to the file; one that was measured before is replaced."""
-    with locked(path):
-        old = json.loads(path.read_text()) if path.exists() else []
-        keys = {tuple(r[name] for name in KEY) for r in new}
-        every = [r for r in old if tuple(r[name] for name in KEY) not in keys] + new
-        publish(path, "[\n" + ",\n".join(json.dumps(r) for r in every) + "\n]\n")
 
 
 def steps(mode: str, args: argparse.Namespace) -> list[Row]:
@@ -166,7 +156,7 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
         print(f"{mode}: first token of a prompt of {prompt}: {first * 1e3:.1f} ms", flush=True)
         found.append(row(mode, checked, requests=1, prompt=prompt, new_tokens=1, ttft_ms=round(first * 1e3, 1)))
     if args.profile:
-        keep(args.output, found)  # before what may fail
+        add(args.output, found, KEY)  # before what may fail
         for requests in args.profile:
             profile_steps(llm, mode, requests)
         for prompt in args.prompts:
@@ -370,7 +360,7 @@ def main() -> None:
     elif len(args.modes) == 1:
         found = {"steps": steps, "rates": rates, "check": check}[args.what](args.modes[0], args)
         if found:
-            keep(args.output, found)
+            add(args.output, found, KEY)
     else:
         rest = [a for a in sys.argv[1:] if a != args.what and a not in args.modes]
         for mode in args.modes:

@@ -129,6 +129,30 @@ def test_tuning_needs_a_gpu(
     assert not (tmp_path / "map.json").exists()
 
 
+def test_tuning_uses_gpus_of_one_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny("llama", tmp_path)
+    used: list[Sequence[str]] = []
+
+    def search_on(gpus: Sequence[str], *_: object, **__: object) -> Policy:
+        used.append(gpus)
+        return Policy(Origin.here("NVIDIA H200", "sm_90a", "575.1", "2.11"))
+
+    kinds = ["NVIDIA H200", "NVIDIA A100", "NVIDIA H200"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: kinds[i])
+    monkeypatch.setattr("anybit.tune.search.search_on", search_on)
+    words = ("tune", str(tmp_path), "-s", "w4a8", "--most-tokens", "1", "-o", str(tmp_path / "map.json"), "--gpus")
+    assert run(monkeypatch, capsys, *words, "2")[0] == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    assert run(monkeypatch, capsys, *words, "2")[0] == 0
+    assert used == [["0", "2"], ["5", "7"]]
+    code, _, err = run(monkeypatch, capsys, *words, "3")
+    assert code == 1 and "--gpus 3 is too many: torch sees 2 of the first one's kind, NVIDIA H200" in err
+
+
 def test_tuning_takes_coarse_counts_first_and_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from anybit.tune import search as searching
 from anybit.tune.policy import Policy, read
 from anybit.tune.processes import Worker
 from anybit.tune.registry import LinearProblem
-from anybit.tune.search import Options, candidates_of, excluded_name, point_of, search
+from anybit.tune.search import Options, candidates_of, excluded_name, point_of, search, search_on
 from anybit.tune.space import Candidate, builtin, preserves_pdl_overlap, space
 from anybit.tune.worker import Time, TimingBudget, WrongResultError, finalists
 
@@ -136,6 +136,34 @@ def test_a_search_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     )
     assert [one.m for one in seen] == [4]
     assert found.points == read(path).points == 3
+
+
+class NamedRunner(FakeRunner):
+    """Says in a folder which GPU it was shown."""
+
+    folder: ClassVar[Path]
+
+    def prepare(self, product: LinearProblem) -> FakeBench:
+        (self.folder / f"{product.n} on {os.environ.get('CUDA_VISIBLE_DEVICES')}").touch()
+        return super().prepare(product)
+
+
+def test_layers_are_measured_on_several_gpus_and_written_into_one_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(NamedRunner, "folder", tmp_path, raising=False)
+    wanted = [product(m=m, n=n) for n in (1024, 2048, 4096) for m in (1, 64)]
+    bad = excluded_name(wanted[3], candidates_of(wanted[3], (), Options(each=2))[2])
+    monkeypatch.setattr(FakeRunner, "troubles", {bad: "wrong"})
+    how, path = Options(each=2, jobs=2), tmp_path / "map.json"
+    seen: list[LinearProblem] = []
+    found = search_on(("0", "GPU-7"), wanted, path, how, factory=NamedRunner, report=lambda p: seen.append(p.product))
+    assert {file.name for file in tmp_path.glob("* on *")} == {"1024 on None", "2048 on GPU-7", "4096 on None"}
+    assert [one.n for one in seen] == [1024, 1024, 4096, 4096]
+    assert found.points == read(path).points == len(wanted)
+    assert bad in found.excluded
+    assert {(n, m) for (_, _, n, _), points in found.layers.items() for m in points} == {(p.n, p.m) for p in wanted}
 
 
 def test_what_is_allowed_later_is_measured_then(tmp_path: Path) -> None:

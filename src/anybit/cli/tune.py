@@ -1,6 +1,7 @@
 """anybit tune, anybit explain."""
 
 import math
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -52,6 +53,7 @@ def tune(
         typer.Option(min=0, help="Start nothing new after this many seconds; run again to continue. By default 270."),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure again what the map already has.")] = False,
+    gpus: Annotated[int, typer.Option(min=1, help="Measure on so many GPUs at once, all of the first one's kind.")] = 1,
     to: Annotated[Path | None, typer.Option("--output", "-o", help="The map to write; by default this GPU's.")] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
@@ -75,10 +77,11 @@ def tune(
         STEPS,
         LinearProblem,
     )
-    from anybit.tune.search import Options, exclusions, search
+    from anybit.tune.search import Options, exclusions, search_on
 
     if not torch.cuda.is_available():
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")
+    used = _alike(gpus)
     if to is not None:
         policies.check_target(to)
     with status(f"Reading {model}"):
@@ -111,7 +114,7 @@ def tune(
             left = max(0.0, seconds - (time.perf_counter() - began))
             if part:
                 how = replace(options, seconds=left)
-                policy = search(part, partial(_map, to), how, hints=hints, report=report)
+                policy = search_on(used, part, partial(_map, to), how, hints=hints, report=report)
     gains = [
         point.default_us / min((measured.us for measured in point.strategies.values()), default=point.default_us)
         for product in products
@@ -210,6 +213,20 @@ def _map(to: Path | None, gpu: str) -> Path:
     if measured != gpu:
         raise KernelError(f"{to} was measured on {measured}, and this is {gpu}: choose another file with --output")
     return to
+
+
+def _alike(count: int) -> list[str]:
+    """The first GPUs of the first one's kind, as CUDA_VISIBLE_DEVICES names them. Raises KernelError for too few."""
+    import torch
+
+    if count == 1:
+        return ["0"]
+    kinds = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    alike = [i for i, kind in enumerate(kinds) if kind == kinds[0]]
+    if count > len(alike):
+        raise KernelError(f"--gpus {count} is too many: torch sees {len(alike)} of the first one's kind, {kinds[0]}")
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return [names[i] if names else str(i) for i in alike[:count]]
 
 
 def _checked(dtype: str | None) -> str | None:

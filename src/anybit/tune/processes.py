@@ -37,9 +37,7 @@ class Worker:
     def start(self, limit: float = 120.0) -> None:
         """Begin, and wait until the GPU has answered. Raises KernelError if it does not."""
         self.stop()
-        # Forking takes no time, but the child of a process that has begun to use CUDA cannot use it.
-        how = "spawn" if _cuda_has_begun() else _quick_start()
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context(how), die_with_parent)
+        self._pool = apart(1)
         try:
             self.facts = self._run(limit, _begin, self._factory)
         except CrashError as error:
@@ -86,6 +84,13 @@ class Worker:
             self.stop()
             said = {BrokenProcessPool: "it crashed", TimeoutError: f"it hung for {limit:g} s"}.get(type(error))
             raise CrashError(said or f"{error}".partition("\n")[0] or type(error).__name__) from error
+
+
+def apart(count: int) -> ProcessPoolExecutor:
+    """Processes that may use CUDA, and that end with this one."""
+    # Forking takes no time, but the child of a process that has begun to use CUDA cannot use it.
+    how = "spawn" if _cuda_has_begun() else _quick_start()
+    return ProcessPoolExecutor(count, multiprocessing.get_context(how), die_with_parent)
 
 
 _runner: Any = None

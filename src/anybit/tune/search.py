@@ -20,7 +20,7 @@ from typing import Any
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
-from anybit.tune.processes import CrashError, Worker, compile_one, compilers, die_with_parent
+from anybit.tune.processes import CrashError, Worker, apart, compile_one, compilers, die_with_parent
 from anybit.tune.registry import LinearProblem
 from anybit.tune.roofline import floor_us
 from anybit.tune.space import FEW_TOKENS, Candidate, builtins_of, clearly_faster, preserves_pdl_overlap, promising
@@ -171,6 +171,36 @@ def search(
             child.start()
         file = path(child.facts["device"].name) if callable(path) else path
         return _search(child, products, file, options or Options(), hints, report)
+
+
+def search_on(
+    gpus: Sequence[str],
+    products: Sequence[LinearProblem],
+    path: Path | Callable[[str], Path],
+    options: Options,
+    **more: Any,
+) -> Policy:
+    """``search`` on GPUs of one kind, as CUDA_VISIBLE_DEVICES names them; a layer's products stay on one.
+
+    The first is measured on, and reported, here; each other one in a process that writes into the same file.
+    """
+    if len(gpus) == 1:
+        return search(products, path, options, **more)
+    layers = list(dict.fromkeys((product.n, product.k) for product in products))
+    mine, *others = ([p for p in products if (p.n, p.k) in layers[i :: len(gpus)]] for i in range(len(gpus)))
+    how = replace(options, jobs=max(1, (options.jobs or os.cpu_count() or 1) // len(gpus)))
+    with apart(len(others)) as pool:
+        unseen = more | {"report": None}
+        jobs = [pool.submit(_on, gpu, part, path, how, unseen) for gpu, part in zip(gpus[1:], others, strict=True)]
+        found = search(mine, path, how, **more)
+        for job in jobs:
+            found.merge(job.result())
+    return found
+
+
+def _on(gpu: str, products: Sequence[LinearProblem], path: Any, options: Options, more: dict[str, Any]) -> Policy:
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before anything here has begun to use CUDA
+    return search(products, path, options, **more)
 
 
 def _search(
