@@ -56,7 +56,6 @@ class Row:
     kv_heads: int = 8
     page: int = 128
     residual: int = 64
-    shuffled: bool = True
     how: str = ""
 
     @property
@@ -81,7 +80,6 @@ class Row:
             ring=window + 32,
             window=window,
             capacity=self.context + 256,
-            split=int(self.how.removeprefix("split ")) if self.how.startswith("split") else 0,
         )
 
 
@@ -100,8 +98,6 @@ def rows() -> list[Row]:
     shapes = ((8, 32768), (1, 131072), (32, 8192), (64, 4096), (1, 32768), (128, 2048), (1, 4096))
     assert sorted(shapes) == sorted(SHAPES)
     first = [Row("main", kv, batch, context) for batch, context in shapes[:4] for kv in FORMATS[:2]]
-    plain = [Row("contiguous", kv, 8, 32768, shuffled=False) for kv in FORMATS[:2]]
-    none = [Row("least residual", kv, 8, 32768, residual=1) for kv in FORMATS[:2]]
     rest = [
         Row("main" if heads == HEADS[0] else "heads", kv, batch, context, *heads)
         for heads in HEADS
@@ -114,12 +110,11 @@ def rows() -> list[Row]:
         for context in (4096, 16384, 65536)
         for residual in (1, 64, 127)
     ]
-    split = [Row("fixed split", kv, 8, 32768, how="split 1024") for kv in FORMATS[:2]]
     pages = [Row("page", kv, 8, 32768, page=page) for page in (64, 256) for kv in ("kv4", "kv2")]
     groups = [
         Row("groups", kv, 8, 32768) for kv in ("kv4", "kv2", "kv4g32", "kv2g32", "k4v2g128", "k8v4g128", "kv8g128")
     ]
-    found = [*first, *plain, *none, *rest[: len(rest) // 3], *how, *residual, *split, *pages, *groups, *rest]
+    found = [*first, *rest[: len(rest) // 3], *how, *residual, *pages, *groups, *rest]
     return list(dict.fromkeys(found))
 
 
@@ -154,8 +149,7 @@ def _fill(row: Row) -> tuple[KVCache, list[int]]:
             drawn = torch.randint(64, (cache.pages.shape[1],), device="cuda", generator=generator)
             cache.pages[layer, :, head] = pages[drawn]
     cache.residual.normal_(generator=generator)
-    if row.shuffled:
-        random.Random(1).shuffle(cache.ledger.pool._free)
+    random.Random(1).shuffle(cache.ledger.pool._free)
     sequences = [cache.add() for _ in range(row.batch)]
     cache.extend(sequences, row.context + row.residual)
     cache.newest_are_few = True
@@ -166,13 +160,13 @@ def measure(row: Row) -> dict[str, object]:
     """Check and time one row."""
     cache, sequences = fill(row)
     device = Device.of(cache.table)
-    config, problem = config_of(row, device), row.problem()
+    config = config_of(row, device)
     cache.newest_are_few = row.how != "no early start"
     q = torch.randn(row.batch, 1, row.heads, DIM, device="cuda").half()
     out = torch.empty_like(q)
 
     def call(i: int) -> object:
-        return decode_kernel(q, cache, i % cache.layers, sequences, config=config, out=out, split=problem.split)
+        return decode_kernel(q, cache, i % cache.layers, sequences, config=config, out=out)
 
     call(0)
     ends = sorted({0, row.batch - 1}) if row.context <= 8192 else [row.batch - 1]

@@ -35,7 +35,7 @@ from anybit.errors import AnyBitError
 from anybit.integrations.loading import load_model
 from anybit.scheme import Scheme
 from generate_models import LLAMA_3_8B, apart, check, history, random_model, reference_logits, stepper, unfused_logits
-from kernel_times import kernel_table
+from kernel_times import print_kernels
 from timing import RESULTS, merge_rows, stamp
 
 
@@ -86,7 +86,7 @@ def quantized(
     for _ in range(3):
         step()
     if profile:
-        print(kernel_table(step), flush=True)
+        print_kernels(step)
     assert model._anybit_decoder.graphs[cache].graph is not None
     checked = f"logits within {error:.1e} of exact attention; {found}"
     case = "Llama-3-8B shape" if head is None else f"Llama-3-8B shape, {head} head"
@@ -169,7 +169,7 @@ def baseline(batch: int, context: int, layers: int, profile: bool = False) -> di
     error = apart(logits, expected)
     assert error < 2e-2, f"the fp16 step's logits are off by {error:.3e}"
     if profile:
-        print(kernel_table(graph.replay), flush=True)
+        print_kernels(graph.replay)
     ms = milliseconds(graph.replay)
     return row("Llama-3-8B shape", "fp16", batch, context, ms, f"logits within {error:.1e} of transformers'")
 

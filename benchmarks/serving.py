@@ -4,7 +4,6 @@
     python benchmarks/serving.py rates machete w4a8 --rates 1 4 16 64
     python benchmarks/serving.py check w4a16g128 w4a8                     # greedy answers beside anybit's own generate
     python benchmarks/serving.py steps w4a16g128 --profile 1 64           # and what steps of so many requests launch
-    python benchmarks/serving.py picture                                  # of the rows with rates
 
 Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit, w4a8+w8a16 with the output head's after
 it. Weights are random: times do not depend on them. Needs vLLM 0.26 or newer; anybit need not be installed, its folder
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kernel_times import print_kernels
 from rows import RESULTS, Row, add, origin
 
 LLAMA = {
@@ -160,7 +160,8 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
         for requests in args.profile:
             profile_steps(llm, mode, requests)
         for prompt in args.prompts:
-            profile_prompt(llm, mode, prompt)
+            print(f"== {mode}, the first token of a prompt of {prompt}")
+            print_kernels(lambda prompt=prompt: generate(llm, 1, prompt, 1))
     return found
 
 
@@ -230,50 +231,11 @@ def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
         core.step()
     torch.cuda.synchronize()
     plain = (time.perf_counter() - begin) / count * 1e3
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        for _ in range(count):
-            core.step()
-        torch.cuda.synchronize()
+    print(f"== {mode}, {requests} requests: {plain:.3f} ms a step")
+    print_kernels(core.step, count)
     core.abort_request(list(begun))
     while core.has_unfinished_requests():
         core.step()
-    print(f"== {mode}, {requests} requests: {plain:.3f} ms a step")
-    timeline(trace, count)
-
-
-def profile_prompt(llm: Any, mode: str, prompt: int) -> None:
-    """Print what the first token of a prompt launches."""
-    import torch
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        generate(llm, 1, prompt, 1)
-        torch.cuda.synchronize()
-    print(f"== {mode}, the first token of a prompt of {prompt}")
-    timeline(trace, 1)
-
-
-def timeline(trace: Any, count: int) -> None:
-    """Time by kernel, and when none ran. A product is told by what ran before it: its kernel has one name for all."""
-    events = sorted((e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_time_total)
-    spent: dict[str, list[float]] = {}
-    gaps: dict[str, list[float]] = {}
-    busy, until, before = 0.0, events[0][0], ""
-    for start, end, name in events:
-        short = name.replace("void ", "").partition("<")[0].partition("(")[0][:44]
-        key = f"{short} after {before[:34]}" if "packed" in short else short
-        spent.setdefault(key, []).append(end - start)
-        if start > until:
-            gaps.setdefault(f"{before[:34]} to {short[:34]}", []).append(start - until)
-        busy += max(0.0, end - max(start, until))
-        until, before = max(until, end), short
-    span = until - events[0][0]
-    print(f"{span / count:.0f} us a step under the profiler, {1 - busy / span:.1%} of it no kernel ran")
-    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:26]:
-        middle = sorted(times)[len(times) // 2]
-        print(f"{sum(times) / count:9.1f} us {len(times) / count:6.1f} x {middle:7.2f}  {name}")
-    for name, times in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:8]:
-        middle = sorted(times)[len(times) // 2]
-        print(f"  idle {sum(times) / count:8.1f} us {len(times) / count:6.1f} x {middle:7.2f}  {name}")
 
 
 def check(mode: str, args: argparse.Namespace) -> list[Row]:
@@ -318,31 +280,10 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
     return []
 
 
-def picture(path: Path) -> None:
-    """Time to the first token and per token over the rate, one line an engine."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    found = [r for r in json.loads(path.read_text()) if r["rate"]]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
-    for axis, field, title in zip(axes, ("ttft_ms", "tpot_ms"), ("first token, ms", "per token, ms"), strict=True):
-        for name in dict.fromkeys((r["engine"], r["scheme"]) for r in found):
-            points = sorted((r["rate"], r[field]) for r in found if (r["engine"], r["scheme"]) == name)
-            axis.plot(*zip(*points, strict=True), marker="o", label=" ".join(name))
-        axis.set(xlabel="requests a second", ylabel=title, xscale="log")
-        axis.grid(alpha=0.3)
-    axes[0].set(yscale="log")
-    axes[1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".svg"))
-
-
 def main() -> None:
     """Run one mode here, several in a process each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "rates", "check", "picture"))
+    parser.add_argument("what", choices=("steps", "rates", "check"))
     parser.add_argument("modes", nargs="*")
     parser.add_argument("--output", type=Path, default=RESULTS / "h200" / "serving.json")
     parser.add_argument("--layers", type=int, default=32)
@@ -355,9 +296,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--new", type=int, default=64)
     args = parser.parse_args()
-    if args.what == "picture":
-        picture(args.output)
-    elif len(args.modes) == 1:
+    if len(args.modes) == 1:
         found = {"steps": steps, "rates": rates, "check": check}[args.what](args.modes[0], args)
         if found:
             add(args.output, found, KEY)
