@@ -2,7 +2,6 @@
 
     python tools/tuning/build_policy.py measure --out whole.json [--seconds 600] [--compile]   # on the map's GPU
     python tools/tuning/build_policy.py compact whole.json --out src/anybit/tune/policies/nvidia-h200.json
-    python tools/tuning/build_policy.py show whole.json
 
 ``measure`` goes on where it was ended; ``--compile`` only fills the cache of kernels, which needs no GPU.
 
@@ -27,7 +26,6 @@ from anybit.tune.dispatch import OTHER_LAYOUT, Dispatcher
 from anybit.tune.policy import Key, Measured, Point, Policy, read, text
 from anybit.tune.processes import Worker
 from anybit.tune.registry import INTERPOLATE_FROM, Layout, LinearProblem
-from anybit.tune.roofline import floor_us
 from anybit.tune.search import Options, plans, search
 from anybit.tune.space import FEW_TOKENS, builtin, builtin_layout, clearly_faster, preserves_pdl_overlap
 from anybit.tune.worker import TimingBudget
@@ -121,21 +119,6 @@ def measure(options: argparse.Namespace) -> None:
         child.stop()
 
 
-def show(policy: Policy) -> None:
-    """A map as a table: what won, by how much, and with what."""
-    for key, points in policy.layers.items():
-        for m, point in sorted(points.items()):
-            product, ordered = product_of(key, m), point.ordered()
-            times = ", ".join(f"{name} {measured.us:.2f}" for name, measured in ordered) or "as fast as anything"
-            gain = f" = {point.default_us / ordered[0][1].us:.3f}x" if ordered else ""
-            fields = " ".join(f"{name}={value}" for name, value in ordered[0][1].fields) if ordered else ""
-            print(
-                f"{product}: roofline {floor_us(product):.2f}, built in {point.default_us:.2f}{gain}, {times} {fields}"
-            )
-    for name, reason in policy.excluded.items():
-        print("excluded:", name, "--", reason)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="command", required=True)
@@ -154,13 +137,10 @@ def main() -> None:
     compacting = kinds.add_parser("compact")
     compacting.add_argument("--margin", type=float, default=1.025, help="what a point must gain to be kept")
     compacting.add_argument("--out", type=Path, required=True)
-    for command in (compacting, kinds.add_parser("show")):
-        command.add_argument("map", type=Path)
+    compacting.add_argument("map", type=Path)
     options = parser.parse_args()
     if options.command == "measure":
         measure(options)
-    elif options.command == "show":
-        show(read(options.map))
     else:
         options.out.write_text(text(compact(read(options.map), options.margin)), encoding="utf-8")
 

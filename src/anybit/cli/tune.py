@@ -77,7 +77,7 @@ def tune(
         STEPS,
         LinearProblem,
     )
-    from anybit.tune.search import Options, exclusions, search_on
+    from anybit.tune.search import Options, search_on
 
     if not torch.cuda.is_available():
         raise KernelError("anybit tune measures on an NVIDIA GPU, and torch sees none here; anybit explain needs none")
@@ -128,8 +128,8 @@ def tune(
     )
     if time.perf_counter() - began > seconds and len(gains) < len(products):
         errors.print(f"{seconds:.0f} s were up: run it again to measure the rest", markup=False)
-    for line in exclusions(policy):
-        errors.print(f"excluded: {line}", markup=False)
+    for name, reason in policy.excluded.items():
+        errors.print(f"excluded: {name}: {reason}", markup=False)
 
 
 def explain(

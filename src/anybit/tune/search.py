@@ -338,8 +338,3 @@ def point_of(product: LinearProblem, own: Sequence[Candidate], times: Sequence[t
         strategies[strategy] = Measured.of(best, product, best_time.us)
     default_us = next((round(found.us, 3) for candidate, found in times if candidate == own[0]), None)
     return Point(default_us or max(measured.us for measured in strategies.values()), strategies)
-
-
-def exclusions(policy: Policy) -> Collection[str]:
-    """Exclusions as sentences."""
-    return [f"{name}: {reason}" for name, reason in policy.excluded.items()]
