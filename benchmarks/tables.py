@@ -121,7 +121,7 @@ def generate_models() -> str:
 
 
 def decode_attention() -> str:
-    """Attention of 32 heads over 4 and 2 bits: microseconds, how many times cuDNN's fp16, floors and baselines."""
+    """Attention of 32 heads over 4 and 2 bits: microseconds, how many times cuDNN's fp16, and baselines."""
     found = [row for row in rows("decode_attention") if row["case"] == "main" and row["heads_q"] == 32]
     body = []
     for shape in dict.fromkeys((r["batch"], r["context"], r["heads_q"], r["heads_kv"]) for r in found):
@@ -131,10 +131,9 @@ def decode_attention() -> str:
             continue
         others = pair[0]["baselines"]
         speeds = [f"{row['us']:.1f} ({row['baselines']['cudnn'] / row['us']:.2f}x)" for row in pair]
-        floors = " / ".join(f"{row['floor_us']:.1f}" for row in pair)
         vendors = [f"{others[name]:.0f}" for name in ("cudnn", "flash attention 2")]
-        body.append([f"{shape[0]} x {shape[1]}, {shape[2]}/{shape[3]}", *speeds, floors, *vendors])
-    header = ["batch x context, heads", "4 bits", "2 bits", "floor 4 / 2 bits", "fp16: cuDNN", "FlashAttention-2"]
+        body.append([f"{shape[0]} x {shape[1]}, {shape[2]}/{shape[3]}", *speeds, *vendors])
+    header = ["batch x context, heads", "4 bits", "2 bits", "fp16: cuDNN", "FlashAttention-2"]
     return table(header, body)
 
 

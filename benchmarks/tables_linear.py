@@ -42,11 +42,11 @@ def bitwise_shapes() -> str:
     body = []
     for m, n, k in ((4096, 28672, 4096), (1024, 4096, 4096), (64, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)):
         cells = []
-        for scheme in ("w1a1", "w1a2", "w2a2", "w3a4", "w4a4"):
+        for scheme in ("w1a1", "w2a2", "w4a4"):
             row = next((r for r in found if (r["m"], r["n"], r["k"], r["scheme"]) == (m, n, k, scheme)), None)
             cells.append(f"{row['us']:.2f} / {row['us_with_pack']:.2f}" if row else "")
         body.append([f"{m} x {n} x {k}", *cells])
-    header = ["alone / with quantize-and-pack", "w1a1", "w1a2", "w2a2", "w3a4", "w4a4"]
+    header = ["alone / with quantize-and-pack", "w1a1", "w2a2", "w4a4"]
     return table(header, body) if any(cell for line in body for cell in line[1:]) else ""
 
 
