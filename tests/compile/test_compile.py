@@ -57,14 +57,10 @@ def test_kernels_are_values() -> None:
 
 def test_the_page_on_kernels_shows_the_example() -> None:
     page = (Path(__file__).parents[2] / "docs" / "writing-kernels.md").read_text()
-    device = Path(row_sums.__file__).with_suffix(".cuh").read_text()
-    assert device.partition("\n")[2] in page
-    for block in (
-        "class Config:\n    columns_a_step: int = 64\n",
-        "    scale: Float32\n",
-        "def kernel(config: Config, warps: int",
-    ):
-        assert block in page and block in Path(row_sums.__file__).read_text()
+    host = Path(row_sums.__file__)
+    for kind, example in (("cpp", host.with_suffix(".cuh").read_text()), ("python", host.read_text())):
+        shown = page.partition(f"```{kind}\n")[2].partition("```")[0].rstrip(";\n")
+        assert shown and shown in example, f"the first {kind} block of the page is not in the example:\n{shown}"
 
 
 def test_config_refuses_what_has_no_form() -> None:
