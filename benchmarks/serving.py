@@ -7,7 +7,8 @@
 
 Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit, w4a8+w8a16 with the output head's after
 it. Weights are random: times do not depend on them. Needs vLLM 0.26 or newer; anybit need not be installed, its folder
-in PYTHONPATH is enough.
+in PYTHONPATH is enough. The engine's core is a process of its own, as it is behind a server, but under --profile and
+--in-process: there requests' bookkeeping takes turns with what launches their next step.
 """
 
 import argparse
@@ -35,6 +36,7 @@ W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "gro
 OWN = ("fp16", "fp8", "machete")
 """vLLM's own kernels."""
 PROMPT, NEW = 128, 128
+RATES = (1, 4, 16, 32, 64)
 KEY = ("engine", "scheme", "requests", "prompt", "new_tokens", "rate", "gpu", "vllm")
 
 
@@ -56,9 +58,13 @@ def model(mode: str, config: dict[str, Any]) -> str:
     return str(folder)
 
 
-def engine(mode: str, layers: int = 32, folder: str = "", captured: list[int] | None = None, **options: Any) -> Any:
-    """A vLLM engine over a model in a mode, in this process."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+def engine(
+    mode: str, layers: int = 32, folder: str = "", captured: list[int] | None = None, in_process: bool = False,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """A vLLM engine over a model in a mode; its core in a process of its own, or in this one."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for check_layers to reach the other process
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -118,6 +124,13 @@ def check_layers(model: Any) -> str:
     return f"products of the first layer within {worst:.1e} of exact ones"
 
 
+def check_first(llm: Any, mode: str) -> None:
+    """Let a mode's engine compare the products of its first layer."""
+    import serving  # not __main__, by which no other process finds a function
+
+    print(mode, *llm.apply_model(serving.check_layers), flush=True)
+
+
 def row(mode: str, checked: bool, **fields: Any) -> Row:
     """A row of serving.json."""
     import torch
@@ -136,10 +149,10 @@ def row(mode: str, checked: bool, **fields: Any) -> Row:
 
 def steps(mode: str, args: argparse.Namespace) -> list[Row]:
     """Steps and throughput by requests at once, and the first token of long prompts."""
-    llm = engine(mode, args.layers, captured=args.captured)
+    llm = engine(mode, args.layers, captured=args.captured, in_process=args.in_process or bool(args.profile))
     checked = mode not in OWN
     if checked:
-        print(mode, *llm.apply_model(check_layers), flush=True)
+        check_first(llm, mode)
     generate(llm, 1, PROMPT, 8)
     found = []
     for requests in args.requests:
@@ -155,6 +168,8 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
         first = min(generate(llm, 1, prompt, 1) for _ in range(4))
         print(f"{mode}: first token of a prompt of {prompt}: {first * 1e3:.1f} ms", flush=True)
         found.append(row(mode, checked, requests=1, prompt=prompt, new_tokens=1, ttft_ms=round(first * 1e3, 1)))
+    if args.rates:
+        found += arrivals(llm, mode, args)
     if args.profile:
         add(args.output, found, KEY)  # before what may fail
         for requests in args.profile:
@@ -166,17 +181,23 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
 
 
 def rates(mode: str, args: argparse.Namespace) -> list[Row]:
+    """Requests that arrive at random, and nothing else."""
+    llm = engine(mode, args.layers, captured=args.captured, in_process=args.in_process)
+    if mode not in OWN:
+        check_first(llm, mode)
+    return arrivals(llm, mode, args)
+
+
+def arrivals(llm: Any, mode: str, args: argparse.Namespace) -> list[Row]:
     """Requests that arrive at random (Poisson): time to the first token, time per token, throughput."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    llm = engine(mode, args.layers, captured=args.captured)
-    checked = mode not in OWN
-    if checked:
-        print(mode, *llm.apply_model(check_layers), flush=True)
     generate(llm, 8, PROMPT, 8)
     found, core = [], llm.llm_engine
-    sampling = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True, detokenize=False)
-    for rate in args.rates:
+    kind = RequestOutputKind.DELTA  # as a server streams them
+    sampling = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=True, detokenize=False, output_kind=kind)
+    for rate in args.rates or RATES:
         draw = random.Random(0)
         count = max(16, int(rate * args.seconds))
         arrivals, at = [], 0.0
@@ -208,7 +229,7 @@ def rates(mode: str, args: argparse.Namespace) -> list[Row]:
         print(f"{mode} at {rate}/s: first {ttft:.1f} ms, then {tpot:.2f} ms, {speed:.0f} tokens/s", flush=True)
         shape = {"requests": count, "prompt": args.prompt, "new_tokens": args.new, "rate": rate}
         times = {"ttft_ms": round(ttft, 2), "tpot_ms": round(tpot, 3), "tokens_per_second": round(speed, 1)}
-        found.append(row(mode, checked, **shape, **times))
+        found.append(row(mode, mode not in OWN, **shape, **times))
     return found
 
 
@@ -216,15 +237,17 @@ def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
     """Print what steps launch when so many requests, all of them past their prompts, decode together."""
     import torch
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     core = llm.llm_engine
-    sampling = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, detokenize=False)
+    kind = RequestOutputKind.DELTA
+    sampling = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, detokenize=False, output_kind=kind)
     names = [f"profile-{requests}-{i}" for i in range(requests)]
     for name in names:
         core.add_request(name, {"prompt_token_ids": [random.randint(10, 9999) for _ in range(PROMPT)]}, sampling)
     begun: set[str] = set()
     while len(begun) < requests:
-        begun |= {answer.request_id for answer in core.step() if len(answer.outputs[0].token_ids) > 1}
+        begun |= {answer.request_id for answer in core.step() if answer.outputs[0].token_ids}
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(count):
@@ -266,7 +289,10 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
     ask = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False}
     expected = [quantized.generate(torch.tensor([p], device=quantized.device), **ask)[0, 24:].tolist() for p in prompts]
     del quantized
-    llm = engine(mode, folder=folder, load_format="auto", max_model_len=512, max_num_seqs=8, gpu_memory_utilization=0.3)
+    llm = engine(
+        mode, folder=folder, in_process=True, load_format="auto", max_model_len=512, max_num_seqs=8,
+        gpu_memory_utilization=0.3,
+    )  # fmt: skip
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, min_tokens=32, max_tokens=32, detokenize=False)
@@ -289,9 +315,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
     parser.add_argument("--profile", type=int, nargs="*", help="print what steps of so many requests launch")
+    parser.add_argument("--in-process", action="store_true", help="the engine's core in this process")
     parser.add_argument("--captured", type=int, nargs="+", help="token counts of graphs, for a quick start")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 4096])
-    parser.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16, 32, 64])
+    parser.add_argument("--rates", type=float, nargs="+", help="requests a second; with steps, after them")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--new", type=int, default=64)

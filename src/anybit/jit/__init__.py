@@ -3,7 +3,7 @@
 from anybit.errors import KernelError
 from anybit.jit.cache import cached
 from anybit.jit.compile import Compiled, CompileError, compile
-from anybit.jit.launch import Launcher, Recorded, kernels_of, launch, load, record
+from anybit.jit.launch import Launcher, Recorded, kernels_of, launch, load, record, repeated, watched
 from anybit.jit.params import Float32, Int32, Int64, Pointer, UInt32, UInt64
 from anybit.jit.source import Kernel
 
@@ -26,4 +26,6 @@ __all__ = [
     "launch",
     "load",
     "record",
+    "repeated",
+    "watched",
 ]

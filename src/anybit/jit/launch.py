@@ -42,14 +42,46 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
         return
     if device is None:
         device = torch._C._cuda_getDevice()
-    launcher = _launchers.get((kernel, device, grid, pdl))
-    if launcher is None:
-        if len(_launchers) >= 4096:  # grids of many batch sizes: forget them all rather than grow for ever
-            _launchers.clear()
-        launcher = _launchers.setdefault((kernel, device, grid, pdl), Launcher(kernel, device, grid, pdl))
+    launcher = _launchers.get((kernel, device, grid, pdl)) or _launcher(kernel, device, grid, pdl)
     launcher(params)
     if _tape is not None:
         _tape.append(Recorded(launcher, launcher.last(), params))
+
+
+def _launcher(kernel: Kernel, device: int, grid: Grid, pdl: bool) -> "Launcher":
+    found = _launchers.get((kernel, device, grid, pdl))
+    if found is None:
+        if len(_launchers) >= 4096:  # grids of many batch sizes: forget them all rather than grow for ever
+            _launchers.clear()
+        found = _launchers.setdefault((kernel, device, grid, pdl), Launcher(kernel, device, grid, pdl))
+    return found
+
+
+def repeated(
+    kernel: Kernel, params: Any, grid: Grid, changing: tuple[str, ...], *, pdl: bool = False, device: int
+) -> Callable[..., None]:
+    """A launch as ``launch`` makes it, to be made often: a function of the fields of `params` that change, by order.
+
+    It takes addresses for pointers, and whoever calls it vouches for them. Neither ``record`` nor ``kernels_of`` sees
+    it: ask ``watched`` first.
+    """
+    launcher = _launcher(kernel, device, grid, pdl)
+    known, start = launcher.values(params), launcher.start
+    names = [field.name for field in layout_of(kernel.params).fields]
+    places = [names.index(name) for name in changing]
+
+    def again(*new: Any) -> None:
+        values = known.copy()
+        for place, value in zip(places, new, strict=True):
+            values[place] = value
+        start(values)
+
+    return again
+
+
+def watched() -> bool:
+    """Whether somebody listens to launches (``record``, ``kernels_of``)."""
+    return _tape is not None or _wanted is not None
 
 
 _tape: "list[Recorded] | None" = None
@@ -134,7 +166,11 @@ class Launcher:
 
     def __call__(self, params: Any) -> None:
         """Launch with `params` on the device's current stream."""
-        device, scratch = self.device, self._scratch
+        self.start(self.values(params))
+
+    def values(self, params: Any) -> list[Any]:
+        """The fields of `params`, tensors as addresses. Raises ValueError where one lives on another device."""
+        device = self.device
         values = [*self._fields(params)]
         for index in self._pointers:
             value = values[index]
@@ -144,11 +180,15 @@ class Launcher:
                 if value.get_device() != device:
                     self._refuse_device(index, value)
                 values[index] = value.data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        return values
+
+    def start(self, values: list[Any]) -> None:
+        """Launch with what `values` gave on the device's current stream."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
         config = self._configs.get(stream)
         if config is None:
             config = self._configs[stream] = self._config(stream)
-        self._layout.packer.pack_into(scratch.buffer, 0, *values)
+        self._layout.packer.pack_into(self._scratch.buffer, 0, *values)
         self._start(config)
 
     def last(self) -> bytes:

@@ -22,13 +22,14 @@ def encode(matrix: Tensor, box_columns: int, box_rows: int) -> bytes:
     """
     rows, columns = matrix.shape
     size = matrix.element_size()
-    return _encode(matrix.data_ptr(), size, rows, columns, matrix.stride(0) * size, box_columns, box_rows)
+    return encode_at(matrix.data_ptr(), size, rows, columns, matrix.stride(0) * size, box_columns, box_rows)
 
 
 @lru_cache(maxsize=1024)
-def _encode(
+def encode_at(
     address: int, element_bytes: int, rows: int, columns: int, pitch: int, box_columns: int, box_rows: int
 ) -> bytes:
+    """The map of a matrix that begins at an address, a row every ``pitch`` bytes; else as ``encode``."""
     cuda = driver()
     kinds = cuda.CUtensorMapDataType
     kind = {1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16}[element_bytes]

@@ -5,17 +5,19 @@ read, in their own layout. From then on ``linear`` is one op, ``anybit::linear``
 """
 
 import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from anybit import jit
 from anybit.errors import LayerError
 from anybit.hadamard import factor, transform
 from anybit.kernels.elementwise import hadamard as hadamard_kernel
 from anybit.ops import bitwise, packed
 from anybit.ops.autocast import under_autocast
-from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
+from anybit.ops.backend import Backend, LinearSpec, Repeated, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
 from anybit.ops.fused import hadamard_linear, norm_linear, norm_rotate_store, rotation_refused, silu_linear
 from anybit.ops.layouts import MultiLayoutBackend
@@ -23,6 +25,7 @@ from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
+from anybit.tune.dispatch import generation
 from anybit.tune.registry import Layout
 
 __all__ = [
@@ -59,13 +62,15 @@ register(ReferencePacked())
 class Prepared:
     """A weight as one backend reads it: its tensors, and the static description that travels with every call.
 
-    number: another for each, however soon after another one is gone.
+    number: another for each, however soon after another one is gone.  repeated: what runs calls that were made before,
+    by what inputs look like.
     """
 
     tensors: list[Tensor]
     spec: LinearSpec
     spec_text: str
     number: int = field(default_factory=itertools.count().__next__)
+    repeated: dict[Hashable, Repeated | None] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[type["Prepared"], tuple[list[Tensor], LinearSpec, str]]:
         return Prepared, (self.tensors, self.spec, self.spec_text)  # a copy is another one, and has its own number
@@ -115,11 +120,55 @@ def _check_groups(weight: QuantizedWeight) -> None:
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
     """Y = x W^T + bias, through the op ``anybit::linear``: x float [..., K], bias float [N] -> y [..., N] in x's dtype.
 
-    Kernels take float16 and bfloat16. Raises KernelError (LayerError on the reference) before anything is launched for
+    Where nothing but this call looks at the op, a call that is like one before it launches at once. Kernels take
+    float16 and bfloat16. Raises KernelError (LayerError on the reference) before anything is launched for
     an x of another dtype, width or device than the prepared weight takes; kernels also for such a bias.
     """
-    y: Tensor = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
+    if not _alone(x):
+        y: Tensor = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
+        return y
+    like = (x.shape, x.stride(), x.dtype, x.device, None if bias is None else _like(bias), generation())
+    known = prepared.repeated.get(like)
+    if known is not None and not (x.data_ptr() % 16 or (bias is not None and bias.data_ptr() % 16)):
+        return known(x, bias)
+    y = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
+    if like not in prepared.repeated and x.numel() <= MOST_REPEATED_TOKENS * prepared.spec.k:
+        if len(prepared.repeated) >= 4 * MOST_REPEATED_TOKENS:
+            prepared.repeated.clear()
+        prepared.repeated[like] = _repeated(x, prepared, bias)
     return y
+
+
+MOST_REPEATED_TOKENS = 256
+"""The host's time matters to so many tokens; the launches of more take longer than finding out how to make them."""
+
+
+def _alone(x: Tensor) -> bool:
+    """Whether the op would go to its kernels at once: no compiler, mode, transform, autocast, profiler or gradient."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.requires_grad:
+        return False
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_autocast_enabled("cuda")
+        or torch._C._is_tracing()
+        or torch.autograd.profiler._is_profiler_enabled
+        or jit.watched()
+    )
+
+
+def _like(bias: Tensor) -> tuple[Hashable, ...]:
+    return bias.shape, bias.stride(), bias.dtype, bias.device
+
+
+def _repeated(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Repeated | None:
+    """What runs calls like this one, which has just succeeded; None where the op has to."""
+    if x.device != prepared.tensors[0].device or x.data_ptr() % 16:
+        return None
+    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
+        return None
+    return backends[prepared.spec.backend].repeated(x, prepared.tensors, bias, prepared.spec)
 
 
 def _linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:

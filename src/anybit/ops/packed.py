@@ -27,7 +27,8 @@ from anybit.kernels.gemm import (
 )
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
-from anybit.ops.backend import Backend, LinearSpec
+from anybit.ops import packed_repeat
+from anybit.ops.backend import Backend, LinearSpec, Repeated
 from anybit.ops.checks import check_input, copy_of, dense_bias, product_of, rows_of
 from anybit.ops.elementwise import check_step
 from anybit.ops.prologue import ActivationPrologue
@@ -129,6 +130,20 @@ class PackedTiles(Backend):
         else:
             _multiply_few(rows, weight, bias, y, plan)
         return y.view(*x.shape[:-1], spec.n)
+
+    def repeated(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Repeated | None:
+        """Launches whose parameters are known but for addresses; None for gathered rows, and without wgmma."""
+        rows, weight = rows_of(x, spec.k), _weight(tensors, spec)
+        if weight.permutation is not None or rows.data_ptr() != x.data_ptr() or not len(rows):
+            return None
+        plan = _plan(spec, rows, weight)
+        if plan.kernel is sm80_packed_gemm or not quantize_activations.rows_aligned(rows):
+            return None
+        shape = (*x.shape[:-1], spec.n)
+        if plan.quantizer is None:
+            return packed_repeat.plain(rows, shape, weight, bias, plan.kernel, plan.config)
+        how = plan.kernel, plan.config, plan.quantizer, spec.activations
+        return packed_repeat.coded(rows, shape, weight, bias, *how)
 
     def norm_linear(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, tensors: list[Tensor],

@@ -286,7 +286,7 @@ def forget_with_maps(decided: dict[Any, Any]) -> None:
 
 
 def generation() -> int:
-    """A number that changes whenever maps are read again."""
+    """A number that changes whenever choices are to be made again."""
     return _generation
 
 
@@ -296,9 +296,11 @@ def allow(*words: str) -> None:
     Layers that are prepared from now on may be kept for it; those that are kept for it already do as it says from
     their next call on, but for CUDA graphs.
     """
+    global _generation
     refuse_unknown(words)
     _allowed.clear()
     _allowed.update(words)
+    _generation += 1
     for decided in _decisions:
         decided.clear()
 

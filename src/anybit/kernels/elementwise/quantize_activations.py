@@ -296,9 +296,25 @@ def launch(
 
     packed: where the codes go; None for Target.values, which writes ``normalized`` alone.
     """
+    params = arguments(problem, config, packed, x, gamma, epsilon, residual, residual_sum, normalized)
+    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=x.get_device())
+
+
+def arguments(
+    problem: Problem,
+    config: Config,
+    packed: Packed | None,
+    x: Tensor,
+    gamma: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+    residual_sum: Tensor | None = None,
+    normalized: Tensor | None = None,
+) -> Params:
+    """The Params of a launch, unchecked."""
     codes, scale, sum, zero = (0, 0, 0, 0) if packed is None else packed.addresses
     in_planes = problem.target is Target.planes
-    params = Params(
+    return Params(
         x,
         residual,
         residual_sum,
@@ -317,7 +333,6 @@ def launch(
         float(problem.k) ** -0.5,
         hadamard.signs(config.order, x.device) if config.order else None,
     )
-    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=x.get_device())
 
 
 def _config(problem: Problem, threads: int, vectors: int) -> Config:

@@ -238,9 +238,10 @@ def params(
     Without an x the map is left empty, for the emulation to fill.
     """
     row_tiles, token_tiles = place(problem, config)
+    x_map, x_tail = (b"", b"") if x is None else (encode(x, *box) for box in boxes(config, x.element_size()))
     return Params(
-        x=b"" if x is None else encode(x, 128 // x.element_size(), config.tile_m // config.cluster_n),
-        x_tail=b"" if x is None else encode(x, 128 // x.element_size(), config.tail_rows or 8),
+        x=x_map,
+        x_tail=x_tail,
         tiles=weight.tiles,
         row_scale=weight.row_scale,
         row_zero=weight.row_zero,
@@ -258,6 +259,12 @@ def params(
         token_tiles=token_tiles,
         raster=max(1, 4096 // config.rows),
     )
+
+
+def boxes(config: Config, element_bytes: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Columns and rows of the boxes in which x is read: those of whole tiles, and of the last one."""
+    columns = 128 // element_bytes
+    return (columns, config.tile_m // config.cluster_n), (columns, config.tail_rows or 8)
 
 
 def multiply(

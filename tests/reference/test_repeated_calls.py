@@ -1,0 +1,162 @@
+"""A layer's second call launches what its first one did, found without looking. No GPU: launches are written down."""
+
+import ctypes
+import importlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybit import jit, ops
+from anybit.device import Device
+from anybit.errors import KernelError
+from anybit.jit import tensor_map
+from anybit.jit.params import layout_of
+from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.ops import packed, packed_repeat
+from anybit.ops.backend import LinearSpec
+from anybit.scheme import Scheme
+from anybit.tune import dispatch as dispatching
+from cases import random_weight
+
+launching = importlib.import_module("anybit.jit.launch")  # not the function of that name
+N, K = 192, 256
+SCHEMES = ("w4a16g128", "w3a16g64asym", "w4a8", "w8a8", "w4a8fp", "w2a8")
+
+
+class Driver:
+    """Keeps the launches of one call: each kernel's entry and its parameters as the driver gets them."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, dict[str, Any]]] = []
+        self.slow = 0
+
+    def cuLaunchKernelEx(self, config: Any, function: jit.Kernel, address: int, extra: int) -> tuple[int]:
+        layout = layout_of(function.params)
+        buffer = ctypes.string_at(ctypes.c_void_p.from_address(address).value or 0, layout.size)
+        names = [field.name for field in layout.fields]
+        self.launches.append((function.entry, dict(zip(names, layout.packer.unpack(buffer), strict=True))))
+        return (0,)
+
+    def take(self, y: Tensor, x: Tensor) -> list[tuple[str, dict[str, Any]]]:
+        """The launches since the last time, addresses of y, x and of codes by name."""
+        launches, self.launches = self.launches, []
+        known = {y.data_ptr(): "y", x.data_ptr(): "x"}
+        base = launches[0][1].get("codes", 0)
+        if base:
+            first = launches[0][1]
+            known |= {
+                first[name]: f"{name} {first[name] - base}" for name in ("codes", "scale", "sum", "zero") if first[name]
+            }
+        for _, values in launches:
+            for name, value in values.items():
+                address = int.from_bytes(value[:8], "little") if isinstance(value, bytes) else value
+                if address in known and address > 1 << 20:
+                    rest = value[8:] if isinstance(value, bytes) else b""
+                    values[name] = known[address], rest
+        return launches
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    found, device = Driver(), Device.named("sm_90a")
+
+    def encode_at(*values: int) -> bytes:
+        return b"".join(value.to_bytes(8, "little") for value in values).ljust(128, b"\0")
+
+    def encode(matrix: Tensor, *box: int) -> bytes:
+        size = matrix.element_size()
+        return encode_at(matrix.data_ptr(), size, *matrix.shape, matrix.stride(0) * size, *box)
+
+    whole = packed.PackedTiles.linear
+
+    def linear(*args: Any) -> Tensor:
+        found.slow += 1
+        return whole(*args)
+
+    monkeypatch.setattr(packed.PackedTiles, "linear", linear)
+    monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: device))
+    monkeypatch.setattr(launching, "_device", lambda index: device)
+    monkeypatch.setattr(launching, "_function", lambda kernel, index: kernel)
+    monkeypatch.setattr(launching, "_launchers", {})
+    monkeypatch.setattr(launching, "driver", lambda: found)
+    monkeypatch.setattr(launching.Launcher, "_config", lambda self, stream: SimpleNamespace())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(packed_repeat, "encode_at", encode_at)
+    for module in (tensor_map, sm90_packed_gemm):
+        monkeypatch.setattr(module, "encode", encode)
+    dispatching.use()
+    yield found
+    dispatching.use()
+
+
+def prepared(text: str, seed: int = 0) -> ops.Prepared:
+    scheme = Scheme.parse(text)
+    tensors = ops.backends["packed"].prepare(random_weight(N, K, scheme.weights, seed=seed), scheme.activations)
+    spec = LinearSpec("packed", N, K, scheme.weights, scheme.activations)
+    return ops.Prepared(tensors, spec, str(spec))
+
+
+@pytest.mark.parametrize("m", [1, 4, 16, 40, 128])
+@pytest.mark.parametrize("text", SCHEMES)
+def test_the_second_call_launches_what_the_first_did(driver: Driver, text: str, m: int) -> None:
+    layer, other = prepared(text), prepared(text, seed=1)
+    for bias in (None, torch.randn(N).half()):
+        first, second = torch.randn(2, m, K).half()
+        y = ops.linear(first, layer, bias)
+        expected = driver.take(y, first)
+        assert driver.slow == 1
+        for x in (second, first):
+            got = ops.linear(x, layer, bias)
+            assert driver.take(got, x) == expected
+            assert driver.slow == 1 and (got.shape, got.dtype) == (y.shape, y.dtype)
+        y = ops.linear(first, other, bias)  # another layer of the same shape: its own weight
+        assert driver.slow == 2 and driver.take(y, first) != expected
+        driver.slow = 0
+
+
+def test_what_looks_different_is_looked_at(driver: Driver) -> None:
+    layer, x, bias = prepared("w4a16g128"), torch.randn(4, K).half(), torch.randn(N).half()
+    wide, odd = torch.randn(4, K + 8).half()[:, :K], torch.randn(4 * K + 1).half()[1:].view(4, K)
+    ops.linear(x, layer)
+    others = [(one, None) for one in (x.bfloat16(), x[:2], x[None], wide, odd)]
+    for count, (other, added) in enumerate([*others, (x, bias)]):
+        assert ops.linear(other, layer, added).shape == (*other.shape[:-1], N)
+        assert driver.slow == count + 2
+    ops.linear(wide, layer)
+    ops.linear(x, layer, bias)
+    assert driver.slow == 7  # these two are known now
+    assert ops.linear(x.to("meta"), layer).is_meta
+    for wrong in (torch.randn(4, K + 8).half(), x.float()):
+        with pytest.raises(KernelError):
+            ops.linear(wrong, layer)
+    with pytest.raises(KernelError, match="bias"):
+        ops.linear(x, layer, torch.randn(N + 8).half())
+
+
+def test_who_looks_at_ops_sees_them(driver: Driver) -> None:
+    layer, x = prepared("w4a8"), torch.randn(4, K).half()
+    ops.linear(x, layer)
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        ops.linear(x, layer)
+    assert "anybit.linear.default" in seen
+    assert len(jit.record(lambda: ops.linear(x, layer))) == 2
+    assert len(jit.kernels_of(lambda: ops.linear(x, layer))) == 2
+    with torch.profiler.profile() as trace:
+        ops.linear(x, layer)
+    assert any(event.name == "anybit::linear" for event in trace.events())
+    assert driver.slow == 5
+    ops.linear(x, layer)
+    assert driver.slow == 5
