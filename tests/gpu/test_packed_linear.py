@@ -41,6 +41,30 @@ def _input(m, k):
     return torch.randn(m, k, generator=torch.Generator().manual_seed(m))
 
 
+@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w4a8", "w4a8fp"])
+def test_calls_again_give_what_the_op_gives(scheme):
+    """Also on another stream and in a graph, where addresses are others."""
+    parsed, n, k = Scheme.parse(scheme), 1024, 2048
+    weight = quantize_weight((torch.randn(n, k) * 0.05).half(), parsed.weights).to("cuda")
+    layer = QuantLinear.from_weight(weight, parsed, torch.randn(n, device="cuda").half()).prepare()
+    prepared, other = layer._prepared, torch.cuda.Stream()
+    with torch.no_grad():
+        for m in (1, 4, 16, 64, 200):
+            xs = torch.randn(4, m, k, device="cuda").half()
+            expected = [torch.ops.anybit.linear(x, prepared.tensors, layer.bias, prepared.spec_text) for x in xs]
+            got = [layer(x) for x in xs]
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                got += [layer(x) for x in xs]
+            torch.cuda.current_stream().wait_stream(other)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = [layer(x) for x in xs]
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(got + captured, expected * 3, strict=True))
+    assert sum(call is not None for call in prepared.repeated.values()) == 5
+
+
 @pytest.mark.parametrize("scheme", ["w4a16g128", "w4a8"])
 def test_gradients_reach_the_input(scheme):
     parsed = Scheme.parse(scheme)
