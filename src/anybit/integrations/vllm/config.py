@@ -18,6 +18,7 @@ from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.integrations.check import check_folder
 from anybit.integrations.vllm import fusion
+from anybit.integrations.vllm.foreign import MARK, AnyBitForeignLinearMethod, Foreign
 from anybit.integrations.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
 from anybit.integrations.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
 from anybit.integrations.vllm.warmup import Ledger
@@ -65,6 +66,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
         self.group_index, self.input_scale = group_index, input_scale
         self.stored: list[str] | None = None
+        self.foreign: Foreign | None = None
         self.ledger = Ledger({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
         self._told: set[str] = set()
 
@@ -110,19 +112,27 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         if method == COMPRESSED:
             scheme, ordered = _scheme_of(config)
             return cls(scheme, [name.removeprefix("re:") for name in config.get("ignore") or ()], ordered)
-        raise CheckpointError(
-            f"anybit's kernels cannot run this model's {method} weights inside vLLM yet: leave out --quantization "
-            "anybit, and vLLM's own kernels run them"
-        )
+        foreign = Foreign.of(config)
+        if foreign is None:
+            raise CheckpointError(
+                f"anybit's kernels cannot run this model's {method} weights inside vLLM: leave out --quantization "
+                "anybit, and vLLM's own kernels run them, or convert the model first, `anybit convert FOLDER OUT`"
+            )
+        found = cls(foreign.scheme, group_index=foreign.ordered, overrides=foreign.overrides)
+        found.foreign = foreign
+        return found
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Check the folder; which layers hold codes by its headers decides what is loaded, not a pattern."""
         if any(Path(model_name).glob("*.safetensors")):
             check_folder(Path(model_name), type(hf_config).__module__.startswith("transformers_modules"))
         names = _tensor_names(model_name, revision)
+        mark = ".weight_packed" if self.foreign is None else f".{MARK}"
         self.stored = None if names is None else sorted(
-            name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed")
+            name.removesuffix(mark) for name in names if name.endswith(mark)
         )  # fmt: skip
+        if self.foreign is not None and not self.stored:
+            raise CheckpointError(f"{model_name} is said to hold {self.foreign.format.NAME} layers, and has no *{mark}")
         if self.stored is None or self.stored:
             experts = [name for name in self.stored or () if ".experts." in name]
             if experts:
@@ -167,6 +177,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 "one scheme"
             )
         (scheme,) = schemes
+        if self.foreign is not None:
+            return AnyBitForeignLinearMethod(self.foreign, scheme, parts, self.ledger)
         if not self.stored:
             return AnyBitOnlineLinearMethod(scheme, parts, self.ledger)
         return AnyBitLinearMethod(scheme, parts, self.ledger, self.group_index, self.input_scale)
@@ -175,6 +187,11 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         """What runs an output head: it is quantized where the checkpoint holds its codes, or an override names it."""
         scheme = override_of(name, self.overrides) or self.scheme
         if self.stored:
+            if name in self.stored and self.foreign is not None:
+                raise CheckpointError(
+                    f"the output head is quantized by {self.foreign.format.NAME}, which anybit does not run inside "
+                    "vLLM: convert the model first, `anybit convert FOLDER OUT`"
+                )
             if name in self.stored:
                 return AnyBitHeadMethod(scheme, name, self.ledger, self.group_index, self.input_scale)
         elif name in self.overrides:

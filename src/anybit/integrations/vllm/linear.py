@@ -233,7 +233,7 @@ class AnyBitLinearMethod(_Method):
     def _check_loaded(self, layer: Any, shapes: Tensor) -> None:
         for n, k in shapes.tolist():
             if (n, k) == (0, 0):
-                raise CheckpointError(f"layer {self.name}: the checkpoint has no weight_shape for a part of it")
+                raise CheckpointError(f"layer {self.name}: the checkpoint has no tensors for a part of it")
             if k != layer.anybit_whole_inputs:
                 raise CheckpointError(
                     f"layer {self.name} has {k} inputs in the checkpoint, and {layer.anybit_whole_inputs} in the model"
