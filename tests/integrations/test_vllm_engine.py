@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an en
 
 import cases_serving as cases
 from anybit import AnyBitConfig
+from anybit.checkpoints.formats.write import convert_into
 from anybit.integrations.loading import load_model
 
 SCHEMES = ("w4a16g128", "w4a16g32", "w3a16g64asym", "w5a16", "w2a16g32asym")
@@ -107,6 +108,13 @@ def test_compressed_tensors_of_another_tool_by_choice(small: Path, tmp_path: Pat
     assert words["quant_method"] == "compressed-tensors" and words.pop("anybit")  # as another tool would write it
     (folder / "config.json").write_text(json.dumps(config))
     assert by_vllm(folder, tmp_path, quantization="anybit") == expected
+
+
+@pytest.mark.parametrize("scheme", ["w4a16g64", "w8a16g32asym"])
+def test_gptq_by_choice(small: Path, tmp_path: Path, scheme: str) -> None:
+    folder = quantized(small, scheme, tmp_path / "q")
+    convert_into(folder, "gptq", tmp_path / "gptq")
+    assert by_vllm(tmp_path / "gptq", tmp_path, quantization="anybit") == by_anybit(folder)
 
 
 def test_floats_are_quantized_while_loading(small: Path, tmp_path: Path) -> None:
