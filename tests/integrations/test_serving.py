@@ -44,6 +44,26 @@ def test_empty_prompts_and_prompts_beyond_the_context(server: cases.Running) -> 
 
 
 @has_server
+def test_metrics_count_what_was_answered(server: cases.Running) -> None:
+    import httpx
+
+    def figures() -> dict[str, float]:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
+
+    before = figures()
+    server.text("abc")
+    httpx.get(f"{server.url}/made/up")
+    after = figures()
+    assert after["anybit_requests_running"] == 0
+    for name in ('requests_total{path="/v1/completions",status="200"}', 'requests_total{path="other",status="404"}'):
+        assert after[f"anybit_{name}"] == before.get(f"anybit_{name}", 0) + 1
+    of = '{path="/v1/completions"}'
+    assert 0 < after[f"anybit_first_byte_seconds_sum{of}"] <= after[f"anybit_request_seconds_sum{of}"]
+    assert not any("made" in name for name in after)
+
+
+@has_server
 def test_a_running_server_is_measured(server: cases.Running, tmp_path: Path) -> None:
     figures = measure(server.url, server.model, rate=20, requests=4, words=3, new_tokens=4)
     assert (figures.requests, figures.failed, figures.rate) == (4, 0, 20)

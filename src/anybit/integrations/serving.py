@@ -141,8 +141,10 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
     import torch
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager
+    from transformers.cli.serving import server as building
 
     from anybit.integrations.loading import load_model
+    from anybit.integrations.serving_metrics import Metrics
 
     dtype = None if server.dtype == "auto" else getattr(torch, server.dtype, None)
     if server.dtype != "auto" and not isinstance(dtype, torch.dtype):
@@ -161,11 +163,13 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
             return loaded.model
 
     before, model_manager.ModelManager = model_manager.ModelManager, OneModel
+    build = building.build_server
+    building.build_server = lambda *args, **words: Metrics(build(*args, **words))
     watch.start()
     try:
         Serve(force_model=server.model, host=server.host, port=server.port, device=str(loaded.model.device))
     finally:
-        model_manager.ModelManager = before
+        model_manager.ModelManager, building.build_server = before, build
     return 0
 
 

@@ -43,7 +43,6 @@ class Foreign:
     scheme: of its layers.  overrides: of those that have another one, by name.  ordered: in activation order.
     """
 
-    format: Format
     config: dict[str, Any]
     scheme: Scheme
     overrides: dict[str, Scheme]
@@ -66,7 +65,14 @@ class Foreign:
         scheme = _scheme(format, config)
         overrides = {name: _scheme(format, {**config, **words}) for name, words in quantized.items()}
         ordered = bool(config.get("desc_act")) and scheme.weights.group is not None
-        return cls(format, config, scheme, overrides, ordered)
+        return cls(config, scheme, overrides, ordered)
+
+    @property
+    def format(self) -> Format:
+        """The reader of its layers; a module, which does not go to another process."""
+        found = format_of({"quantization_config": self.config})
+        assert found is not None
+        return found
 
     def read(self, name: str, tensors: dict[str, Tensor], scheme: Scheme, dtype: torch.dtype) -> QuantizedWeight:
         """A layer's weight, scales in ``dtype``. CheckpointError where it is not in ``scheme``."""

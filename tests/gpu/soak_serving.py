@@ -1,0 +1,135 @@
+"""A server under more than it can hold, for a minute: python tests/gpu/soak_serving.py [--requests 1000]
+
+vLLM over a small quantized model with a cache of few pages: 1,000 requests of mixed lengths at once, of which some hang
+up, some ask for more than the context and some for nothing; requests that do not fit are preempted. Every answer that
+is finished equals the one that its request gets alone, no page stays taken, and a signal in the middle ends the server.
+Not a test of pytest's: it needs vLLM, and a minute.
+"""
+
+import argparse
+import asyncio
+import random
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+
+import cases_serving as cases  # noqa: E402
+from anybit.quantization.methods.registry import quantize_folder  # noqa: E402
+
+CONTEXT = cases.CONTEXT
+
+
+def requests_of(count: int) -> list[tuple[str, str, int]]:
+    """(kind, prompt, new tokens) of each request; a few dozen different ones that are to be finished."""
+    draw = random.Random(0)
+    kinds = ["whole"] * 17 + ["hang up", "cancel", "empty", "beyond"]
+    found = []
+    for _ in range(count):
+        kind = draw.choice(kinds)
+        number = draw.randrange(48)
+        prompt = f"{number} " + "ab cd " * (1 + 5 * number % 23)
+        prompt = {"empty": "", "beyond": "q" * (4 * CONTEXT)}.get(kind, prompt)
+        found.append((kind, prompt, 4 + 7 * number % 60))
+    return found
+
+
+async def ask(client: Any, server: cases.Running, kind: str, prompt: str, new: int) -> str | int | None:
+    """What came: the answer's text, the status of a refusal, None where the client went away."""
+    import httpx
+
+    body = {"model": server.model, "prompt": prompt, "max_tokens": new, "temperature": 0}
+    if kind == "hang up":
+        body |= {"stream": True, "max_tokens": 100}
+        async with client.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            async for _ in response.aiter_lines():
+                return None
+        return None
+    try:
+        sent = client.post(f"{server.url}/v1/completions", json=body)
+        response = await (asyncio.wait_for(sent, 0.5) if kind == "cancel" else sent)
+    except (TimeoutError, httpx.TransportError):
+        if kind != "cancel":
+            raise
+        return None
+    return response.json()["choices"][0]["text"] if response.status_code == 200 else response.status_code
+
+
+async def everything(server: cases.Running, asked: list[tuple[str, str, int]]) -> tuple[int, list[str]]:
+    """How many answers were compared, and what is wrong."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(limits=limits, timeout=120) as client:
+        alone = {}
+        for kind, prompt, new in asked:
+            if kind == "whole" and (prompt, new) not in alone:
+                alone[prompt, new] = await ask(client, server, kind, prompt, new)
+        answers = await asyncio.gather(*(ask(client, server, *one) for one in asked), return_exceptions=True)
+    wrong, compared = [], 0
+    for (kind, prompt, new), got in zip(asked, answers, strict=True):
+        if isinstance(got, BaseException):
+            wrong.append(f"{kind}: {type(got).__name__}: {got}")
+        elif kind == "beyond" and got not in (400, 422):
+            wrong.append(f"a prompt beyond the context: {got!r}")
+        elif kind == "empty" and isinstance(got, int) and got not in (400, 422):
+            wrong.append(f"an empty prompt: {got}")
+        elif kind == "whole":
+            compared += 1
+            if got != alone[prompt, new]:
+                wrong.append(f"{prompt[:12]!r}...: {got!r} for {alone[prompt, new]!r}")
+    return compared, wrong
+
+
+def metrics(server: cases.Running) -> dict[str, float]:
+    """vLLM's figures by name, labels dropped."""
+    import httpx
+
+    lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
+    pairs = (line.rpartition(" ") for line in lines if line.startswith("vllm:"))
+    return {name.partition("{")[0]: float(value) for name, _, value in pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--scheme", default="w4a16g64")
+    parser.add_argument("--pages", type=int, default=160, help="of the cache: too few for all that run at once")
+    parser.add_argument("--serve", default="", help="options of anybit serve, in one word")
+    parser.add_argument("--vllm", default="", help="of vllm serve")
+    args = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="soak-"))
+    (root / "plain").mkdir()
+    quantize_folder(cases.save_small_llama(root / "plain"), root / "model", args.scheme)
+    flags = ["--engine", "vllm", "--max-length", str(CONTEXT), *shlex.split(args.serve), "--", *shlex.split(args.vllm)]
+    flags += ["--num-gpu-blocks-override", str(args.pages), "--no-enable-prefix-caching"]
+    with cases.served(root / "model", root / "log", *flags, seconds=300) as server:
+        begin = time.perf_counter()
+        compared, wrong = asyncio.run(everything(server, requests_of(args.requests)))
+        seconds = time.perf_counter() - begin
+        for _ in range(50):  # what clients left behind ends a step or two later
+            figures = metrics(server)
+            left = [figures.get(f"vllm:{name}", -1) for name in ("num_requests_running", "num_requests_waiting")]
+            left.append(figures.get("vllm:kv_cache_usage_perc", -1))
+            if not any(left):
+                break
+            time.sleep(0.2)
+        preempted = figures.get("vllm:num_preemptions_total", 0)
+        print(
+            f"{args.requests} requests in {seconds:.1f} s: {compared} answers compared, {len(wrong)} wrong", flush=True
+        )
+        print(f"preemptions {preempted:.0f}; afterwards running, waiting, part of the cache in use: {left}")
+        print(*wrong[:5], sep="\n")
+        cases.check_odd_prompts(server)
+        cases.check_shutdown(server)
+        print(f"ended in the middle of an answer with {server.process.returncode}")
+    if wrong or any(left) or not preempted:
+        raise SystemExit("the soak failed")
+
+
+if __name__ == "__main__":
+    main()
