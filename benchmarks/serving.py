@@ -168,10 +168,11 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
         first = min(generate(llm, 1, prompt, 1) for _ in range(4))
         print(f"{mode}: first token of a prompt of {prompt}: {first * 1e3:.1f} ms", flush=True)
         found.append(row(mode, checked, requests=1, prompt=prompt, new_tokens=1, ttft_ms=round(first * 1e3, 1)))
+    if args.rates or args.profile:
+        add(args.output, found, KEY)  # before what may fail
     if args.rates:
         found += arrivals(llm, mode, args)
     if args.profile:
-        add(args.output, found, KEY)  # before what may fail
         for requests in args.profile:
             profile_steps(llm, mode, requests)
         for prompt in args.prompts:
