@@ -7,7 +7,7 @@ import torch
 
 def print_kernels(run: Callable[[], object], count: int = 1) -> None:
     """Print the time of ``count`` runs by kernel, and the gaps. A product is told by what ran before it: its kernel has
-    one name for all. With programmatic dependent launch kernels overlap, and their times do not sum to the whole.
+    one name for all. A kernel that begins early waits for the one before it: its time counts from where that one ended.
     """
     run()
     torch.cuda.synchronize()
@@ -22,7 +22,7 @@ def print_kernels(run: Callable[[], object], count: int = 1) -> None:
     for start, end, name in events:
         short = name.replace("void ", "").partition("<")[0].partition("(")[0][:44]
         key = f"{short} after {before[:34]}" if "packed" in short else short
-        spent.setdefault(key, []).append(end - start)
+        spent.setdefault(key, []).append(max(0.0, end - max(start, until)))
         if start > until:
             gaps.setdefault(f"{before[:34]} to {short[:34]}", []).append(start - until)
         busy += max(0.0, end - max(start, until))
