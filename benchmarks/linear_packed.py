@@ -36,8 +36,7 @@ from anybit.errors import KernelError
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import heuristics, packed_layout, repack, sm90_packed_gemm
-from anybit.kernels.gemm.packed_layout import PackedWeight
-from anybit.packing import QuantizedWeight, words_per_row
+from anybit.packing import QuantizedWeight, table_of, words_per_row
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import dispatcher
 from anybit.tune.registry import FAMILIES, LinearProblem, step, tiles_of
@@ -104,12 +103,20 @@ def job_of(asked: tuple[Case, str]) -> Job | None:
 
 def random_weight(case: Case, scheme: Scheme) -> QuantizedWeight:
     """Random codes and scales of both signs: a product keeps the size of its input on average."""
-    bits, groups = scheme.weights.bits, scheme.weights.groups(case.k)
+    fmt, shape = scheme.weights, (case.n, case.k)
+    bits, groups = fmt.bits, fmt.groups(case.k)
     words = torch.randint(-(2**31), 2**31 - 1, (case.n, words_per_row(case.k, bits)), dtype=torch.int32, device="cuda")
-    spread = (((1 << 2 * bits) - 1) / 12 + 0.25 * (scheme.weights.code == "sym")) * case.k * 1.083
-    scale = (torch.rand(case.n, groups, device="cuda") + 0.5) * 0.97 * spread**-0.5
-    scale *= torch.randint(0, 2, scale.shape, device="cuda") * 2 - 1
-    return QuantizedWeight(words, scale.half().float(), None, (case.n, case.k), scheme.weights)
+    square = ((1 << 2 * bits) - 1) / 12 + 0.25 * (fmt.code in ("sym", "asym"))  # of a code less its zero, on average
+    if fmt.code == "e4m3":
+        words &= 0x77777777  # no NaN
+    if fmt.tabled:
+        square = float(table_of(fmt.code)[: 120 if fmt.code == "e4m3" else None].square().mean())
+    scale = (torch.rand(case.n, groups, device="cuda") + 0.5) * 0.97 * (square * case.k * 1.083) ** -0.5
+    scale = (scale * (torch.randint(0, 2, scale.shape, device="cuda") * 2 - 1)).half().float()
+    middle = 2 ** (bits - 1)
+    zero = torch.full((case.n, groups), middle, dtype=torch.uint8, device="cuda") if fmt.code == "asym" else None
+    minimum = -scale * (middle - 0.5) if fmt.code == "min" else None
+    return QuantizedWeight(words, scale, zero, shape, fmt, minimum=minimum)
 
 
 class Weights:
@@ -129,13 +136,9 @@ class Weights:
         peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
         self.prepare_layers = (peak - before) / (packed.tiles.nbytes + packed.row_scale.nbytes)
         self.rows = torch.randint(0, case.n, (256,), device="cuda")
-        some = QuantizedWeight(layer.words[self.rows], layer.scale[self.rows], None, (256, case.k), layer.format)
-        self.sample = some.dequantize(torch.float32).double()
+        self.sample = layer.rows(self.rows).dequantize(torch.float32).double()
         count = rotations(packed.tiles.numel(), 128)
-        self.copies = [packed] + [
-            PackedWeight(packed.tiles.clone(), packed.row_scale, None, None, packed.shape, packed.format, packed.order)
-            for _ in range(count - 1)
-        ]
+        self.copies = [packed, *(replace(packed, tiles=packed.tiles.clone()) for _ in range(count - 1))]
 
 
 def error_of(y: torch.Tensor, x: torch.Tensor, weights: Weights) -> float:

@@ -1,6 +1,6 @@
 """Products of packed weights that tests of all their kernels draw: weights, activations, what must come out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,11 +8,26 @@ from torch import Tensor
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
-from anybit.scheme import WeightFormat
+from anybit.scheme import Scheme, WeightFormat
 from cases import random_codes, random_weight
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Mean relative error that a product of 16-bit activations may have."""
+
+
+FOREIGN = tuple(
+    Scheme.parse(word).weights
+    for word in (
+        "w4a16g32min", "w2a16g16min", "w8a16g64min", "w4a16min", "w3a16g16", "w6a16g16", "w4a16g32e2m1", "w4a16g16e2m1",
+        "w4a16g64nf4", "w4a16g32iq4", "w8a16e4m3", "w8a16g128e4m3",
+    )
+)  # fmt: skip
+"""Formats that other tools write: float minima, groups of 16, tables of values."""
+
+
+def scheme_of(format: WeightFormat) -> str:
+    """The format in a word, for a test's name."""
+    return str(Scheme(format))
 
 
 @dataclass(frozen=True)
@@ -45,19 +60,7 @@ def act_order(weight: QuantizedWeight, generator: torch.Generator) -> QuantizedW
     if group is None:
         return weight
     index = (torch.arange(k) // group)[torch.randperm(k, generator=generator)].to(torch.int32)
-    return QuantizedWeight(weight.words, weight.scale, weight.zero, weight.shape, weight.format, index)
-
-
-def on(weight: QuantizedWeight, device: str) -> QuantizedWeight:
-    """The layer on a device."""
-
-    def move(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device)
-
-    return QuantizedWeight(
-        weight.words.to(device), weight.scale.to(device), move(weight.zero), weight.shape, weight.format,
-        move(weight.group_index),
-    )  # fmt: skip
+    return replace(weight, group_index=index)
 
 
 def product(
@@ -69,7 +72,7 @@ def product(
     weight = random_weight(n, k, format, seed)
     if ordered:
         weight = act_order(weight, generator)
-    packed = packed_layout.prepare(on(weight, device), "a8" if dtype == torch.int8 else "a16")
+    packed = packed_layout.prepare(weight.to(device), "a8" if dtype == torch.int8 else "a16")
     scale = None
     if dtype == torch.int8:
         x = random_codes((m, k), 8, seed + 3).to(torch.int16).sub(128).clamp(-127, 127).to(torch.int8)

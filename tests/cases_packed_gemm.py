@@ -8,6 +8,7 @@ from anybit.device import Device
 from anybit.kernels.gemm import sm90_packed_gemm
 from anybit.kernels.gemm.sm90_packed_gemm import Config, Problem
 from anybit.scheme import ActivationFormat, WeightFormat
+from cases_packed import FOREIGN
 
 A16 = ActivationFormat()
 INT8 = ActivationFormat(8, "sym")
@@ -81,6 +82,9 @@ def gpu_cases(every: int = 1) -> list[Case]:
             cuts = (CUTS * 2)[i % len(CUTS) :]
             cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
     cases = cases[::every]
+    for i, weights in enumerate(FOREIGN):
+        problem = Problem(*_RAGGED[i % len(_RAGGED)], weights, A16, (torch.float16, torch.bfloat16)[i % 2])
+        cases.append(next(case for cut in (CUTS * 2)[i % len(CUTS) :] if legal(case := Case(problem, cut))))
     w4 = WeightFormat(4, "sym", 128)
     for m in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024):
         problem = Problem(m, 512, 1024, w4)
@@ -179,6 +183,9 @@ def tiny_cases() -> list[Case]:
         (48, 70, 1152, WeightFormat(4, "sym", 128), A16, torch.float16, (48, 1, 2, 2, 1, *_DIRECT, 0, True)),
         (20, 130, 896, WeightFormat(4, "asym", None), INT8, torch.float16, (32, 2, 1, 3, 1, *_DIRECT, 0, True)),
     ]
+    for i, weights in enumerate(FOREIGN):  # in the ring, and past shared memory
+        direct = (48, 1, 2, 2, 1, *_DIRECT, 1) if weights.group != 16 and i % 2 else (16, 1, 1, 1, 1)
+        chosen.append((12, 64, 640, weights, A16, (torch.float16, torch.bfloat16)[i // 2 % 2], direct))
     cases = [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
     # Two blocks a multiprocessor, and blocks without work on a small device.
     small = replace(Device.named("sm_90a"), sms=4)

@@ -5,6 +5,7 @@ cut falls inside a group, the shard has smaller groups whose scales repeat.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from anybit.packing import QuantizedWeight, pack_words, unpack_words
 from anybit.scheme import GROUPS, WeightFormat
 
 _SMALLER = tuple(group for group in GROUPS if group >= 32)
-"""What groups may become: those that kernels read."""
+"""What groups may become: groups of 16 cost a scale for every 16 inputs."""
 
 
 def shard_format(format: WeightFormat, start: int, inputs: int) -> WeightFormat:
@@ -52,9 +53,9 @@ def shard_groups(values: Tensor, format: WeightFormat, start: int, inputs: int) 
 
 
 def shard_ordered(
-    scale: Tensor, zero: Tensor | None, group_index: Tensor, format: WeightFormat
-) -> tuple[Tensor, Tensor | None, Tensor, WeightFormat]:
-    """The same for an activation order: scales [N, G], zeros and ``group_index`` [inputs] of a shard.
+    values: tuple[Tensor | None, ...], group_index: Tensor, format: WeightFormat
+) -> tuple[tuple[Any, ...], Tensor, WeightFormat]:
+    """The same for an activation order: scales, zeros and minima [N, G] and ``group_index`` [inputs] of a shard.
 
     A shard of the inputs may use any of the groups; those that it does not use are dropped.
     Raises LayerError where more groups are left than the smallest group size gives a layer of so many inputs.
@@ -69,7 +70,7 @@ def shard_ordered(
         )
     format = replace(format, group=max(sizes))
     columns = used.long()[torch.arange(format.groups(inputs), device=used.device).clamp(max=count - 1)]
-    return scale[:, columns], None if zero is None else zero[:, columns], index.to(torch.int32), format
+    return tuple(None if one is None else one[:, columns] for one in values), index.to(torch.int32), format
 
 
 def shard(weight: QuantizedWeight, start: int, inputs: int) -> QuantizedWeight:
@@ -80,8 +81,9 @@ def shard(weight: QuantizedWeight, start: int, inputs: int) -> QuantizedWeight:
     indices = None if weight.indices is None else shard_words(weight.indices, 2, start // kept, inputs // kept)
     if weight.group_index is not None and fmt.group is not None:
         index = weight.group_index[start : start + inputs]
-        scale, zero, index, fmt = shard_ordered(weight.scale, weight.zero, index, fmt)
-        return QuantizedWeight(words, scale, zero, (n, inputs), fmt, index, indices)
+        values = (weight.scale, weight.zero, weight.minimum)
+        (scale, zero, minimum), index, fmt = shard_ordered(values, index, fmt)
+        return QuantizedWeight(words, scale, zero, (n, inputs), fmt, index, indices, minimum)
     scale = shard_groups(weight.scale, fmt, start, inputs)
     zero = None if weight.zero is None else shard_groups(weight.zero, fmt, start, inputs)
     minimum = None if weight.minimum is None else shard_groups(weight.minimum, fmt, start, inputs)

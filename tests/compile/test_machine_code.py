@@ -30,6 +30,7 @@ def kernel(folder: Path, body: str, threads: int = 128) -> jit.Kernel:
         "__launch_bounds__(Config::threads) one(const __grid_constant__ Params p) {\n"
         "uint32_t* x = p.x + threadIdx.x; int32_t d[4] = {}; float f[4] = {};\n"
         "uint32_t a[4] = {x[0], x[1], x[2], x[3]}, b[2] = {x[4], x[5]}, c[4] = {x[6], x[7], x[8], x[9]};\n"
+        "uint32_t c2[2] = {x[6], x[7]};\n"
         f"{body}\nfor (int i = 0; i < 4; i++) x[i] = d[i] + __float_as_uint(f[i]);\n}}\n"
     )
     return jit.Kernel(str(header), "one", Nothing(), Params, threads)
@@ -46,6 +47,7 @@ def test_example(arch: str) -> None:
         ("ptx::mma_m16n8k256_b1(d, a, b);", r"BMMA.168256.AND.POPC"),
         ("ptx::mma_m16n8k32_s8(d, a, b);", r"IMMA.16832.S8.S8"),
         ("ptx::mma_m16n8k32_u8s8(d, a, b);", r"IMMA.16832.U8.S8"),
+        ("ptx::mma_m16n8k16_u8s8(d, c2, b[0]);", r"IMMA.16816.U8.S8"),
         ("ptx::mma_m16n8k16_f16(f, a, b);", r"HMMA.16816.F32 "),
         ("ptx::mma_m16n8k16_bf16(f, a, b);", r"HMMA.16816.F32.BF16"),
         ("ptx::mma_sp_m16n8k32_f16(f, a, c, x[9]);", r"HMMA.SP.16832.F32"),

@@ -21,7 +21,7 @@ from anybit.ops import pages
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import WeightFormat
 from cases import random_weight
-from cases_packed import TOLERANCE, product
+from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
 
 pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
@@ -58,6 +58,18 @@ def test_widths(module: ModuleType, bits: int) -> None:
 def test_codes_and_groups(module: ModuleType, code: str, group: int | None) -> None:
     for i, bits in enumerate((4, 3, 8)):
         run(module, WeightFormat(bits, code, group), 2 + i % 2, 64, 512, HALVES[i % 2], seed=i, bias=True)
+
+
+@BOTH
+@pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
+def test_formats_of_other_tools(module: ModuleType, format: WeightFormat) -> None:
+    if module is sm90_packed_gemv and format.code in ("nf4", "e4m3"):
+        problem = sm90_packed_skinny.Problem(1, 64, 128, format, torch.float16, torch.float16, HOPPER, 128)
+        assert "no integers of 8 bits" in str(module.why_not(problem))
+    else:
+        dtype = HALVES[FOREIGN.index(format) % 2]
+        run(module, format, 3, 40, 328, dtype, bias=True)
+        run(module, format, 1, 64, 512, HALVES[FOREIGN.index(format) % 2 - 1], ordered=True)
 
 
 @BOTH

@@ -21,10 +21,9 @@ def check(weight: QuantizedWeight, order: packed_layout.Order) -> None:
     tiles, groups = torch.full_like(expected.tiles, 0xA5), None
     if format.group is not None:
         columns = packed_layout._columns(weight)[1]
+        columns = None if columns is None else columns.int()
         row_scale = torch.full_like(expected.row_scale, torch.nan)
-        groups = repack.Groups(
-            format.group, weight.scale, weight.zero, None if columns is None else columns.int(), row_scale
-        )
+        groups = repack.Groups(format.group, weight.scale, weight.zero, weight.minimum, columns, row_scale)
     params = repack.arguments(weight.words, expected.permutation, tiles, n, k, groups)
     kernel = repack.kernel(repack.Config(format.bits, order == "a8"))
     emulate.run(kernel, params, (tiles.shape[1], tiles.shape[0], 1))
@@ -55,8 +54,13 @@ def test_groups(group: int | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_types_of_scales(dtype: torch.dtype) -> None:
-    weight = random_weight(70, 256, WeightFormat(4, "sym", 32), 5)
-    check(replace(weight, scale=weight.scale.to(dtype)), "a16")
+    for code in ("sym", "min"):
+        check(random_weight(70, 256, WeightFormat(4, code, 32), 5).with_scales(dtype), "a16")
+
+
+@pytest.mark.parametrize("group", [16, 64, 256])
+def test_minima(group: int) -> None:
+    check(random_weight(70, 600, WeightFormat(3, "min", group), 5), "a16")
 
 
 def test_scales_of_any_size() -> None:
@@ -67,3 +71,6 @@ def test_scales_of_any_size() -> None:
         weight.scale[row] = torch.tensor([size, size / 2, 0.0, -size])
     weight.scale[20:40] *= torch.exp2(torch.linspace(-140, 120, 20))[:, None]
     check(weight, "a16")
+    minimum = weight.scale.flip(0).clone()
+    minimum[10:14] *= 1e6
+    check(replace(weight, minimum=minimum, format=WeightFormat(1, "min", 64)), "a16")

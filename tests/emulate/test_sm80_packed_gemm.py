@@ -9,7 +9,7 @@ import emulate
 from anybit.device import Device
 from anybit.kernels.gemm import packed_layout, packed_problem, sm80_packed_gemm
 from anybit.scheme import WeightFormat
-from cases_packed import TOLERANCE, product
+from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
 
 pytestmark = pytest.mark.emulate
 
@@ -49,6 +49,11 @@ def test_widths(bits: int, dtype: torch.dtype) -> None:
 def test_codes_and_groups(code: str, group: int | None) -> None:
     for bits, dtype in ((4, torch.float16), (2, torch.int8)):
         run(WeightFormat(bits, code, group), 3, 128, 512, dtype, sms=2)
+
+
+@pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
+def test_formats_of_other_tools(format: WeightFormat) -> None:
+    run(format, 3, 128, 328, (torch.float16, torch.bfloat16)[FOREIGN.index(format) % 2], sms=2)
 
 
 @pytest.mark.parametrize("sms", [1, 3, 5])

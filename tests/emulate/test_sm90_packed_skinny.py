@@ -10,7 +10,7 @@ from anybit.device import Device
 from anybit.kernels.gemm import packed_layout, packed_problem, sm90_packed_skinny
 from anybit.scheme import WeightFormat
 from cases import random_weight
-from cases_packed import TOLERANCE, product
+from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
 
 pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
@@ -68,6 +68,14 @@ def test_codes_and_groups(code: str, group: int | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_split_activations(bits: int, code: str, group: int | None, dtype: torch.dtype) -> None:
     run(WeightFormat(bits, code, group), 3, 64, 256, dtype, split=True, seed=bits)
+
+
+@pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
+def test_formats_of_other_tools(format: WeightFormat) -> None:
+    dtypes = (torch.float16, torch.bfloat16)
+    run(format, 3, 40, 328, dtypes[FOREIGN.index(format) % 2], bias=True)
+    if format.code == "min" and format.group != 16:
+        run(format, 2, 64, 256, dtypes[FOREIGN.index(format) % 2 - 1], split=True)
 
 
 def test_activation_order() -> None:

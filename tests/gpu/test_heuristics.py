@@ -18,7 +18,7 @@ from anybit.kernels.gemm import (
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
-from cases_packed import TOLERANCE, product
+from cases_packed import FOREIGN, TOLERANCE, product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -55,7 +55,13 @@ ODD: list[Case] = [
     (M, 16, 130, 1000, WeightFormat(4, "sym", 64), torch.bfloat16, False, True),
     (M, 3, 77, 300, WeightFormat(4, "sym", 64), torch.float16, False, True),
 ]
-CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD]
+OTHER_TOOLS: list[Case] = [
+    (kernel, MOST[kernel] - i % 2, 320, 712, format, HALVES[i // 2 % 2], i % 3 == 0, True)
+    for i, format in enumerate(FOREIGN)
+    for kernel in (D, M)
+    if kernel is M or format.code not in ("nf4", "e4m3")
+]
+CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD, *OTHER_TOOLS]
 
 
 def kernels_used() -> list[Kernel]:

@@ -7,12 +7,14 @@ import torch
 
 from anybit.linear import QuantLinear
 from anybit.quantization.methods.rtn import quantize_weight
-from anybit.scheme import Scheme
+from anybit.scheme import CODES, Scheme
 from cases import random_weight
+from cases_packed import FOREIGN, scheme_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-SCHEMES = ["w4a16g128", "w2a16g64asym", "w3a16bipolar", "w8a16", "w4a8", "w4a8g128", "w8a8", "w4a8fp", "w2a8fpg128"]
+SCHEMES = ["w4a16g128", "w2a16g64asym", "w3a16bipolar", "w8a16", "w4a8", "w4a8g128", "w8a8", "w4a8fp", "w2a8fpg128",
+           *map(scheme_of, FOREIGN)]  # fmt: skip
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -22,7 +24,10 @@ SCHEMES = ["w4a16g128", "w2a16g64asym", "w3a16bipolar", "w8a16", "w4a8", "w4a8g1
 def test_like_the_reference(scheme, k, dtype):
     parsed = Scheme.parse(scheme)
     n = 200
-    weight = quantize_weight((torch.randn(n, k) * 0.05).to(dtype), parsed.weights)
+    if parsed.weights.code in CODES and parsed.weights.group != 16:
+        weight = quantize_weight((torch.randn(n, k) * 0.05).to(dtype), parsed.weights)
+    else:
+        weight = random_weight(n, k, parsed.weights).with_scales(dtype)
     bias = torch.randn(n).to(dtype)
     layer = QuantLinear.from_weight(weight, parsed, bias)
     reference = {m: layer(x.to(dtype)) for m, x in ((m, _input(m, k)) for m in (1, 7, 33, 300))}

@@ -8,21 +8,21 @@ import torch
 from anybit.kernels.gemm import packed_layout
 from anybit.scheme import WeightFormat
 from cases import random_weight
-from cases_packed import act_order, on
+from cases_packed import act_order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256, None])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 256, None])
 @pytest.mark.parametrize("bits", [3, 4])
 def test_tiles_are_those_of_torch(bits: int, group: int | None) -> None:
-    for code in ("sym", "asym"):
-        for order in ("a16", "a8"):
+    for code in ("sym", "asym", "min"):
+        for order in ("a16", "a8") if code != "min" and group != 16 else ("a16",):
             host = random_weight(300, 1000, WeightFormat(bits, code, group))
             if group == 64 and order == "a16":
                 host = act_order(host, torch.Generator().manual_seed(bits))
             expected = packed_layout.prepare(host, order)
-            found = packed_layout.prepare(on(host, "cuda"), order)
+            found = packed_layout.prepare(host.to("cuda"), order)
             for name in ("tiles", "row_scale", "row_zero", "permutation"):
                 mine, theirs = getattr(found, name), getattr(expected, name)
                 assert mine is theirs is None or torch.equal(mine.cpu(), theirs), name
@@ -33,7 +33,7 @@ def test_tiles_are_those_of_torch(bits: int, group: int | None) -> None:
 def test_memory(bits: int, group: int | None, dtype: torch.dtype) -> None:
     """Beside the layer that is read: its tiles, and a few numbers a row."""
     weight = random_weight(4096, 4096, WeightFormat(bits, "sym", group))
-    weight = on(replace(weight, scale=weight.scale.to(dtype)), "cuda")
+    weight = replace(weight, scale=weight.scale.to(dtype)).to("cuda")
     packed_layout.prepare(weight)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -5,7 +5,7 @@ import torch
 
 from anybit.kernels.gemm import sm80_packed_gemm
 from anybit.scheme import WeightFormat
-from cases_packed import TOLERANCE, product
+from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -38,3 +38,8 @@ def test_machete_cases(m: int, n: int, k: int) -> None:
 )
 def test_formats(bits: int, code: str, group: int | None, dtype: torch.dtype) -> None:
     check(WeightFormat(bits, code, group), 20, 640, 1024, dtype)
+
+
+@pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
+def test_formats_of_other_tools(format: WeightFormat) -> None:
+    check(format, 20, 640, 712, (torch.float16, torch.bfloat16)[FOREIGN.index(format) % 2])

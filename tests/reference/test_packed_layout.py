@@ -9,6 +9,8 @@ from anybit.errors import KernelError
 from anybit.kernels.gemm.packed_layout import _normalized, codes, pieces, prepare, tile_bytes, unpack
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import WeightFormat
+from cases import random_weight
+from cases_packed import FOREIGN, act_order, scheme_of
 
 SHAPES = [
     (128, (64, 256), False),
@@ -20,7 +22,7 @@ SHAPES = [
 ]
 
 
-def layer(n, k, bits, code, group, act_order=False, seed=0):
+def layer(n, k, bits, code, group, ordered=False, seed=0):
     generator = torch.Generator().manual_seed(seed)
     format = WeightFormat(bits, code, group)
     groups = format.groups(k)
@@ -28,7 +30,7 @@ def layer(n, k, bits, code, group, act_order=False, seed=0):
     scale = (torch.rand(n, groups, generator=generator) * 0.01 + 0.005).half().float()
     zero = torch.randint(0, 2**bits, (n, groups), generator=generator).to(torch.uint8) if code == "asym" else None
     index = None
-    if act_order and group is not None:
+    if ordered and group is not None:
         index = (torch.arange(k) // group)[torch.randperm(k, generator=generator)].to(torch.int32)
     return QuantizedWeight(pack_words(codes, bits), scale, zero, (n, k), format, index)
 
@@ -36,14 +38,36 @@ def layer(n, k, bits, code, group, act_order=False, seed=0):
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
 def test_round_trip(bits, code):
-    for group, (n, k), act_order in SHAPES:
-        weight = layer(n, k, bits, code, group, act_order)
+    for group, (n, k), ordered in SHAPES:
+        weight = layer(n, k, bits, code, group, ordered)
         expected = weight.dequantize(torch.float64)
         for order in ("a16", "a8"):
             packed = prepare(weight, order)
             assert packed.tiles.shape[-1] == tile_bytes(weight.format)
             assert torch.allclose(unpack(packed), expected, rtol=1e-6, atol=0)
             assert torch.equal(codes(packed), weight.codes())
+
+
+@pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
+def test_round_trip_of_formats_of_other_tools(format):
+    for n, k, ordered in ((70, 300, False), (64, 512, True)):
+        weight = random_weight(n, k, format, 3).with_scales(torch.float16)
+        weight = act_order(weight, torch.Generator().manual_seed(5)) if ordered else weight
+        packed = prepare(weight)
+        assert packed.tiles.shape[-1] == tile_bytes(format)
+        assert torch.equal(codes(packed), weight.codes())
+        # A minimum may leave scales fewer bits.
+        assert torch.allclose(unpack(packed), weight.dequantize(torch.float64), rtol=1e-6, atol=1e-6)
+        with pytest.raises(KernelError, match="16-bit activations alone"):
+            prepare(weight, "a8")
+
+
+def test_minima_far_larger_than_scales():
+    weight = random_weight(64, 256, WeightFormat(4, "min", 64)).with_scales(torch.float16)
+    for factor in (1e3, 1e6, 1e30):
+        big = replace(weight, scale=weight.scale.float(), minimum=weight.minimum.float() * factor)
+        exact = big.dequantize(torch.float64)
+        assert ((unpack(prepare(big)) - exact).abs() <= 2**-11 * exact.abs().amax(1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -71,6 +95,6 @@ def test_a_power_of_two_leaves_each_row_of_scales(size: float) -> None:
     """The factor and what is left give back the scales, from the least number of 32 bits to the largest."""
     weight = layer(64, 256, 4, "sym", 128)
     scale = size * torch.linspace(0.25, 1, 128).view(64, 2)
-    left, factor = _normalized(replace(weight, scale=scale), 64)
+    left, _, factor = _normalized(replace(weight, scale=scale), 64)
     assert torch.equal(left * factor[:, None], scale) and (left.abs() <= 256).all()
     assert (left.half().isfinite()).all()

@@ -1,26 +1,32 @@
 """A shard of a layer's inputs holds the same weights, wherever it is cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anybit.errors import LayerError
-from anybit.packing import QuantizedWeight
 from anybit.quantization.methods.rtn import quantize_weight
-from anybit.scheme import Scheme, WeightFormat
+from anybit.scheme import Code, Scheme, WeightFormat
 from anybit.sharding import shard, shard_format
+from cases import random_weight, seeds
 
 FORMATS = ("w4a16g128", "w3a16g64asym", "w8a8", "w1a16g32", "w5a16", "w2a16g256asym", "w4a16g128s24")
+FOREIGN = ("w4a16g32min", "w2a16g16min", "w4a16g16e2m1", "w4a16g64nf4")
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(FORMATS), st.integers(1, 6), st.integers(0, 8), st.integers(1, 8), st.integers(0, 2**30))
+@given(st.sampled_from(FORMATS + FOREIGN), st.integers(1, 6), st.integers(0, 8), st.integers(1, 8), seeds)
 def test_a_shard_dequantizes_to_its_columns(scheme: str, n: int, begin: int, length: int, seed: int) -> None:
     fmt = Scheme.parse(scheme).weights
     generator = torch.Generator().manual_seed(seed)
     start, inputs = 32 * begin, 32 * length
-    weight = quantize_weight(torch.randn(n, start + inputs + 64, generator=generator), fmt, search=False)
+    if scheme in FOREIGN:
+        weight = random_weight(n, start + inputs + 64, fmt, seed)
+    else:
+        weight = quantize_weight(torch.randn(n, start + inputs + 64, generator=generator), fmt, search=False)
     part = shard(weight, start, inputs)
     assert torch.equal(part.dequantize(), weight.dequantize()[:, start : start + inputs])
 
@@ -44,12 +50,12 @@ def test_a_cut_through_a_sparse_four_is_refused() -> None:
         shard_format(WeightFormat(4, "sym", None, sparse=True), 6, 4)
 
 
-def test_a_shard_of_an_activation_order_keeps_the_groups_that_it_uses() -> None:
-    fmt = WeightFormat(4, "asym", 128)
-    plain = quantize_weight(torch.randn(8, 512, generator=torch.Generator().manual_seed(0)), fmt, search=False)
+@pytest.mark.parametrize("code", ["asym", "min"])
+def test_a_shard_of_an_activation_order_keeps_the_groups_that_it_uses(code: Code) -> None:
+    plain = random_weight(8, 512, WeightFormat(4, code, 128))
     order = torch.randperm(512, generator=torch.Generator().manual_seed(1))
     index = (order // 128).to(torch.int32)
-    weight = QuantizedWeight(plain.words, plain.scale, plain.zero, plain.shape, fmt, index)
+    weight = replace(plain, group_index=index)
     for start in (0, 256):
         part = shard(weight, start, 256)
         assert part.format.group == 64

@@ -37,7 +37,7 @@ from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
 from anybit.tune.registry import FAMILIES, LinearProblem, quantizer, step, tiles_of
 
-TENSORS = 7
+TENSORS = 8
 """How many tensors ``prepare`` gives."""
 _EMPTY = 0
 
@@ -81,18 +81,18 @@ class PackedTiles(Backend):
         return 1
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
-        """Tiles, row scales, row zeros and the permutation; then the saved scale, zero and group index."""
+        """Tiles, row scales, row zeros and the permutation; then the saved scale, zero, group index and minimum."""
         packed = packed_layout.prepare(weight, "a8" if activations.quantized else "a16")
-        saved = (weight.scale, weight.zero, weight.group_index)
+        saved = (weight.scale, weight.zero, weight.group_index, weight.minimum)
         tensors = (packed.tiles, packed.row_scale, packed.row_zero, packed.permutation, *saved)
         return [torch.empty(_EMPTY, device=weight.device) if tensor is None else tensor for tensor in tensors]
 
     def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
         """The packed weight, exactly as it was."""
         codes = packed_layout.codes(_weight(tensors, spec))
-        scale, zero, group_index = tensors[4], _optional(tensors[5]), _optional(tensors[6])
+        scale, (zero, group_index, minimum) = tensors[4], map(_optional, tensors[5:8])
         words = pack_words(codes, spec.weights.bits)
-        return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index)
+        return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, minimum=minimum)
 
     def linear(
         self,

@@ -204,6 +204,9 @@ def _expected(ends: Collection[tuple[LinearProblem, Point]], own: Choice, ask: A
     return own if best is None or (known and mean[best] > _CLEARLY) else Choice(best, "expected", 0.0, own.source)
 
 
+_LIKE_SYM = ("sym", "asym", "min", "e2m1")
+
+
 def _alike(product: LinearProblem, layout: Layout) -> Iterator[LinearProblem]:
     """Problems that the same kernels run in about the same time, the likest first.
 
@@ -215,7 +218,7 @@ def _alike(product: LinearProblem, layout: Layout) -> Iterator[LinearProblem]:
     if layout is Layout.tiles_a8 and x.integer and x.code == "sym":
         product = replace(product, activations=ActivationFormat(8, "sym"))
     few = product.m <= FEW_TOKENS and not x.quantized  # where built-in kernels follow the weights' own bits
-    plain = w.bits <= 4 and not w.sparse and w.code in ("sym", "asym") and (w.group is None) == x.quantized
+    plain = w.bits <= 4 and not w.sparse and w.code in _LIKE_SYM and (w.group is None) == x.quantized
     if plain and not few and layout is not Layout.planes:
         formats.append(WeightFormat(4, "sym", None if x.quantized else 128))
     for weights in dict.fromkeys(formats):

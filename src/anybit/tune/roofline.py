@@ -28,7 +28,7 @@ def floor_us(product: LinearProblem) -> float:
     """Microseconds: the longer of reading weights and activations and writing results once, and of multiplying."""
     w, x = product.weights, product.activations
     m, n, k = product.m, product.n, product.k
-    scales = n * w.groups(k) * 2
+    scales = n * w.groups(k) * (4 if w.code == "min" else 2)
     size = n * k * w.bits / 8 + scales + m * k * (2 if not x.quantized else x.bits / 8) + 2 * m * n
     reading = read_us(size * _BANDWIDTH / product.device.bandwidth)
     operations = 2 * m * n * k * 1e-6

@@ -69,17 +69,18 @@ class Layer:
         shape = (n, words_per_row(k, format.bits))
         words = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device, generator=generator)
         groups = format.groups(k)
+        if format.code == "e4m3":
+            words &= 0x77777777  # no NaN
         scale = (torch.rand(n, groups, device=device, generator=generator) + 0.5) * (1.0 / 2**format.bits / k**0.5)
         scale *= torch.randint(0, 2, scale.shape, device=device, generator=generator) * 2 - 1
         zero = None
         if format.code == "asym":
             zero = torch.full((n, groups), 2 ** (format.bits - 1), dtype=torch.uint8, device=device)
-        weight = QuantizedWeight(words, scale.half().float(), zero, (n, k), format)
+        scale = scale.half().float()
+        minimum = -scale * 2 ** (format.bits - 1) if format.code == "min" else None
+        weight = QuantizedWeight(words, scale, zero, (n, k), format, minimum=minimum)
         rows = torch.randint(0, n, (min(n, _SAMPLE),), device=device, generator=generator)
-        part = QuantizedWeight(
-            words[rows], weight.scale[rows], None if zero is None else zero[rows], (rows.numel(), k), format
-        )
-        return Layer(n, k, format, weight, rows, part.dequantize(torch.float32).double())
+        return Layer(n, k, format, weight, rows, weight.rows(rows).dequantize(torch.float32).double())
 
     def laid_out(self, layout: Layout) -> list[Any]:
         """Copies of the weights in a layout, enough to make the caches useless."""

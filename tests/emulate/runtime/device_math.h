@@ -71,6 +71,10 @@ ANYBIT_MMA(mma_m16n8k16_bf16, bf16, bf16, float)
 ANYBIT_MMA(mma_m16n8k32_s8, s8, s8, int32_t)
 ANYBIT_MMA(mma_m16n8k32_u8s8, u8, s8, int32_t)
 ANYBIT_MMA(mma_m16n8k32_s8u8, s8, u8, int32_t)
+PTX void mma_m16n8k16_u8s8(int32_t (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+    const uint32_t whole_a[4] = {a[0], a[1], 0, 0}, whole_b[2] = {b, 0};
+    emulate::mma("mma_m16n8k16_u8s8", emulate::Kind::u8, emulate::Kind::s8, d, whole_a, whole_b);
+}
 ANYBIT_MMA(mma_m16n8k32_u8, u8, u8, int32_t)
 ANYBIT_MMA(mma_m16n8k64_s4, s4, s4, int32_t)
 ANYBIT_MMA(mma_m16n8k64_u4s4, u4, s4, int32_t)

@@ -24,7 +24,6 @@ from anybit.integrations.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLine
 from anybit.integrations.vllm.warmup import Ledger
 from anybit.scheme import Code, Scheme, WeightFormat
 
-CODES = ("sym", "asym", "bipolar")
 METHOD, COMPRESSED = "anybit", "compressed-tensors"
 HEADS = ("lm_head", "embed_out")
 _logger = logging.getLogger("vllm.anybit")
@@ -57,12 +56,6 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 f"the model is not quantized, and --quantization anybit alone does not say how to: {_HOW}"
             )
         self.scheme, self.overrides = Scheme.parse(scheme), dict(overrides or {})
-        for one in (self.scheme, *self.overrides.values()):
-            if one.weights.code not in CODES:
-                raise CheckpointError(
-                    f"weights of code {one.weights.code!r} ({one}) run in anybit's own generate, and not inside vLLM "
-                    f"yet: use {', '.join(CODES)}"
-                )
         self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
         self.group_index, self.input_scale = group_index, input_scale
         self.stored: list[str] | None = None

@@ -175,6 +175,8 @@ class AnyBitLinearMethod(_Method):
             ("weight_packed", empty(n, words_per_row(k // kept, fmt.bits), dtype=torch.int32), of_inputs(fmt.bits)),
             ("weight_scale", empty(n, groups, dtype=params_dtype), of_groups),
         ]
+        if fmt.code == "min":
+            rows.append(("weight_minimum", empty(n, groups, dtype=params_dtype), of_groups))
         if fmt.sparse:
             rows.append(("weight_indices", empty(n, words_per_row(k // kept, 2), dtype=torch.int32), of_inputs(2)))
         for name, data, cut in rows:
@@ -214,13 +216,14 @@ class AnyBitLinearMethod(_Method):
             start += n
             words, scale = found["weight_packed"][rows], found["weight_scale"][rows]
             zero = found["weight_zero_point"][rows].contiguous() if fmt.code == "asym" else None
+            minimum = found["weight_minimum"][rows].contiguous() if fmt.code == "min" else None
             indices = found["weight_indices"][rows] if fmt.sparse else None
             order = found["weight_g_idx"][index].contiguous() if self.group_index else None
             mine = self._format(layer)
             if order is not None and fmt.group is not None and layer.anybit_split:
-                scale, zero, order, mine = shard_ordered(scale, zero, order, fmt)
+                (scale, zero, minimum), order, mine = shard_ordered((scale, zero, minimum), order, fmt)
             shape = (n, layer.anybit_inputs)
-            weight = QuantizedWeight(words, scale.contiguous(), zero, shape, mine, order, indices)
+            weight = QuantizedWeight(words, scale.contiguous(), zero, shape, mine, order, indices, minimum)
             weights.append((part, weight, found["input_scale"][index] if self.input_scale else None))
         for name in found:
             if name != "bias":

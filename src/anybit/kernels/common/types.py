@@ -6,12 +6,19 @@ import torch
 
 
 class Code(Enum):
-    """How codes stand for values: value = scale * (code - zero), only the zero differs; or 8-bit floats."""
+    """How codes stand for values: value = scale * (code - zero), only the zero differs; or 8-bit floats.
+
+    Weights have more of them (``anybit.scheme``): scale * code + minimum, and tables of 16 values.
+    """
 
     sym = "sym"
     asym = "asym"
     bipolar = "bipolar"
     e4m3 = "float"
+    min = "min"
+    e2m1 = "e2m1"
+    nf4 = "nf4"
+    iq4 = "iq4"
 
 
 class Operand(Enum):

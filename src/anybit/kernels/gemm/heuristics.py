@@ -75,10 +75,11 @@ def kernel(problem: Problem) -> ModuleType | None:
     table = _INT8 if p.activations == torch.int8 else _SIXTEEN_BITS
     rows = next(rows for bits, rows in table.items() if p.weights.bits <= bits)
     kernels = next(kernels for most, columns, kernels in rows if units <= most and p.columns <= columns)
-    for name, tokens in (words.split() for words in kernels.split(", ")):
-        if p.m <= int(tokens):
-            return _MODULES[name] if _MODULES[name].why_not(problem) is None else None
-    return None
+    choices = [(_MODULES[name], int(tokens)) for name, tokens in (words.split() for words in kernels.split(", "))]
+    # Tables that gemv does not take run on what would be next, or on skinny_f16.
+    choices.append((sm90_packed_skinny_f16, choices[-1][1]))
+    fitting = (module for module, tokens in choices if p.m <= tokens and module.why_not(problem) is None)
+    return next(fitting, None)
 
 
 def limit_occupancy(config: Any, device: Device) -> Any:

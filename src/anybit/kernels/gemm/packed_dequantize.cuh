@@ -3,11 +3,13 @@
 // fp16: codes stay where they lie in the low ten bits of a 16-bit field, a subnormal number u * 2^(at - 24), and one fused
 // multiply-add applies scale and zero, rounding once: w = u * scale - zero * scale, times 2^-17 so that fp16 holds it.
 // bf16: 128 + u by its bits, less 128 + zero (exact), times scale; codes of 8 bits by way of float32.
+// A minimum is added where -zero * scale is, or in bf16 by the multiplication. Tables: packed_tables.cuh.
 #ifndef ANYBIT_PACKED_DEQUANTIZE_CUH
 #define ANYBIT_PACKED_DEQUANTIZE_CUH
 
 #include "common/types.cuh"
 #include "gemm/packed_layout.cuh"
+#include "gemm/packed_tables.cuh"
 
 namespace packed {
 
@@ -26,16 +28,17 @@ struct Dequantize16 {
     static constexpr int bits = Config::bits;
     static constexpr int parts = Config::group == 0 ? 1 : Config::group >= 128 ? 1 : 128 / Config::group;
     static constexpr bool bfloat = Config::operand == Operand::bf16;
-    static constexpr int places = bfloat ? 1 : codes_in_place<bits>();
+    static constexpr bool table = tabled(Config::code);
+    static constexpr int places = bfloat || table ? 1 : codes_in_place<bits>();
     static constexpr uint32_t both = 0x00010001u;
     uint32_t words[2 * bits];
     uint32_t scales[parts];  // rows g and g + 8
-    uint32_t zeros[parts];   // asym: the same rows, two bytes
+    uint32_t zeros[parts];   // asym: the same rows, two bytes; min: their minima
     uint32_t multiplier[2][places], addend[2];
 
     // Constants of a row tile: what whole rows need, whose scale waits for the epilogue.
     PTX void begin(const uint8_t* row_zero, int first_row, int rows) {
-        if (Config::group != 0) return;
+        if (Config::group != 0 || table) return;
         scales[0] = bfloat ? 0x3f803f80u : 0x58005800u;  // 1 as bf16; 128 as fp16
         zeros[0] = 0;
         if (Config::code == Code::asym && first_row < rows) {
@@ -57,6 +60,7 @@ struct Dequantize16 {
                 const uint32_t at = unit + 256 * bits + 32 * parts + i * 16 + g * 2;
                 zeros[i] = ptx::ld_shared_u32(at & ~3u) >> (at & 2) * 8 & 0xffff;
             }
+            if (Config::code == Code::min) zeros[i] = ptx::ld_shared_u32(unit + 256 * bits + 32 * parts + i * 32 + g * 4);
         }
         if (parts == 1) prepare(0);
     }
@@ -69,6 +73,7 @@ struct Dequantize16 {
         for (int i = 0; i < parts; i++) {
             scales[i] = from_scales[i];
             if (Config::code == Code::asym) zeros[i] = from_zeros[i] >> (ptx::lane_id() & 4) * 4 & 0xffff;
+            if (Config::code == Code::min) zeros[i] = from_zeros[i];
         }
         if (parts == 1) prepare(0);
     }
@@ -77,18 +82,33 @@ struct Dequantize16 {
         const uint32_t pair[2] = {ptx::prmt(scales[part], 0, 0x1010), ptx::prmt(scales[part], 0, 0x3232)};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
+            if constexpr (table) {
+                multiplier[h][0] = pair[h];
+                if constexpr (bfloat) {
+                    const float scale = ptx::cvt_f32_f16(static_cast<uint16_t>(pair[h]));
+                    multiplier[h][0] = ptx::cvt_bf16x2_f32(scale, scale);
+                }
+                continue;
+            }
             const uint32_t zero = Config::code == Code::asym ? (zeros[part] >> 8 * h & 0xff) * both : 0;
+            const uint32_t minimum = Config::code == Code::min ? ptx::prmt(zeros[part], 0, h == 0 ? 0x1010 : 0x3232) : 0;
             if (bfloat) {
                 // A group's scale is fp16 with up to 11 bits; bf16 keeps 8, as the weights themselves will.
                 const float scale = ptx::cvt_f32_f16(static_cast<uint16_t>(pair[h]));
                 multiplier[h][0] = Config::group == 0 ? pair[h] : ptx::cvt_bf16x2_f32(scale, scale);
                 if (Config::code == Code::asym) addend[h] = bits == 8 ? zero : 0xc300c300u | zero;
+                if (Config::code == Code::min) {
+                    const float least = ptx::cvt_f32_f16(static_cast<uint16_t>(minimum));
+                    addend[h] = bits == 8 ? __float_as_uint(least) : ptx::cvt_bf16x2_f32(least, least);
+                }
             } else {
 #pragma unroll
                 for (int i = 0; i < places; i++)  // 2^(7 - place), as fp16
                     multiplier[h][i] = ptx::mul_f16x2(pair[h], (0x5800u - (i * bits << 10)) * both);
                 if (Config::code == Code::asym)
                     addend[h] = ptx::mul_f16x2(multiplier[h][0] ^ 0x80008000u, zero);
+                else if (Config::code == Code::min)
+                    addend[h] = ptx::mul_f16x2(minimum, 0x0080u * both);  // times 2^-17
                 else  // -zero * 2^-17 as a subnormal's multiple: zero * 2^-17 = (2 zero) * 2^-18 = (2 zero << 6) * 2^-24
                     addend[h] = ptx::mul_f16x2(pair[h], 0x80008000u | (fixed_zero_fp16() * both));
             }
@@ -119,23 +139,35 @@ struct Dequantize16 {
     template <int j>
     PTX uint32_t one() {
         constexpr int h = j & 1;
-        if constexpr (bfloat && bits == 8) {
+        if constexpr (table) {
+            const uint32_t v = table_pair<Config::code, bfloat, j>(words);
+            if constexpr (Config::group == 0) return v;
+            return bfloat ? ptx::mul_bf16x2(v, multiplier[h][0]) : ptx::mul_f16x2(v, multiplier[h][0]);
+        } else if constexpr (bfloat && bits == 8) {
             const uint32_t raw = codes<bits, 16, j, 0>(words);
             const float base = 8388608.f;
             const float zero = Config::code == Code::asym
                                    ? base + static_cast<float>(addend[h] & 0xff)
                                    : base + 0.5f * static_cast<float>(twice_fixed_zero<Config>() & ~1);
+            const float scale = ptx::cvt_f32_bf16(static_cast<uint16_t>(multiplier[h][0]));
+            if constexpr (Config::code == Code::min) {
+                const float least = __uint_as_float(addend[h]);
+                const float low = __uint_as_float(ptx::prmt(raw, 0x4b000000u, 0x7440)) - base;
+                const float high = __uint_as_float(ptx::prmt(raw, 0x4b000000u, 0x7442)) - base;
+                return ptx::cvt_bf16x2_f32(fmaf(low, scale, least), fmaf(high, scale, least));
+            }
             const float half = Config::code == Code::bipolar ? 0.5f : 0.f;
             float low = __uint_as_float(ptx::prmt(raw, 0x4b000000u, 0x7440)) - zero + 0.f;
             float high = __uint_as_float(ptx::prmt(raw, 0x4b000000u, 0x7442)) - zero + 0.f;
             low -= half;
             high -= half;
-            const float scale = ptx::cvt_f32_bf16(static_cast<uint16_t>(multiplier[h][0]));
             return ptx::cvt_bf16x2_f32(low * scale, high * scale);
         } else if constexpr (bfloat) {
             const uint32_t raw = codes<bits, 16, j, 0>(words) | 0x43004300u;
             uint32_t centered;
-            if constexpr (Config::code == Code::asym) {
+            if constexpr (Config::code == Code::min) {
+                return ptx::fma_bf16x2(ptx::add_bf16x2(raw, 0xc300c300u), multiplier[h][0], addend[h]);
+            } else if constexpr (Config::code == Code::asym) {
                 centered = ptx::add_bf16x2(raw, addend[h]);
             } else if constexpr (Config::code == Code::sym) {
                 centered = ptx::add_bf16x2(raw, (0xc300u | (1u << (bits - 1))) * both);
@@ -151,7 +183,10 @@ struct Dequantize16 {
         }
     }
     // What the sums of products must be multiplied by, beside the row's scale.
-    static PTX constexpr float unscale() { return bfloat ? 1.f : Config::group == 0 ? 1024.f : 131072.f; }
+    static PTX constexpr float unscale() {
+        if (table) return scale_of_pair<Config::code, bfloat>;
+        return bfloat ? 1.f : Config::group == 0 ? 1024.f : 131072.f;
+    }
 };
 
 // Weights of 16 rows x 128 inputs for 8-bit activations: integers less their zeros, doubled for bipolar codes, as signed

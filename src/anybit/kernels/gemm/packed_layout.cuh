@@ -6,6 +6,7 @@
 #define ANYBIT_PACKED_LAYOUT_CUH
 
 #include "common/ptx/base.cuh"
+#include "common/types.cuh"
 
 namespace packed {
 
@@ -119,10 +120,10 @@ __device__ __forceinline__ void load_words_shared(uint32_t (&w)[words], uint32_t
     }
 }
 
-// Bytes of a unit: codes, then fp16 scales, then (asym) uint8 zeros, rows g and g + 8 side by side.
+// Bytes of a unit: codes, then fp16 scales, then (asym) uint8 zeros or (min) fp16 minima, rows g and g + 8 side by side.
 __device__ constexpr int subgroups(int group) { return group == 0 ? 0 : group < tile_columns ? tile_columns / group : 1; }
-__device__ constexpr int unit_bytes(int bits, int group, bool asym) {
-    return 256 * bits + subgroups(group) * (asym ? 48 : 32);
+__device__ constexpr int unit_bytes(int bits, int group, Code code) {
+    return 256 * bits + subgroups(group) * (code == Code::asym ? 48 : code == Code::min ? 64 : 32);
 }
 
 }  // namespace packed

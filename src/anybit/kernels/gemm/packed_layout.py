@@ -13,7 +13,7 @@ and 2 * bits words of 32 bits. `pieces` says which bits of which word a register
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from anybit.errors import KernelError, dtype_name
 from anybit.kernels.elementwise.quantize_activations import pitch, rows_aligned
 from anybit.kernels.gemm import repack
-from anybit.packing import QuantizedWeight, unpack_words
+from anybit.packing import QuantizedWeight, table_of, unpack_words
 from anybit.scheme import CODES, WeightFormat
 
 Order = Literal["a16", "a8"]
@@ -79,17 +79,24 @@ def pieces(bits: int, order: Order, register: int) -> tuple[Piece, ...]:
 
 def subgroups(group: int | None) -> int:
     """How many scales a row of a tile holds: those of the groups in its 128 columns; none for whole rows."""
-    return 0 if group is None else max(1, TILE_COLUMNS // group)
+    return max(1, TILE_COLUMNS // group) if group else 0
+
+
+def tile_group(format: WeightFormat) -> int:
+    """Columns of a tile that share a scale, 0 for whole rows; of these a minimum repeats in each tile of a row."""
+    if format.group is None:
+        return TILE_COLUMNS if format.code == "min" else 0
+    return min(format.group, TILE_COLUMNS)
 
 
 def unit_bytes(format: WeightFormat) -> int:
-    """Bytes of one unit: codes, fp16 scales and, for asym, uint8 zeros."""
-    return unit_bytes_of(format.bits, format.group, format.code == "asym")
+    """Bytes of one unit: codes, fp16 scales and, for asym, uint8 zeros, for min fp16 minima."""
+    return unit_bytes_of(format.bits, tile_group(format), format.code)
 
 
-def unit_bytes_of(bits: int, group: int | None, asym: bool) -> int:
-    """The same by the parts of a format."""
-    return 256 * bits + subgroups(group) * (48 if asym else 32)
+def unit_bytes_of(bits: int, group: int, code: str) -> int:
+    """The same by the parts of a format; group: that of tiles."""
+    return 256 * bits + subgroups(group) * (32 + {"asym": 16, "min": 32}.get(code, 0))
 
 
 def tile_bytes(format: WeightFormat) -> int:
@@ -122,14 +129,16 @@ class PackedWeight:
         return self.tiles.shape[1] * TILE_ROWS, self.tiles.shape[0] * TILE_COLUMNS
 
 
-def why_not(format: WeightFormat) -> str | None:
-    """Why no kernel over tiles multiplies weights in ``format``, in a sentence; None if one may."""
+def why_not(format: WeightFormat, quantized: bool = False) -> str | None:
+    """Why no kernel over tiles multiplies weights in ``format``, in a sentence; None if one may.
+
+    quantized: with activations of 8 bits.
+    """
     if format.sparse:
         return "no kernel runs 2:4 sparse weights yet: use a reference backend"
-    if format.code not in CODES:
-        return f"no kernel runs weights in {format.code} codes yet: use a reference backend"
-    if format.group == 16:
-        return "no kernel runs weights in groups of 16 yet: use a reference backend"
+    if quantized and (format.code not in CODES or format.group == 16):
+        what = f"{format.code} codes" if format.code not in CODES else "groups of 16"
+        return f"weights in {what} run with 16-bit activations alone: use a16"
     return None
 
 
@@ -137,9 +146,11 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
     """Lay a layer out as tiles, on the device where its words are. Raises KernelError where ``why_not`` refuses it."""
     if order not in ("a16", "a8"):
         raise KernelError(f"order must be 'a16' (16-bit activations) or 'a8' (8-bit ones), not {order!r}")
-    if refusal := why_not(weight.format):
+    if refusal := why_not(weight.format, order == "a8"):
         raise KernelError(refusal)
     format, (n, k) = weight.format, weight.shape
+    if format.group is None and tile_group(format):
+        weight = _in_groups(weight)
     permutation, column_group = _columns(weight)
     columns = k if permutation is None else permutation.numel()
     padded_n, padded_k = round_up(n, TILE_ROWS), round_up(columns, TILE_COLUMNS)
@@ -160,6 +171,13 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
     return PackedWeight(tiles, row_scale, row_zero, permutation, weight.shape, format, order)
 
 
+def _in_groups(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same layer with the scale and the minimum of a whole row for every tile of it."""
+    groups = -(-weight.shape[1] // TILE_COLUMNS)
+    repeated = {name: getattr(weight, name).expand(-1, groups) for name in ("scale", "minimum")}
+    return replace(weight, **repeated, format=replace(weight.format, group=TILE_COLUMNS), group_index=None)
+
+
 def _place_on_gpu(
     tiles: Tensor, weight: QuantizedWeight, permutation: Tensor | None, column_group: Tensor | None, order: Order
 ) -> Tensor:
@@ -173,7 +191,8 @@ def _place_on_gpu(
         zero = None if weight.zero is None else weight.zero.contiguous()
         columns = None if column_group is None else column_group.int()
         scale = weight.scale if weight.scale.dtype in repack.SCALES else weight.scale.float()
-        groups = repack.Groups(group, scale.contiguous(), zero, columns, row_scale)
+        minimum = None if weight.minimum is None else weight.minimum.to(scale.dtype).contiguous()
+        groups = repack.Groups(group, scale.contiguous(), zero, minimum, columns, row_scale)
     config = repack.Config(weight.format.bits, order == "a8")
     repack.launch(weight.words.contiguous(), permutation, tiles, n, k, groups, config)
     return row_scale
@@ -187,8 +206,8 @@ def _place(
     _place_codes(tiles, weight, permutation, order)
     if weight.format.group is None:
         return _padded_scale(weight, padded_n)
-    scale, row_scale = _normalized(weight, padded_n)
-    _place_scales(tiles, weight, scale, column_group, padded_n)
+    scale, minimum, row_scale = _normalized(weight, padded_n)
+    _place_scales(tiles, weight, scale, minimum, column_group, padded_n)
     return row_scale
 
 
@@ -242,16 +261,31 @@ def _padded_scale(weight: QuantizedWeight, padded_n: int) -> Tensor:
     return torch.nn.functional.pad(scale[:, 0], (0, padded_n - scale.shape[0]))
 
 
-def _normalized(weight: QuantizedWeight, padded_n: int) -> tuple[Tensor, Tensor]:
-    """Group scales with a power of two taken out of each row, so that fp16 holds them; and the factor of each row."""
+def _normalized(weight: QuantizedWeight, padded_n: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Group scales and minima with a power of two taken out of each row, so that fp16 holds them; and these factors.
+
+    It leaves the largest scale below 2^8, where codes times scales fit, and the largest minimum below 2^15.
+    """
     scale = weight.scale.float()
-    largest = scale.abs().amax(1, keepdim=True)
+    minimum = None if weight.minimum is None else weight.minimum.float()
+    exponent = _exponent(scale, 8)
+    if minimum is not None:
+        exponent = torch.maximum(exponent, _exponent(minimum, 15))
+    exponent = torch.where(exponent == _NO_EXPONENT, -7, exponent).clamp(min=-126)  # normal numbers of 32 bits
+    inverse = _power_of_two(-exponent)
+    factor = torch.nn.functional.pad(_power_of_two(exponent)[:, 0], (0, padded_n - scale.shape[0]))
+    return scale * inverse, None if minimum is None else minimum * inverse, factor
+
+
+_NO_EXPONENT = -1 << 10
+
+
+def _exponent(values: Tensor, most: int) -> Tensor:
+    """The power of two that leaves a row's values below 2^most, int32 [N, 1]; _NO_EXPONENT where there is none."""
+    largest = values.abs().amax(1, keepdim=True)
     usual = (largest > 0) & (largest < torch.inf)
-    exponent = torch.frexp(torch.where(usual, largest, torch.ones_like(largest))).exponent - 8
-    exponent = exponent.clamp(min=-126)  # what 32 bits hold as normal numbers
-    return scale * _power_of_two(-exponent), torch.nn.functional.pad(
-        _power_of_two(exponent)[:, 0], (0, padded_n - scale.shape[0])
-    )
+    found = torch.frexp(torch.where(usual, largest, torch.ones_like(largest))).exponent - most
+    return torch.where(usual, found, _NO_EXPONENT)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -266,8 +300,9 @@ def _by_unit(values: Tensor) -> Tensor:
 
 
 def _place_scales(
-    tiles: Tensor, weight: QuantizedWeight, scale: Tensor, column_group: Tensor | None, padded_n: int
-) -> None:
+    tiles: Tensor, weight: QuantizedWeight, scale: Tensor, minimum: Tensor | None, column_group: Tensor | None,
+    padded_n: int,
+) -> None:  # fmt: skip
     group, parts = weight.format.group, subgroups(weight.format.group)
     assert group is not None
     blocks, n = tiles.shape[0], weight.shape[0]
@@ -287,6 +322,8 @@ def _place_scales(
     units[..., at : at + 32 * parts] = spread(scale.to(torch.float16)).contiguous().view(torch.uint8)
     if weight.zero is not None:
         units[..., at + 32 * parts :] = spread(weight.zero)
+    if minimum is not None:
+        units[..., at + 32 * parts :] = spread(minimum.to(torch.float16)).contiguous().view(torch.uint8)
 
 
 def _fields(codes: Tensor, order: Order) -> Tensor:
@@ -374,14 +411,18 @@ def unpack(packed: PackedWeight) -> Tensor:
     format = packed.format
     units = _units(packed.tiles, format)
     values = _tile_codes(packed).double()
-    zero = format.zero
-    if format.group is None:
+    if format.tabled:
+        values = table_of(format.code).to(values)[values.long()]
+    zero, group = format.zero, tile_group(format)
+    if group == 0:
         values -= zero if zero is not None else _known(packed.row_zero).double()[:, None]
     else:
-        parts, at = subgroups(format.group), 256 * format.bits
-        scale = units[..., at : at + 32 * parts].contiguous().view(torch.float16)
-        values -= zero if zero is not None else _by_column(units[..., at + 32 * parts :], parts)
+        parts, at = subgroups(group), 256 * format.bits
+        scale, rest = units[..., at : at + 32 * parts].contiguous().view(torch.float16), units[..., at + 32 * parts :]
+        values -= zero if zero is not None else _by_column(rest, parts)
         values *= _by_column(scale, parts)
+        if format.code == "min":
+            values += _by_column(rest.contiguous().view(torch.float16), parts)
     values *= packed.row_scale.double()[:, None]
     n, k = packed.shape
     if packed.permutation is None:

@@ -75,7 +75,7 @@ class Facts:
     @property
     def unit_bytes(self) -> int:
         """Bytes of a unit of 16 rows and 128 columns, its scales included."""
-        return packed_layout.unit_bytes_of(self.bits, self.group or None, self.code is Code.asym)
+        return packed_layout.unit_bytes_of(self.bits, self.group, self.code.name)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ def facts(p: Problem, config: type) -> dict[str, Any]:
         "operand": Operand(dtype_name(p.activations)),
         "output": Output(dtype_name(p.output)),
         "bits": p.weights.bits,
-        "group": min(p.weights.group or 0, 128),
-        "code": Code(p.weights.code),
+        "group": packed_layout.tile_group(p.weights),
+        "code": Code[p.weights.code],
         "gather": p.act_order or not p.aligned,
         "ragged": p.k % 128 != 0,
         "wide_store": p.n % 4 == 0,
@@ -106,7 +106,7 @@ def why_not(problem: Problem, int8: bool = True) -> str | None:
     p = problem
     if min(p.m, p.n, p.k) < 1:
         return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
-    if refusal := packed_layout.why_not(p.weights):
+    if refusal := packed_layout.why_not(p.weights, p.activations == torch.int8):
         return refusal
     if p.activations not in (_SIXTEEN_BITS if not int8 else (*_SIXTEEN_BITS, torch.int8)):
         kinds = "float16, bfloat16 or int8" if int8 else "float16 or bfloat16"

@@ -1,9 +1,9 @@
 // Dense codes of a checkpoint (32-bit words, low bits first, rows one after another) -> packed tiles, with their scales
-// and zeros, so that nothing but the tiles needs memory.
+// and zeros or minima, so that nothing but the tiles needs memory.
 //
 // A block takes one tile of 64 rows by 128 columns: its codes go to shared memory as bytes, then each lane of each warp
 // puts together the words of its unit. Columns may come in any order; padding has code 0. Every block of a row finds the
-// power of two that leaves the row's scales to row_scale by itself: they are few, and lie in L2.
+// power of two that leaves the row's scales and minima to row_scale by itself: they are few, and lie in L2.
 #ifndef ANYBIT_REPACK_CUH
 #define ANYBIT_REPACK_CUH
 
@@ -17,6 +17,7 @@ struct Params {
     uint8_t* tiles;
     const uint8_t* scale;         // [n, groups], or null: whole rows, whose scales are not in the tiles
     const uint8_t* zero;          // [n, groups], or null
+    const uint8_t* minimum;       // [n, groups] in the type of the scales, or null
     const int32_t* column_group;  // the group of each `group` columns, where they come in another order, else null
     float* row_scale;             // [64 * row_tiles], not written for whole rows
     int32_t n, k, row_words, row_tiles, unit_bytes, group, groups, spans;  // spans: of `group` columns that have scales
@@ -25,30 +26,38 @@ struct Params {
 
 namespace packed {
 
-// The bits of 2^e that is the factor of a row: with it gone the largest of its scales, whose bits these are, is in [128, 256).
-__device__ __forceinline__ uint32_t row_factor(uint32_t largest) {
+// The bits of 2^e with which gone a number of these bits is in [2^most, 2^(most + 1)); 0 for zero and what is not finite.
+__device__ __forceinline__ uint32_t factor_of(uint32_t largest, int most) {
     const int biased = static_cast<int>(largest >> 23);
-    if (largest == 0 || biased == 255) return static_cast<uint32_t>(127 - 7) << 23;
-    return static_cast<uint32_t>(biased > 8 ? biased - 7 : 1) << 23;
+    if (largest == 0 || biased == 255) return 0;
+    return static_cast<uint32_t>(biased > most + 1 ? biased - most : 1) << 23;
 }
 
-__device__ __forceinline__ float scale_of(const Params& p, int row, int group) {
+// A row's scale or minimum of a group.
+__device__ __forceinline__ float value_of(const Params& p, const uint8_t* values, int row, int group) {
     const size_t at = static_cast<size_t>(row) * p.groups + group;
-    if (p.scale_type == scale_f32) return reinterpret_cast<const float*>(p.scale)[at];
-    const uint16_t bits = reinterpret_cast<const uint16_t*>(p.scale)[at];
+    if (p.scale_type == scale_f32) return reinterpret_cast<const float*>(values)[at];
+    const uint16_t bits = reinterpret_cast<const uint16_t*>(values)[at];
     return p.scale_type == scale_f16 ? ptx::cvt_f32_f16(bits) : ptx::cvt_f32_bf16(bits);
 }
 
-// Scales and zeros of a tile, after its codes; those of rows and groups that there are not are 0.
+// The factor of a row whose values two lanes share: see packed_layout._normalized.
+__device__ __forceinline__ uint32_t factor_of_row(const Params& p, const uint8_t* values, int row, int half, int most) {
+    uint32_t largest = 0;
+    for (int group = half; values != nullptr && row < p.n && group < p.groups; group += 2) {
+        const uint32_t magnitude = __float_as_uint(value_of(p, values, row, group)) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    const uint32_t other = ptx::shfl_xor(largest, 1);
+    return factor_of(other > largest ? other : largest, most);
+}
+
+// Scales and zeros or minima of a tile, after its codes; those of rows and groups that there are not are 0.
 template <class C> __device__ __forceinline__ void place_scales(const Params& p, uint32_t factors, int row_tile, int block, uint8_t* tile) {
     {
         const int i = static_cast<int>(threadIdx.x), row = row_tile * 64 + i / 2;
-        uint32_t largest = 0;
-        for (int group = i % 2; row < p.n && group < p.groups; group += 2) {
-            const uint32_t magnitude = __float_as_uint(scale_of(p, row, group)) & 0x7fffffffu;
-            largest = magnitude > largest ? magnitude : largest;
-        }
-        const uint32_t other = ptx::shfl_xor(largest, 1), factor = row_factor(other > largest ? other : largest);
+        const uint32_t of_scale = factor_of_row(p, p.scale, row, i % 2, 7), of_minimum = factor_of_row(p, p.minimum, row, i % 2, 14);
+        const uint32_t larger = of_scale > of_minimum ? of_scale : of_minimum, factor = larger == 0 ? (127u - 7) << 23 : larger;
         if (i % 2 == 0) {
             ptx::st_shared_u32(factors + i / 2 * 4, factor);
             if (block == 0) p.row_scale[row] = row < p.n ? __uint_as_float(factor) : 0.0f;
@@ -59,18 +68,20 @@ template <class C> __device__ __forceinline__ void place_scales(const Params& p,
     for (int i = static_cast<int>(threadIdx.x); i < parts * 64; i += C::threads) {
         const int unit = i / (parts * 16), part = i / 16 % parts, at = i % 16, within = unit * 16 + at / 2 + 8 * (at & 1);
         const int row = row_tile * 64 + within, span = (block * parts + part) * (packed::tile_columns / parts) / p.group;
-        uint16_t scale = 0;
+        uint16_t scale = 0, minimum = 0;
         uint8_t zero = 0;
         if (row < p.n && span < p.spans) {
             const int group = p.column_group != nullptr ? p.column_group[span] : span;
             // 2^-e: exponents of e and -e add up to twice the bias.
             const float inverse = __uint_as_float((254u << 23) - ptx::ld_shared_u32(factors + within * 4));
-            scale = ptx::cvt_f16_f32(scale_of(p, row, group) * inverse);
+            scale = ptx::cvt_f16_f32(value_of(p, p.scale, row, group) * inverse);
+            if (p.minimum != nullptr) minimum = ptx::cvt_f16_f32(value_of(p, p.minimum, row, group) * inverse);
             if (p.zero != nullptr) zero = p.zero[static_cast<size_t>(row) * p.groups + group];
         }
         uint8_t* to = tile + unit * p.unit_bytes + 256 * C::bits;
         reinterpret_cast<uint16_t*>(to)[part * 16 + at] = scale;
         if (p.zero != nullptr) to[32 * parts + part * 16 + at] = zero;
+        if (p.minimum != nullptr) reinterpret_cast<uint16_t*>(to)[(parts + part) * 16 + at] = minimum;
     }
 }
 

@@ -1,4 +1,4 @@
-"""Dense codes of a checkpoint, scales and zeros -> packed tiles, on the GPU. Host side of repack.cuh."""
+"""Dense codes of a checkpoint, scales, zeros and minima -> packed tiles, on the GPU. Host side of repack.cuh."""
 
 import functools
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ class Params:
     tiles: Pointer
     scale: Pointer
     zero: Pointer
+    minimum: Pointer
     column_group: Pointer
     row_scale: Pointer
     n: Int32
@@ -46,9 +47,10 @@ class Params:
 
 @dataclass(frozen=True)
 class Groups:
-    """Scales and zeros of groups, and where they go.
+    """Scales and zeros or minima of groups, and where they go.
 
     size: columns of a group.  scale: float32, float16 or bfloat16 [n, groups].  zero: uint8 [n, groups] or None.
+    minimum: [n, groups] in the type of the scales, or None.
     columns: int32, the group of each `size` columns where these come in another order, else None.  row_scale: float32
     [rows of the tiles], which the kernel writes.
     """
@@ -56,6 +58,7 @@ class Groups:
     size: int
     scale: Tensor
     zero: Tensor | None
+    minimum: Tensor | None
     columns: Tensor | None
     row_scale: Tensor
 
@@ -72,11 +75,11 @@ def arguments(
     """The Params of a launch: words int32 [n, ...] -> tiles uint8 [column blocks, row tiles, bytes of a tile]."""
     size = words.shape[1], tiles.shape[1], tiles.shape[2] // 4
     if groups is None:
-        return Params(words, permutation, tiles, None, None, None, None, n, k, *size, 0, 0, 0, 0)
+        return Params(words, permutation, tiles, None, None, None, None, None, n, k, *size, 0, 0, 0, 0)
     count = groups.scale.shape[1]
     spans = count if groups.columns is None else groups.columns.numel()
     kind = SCALES.index(groups.scale.dtype)
-    places = groups.scale, groups.zero, groups.columns, groups.row_scale
+    places = groups.scale, groups.zero, groups.minimum, groups.columns, groups.row_scale
     return Params(words, permutation, tiles, *places, n, k, *size, groups.size, count, spans, kind)
 
 

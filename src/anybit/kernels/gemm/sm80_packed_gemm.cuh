@@ -59,7 +59,7 @@ struct Place {
 template <class C> struct Traits {
     static constexpr bool integer = C::operand == Operand::s8;
     static constexpr int element = integer ? 1 : 2, pitch = 128 * element + 16;
-    static constexpr int unit_bytes = packed::unit_bytes(C::bits, C::group, C::code == Code::asym);
+    static constexpr int unit_bytes = packed::unit_bytes(C::bits, C::group, C::code);
     static constexpr int rows = C::row_warps * C::units * 16, tiles = rows / 64;
     static constexpr int weight_bytes = tiles * 4 * unit_bytes, x_bytes = C::tile_m * pitch;
     static constexpr int stage_bytes = weight_bytes + x_bytes;

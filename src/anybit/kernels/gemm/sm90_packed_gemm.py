@@ -17,6 +17,7 @@ from anybit.jit import Int32, Kernel, Pointer, launch
 from anybit.jit.tensor_map import TensorMap, encode
 from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.elementwise.quantize_activations import Packed
+from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.packed_layout import PackedWeight, check_operands, tile_bytes
 from anybit.kernels.gemm.sm90_packed_gemm_estimate import estimate, spans
 from anybit.kernels.gemm.sm90_packed_gemm_loops import batch, unrolls
@@ -100,7 +101,8 @@ def config_for(
     """A config of these tiles; as many stages as fit, at most 24, if none are asked for, and `batch` for `direct`."""
     weights = problem.weights
     config = Config(
-        problem.operand, weights.bits, weights.group or 0, Code[weights.code], problem.dtype == torch.bfloat16,
+        problem.operand, weights.bits, weights.group or packed_layout.tile_group(weights), Code[weights.code],
+        problem.dtype == torch.bfloat16,
         tile_bytes(weights), tile_m, row_warpgroups, split_k_warpgroups, cluster_k, cluster_n,
         stages or 2 * split_k_warpgroups, halves=halves, min_blocks_per_sm=min_blocks_per_sm,
     )  # fmt: skip

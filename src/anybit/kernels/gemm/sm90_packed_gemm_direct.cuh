@@ -13,7 +13,7 @@ namespace packed {
 template <class Config, int steps>
 PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b);
 
-// A lane's words of a unit, and the scales and zeros of its rows.
+// A lane's words of a unit, and the scales and zeros (or minima) of its rows.
 template <class Config>
 struct Coming {
     static constexpr int bits = Config::bits, parts = Dequantize<Config>::parts;
@@ -27,6 +27,7 @@ struct Coming {
         for (int i = 0; i < parts; i++) {
             scales[i] = ptx::ld_global_nc_u32(of_scales + i * 32);
             if (Config::code == Code::asym) zeros[i] = ptx::ld_global_nc_u32(unit + 256 * bits + 32 * parts + i * 16 + (g & ~1u) * 2);
+            if (Config::code == Code::min) zeros[i] = ptx::ld_global_nc_u32(of_scales + (parts + i) * 32);
         }
     }
 };

@@ -1,7 +1,11 @@
 """What sm90_packed_gemm's built-in choice goes by, from what an H200 took (docs/packed.md): how long, which stages."""
 
+from anybit.kernels.common.types import Code
 from anybit.kernels.gemm.packed_layout import TILE_ROWS
 from anybit.kernels.gemm.sm90_packed_gemm_rules import Config, Problem
+
+_OF_TABLES = {Code.e2m1: 40, Code.nf4: 200, Code.iq4: 200, Code.e4m3: 40}
+"""Cycles more of 64 rows and 128 inputs: by their instructions, not measured."""
 
 
 def estimate(problem: Problem, config: Config) -> float:
@@ -22,6 +26,7 @@ def estimate(problem: Problem, config: Config) -> float:
     dequantize = 195 + 2.2 * tokens
     if config.bits in (3, 5, 6, 7) or config.operand.name == "bf16":
         dequantize += 40
+    dequantize += _OF_TABLES.get(config.code, 0) + 60 * (config.group == 16)
     if config.promotes:
         # Promoting 160 tokens takes little longer than 128 (gate_up at 1,024: 278 us for 304).
         product, dequantize = 4.5 * min(tokens, 128) + 200 + 2.2 * max(tokens - 128, 0), max(dequantize, 330.0)

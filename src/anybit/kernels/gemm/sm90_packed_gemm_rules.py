@@ -166,7 +166,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"wgmma needs sm_90a, and the device is {problem.device.arch}"
     if min(problem.m, problem.n, problem.k) < 1:
         return f"m, n and k must be at least 1, not {problem.m}, {problem.n} and {problem.k}"
-    if refusal := packed_layout.why_not(weights):
+    if refusal := packed_layout.why_not(weights, activations.quantized):
         return refusal
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"outputs are float16 or bfloat16, not {problem.dtype}"
@@ -268,7 +268,7 @@ def registers(config: Config) -> int:
     dequantized = 8 * config.x_bytes * (2 if config.promotes else config.register_sets)
     # Scales and biases of all its row tiles, where a thread adds up what others send.
     summing = 4 * config.row_warpgroups if config.cluster_k > 1 else 0
-    groups = 8 if config.group == 32 else 0  # four scales and zeros of two rows at a time
+    groups = {16: 16, 32: 8}.get(config.group, 0)  # so many scales and zeros of two rows at a time
     return (
         accumulators + dequantized + words_at_hand(config) + 24 + summing + groups - 4 * (config.min_blocks_per_sm > 1)
     )
@@ -307,7 +307,7 @@ def refusal_of_loop(config: Config) -> str | None:
     if config.direct and not may_batch(config):
         return (
             "weights go past shared memory for 16-bit activations, in stages of 1 step, none of them early, with 2 "
-            "register sets, at most 3 warpgroups along K, nothing halved and no second block beside"
+            "register sets, at most 3 warpgroups along K, no groups of 16, nothing halved and no second block beside"
         )
     if config.unrolled and not may_unroll(config):
         return (
@@ -322,13 +322,14 @@ def may_batch(config: Config) -> bool:
     """Whether weights can go past shared memory, in batches."""
     alone = config.span == config.min_blocks_per_sm == 1
     plain = alone and not config.halves and not config.prologue_stages
+    plain = plain and config.group != 16  # whose scales take the registers
     return plain and config.x_bytes == 2 and config.split_k_warpgroups < 4 and config.register_sets == 2
 
 
 def may_unroll(config: Config) -> bool:
     """A block has one tile, so that the ring begins with it."""
     shared = config.split_k_warpgroups * config.cluster_k > 1 and config.split_k_warpgroups < 4
-    if config.min_blocks_per_sm == 2 and config.tile_m > 16 and config.code.name == "asym":
+    if config.min_blocks_per_sm == 2 and config.tile_m > 16 and config.code in (Code.asym, Code.min):
         return False  # with zeros of groups the 80 registers do not do
     return shared and not (config.promotes or config.direct) and config.register_sets == 2
 
@@ -338,4 +339,4 @@ def words_at_hand(config: Config) -> int:
     if not config.direct:
         return 2 * config.bits
     parts = 128 // config.group if 0 < config.group < 128 else int(config.group > 0)
-    return 8 + 2 * config.direct * (2 * config.bits + parts * (1 + (config.code.name == "asym")))
+    return 8 + 2 * config.direct * (2 * config.bits + parts * (1 + (config.code in (Code.asym, Code.min))))

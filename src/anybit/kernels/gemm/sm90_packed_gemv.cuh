@@ -219,6 +219,8 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
     }
     __syncwarp();
 
+    packed::ByteTable<C::code> table;
+    table.load();
     float sums[S::units][S::token_tiles][2];
 #pragma unroll
     for (int u = 0; u < S::units; u++)
@@ -244,7 +246,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
                         const int row = (first + chunk * C::stage_units + u) * 16 + static_cast<int>(lane >> 2);
                         zeros = chunk * C::stage_units + u < mine ? p.row_zero[row] | p.row_zero[row + 8] << 8 : 0;
                     }
-                    product.add(sums[chunk * C::stage_units + u], from + u * S::unit_size, lane, zeros);
+                    product.add(sums[chunk * C::stage_units + u], from + u * S::unit_size, lane, zeros, table);
                 }
                 __syncwarp();
                 if (left > 0) fetch();

@@ -108,8 +108,12 @@ class RotaryPagesParams(NormParams):
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py")
-    if reason is not None or config is None:
+    if reason is not None:
         return reason
+    if (code := problem.weights.code) in ("nf4", "e4m3"):
+        return f"{code} codes stand for no integers of 8 bits: see sm90_packed_skinny_f16.py"
+    if config is None:
+        return None
     if config.x_resident != (config.x_stages * config.warps >= problem.column_blocks):
         return "x_resident must say whether x_stages hold all of a warp's activations"
     return why_not_config(problem, config, shared_bytes(config))
@@ -118,6 +122,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
 def _columns(c: Config) -> int:
     """Columns of the product that a token takes: twice as many where codes lie at different bits of their bytes."""
     free = c.group in (0, 128)
+    if c.code in (Code.e2m1, Code.iq4):
+        return 2
     return 2 if c.code is not Code.bipolar and (c.bits in (6, 7, 8) or (c.bits in (3, 5) and not free)) else 4
 
 
@@ -125,7 +131,7 @@ def shared_bytes(config: Config) -> int:
     """Dynamic shared memory: a ring of weights (in the end its sums) and digits a warp; factors; barriers."""
     c = config
     rows, columns = c.stage_units * c.chunks * UNIT_ROWS, _columns(c)
-    flushes = max(1, packed_layout.subgroups(c.group or None))
+    flushes = max(1, packed_layout.subgroups(c.group))
     ring = round_up(max(c.stages * c.stage_units * c.unit_bytes, c.tile_m * rows * 4), 128)
     slot = round_up(c.tile_m * (columns * 144 + flushes * 8), 16)
     return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.min_shared_bytes)

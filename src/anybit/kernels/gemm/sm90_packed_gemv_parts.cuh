@@ -7,6 +7,7 @@
 #include "common/types.cuh"
 #include "gemm/packed_layout.cuh"
 #include "gemm/packed_params.cuh"
+#include "gemm/packed_tables.cuh"
 #include "common/values.cuh"
 
 // A product of the RMSNorm of x + residual: every block norms what it reads anyway, the first one writes the sum down.
@@ -77,8 +78,9 @@ struct BytePair {
     int low, low_at, high, high_at;
 };
 // Word i = 2 * (step of 32) + half. Any pairing will do, if activations are dealt likewise and groups keep their steps.
-__device__ constexpr BytePair byte_pair(int bits, int group, int i) {
-    if (power_of_two(bits)) return {4 * i, piece(bits, 16, 4 * i, 0).bit % 8, 4 * i + 2, piece(bits, 16, 4 * i + 2, 0).bit % 8};
+// Codes of a table become bytes of their own.
+__device__ constexpr BytePair byte_pair(int bits, int group, bool table, int i) {
+    if (power_of_two(bits) && !table) return {4 * i, piece(bits, 16, 4 * i, 0).bit % 8, 4 * i + 2, piece(bits, 16, 4 * i + 2, 0).bit % 8};
     const bool free = group == 0 || group >= tile_columns;
     if (bits == 3 && free) {  // a field holds codes at bits 0, 3, 6, 9 and 12, and a left-over bit
         if (i < 3) return {2 * i, 0, 18 + 2 * i, 1};
@@ -96,13 +98,13 @@ __device__ constexpr int column_of(int j) { return 16 * (j >> 2) + 8 * ((j >> 1)
 // What follows from a Config alone.
 template <class C> struct DigitShape {
     static constexpr int groups = subgroups(C::group), flushes = groups == 0 ? 1 : groups;
-    static constexpr bool whole_rows = C::group == 0;
-    static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code == Code::asym);
+    static constexpr bool whole_rows = C::group == 0, table = tabled(C::code);
+    static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code);
     static constexpr int stage_bytes = C::stage_units * unit_size, units = C::stage_units * C::chunks, rows = units * 16;
     static __device__ constexpr int top() {
         int most = C::code == Code::bipolar ? 1 : 0;  // half a step is an integer then
         for (int i = 0; i < 8; i++) {
-            const BytePair pair = byte_pair(C::bits, C::group, i);
+            const BytePair pair = byte_pair(C::bits, C::group, table, i);
             most = pair.low_at > most ? pair.low_at : most, most = pair.high_at > most ? pair.high_at : most;
         }
         return most;
@@ -117,7 +119,7 @@ template <class C> struct DigitShape {
     // Eight numbers below 256, the i-th of them for lanes 4i to 4i + 3.
     template <class F> static __device__ constexpr uint64_t eight(F&& of) {
         uint64_t all = 0;
-        for (int i = 0; i < 8; i++) all |= static_cast<uint64_t>(of(byte_pair(C::bits, C::group, i))) << (8 * i);
+        for (int i = 0; i < 8; i++) all |= static_cast<uint64_t>(of(byte_pair(C::bits, C::group, table, i))) << (8 * i);
         return all;
     }
 };
@@ -125,6 +127,12 @@ struct LowColumn { __device__ constexpr int operator()(BytePair p) const { retur
 struct HighColumn { __device__ constexpr int operator()(BytePair p) const { return column_of(p.high); } };
 template <int top> struct LowShift { __device__ constexpr int operator()(BytePair p) const { return top - p.low_at; } };
 template <int top> struct HighShift { __device__ constexpr int operator()(BytePair p) const { return top - p.high_at; } };
+
+// Twice the zero that codes imply.
+template <class C> __device__ constexpr int twice_zero() {
+    if constexpr (tabled(C::code)) return 2 * ByteTable<C::code>::zero;
+    return C::code == Code::bipolar ? (1 << C::bits) - 1 : 1 << C::bits;
+}
 
 // A lane's part of a block of activations, four numbers a token, on their way to a slot.
 template <class C> struct Incoming {
@@ -187,10 +195,11 @@ template <class C> struct Incoming {
         }
     }
 
-    // x = scale * v, v of 14 bits and a sign, scale a power of two; digits of v * 2^shift; what zero points subtract.
+    // x = scale * v, v of 14 bits and a sign, scale a power of two; digits of v * 2^shift; what zero points subtract, or
+    // the sum that minima multiply.
     __device__ __forceinline__ void store(uint32_t slot, uint32_t lane) {
         deal(lane);
-        constexpr int top = S::top();
+        constexpr int top = S::top(), halved = C::code == Code::e2m1 ? 1 : 0;  // whose bytes count halves
         constexpr uint64_t low = S::eight(LowShift<top>{}), high = S::eight(HighShift<top>{});
         constexpr int mantissa = C::operand == Operand::bf16 ? 7 : 10, bias = C::operand == Operand::bf16 ? 127 : 15;
         const uint32_t i = lane >> 2, shifts[2] = {static_cast<uint32_t>(low >> (8 * i) & 255), static_cast<uint32_t>(high >> (8 * i) & 255)};
@@ -233,7 +242,7 @@ template <class C> struct Incoming {
                 ptx::st_shared_u32(at + 2 * S::pitch, ptx::prmt(third, fourth, 0x5410));
                 ptx::st_shared_u32(at + 3 * S::pitch, 0);
             }
-            const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent - top) << 23) : __uint_as_float(0x7fc00000u);
+            const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent - top - halved) << 23) : __uint_as_float(0x7fc00000u);
             // Sums by groups: their columns are those of lanes next to each other.
             constexpr int lanes = 32 / S::flushes;
             if constexpr (S::flushes == 1) sum = static_cast<int>(ptx::redux_add(static_cast<uint32_t>(sum)));
@@ -241,17 +250,24 @@ template <class C> struct Incoming {
 #pragma unroll
                 for (int step = 1; step < lanes; step *= 2) sum += ptx::shfl_xor(sum, step);
             if (lane % lanes == 0) {
-                constexpr int zero2 = C::code == Code::bipolar ? (1 << C::bits) - 1 : 1 << C::bits;  // twice the fixed zero
+                constexpr int zero2 = twice_zero<C>();
                 constexpr int unit = 1 << top, subtract = C::code == Code::asym ? unit : top > 0 ? unit / 2 * zero2 : zero2 / 2;
-                ptx::st_shared_v2(slot + S::facts + (token * S::flushes + lane / lanes) * 8, {__float_as_uint(scale), static_cast<uint32_t>(-subtract * sum)});
+                uint32_t fact = static_cast<uint32_t>(-subtract * sum);
+                if constexpr (C::code == Code::min) fact = __float_as_uint(scale * unit * static_cast<float>(sum));
+                ptx::st_shared_v2(slot + S::facts + (token * S::flushes + lane / lanes) * 8, {__float_as_uint(scale), fact});
             }
         }
     }
 };
 
 // The operand word i of a row (0: g, 1: g + 8): its codes where they are cheapest.
-template <class C, int i, int row, int words> __device__ __forceinline__ uint32_t byte_codes(const uint32_t (&w)[words]) {
-    constexpr BytePair pair = byte_pair(C::bits, C::group, i);
+template <class C, int i, int row, int words>
+__device__ __forceinline__ uint32_t byte_codes(const uint32_t (&w)[words], const ByteTable<C::code>& table) {
+    constexpr BytePair pair = byte_pair(C::bits, C::group, tabled(C::code), i);
+    if constexpr (tabled(C::code)) {
+        constexpr Piece at = piece(C::bits, 16, pair.low + row, 0);
+        return table.halves(w[at.word], (at.bit & 4) != 0);
+    }
     return codes<C::bits, 16, pair.low + row, pair.low_at>(w) | codes<C::bits, 16, pair.high + row, 8 + pair.high_at>(w);
 }
 
@@ -259,7 +275,7 @@ template <class C, int i, int row, int words> __device__ __forceinline__ uint32_
 template <class C> struct DigitProduct {
     using S = DigitShape<C>;
     uint32_t b[S::token_tiles][8];
-    int32_t subtract[S::token_tiles][S::flushes];  // in the first column of each token, else 0
+    int32_t subtract[S::token_tiles][S::flushes];  // in the first column of each token, else 0; min: the bits of a float
     float scale[S::token_tiles];
 
     __device__ __forceinline__ void take(uint32_t slot, uint32_t lane) {
@@ -283,27 +299,33 @@ template <class C> struct DigitProduct {
         }
     }
 
-    __device__ __forceinline__ void add(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros) const {
+    __device__ __forceinline__ void add(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros,
+                                        const ByteTable<C::code>& table) const {
         uint32_t words[2 * C::bits];
         load_words_shared<C::bits>(words, unit, lane);
         unroll<0, S::flushes>([&](auto which) {
             constexpr int f = decltype(which)::value;
-            uint32_t pair = 0, zeros = row_zeros;
+            uint32_t pair = 0, zeros = row_zeros;  // or minima
             if constexpr (!S::whole_rows) {
                 pair = ptx::ld_shared_u32(unit + 256 * C::bits + f * 32 + (lane >> 2) * 4);
                 if constexpr (C::code == Code::asym)  // two zeros of four bytes are this lane's: rows g and g + 8
                     zeros = ptx::ld_shared_u32(unit + 256 * C::bits + S::groups * 32 + f * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
+                if constexpr (C::code == Code::min) zeros = ptx::ld_shared_u32(unit + 256 * C::bits + (S::groups + f) * 32 + (lane >> 2) * 4);
             }
             int32_t part[S::token_tiles][4];
 #pragma unroll
             for (int n = 0; n < S::token_tiles; n++) {
-                const int32_t start = C::code == Code::asym ? 0 : subtract[n][f];
+                const int32_t start = C::code == Code::asym || C::code == Code::min ? 0 : subtract[n][f];
                 part[n][0] = part[n][2] = start, part[n][1] = part[n][3] = 0;
             }
-            unroll<f * 4 / S::flushes, (f + 1) * 4 / S::flushes>([&](auto index) {
+            if constexpr (S::flushes == 8) {  // groups of 16: a word of each row
+                const uint32_t a[2] = {byte_codes<C, f, 0>(words, table), byte_codes<C, f, 1>(words, table)};
+#pragma unroll
+                for (int n = 0; n < S::token_tiles; n++) ptx::mma_m16n8k16_u8s8(part[n], a, b[n][f]);
+            } else unroll<f * 4 / S::flushes, (f + 1) * 4 / S::flushes>([&](auto index) {
                 constexpr int step = decltype(index)::value;
-                const uint32_t a[4] = {byte_codes<C, 2 * step, 0>(words), byte_codes<C, 2 * step, 1>(words),
-                                       byte_codes<C, 2 * step + 1, 0>(words), byte_codes<C, 2 * step + 1, 1>(words)};
+                const uint32_t a[4] = {byte_codes<C, 2 * step, 0>(words, table), byte_codes<C, 2 * step, 1>(words, table),
+                                       byte_codes<C, 2 * step + 1, 0>(words, table), byte_codes<C, 2 * step + 1, 1>(words, table)};
 #pragma unroll
                 for (int n = 0; n < S::token_tiles; n++) {
                     const uint32_t digits[2] = {b[n][2 * step], b[n][2 * step + 1]};
@@ -318,6 +340,10 @@ template <class C> struct DigitProduct {
                     if constexpr (C::code == Code::asym) v += static_cast<int32_t>(zeros >> (8 * r) & 255) * subtract[n][f];
                     const float w = S::whole_rows ? 1.0f : ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> (16 * r)));
                     sums[n][r] = fmaf(w * scale[n], static_cast<float>(v), sums[n][r]);
+                    if constexpr (C::code == Code::min) {
+                        const float minimum = ptx::cvt_f32_f16(static_cast<uint16_t>(zeros >> (16 * r)));
+                        sums[n][r] = fmaf(minimum, __uint_as_float(subtract[n][f]), sums[n][r]);
+                    }
                 }
         });
     }

@@ -5,7 +5,7 @@
 // - Each warp has a ring of `stages` bulk copies of its own, filled before griddepcontrol.wait: weights do not depend on
 //   the kernel before. No barrier of the block until the sums meet.
 // - Columns are walked in the outer loop and rows in the inner one, so a warp keeps one block of activations at hand.
-// - Codes stay integers: an f16 subnormal (code * 2^-24), a bf16 offset by 128, or an unsigned byte. What is subtracted
+// - Codes of a table become its values (packed_tables.cuh). Others stay integers: an f16 subnormal (code * 2^-24), a bf16 offset by 128, or an unsigned byte. What is subtracted
 //   for zeros is the zero times the sum of the activations, which an mma with a first operand of ones gives.
 #ifndef ANYBIT_SM90_PACKED_SKINNY_CUH
 #define ANYBIT_SM90_PACKED_SKINNY_CUH
@@ -23,8 +23,8 @@ template <class C> struct Warp {
     static constexpr int sums_a_tile = 4 / T::planes;
     Sum sums[T::units][T::token_tiles][sums_a_tile];
     float token_scale[T::token_tiles];  // of split activations: token 4n + t
-    // Zero times the sum of the activations of a group, for columns 2t and 2t + 1; for asym the sum alone (and, for
-    // bf16, what its offset adds).
+    // Zero times the sum of the activations of a group, for columns 2t and 2t + 1; for asym and min the sum alone (and,
+    // for bf16, what its offset adds).
     Part correction[T::token_tiles][T::flushes][2];
     Part offset[T::token_tiles][T::flushes][2];
 
@@ -48,48 +48,53 @@ template <class C> struct Warp {
         return v;
     }
 
+    static constexpr bool by_set = Traits<C>::as_bf16;
+    static constexpr int sum_sets = by_set ? T::sets() : T::integer ? 2 : 4;
+
+    // Sums of the activations of a group become what is subtracted, or what minima multiply.
+    template <int flush> __device__ __forceinline__ void keep_sums(Part (&part)[sum_sets][4], int n) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            Part total = part[0][i], extra = 0;
+#pragma unroll
+            for (int s = 1; s < sum_sets; s++) total += part[s][i];
+            if constexpr (by_set && !T::exact_bf16)
+                unroll<0, sum_sets>([&](auto at) {
+                    extra += part[decltype(at)::value][i] * (128.0f / (1 << T::bit_of_set(decltype(at)::value)));
+                });
+            if constexpr (T::exact_bf16) extra = total * -128.0f;
+            if constexpr (Traits<C>::as_f16) total *= 0x1p-24f;
+            if constexpr (C::code == Code::asym || C::code == Code::min) {
+                correction[n][flush][i] = total, offset[n][flush][i] = extra;
+            } else if constexpr (T::integer) {
+                correction[n][flush][i] = (C::code == Code::bipolar) ? total * zero2 : total * (zero2 / 2);
+            } else {
+                correction[n][flush][i] = fmaf(total, 0.5f * zero2, extra);
+            }
+#pragma unroll
+            for (int s = 0; s < sum_sets; s++) part[s][i] = part[s][i + 2] = 0;
+        }
+    }
+
     // Sums of the activations of a block, by an operand of ones; kept as corrections.
     __device__ __forceinline__ void sum_activations(uint32_t slot, int tokens) {
-        constexpr bool by_set = Traits<C>::as_bf16;
-        constexpr int sets = by_set ? T::sets() : T::integer ? 2 : 4;
+        if constexpr (T::table) return;  // which has a zero of its own
         constexpr uint32_t one = T::integer ? 0x01010101u : Traits<C>::as_f16 ? 0x3c003c00u : 0x3f803f80u;
         const uint32_t ones[4] = {one, one, one, one};
 #pragma unroll
         for (int n = 0; n < T::token_tiles; n++) {
-            Part part[sets][4] = {};
+            Part part[sum_sets][4] = {};
             unroll<0, 4>([&](auto index) {
                 constexpr int wide = decltype(index)::value;
                 uint32_t b[T::steps_a_wide][2];
                 columns(b, slot, n, wide, tokens);
                 unroll<0, T::steps_a_wide>([&](auto which) {
                     constexpr int odd = decltype(which)::value, step = wide * T::steps_a_wide + odd;
-                    constexpr int chain = by_set ? T::set(step) : step % sets;
+                    constexpr int chain = by_set ? T::set(step) : step % sum_sets;
                     multiply<C>(part[chain], ones, b[odd]);
+                    if constexpr (T::flushes == 8) keep_sums<step>(part, n);
                 });
-                if constexpr ((wide + 1) % (4 / T::flushes) == 0) {
-                    constexpr int flush = wide / (4 / T::flushes);
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        Part total = part[0][i], extra = 0;
-#pragma unroll
-                        for (int s = 1; s < sets; s++) total += part[s][i];
-                        if constexpr (by_set && !T::exact_bf16)
-                            unroll<0, sets>([&](auto at) {
-                                extra += part[decltype(at)::value][i] * (128.0f / (1 << T::bit_of_set(decltype(at)::value)));
-                            });
-                        if constexpr (T::exact_bf16) extra = total * -128.0f;
-                        if constexpr (Traits<C>::as_f16) total *= 0x1p-24f;
-                        if constexpr (C::code == Code::asym) {
-                            correction[n][flush][i] = total, offset[n][flush][i] = extra;
-                        } else if constexpr (T::integer) {
-                            correction[n][flush][i] = (C::code == Code::bipolar) ? total * zero2 : total * (zero2 / 2);
-                        } else {
-                            correction[n][flush][i] = fmaf(total, 0.5f * zero2, extra);
-                        }
-#pragma unroll
-                        for (int s = 0; s < sets; s++) part[s][i] = part[s][i + 2] = 0;
-                    }
-                }
+                if constexpr (T::ends_group(wide)) keep_sums<T::group_of(wide)>(part, n);
             });
         }
     }
@@ -128,8 +133,9 @@ template <class C> struct Warp {
 #pragma unroll
                     for (int n = 0; n < T::token_tiles; n++) multiply<C>(part[r][n][T::slot(step)], a, b[n][odd]);
                 }
+                if constexpr (T::flushes == 8) flush<chunk, step>(part, stage);
             });
-            if constexpr ((wide + 1) % (4 / T::flushes) == 0) flush<chunk, wide / (4 / T::flushes)>(part, stage);
+            if constexpr (T::ends_group(wide)) flush<chunk, T::group_of(wide)>(part, stage);
         });
     }
 
@@ -138,10 +144,14 @@ template <class C> struct Warp {
         Part (&part)[C::row_units][T::token_tiles][T::slots()][4], const Stage<C>& stage) {
 #pragma unroll
         for (int r = 0; r < C::row_units; r++) {
-            float scale[2] = {1.0f, 1.0f};
+            float scale[2] = {1.0f, 1.0f}, minimum[2];
             if constexpr (!T::whole_rows) {
                 const uint32_t pair = stage.scales[r][group];
                 scale[0] = ptx::cvt_f32_f16(static_cast<uint16_t>(pair)), scale[1] = ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> 16));
+            }
+            if constexpr (C::code == Code::min) {
+                const uint32_t pair = stage.zeros[r][group];
+                minimum[0] = ptx::cvt_f32_f16(static_cast<uint16_t>(pair)), minimum[1] = ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> 16));
             }
 #pragma unroll
             for (int n = 0; n < T::token_tiles; n++) {
@@ -154,7 +164,9 @@ template <class C> struct Warp {
                         const uint32_t zeros = stage.zeros[r][group];
                         const int zero = static_cast<int>(i < 2 ? zeros & 0xff : (zeros >> 8) & 0xff);
                         v -= offset[n][group][i & 1] + static_cast<Part>(zero) * correction[n][group][i & 1];
-                    } else {
+                    } else if constexpr (C::code == Code::min) {
+                        v -= offset[n][group][i & 1];
+                    } else if constexpr (!T::table) {
                         v -= correction[n][group][i & 1];
                     }
                     centered[i] = v;
@@ -164,11 +176,16 @@ template <class C> struct Warp {
 #pragma unroll
                     for (int i = 0; i < 2; i++)
                         sum[i] = fmaf(scale[i] * token_scale[n], static_cast<float>(centered[2 * i] * 256 + centered[2 * i + 1]), sum[i]);
+                    if constexpr (C::code == Code::min) {
+                        const float all = token_scale[n] * static_cast<float>(correction[n][group][0] * 256 + correction[n][group][1]);
+                        sum[0] = fmaf(minimum[0], all, sum[0]), sum[1] = fmaf(minimum[1], all, sum[1]);
+                    }
                 } else {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         if constexpr (T::whole_rows) sum[i] += static_cast<Sum>(centered[i]);
                         else sum[i] = fmaf(scale[i >> 1], static_cast<float>(centered[i]), sum[i]);
+                        if constexpr (C::code == Code::min) sum[i] = fmaf(minimum[i >> 1], correction[n][group][i & 1], sum[i]);
                     }
                 }
 #pragma unroll
@@ -345,7 +362,8 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
                 else sum += ptx::ld_shared_f32(from + k * T::ring_bytes);
             }
             const int n = block_first * 16 + row;
-            constexpr float unit = (Traits<C>::as_f16 ? 0x1p24f : 1.0f) * (T::integer && (C::code == Code::bipolar) ? 0.5f : 1.0f);
+            constexpr float of_codes = T::table ? packed::scale_of_pair<C::code, T::as_bf16> : Traits<C>::as_f16 ? 0x1p24f : 1.0f;
+            constexpr float unit = of_codes * (T::integer && (C::code == Code::bipolar) ? 0.5f : 1.0f);
             const uint2 factor = ptx::ld_shared_v2(factors + row * 8);
             float v = static_cast<float>(sum) * unit;
             if constexpr (C::operand == Operand::s8) v *= ptx::ld_shared_f32(token_scales + token * 4);

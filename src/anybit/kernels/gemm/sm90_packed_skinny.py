@@ -83,6 +83,8 @@ def _why_not_split(p: Problem, c: Config) -> str | None:
         return None
     if c.gather:
         return "activations in another order are not split into planes"
+    if c.group == 16 or p.weights.tabled:
+        return "split activations meet codes of integers in groups of 32 or more"
     if c.bits not in (1, 2, 4, 8):
         return f"split activations meet widths of 1, 2, 4 or 8 bits, not {c.bits}"
     if not c.x_resident:

@@ -19,7 +19,7 @@ namespace packed {
 // What follows from a Config alone.
 template <class C> struct MidShape {
     static constexpr int warps = C::row_warps * C::split_k_warps, group_threads = C::row_warps * 32;
-    static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code == Code::asym);
+    static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code);
     static constexpr int stage_bytes = C::stage_units * unit_size;
     static constexpr int units = C::stage_units * C::chunks;                    // of a warp, at most
     static constexpr int block_rows = C::block_units * 16;                      // at most

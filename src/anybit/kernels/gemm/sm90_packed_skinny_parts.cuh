@@ -5,6 +5,7 @@
 #include "common/types.cuh"
 #include "gemm/packed_layout.cuh"
 #include "gemm/packed_params.cuh"
+#include "gemm/packed_tables.cuh"
 
 // split: 16-bit floats become two planes of int8, by fixed point in each block of columns: an int8 mma takes four codes from
 // a register where a 16-bit one takes two, which is what limits narrow weights.
@@ -20,11 +21,12 @@ template <class C> struct Traits {
     static constexpr int field = integer ? 8 : 16;
     // Bits of a field in which a code is exact: an f16 subnormal has 10, a bf16 offset 7, an unsigned byte 8.
     static constexpr int limit = integer ? 8 : as_f16 ? 10 : 7;
-    static constexpr bool exact_bf16 = as_bf16 && C::bits == 8;  // u - 128, computed
+    static constexpr bool table = packed::tabled(C::code);
+    static constexpr bool exact_bf16 = as_bf16 && C::bits == 8 && !table;  // u - 128, computed
     static constexpr int steps = integer ? 4 : 8, steps_a_wide = steps / 4;
     static constexpr int subgroups = packed::subgroups(C::group), flushes = subgroups == 0 ? 1 : subgroups;
     static constexpr bool whole_rows = C::group == 0;
-    static constexpr int unit_bytes = packed::unit_bytes(C::bits, C::group, C::code == Code::asym);
+    static constexpr int unit_bytes = packed::unit_bytes(C::bits, C::group, C::code);
     static constexpr int stage_bytes = C::row_units * unit_bytes;
     static constexpr int words = 2 * C::bits;
     static constexpr int planes = split ? 2 : 1, source_element = C::operand == Operand::s8 ? 1 : 2;
@@ -41,7 +43,12 @@ template <class C> struct Traits {
     static constexpr int rows = units * 16, block_rows = row_warps * rows, factor_bytes = (block_rows * 8 + tokens * 4 + 127) / 128 * 128;
     static constexpr int barrier_bytes = (C::warps * C::stages * 8 + 127) / 128 * 128;
 
-    static __device__ constexpr int bit(int step) { return packed::cheapest_bit(C::bits, field, limit, step); }
+    // Groups of 32 columns or more end with these; those of 16 with a step of 16-bit fields.
+    static constexpr int wides_a_group = flushes == 8 ? 1 : 4 / flushes;
+    static __device__ constexpr int group_of(int wide) { return wide / wides_a_group; }
+    static __device__ constexpr bool ends_group(int wide) { return flushes < 8 && (wide + 1) % wides_a_group == 0; }
+
+    static __device__ constexpr int bit(int step) { return table ? 0 : packed::cheapest_bit(C::bits, field, limit, step); }
     // Codes taken out at different bits are scaled differently: each such bit has its own accumulators, a set.
     static __device__ constexpr int set(int step) {
         int found = 0;
@@ -99,6 +106,7 @@ __device__ __forceinline__ void multiply(Num (&d)[4], const uint32_t (&a)[4], co
 // Register j of a unit as an operand: its codes, made numbers.
 template <class C, int j, int words> __device__ __forceinline__ uint32_t operand(const uint32_t (&w)[words]) {
     using T = Traits<C>;
+    if constexpr (T::table) return packed::table_pair<C::code, T::as_bf16, j>(w);
     constexpr int at = T::bit(j / 4);
     const uint32_t u = packed::codes<C::bits, T::field, j, at>(w);
     if constexpr (T::exact_bf16) {  // (128 + low seven bits) - (256 or 128) = u - 128
@@ -115,7 +123,7 @@ template <class C> struct Stage {
     using T = Traits<C>;
     uint32_t words[C::row_units][T::words];
     uint32_t scales[C::row_units][T::flushes];
-    uint32_t zeros[C::row_units][T::flushes];
+    uint32_t zeros[C::row_units][T::flushes];  // or minima
 };
 
 template <class C> __device__ __forceinline__ void read_stage(Stage<C>& stage, uint32_t from, uint32_t lane) {
@@ -129,6 +137,7 @@ template <class C> __device__ __forceinline__ void read_stage(Stage<C>& stage, u
             stage.scales[r][i] = ptx::ld_shared_u32(scales + i * 32 + (lane >> 2) * 4);
             if constexpr (C::code == Code::asym)  // two zeros of four bytes are this lane's: rows g and g + 8
                 stage.zeros[r][i] = ptx::ld_shared_u32(zeros + i * 16 + (lane >> 3) * 4) >> ((lane >> 2) & 1) * 16;
+            if constexpr (C::code == Code::min) stage.zeros[r][i] = ptx::ld_shared_u32(zeros + i * 32 + (lane >> 2) * 4);
         }
     }
 }

@@ -114,6 +114,11 @@ ANYBIT_MMA(mma_m16n8k16_f16, "m16n8k16.row.col.f32.f16.f16.f32", float, "+f")
 ANYBIT_MMA(mma_m16n8k16_bf16, "m16n8k16.row.col.f32.bf16.bf16.f32", float, "+f")
 ANYBIT_MMA(mma_m16n8k32_s8, "m16n8k32.row.col.s32.s8.s8.s32", int32_t, "+r")
 ANYBIT_MMA(mma_m16n8k32_u8s8, "m16n8k32.row.col.s32.u8.s8.s32", int32_t, "+r")
+// Of half as many columns: the first word of each row of a alone, and of b.
+PTX void mma_m16n8k16_u8s8(int32_t (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+                 : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
+}
 ANYBIT_MMA(mma_m16n8k32_s8u8, "m16n8k32.row.col.s32.s8.u8.s32", int32_t, "+r")
 ANYBIT_MMA(mma_m16n8k32_u8, "m16n8k32.row.col.s32.u8.u8.s32", int32_t, "+r")
 // Native on sm_80 to sm_89 only: 40 times slower on sm_90.
