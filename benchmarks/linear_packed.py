@@ -35,7 +35,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
-from anybit.kernels.gemm import heuristics, packed_layout, repack, sm90_packed_gemm
+from anybit.kernels.gemm import heuristics, packed_tiles, repack, sm90_packed_gemm
 from anybit.packing import QuantizedWeight, table_of, words_per_row
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import dispatcher
@@ -125,11 +125,11 @@ class Weights:
     def __init__(self, case: Case, scheme: Scheme, layer: QuantizedWeight | None = None) -> None:
         self.layer = layer = random_weight(case, scheme) if layer is None else layer
         order = "a8" if scheme.activations.quantized else "a16"
-        packed_layout.prepare(layer, order)
+        packed_tiles.prepare(layer, order)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before, begin = torch.cuda.memory_stats()["requested_bytes.all.current"], time.perf_counter()
-        packed = packed_layout.prepare(layer, order)
+        packed = packed_tiles.prepare(layer, order)
         torch.cuda.synchronize()
         self.prepare_gb_s = layer.words.numel() * 4e-9 / (time.perf_counter() - begin)
         # Memory that repacking takes beside the layer it reads, in layers as it leaves them.

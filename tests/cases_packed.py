@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm import packed_tiles
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme, WeightFormat
@@ -72,7 +72,7 @@ def product(
     weight = random_weight(n, k, format, seed)
     if ordered:
         weight = act_order(weight, generator)
-    packed = packed_layout.prepare(weight.to(device), "a8" if dtype == torch.int8 else "a16")
+    packed = packed_tiles.prepare(weight.to(device), "a8" if dtype == torch.int8 else "a16")
     scale = None
     if dtype == torch.int8:
         x = random_codes((m, k), 8, seed + 3).to(torch.int16).sub(128).clamp(-127, 127).to(torch.int8)

@@ -12,8 +12,8 @@ import emulate
 from anybit.device import Device
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs
 from anybit.kernels.gemm import (
-    packed_layout,
     packed_problem,
+    packed_tiles,
     sm90_packed_gemv,
     sm90_packed_skinny_f16,
 )
@@ -64,7 +64,7 @@ def test_codes_and_groups(module: ModuleType, code: str, group: int | None) -> N
 @pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
 def test_formats_of_other_tools(module: ModuleType, format: WeightFormat) -> None:
     if module is sm90_packed_gemv and format.code in ("nf4", "e4m3"):
-        problem = sm90_packed_skinny.Problem(1, 64, 128, format, torch.float16, torch.float16, HOPPER, 128)
+        problem = packed_problem.Problem(1, 64, 128, format, torch.float16, torch.float16, HOPPER, 128)
         assert "no integers of 8 bits" in str(module.why_not(problem))
     else:
         dtype = HALVES[FOREIGN.index(format) % 2]
@@ -147,7 +147,7 @@ def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
         x = case.x if other is None else case.x + other
         assert total is None or torch.equal(total, x)
         assert case.bias is not None
-        expected = _rms_norm_cpu(x, gamma, 1e-5).double() @ packed_layout.unpack(case.packed).T + case.bias.double()
+        expected = _rms_norm_cpu(x, gamma, 1e-5).double() @ packed_tiles.unpack(case.packed).T + case.bias.double()
         error = replace(case, expected=expected).error(y)
         assert error < TOLERANCE[dtype], f"m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
 
@@ -166,7 +166,7 @@ def test_ends_with_silu(dtype: torch.dtype) -> None:
         emulate.run(kernel, params, sm90_packed_gemv.grid(problem, config), dependent=("x", "y"))
         x = _rms_norm_cpu(case.x, gamma, 1e-5)
         assert case.bias is not None
-        whole = x.double() @ packed_layout.unpack(case.packed).T + case.bias.double()
+        whole = x.double() @ packed_tiles.unpack(case.packed).T + case.bias.double()
         expected = _silu_mul_cpu(whole.to(dtype), paired=True)
         torch.testing.assert_close(y.float(), expected.float(), rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
@@ -195,7 +195,7 @@ def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, war
     emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "ring"))
     assert case.bias is not None
     x = _rms_norm_cpu(case.x + other, gamma, 1e-5).double()
-    qkv = (x @ packed_layout.unpack(case.packed).T + case.bias.double()).to(dtype).float()
+    qkv = (x @ packed_tiles.unpack(case.packed).T + case.bias.double()).to(dtype).float()
     rotary = (qkv, cosine.float(), sine.float(), heads, kv_heads)
     expected = _rotate_store_cpu(*rotary, wanted, lengths, sequences, tokens, None, None, 0.0, True)
     atol = 0.02 * float(qkv.abs().max())
@@ -228,7 +228,7 @@ def test_turns_and_stores_in_pages(m: int, dtype: torch.dtype, dim: int) -> None
     emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "keys", "values"))
     assert case.bias is not None
     x = _rms_norm_cpu(case.x + other, gamma, 1e-5).double()
-    qkv = (x @ packed_layout.unpack(case.packed).T + case.bias.double()).to(dtype)
+    qkv = (x @ packed_tiles.unpack(case.packed).T + case.bias.double()).to(dtype)
     expected = pages._rotate_cpu(step(wanted), qkv, None, None, 0.0, True)
     atol = 0.02 * float(qkv.abs().max())
     torch.testing.assert_close(q.view(m, heads, dim).float(), expected.float(), rtol=0.02, atol=atol)
@@ -236,7 +236,7 @@ def test_turns_and_stores_in_pages(m: int, dtype: torch.dtype, dim: int) -> None
 
 
 def test_norm_refusals() -> None:
-    packed = packed_layout.prepare(random_weight(64, 256, WeightFormat(4, "sym", 128)))
+    packed = packed_tiles.prepare(random_weight(64, 256, WeightFormat(4, "sym", 128)))
     problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert sm90_packed_gemv.norm_why_not(problem, sm90_packed_gemv.norm_default(problem)) is None
     assert "tokens" in str(sm90_packed_gemv.norm_why_not(replace(problem, m=3)))
@@ -247,7 +247,7 @@ def test_norm_refusals() -> None:
 
 @BOTH
 def test_refusals(module: ModuleType) -> None:
-    packed = packed_layout.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
+    packed = packed_tiles.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
     problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert "sm_90" in str(module.why_not(replace(problem, device=Device.named("sm_80"))))
     assert "tokens" in str(module.why_not(replace(problem, m=33)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import emulate
-from anybit.kernels.gemm import packed_layout, repack
+from anybit.kernels.gemm import packed_layout, packed_tiles, repack
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 from cases import random_weight
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.emulate
 
 def check(weight: QuantizedWeight, order: packed_layout.Order) -> None:
     """Tiles and factors of rows as the kernel writes them, over what would be wrong."""
-    expected = packed_layout.prepare(weight, order)
+    expected = packed_tiles.prepare(weight, order)
     (n, k), format = weight.shape, weight.format
     tiles, groups = torch.full_like(expected.tiles, 0xA5), None
     if format.group is not None:
-        columns = packed_layout._columns(weight)[1]
+        columns = packed_tiles._columns(weight)[1]
         columns = None if columns is None else columns.int()
         row_scale = torch.full_like(expected.row_scale, torch.nan)
         groups = repack.Groups(format.group, weight.scale, weight.zero, weight.minimum, columns, row_scale)

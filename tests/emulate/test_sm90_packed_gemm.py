@@ -9,7 +9,7 @@ import torch
 import emulate
 from anybit.jit.source import KERNELS
 from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.packed_layout import prepare
+from anybit.kernels.gemm.packed_tiles import prepare
 from anybit.kernels.gemm.sm90_packed_gemm import Problem
 from anybit.reference import quantize_activations
 from anybit.scheme import WeightFormat

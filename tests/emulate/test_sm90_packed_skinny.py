@@ -7,7 +7,7 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels.gemm import packed_layout, packed_problem, sm90_packed_skinny
+from anybit.kernels.gemm import packed_problem, packed_tiles, sm90_packed_skinny
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
@@ -120,7 +120,7 @@ def test_small_rings(seed: int) -> None:
 
 
 def test_refusals() -> None:
-    packed = packed_layout.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
+    packed = packed_tiles.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
     problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert "sm_90" in str(sm90_packed_skinny.why_not(replace(problem, device=Device.named("sm_80"))))
     assert "tokens" in str(sm90_packed_skinny.why_not(replace(problem, m=17)))

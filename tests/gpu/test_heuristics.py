@@ -9,7 +9,6 @@ import torch
 from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.kernels.gemm import (
-    packed_layout,
     packed_problem,
     sm90_packed_gemv,
     sm90_packed_skinny,
@@ -118,7 +117,7 @@ def test_chains_under_programmatic_launch(module: ModuleType, m: int) -> None:
         # Of both signs: sym codes have a mean of half a step, which would grow from link to link.
         scale *= torch.randint(0, 2, scale.shape, generator=generator, device="cuda") * 2 - 1
         weight = QuantizedWeight(words, scale, None, (size, size), WeightFormat(4, "sym", 128))
-        layers.append(packed_layout.prepare(weight))
+        layers.append(packed_tiles.prepare(weight))
     x = torch.randn(m, size, device="cuda").half()
     plain = chain(module, layers, x, 41, pdl=False)
     assert plain.isfinite().all() and plain.count_nonzero() > 0.9 * plain.numel()
@@ -143,5 +142,5 @@ def test_outliers_keep_their_place() -> None:
     x[0, 77] = 1000.0
     y = it.empty()
     sm90_packed_gemv.launch(it.packed, x, y)
-    expected = x.double() @ packed_layout.unpack(it.packed).T
+    expected = x.double() @ packed_tiles.unpack(it.packed).T
     assert (y.double() - expected).abs().mean() / expected.abs().mean() < 1e-3

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm import packed_tiles
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import act_order
@@ -21,8 +21,8 @@ def test_tiles_are_those_of_torch(bits: int, group: int | None) -> None:
             host = random_weight(300, 1000, WeightFormat(bits, code, group))
             if group == 64 and order == "a16":
                 host = act_order(host, torch.Generator().manual_seed(bits))
-            expected = packed_layout.prepare(host, order)
-            found = packed_layout.prepare(host.to("cuda"), order)
+            expected = packed_tiles.prepare(host, order)
+            found = packed_tiles.prepare(host.to("cuda"), order)
             for name in ("tiles", "row_scale", "row_zero", "permutation"):
                 mine, theirs = getattr(found, name), getattr(expected, name)
                 assert mine is theirs is None or torch.equal(mine.cpu(), theirs), name
@@ -34,10 +34,10 @@ def test_memory(bits: int, group: int | None, dtype: torch.dtype) -> None:
     """Beside the layer that is read: its tiles, and a few numbers a row."""
     weight = random_weight(4096, 4096, WeightFormat(bits, "sym", group))
     weight = replace(weight, scale=weight.scale.to(dtype)).to("cuda")
-    packed_layout.prepare(weight)
+    packed_tiles.prepare(weight)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]  # not what the allocator rounds it up to
-    packed = packed_layout.prepare(weight)
+    packed = packed_tiles.prepare(weight)
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     assert packed.tiles.numel() < peak < packed.tiles.numel() + 16 * 4096

@@ -12,7 +12,7 @@ import torch
 
 from anybit import jit
 from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.packed_layout import prepare
+from anybit.kernels.gemm.packed_tiles import prepare
 from anybit.packing import QuantizedWeight
 from anybit.reference import quantize_activations
 from anybit.scheme import ActivationFormat, WeightFormat

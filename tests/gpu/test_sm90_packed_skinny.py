@@ -7,7 +7,7 @@ import torch
 
 from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.kernels.gemm import packed_layout, packed_problem, sm90_packed_skinny
+from anybit.kernels.gemm import packed_problem, sm90_packed_skinny
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 from cases import random_weight
@@ -33,7 +33,7 @@ def activations(m: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[torc
 
 def check(weight: QuantizedWeight, m: int, dtype: torch.dtype, bias: bool = False) -> None:
     n, k = weight.shape
-    packed = packed_layout.prepare(weight, "a8" if dtype == torch.int8 else "a16")
+    packed = packed_tiles.prepare(weight, "a8" if dtype == torch.int8 else "a16")
     x, scale = activations(m, k, dtype, n + m)
     output = torch.float16 if dtype == torch.int8 else dtype
     b = torch.randn(n, device="cuda").to(output) if bias else None
@@ -124,7 +124,7 @@ def test_machete_cases(case: Case) -> None:
 
 def test_every_config_agrees() -> None:
     weight = cuda(random_weight(1024, 2048, WeightFormat(2, "sym", 128)))
-    packed = packed_layout.prepare(weight)
+    packed = packed_tiles.prepare(weight)
     x, _ = activations(2, 2048, torch.float16)
     expected = x.double() @ weight.dequantize(torch.float64).T
     problem = packed_problem.problem_of(packed, 2, torch.float16, torch.float16, Device.of(x))

@@ -11,7 +11,7 @@ from anybit import jit
 from anybit.errors import KernelError
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.gemm import bitplane, bitplane_layout, packed_layout, sm90_packed_gemm
+from anybit.kernels.gemm import bitplane, bitplane_layout, packed_layout, packed_tiles, sm90_packed_gemm
 from anybit.ops import elementwise, fused
 from anybit.ops.backend import LinearSpec
 from anybit.ops.checks import check_input, rows_of
@@ -130,7 +130,7 @@ def test_rows_further_apart_are_no_copy() -> None:
 @pytest.mark.parametrize("k", [1, 7, 8, 64, 65])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
 def test_rows_in_order_start_on_16_bytes(k: int, dtype: torch.dtype) -> None:
-    weight = packed_layout.prepare(random_weight(64, k, WeightFormat(4)), "a16")
+    weight = packed_tiles.prepare(random_weight(64, k, WeightFormat(4)), "a16")
     for x in (torch.randint(-9, 9, (5, k)).to(dtype), torch.randint(-9, 9, (5, k + 1)).to(dtype)[:, 1:]):
         found = packed_layout.in_order(weight, x)
         assert torch.equal(found, x) and quantize_activations.rows_aligned(found)
@@ -252,7 +252,7 @@ def test_products_of_planes(changes: dict[str, Any], said: str) -> None:
     ],
 )
 def test_products_of_large_tiles(changes: dict[str, Tensor], said: str) -> None:
-    weight = packed_layout.prepare(random_weight(8, 64, WeightFormat(4)))
+    weight = packed_tiles.prepare(random_weight(8, 64, WeightFormat(4)))
     given: dict[str, Any] = {"x": half(2, 64), "bias": None, "y": half(2, 8)} | changes
     with pytest.raises(KernelError, match=said):
         sm90_packed_gemm.multiply(given["x"], weight, given["bias"], given["y"])

@@ -12,7 +12,7 @@ import torch
 import torch._dynamo
 
 from anybit.errors import KernelError, LayerError
-from anybit.kernels.gemm.packed_layout import prepare as prepare_tiles
+from anybit.kernels.gemm.packed_tiles import prepare as prepare_tiles
 from anybit.linear import QuantLinear, use_backend
 from anybit.ops import elementwise
 from anybit.ops.backend import LinearSpec

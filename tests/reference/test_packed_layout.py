@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from anybit.errors import KernelError
-from anybit.kernels.gemm.packed_layout import _normalized, codes, pieces, prepare, tile_bytes, unpack
+from anybit.kernels.gemm.packed_layout import pieces, tile_bytes
+from anybit.kernels.gemm.packed_tiles import _normalized, codes, prepare, unpack
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import WeightFormat
 from cases import random_weight

@@ -11,7 +11,7 @@ import torch
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels.gemm import packed_layout, sm80_packed_gemm
+from anybit.kernels.gemm import packed_tiles, sm80_packed_gemm
 from anybit.scheme import Scheme, WeightFormat
 from anybit.tune import worker
 from anybit.tune.registry import FAMILIES, LinearProblem
@@ -74,7 +74,7 @@ def test_a_recorded_launch_keeps_the_memory_that_it_was_made_with(monkeypatch: p
     monkeypatch.setattr(sm80_packed_gemm, "scratch", watched)
     monkeypatch.setattr(sys.modules["anybit.jit.launch"], "Launcher", _FakeLauncher)
     monkeypatch.setattr(Device, "of", staticmethod(lambda tensor: Device.named("sm_80")))
-    weight = packed_layout.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
+    weight = packed_tiles.prepare(random_weight(64, 128, WeightFormat(4, "sym", 128)))
     x, y = torch.zeros(4, 128, dtype=torch.half), torch.empty(4, 64, dtype=torch.half)
     tape = jit.record(lambda: sm80_packed_gemm.launch(weight, x, y))
     moved = [launch.moved(0, 1) for launch in tape]

@@ -89,7 +89,7 @@ TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the Python files that the model brings; otherwise none is run.")
 ]
 DequantizeOption = Annotated[
-    bool, typer.Option("--dequantize", help="Run quantized layers as 16-bit floats: for codes that no kernel runs yet.")
+    bool, typer.Option("--dequantize", help="Run quantized layers as 16-bit floats: for codes that no kernel runs.")
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
 

@@ -21,6 +21,7 @@ from anybit.kernels.gemm import (
     heuristics,
     packed_layout,
     packed_problem,
+    packed_tiles,
     sm80_packed_gemm,
     sm90_packed_gemm,
     sm90_packed_gemv,
@@ -82,14 +83,14 @@ class PackedTiles(Backend):
 
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         """Tiles, row scales, row zeros and the permutation; then the saved scale, zero, group index and minimum."""
-        packed = packed_layout.prepare(weight, "a8" if activations.quantized else "a16")
+        packed = packed_tiles.prepare(weight, "a8" if activations.quantized else "a16")
         saved = (weight.scale, weight.zero, weight.group_index, weight.minimum)
         tensors = (packed.tiles, packed.row_scale, packed.row_zero, packed.permutation, *saved)
         return [torch.empty(_EMPTY, device=weight.device) if tensor is None else tensor for tensor in tensors]
 
     def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
         """The packed weight, exactly as it was."""
-        codes = packed_layout.codes(_weight(tensors, spec))
+        codes = packed_tiles.codes(_weight(tensors, spec))
         scale, (zero, group_index, minimum) = tensors[4], map(_optional, tensors[5:8])
         words = pack_words(codes, spec.weights.bits)
         return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, minimum=minimum)

@@ -14,7 +14,7 @@ from anybit import jit, reference
 from anybit.device import Device
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed
-from anybit.kernels.gemm import bitplane_layout, packed_layout, sm80_packed_gemm
+from anybit.kernels.gemm import bitplane_layout, packed_tiles, sm80_packed_gemm
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.registry import FAMILIES, Layout, LinearProblem, quantizer
@@ -101,8 +101,8 @@ _CODES = {Layout.planes: "planes", Layout.tiles_a16: "tiles", Layout.tiles_a8: "
 """Which tensor of weights in a layout holds their codes."""
 _PREPARE: dict[Layout, Callable[[QuantizedWeight], Any]] = {
     Layout.planes: bitplane_layout.prepare,
-    Layout.tiles_a16: packed_layout.prepare,
-    Layout.tiles_a8: lambda weight: packed_layout.prepare(weight, "a8"),
+    Layout.tiles_a16: packed_tiles.prepare,
+    Layout.tiles_a8: lambda weight: packed_tiles.prepare(weight, "a8"),
 }
 
 

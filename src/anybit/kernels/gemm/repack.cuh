@@ -41,7 +41,7 @@ __device__ __forceinline__ float value_of(const Params& p, const uint8_t* values
     return p.scale_type == scale_f16 ? ptx::cvt_f32_f16(bits) : ptx::cvt_f32_bf16(bits);
 }
 
-// The factor of a row whose values two lanes share: see packed_layout._normalized.
+// The factor of a row whose values two lanes share: see packed_tiles._normalized.
 __device__ __forceinline__ uint32_t factor_of_row(const Params& p, const uint8_t* values, int row, int half, int most) {
     uint32_t largest = 0;
     for (int group = half; values != nullptr && row < p.n && group < p.groups; group += 2) {
