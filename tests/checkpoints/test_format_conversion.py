@@ -78,7 +78,7 @@ def test_awq_becomes_compressed_tensors(tmp_path: Path) -> None:
         ("ct-nvfp4", "compressed-tensors", "cannot express layer .*down_proj in w4a16g16e2m1: e2m1 codes"),
         ("auto-round-gptq", "gptq", "one scheme a model from anybit, and layer .* is in w[48]a16g32"),
         ("bitnet", "gptq", "8-bit activations: it has 16 bits"),
-        ("gptq-4-sym", "gguf", "cannot convert to 'gguf'; there are anybit, compressed-tensors, gptq"),
+        ("gptq-4-sym", "awq", "cannot convert to 'awq'; there are anybit, compressed-tensors, gptq, gguf"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(name: str, to: str, why: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.checkpoints.test_formats import CASES
 
 from anybit.checkpoints import convert
-from anybit.checkpoints.formats import FORMATS, gptq_write
+from anybit.checkpoints.formats import FORMATS, gguf_encode, gptq_write
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS
 from anybit.device import Device
 from anybit.scheme import Scheme, WeightFormat
@@ -62,6 +62,7 @@ def test_a_row_is_true(row: tuple[str, ...]) -> None:
     possible = ["anybit"]
     possible += ["compressed-tensors"] if convert.why_not(scheme) is None else []
     possible += ["gptq"] if gptq_write.why_not(scheme) is None else []
+    possible += ["gguf"] if gguf_encode.why_not(scheme) is None else []
     assert targets == ", ".join(possible)
 
 

@@ -16,13 +16,15 @@ def convert(
     to: Annotated[
         str,
         typer.Option(
-            help="anybit, compressed-tensors or gptq.", autocompletion=lambda: ["anybit", "compressed-tensors", "gptq"]
+            help="anybit, compressed-tensors, gptq or gguf.",
+            autocompletion=lambda: ["anybit", "compressed-tensors", "gptq", "gguf"],
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The folder to write; without it config.json is rewritten.")
+        Path | None,
+        typer.Option("--output", "-o", help="The folder, or GGUF file, to write; without it config.json is rewritten."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option(help="Replace the folder that --output names.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace what --output names.")] = False,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -37,6 +39,7 @@ def convert(
     anybit convert llama-awq --to anybit -o llama-w4
     anybit convert model.Q4_K_M.gguf --to anybit -o model-w4
     anybit convert llama-w4 --to gptq -o llama-gptq
+    anybit convert smollm2-w4g32 --to gguf -o smollm2.gguf
     """
     from anybit.checkpoints.convert import convert as convert_folder
     from anybit.checkpoints.formats.write import convert_into
@@ -44,8 +47,9 @@ def convert(
     from anybit.checkpoints.source import is_gguf, refuse_unnamed
 
     refuse_unnamed(model)
-    if out is None and (to == "gptq" or is_gguf(model)):
-        raise ConversionError(f"converting {model} to {to} writes new tensors: name a folder for them with --output")
+    if out is None and (to in ("gptq", "gguf") or is_gguf(model)):
+        what = "a file" if to == "gguf" else "a folder"
+        raise ConversionError(f"converting {model} to {to} writes new tensors: name {what} for them with --output")
     if out is None:
         sweep(Path(model))
         quantization = convert_folder(model, to, trust_remote_code)

@@ -48,7 +48,7 @@ class GgufTranslation(Translation):
         self.path = file
         header = read_gguf_header(file)
         self._start, architecture = header.start, str(header.metadata["general.architecture"])
-        self._processor, names = _names(architecture, model)
+        self._processor, names = names_of(architecture, model)
         self._tensors: dict[str, GgufTensor] = {}
         for tensor in header.tensors.values():
             if tensor.name in _FREQUENCIES:
@@ -65,7 +65,8 @@ class GgufTranslation(Translation):
                 continue
             if kind_of(tensor) in BLOCKS:
                 self.layers[layer] = Scheme.parse(BLOCKS[kind_of(tensor)].scheme)
-                self._rows[layer] = self._order(tensor, isinstance(modules[layer], Conv1D))
+                transposed = isinstance(modules[layer], Conv1D)
+                self._rows[layer] = row_order(self._processor, tensor.name, tensor.shape[1], transposed)
             elif kind_of(tensor) not in FLOATS:
                 self.dequantized.add(kind_of(tensor))
         self.plain = [name for name in self._tensors if name.removesuffix(".weight") not in self.layers]
@@ -100,24 +101,26 @@ class GgufTranslation(Translation):
                 raise CheckpointError(f"{self.path} is cut off: tensor {tensor.name} ends at byte {begin + size}")
             return np.frombuffer(data[begin : begin + size], dtype=np.uint8).copy()
 
-    def _order(self, tensor: GgufTensor, transposed: bool) -> Tensor | None:
-        """In which order the model has the rows of a matrix; None for the file's own. transposed: of a Conv1D."""
-        numbers = np.arange(tensor.shape[1], dtype=np.float64)[:, None]
-        try:
-            done = self._processor.process(
-                weights=numbers, name=tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
-            )
-        except ValueError as error:  # it wants whole matrices
-            raise NotNative(f"its tensor {tensor.name} is laid out anew: {error}") from None
-        found = done.weights
-        if found.shape == numbers.T.shape and transposed:
-            found = found.T
-        if done.name != tensor.name or found.shape != numbers.shape:
-            raise NotNative(f"its tensor {tensor.name} is laid out anew")
-        rows = torch.from_numpy(found[:, 0].astype(np.int64))
-        if not torch.equal(rows.sort().values, torch.arange(rows.numel())):
-            raise NotNative(f"the values of its tensor {tensor.name} are computed anew")
-        return None if torch.equal(rows, torch.arange(rows.numel())) else rows
+
+def row_order(processor: Any, name: str, count: int, transposed: bool) -> Tensor | None:
+    """In which order the model has the rows of a matrix; None for the file's own. transposed: of a Conv1D.
+
+    Raises NotNative where values are computed, or no rows are moved.
+    """
+    numbers = np.arange(count, dtype=np.float64)[:, None]
+    try:
+        done = processor.process(weights=numbers, name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+    except ValueError as error:  # it wants whole matrices
+        raise NotNative(f"its tensor {name} is laid out anew: {error}") from None
+    found = done.weights
+    if found.shape == numbers.T.shape and transposed:
+        found = found.T
+    if done.name != name or found.shape != numbers.shape:
+        raise NotNative(f"its tensor {name} is laid out anew")
+    rows = torch.from_numpy(found[:, 0].astype(np.int64))
+    if not torch.equal(rows.sort().values, torch.arange(rows.numel())):
+        raise NotNative(f"the values of its tensor {name} are computed anew")
+    return None if torch.equal(rows, torch.arange(rows.numel())) else rows
 
 
 def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
@@ -141,7 +144,7 @@ def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
     return GgufTranslation(file, empty), tokenizer, empty
 
 
-def _names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
+def names_of(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
     """Transformers' processor for an architecture, and the model's name of every tensor that the file may have."""
     import gguf
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor

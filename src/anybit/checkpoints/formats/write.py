@@ -1,4 +1,5 @@
-"""From any quantized model that anybit reads to a new folder, in anybit's tensors, compressed-tensors' or GPTQ's.
+"""From any quantized model that anybit reads to a new folder, in anybit's tensors, compressed-tensors' or GPTQ's, or to
+a GGUF file.
 
 Codes are never changed: what a format has no place for is refused, by the name of the layer where it is one.
 """
@@ -16,26 +17,28 @@ from transformers.pytorch_utils import Conv1D
 from anybit.checkpoints.configuration import METHOD
 from anybit.checkpoints.convert import convert
 from anybit.checkpoints.folder import Folder
-from anybit.checkpoints.formats import gptq_write
+from anybit.checkpoints.formats import gguf_encode, gptq_write
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
+from anybit.checkpoints.formats.gguf_write import write_gguf
 from anybit.checkpoints.formats.translate import FolderTranslation, OwnTranslation, Translation
 from anybit.checkpoints.safetensors import header_room
+from anybit.checkpoints.scratch import replace_file
 from anybit.checkpoints.source import is_gguf, local_folder
 from anybit.checkpoints.verify import TRAP
 from anybit.checkpoints.writing import ShardWriter, new_folder
 from anybit.errors import ConversionError
 from anybit.linear import QuantLinear
 
-TARGETS = (METHOD, "compressed-tensors", "gptq")
+TARGETS = (METHOD, "compressed-tensors", "gptq", "gguf")
 
 
 def convert_into(
     model: str | Path, to: str, output: str | Path, overwrite: bool = False, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Write a quantized model anew, in another format; returns its quantization_config.
+    """Write a quantized model anew, in another format; returns its quantization_config (of GGUF: types by tensors).
 
-    model: a folder of any format that is read, a hub name or a GGUF file.  to: one of TARGETS.
-    trust_remote_code: run the model's own Python files, and copy them.
+    model: a folder of any format that is read, a hub name or a GGUF file.  to: one of TARGETS.  output: a folder, or
+    for "gguf" a file.  trust_remote_code: run the model's own Python files, and copy them.
     Raises ConversionError for what the format cannot express, and then leaves nothing behind.
     """
     if to not in TARGETS:
@@ -45,6 +48,8 @@ def convert_into(
             source, tokenizer, empty = open_gguf(Path(model).expanduser())
         except NotNative as reason:
             raise ConversionError(f"{model} cannot be converted with its codes: {reason}") from None
+        if to == "gguf":
+            raise ConversionError(f"{model} is a GGUF file already: there is nothing to convert")
         with new_folder(output, overwrite) as work:
             empty.config.save_pretrained(work)
             tokenizer.save_pretrained(work)
@@ -59,12 +64,41 @@ def convert_into(
             raise ConversionError(
                 f"{model} is not quantized in a format that is read: anybit quantize makes such a model"
             )
+        if to == "gguf":
+            return _write_gguf(
+                translation, skeleton(path, trust_remote_code), path, Path(output).expanduser(), overwrite
+            )
         with new_folder(output, overwrite, path) as work:
             for file in folder.companions():
                 shutil.copyfile(file, work / file.name)
             return _write(
                 translation, to, work, skeleton(path, trust_remote_code), folder.config, None, trust_remote_code
             )
+
+
+def _write_gguf(source: Translation, empty: Any, folder: Path, file: Path, overwrite: bool) -> dict[str, Any]:
+    if file.suffix != ".gguf":
+        raise ConversionError(f"{file} is to be a GGUF file: name it something.gguf")
+    if file.exists() and not (overwrite and is_gguf(file)):
+        raise ConversionError(f"{file} exists already: choose another name, or replace a GGUF file with --overwrite")
+    _refuse_strangers(source, empty)
+    for name, scheme in source.layers.items():
+        if (reason := gguf_encode.why_not(scheme)) is not None:
+            raise ConversionError(f"gguf cannot express layer {name} in {scheme}: {reason}")
+    source.drop_zero_biases(empty)
+    kinds: dict[str, Any] = {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, lambda path: kinds.update(write_gguf(source, empty, folder, path)))
+    return kinds
+
+
+def _refuse_strangers(source: Translation, empty: Any) -> list[str]:
+    """The names of linear layers. Raises ConversionError for a quantized layer that is none of them."""
+    linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    strangers = sorted(set(source.layers) - set(linears))
+    if strangers:
+        raise ConversionError(f"layer {strangers[0]} is quantized, and {type(empty).__name__} has no such linear layer")
+    return linears
 
 
 def _write(
@@ -77,11 +111,7 @@ def _write(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Fill a folder. dtype: of what is not quantized; None leaves it as it is."""
-    linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    strangers = sorted(set(source.layers) - set(linears))
-    if strangers:
-        raise ConversionError(f"layer {strangers[0]} is quantized, and {type(empty).__name__} has no such linear layer")
-    kept = sorted(set(linears) - set(source.layers))
+    kept = sorted(set(_refuse_strangers(source, empty)) - set(source.layers))
     source.drop_zero_biases(empty)
     if to == METHOD:
         quantization = source.configuration(kept)

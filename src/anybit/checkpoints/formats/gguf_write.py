@@ -1,0 +1,213 @@
+"""A quantized model as one GGUF file, its codes untouched, written with the ``gguf`` package.
+
+Names and the order of rows are those that ``gguf_file`` reads by, turned round. A file holds the tokenizer, too: its
+words, merges and the name of the rule that splits text, which readers have in their code. So a file is written for the
+architectures and the rules that are named here, and everything else is refused by name.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from anybit.checkpoints.formats.gguf_encode import encode
+from anybit.checkpoints.formats.gguf_file import NotNative, names_of, row_order
+from anybit.checkpoints.formats.translate import Translation
+from anybit.errors import ConversionError, dtype_name
+from anybit.packing import reorder
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""transformers' model types, and GGUF's architectures."""
+_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS = {rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_LETTERS}\p{{N}}{_REST}": "qwen2"}
+"""What splits text, as a regular expression, and what llama.cpp calls it."""
+
+
+def write_gguf(source: Translation, empty: Any, folder: Path, file: Path) -> dict[str, str]:
+    """Write a model to ``file``; returns the type of each tensor, by its name in the file.
+
+    empty: transformers' model on the meta device.  folder: where the tokenizer's files are.
+    Raises ConversionError, naming the layer or the part, for what GGUF cannot hold.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise ConversionError("writing GGUF files needs gguf: pip install 'anybit[gguf]'")
+    import gguf
+
+    config = empty.config
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ConversionError(f"GGUF files are written of {known} models, and this is a {config.model_type}")
+    writer = gguf.GGUFWriter(file, architecture)
+    _describe(writer, config)
+    _add_tokenizer(writer, folder, config.vocab_size)
+    tensors = _Tensors(source, empty, architecture)
+    kinds: dict[str, str] = {}
+    # Twice through the layers, since the table of tensors comes first and no more than one layer is held.
+    for name in tensors.names:
+        kind, data = tensors.read(name)
+        kinds[name] = kind
+        raw = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, raw if data.dtype == np.uint8 else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name in tensors.names:
+        writer.write_tensor_data(tensors.read(name)[1])
+    writer.close()
+    return kinds
+
+
+class _Tensors:
+    """The tensors of a model by their names in a GGUF file, in the file's order of rows."""
+
+    def __init__(self, source: Translation, empty: Any, architecture: str) -> None:
+        self._source = source
+        self._processor, known = names_of(architecture, empty)
+        self._modules = dict(empty.named_modules())
+        theirs = {name: model for name, model in known.items() if self._layer(model) or model in source.plain}
+        lost = {*source.plain, *(f"{layer}.weight" for layer in source.layers)} - set(theirs.values())
+        if lost:
+            raise ConversionError(f"GGUF has no name for tensor {min(lost)} of {type(empty).__name__}")
+        self._theirs, self.names = theirs, list(theirs)
+
+    def _layer(self, name: str) -> str | None:
+        layer = name.removesuffix(".weight")
+        return layer if layer != name and layer in self._source.layers else None
+
+    def read(self, name: str) -> tuple[str, "np.ndarray[Any, np.dtype[Any]]"]:
+        """(GGML's type, the tensor) for a name of the file; of blocks and of bfloat16 their bytes."""
+        model = self._theirs[name]
+        layer = self._layer(model)
+        if layer is None:
+            return _floats(self._plain(name, model))
+        module = self._modules.get(layer)
+        if isinstance(module, Conv1D) or not isinstance(module, nn.Linear):
+            raise ConversionError(f"layer {layer} is no plain linear layer, which GGUF expects")
+        weight = self._source.read(layer)
+        rows = self._rows(name, weight.shape[0])
+        try:
+            kind, data = encode(weight if rows is None else reorder(weight, rows))
+        except ConversionError as error:
+            scheme = self._source.layers[layer]
+            raise ConversionError(f"gguf cannot express layer {layer} in {scheme}: {error}") from None
+        return kind, data.numpy()
+
+    def _plain(self, name: str, model: str) -> Tensor:
+        tensor = self._source.read_plain(model)
+        if tensor.ndim == 2 and (rows := self._rows(name, tensor.shape[0])) is not None:
+            return tensor[rows]
+        if tensor.ndim == 1:
+            values = tensor.float().numpy()
+            done = self._processor.process(weights=values, name=name, tensor_key_mapping={}, parsed_parameters={})
+            if not np.array_equal(done.weights, values):
+                raise ConversionError(f"GGUF holds other values of {model}, which anybit does not compute")
+        return tensor
+
+    def _rows(self, name: str, count: int) -> Tensor | None:
+        """The model's row of each row of the file; None where they are in the same order."""
+        try:
+            rows = row_order(self._processor, name, count, False)
+        except NotNative as reason:
+            raise ConversionError(str(reason)) from None
+        return None if rows is None else torch.argsort(rows)
+
+
+def _floats(tensor: Tensor) -> tuple[str, "np.ndarray[Any, np.dtype[Any]]"]:
+    """Vectors in float32, as readers expect, and all else as it is."""
+    if tensor.ndim == 1:
+        tensor = tensor.float()
+    if tensor.dtype == torch.bfloat16:
+        return "BF16", tensor.contiguous().view(torch.uint8).numpy()
+    if tensor.dtype not in (torch.float16, torch.float32):
+        raise ConversionError(f"GGUF has no type for tensors of {dtype_name(tensor.dtype)}")
+    return ("F16" if tensor.dtype == torch.float16 else "F32"), tensor.contiguous().numpy()
+
+
+def _describe(writer: Any, config: Any) -> None:
+    """The sizes of a model."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ConversionError(
+            f"its rotary embedding is of type {rope['rope_type']}: GGUF files are written of models without scaling"
+        )
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise ConversionError(f"it attends to a window of {config.sliding_window} tokens, which GGUF's llama does not")
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_name(Path(str(config.name_or_path)).name or config.model_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    writer.add_rope_dimension_count(head)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_quantization_version(2)
+
+
+def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
+    """A byte-level tokenizer: its words, merges and special tokens, and its chat template."""
+    import gguf
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConversionError(f"{folder} has no tokenizer.json, which a GGUF file is to hold")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    model = found.get("model") or {}
+    if (
+        model.get("type") != "BPE"
+        or model.get("byte_fallback")
+        or (found.get("decoder") or {}).get("type") != "ByteLevel"
+    ):
+        raise ConversionError("its tokenizer is no byte-level BPE, which GGUF files are written with")
+    if found.get("normalizer"):
+        raise ConversionError(f"its tokenizer normalizes text ({found['normalizer'].get('type')}), as no reader would")
+    words: list[str | None] = [None] * size
+    types = [gguf.TokenType.UNUSED] * size
+    for word, number in model["vocab"].items():
+        if number < size:  # others no model can be given
+            words[number], types[number] = word, gguf.TokenType.NORMAL
+    for added in found.get("added_tokens") or ():
+        if added["id"] < size:
+            kind = gguf.TokenType.CONTROL if added.get("special") else gguf.TokenType.USER_DEFINED
+            words[added["id"]], types[added["id"]] = added["content"], kind
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_rule(found.get("pre_tokenizer") or {}))
+    writer.add_token_list([f"[PAD{i}]" if word is None else word for i, word in enumerate(words)])
+    writer.add_token_types(types)
+    special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=size)
+    template = folder / "chat_template.jinja"
+    if special.chat_template is None and template.is_file():
+        special.chat_template = template.read_text(encoding="utf-8")
+    if not special.merges:
+        raise ConversionError("its tokenizer merges nothing, and readers of GGUF files take it for another kind then")
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _rule(found: dict[str, Any]) -> str:
+    """llama.cpp's name for how a tokenizer splits text. Raises ConversionError for a rule that has none here."""
+    steps = found.get("pretokenizers") or [found]
+    kinds = [step.get("type") for step in steps]
+    if any(step.get("add_prefix_space") for step in steps):
+        raise ConversionError("its tokenizer puts a space before a text, as no reader of GGUF files would")
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and steps[1].get("use_regex", True):
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
+        name = _SPLITS.get((steps[0].get("pattern") or {}).get("Regex", ""))
+        if name is not None and steps[0].get("behavior") == "Isolated" and not steps[0].get("invert"):
+            return name
+    rule = ", ".join(map(str, kinds))
+    raise ConversionError(f"its tokenizer splits text by a rule ({rule}) that anybit has no name of GGUF's for")

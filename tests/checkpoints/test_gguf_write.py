@@ -1,0 +1,166 @@
+"""anybit convert --to gguf: codes as they were, read back by gguf, by transformers and by anybit; the rest refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.cases import random_weight
+from tests.cases_damage import random_blocks, save_gguf
+from tests.cases_models import save_byte_tokenizer
+from tests.checkpoints.test_gguf_blocks import MIXED
+from typer.testing import CliRunner
+
+from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS, read_blocks
+from anybit.checkpoints.formats.gguf_encode import encode
+from anybit.checkpoints.formats.gguf_write import _rule
+from anybit.checkpoints.formats.translate import OwnTranslation
+from anybit.checkpoints.formats.write import convert_into
+from anybit.cli import app
+from anybit.errors import ConversionError
+from anybit.integrations.loading import load_model
+from anybit.quantization.methods.registry import quantize_folder
+from anybit.scheme import Scheme
+
+gguf = pytest.importorskip("gguf")
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_come_back(kind: str) -> None:
+    """Every type that is read is written, but TQ1_0, whose codes TQ2_0 holds."""
+    weight = read_blocks(torch.from_numpy(random_blocks(kind, 3, 512)), kind, (3, 512))
+    written, data = encode(weight)
+    assert written == ("TQ2_0" if kind == "TQ1_0" else kind)
+    back = read_blocks(data, written, (3, 512))
+    assert torch.equal(back.words, weight.words) and torch.equal(back.dequantize(), weight.dequantize())
+    expected = gguf.dequantize(data.numpy(), gguf.GGMLQuantizationType[written])
+    assert torch.equal(torch.from_numpy(expected).float(), weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind"), [("w4a16g128", "Q4_0"), ("w8a16", "Q8_0"), ("w5a16g64", "Q5_0"), ("w4a16g64asym", "Q4_1")]
+)
+def test_larger_groups_repeat_their_scales(scheme: str, kind: str) -> None:
+    weight = random_weight(3, 256, Scheme.parse(scheme).weights).with_scales(torch.float16)
+    if weight.zero is not None:
+        weight.scale.fill_(0.0625)  # whose products with zeros float16 holds
+    written, data = encode(weight)
+    assert written == kind and torch.equal(read_blocks(data, kind, (3, 256)).dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "inputs", "why"),
+    [
+        ("w4a16g32", 256, "Q4_0 does not hold its scales exactly"),  # float32
+        ("w4a16g16", 256, "Q4_0 has groups of 32, which do not divide groups of 16"),
+        ("w4a16g32min", 256, "Q4_1 does not hold .* exactly; Q4_K does not hold .* exactly"),
+        ("w6a16g64", 96, "Q6_K has blocks of 256, which do not divide 96 inputs"),
+        ("w2a16g256", 256, "TQ2_0 does not hold its codes"),  # three values of four
+        ("w7a16g32", 256, "no type of blocks has 7-bit sym codes"),
+        ("w4a16g64nf4", 256, "no type of blocks has 4-bit nf4 codes"),
+    ],
+)
+def test_what_no_block_holds_is_refused(scheme: str, inputs: int, why: str) -> None:
+    with pytest.raises(ConversionError, match=why):
+        encode(random_weight(3, inputs, Scheme.parse(scheme).weights))
+
+
+def model(place: Path, kind: str = "llama", **sizes: Any) -> Path:
+    """A tiny model with a tokenizer that merges the first two bytes."""
+    folder, size = place / "plain", save_byte_tokenizer(place / "plain")
+    text = json.loads((folder / "tokenizer.json").read_text())
+    words = text["model"]["vocab"]
+    first = [word for word in words if not word.startswith("<")][:2]
+    words["".join(first)], text["model"]["merges"] = size, [first]
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 128 if kind == "qwen3" else 16, "pad_token_id": 0,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": kind == "qwen3", **sizes,
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(kind, vocab_size=size + 1, **sizes)
+    torch.manual_seed(0)
+    built = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+    for name, parameter in built.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            parameter.data.uniform_(0.5, 1.5)
+    built.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("llama", "w4a16g32"), ("qwen2", "w8a16"), ("qwen3", "w5a16g64")])
+def test_a_model_comes_back(kind: str, scheme: str, tmp_path: Path) -> None:
+    """Layers, rows of queries and keys, biases, norms, a tied head, and the tokenizer."""
+    quantize_folder(model(tmp_path, kind), tmp_path / "ours", scheme)
+    kinds = convert_into(tmp_path / "ours", "gguf", tmp_path / "model.gguf")
+    assert set(kinds.values()) == {"F32", "F16", {"w4a16g32": "Q4_0", "w8a16": "Q8_0", "w5a16g64": "Q5_0"}[scheme]}
+    ours, back = (load_model(source) for source in (tmp_path / "ours", tmp_path / "model.gguf"))
+    with torch.no_grad():
+        assert torch.equal(*(one.model(torch.arange(8)[None]).logits.half() for one in (ours, back)))
+    for text in ("<s>user: 12 é!</s>", '!"!"'):
+        assert ours.tokenizer.encode(text) == back.tokenizer.encode(text)
+    assert ours.tokenizer.chat_template == back.tokenizer.chat_template
+    assert (ours.tokenizer.bos_token, ours.tokenizer.eos_token) == (back.tokenizer.bos_token, back.tokenizer.eos_token)
+
+
+def test_a_mixed_file_comes_back(tmp_path: Path) -> None:
+    """Scales that a file multiplies out of two numbers: these are found again, and every layer has its own type."""
+    file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
+    convert_into(file, "anybit", tmp_path / "ours")
+    kinds = convert_into(tmp_path / "ours", "gguf", tmp_path / "back.gguf")
+    assert {name: kinds[f"{name}.weight"] for name in MIXED if name != "token_embd"} == {
+        name: kind for name, kind in MIXED.items() if name != "token_embd"
+    }
+    convert_into(tmp_path / "back.gguf", "anybit", tmp_path / "again")
+    first, last = OwnTranslation(Folder(tmp_path / "ours")), OwnTranslation(Folder(tmp_path / "again"))
+    for name in first.layers:
+        assert torch.equal(first.read(name).dequantize(), last.read(name).dequantize())
+
+
+def test_refusals_name_what_does_not_fit(tmp_path: Path) -> None:
+    quantize_folder(
+        model(tmp_path, rope_parameters={"rope_type": "linear", "factor": 2.0}), tmp_path / "scaled", "w8a16"
+    )
+    quantize_folder(model(tmp_path / "w3"), tmp_path / "three", "w3a16g32")
+    quantize_folder(model(tmp_path / "gemma", "gemma"), tmp_path / "other", "w8a16")
+    for folder, why in (
+        ("scaled", "rotary embedding is of type linear"),
+        ("three", "layer model.layers.0.self_attn.q_proj in w3a16g32: Q3_K has blocks of 256"),
+        ("other", "written of llama, mistral, qwen2, qwen3 models, and this is a gemma"),
+    ):
+        with pytest.raises(ConversionError, match=why):
+            convert_into(tmp_path / folder, "gguf", tmp_path / "out.gguf")
+    with pytest.raises(ConversionError, match=r"name it something\.gguf"):
+        convert_into(tmp_path / "three", "gguf", tmp_path / "out")
+    (tmp_path / "out.gguf").write_text("mine")
+    with pytest.raises(ConversionError, match="exists already"):
+        convert_into(tmp_path / "three", "gguf", tmp_path / "out.gguf")
+    assert sorted(path.name for path in tmp_path.glob("*out*")) == ["out.gguf"]
+    assert not list(tmp_path.glob(".anybit-*"))
+
+
+def test_rules_that_split_text() -> None:
+    last = {"type": "ByteLevel", "use_regex": False}
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    three = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+        r"\s+(?!\S)|\s+"
+    )
+    for pattern, name in ((three, "llama-bpe"), (three.replace("{1,3}", ""), "qwen2")):
+        assert _rule({"type": "Sequence", "pretokenizers": [{**split, "pattern": {"Regex": pattern}}, last]}) == name
+    digits = {"type": "Digits", "individual_digits": True}
+    assert _rule({"type": "Sequence", "pretokenizers": [digits, {"type": "ByteLevel"}]}) == "smollm"
+    with pytest.raises(ConversionError, match=r"splits text by a rule \(Split, ByteLevel\)"):
+        _rule({"type": "Sequence", "pretokenizers": [{**split, "pattern": {"Regex": "x"}}, last]})
+
+
+def test_the_command(tmp_path: Path) -> None:
+    quantize_folder(model(tmp_path), tmp_path / "ours", "w4a16g32")
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "ours"), "--to", "gguf", "-o", str(tmp_path / "a.gguf")])
+    assert done.exit_code == 0 and "no code was changed" in done.stdout
+    told = json.loads(CliRunner().invoke(app, ["info", str(tmp_path / "a.gguf"), "--json"]).stdout)
+    assert told["scheme"] == "w4a16g32"
