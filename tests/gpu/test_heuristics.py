@@ -10,6 +10,7 @@ from anybit.device import Device
 from anybit.jit import Kernel
 from anybit.kernels.gemm import (
     packed_problem,
+    packed_tiles,
     sm90_packed_gemv,
     sm90_packed_skinny,
     sm90_packed_skinny_f16,

@@ -7,7 +7,7 @@ import torch
 
 from anybit.device import Device
 from anybit.jit import Kernel
-from anybit.kernels.gemm import packed_problem, sm90_packed_skinny
+from anybit.kernels.gemm import packed_problem, packed_tiles, sm90_packed_skinny
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 from cases import random_weight
