@@ -1,4 +1,4 @@
-// The arguments of the kernels for few tokens: sm90_packed_gemv, sm90_packed_skinny and sm90_packed_skinny_f16. Twin: sm90_packed_skinny.Params.
+// The arguments of the kernels for few tokens: sm90_packed_gemv, sm90_packed_skinny and sm90_packed_skinny_f16. Twin: packed_problem.Params.
 #ifndef ANYBIT_PACKED_PARAMS_CUH
 #define ANYBIT_PACKED_PARAMS_CUH
 
