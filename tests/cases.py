@@ -64,11 +64,14 @@ def random_codes(shape: tuple[int, ...], bits: int, seed: int = 0) -> torch.Tens
 
 
 def random_weight(n: int, k: int, format: WeightFormat, seed: int = 0) -> QuantizedWeight:
-    """A layer of uniform codes, scales around 1/16, and uniform zeros or minima where the format has them."""
+    """A layer of uniform codes, scales around 1/16, and uniform zeros, minima, 2:4 masks where the format has them."""
     codes, groups = random_codes((n, k), format.bits, seed), format.groups(k)
     if format.code == "e4m3":
         codes[codes & 0x7F == 0x7F] = 0  # NaN
     scale = (torch.rand(n, groups, generator=generator(seed + 1)) + 0.5) / 16
     zero = random_codes((n, groups), format.bits, seed + 2) if format.code == "asym" else None
     minimum = torch.randn(n, groups, generator=generator(seed + 3)) / 4 if format.code == "min" else None
+    if format.sparse:
+        mask = torch.rand(n, k // 4, 4, generator=generator(seed + 4)).argsort(-1) < 2
+        return QuantizedWeight.from_sparse_codes(codes, mask.view(n, k), scale, zero, format)
     return QuantizedWeight.from_codes(codes, scale, zero, format, minimum=minimum)

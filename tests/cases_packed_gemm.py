@@ -33,7 +33,7 @@ class Case:
     def __str__(self) -> str:
         p, w = self.problem, self.problem.weights
         kind = {"f16": "a16", "bf16": "a16bf", "s8": "a8", "e4m3": "a8fp"}[p.operand.name]
-        return f"w{w.bits}{kind}g{w.group}{w.code}-{p.m}x{p.n}x{p.k}-" + "_".join(map(str, self.cut))
+        return f"w{w.bits}{kind}g{w.group}{w.code}{'s24' * w.sparse}-{p.m}x{p.n}x{p.k}-" + "_".join(map(str, self.cut))
 
 
 # Every way of cutting: one block, K shared inside it, K shared over a cluster, X shared over a cluster, both.
@@ -81,7 +81,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
             # The nearest cut that is legal for this format: promoted sums want smaller tiles, few units fewer blocks.
             cuts = (CUTS * 2)[i % len(CUTS) :]
             cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
-    cases = cases[::every]
+    cases = cases[::every] + _gpu_sparse_cases()[:: 1 + every // 3]
     for i, weights in enumerate(FOREIGN):
         problem = Problem(*_RAGGED[i % len(_RAGGED)], weights, A16, (torch.float16, torch.bfloat16)[i % 2])
         cases.append(next(case for cut in (CUTS * 2)[i % len(CUTS) :] if legal(case := Case(problem, cut))))
@@ -142,7 +142,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
 def cut_of(config: Config) -> tuple[int | bool | None, ...]:
     c = config
     return (c.tile_m, c.row_warpgroups, c.split_k_warpgroups, c.cluster_k, c.cluster_n, None, c.halves,
-            c.min_blocks_per_sm, c.direct, c.unrolled)  # fmt: skip
+            c.min_blocks_per_sm, c.direct, c.unrolled, c.block_tiles, c.tensor_store)  # fmt: skip
 
 
 def tiny_cases() -> list[Case]:
@@ -194,7 +194,56 @@ def tiny_cases() -> list[Case]:
     walking = Problem(100, 200, 768, WeightFormat(4, "sym", 128), device=replace(small, sms=3))  # over three tiles
     return [
         *cases,
+        *_tiny_sparse_cases(),
         Case(problem, (16, 1, 2, 2, 1, None, False, 2)),
         Case(spanned, (16, 1, 2, 2, 1)),
         Case(walking, (48, 2, 1, 1, 1, *_DIRECT, 2)),
     ]
+
+
+def _sparse(bits: int, code: str = "sym", group: int | None = 128) -> WeightFormat:
+    return WeightFormat(bits, code, group, True)  # type: ignore[arg-type]
+
+
+def _tiny_sparse_cases() -> list[Case]:
+    """2:4 sparse weights: every width, codes and groups, every way of sharing."""
+    chosen = [
+        (20, 70, 264, _sparse(4), A16, torch.float16, (32, 2, 1, 1, 1)),
+        (9, 64, 512, _sparse(4, "asym", 32), A16, torch.bfloat16, (16, 1, 2, 1, 1)),  # span 1
+        (16, 64, 384, _sparse(8, "asym", None), A16, torch.float16, (16, 1, 1, 2, 1)),
+        (33, 64, 512, _sparse(2, "asym", 64), A16, torch.float16, (48, 1, 2, 2, 1)),
+        (17, 128, 300, _sparse(3, "asym", 256), A16, torch.bfloat16, (32, 1, 1, 1, 2)),
+        (8, 64, 256, _sparse(5, "sym", None), A16, torch.float16, (16, 1, 1, 1, 1)),
+        (8, 64, 256, _sparse(6, "asym", 64), A16, torch.bfloat16, (16, 1, 1, 1, 1)),
+        (8, 64, 256, _sparse(7, "sym", 32), A16, torch.float16, (16, 1, 1, 1, 1)),
+        (8, 64, 256, _sparse(8, "sym", 128), A16, torch.bfloat16, (16, 1, 1, 1, 1)),
+        (50, 190, 1024, _sparse(4, "asym", 64), A16, torch.float16, (64, 2, 1, 1, 1, None, True)),  # halved, span 2
+        (16, 256, 1024, _sparse(4), A16, torch.float16, (16, 4, 1, 1, 1)),
+        (48, 70, 1152, _sparse(4), A16, torch.float16, (48, 1, 2, 2, 1, *_DIRECT, 0, True)),
+        (17, 70, 256, _sparse(4, "sym", None), INT8, torch.float16, (32, 2, 1, 1, 1)),
+        (9, 64, 256, _sparse(3, "asym", 64), INT8, torch.bfloat16, (16, 1, 2, 1, 1)),
+        (8, 64, 260, _sparse(5, "asym", 32), INT8, torch.float16, (16, 1, 1, 2, 1)),
+        (20, 64, 400, _sparse(7, "asym", None), INT8, torch.float16, (32, 1, 2, 1, 1)),
+        (12, 64, 384, _sparse(8, "sym", None), INT8, torch.float16, (16, 1, 1, 1, 1)),
+        (12, 64, 256, _sparse(2, "sym", 128), INT8, torch.float16, (16, 1, 1, 1, 1)),
+        (12, 64, 256, _sparse(6, "sym", 32), INT8, torch.bfloat16, (16, 1, 1, 1, 1)),
+    ]
+    return [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
+
+
+def _gpu_sparse_cases() -> list[Case]:
+    """Every width with and without zeros, groups in turn, cut in ways that walk along; then cuts of many tokens."""
+    cases = []
+    kinds = [(bits, code, x) for x in (A16, INT8) for bits in range(2, 9) for code in ("sym", "asym")]
+    for i, (bits, code, activations) in enumerate(kinds):
+        weights = _sparse(bits, code, (128, 32, None, 64, 256)[i % 5])
+        m, n, k = _RAGGED[i % len(_RAGGED)]
+        problem = Problem(m, n, k + 4 * (i % 2), weights, activations, (torch.float16, torch.bfloat16)[i % 2])
+        if sm90_packed_gemm.why_not(problem) is None:
+            cuts = (CUTS * 2)[i % len(CUTS) :]
+            cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
+    for m, n, activations in ((256, 28672, A16), (300, 1504, A16), (1024, 6144, INT8)):  # ranges of rows, tensor maps
+        problem = Problem(m, n, 1024, _sparse(4, "sym", None if activations is INT8 else 128), activations)
+        for block_tiles in (0, 7):
+            cases.append(Case(problem, (128, 4, 1, 1, 1, None, False, 1, None, None, block_tiles, True)))
+    return cases

@@ -38,6 +38,21 @@ def test_no_spills(arch: str, cases: list[tuple[int, int, torch.dtype]]) -> None
         assert count(compiled.cubin, "CALL") <= 1
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+def test_sparse_weights(arch: str) -> None:
+    """Products that skip zeros, at every number of tokens, without spills."""
+    for m, bits, code, group, dtype in (
+        (1, 4, "sym", 128, torch.float16), (16, 3, "asym", 64, torch.bfloat16), (64, 8, "asym", 32, torch.float16),
+        (16, 4, "sym", None, torch.int8), (64, 7, "asym", 32, torch.int8), (32, 2, "asym", 128, torch.int8),
+    ):  # fmt: skip
+        weights = WeightFormat(bits, code, group, True)  # type: ignore[arg-type]
+        output = dtype if dtype.is_floating_point else torch.float16
+        config = sm80_packed_gemm.default(Problem(m, 4096, 4096, weights, dtype, output, Device.named(arch)))
+        compiled = jit.cached(sm80_packed_gemm.kernel(config), arch)
+        assert compiled.spill_bytes == compiled.stack_bytes == 0, f"{weights}, {m} tokens: {compiled.spill_bytes}"
+        assert count(compiled.cubin, r"HMMA\.SP" if dtype.is_floating_point else r"IMMA\.SP") > 0
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
 def test_repacking(arch: str) -> None:
     """Tiles are made where they are multiplied."""

@@ -31,6 +31,11 @@ CASES = [
     (WeightFormat(3, "asym", 64), A16, torch.bfloat16, (48, 1, 2, 1, 1, None, False, 1, 3)),
     (WeightFormat(7, "asym", 64), INT8, torch.bfloat16, (128, 2, 1, 1, 1)),
     (WeightFormat(4, "asym", 128), FP8, torch.float16, (128, 2, 1, 1, 1)),
+    (WeightFormat(4, "asym", 128, True), A16, torch.float16, (128, 4, 1, 1, 1)),
+    (WeightFormat(3, "asym", 64, True), A16, torch.bfloat16, (64, 4, 1, 1, 1, None, True)),
+    (WeightFormat(4, "sym", 128, True), A16, torch.float16, (128, 4, 1, 1, 1, None, False, 1, None, None, 7, True)),
+    (WeightFormat(4, "asym", None, True), INT8, torch.float16, (128, 4, 1, 1, 1, None, False, 1, None, None, 0, True)),
+    (WeightFormat(8, "sym", 32, True), INT8, torch.bfloat16, (64, 2, 1, 1, 1)),
 ]
 
 
@@ -42,7 +47,12 @@ def test_machine_code(weights, activations, dtype, cut, tmp_path: Path) -> None:
     compiled = jit.compile(sm90_packed_gemm.kernel(config), "sm_90a")
     assert compiled.spill_bytes == 0
     code = disassembly(compiled.cubin, tmp_path)
-    assert INSTRUCTION[problem.operand.name].format(config.tile_m, "S" if weights.group else "U") in code
+    instruction = INSTRUCTION[problem.operand.name].format(
+        config.tile_m, "S" if weights.group or weights.sparse else "U"
+    )
+    if weights.sparse:
+        instruction = instruction.replace("GMMA.", "GMMA.SP.").replace("x32.", "x64.").replace("x16.", "x32.")
+    assert instruction in code
     assert "CALL" not in code, "an instruction is emulated"
     if config.register_sets == 2 and not config.promotes:
         assert code.count("WARPGROUP.DEPBAR.LE gsb0, 0x0") == 1, "the assembler has one product wait for another"

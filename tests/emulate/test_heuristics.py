@@ -60,6 +60,26 @@ def test_codes_and_groups(module: ModuleType, code: str, group: int | None) -> N
         run(module, WeightFormat(bits, code, group), 2 + i % 2, 64, 512, HALVES[i % 2], seed=i, bias=True)
 
 
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_sparse_weights(bits: int) -> None:
+    """2:4, in the tiles of sm90_packed_gemm: every width, codes with and without zeros, groups, ragged rows."""
+    for i, (code, group) in enumerate((("sym", 128), ("asym", 32), ("asym", None), ("sym", 64))):
+        format, m = WeightFormat(bits, code, group, True), 1 + (i + bits) % 4  # type: ignore[arg-type]
+        run(
+            sm90_packed_gemv,
+            format,
+            m,
+            (64, 20, 100, 72)[i],
+            (384, 300, 132, 264)[i],
+            HALVES[i % 2],
+            seed=bits,
+            bias=i > 1,
+        )
+    assert "dense weights" in str(
+        sm90_packed_skinny_f16.why_not(packed_problem.Problem(1, 64, 128, format, HALVES[0], HALVES[0], HOPPER, 128))
+    )
+
+
 @BOTH
 @pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
 def test_formats_of_other_tools(module: ModuleType, format: WeightFormat) -> None:

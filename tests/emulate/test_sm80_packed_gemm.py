@@ -56,6 +56,14 @@ def test_formats_of_other_tools(format: WeightFormat) -> None:
     run(format, 3, 128, 328, (torch.float16, torch.bfloat16)[FOREIGN.index(format) % 2], sms=2)
 
 
+@pytest.mark.parametrize(
+    ("bits", "code", "group"), [(4, "sym", 128), (3, "asym", 32), (8, "asym", None), (2, "asym", 64), (7, "sym", 32)]
+)
+def test_sparse_weights(bits: int, code: str, group: int | None) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.int8):
+        run(WeightFormat(bits, code, group, True), 5, 72, 264, dtype, sms=2, seed=bits, bias=True)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("sms", [1, 3, 5])
 def test_stripes(sms: int) -> None:
     """Stripes shorter than a row tile, and longer; several token tiles; fewer rows than the last row tile has."""

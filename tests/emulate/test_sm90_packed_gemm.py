@@ -14,9 +14,10 @@ from anybit.kernels.gemm.sm90_packed_gemm import Problem
 from anybit.reference import quantize_activations
 from anybit.scheme import WeightFormat
 from cases import random_weight
-from cases_packed_gemm import Case, tiny_cases
+from cases_packed_gemm import A16, INT8, Case, tiny_cases
 
 pytestmark = pytest.mark.emulate
+_SPARSE = WeightFormat(4, "asym", 64, True)
 
 
 def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Path | None = None) -> float:
@@ -43,13 +44,14 @@ def emulated(case: Case, config: sm90_packed_gemm.Config, seed: int, header: Pat
     box = emulate.Box(operand, 128 // operand.element_size(), config.tile_m // config.cluster_n)
     tail = emulate.Box(operand, 128 // operand.element_size(), config.tail_rows or 8)
     params = sm90_packed_gemm.params(p, config, None, packed, y, bias, x_scale, x_sum)
+    stored = {"y_map": emulate.Box(y, 64, config.tile_m)} if config.tensor_store else {}
     kernel = sm90_packed_gemm.kernel(config)
     emulate.run(
         replace(kernel, header=str(header)) if header else kernel,
-        replace(params, x=box, x_tail=tail),
+        replace(params, x=box, x_tail=tail, **stored),
         sm90_packed_gemm.grid(p, config),
         seed=seed,
-        dependent=("x", "x_tail", "x_scale", "y"),
+        dependent=("x", "x_tail", "x_scale", "y", "y_map"),
     )
     return float((y.double() - exact).abs().mean() / exact.abs().mean())
 
@@ -62,6 +64,23 @@ def test_product(case: Case) -> None:
     assert sm90_packed_gemm.why_not(case.problem, config) is None
     for seed in range(2):
         assert emulated(case, config, seed) < (1e-3 if case.problem.dtype == torch.float16 else 8e-3)
+
+
+@pytest.mark.parametrize("block_tiles", [0, 3])
+def test_sparse_products_of_many_tokens(block_tiles: int) -> None:
+    """Ranges of row tiles, with a warpgroup that has none in the end; outputs by a tensor map; a staggered start."""
+    for weights, activations, dtype in (
+        (_SPARSE, A16, torch.bfloat16),
+        (replace(_SPARSE, group=None), INT8, torch.float16),
+    ):
+        problem = Problem(37, 312, 384, weights, activations, dtype)
+        config = sm90_packed_gemm.config_for(problem, 32, 2)
+        config = replace(
+            config, stages=2, prologue_stages=2, span=1, block_tiles=block_tiles, tensor_store=True, stagger=100
+        )
+        assert sm90_packed_gemm.why_not(problem, config) is None
+        for seed in range(2):
+            assert emulated(Case(problem, ()), config, seed) < 8e-3
 
 
 @pytest.mark.parametrize("stages", [3, 5])

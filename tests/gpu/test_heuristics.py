@@ -61,7 +61,13 @@ OTHER_TOOLS: list[Case] = [
     for kernel in (D, M)
     if kernel is M or format.code not in ("nf4", "e4m3")
 ]
-CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD, *OTHER_TOOLS]
+SPARSE: list[Case] = [
+    (D, 1 + i % 4, 320, 768 + 4 * (i % 2), WeightFormat(bits, code, group, True), HALVES[i % 2], False, i % 3 == 0)  # type: ignore[arg-type]
+    for i, (bits, (code, group)) in enumerate(
+        itertools.product(range(2, 9), (("sym", 128), ("asym", 32), ("asym", None)))
+    )
+]
+CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD, *OTHER_TOOLS, *SPARSE]
 
 
 def kernels_used() -> list[Kernel]:

@@ -1,5 +1,6 @@
 """QuantLinear on the packed kernels against the reference: every kind of scheme, few tokens and many."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,11 +16,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 SCHEMES = ["w4a16g128", "w2a16g64asym", "w3a16bipolar", "w8a16", "w4a8", "w4a8g128", "w8a8", "w4a8fp", "w2a8fpg128",
            *map(scheme_of, FOREIGN)]  # fmt: skip
+SPARSE = ["w4a16g128s24", "w2a16g64asyms24", "w3a16asyms24", "w8a16g32s24", "w4a8s24", "w7a8g128asyms24"]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
-    ("k", "dtype"), [(576, torch.float16), (576, torch.bfloat16), (1003, torch.float16), (33, torch.bfloat16)]
+    ("scheme", "k", "dtype"),
+    [
+        *itertools.product(SCHEMES, (576,), (torch.float16, torch.bfloat16)),
+        *itertools.product(SCHEMES, (1003,), (torch.float16,)),
+        *itertools.product(SCHEMES, (33,), (torch.bfloat16,)),
+        *itertools.product(SPARSE, (576, 1004), (torch.float16, torch.bfloat16)),
+    ],
 )
 def test_like_the_reference(scheme, k, dtype):
     parsed = Scheme.parse(scheme)

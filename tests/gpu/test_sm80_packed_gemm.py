@@ -43,3 +43,9 @@ def test_formats(bits: int, code: str, group: int | None, dtype: torch.dtype) ->
 @pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
 def test_formats_of_other_tools(format: WeightFormat) -> None:
     check(format, 20, 640, 712, (torch.float16, torch.bfloat16)[FOREIGN.index(format) % 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(("bits", "code", "group"), [(4, "sym", 128), (3, "asym", 32), (7, "asym", None)])
+def test_sparse_weights(bits: int, code: str, group: int | None, dtype: torch.dtype) -> None:
+    check(WeightFormat(bits, code, group, True), 20, 640, 1028, dtype)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 // Every function of ptx.cuh and ptx_wgmma.cuh, for the tests that compare hardware with the emulation.
 // Kernels read words from x and write what they get to y: result i of thread t is y[i * threads + t].
 #include "common/ptx/wgmma.cuh"
+#include "common/ptx/wgmma_sparse.cuh"
 
 struct Params {
     const uint32_t* x;
@@ -167,6 +168,44 @@ KERNEL(wgmma) {
     if constexpr (Config::type == 1) { WGMMA(wgmma_f16, float, false) WGMMA(wgmma_f16, float, true) }
     if constexpr (Config::type == 2) { WGMMA(wgmma_bf16, float, false) WGMMA(wgmma_bf16, float, true) }
     if constexpr (Config::type == 3) { WGMMA(wgmma_e4m3, float, false) WGMMA(wgmma_e4m3, float, true) }
+}
+
+// x: 64 rows of 64 bytes of kept values and N rows of b of 128 bytes, in the type that Config::type says; then metadata.
+KERNEL(wgmma_sparse) {
+    constexpr int N = Config::n;
+    Results<128> out{p.y, 0};
+    const uint32_t base = ptx::shared_address(ptx::dynamic_shared());
+    for (int i = threadIdx.x; i < N * 8; i += 128)
+        ptx::st_shared_v4(base + i / 8 * 128 + ((i % 8 ^ (i / 8 & 7)) << 4), ptx::ld_global_nc_v4(p.x + 1024 + 4 * i));
+    ptx::fence_proxy_async();
+    __syncthreads();
+    const uint64_t b = ptx::wgmma_descriptor(base, ptx::Swizzle::bytes_128, 1024);
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    uint32_t a[2][4], metadata[2] = {0, 0};
+    for (int k = 0; k < 2; k++) {
+        for (int i = 0; i < 4; i++) a[k][i] = p.x[(16 * warp + g + i % 2 * 8) * 16 + 8 * k + t + i / 2 * 4];
+        for (int i = 0; i < 8; i++) {  // any two places that ascend
+            const uint32_t choice = p.x[1024 + 32 * N + 128 * k + threadIdx.x] >> 4 * i & 15, first = choice % 3,
+                           second = first + 1 + (choice / 3) % (3 - first);
+            metadata[k] |= (first | second << 2) << 4 * i;
+        }
+    }
+#define WGMMA_SP(name, selectors, reg)                                                                                \
+    {                                                                                                                 \
+        reg d[N / 2];                                                                                                 \
+        for (int i = 0; i < N / 2; i++) d[i] = static_cast<reg>(i);                                                   \
+        ptx::wgmma_touch(d);                                                                                          \
+        ptx::wgmma_fence();                                                                                           \
+        ptx::name<N, 0>(d, a[0], b, metadata[0]);                                                                     \
+        ptx::name<N, selectors - 1>(d, a[1], ptx::wgmma_advance(b, 64), metadata[1]);                                 \
+        ptx::wgmma_commit_group();                                                                                    \
+        ptx::wgmma_wait_group<0>();                                                                                   \
+        ptx::wgmma_touch(d);                                                                                          \
+        out.put(d);                                                                                                   \
+    }
+    if constexpr (Config::type == 0) WGMMA_SP(wgmma_sp_s8, 1, int32_t)
+    if constexpr (Config::type == 1) WGMMA_SP(wgmma_sp_f16, 2, float)
+    if constexpr (Config::type == 2) WGMMA_SP(wgmma_sp_bf16, 2, float)
 }
 
 // Bits, and arithmetic that rounds exactly once: any words.

@@ -47,7 +47,7 @@ class Case:
         words = torch.randint(-(2**31), 2**31, (16384,), generator=g).to(torch.int32)
         if self.entry == "mma_floats":
             words = torch.cat([*(floats(type_, 256, g) for type_ in (1, 2, 3)), words])
-        if self.entry == "wgmma" and self.config.type:
+        if self.entry.startswith("wgmma") and self.config.type:
             words = floats(self.config.type, 16384, g)
         if self.entry.startswith("approximate"):
             words = (torch.rand(128, generator=g) * 8).view(torch.int32)
@@ -68,12 +68,17 @@ def wgmma(n: int, swizzle: int, type_: int) -> Case:
     return Case("wgmma", 128, products * (n // 2), tolerance, Config(n, swizzle, type_))
 
 
+def wgmma_sparse(n: int, type_: int) -> Case:
+    return Case("wgmma_sparse", 128, n // 2, (0, 1e-5, 1e-5)[type_], Config(n, 1, type_))
+
+
 CASES = [
     Case("fragments", 32, 23),
     Case("mma_integers", 32, 44),
     Case("mma_floats", 32, 28, 1e-5),
     *(wgmma(n, swizzle, 0) for n, swizzle in ((8, 1), (16, 2), (24, 3), (32, 0), (64, 1), (96, 2), (256, 1))),
     *(wgmma(n, swizzle, type_) for type_ in (1, 2, 3) for n, swizzle in ((8, 0), (48, 2), (128, 1))),
+    *(wgmma_sparse(n, type_) for type_ in (0, 1, 2) for n in (16, 128, 256)),
     Case("exact_arithmetic", 128, 48),
     Case("approximate_functions", 128, 5, 2e-6),
     Case("approximate_tanh", 128, 1, 6e-4),

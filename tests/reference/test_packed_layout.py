@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from anybit.errors import KernelError
+from anybit.kernels.gemm import sparse_layout
 from anybit.kernels.gemm.packed_layout import pieces, tile_bytes
 from anybit.kernels.gemm.packed_tiles import _normalized, codes, prepare, unpack
 from anybit.packing import QuantizedWeight, pack_words
@@ -77,6 +78,35 @@ def test_every_bit_of_a_lane_has_one_owner(bits, order):
     registers, field = (32, 16) if order == "a16" else (16, 8)
     owned = [(p.word, p.bit + i) for j in range(registers) for p in pieces(bits, order, j) for i in range(p.count)]
     assert sorted(owned) == [(word, bit) for word in range(2 * bits) for bit in range(field)]
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("order", ["a16", "a8"])
+def test_sparse_round_trip(bits: int, order: str) -> None:
+    for (code, group), (n, k) in zip(
+        (("sym", 128), ("asym", 32), ("asym", None)), ((70, 264), (64, 256), (20, 132)), strict=True
+    ):
+        weight = random_weight(n, k, WeightFormat(bits, code, group, True))  # type: ignore[arg-type]
+        packed = prepare(weight, order)  # type: ignore[arg-type]
+        words, indices = sparse_layout.words_of(packed.tiles, bits, order, n, k)
+        assert torch.equal(words, weight.words) and torch.equal(indices, weight.indices)
+        assert torch.allclose(unpack(packed), weight.dequantize(torch.float64), rtol=2e-3)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_every_bit_of_a_sparse_lane_has_one_owner(bits: int) -> None:
+    """By the device's twin as well: fields of 16 bits, whose higher bytes are the higher kept columns, and of 8."""
+    owned = [
+        (word, bit + i) for j in range(8) for word, bit, _, count in sparse_layout.pieces(bits, j) for i in range(count)
+    ]
+    assert sorted(owned) == [(word, bit) for word in range(bits) for bit in range(8)]
+
+
+def test_sparse_layers_have_no_activation_order() -> None:
+    weight = random_weight(64, 128, WeightFormat(4, "sym", 64, True))
+    order = torch.arange(128).flip(0).div(64, rounding_mode="floor").int()
+    with pytest.raises(KernelError, match="2:4 sparse weights in an activation order"):
+        prepare(replace(weight, group_index=order))
 
 
 def test_scales_of_any_size_survive():

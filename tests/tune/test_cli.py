@@ -88,7 +88,7 @@ def test_explains_every_layer_of_a_model(
         (("explain", "4096,4096", "-s", "w9a8"), "w9a8"),
         (("explain", "4096,4096", "-s", "w4a8", "--allow", "a4"), "--allow a4 is unknown"),
         (("explain", "nothing here", "-s", "w4a8"), "neither a folder"),
-        (("explain", "64,64", "-s", "w4a8s24"), "sparse"),
+        (("explain", "64,64", "-s", "w4a8fps24"), "2:4 sparse weights are multiplied by integers"),
         (("explain", "64,64", "-s", "w4a8g32-xasym"), "sm90_bitplane_gemm: bit planes need one scale a row"),
         (("explain", "64,64", "-s", "w4a1g32"), "the reference does, slowly, after anybit.ops.allow_fallback()"),
     ],

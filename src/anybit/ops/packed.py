@@ -25,6 +25,7 @@ from anybit.kernels.gemm import (
     sm80_packed_gemm,
     sm90_packed_gemm,
     sm90_packed_gemv,
+    sparse_layout,
 )
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
@@ -90,10 +91,13 @@ class PackedTiles(Backend):
 
     def restore(self, tensors: list[Tensor], spec: LinearSpec) -> QuantizedWeight:
         """The packed weight, exactly as it was."""
-        codes = packed_tiles.codes(_weight(tensors, spec))
+        packed, indices = _weight(tensors, spec), None
+        if spec.weights.sparse:
+            words, indices = sparse_layout.words_of(packed.tiles, spec.weights.bits, packed.order, spec.n, spec.k)
+        else:
+            words = pack_words(packed_tiles.codes(packed), spec.weights.bits)
         scale, (zero, group_index, minimum) = tensors[4], map(_optional, tensors[5:8])
-        words = pack_words(codes, spec.weights.bits)
-        return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, minimum=minimum)
+        return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices, minimum)
 
     def linear(
         self,
@@ -201,6 +205,8 @@ class PackedTiles(Backend):
 def why_not(weight: QuantizedWeight, activations: ActivationFormat, device: Device) -> str | None:
     """Why no kernel over tiles multiplies with a weight on ``device`` at any token count; None if one does."""
     n, k = weight.shape
+    if weight.format.sparse and weight.group_index is not None:
+        return sparse_layout.ORDERED
     reason = sm90_packed_gemm.why_not(sm90_packed_gemm.Problem(1, n, k, weight.format, activations, device=device))
     if reason is None or device.arch == "sm_90a":
         return reason

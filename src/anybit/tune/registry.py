@@ -38,6 +38,7 @@ from anybit.kernels.gemm import (
     sm90_packed_gemv,
     sm90_packed_skinny,
     sm90_packed_skinny_f16,
+    sparse_layout,
 )
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
@@ -256,6 +257,8 @@ def _ordered(p: LinearProblem) -> int:
 
 def _beside(family: KernelFamily, product: LinearProblem) -> str | None:
     """What a family's ``why_not`` cannot see: how its layout and the kernels around it limit a product."""
+    if product.weights.sparse and product.act_order:
+        return sparse_layout.ORDERED
     if product.dtype not in _OUTPUTS:
         return f"kernels take float16 and bfloat16, not {dtype_name(product.dtype)}"
     x = product.activations
@@ -279,7 +282,7 @@ def _beside(family: KernelFamily, product: LinearProblem) -> str | None:
 _FACTS = {
     field.name for kind in (packed_problem.FewFacts, bitplane_problem.Facts) for field in dataclasses.fields(kind)
 }
-_FACTS |= {"wide_store", "bfloat_out", "tile_bytes", "aligned"}
+_FACTS |= {"wide_store", "bfloat_out", "tile_bytes", "aligned", "sparse"}
 """Fields by which configs repeat their problem: no search chooses them, and no map holds them."""
 
 _PLANES = (

@@ -8,8 +8,8 @@ import itertools
 
 from anybit.tune.registry import LinearProblem
 
-RATES = {"b1": 15360.0, "s8": 1918.0, "e4m3": 1920.0, "f16": 931.0}
-"""Issue rates of wgmma in TOPS."""
+RATES = {"b1": 15360.0, "s8": 1918.0, "e4m3": 1920.0, "f16": 931.0, "sparse s8": 3839.0, "sparse f16": 1710.0}
+"""Issue rates of wgmma in TOPS; of sparse products those that zeros would have taken are counted."""
 
 # Bytes read once -> microseconds of a kernel in a chain with programmatic dependent launch (plain loads).
 _READ_US = ((0, 0.30), (4.2e6, 1.02), (8.6e6, 1.87), (13.0e6, 2.79), (30.3e6, 6.50), (60.6e6, 12.98), (121e6, 25.83))
@@ -29,13 +29,16 @@ def floor_us(product: LinearProblem) -> float:
     w, x = product.weights, product.activations
     m, n, k = product.m, product.n, product.k
     scales = n * w.groups(k) * (4 if w.code == "min" else 2)
-    size = n * k * w.bits / 8 + scales + m * k * (2 if not x.quantized else x.bits / 8) + 2 * m * n
+    bits = (w.bits + 2) / 2 if w.sparse else w.bits  # half of the codes, and two bits of metadata for each
+    size = n * k * bits / 8 + scales + m * k * (2 if not x.quantized else x.bits / 8) + 2 * m * n
     reading = read_us(size * _BANDWIDTH / product.device.bandwidth)
     operations = 2 * m * n * k * 1e-6
     if not x.quantized:
-        multiplying = operations / RATES["f16"]
+        multiplying = operations / RATES["sparse f16" if w.sparse else "f16"]
     elif not x.integer:
         multiplying = operations / RATES["e4m3"]
+    elif w.sparse:
+        multiplying = operations / RATES["sparse s8"]
     else:
         multiplying = min(operations / RATES["s8"], operations * w.bits * x.bits / RATES["b1"])
     return max(reading, multiplying)

@@ -33,7 +33,7 @@ from anybit.tune.registry import (
     tiles_of,
 )
 
-STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split")
+STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "sparse")
 """Ways of carrying a product out (ADAngel, section 4.3)."""
 
 ALLOWANCES = {"a8": "16-bit activations may be quantized to 8 bits where that is faster: results change"}
@@ -85,7 +85,7 @@ class Candidate:
     def kernels(self, product: LinearProblem) -> Iterator[Kernel]:
         """What is to be compiled before it can run."""
         family = FAMILIES[self.kernel]
-        if family.target is Target.bytes:
+        if family.target is Target.bytes and not product.weights.sparse:
             order = repack.Config(product.weights.bits, self.activations.quantized)
             yield repack.kernel(order)
         if self.activations.quantized:
@@ -99,6 +99,8 @@ def strategy_of(kernel: str, activations: ActivationFormat, config: Any = None) 
         return "bitwise"
     if getattr(config, "nibbles", False):
         return "split"
+    if getattr(config, "sparse", False):
+        return "sparse"
     if not activations.quantized:
         return "dequantize"
     return "padding to int8" if activations.integer else "padding to fp8"

@@ -118,6 +118,24 @@ void accumulate_dot(Kind kind, uint32_t* d, const Row& a, const Row& b, int coun
     }
 }
 
+// The row of a 2:4 sparse operand that its kept values and the metadata of the row's four lanes stand for.
+Row expand(Kind kind, const Row& compressed, const uint32_t (&metadata)[4], int selector, int r, const char* name) {
+    const int kept = elements(kind);
+    // As found on hardware. 16-bit types: a pair of lanes of the quad, the halves of k, rows g and g + 8 in the low and
+    // high half of each word. 8-bit types: lanes 0 and 2 hold row g, 1 and 3 row g + 8.
+    const bool wide = kept == 16;
+    Row a{};
+    int last = -1;
+    for (int i = 0; i < kept; i++) {
+        const uint32_t word = metadata[wide ? 2 * selector + i / 8 : i / 16 * 2 + r / 8];
+        const int place = word >> (wide ? r / 8 * 16 + i % 8 * 2 : i % 16 * 2) & 3, at = i / 2 * 4 + place;
+        if (i % 2 && at <= last) fail("%s: metadata %#x has places that do not ascend", name, word);
+        last = at;
+        if (is_float(kind)) a.f[at] = compressed.f[i]; else a.n[at] = compressed.n[i];
+    }
+    return a;
+}
+
 struct MmaArgument {
     Kind a_kind, b_kind;
     uint32_t* d;
@@ -155,17 +173,9 @@ void finish_mma_sp(void** arguments) {
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 4; i++) memcpy(b_bytes[lane / 4] + 4 * (lane % 4 + i * 4), &lanes[lane]->b[i], 4);
     for (int r = 0; r < 16; r++) {
-        const Row compressed = decode(a_kind, a_bytes[r], kept);
-        Row a{};
-        for (int i = 0; i < kept; i++) {
-            // As found on hardware. 16-bit types: a pair of lanes of the quad, the halves of k, rows g and g + 8 in the
-            // low and high half of each word. 8-bit types: lanes 0 and 2 hold row g, 1 and 3 row g + 8.
-            const bool wide = kept == 16;
-            const int source = wide ? 2 * lanes[0]->selector + i / 8 : i / 16 * 2 + r / 8;
-            const uint32_t word = lanes[4 * (r % 8) + source]->metadata >> (wide ? r / 8 * 16 + i % 8 * 2 : i % 16 * 2);
-            const int at = i / 2 * 4 + (word & 3);
-            if (is_float(a_kind)) a.f[at] = compressed.f[i]; else a.n[at] = compressed.n[i];
-        }
+        uint32_t words[4];
+        for (int t = 0; t < 4; t++) words[t] = lanes[4 * (r % 8) + t]->metadata;
+        const Row a = expand(a_kind, decode(a_kind, a_bytes[r], kept), words, lanes[0]->selector, r, "mma_sp");
         for (int c = 0; c < 8; c++)
             accumulate_dot(a_kind, &lanes[4 * (r % 8) + c / 2]->d[c % 2 + r / 8 * 2], a,
                            decode(b_kind, b_bytes[c], 2 * kept), 2 * kept);
@@ -205,11 +215,14 @@ struct WgmmaArgument {
     const uint32_t* a;
     uint64_t a_descriptor, b_descriptor;
     bool accumulate;
+    bool sparse;
+    uint32_t metadata;
+    int selector;
 };
 
-// The two 16-byte chunks of 32 bytes of k of one row, as the descriptor finds them.
-struct Row32 { const uint8_t* chunk[2]; };
-Row32 find_row(uint64_t descriptor, int row, const char* what) {
+// The 16-byte chunks of 32 bytes of k of one row, or of 64 for sparse products, as the descriptor finds them.
+struct RowChunks { const uint8_t* chunk[4]; };
+RowChunks find_row(uint64_t descriptor, int row, int chunks, const char* what) {
     const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
                    stride = (descriptor >> 32 & 0x3fff) << 4;
     const int mode = descriptor >> 62;
@@ -217,8 +230,8 @@ Row32 find_row(uint64_t descriptor, int row, const char* what) {
         fail("%s: the descriptor's base offset is %d; tiles must be 1024-byte aligned", what,
              static_cast<int>(descriptor >> 49 & 7));
     static const uint32_t row_bytes[4] = {16, 128, 64, 32}, pattern[4] = {0, 0x70, 0x30, 0x10};
-    Row32 found;
-    for (int chunk = 0; chunk < 2; chunk++) {
+    RowChunks found;
+    for (int chunk = 0; chunk < chunks; chunk++) {
         uint32_t address = start + row / 8 * stride + row % 8 * row_bytes[mode] + chunk * (mode ? 16 : leading);
         address ^= address >> 3 & pattern[mode];
         found.chunk[chunk] = resolve_local(address, 16, what);
@@ -255,31 +268,36 @@ void finish_wgmma(void** arguments) {
     if (!first.accumulate) std::fill(product->values.begin(), product->values.end(), 0);
 
     Operand seen{++warp.instructions, {}, {}, first.name};
-    auto read = [&](uint64_t descriptor, int row, uint8_t* bytes) {
-        const Row32 found = find_row(descriptor, row, first.name);
-        for (int chunk = 0; chunk < 2; chunk++) {
+    auto read = [&](uint64_t descriptor, int row, int chunks, uint8_t* bytes) {
+        const RowChunks found = find_row(descriptor, row, chunks, first.name);
+        for (int chunk = 0; chunk < chunks; chunk++) {
             memcpy(bytes + 16 * chunk, found.chunk[chunk], 16);
             seen.rows.push_back(found.chunk[chunk]);
             seen.seen.insert(seen.seen.end(), found.chunk[chunk], found.chunk[chunk] + 16);
         }
     };
-    uint8_t bytes[32];
+    uint8_t bytes[64];
     Row a[16];
+    const int wide = first.sparse ? 2 : 1;
     for (int r = 0; r < 16; r++) {
         if (first.a) {
             for (int word = 0; word < 8; word++)
                 memcpy(bytes + 4 * word, &lanes[r % 8 * 4 + word % 4]->a[r / 8 + word / 4 * 2], 4);
         } else {
-            read(first.a_descriptor, 16 * rank + r, bytes);
+            read(first.a_descriptor, 16 * rank + r, 2, bytes);
         }
         a[r] = decode(first.a_kind, bytes, count);
+        if (!first.sparse) continue;
+        uint32_t words[4];
+        for (int t = 0; t < 4; t++) words[t] = lanes[r % 8 * 4 + t]->metadata;
+        a[r] = expand(first.a_kind, a[r], words, first.selector, r, first.name);
     }
     for (int column = 0; column < n; column++) {
-        read(first.b_descriptor, column, bytes);
-        const Row b = decode(first.b_kind, bytes, count);
+        read(first.b_descriptor, column, 2 * wide, bytes);
+        const Row b = decode(first.b_kind, bytes, wide * count);
         for (int r = 0; r < 16; r++) {
             const int lane = r % 8 * 4 + column % 8 / 2, element = column / 8 * 4 + r / 8 * 2 + column % 2;
-            accumulate_dot(first.a_kind, &product->values[lane * (n / 2) + element], a[r], b, count);
+            accumulate_dot(first.a_kind, &product->values[lane * (n / 2) + element], a[r], b, wide * count);
         }
     }
     warp.operands.push_back(std::move(seen));
@@ -391,7 +409,12 @@ void mma_nvf4(float* d, const uint32_t* a, const uint32_t* b, uint32_t a_scale, 
 }
 void wgmma(const char* name, Kind a_kind, Kind b_kind, int n, void* d, const uint32_t* a, uint64_t a_descriptor,
            uint64_t b_descriptor, bool accumulate) {
-    WgmmaArgument argument{name, a_kind, b_kind, n, d, a, a_descriptor, b_descriptor, accumulate};
+    WgmmaArgument argument{name, a_kind, b_kind, n, d, a, a_descriptor, b_descriptor, accumulate, false, 0, 0};
+    warp_meet(name, 0xffffffffu, &argument, finish_wgmma, true);
+}
+void wgmma_sp(const char* name, Kind a_kind, Kind b_kind, int n, void* d, const uint32_t* a, uint32_t metadata,
+              int selector, uint64_t b_descriptor, bool accumulate) {
+    WgmmaArgument argument{name, a_kind, b_kind, n, d, a, 0, b_descriptor, accumulate, true, metadata, selector};
     warp_meet(name, 0xffffffffu, &argument, finish_wgmma, true);
 }
 void wgmma_fence() { warp_meet("wgmma_fence", 0xffffffffu, nullptr, finish_fence, true); }

@@ -4,6 +4,7 @@
 #define ANYBIT_PTX_BASE_CUH
 #define ANYBIT_PTX_MATH_CUH
 #define ANYBIT_PTX_WGMMA_CUH
+#define ANYBIT_PTX_WGMMA_SPARSE_CUH
 #define ANYBIT_PTX_TMA_CUH
 
 #include "device_calls.h"
@@ -210,7 +211,8 @@ PTX uint32_t lane_id() { return threadIdx.x % 32; }
 PTX uint32_t warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 PTX uint32_t smid() { return blockIdx.x; }
 PTX uint64_t globaltimer() { return 0; }
-PTX uint32_t clock32() { return 0; }
+inline uint32_t cycles = 0;
+PTX uint32_t clock32() { return cycles += 64; }  // no time: whoever waits for some gets it
 PTX uint32_t cluster_ctarank() { return emulate::cluster_rank(); }
 PTX uint32_t cluster_nctarank() { return emulate::cluster_size(); }
 PTX bool elect_one() { return emulate::elect_one(); }

@@ -23,6 +23,8 @@ void mma_sp(const char* name, Kind a_kind, Kind b_kind, void* d, const uint32_t*
 void mma_nvf4(float* d, const uint32_t* a, const uint32_t* b, uint32_t a_scale, uint32_t b_scale);
 void wgmma(const char* name, Kind a_kind, Kind b_kind, int n, void* d, const uint32_t* a, uint64_t a_descriptor,
            uint64_t b_descriptor, bool accumulate);
+void wgmma_sp(const char* name, Kind a_kind, Kind b_kind, int n, void* d, const uint32_t* a, uint32_t metadata,
+              int selector, uint64_t b_descriptor, bool accumulate);
 void wgmma_fence();
 void wgmma_commit_group();
 void wgmma_wait_group(uint32_t keep);

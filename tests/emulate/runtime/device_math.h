@@ -139,5 +139,15 @@ ANYBIT_WGMMA_NAME(wgmma_e4m3, e4m3, e4m3, float)
 ANYBIT_WGMMA_NAME(wgmma_f16, f16, f16, float)
 ANYBIT_WGMMA_NAME(wgmma_bf16, bf16, bf16, float)
 #undef ANYBIT_WGMMA_NAME
+#define ANYBIT_WGMMA_SP_NAME(name, kind, reg)                                                                        \
+    template <int N, int selector = 0>                                                                               \
+    PTX void name(reg (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t metadata, bool accumulate = true) {  \
+        emulate::wgmma_sp(#name, emulate::Kind::kind, emulate::Kind::kind, N, d, a, metadata, selector, b,           \
+                          accumulate);                                                                               \
+    }
+ANYBIT_WGMMA_SP_NAME(wgmma_sp_s8, s8, int32_t)
+ANYBIT_WGMMA_SP_NAME(wgmma_sp_f16, f16, float)
+ANYBIT_WGMMA_SP_NAME(wgmma_sp_bf16, bf16, float)
+#undef ANYBIT_WGMMA_SP_NAME
 
 }  // namespace ptx

@@ -8,8 +8,8 @@
 #define ANYBIT_PACKED_DEQUANTIZE_CUH
 
 #include "common/types.cuh"
-#include "gemm/packed_layout.cuh"
 #include "gemm/packed_tables.cuh"
+#include "gemm/sparse_layout.cuh"
 
 namespace packed {
 
@@ -31,7 +31,8 @@ struct Dequantize16 {
     static constexpr bool table = tabled(Config::code);
     static constexpr int places = bfloat || table ? 1 : codes_in_place<bits>();
     static constexpr uint32_t both = 0x00010001u;
-    uint32_t words[2 * bits];
+    using Codes = typename CodesOf<is_sparse<Config>(), bits>::type;
+    uint32_t words[Codes::words];
     uint32_t scales[parts];  // rows g and g + 8
     uint32_t zeros[parts];   // asym: the same rows, two bytes; min: their minima
     uint32_t multiplier[2][places], addend[2];
@@ -50,24 +51,24 @@ struct Dequantize16 {
 
     // unit: the shared memory of 16 rows of a tile.
     PTX void load(uint32_t unit) {
-        load_words_shared<bits>(words, unit, ptx::lane_id());
+        Codes::load(words, unit, ptx::lane_id());
         if (Config::group == 0) return;
         const uint32_t g = ptx::lane_id() / 4;
 #pragma unroll
         for (int i = 0; i < parts; i++) {
-            scales[i] = ptx::ld_shared_u32(unit + 256 * bits + i * 32 + g * 4);
+            scales[i] = ptx::ld_shared_u32(unit + Codes::bytes + i * 32 + g * 4);
             if (Config::code == Code::asym) {
-                const uint32_t at = unit + 256 * bits + 32 * parts + i * 16 + g * 2;
+                const uint32_t at = unit + Codes::bytes + 32 * parts + i * 16 + g * 2;
                 zeros[i] = ptx::ld_shared_u32(at & ~3u) >> (at & 2) * 8 & 0xffff;
             }
-            if (Config::code == Code::min) zeros[i] = ptx::ld_shared_u32(unit + 256 * bits + 32 * parts + i * 32 + g * 4);
+            if (Config::code == Code::min) zeros[i] = ptx::ld_shared_u32(unit + Codes::bytes + 32 * parts + i * 32 + g * 4);
         }
         if (parts == 1) prepare(0);
     }
     // The same of words that have come from memory; zeros of two rows more among them.
-    PTX void take(const uint32_t (&from_words)[2 * bits], const uint32_t (&from_scales)[parts], const uint32_t (&from_zeros)[parts]) {
+    PTX void take(const uint32_t (&from_words)[Codes::words], const uint32_t (&from_scales)[parts], const uint32_t (&from_zeros)[parts]) {
 #pragma unroll
-        for (int i = 0; i < 2 * bits; i++) words[i] = from_words[i];
+        for (int i = 0; i < Codes::words; i++) words[i] = from_words[i];
         if (Config::group == 0) return;
 #pragma unroll
         for (int i = 0; i < parts; i++) {
@@ -130,7 +131,7 @@ struct Dequantize16 {
     template <int j, int stop, int steps>
     PTX void dequantize(uint32_t (&a)[steps][4]) {
         if constexpr (j < stop) {
-            constexpr int per_part = 32 / parts;
+            constexpr int per_part = Codes::registers(16) / parts;
             if constexpr (parts > 1 && j % per_part == 0) prepare(j / per_part);
             a[j / 4 % steps][j % 4] = one<j>();
             dequantize<j + 1, stop>(a);
@@ -144,7 +145,7 @@ struct Dequantize16 {
             if constexpr (Config::group == 0) return v;
             return bfloat ? ptx::mul_bf16x2(v, multiplier[h][0]) : ptx::mul_f16x2(v, multiplier[h][0]);
         } else if constexpr (bfloat && bits == 8) {
-            const uint32_t raw = codes<bits, 16, j, 0>(words);
+            const uint32_t raw = Codes::template take<16, j, 0>(words);
             const float base = 8388608.f;
             const float zero = Config::code == Code::asym
                                    ? base + static_cast<float>(addend[h] & 0xff)
@@ -163,7 +164,7 @@ struct Dequantize16 {
             high -= half;
             return ptx::cvt_bf16x2_f32(low * scale, high * scale);
         } else if constexpr (bfloat) {
-            const uint32_t raw = codes<bits, 16, j, 0>(words) | 0x43004300u;
+            const uint32_t raw = Codes::template take<16, j, 0>(words) | 0x43004300u;
             uint32_t centered;
             if constexpr (Config::code == Code::min) {
                 return ptx::fma_bf16x2(ptx::add_bf16x2(raw, 0xc300c300u), multiplier[h][0], addend[h]);
@@ -177,9 +178,9 @@ struct Dequantize16 {
             }
             return ptx::mul_bf16x2(centered, multiplier[h][0]);
         } else {
-            constexpr Piece where = piece(bits, 16, j, 0);
+            constexpr Piece where = Codes::place(16, j);
             constexpr int place = where.count == bits ? where.bit / bits % places : 0;
-            return ptx::fma_f16x2(codes<bits, 16, j, place * bits>(words), multiplier[h][place], addend[h]);
+            return ptx::fma_f16x2(Codes::template take<16, j, place * bits>(words), multiplier[h][place], addend[h]);
         }
     }
     // What the sums of products must be multiplied by, beside the row's scale.
@@ -197,10 +198,12 @@ struct Dequantize8 {
     static constexpr int parts = Config::group == 0 ? 1 : Config::group >= 128 ? 1 : 128 / Config::group;
     static constexpr bool asym = Config::code == Code::asym, bipolar = Config::code == Code::bipolar;
     static constexpr bool integer = Config::operand == Operand::s8;
+    static constexpr bool sparse = is_sparse<Config>();
     // Whole rows of integers are multiplied as unsigned codes: their zeros times the sum of a token's codes are taken away
-    // from the sums of products, exactly (see TileTerms).
-    static constexpr bool raw = integer && Config::group == 0;
-    uint32_t words[2 * bits];
+    // from the sums of products, exactly (see TileTerms). Of 2:4 sparse rows each keeps other ones of a token's codes.
+    static constexpr bool raw = integer && Config::group == 0 && !sparse;
+    using Codes = typename CodesOf<sparse, bits>::type;
+    uint32_t words[Codes::words];
     uint32_t scales[parts], zeros[parts];  // rows g and g + 8
     uint32_t zero[2];                      // as the arithmetic below wants it
 
@@ -211,14 +214,14 @@ struct Dequantize8 {
         }
     }
     PTX void load(uint32_t unit) {
-        load_words_shared<bits>(words, unit, ptx::lane_id());
+        Codes::load(words, unit, ptx::lane_id());
         if (Config::group == 0) return;
         const uint32_t g = ptx::lane_id() / 4;
 #pragma unroll
         for (int i = 0; i < parts; i++) {
-            scales[i] = ptx::ld_shared_u32(unit + 256 * bits + i * 32 + g * 4);
+            scales[i] = ptx::ld_shared_u32(unit + Codes::bytes + i * 32 + g * 4);
             if (asym) {
-                const uint32_t at = unit + 256 * bits + 32 * parts + i * 16 + g * 2;
+                const uint32_t at = unit + Codes::bytes + 32 * parts + i * 16 + g * 2;
                 zeros[i] = ptx::ld_shared_u32(at & ~3u) >> (at & 2) * 8;
             }
         }
@@ -237,7 +240,8 @@ struct Dequantize8 {
     template <int j, int stop, int steps>
     PTX void dequantize(uint32_t (&a)[steps][4]) {
         if constexpr (j < stop) {
-            if constexpr (asym && Config::group != 0 && j % (16 / parts) == 0) prepare(zeros[j / (16 / parts)]);
+            constexpr int per_part = Codes::registers(8) / parts;
+            if constexpr (asym && Config::group != 0 && j % per_part == 0) prepare(zeros[j / per_part]);
             a[j / 4 % steps][j % 4] = one<j>();
             dequantize<j + 1, stop>(a);
         }
@@ -246,16 +250,18 @@ struct Dequantize8 {
     PTX uint32_t one() {
         constexpr uint32_t top = 0x80808080u;
         if constexpr (raw) {
-            return codes<bits, 8, j, 0>(words);
+            return Codes::template take<8, j, 0>(words);
+        } else if constexpr (sparse && !asym) {  // in the highest bits: two's complement, 2^(8 - bits) times as large
+            return Codes::template take<8, j, 8 - bits>(words) ^ top;
         } else if constexpr (integer && bits == 8) {
-            return codes<bits, 8, j, 0>(words) ^ top;  // sym alone: see why_not
+            return Codes::template take<8, j, 0>(words) ^ top;  // sym alone: see why_not
         } else if constexpr (integer) {
             const uint32_t subtract = asym ? zero[j & 1] : (1u << (bits - 1)) * 0x01010101u;
             // No byte borrows from the next: with its top bit set each is at least its zero.
-            const uint32_t centered = ((codes<bits, 8, j, 0>(words) | top) - subtract) ^ top;
+            const uint32_t centered = ((Codes::template take<8, j, 0>(words) | top) - subtract) ^ top;
             return bipolar ? (centered << 1 & 0xfefefefeu) | 0x01010101u : centered;
         } else {
-            const uint32_t raw = codes<bits, 8, j, bipolar ? 1 : 0>(words);
+            const uint32_t raw = Codes::template take<8, j, bipolar ? 1 : 0>(words);
             const uint32_t subtract = asym ? zero[j & 1] : fixed_zero_fp16() * 0x00010001u;
             const uint32_t low = ptx::fma_f16x2(ptx::prmt(raw, 0, 0x4140), 0x78007800u, subtract);
             const uint32_t high = ptx::fma_f16x2(ptx::prmt(raw, 0, 0x4342), 0x78007800u, subtract);
@@ -271,7 +277,7 @@ struct Dequantize8 {
         }
         return 0x8000u | exponent << 10 | (mantissa & 1023);
     }
-    static PTX constexpr float unscale() { return (integer ? 1.f : 512.f) * (bipolar ? 0.5f : 1.f); }
+    static PTX constexpr float unscale() { return sparse && !asym ? 1.f / (1 << (8 - bits)) : (integer ? 1.f : 512.f) * (bipolar ? 0.5f : 1.f); }
 };
 
 }  // namespace packed

@@ -122,9 +122,10 @@ __device__ __forceinline__ void load_words_shared(uint32_t (&w)[words], uint32_t
 
 // Bytes of a unit: codes, then fp16 scales, then (asym) uint8 zeros or (min) fp16 minima, rows g and g + 8 side by side.
 __device__ constexpr int subgroups(int group) { return group == 0 ? 0 : group < tile_columns ? tile_columns / group : 1; }
-__device__ constexpr int unit_bytes(int bits, int group, Code code) {
-    return 256 * bits + subgroups(group) * (code == Code::asym ? 48 : code == Code::min ? 64 : 32);
+__device__ constexpr int scale_bytes(int group, Code code) {
+    return subgroups(group) * (code == Code::asym ? 48 : code == Code::min ? 64 : 32);
 }
+__device__ constexpr int unit_bytes(int bits, int group, Code code) { return 256 * bits + scale_bytes(group, code); }
 
 }  // namespace packed
 

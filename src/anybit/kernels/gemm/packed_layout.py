@@ -23,6 +23,7 @@ from torch import Tensor
 
 from anybit.errors import KernelError, dtype_name
 from anybit.kernels.elementwise.quantize_activations import pitch, rows_aligned
+from anybit.kernels.gemm import sparse_layout
 from anybit.scheme import CODES, WeightFormat
 
 Order = Literal["a16", "a8"]
@@ -88,12 +89,17 @@ def tile_group(format: WeightFormat) -> int:
 
 def unit_bytes(format: WeightFormat) -> int:
     """Bytes of one unit: codes, fp16 scales and, for asym, uint8 zeros, for min fp16 minima."""
-    return unit_bytes_of(format.bits, tile_group(format), format.code)
+    return unit_bytes_of(format.bits, tile_group(format), format.code, format.sparse)
 
 
-def unit_bytes_of(bits: int, group: int, code: str) -> int:
+def unit_bytes_of(bits: int, group: int, code: str, sparse: bool = False) -> int:
     """The same by the parts of a format; group: that of tiles."""
-    return 256 * bits + subgroups(group) * (32 + {"asym": 16, "min": 32}.get(code, 0))
+    return code_bytes(bits, sparse) + subgroups(group) * (32 + {"asym": 16, "min": 32}.get(code, 0))
+
+
+def code_bytes(bits: int, sparse: bool) -> int:
+    """Bytes of a unit before its scales: codes, and the metadata of 2:4 sparse ones."""
+    return sparse_layout.unit_bytes(bits) if sparse else 256 * bits
 
 
 def tile_bytes(format: WeightFormat) -> int:
@@ -131,10 +137,12 @@ def why_not(format: WeightFormat, quantized: bool = False) -> str | None:
 
     quantized: with activations of 8 bits.
     """
+    if format.code in CODES and format.group != 16:
+        return None
+    what = f"{format.code} codes" if format.code not in CODES else "groups of 16"
     if format.sparse:
-        return "no kernel runs 2:4 sparse weights yet: use a reference backend"
-    if quantized and (format.code not in CODES or format.group == 16):
-        what = f"{format.code} codes" if format.code not in CODES else "groups of 16"
+        return f"2:4 sparse weights run in sym or asym codes with groups of 32 or more, not in {what}"
+    if quantized:
         return f"weights in {what} run with 16-bit activations alone: use a16"
     return None
 

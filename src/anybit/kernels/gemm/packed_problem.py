@@ -12,7 +12,7 @@ from anybit.errors import dtype_name
 from anybit.jit import Int32, Pointer
 from anybit.kernels.common.types import Code, Operand, Output
 from anybit.kernels.elementwise.quantize_activations import rows_aligned
-from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm import packed_layout, sparse_layout
 from anybit.kernels.gemm.packed_layout import TILE_COLUMNS, TILE_ROWS, UNIT_ROWS, PackedWeight, round_up
 from anybit.scheme import WeightFormat
 
@@ -75,7 +75,7 @@ class Facts:
     @property
     def unit_bytes(self) -> int:
         """Bytes of a unit of 16 rows and 128 columns, its scales included."""
-        return packed_layout.unit_bytes_of(self.bits, self.group, self.code.name)
+        return packed_layout.unit_bytes_of(self.bits, self.group, self.code.name, getattr(self, "sparse", False))
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def facts(p: Problem, config: type) -> dict[str, Any]:
         "gather": p.act_order or not p.aligned,
         "ragged": p.k % 128 != 0,
         "wide_store": p.n % 4 == 0,
+        "sparse": p.weights.sparse,
     }
     return {field.name: known[field.name] for field in fields(config) if field.name in known}
 
@@ -118,12 +119,16 @@ def why_not(problem: Problem, int8: bool = True) -> str | None:
     return None
 
 
-def why_not_few(problem: Problem, most_tokens: int, otherwise: str, int8: bool = False) -> str | None:
-    """What a kernel for few tokens refuses, in a sentence; ``otherwise``: who takes more of them."""
+def why_not_few(
+    problem: Problem, most_tokens: int, otherwise: str, int8: bool = False, sparse: bool = False
+) -> str | None:
+    """What a kernel for few tokens refuses, in a sentence; ``otherwise``: who takes more of them. sparse: and 2:4."""
     if problem.device.capability < 90:
         return f"{problem.device.arch} has no bulk copies (sm_90 and later do): see sm80_packed_gemm.py"
     if problem.m > most_tokens:
         return f"M = {problem.m} is more than {most_tokens} tokens: see {otherwise}"
+    if problem.weights.sparse and not sparse:
+        return sparse_layout.DENSE_ALONE
     return why_not(problem, int8)
 
 

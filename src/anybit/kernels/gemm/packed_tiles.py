@@ -4,14 +4,16 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from anybit.errors import KernelError
-from anybit.kernels.gemm import repack
+from anybit.kernels.gemm import repack, sparse_layout
 from anybit.kernels.gemm.packed_layout import (
     TILE_COLUMNS,
     TILE_ROWS,
     Order,
     PackedWeight,
+    code_bytes,
     pieces,
     round_up,
     subgroups,
@@ -37,10 +39,12 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
     if format.group is None and tile_group(format):
         weight = _in_groups(weight)
     permutation, column_group = _columns(weight)
+    if format.sparse and permutation is not None:
+        raise KernelError(sparse_layout.ORDERED)
     columns = k if permutation is None else permutation.numel()
     padded_n, padded_k = round_up(n, TILE_ROWS), round_up(columns, TILE_COLUMNS)
     if permutation is not None:
-        permutation = torch.nn.functional.pad(permutation, (0, padded_k - columns), value=-1)
+        permutation = pad(permutation, (0, padded_k - columns), value=-1)
     tiles = torch.empty(
         padded_k // TILE_COLUMNS,
         padded_n // TILE_ROWS,
@@ -50,8 +54,8 @@ def prepare(weight: QuantizedWeight, order: Order = "a16") -> PackedWeight:
     )
     row_zero = None
     if format.group is None and weight.zero is not None:
-        row_zero = torch.nn.functional.pad(weight.zero[:, 0], (0, padded_n - n))
-    place = _place_on_gpu if tiles.is_cuda else _place
+        row_zero = pad(weight.zero[:, 0], (0, padded_n - n))
+    place = _place_on_gpu if tiles.is_cuda and not format.sparse else _place
     row_scale = place(tiles, weight, permutation, column_group, order)
     return PackedWeight(tiles, row_scale, row_zero, permutation, weight.shape, format, order)
 
@@ -100,12 +104,15 @@ def _place_codes(tiles: Tensor, weight: QuantizedWeight, permutation: Tensor | N
     format, (n, k) = weight.format, weight.shape
     padded_k, padded_n = tiles.shape[0] * TILE_COLUMNS, tiles.shape[1] * TILE_ROWS
     rows = max(TILE_ROWS, _CHUNK_ELEMENTS // padded_k // TILE_ROWS * TILE_ROWS)
+    if format.sparse:
+        sparse_layout.place(_units(tiles, format), weight, order, rows)
+        return
     for start in range(0, padded_n, rows):
         stop = min(start + rows, padded_n)
         codes = unpack_words(weight.words[start : min(stop, n)], format.bits, k)
         if permutation is not None:
             codes = torch.where(permutation >= 0, codes[:, permutation.clamp(min=0).long()], codes.new_zeros(()))
-        codes = torch.nn.functional.pad(codes, (0, padded_k - codes.shape[1], 0, stop - start - codes.shape[0]))
+        codes = pad(codes, (0, padded_k - codes.shape[1], 0, stop - start - codes.shape[0]))
         part = slice(start // TILE_ROWS, stop // TILE_ROWS)
         _units(tiles, format)[:, part, :, : 256 * format.bits] = _words(codes, format.bits, order)
 
@@ -138,7 +145,7 @@ def _columns(weight: QuantizedWeight) -> tuple[Tensor | None, Tensor | None]:
 def _padded_scale(weight: QuantizedWeight, padded_n: int) -> Tensor:
     """Scales of whole rows, float32 [N']."""
     scale = weight.scale.float()
-    return torch.nn.functional.pad(scale[:, 0], (0, padded_n - scale.shape[0]))
+    return pad(scale[:, 0], (0, padded_n - scale.shape[0]))
 
 
 def _normalized(weight: QuantizedWeight, padded_n: int) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -153,7 +160,7 @@ def _normalized(weight: QuantizedWeight, padded_n: int) -> tuple[Tensor, Tensor 
         exponent = torch.maximum(exponent, _exponent(minimum, 15))
     exponent = torch.where(exponent == _NO_EXPONENT, -7, exponent).clamp(min=-126)  # normal numbers of 32 bits
     inverse = _power_of_two(-exponent)
-    factor = torch.nn.functional.pad(_power_of_two(exponent)[:, 0], (0, padded_n - scale.shape[0]))
+    factor = pad(_power_of_two(exponent)[:, 0], (0, padded_n - scale.shape[0]))
     return scale * inverse, None if minimum is None else minimum * inverse, factor
 
 
@@ -195,10 +202,10 @@ def _place_scales(
 
     def spread(values: Tensor) -> Tensor:
         picked = torch.where(valid, values[:, which], values.new_zeros(()))
-        picked = torch.nn.functional.pad(picked, (0, 0, 0, padded_n - n))
+        picked = pad(picked, (0, 0, 0, padded_n - n))
         return _by_unit(picked.t().contiguous().view(blocks, parts, padded_n)).reshape(blocks, padded_n // 64, 4, -1)
 
-    units, at = _units(tiles, weight.format), 256 * weight.format.bits
+    units, at = _units(tiles, weight.format), code_bytes(weight.format.bits, weight.format.sparse)
     units[..., at : at + 32 * parts] = spread(scale.to(torch.float16)).contiguous().view(torch.uint8)
     if weight.zero is not None:
         units[..., at + 32 * parts :] = spread(weight.zero)
@@ -290,14 +297,17 @@ def unpack(packed: PackedWeight) -> Tensor:
     """The weights that tiles stand for, float64 [N, K]: reads the placement back, for tests."""
     format = packed.format
     units = _units(packed.tiles, format)
-    values = _tile_codes(packed).double()
+    if format.sparse:
+        values = sparse_layout.dense_codes(units, format.bits, packed.order)
+    else:
+        values = _tile_codes(packed).double()
     if format.tabled:
         values = table_of(format.code).to(values)[values.long()]
     zero, group = format.zero, tile_group(format)
     if group == 0:
         values -= zero if zero is not None else _known(packed.row_zero).double()[:, None]
     else:
-        parts, at = subgroups(group), 256 * format.bits
+        parts, at = subgroups(group), code_bytes(format.bits, format.sparse)
         scale, rest = units[..., at : at + 32 * parts].contiguous().view(torch.float16), units[..., at + 32 * parts :]
         values -= zero if zero is not None else _by_column(rest, parts)
         values *= _by_column(scale, parts)
@@ -305,6 +315,8 @@ def unpack(packed: PackedWeight) -> Tensor:
             values += _by_column(rest.contiguous().view(torch.float16), parts)
     values *= packed.row_scale.double()[:, None]
     n, k = packed.shape
+    if format.sparse:
+        values = values.where(values.isfinite(), 0.0)  # what is not kept
     if packed.permutation is None:
         return values[:n, :k]
     result = values.new_zeros(n, k)

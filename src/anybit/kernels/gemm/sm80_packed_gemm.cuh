@@ -59,7 +59,9 @@ struct Place {
 template <class C> struct Traits {
     static constexpr bool integer = C::operand == Operand::s8;
     static constexpr int element = integer ? 1 : 2, pitch = 128 * element + 16;
-    static constexpr int unit_bytes = packed::unit_bytes(C::bits, C::group, C::code);
+    static constexpr bool sparse = packed::is_sparse<C>();
+    using Codes = typename packed::CodesOf<sparse, C::bits>::type;
+    static constexpr int unit_bytes = Codes::bytes + packed::scale_bytes(C::group, C::code);
     static constexpr int rows = C::row_warps * C::units * 16, tiles = rows / 64;
     static constexpr int weight_bytes = tiles * 4 * unit_bytes, x_bytes = C::tile_m * pitch;
     static constexpr int stage_bytes = weight_bytes + x_bytes;
@@ -69,7 +71,8 @@ template <class C> struct Traits {
     static constexpr int parts = packed::subgroups(C::group) > 1 ? packed::subgroups(C::group) : 1;
     static constexpr bool asym = C::code == Code::asym, bipolar = C::code == Code::bipolar;
     static constexpr int twice_zero = bipolar ? (1 << C::bits) - 1 : 1 << C::bits;
-    static constexpr float unscale = integer ? (bipolar ? 0.5f : 1.0f) : packed::Dequantize16<C>::unscale();
+    static constexpr float of_integers = sparse ? 1.0f / (1 << (8 - C::bits)) : bipolar ? 0.5f : 1.0f;
+    static constexpr float unscale = integer ? of_integers : packed::Dequantize16<C>::unscale();
 };
 
 template <class C> struct Block {
@@ -121,9 +124,12 @@ template <class C> struct Block {
 
     __device__ __forceinline__ void multiply_floats(const Params& p, uint32_t weights, uint32_t x, int row_tile) {
         packed::Dequantize16<C> dequantize[C::units];
+        packed::Metadata<C> metadata[C::units];
 #pragma unroll
         for (int u = 0; u < C::units; u++) {
             const int unit = row_warp * C::units + u;
+            metadata[u].template load<0>(weights + unit * T::unit_bytes);
+            metadata[u].template load<1>(weights + unit * T::unit_bytes);
             dequantize[u].begin(p.row_zero, row_tile * T::rows + unit * 16, p.row_tiles * 64);
             dequantize[u].load(weights + unit * T::unit_bytes);
         }
@@ -136,16 +142,26 @@ template <class C> struct Block {
                 for (int n = 0; n < T::token_tiles; n++) columns(b[n], x, n, wide * 64);
 #pragma unroll
                 for (int u = 0; u < C::units; u++) {
-                    uint32_t a[2][4];
-                    dequantize[u].template dequantize<wide * 8, wide * 8 + 8>(a);
+                    if constexpr (T::sparse) {
+                        uint32_t a[1][4];
+                        dequantize[u].template dequantize<wide * 4, wide * 4 + 4>(a);
 #pragma unroll
-                    for (int n = 0; n < T::token_tiles; n++)
-#pragma unroll
-                        for (int odd = 0; odd < 2; odd++) {
-                            const uint32_t pair[2] = {b[n][2 * odd], b[n][2 * odd + 1]};
-                            if constexpr (C::operand == Operand::f16) ptx::mma_m16n8k16_f16(sums[u][n], a[odd], pair);
-                            else ptx::mma_m16n8k16_bf16(sums[u][n], a[odd], pair);
+                        for (int n = 0; n < T::token_tiles; n++) {
+                            if constexpr (C::operand == Operand::f16) ptx::mma_sp_m16n8k32_f16<wide % 2>(sums[u][n], a[0], b[n], metadata[u].half[wide / 2]);
+                            else ptx::mma_sp_m16n8k32_bf16<wide % 2>(sums[u][n], a[0], b[n], metadata[u].half[wide / 2]);
                         }
+                    } else {
+                        uint32_t a[2][4];
+                        dequantize[u].template dequantize<wide * 8, wide * 8 + 8>(a);
+#pragma unroll
+                        for (int n = 0; n < T::token_tiles; n++)
+#pragma unroll
+                            for (int odd = 0; odd < 2; odd++) {
+                                const uint32_t pair[2] = {b[n][2 * odd], b[n][2 * odd + 1]};
+                                if constexpr (C::operand == Operand::f16) ptx::mma_m16n8k16_f16(sums[u][n], a[odd], pair);
+                                else ptx::mma_m16n8k16_bf16(sums[u][n], a[odd], pair);
+                            }
+                    }
                 }
             }
         });
@@ -192,6 +208,27 @@ template <class C> struct Block {
             }
         }
     }
+    // Adds 64 columns of 2:4 sparse weights, or of those the 32 that group `only` of four has. Codes are two's complement in
+    // the highest bits of their bytes; a row's zeros are multiplied by the sum of what it keeps.
+    template <int pair, int only>
+    __device__ __forceinline__ void kept_products(
+        int32_t (&part)[T::token_tiles][4], int32_t (&total)[T::token_tiles][4], const uint32_t (&words)[T::Codes::words],
+        const packed::Metadata<C>& metadata, uint32_t x) const {
+        uint32_t a[4], ones[4];
+        unroll<0, 4>([&](auto index) {
+            constexpr int r = decltype(index)::value;
+            constexpr bool mine = only < 0 || only % 2 == r / 2;
+            a[r] = mine ? packed::kept_codes_from<C::bits, 8, 4 * pair + r, 8 - C::bits, 0>(words) ^ 0x80808080u : 0;
+            ones[r] = mine ? 0x01010101u : 0;
+        });
+#pragma unroll
+        for (int n = 0; n < T::token_tiles; n++) {
+            uint32_t b[4];
+            columns(b, x, n, pair * 64);
+            ptx::mma_sp_m16n8k64_s8(part[n], a, b, metadata.half[pair]);
+            if constexpr (T::asym) ptx::mma_sp_m16n8k64_s8(total[n], ones, b, metadata.half[pair]);
+        }
+    }
     // Adds 32 columns, for groups that end there.
     template <int wide>
     __device__ __forceinline__ void half_products(
@@ -217,15 +254,24 @@ template <class C> struct Block {
 #pragma unroll
         for (int u = 0; u < C::units; u++) {
             const int unit = row_warp * C::units + u;
-            const uint32_t at = weights + unit * T::unit_bytes, scales = at + 256 * C::bits, zeros = scales + 32 * T::parts;
-            uint32_t words[2 * C::bits];
-            packed::load_words_shared<C::bits>(words, at, lane);
+            const uint32_t at = weights + unit * T::unit_bytes, scales = at + T::Codes::bytes, zeros = scales + 32 * T::parts;
+            uint32_t words[T::Codes::words];
+            T::Codes::load(words, at, lane);
+            packed::Metadata<C> metadata;
+            metadata.template load<0>(at);
+            metadata.template load<1>(at);
             unroll<0, T::parts>([&](auto index) {
                 constexpr int group = decltype(index)::value, steps = 4 / T::parts;  // k32-steps
                 if (C::split_k_warps > 1 && C::split_k_warps <= T::parts && group / (T::parts / C::split_k_warps) != k_warp) return;
                 if (C::split_k_warps > T::parts && k_warp != 0) return;
                 int32_t part[T::token_tiles][4] = {}, total[T::token_tiles][4] = {};
-                if constexpr (steps == 1) {
+                if constexpr (T::sparse && T::parts == 4) {
+                    kept_products<group / 2, group>(part, total, words, metadata, x);
+                } else if constexpr (T::sparse) {
+                    unroll<group * 2 / T::parts, (group + 1) * 2 / T::parts>([&](auto which) {
+                        kept_products<decltype(which)::value, -1>(part, total, words, metadata, x);
+                    });
+                } else if constexpr (steps == 1) {
                     half_products<group>(part, total, words, x);
                 } else {
                     unroll<0, steps / 2>([&](auto which) {
@@ -249,7 +295,8 @@ template <class C> struct Block {
                 for (int n = 0; n < T::token_tiles; n++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        const int v = T::bipolar ? 2 * part[n][i] - T::twice_zero * total[n][i] : part[n][i] - zero[i >> 1] * total[n][i];
+                        const int from_middle = (zero[i >> 1] << (8 - C::bits)) - 128;  // of sparse weights; 0 without zeros
+                        const int v = T::sparse ? part[n][i] - from_middle * total[n][i] : T::bipolar ? 2 * part[n][i] - T::twice_zero * total[n][i] : part[n][i] - zero[i >> 1] * total[n][i];
                         sums[u][n][i] = fmaf(scale[i >> 1], static_cast<float>(v), sums[u][n][i]);
                     }
             });

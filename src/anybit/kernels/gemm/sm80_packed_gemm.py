@@ -28,6 +28,7 @@ class Config(Facts):
 
     tile_m: columns of a token tile.  stages: depth of the cp.async pipeline.
     nibbles: the split strategy, weights of up to 4 bits and activations as two nibbles on int4 tensor cores.
+    sparse: the weights are 2:4 sparse.
     """
 
     tile_m: int
@@ -36,6 +37,7 @@ class Config(Facts):
     split_k_warps: int
     stages: int
     nibbles: bool = False
+    sparse: bool = False
 
     @property
     def rows(self) -> int:
@@ -79,8 +81,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         shape = f"row tiles of {c.rows} rows, {c.tile_m} tokens, {c.stages} stages, {c.split_k_warps} split_k_warps"
         return f"{shape} do not fit together"
     if c.nibbles:
-        if c.operand is not Operand.s8 or c.bits > 4 or c.group == 32:
-            return "int4 tensor cores take int8 activations and weights of up to 4 bits, in groups of 64 or more"
+        if c.operand is not Operand.s8 or c.bits > 4 or c.group == 32 or c.sparse:
+            return "int4 tensor cores take int8 activations and dense weights of up to 4 bits, in groups of 64 or more"
         if p.device.capability >= 90:
             return f"{p.device.arch} emulates int4 tensor cores, forty times slower than int8"
     tokens, rows, columns = _line(p, c)
@@ -154,7 +156,8 @@ def default(problem: Problem) -> Config:
 
 
 def _config(p: Problem, tokens: int, units: int, row_warps: int, k_warps: int, stages: int, nibbles: bool) -> Config:
-    nibbles = nibbles and p.activations == torch.int8 and p.weights.bits <= 4 and (p.weights.group or 64) >= 64
+    few_bits = p.weights.bits <= 4 and (p.weights.group or 64) >= 64 and not p.weights.sparse
+    nibbles = nibbles and p.activations == torch.int8 and few_bits
     return Config(**facts(p, Config), tile_m=tokens, units=units, row_warps=row_warps, split_k_warps=k_warps,
                   stages=stages, nibbles=nibbles)  # fmt: skip
 

@@ -10,6 +10,8 @@
 
 #include "gemm/sm90_packed_gemm_direct.cuh"
 #include "gemm/sm90_packed_gemm_epilogue.cuh"
+#include "gemm/sm90_packed_gemm_producer.cuh"
+#include "gemm/sm90_packed_gemm_sparse.cuh"
 
 namespace packed {
 
@@ -28,144 +30,16 @@ PTX void multiply(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], con
         ptx::wgmma_e4m3<Config::tile_m>(sum, a, b, accumulate);
 }
 
-// A thread of a producer warp. They fill the ring's stages by turns. Weights do not depend on the kernel before this one, so
-// the ring is filled with them first, before the block has even met.
-template <class Config>
-struct Producer {
-    using Shape = PackedGemmShape<Config>;
-    const Params& p;
-    const uint32_t ring;
-    const RingBarriers barriers;
-    const int k_rank, row_rank, turn;
-    const int half;  // of two blocks that halve a row tile
-    uint16_t sharers = 0;
-    uint64_t policy;
-
-    PTX Producer(const Params& p, uint32_t ring, const RingBarriers& barriers, int k_rank, int row_rank, int half, int turn)
-        : p(p), ring(ring), barriers(barriers), k_rank(k_rank), row_rank(row_rank), turn(turn), half(half) {
-        for (int i = 0; i < Config::cluster_n; i++) sharers |= 1u << (i * Config::cluster_k + k_rank);
-        policy = ptx::createpolicy_evict_first();
-    }
-
-    // The weights of a tile's rows, of its first unit.
-    struct Weights {
-        const uint8_t* first;
-        size_t stride;
-        uint32_t bytes;
-    };
-    PTX Weights weights_of(const TilePlace& place) const {
-        const int first = first_tile<Config>(place, row_rank, half);
-        const int count = max(min(Config::row_warpgroups, p.weight_tiles - first), 0);
-        return {p.tiles + static_cast<size_t>(first) * Config::tile_bytes, static_cast<size_t>(p.weight_tiles) * Config::tile_bytes,
-                static_cast<uint32_t>(count * Config::tile_bytes)};
-    }
-    PTX void load_w(const Weights& weights, int unit, int stage) const {
-        const uint32_t barrier = barriers.full_w + 8 * stage;
-        uint32_t bytes = weights.bytes, skipped = 0;
-        if constexpr (Config::halves) {  // the tile that two blocks halve is the last of the first one's, the first of the other's
-            if (!Half<Config>(p, half).has(unit)) {
-                if (half == 0) bytes = min(bytes, static_cast<uint32_t>((Config::row_warpgroups - 1) * Config::tile_bytes));
-                else skipped = min(bytes, static_cast<uint32_t>(Config::tile_bytes)), bytes -= skipped;
-            }
-        }
-        ptx::mbarrier_arrive_expect_tx(barrier, Config::span * bytes);
-        if (bytes == 0) return;
-#pragma unroll
-        for (int i = 0; i < Config::span; i++) {
-            const uint8_t* source = weights.first + (unit * Config::span + i) * weights.stride + skipped;
-            const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::unit_bytes + Shape::x_bytes + skipped;
-            if (p.token_tiles == 1)
-                ptx::cp_async_bulk_load_hint(target, source, bytes, barrier, policy);
-            else
-                ptx::cp_async_bulk_load(target, source, bytes, barrier);
-        }
-    }
-    PTX void load_x(const TilePlace& place, int unit, int stage) const {
-        constexpr int share = Config::tile_m / Config::cluster_n;
-        const uint32_t barrier = barriers.full_x + 8 * stage;
-        if constexpr (Shape::tail_rows > 0) {
-            // Tokens are columns of the product: what stays in place of those that there are not is never stored.
-            const int first = place.token_tile * Config::tile_m;
-            const int rows = (p.tokens - first + Shape::tail_rows - 1) / Shape::tail_rows * Shape::tail_rows;
-            if (rows <= Config::tile_m - Shape::tail_rows) {
-                ptx::mbarrier_arrive_expect_tx(barrier, Config::span * rows * 128 * Shape::element_bytes);
-                for (int all = 0; all < Config::span * Shape::element_bytes; all++) {
-                    const int box = all % Shape::element_bytes, i = all / Shape::element_bytes;
-                    const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::unit_bytes + box * Shape::box_bytes;
-                    for (int row = 0; row < rows; row += Shape::tail_rows)
-                        ptx::cp_async_bulk_tensor_2d(target + row * 128, &p.x_tail, (unit * Config::span + i) * 128 + box * (128 / Shape::element_bytes),
-                                                     first + row, barrier);
-                }
-                return;
-            }
-        }
-        ptx::mbarrier_arrive_expect_tx(barrier, Config::span * Shape::x_bytes);
-#pragma unroll
-        for (int all = 0; all < Config::span * Shape::element_bytes; all++) {
-            const int box = all % Shape::element_bytes, i = all / Shape::element_bytes;
-            const uint32_t target = ring + stage * Shape::stage_bytes + i * Shape::unit_bytes + box * Shape::box_bytes + row_rank * share * 128;
-            const int x = (unit * Config::span + i) * 128 + box * (128 / Shape::element_bytes);
-            const int y = place.token_tile * Config::tile_m + row_rank * share;
-            if (Config::cluster_n > 1)
-                ptx::cp_async_bulk_tensor_2d_multicast(target, &p.x, x, y, barrier, sharers);
-            else
-                ptx::cp_async_bulk_tensor_2d(target, &p.x, x, y, barrier);
-        }
-    }
-    // The weights of the first units, of the first part of the walk.
-    PTX void begin() const {
-        Part part;
-        if (!Walk<Config>().at(p, k_rank, part)) return;
-        const Weights weights = weights_of(tile_place(p, part.tile));
-        for (int i = turn; i < min(Config::prologue_stages, part.count); i += Shape::producers) load_w(weights, part.first + i, i);
-    }
-    // The first two steps of a tile that has all of its tokens: their halves by four threads side by side, so that they do not
-    // share what a multiprocessor takes in with later ones.
-    static constexpr bool halves_first = (Config::direct > 0 || (Config::unrolled && Config::prologue_stages > 1)) && Shape::producers == 4 &&
-                                         Shape::reduces && Config::cluster_n == 1 && Config::span == 1 && Shape::element_bytes == 2;
-    PTX void load_first(const TilePlace& place, int unit) const {
-        const int stage = turn / 2, box = turn % 2;
-        const uint32_t barrier = barriers.full_x + 8 * stage;
-        if (box == 0) ptx::mbarrier_arrive_expect_tx(barrier, Shape::x_bytes);
-        ptx::cp_async_bulk_tensor_2d(ring + stage * Shape::stage_bytes + box * Shape::box_bytes, &p.x, (unit + stage) * 128 + box * 64,
-                                     place.token_tile * Config::tile_m, barrier);
-    }
-    PTX void run() const {
-        ptx::griddepcontrol_wait();
-        RingCursor<Config::stages> cursor;
-        Walk<Config> walk;
-        int early = Config::prologue_stages;
-        for (Part part; walk.at(p, k_rank, part); walk.advance(), early = 0) {
-            const TilePlace place = tile_place(p, part.tile);
-            const Weights weights = weights_of(place);
-            int unit = 0;
-            if constexpr (halves_first)
-                if (part.count > 1 && (Shape::tail_rows == 0 || p.tokens - place.token_tile * Config::tile_m > Config::tile_m - Shape::tail_rows)) {
-                    load_first(place, part.first);
-                    cursor.advance(unit = 2);
-                }
-            for (; unit < part.count; unit++, cursor.advance(1)) {
-                // A stage is always filled by the same thread, which so has seen all of its uses end.
-                if (cursor.stage % Shape::producers != turn) continue;
-                if (unit >= early) {
-                    // A stage's first use waits for nothing: a fresh barrier counts as having completed parity 1.
-                    ptx::mbarrier_wait_parity(barriers.empty + 8 * cursor.stage, cursor.parity ^ 1);
-                    if constexpr (Config::direct == 0) load_w(weights, part.first + unit, cursor.stage);
-                }
-                load_x(place, part.first + unit, cursor.stage);
-            }
-        }
-        // A block without work keeps its place until those of the next launch have theirs: two of them would share one.
-        if (Config::min_blocks_per_sm > 1 && walk.position == 0) __nanosleep(800);
-    }
-};
-
 // Issues the products of one half of a unit, and waits until the set of registers that is written next is free.
 template <class Config, int steps>
-PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b) {
+PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b,
+                       [[maybe_unused]] uint32_t metadata) {
     ptx::wgmma_fence();
+    if constexpr (is_sparse<Config>())
+        multiply_kept<Config>(sum, a, b, metadata);
+    else
 #pragma unroll
-    for (int i = 0; i < steps; i++) multiply<Config>(sum, a[i], ptx::wgmma_advance(b, 32 * i));
+        for (int i = 0; i < steps; i++) multiply<Config>(sum, a[i], ptx::wgmma_advance(b, 32 * i));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<Config::register_sets - 1>();
 }
@@ -179,6 +53,7 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], De
     using Shape = PackedGemmShape<Config>;
     constexpr int steps = Shape::steps;
     uint32_t a0[steps][4], a1[steps][4];
+    Metadata<Config> metadata;
     int previous = -1;
     const uint64_t first_b = ptx::wgmma_descriptor(ring, ptx::Swizzle::bytes_128, 1024);
     ptx::wgmma_touch(sum);
@@ -188,20 +63,23 @@ PTX int accumulate(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], De
         for (int i = 0; i < Config::span; i++) {
             // Again, though it has long come: without a branch the assembler runs all products one after another.
             if (i > 0) ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
-            dequantize.load(ring + cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes + my_unit);
+            const uint32_t unit_at = ring + cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes + my_unit;
+            dequantize.load(unit_at);
+            metadata.template load<0>(unit_at);
             dequantize.template dequantize<0, steps * 4>(a0);
             if (i == 0) ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
             // Counted from the ring's first: to make one anew takes half a dozen instructions more.
             const uint64_t b0 = ptx::wgmma_advance(first_b, cursor.stage * Shape::stage_bytes + i * Shape::unit_bytes);
-            const uint64_t b1 = ptx::wgmma_advance(b0, steps == 4 ? Shape::box_bytes : 64);
-            multiply_half<Config>(sum, a0, b0);
+            const uint64_t b1 = ptx::wgmma_advance(b0, Shape::element_bytes == 2 ? Shape::box_bytes : 64);
+            multiply_half<Config>(sum, a0, b0, metadata.half[0]);
             if (i == 0 && previous >= 0) release(previous);
+            metadata.template load<1>(unit_at);
             if constexpr (Config::register_sets == 2) {
                 dequantize.template dequantize<steps * 4, steps * 8>(a1);
-                multiply_half<Config>(sum, a1, b1);
+                multiply_half<Config>(sum, a1, b1, metadata.half[1]);
             } else {
                 dequantize.template dequantize<steps * 4, steps * 8>(a0);
-                multiply_half<Config>(sum, a0, b1);
+                multiply_half<Config>(sum, a0, b1, metadata.half[1]);
             }
         }
         if constexpr (Config::split_k_warpgroups == 4) {
@@ -227,6 +105,7 @@ PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m
     static_assert(Shape::reduces && Config::split_k_warpgroups < 4 && Config::register_sets == 2, "stages with code of their own");
     constexpr int steps = Shape::steps, kw = Config::split_k_warpgroups, slots = Config::stages / kw;
     uint32_t a0[steps][4], a1[steps][4];
+    Metadata<Config> metadata;
     const uint32_t mine = ring + first * Shape::stage_bytes, full_w = barriers.full_w + 8 * first, full_x = barriers.full_x + 8 * first;
     const uint64_t first_b = ptx::wgmma_descriptor(mine, ptx::Swizzle::bytes_128, 1024);
     uint32_t parity = 0;
@@ -241,13 +120,15 @@ PTX int accumulate_unrolled(typename Sums<Config>::Product (&sum)[Config::tile_m
                 const int at = slot * kw * Shape::stage_bytes + i * Shape::unit_bytes;
                 if (i > 0) ptx::mbarrier_wait_parity(full_w + 8 * slot * kw, parity);  // see accumulate
                 dequantize.load(mine + at + my_unit);
+                metadata.template load<0>(mine + at + my_unit);
                 dequantize.template dequantize<0, steps * 4>(a0);
                 if (i == 0) ptx::mbarrier_wait_parity(full_x + 8 * slot * kw, parity);
                 const uint64_t b0 = ptx::wgmma_advance(first_b, at);
-                multiply_half<Config>(sum, a0, b0);
+                multiply_half<Config>(sum, a0, b0, metadata.half[0]);
                 if (i == 0 && (slot > 0 || unit > first)) release(first + (slot > 0 ? slot - 1 : slots - 1) * kw);
+                metadata.template load<1>(mine + at + my_unit);
                 dequantize.template dequantize<steps * 4, steps * 8>(a1);
-                multiply_half<Config>(sum, a1, ptx::wgmma_advance(b0, steps == 4 ? Shape::box_bytes : 64));
+                multiply_half<Config>(sum, a1, ptx::wgmma_advance(b0, Shape::element_bytes == 2 ? Shape::box_bytes : 64), metadata.half[1]);
             }
             unit += kw;
         }
@@ -276,20 +157,26 @@ PTX int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Config
     using Shape = PackedGemmShape<Config>;
     constexpr int parts = Dequantize<Config>::parts, steps = 4 / parts;
     typename Sums<Config>::Product product[Config::tile_m / 2];
-    uint32_t a[4][4];
+    uint32_t a[is_sparse<Config>() ? 2 : 4][4];
+    Metadata<Config> metadata;
     for (int unit = first; unit < units; unit += Config::split_k_warpgroups) {
         const uint32_t stage = ring + cursor.stage * Shape::stage_bytes;
         ptx::mbarrier_wait_parity(barriers.full_w + 8 * cursor.stage, cursor.parity);
         dequantize.load(stage + my_unit);
-        dequantize.template dequantize<0, 16>(a);
+        metadata.template load<0>(stage + my_unit);
+        metadata.template load<1>(stage + my_unit);
+        dequantize.template dequantize<0, is_sparse<Config>() ? 8 : 16>(a);
         ptx::mbarrier_wait_parity(barriers.full_x + 8 * cursor.stage, cursor.parity);
         const uint64_t b = ptx::wgmma_descriptor(stage, ptx::Swizzle::bytes_128, 1024);
 #pragma unroll
         for (int part = 0; part < parts; part++) {
             ptx::wgmma_fence();
+            if constexpr (is_sparse<Config>())
+                multiply_kept_part<Config, parts>(product, a, b, metadata, part);
+            else
 #pragma unroll
-            for (int i = part * steps; i < (part + 1) * steps; i++)
-                multiply<Config>(product, a[i], ptx::wgmma_advance(b, 32 * i), i > part * steps);
+                for (int i = part * steps; i < (part + 1) * steps; i++)
+                    multiply<Config>(product, a[i], ptx::wgmma_advance(b, 32 * i), i > part * steps);
             ptx::wgmma_commit_group();
             ptx::wgmma_wait_group<0>();
             ptx::wgmma_touch(product);
@@ -305,8 +192,8 @@ PTX int accumulate_promoting(float (&sum)[Config::tile_m / 2], Dequantize<Config
     return -1;
 }
 
-template <class Config>
-__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm(const __grid_constant__ Params p) {
+template <class Config, class P>
+PTX void packed_gemm(const P& p) {
     using Shape = PackedGemmShape<Config>;
     static_assert(Config::shared_bytes == Shape::bytes, "sm90_packed_gemm.py and sm90_packed_gemm.cuh disagree on shared memory");
     static_assert(Config::threads == Shape::warpgroups * 128 + Shape::producer_threads, "and the producers");
@@ -352,7 +239,7 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
         const Walk<Config> walk;
         Part part;
         if (warp < Shape::warpgroups * 4 && walk.at(p, k_rank, part)) {
-            const int tile = first_tile<Config>(tile_place(p, part.tile), row_rank, half) + warp / 4 % Config::row_warpgroups;
+            const int tile = first_tile<Config>(place_of<Config>(p, part.tile), row_rank, half) + warp / 4 % Config::row_warpgroups;
             batches.begin(p, part, tile, warp / 4 / Config::row_warpgroups);
         }
     }
@@ -388,11 +275,17 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
                     ptx::mbarrier_arrive_cluster(ptx::mapa(barriers.empty + 8 * stage, (1 - row_rank) * Config::cluster_k + k_rank));
             }
         };
+        if constexpr (Config::stagger > 0) {  // so that not all load codes, or store outputs, at once
+            const uint32_t start = ptx::clock32();
+            while (ptx::clock32() - start < static_cast<uint32_t>(row_part * Config::stagger)) {}
+        }
         [[maybe_unused]] int turn = 0, ahead = k_part;  // of this warpgroup's next unit, from the next part's first
         Walk<Config> walk;
         for (Part part; walk.at(p, k_rank, part); walk.advance()) {
-            const TilePlace place = tile_place(p, part.tile);
-            const int row = (first_tile<Config>(place, row_rank, half) + row_part) * 64;
+            const TilePlace place = place_of<Config>(p, part.tile);
+            const int own_tile = first_tile<Config>(place, row_rank, half) + row_part;
+            // A tile that is another block's, or none, is none: nothing of it is stored.
+            const int row = (Config::block_tiles > 0 && own_tile >= end_of<Config>(p, place) ? p.weight_tiles : own_tile) * 64;
             const bool halved = Config::halves && row_part == (half == 0 ? Config::row_warpgroups - 1 : 0);
             typename Sums<Config>::Total sum[Config::tile_m / 2];
             int previous = -1;
@@ -404,7 +297,9 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
             dequantize.begin(p.row_zero, row + warp % 4 * 16, p.weight_tiles * 64);
 #pragma unroll
             for (int i = 0; i < Config::tile_m / 2; i++) sum[i] = 0;
-            if constexpr (Sums<Config>::promotes)
+            if (is_sparse<Config>() && row >= p.weight_tiles * 64)  // stale metadata would be none
+                pass_own<Config>(barriers, ahead, part.count, cursor, release);
+            else if constexpr (Sums<Config>::promotes)
                 previous = accumulate_promoting<Config>(sum, dequantize, ring, my_unit, barriers, ahead, part.count, cursor, release);
             else if constexpr (Config::halves) {
                 const Half<Config> units(p, half);
@@ -424,7 +319,7 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
                     Walk<Config> later = walk;
                     Part next;
                     later.advance();
-                    if (later.at(p, k_rank, next)) batches.begin(p, next, first_tile<Config>(tile_place(p, next.tile), row_rank, half) + row_part, 0);
+                    if (later.at(p, k_rank, next)) batches.begin(p, next, first_tile<Config>(place_of<Config>(p, next.tile), row_rank, half) + row_part, 0);
                 }
             } else if constexpr (Config::unrolled)
                 previous = accumulate_unrolled<Config>(sum, dequantize, ring, my_unit, barriers, ahead, part.count, release);
@@ -435,10 +330,16 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
                 packed_large_reduce<Config>(p, sum, terms, ring, barriers, warp, rank, row, first_token);
                 continue;
             }
+            if constexpr (Config::tensor_store) {
+                packed_large_store_map<Config>(p, sum, terms, ring + Shape::body_bytes + warpgroup * Shape::staging_rows * 128, warpgroup, row,
+                                               place.token_tile * Config::tile_m);
+                continue;
+            }
             packed_large_store<Config>(p, sum, terms, ring + Shape::body_bytes + warpgroup * Config::epilogue_stages * Config::epilogue_tile * 128,
                                        turn, warpgroup, row, place.token_tile * Config::tile_m);
         }
     }
+    if (Config::tensor_store && warp < Shape::warpgroups * 4 && threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group<0>();
     // Those of the halved tile have waited.
     if (Config::halves && (warp >= Shape::warpgroups * 4 || row_part != (half == 0 ? Config::row_warpgroups - 1 : 0))) {
         __syncwarp();
@@ -450,6 +351,16 @@ __global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm
         if (Config::cluster_k == 1) ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();
     }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm(const __grid_constant__ Params p) {
+    packed_gemm<Config>(p);
+}
+// Outputs leave by a tensor map.
+template <class Config>
+__global__ void __launch_bounds__(Config::threads, Config::min_blocks_per_sm) sm90_packed_gemm_store(const __grid_constant__ StoreParams p) {
+    packed_gemm<Config>(p);
 }
 
 }  // namespace packed

@@ -18,7 +18,7 @@ from anybit.jit.tensor_map import TensorMap, encode
 from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.elementwise.quantize_activations import Packed
 from anybit.kernels.gemm import packed_layout
-from anybit.kernels.gemm.packed_layout import PackedWeight, check_operands, tile_bytes
+from anybit.kernels.gemm.packed_layout import TILE_ROWS, PackedWeight, check_operands, tile_bytes
 from anybit.kernels.gemm.sm90_packed_gemm_estimate import estimate, spans
 from anybit.kernels.gemm.sm90_packed_gemm_loops import batch, unrolls
 from anybit.kernels.gemm.sm90_packed_gemm_rules import (
@@ -58,6 +58,10 @@ _EARLY_BYTES = 32 << 10
 _RESIDENT = ((2, 2), (2, 1), (1, 2))
 """split_k_warpgroups and cluster_k where two blocks share a multiprocessor: what `configs` offers."""
 _MOST_STAGES = 24
+_STAGGER = 250
+"""Cycles between the warpgroups' starts in tiles of many tokens: 1 to 2 % of what a product takes."""
+_MOST_WAVES = 4
+"""To so many waves of blocks one range of row tiles a block, as even as it goes, is worth a look."""
 _SHARINGS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2))
 
 
@@ -85,6 +89,13 @@ class Params:
     raster: Int32
 
 
+@dataclass(frozen=True)
+class StoreParams(Params):
+    """The arguments of one launch whose outputs leave by a tensor map."""
+
+    y_map: TensorMap
+
+
 def config_for(
     problem: Problem,
     tile_m: int,
@@ -97,6 +108,8 @@ def config_for(
     min_blocks_per_sm: int = 1,
     direct: int | None = None,
     unrolled: bool | None = None,
+    block_tiles: int = 0,
+    tensor_store: bool = False,
 ) -> Config:
     """A config of these tiles; as many stages as fit, at most 24, if none are asked for, and `batch` for `direct`."""
     weights = problem.weights
@@ -104,7 +117,8 @@ def config_for(
         problem.operand, weights.bits, weights.group or packed_layout.tile_group(weights), Code[weights.code],
         problem.dtype == torch.bfloat16,
         tile_bytes(weights), tile_m, row_warpgroups, split_k_warpgroups, cluster_k, cluster_n,
-        stages or 2 * split_k_warpgroups, halves=halves, min_blocks_per_sm=min_blocks_per_sm,
+        stages or 2 * split_k_warpgroups, halves=halves, min_blocks_per_sm=min_blocks_per_sm, sparse=weights.sparse,
+        block_tiles=block_tiles, tensor_store=tensor_store, stagger=_STAGGER if tensor_store else 0,
     )  # fmt: skip
     shared = problem.device.shared_bytes if min_blocks_per_sm == 1 else MOST_BESIDE
     most = 0 if stages else min(_MOST_STAGES, -(-problem.units // cluster_k))
@@ -145,9 +159,13 @@ def _fitted(config: Config, most: int, shared: int) -> Config:
         return config
     # X queues behind the weights that were asked for before it: no more of them than keep memory busy until x can come.
     early = max(2, _EARLY_BYTES // (config.row_warpgroups * config.tile_bytes))
+    if config.tensor_store and config.tile_m >= 128:
+        early = 0  # 1 to 2 % of w4a8, and of w4a16 at 256 and 4,096 tokens
     if config.span > 1:
         if config.x_bytes == 1:
             early = 2 if config.tile_m * config.row_warpgroups >= 256 else 4
+        elif config.sparse and config.row_warpgroups == 4 and not config.halves:
+            early = 2 if config.tile_m == 16 else 1
         elif config.tile_m > 16:
             early = 1 if config.halves and config.tile_m > 32 else 3 if config.split_k_warpgroups == 4 else 2
         else:
@@ -191,6 +209,8 @@ def configs(problem: Problem) -> Iterator[Config]:
                     found = config_for(problem, tile_m, row_warpgroups, split_k_warpgroups, cluster_k, cluster_n)
                     if why_not(problem, found) is None:
                         yield found
+            if problem.weights.sparse and row_warpgroups == 4 and tile_m >= 64:
+                yield from _many_tokens(problem, tile_m)
             if row_warpgroups == 4 and problem.m <= 128:
                 found = config_for(problem, tile_m, row_warpgroups, halves=True)
                 if why_not(problem, found) is None:
@@ -198,6 +218,19 @@ def configs(problem: Problem) -> Iterator[Config]:
         for split_k_warpgroups, cluster_k in _RESIDENT if problem.m <= 64 else ():
             found = config_for(problem, tile_m, 1, split_k_warpgroups, cluster_k, min_blocks_per_sm=2)
             if why_not(problem, found) is None:
+                yield found
+
+
+def _many_tokens(problem: Problem, tile_m: int) -> Iterator[Config]:
+    """Four row tiles of 2:4 sparse weights: outputs by a tensor map, blocks that walk or have a range of rows each."""
+    token_tiles, sms = -(-problem.m // tile_m), problem.device.sms
+    waves = -(-(-(-problem.weight_tiles // 4) * token_tiles) // sms)
+    ranges = max(1, sms // token_tiles)
+    even = -(-problem.weight_tiles // ranges)
+    for block_tiles in (0, even) if 1 < waves <= _MOST_WAVES and 4 < even < 4 * waves else (0,):
+        for tensor_store in (True, False):
+            found = config_for(problem, tile_m, 4, block_tiles=block_tiles, tensor_store=tensor_store)
+            if (block_tiles or tensor_store) and why_not(problem, found) is None:
                 yield found
 
 
@@ -215,9 +248,9 @@ def kernel(config: Config) -> Kernel:
     """The kernel of a config, for jit."""
     return Kernel(
         header="gemm/sm90_packed_gemm.cuh",
-        entry="packed::sm90_packed_gemm",
+        entry="packed::sm90_packed_gemm" + "_store" * config.tensor_store,
         config=config,
-        params=Params,
+        params=StoreParams if config.tensor_store else Params,
         threads=config.threads,
         shared_bytes=shared_bytes(config),
         cluster=config.cluster,
@@ -241,7 +274,7 @@ def params(
     """
     row_tiles, token_tiles = place(problem, config)
     x_map, x_tail = (b"", b"") if x is None else (encode(x, *box) for box in boxes(config, x.element_size()))
-    return Params(
+    return (StoreParams if config.tensor_store else Params)(
         x=x_map,
         x_tail=x_tail,
         tiles=weight.tiles,
@@ -260,6 +293,7 @@ def params(
         row_tiles=row_tiles,
         token_tiles=token_tiles,
         raster=max(1, 4096 // config.rows),
+        **({"y_map": b"" if x is None else encode(y, TILE_ROWS, config.tile_m)} if config.tensor_store else {}),
     )
 
 

@@ -11,7 +11,8 @@
 namespace packed {
 
 template <class Config, int steps>
-PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b);
+PTX void multiply_half(typename Sums<Config>::Product (&sum)[Config::tile_m / 2], const uint32_t (&a)[steps][4], uint64_t b,
+                       uint32_t metadata);
 
 // A lane's words of a unit, and the scales and zeros (or minima) of its rows.
 template <class Config>
@@ -87,13 +88,13 @@ PTX int accumulate_direct(typename Sums<Config>::Product (&sum)[Config::tile_m /
             if (j == 0) batches.ask(batches.units[1 - set], unit + count * kw, units, a0[steps - 1][3] != 0xffffffffu);
             ptx::mbarrier_wait_parity(full_x + 8 * stage, fixed ? parity : cursor.parity);
             const uint64_t b0 = ptx::wgmma_advance(first_b, stage * Shape::stage_bytes);
-            multiply_half<Config>(sum, a0, b0);
+            multiply_half<Config>(sum, a0, b0, 0);
             if constexpr (fixed) {
                 if (slot > 0 || unit > first) release(first + (slot > 0 ? slot - 1 : slots - 1) * kw);
             } else if (previous >= 0)
                 release(previous);
             dequantize.template dequantize<steps * 4, steps * 8>(a1);
-            multiply_half<Config>(sum, a1, ptx::wgmma_advance(b0, Shape::box_bytes));
+            multiply_half<Config>(sum, a1, ptx::wgmma_advance(b0, Shape::box_bytes), 0);
             if constexpr (!fixed) {
                 previous = stage;
                 cursor.advance(kw);

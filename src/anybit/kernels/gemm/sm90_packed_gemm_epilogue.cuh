@@ -78,6 +78,28 @@ PTX void store_rows(const Params& p, int row, int token, const uint4& v) {
         if (row + e < p.rows) target[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
 }
 
+// Sums of 16 tokens from 8j on as outputs: rows 0-7 and 8-15 of the first eight tokens, then of the next.
+template <class Config>
+PTX void packed_large_outputs(uint32_t (&out)[4], const typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms, int j) {
+    constexpr int groups = Config::tile_m / 8;
+    const int lane = ptx::lane_id();
+    #pragma unroll
+                for (int group = j; group < j + 2 && group < groups; group++) {
+                    const float low_scale = terms.of_token(group, lane % 4 * 2);
+                    const float high_scale = terms.of_token(group, lane % 4 * 2 + 1);
+                    const int low_sum = terms.sum_of_token(group, lane % 4 * 2);
+                    const int high_sum = terms.sum_of_token(group, lane % 4 * 2 + 1);
+    #pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const float low = centered<Config>(sum[group * 4 + h * 2], terms.twice_zero[h], low_sum) * low_scale;
+                        const float high =
+                            centered<Config>(sum[group * 4 + h * 2 + 1], terms.twice_zero[h], high_sum) * high_scale;
+                        const float a = fmaf(low, terms.scale[h], terms.bias[h]), b = fmaf(high, terms.scale[h], terms.bias[h]);
+                        out[(group - j) * 2 + h] = Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b);
+                    }
+                }
+}
+
 // From registers to Y through shared memory, Config::epilogue_tile tokens of the warpgroup's 64 rows at a time, in two places by
 // turns where there is room: 128 bytes of a token lie together there (16-byte chunks swizzled by token % 8), and leave as
 // whole lines.
@@ -101,22 +123,8 @@ PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)
             ptx::bar_sync(2 + warpgroup, 128);  // all have read what was there
 #pragma unroll
         for (int j = first / 8; j < (first + staged) / 8 && j < groups; j += 2) {
-            uint32_t out[4] = {0, 0, 0, 0};  // rows 0-7 and 8-15 of tokens 8j.., then of tokens 8j + 8..
-#pragma unroll
-            for (int group = j; group < j + 2 && group < groups; group++) {
-                const float low_scale = terms.of_token(group, lane % 4 * 2);
-                const float high_scale = terms.of_token(group, lane % 4 * 2 + 1);
-                const int low_sum = terms.sum_of_token(group, lane % 4 * 2);
-                const int high_sum = terms.sum_of_token(group, lane % 4 * 2 + 1);
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const float low = centered<Config>(sum[group * 4 + h * 2], terms.twice_zero[h], low_sum) * low_scale;
-                    const float high =
-                        centered<Config>(sum[group * 4 + h * 2 + 1], terms.twice_zero[h], high_sum) * high_scale;
-                    const float a = fmaf(low, terms.scale[h], terms.bias[h]), b = fmaf(high, terms.scale[h], terms.bias[h]);
-                    out[(group - j) * 2 + h] = Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b);
-                }
-            }
+            uint32_t out[4] = {0, 0, 0, 0};
+            packed_large_outputs<Config>(out, sum, terms, j);
             ptx::stmatrix_x4_trans(place + (j * 8 - first) * 128 + write, out);
         }
         // All have written this place, and so have read what was in the other one.
@@ -125,6 +133,32 @@ PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)
         for (int i = 0; i < staged && first + i < Config::tile_m; i += 16)
             if (first + i + token < Config::tile_m)
                 store_rows(p, first_row + chunk * 8, first_token + first + i + token, ptx::ld_shared_v4(place + i * 128 + read));
+    }
+}
+
+// The same of a whole tile, by a tensor-map copy that ends while the next tile's products run. What lies outside of Y it
+// leaves out.
+template <class Config>
+PTX void packed_large_store_map(const StoreParams& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+                                uint32_t staging, int warpgroup, int first_row, int first_token) {
+    static_assert(Config::tile_m % 16 == 0, "a store of 16 tokens at a time");
+    if (first_row >= p.rows) return;
+    const int lane = ptx::lane_id(), warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
+    if (thread == 0) ptx::cp_async_bulk_wait_group_read<0>();
+    ptx::bar_sync(2 + warpgroup, 128);  // the tile before has left
+    const int my_token = lane / 16 * 8 + lane % 8, my_chunk = 2 * warp + lane / 8 % 2;
+    const uint32_t write = my_token * 128 + ((my_chunk ^ (my_token & 7)) * 16);
+#pragma unroll
+    for (int j = 0; j < Config::tile_m / 8; j += 2) {
+        uint32_t out[4];
+        packed_large_outputs<Config>(out, sum, terms, j);
+        ptx::stmatrix_x4_trans(staging + j * 8 * 128 + write, out);
+    }
+    ptx::fence_proxy_async();
+    ptx::bar_sync(2 + warpgroup, 128);
+    if (thread == 0) {
+        ptx::cp_async_bulk_tensor_store_2d(&p.y_map, first_row, first_token, staging);
+        ptx::cp_async_bulk_commit_group();
     }
 }
 

@@ -36,17 +36,24 @@ def estimate(problem: Problem, config: Config) -> float:
     else:
         # Weights that are dequantized once for all tokens cost less power (gate_up at 256: 85.6 us for 86.1).
         product = (4.2 if tokens == 256 and token_tiles == 1 else 4.3) * tokens
+    chain = 1.0
+    if config.sparse:  # half of the codes, half of the products, all of x
+        product, dequantize, chain = max(product * 0.63, 75.0 * config.x_bytes / 2), 0.6 * dequantize, 0.75
     # int8 gains less from stages of two steps: only down at 16 tokens takes other tiles for it (10.6 us for 11.1).
     spanned = config.x_bytes == 2 or (tokens == 16 and config.split_k_warpgroups == 3 and problem.units >= 64)
     # What a multiprocessor takes in.
     intake = (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow else 47.5)
+    bring = 270.0 + tokens * config.x_bytes
+    if config.sparse and config.unrolled and rows == 1 and tokens >= 48 and config.cluster_k == 2:
+        # K over two and two: down and o at 64 tokens 12.4 and 5.4 us, in three row tiles by fours 14.1 and 6.5
+        intake, bring = 0.7 * intake, 0.7 * bring
     stage = max(
         product * rows,
         dequantize * rows,
         # The chain of waiting, dequantizing and multiplying in one warpgroup.
-        (450 + 1.25 * product if few else 493) / config.split_k_warpgroups,
+        chain * (450 + 1.25 * product if few else 493) / config.split_k_warpgroups,
         # What it takes to bring a stage, however little it holds.
-        (270 + tokens * config.x_bytes) / (config.span if spanned else 1) if few else 0,
+        bring / (config.span if spanned else 1) if few else 0,
         intake,
     )
     partial = rows * config.split_k_warpgroups * tokens / 64
@@ -82,9 +89,24 @@ def estimate(problem: Problem, config: Config) -> float:
             sharing = max(sharing, 2.4 * intake / stage)
         slots *= 2
     waves = float(-(-tiles // slots))
+    if config.block_tiles:  # a range of row tiles, some at a time
+        waves = config.block_tiles / config.row_warpgroups
+    if (
+        config.tensor_store
+    ):  # outputs leave while the next tile's products run (gate_up at 4,096 tokens: 931 us for 965)
+        waste *= 0.965
+    if config.sparse and config.x_bytes == 1:
+        if config.block_tiles:  # w4a8 at 256 tokens: 38.2 us, in whole waves 37.2, in tiles of 256 37.0
+            waves = float(-(-config.block_tiles // config.row_warpgroups))
+        elif tokens == 256 and token_tiles == 1:
+            waste *= 0.9
     summing = 0.1 * partial if config.warpgroups > rows else 0.0
     if config.halves:
         summing = 0.5 if config.x_bytes == 2 else -1.0 if problem.m > 64 else 2.2
+        if (
+            config.sparse and config.x_bytes == 2 and tokens == 16
+        ):  # fp16 12.8 us, whole row tiles 12.5; bf16 14.4, 14.7
+            summing = 1.35
     if config.cluster_k > 1:
         summing += (
             (1.0 if few else 0.4 if config.x_bytes == 2 else 0.6) + 0.36 * partial + 0.54 * (config.cluster_k > 2)
@@ -119,7 +141,7 @@ def spans(problem: Problem, config: Config) -> bool:
         # w4a8: gate_up at 16 and 32 tokens 16.0 and 16.7 for 17.3 and 17.5, qkv at 64 and 256 7.2 and 14.7 for 7.9 and
         # 15.3; qkv at 128, three row tiles and K over two blocks, 11.3 for 10.8.
         return config.bits < 8 and not config.halves and (config.split_k_warpgroups > 1 or config.cluster_k == 1)
-    if config.halves:
+    if config.halves or (config.sparse and config.row_warpgroups == 4 and config.cluster_k == 1):
         return True
     if config.cluster_k != 2 or config.warpgroups == 1:
         return False

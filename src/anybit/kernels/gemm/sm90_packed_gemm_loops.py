@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from anybit.kernels.gemm.sm90_packed_gemm_rules import Config, Problem, may_batch, may_unroll
+from anybit.kernels.gemm.sm90_packed_gemm_rules import Config, Problem, may_batch, may_unroll, most_registers
 
 
 def batch(problem: Problem, config: Config) -> int:
@@ -33,5 +33,15 @@ def unrolls(config: Config) -> bool:
     for 12.72, o at 64 and 128 6.11 for 6.31 and 9.40 for 9.67). Nothing in tiles of 128, nor, of blocks that have a
     multiprocessor each, in stages of two steps or tiles of 16.
     """
+    if config.sparse and not _unrolls_sparse(config):
+        return False
     few = config.min_blocks_per_sm == 2 or (24 <= config.tile_m < 128 and config.span == 1)
     return few and config.cluster_k < 4 and config.x_bytes == 2 and may_unroll(config)
+
+
+def _unrolls_sparse(config: Config) -> bool:
+    """Whether nothing is spilled: the assembler moves loads of many stages ahead of products of 2:4 sparse weights."""
+    slots, room = config.stages // config.split_k_warpgroups, most_registers(config)
+    if config.min_blocks_per_sm == 2 and config.split_k_warpgroups == 2:
+        return slots <= 3 and config.code.name == "sym"
+    return slots <= (6 if room >= 160 else 4 if room >= 128 and config.cluster_k < 3 else 0)

@@ -66,7 +66,8 @@ class Config:
     others. halves: two blocks share one of their row tiles, half of its inputs each. min_blocks_per_sm: blocks that fit
     a multiprocessor, of this launch and of the next; then each of these gets one at least. span: steps of a stage, 1 or
     2. direct: steps of weights that a warpgroup asks for at a time, past shared memory, while it multiplies those
-    before; 0: weights come through the ring. unrolled: each stage of the ring has code of its own.
+    before; 0: weights come through the ring. unrolled: each stage of the ring has code of its own. sparse: the weights
+    are 2:4 sparse.
     """
 
     operand: Operand
@@ -91,6 +92,10 @@ class Config:
     span: int = 1
     direct: int = 0
     unrolled: bool = False
+    sparse: bool = False
+    block_tiles: int = 0
+    tensor_store: bool = False
+    stagger: int = 0
 
     @property
     def x_bytes(self) -> int:
@@ -131,6 +136,8 @@ class Config:
     @property
     def rows(self) -> int:
         """Rows of W that a cluster works on at a time."""
+        if self.block_tiles:
+            return TILE_ROWS * self.block_tiles
         if self.halves:
             return TILE_ROWS * (2 * self.row_warpgroups - 1)
         return TILE_ROWS * self.row_warpgroups * self.cluster_n
@@ -149,7 +156,8 @@ def shared_bytes(config: Config) -> int:
     body = max(ring, share + outputs) + (config.cluster_k - 1) * share
     if config.halves:
         body += config.tile_m // 2 * 256
-    body += 0 if reduces else config.warpgroups * config.epilogue_stages * config.epilogue_tile * 128
+    staged = config.tile_m if config.tensor_store else config.epilogue_stages * config.epilogue_tile
+    body += 0 if reduces else config.warpgroups * staged * 128
     # More than half of a multiprocessor's: two blocks would share one while others stand idle.
     return max(body + config.stages * 24 + 8, _LEAST_SHARED[config.min_blocks_per_sm])
 
@@ -205,6 +213,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return refusal
     if config.span not in (1, 2) or (config.span == 2 and (problem.units % 2 or config.promotes)):
         return f"a stage has 1 step of inputs, or 2 of an even number (no promotion), not {config.span}"
+    if refusal := _why_not_sparse(problem, config):
+        return refusal
     if refusal := refusal_of_loop(config):
         return refusal
     if config.cluster_k * config.span > problem.units:
@@ -214,6 +224,20 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     if config.min_blocks_per_sm > 1 and (config.halves or shared_bytes(config) > MOST_BESIDE):
         return "two such blocks do not fit a multiprocessor"
     return problem.device.why_not_shared(shared_bytes(config))
+
+
+def _why_not_sparse(problem: Problem, config: Config) -> str | None:
+    """Why a config is not one of the problem's weights, or of dense ones."""
+    if config.sparse != problem.weights.sparse:
+        return "the config was made for weights that are 2:4 sparse" if config.sparse else "the weights are 2:4 sparse"
+    alone = config.split_k_warpgroups * config.cluster == 1
+    if (config.block_tiles or config.tensor_store or config.stagger) and not (config.sparse and alone):
+        return (
+            "ranges of row tiles, stores by tensor maps and staggered warpgroups are for 2:4 sparse weights, unshared"
+        )
+    if config.tensor_store and (problem.n % 8 or config.tile_m % 16):
+        return f"a tensor map stores outputs in eights and tokens in sixteens, not {problem.n} and {config.tile_m}"
+    return None
 
 
 def _why_not_halves(problem: Problem, config: Config) -> str | None:
@@ -242,9 +266,13 @@ def _why_not_bytes(problem: Problem) -> str | None:
         if weights.bits == 8 and weights.code != "sym":
             return f"8-bit {weights.code} weights less their zeros do not fit a signed byte: use sym, or 7 bits"
         largest = 2 ** (weights.bits + (weights.code == "bipolar")) * 2 ** (activations.bits - 1)
+        if weights.sparse:  # half of the inputs, codes as large as bytes are
+            largest = max(largest // 2, 2 ** (6 + activations.bits - 1))
         if weights.group is None and problem.k * largest >= 2**31:
             return f"sums over k = {problem.k} of products up to {largest} may overflow int32"
         return None
+    if weights.sparse:
+        return "2:4 sparse weights are multiplied by integers or 16-bit floats, not by 8-bit floats"
     most = 5 if weights.code == "sym" else 4
     if weights.bits > most:
         return (
@@ -259,13 +287,13 @@ def passes_codes_through(config: Config) -> bool:
     Then the next unit is loaded into registers of products that are on their way, where two sets let them be: the
     assembler does not keep them apart; w8a8 was wrong from 128 tokens on an H200.
     """
-    return config.operand is Operand.s8 and config.bits == 8 and config.group == 0
+    return config.operand is Operand.s8 and config.bits == 8 and config.group == 0 and not config.sparse
 
 
 def registers(config: Config) -> int:
     """What a thread that multiplies needs: accumulators, sets of dequantized weights, codes, scales, addresses."""
     accumulators = config.tile_m if config.promotes else config.tile_m // 2
-    dequantized = 8 * config.x_bytes * (2 if config.promotes else config.register_sets)
+    dequantized = 8 * config.x_bytes * (2 if config.promotes else config.register_sets) // (1 + config.sparse)
     # Scales and biases of all its row tiles, where a thread adds up what others send.
     summing = 4 * config.row_warpgroups if config.cluster_k > 1 else 0
     groups = {16: 16, 32: 8}.get(config.group, 0)  # so many scales and zeros of two rows at a time
@@ -297,7 +325,7 @@ def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
     tiles = row_tiles * token_tiles
     if config.min_blocks_per_sm > 1:  # one a multiprocessor, some of them idle
         return max(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
-    if config.split_k_warpgroups * config.cluster_k > 1 or config.halves:
+    if config.split_k_warpgroups * config.cluster_k > 1 or config.halves or config.block_tiles:
         return tiles * config.cluster, 1, 1
     return min(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1
 
@@ -307,7 +335,8 @@ def refusal_of_loop(config: Config) -> str | None:
     if config.direct and not may_batch(config):
         return (
             "weights go past shared memory for 16-bit activations, in stages of 1 step, none of them early, with 2 "
-            "register sets, at most 3 warpgroups along K, no groups of 16, nothing halved and no second block beside"
+            "register sets, at most 3 warpgroups along K, dense weights, no groups of 16, nothing halved and no "
+            "second block beside"
         )
     if config.unrolled and not may_unroll(config):
         return (
@@ -321,7 +350,7 @@ def refusal_of_loop(config: Config) -> str | None:
 def may_batch(config: Config) -> bool:
     """Whether weights can go past shared memory, in batches."""
     alone = config.span == config.min_blocks_per_sm == 1
-    plain = alone and not config.halves and not config.prologue_stages
+    plain = alone and not (config.halves or config.prologue_stages or config.sparse)
     plain = plain and config.group != 16  # whose scales take the registers
     return plain and config.x_bytes == 2 and config.split_k_warpgroups < 4 and config.register_sets == 2
 
@@ -336,6 +365,8 @@ def may_unroll(config: Config) -> bool:
 
 def words_at_hand(config: Config) -> int:
     """Registers of codes, scales and zeros that are not in use yet."""
+    if config.sparse:
+        return config.bits + 2  # and the metadata of two halves
     if not config.direct:
         return 2 * config.bits
     parts = 128 // config.group if 0 < config.group < 128 else int(config.group > 0)

@@ -26,6 +26,10 @@ struct Params {
     int raster;               // row tiles that neighbouring clusters walk together
 };
 
+struct StoreParams : Params {
+    ptx::TensorMap y_map;     // [tokens, rows], box: 64 rows x tile_m tokens; outputs leave by it (tensor_store)
+};
+
 namespace packed {
 
 template <class Config>
@@ -39,7 +43,8 @@ struct PackedGemmShape {
     static constexpr int producer_threads = Config::reallocates || most_producers > 1 ? 128 : 32;
     static constexpr bool bytes_of_x = Config::operand == Operand::s8 || Config::operand == Operand::e4m3;
     static constexpr int element_bytes = bytes_of_x ? 1 : 2;
-    static constexpr int steps = 2 * element_bytes;  // products of 32 bytes of inputs in half a unit
+    // Products of 32 bytes of inputs in half a unit; sparse ones take 64.
+    static constexpr int steps = is_sparse<Config>() ? element_bytes : 2 * element_bytes, step_bytes = 64 * element_bytes / steps;
     static constexpr int box_bytes = Config::tile_m * 128;
     static constexpr int x_bytes = box_bytes * element_bytes;  // 128 inputs are one box of bytes, two of 16 bits
     // Rows beyond the matrix take a tensor-map copy twice as long as others: a tile that lacks many is loaded in these.
@@ -62,7 +67,8 @@ struct PackedGemmShape {
     // Two blocks that halve a row tile finish half of its tokens each: one warpgroup's sums of those cross.
     static constexpr int half_bytes = Config::halves ? Config::tile_m / 2 * 256 : 0;
     static constexpr int body_bytes = receive_offset + (Config::cluster_k - 1) * share_bytes + half_bytes;
-    static constexpr int staging_bytes = reduces ? 0 : warpgroups * Config::epilogue_stages * Config::epilogue_tile * 128;
+    static constexpr int staging_rows = Config::tensor_store ? Config::tile_m : Config::epilogue_stages * Config::epilogue_tile;
+    static constexpr int staging_bytes = reduces ? 0 : warpgroups * staging_rows * 128;
     static constexpr int barrier_offset = body_bytes + staging_bytes;
     // So much of a multiprocessor's that no more blocks share it than are meant to: others would stand idle.
     static constexpr int needed = barrier_offset + Config::stages * 24 + 8;
@@ -100,9 +106,22 @@ PTX TilePlace tile_place(const Params& p, int tile) {
     return {first + within % height, within / height};
 }
 
+// The same, of 64-row tiles where each block has a range of them to itself: its first ones, then its next ones.
+template <class Config> PTX TilePlace place_of(const Params& p, int tile) {
+    if constexpr (Config::block_tiles == 0) return tile_place(p, tile);
+    const int block = tile % gridDim.x, position = tile / gridDim.x;
+    return {block % p.row_tiles * Config::block_tiles + position * Config::row_warpgroups, block / p.row_tiles};
+}
+// Where the tiles end that the place may hold.
+template <class Config> PTX int end_of(const Params& p, const TilePlace& place) {
+    if constexpr (Config::block_tiles == 0) return p.weight_tiles;
+    return min((place.row_tile / Config::block_tiles + 1) * Config::block_tiles, p.weight_tiles);
+}
+
 // The first of a block's tiles of 64 rows. Two blocks that halve a row tile have two times row_warpgroups - 1 together.
 template <class Config>
 PTX int first_tile(const TilePlace& place, int row_rank, int half) {
+    if (Config::block_tiles > 0) return place.row_tile;
     if (Config::halves) return place.row_tile * (2 * Config::row_warpgroups - 1) + half * (Config::row_warpgroups - 1);
     return (place.row_tile * Config::cluster_n + row_rank) * Config::row_warpgroups;
 }
@@ -133,6 +152,10 @@ struct Walk {
         const int steps = p.units / Config::span;
         part.first = k_rank * steps / Config::cluster_k;
         part.count = (k_rank + 1) * steps / Config::cluster_k - part.first;
+        if constexpr (Config::block_tiles > 0) {
+            const int first = position * Config::row_warpgroups;
+            return first < Config::block_tiles && blockIdx.x % p.row_tiles * Config::block_tiles + first < p.weight_tiles;
+        }
         return part.tile < p.row_tiles * p.token_tiles;
     }
     PTX void advance() { position++; }
@@ -148,7 +171,7 @@ struct Sums {
     static constexpr bool promotes =
         Config::operand == Operand::e4m3 || (Config::operand == Operand::s8 && Config::group != 0);
     // Unsigned codes are multiplied, and their zeros come in at the end.
-    static constexpr bool raw = Config::operand == Operand::s8 && Config::group == 0;
+    static constexpr bool raw = Config::operand == Operand::s8 && Config::group == 0 && !is_sparse<Config>();
     using Product = typename Choose<Config::operand == Operand::s8, int32_t, float>::type;
     using Total = typename Choose<promotes, float, Product>::type;
 };

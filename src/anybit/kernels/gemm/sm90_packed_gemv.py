@@ -42,7 +42,8 @@ class Config(FewFacts):
     which `chunks` are a block's rows. stages: copies in a warp's ring; prologue_stages: how many of them start at once,
     the others as these land. x_stages: blocks of activations at hand for a warp; x_resident: all of them. trigger: the
     next kernel may start at once (0), or when trigger - 1 copies of weights are still to be started.
-    min_blocks_per_sm: bound on registers. min_shared_bytes: see ``heuristics.limit_occupancy``.
+    min_blocks_per_sm: bound on registers. min_shared_bytes: see ``heuristics.limit_occupancy``. sparse: the weights are
+    2:4 sparse.
     """
 
     tile_m: int
@@ -56,6 +57,7 @@ class Config(FewFacts):
     trigger: int = 0
     min_blocks_per_sm: int = 1
     min_shared_bytes: int = 0
+    sparse: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class RotaryPagesParams(NormParams):
 
 def why_not(problem: Problem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
-    reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py")
+    reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py", sparse=True)
     if reason is not None:
         return reason
     if (code := problem.weights.code) in ("nf4", "e4m3"):
@@ -121,6 +123,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
 
 def _columns(c: Config) -> int:
     """Columns of the product that a token takes: twice as many where codes lie at different bits of their bytes."""
+    if c.sparse:
+        return 2
     free = c.group in (0, 128)
     if c.code in (Code.e2m1, Code.iq4):
         return 2
@@ -194,6 +198,12 @@ def _default(p: Problem) -> Config:
     """
     units, bits = p.block_units, p.weights.bits
     blocks, many = p.columns // 128, units > 6
+    if p.weights.sparse and units >= 3 and bits > 2:
+        # Half of the codes: tall copies, all activations at hand; four copies at once where a layer is long.
+        tall = fitted(p, 8, -(-units // -(-units // 7)), 200, -(-blocks // 8) if blocks <= 32 else 4,
+                       4 if bits == 4 and many else 1)  # fmt: skip
+        if shared_bytes(tall) <= p.device.shared_bytes:
+            return tall
     if units <= 3:
         # Three units are two copies: such rings stay beside the layer ahead (``heuristics.limit_occupancy``). For one
         # token three copies of a unit each, five of the six that a warp needs at hand, are faster still.

@@ -5,9 +5,9 @@
 
 #include "attention/kv_ring.cuh"
 #include "common/types.cuh"
-#include "gemm/packed_layout.cuh"
 #include "gemm/packed_params.cuh"
 #include "gemm/packed_tables.cuh"
+#include "gemm/sparse_layout.cuh"
 #include "common/values.cuh"
 
 // A product of the RMSNorm of x + residual: every block norms what it reads anyway, the first one writes the sum down.
@@ -98,10 +98,12 @@ __device__ constexpr int column_of(int j) { return 16 * (j >> 2) + 8 * ((j >> 1)
 // What follows from a Config alone.
 template <class C> struct DigitShape {
     static constexpr int groups = subgroups(C::group), flushes = groups == 0 ? 1 : groups;
-    static constexpr bool whole_rows = C::group == 0, table = tabled(C::code);
-    static constexpr int unit_size = unit_bytes(C::bits, C::group, C::code);
+    static constexpr bool whole_rows = C::group == 0, table = tabled(C::code), sparse = is_sparse<C>();
+    using Codes = typename CodesOf<sparse, C::bits>::type;
+    static constexpr int unit_size = Codes::bytes + scale_bytes(C::group, C::code);
     static constexpr int stage_bytes = C::stage_units * unit_size, units = C::stage_units * C::chunks, rows = units * 16;
     static __device__ constexpr int top() {
+        if (sparse) return 0;
         int most = C::code == Code::bipolar ? 1 : 0;  // half a step is an integer then
         for (int i = 0; i < 8; i++) {
             const BytePair pair = byte_pair(C::bits, C::group, table, i);
@@ -110,6 +112,7 @@ template <class C> struct DigitShape {
         return most;
     }
     static constexpr int columns = top() == 0 ? 2 : 4;  // of a token: digits
+    static constexpr int units_of_code = sparse ? 8 - C::bits : top();  // codes are multiplied by two to this
     static constexpr int token_tiles = (C::tile_m * columns + 7) / 8, pitch = 128 + 16;
     static constexpr int facts = C::tile_m * columns * pitch;        // of a slot: after the digits scale and sum a token
     static constexpr int slot_bytes = (facts + C::tile_m * flushes * 8 + 15) / 16 * 16;
@@ -141,6 +144,10 @@ template <class C> struct Incoming {
 
     // The lane's pairs of columns in a block: those of the fields of `low` and of `high`.
     static __device__ __forceinline__ void columns(int (&found)[2], uint32_t lane) {
+        if constexpr (S::sparse) {
+            found[0] = static_cast<int>(lane) * 4, found[1] = found[0] + 2;
+            return;
+        }
         constexpr uint64_t low = S::eight(LowColumn{}), high = S::eight(HighColumn{});
         const uint32_t i = lane >> 2;
         found[0] = static_cast<int>(low >> (8 * i) & 255) + static_cast<int>(lane & 3) * 2;
@@ -179,7 +186,7 @@ template <class C> struct Incoming {
     }
 
     __device__ __forceinline__ void deal(uint32_t lane) {
-        if constexpr (!C::gather) {
+        if constexpr (!C::gather && !S::sparse) {
             int at[2];
             columns(at, lane);
 #pragma unroll
@@ -202,7 +209,8 @@ template <class C> struct Incoming {
         constexpr int top = S::top(), halved = C::code == Code::e2m1 ? 1 : 0;  // whose bytes count halves
         constexpr uint64_t low = S::eight(LowShift<top>{}), high = S::eight(HighShift<top>{});
         constexpr int mantissa = C::operand == Operand::bf16 ? 7 : 10, bias = C::operand == Operand::bf16 ? 127 : 15;
-        const uint32_t i = lane >> 2, shifts[2] = {static_cast<uint32_t>(low >> (8 * i) & 255), static_cast<uint32_t>(high >> (8 * i) & 255)};
+        const uint32_t i = lane >> 2, shifts[2] = {S::sparse ? 0 : static_cast<uint32_t>(low >> (8 * i) & 255),
+                                                   S::sparse ? 0 : static_cast<uint32_t>(high >> (8 * i) & 255)};
         uint32_t largest[C::tile_m];
 #pragma unroll
         for (int token = 0; token < C::tile_m; token++) {
@@ -232,20 +240,21 @@ template <class C> struct Incoming {
                 // The digits of v, the lower two with their top bits turned over.
                 digits[e] = (static_cast<uint32_t>(v) << shifts[e >> 1]) + (S::columns > 2 ? 0x8080u : 0x80u);
             }
-            // Bytes 0 and 2 of a word are the fields of `low`, 1 and 3 those of `high`.
+            // Bytes 0 and 2 of a word are the fields of `low`, 1 and 3 those of `high`; of sparse weights they are in order.
             const uint32_t first = ptx::prmt(digits[0], digits[2], 0x5410), second = ptx::prmt(digits[1], digits[3], 0x5410);
             const uint32_t at = slot + token * (S::columns * S::pitch) + lane * 4;
-            ptx::st_shared_u32(at, ptx::prmt(first, second, 0x6420) ^ 0x80808080u);
-            ptx::st_shared_u32(at + S::pitch, ptx::prmt(first, second, 0x7531) ^ (S::columns > 2 ? 0x80808080u : 0));
+            ptx::st_shared_u32(at, ptx::prmt(first, second, S::sparse ? 0x6240 : 0x6420) ^ 0x80808080u);
+            ptx::st_shared_u32(at + S::pitch, ptx::prmt(first, second, S::sparse ? 0x7351 : 0x7531) ^ (S::columns > 2 ? 0x80808080u : 0));
             if constexpr (S::columns > 2) {
                 const uint32_t third = ptx::prmt(digits[0], digits[2], 0x0062), fourth = ptx::prmt(digits[1], digits[3], 0x0062);
                 ptx::st_shared_u32(at + 2 * S::pitch, ptx::prmt(third, fourth, 0x5410));
                 ptx::st_shared_u32(at + 3 * S::pitch, 0);
             }
-            const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent - top - halved) << 23) : __uint_as_float(0x7fc00000u);
-            // Sums by groups: their columns are those of lanes next to each other.
+            const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent - S::units_of_code - halved) << 23) : __uint_as_float(0x7fc00000u);
+            // Sums by groups: their columns are those of lanes next to each other. Of sparse rows each keeps other columns.
             constexpr int lanes = 32 / S::flushes;
-            if constexpr (S::flushes == 1) sum = static_cast<int>(ptx::redux_add(static_cast<uint32_t>(sum)));
+            if constexpr (S::sparse) sum = 0;
+            else if constexpr (S::flushes == 1) sum = static_cast<int>(ptx::redux_add(static_cast<uint32_t>(sum)));
             else
 #pragma unroll
                 for (int step = 1; step < lanes; step *= 2) sum += ptx::shfl_xor(sum, step);
@@ -301,6 +310,12 @@ template <class C> struct DigitProduct {
 
     __device__ __forceinline__ void add(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros,
                                         const ByteTable<C::code>& table) const {
+        if constexpr (S::sparse) return add_kept(sums, unit, lane, row_zeros);
+        else add_dense(sums, unit, lane, row_zeros, table);
+    }
+
+    __device__ __forceinline__ void add_dense(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros,
+                                              const ByteTable<C::code>& table) const {
         uint32_t words[2 * C::bits];
         load_words_shared<C::bits>(words, unit, lane);
         unroll<0, S::flushes>([&](auto which) {
@@ -346,6 +361,68 @@ template <class C> struct DigitProduct {
                     }
                 }
         });
+    }
+
+    // 2:4 sparse weights, whose tiles are those of 16-bit products: the four kept columns of an operand word are two lanes'
+    // bytes there. Codes become two's complement in the highest bits of their bytes; what zero points of their own add is
+    // their distance from the middle times the sum of what the row keeps, a product with ones.
+    __device__ __forceinline__ void add_kept(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros) const {
+        static_assert(C::code != Code::bipolar && S::columns == 2, "codes of 2:4 sparse weights");
+        const uint32_t g = lane >> 2, t = lane & 3;
+        uint32_t words[C::bits];
+        {
+            uint32_t low[C::bits], high[C::bits];
+            S::Codes::load(low, unit, g * 4 + (t & 1) * 2);
+            S::Codes::load(high, unit, g * 4 + (t & 1) * 2 + 1);
+#pragma unroll
+            for (int i = 0; i < C::bits; i++) words[i] = ptx::prmt(low[i], high[i], t & 2 ? 0x7531 : 0x6420);
+        }
+        uint32_t metadata[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const uint2 both = ptx::ld_shared_v2(unit + 128 * C::bits + half * 128 + g * 16 + (t >> 1) * 8);
+            metadata[half] = ptx::prmt(both.x, both.y, t & 1 ? 0x7632 : 0x5410);
+        }
+        unroll<0, S::flushes>([&](auto which) {
+            constexpr int f = decltype(which)::value;
+            uint32_t pair = 0, zeros = row_zeros;
+            if constexpr (!S::whole_rows) {
+                pair = ptx::ld_shared_u32(unit + S::Codes::bytes + f * 32 + g * 4);
+                if constexpr (C::code == Code::asym)
+                    zeros = ptx::ld_shared_u32(unit + S::Codes::bytes + S::groups * 32 + f * 16 + (lane >> 3) * 4) >> (g & 1) * 16;
+            }
+            int32_t part[S::token_tiles][4] = {}, kept[S::token_tiles][4] = {};
+            // A product takes 64 columns; of two groups of 32 each in turn has only its own kept values.
+            unroll<f * 2 / S::flushes, S::flushes == 4 ? f / 2 + 1 : (f + 1) * 2 / S::flushes>([&](auto index) {
+                constexpr int half = decltype(index)::value;
+                constexpr bool low = S::flushes < 4 || f % 2 == 0, high = S::flushes < 4 || f % 2 == 1;
+                constexpr uint32_t ones = 0x01010101u;
+                const uint32_t a[4] = {low ? high_codes<4 * half>(words) : 0, low ? high_codes<4 * half + 1>(words) : 0,
+                                       high ? high_codes<4 * half + 2>(words) : 0, high ? high_codes<4 * half + 3>(words) : 0};
+                const uint32_t all[4] = {low ? ones : 0, low ? ones : 0, high ? ones : 0, high ? ones : 0};
+#pragma unroll
+                for (int n = 0; n < S::token_tiles; n++) {
+                    const uint32_t digits[4] = {b[n][4 * half], b[n][4 * half + 1], b[n][4 * half + 2], b[n][4 * half + 3]};
+                    ptx::mma_sp_m16n8k64_s8(part[n], a, digits, metadata[half]);
+                    if constexpr (C::code == Code::asym) ptx::mma_sp_m16n8k64_s8(kept[n], all, digits, metadata[half]);
+                }
+            });
+#pragma unroll
+            for (int n = 0; n < S::token_tiles; n++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    int32_t v = part[n][2 * r] + part[n][2 * r + 1] * 256;
+                    if constexpr (C::code == Code::asym) {
+                        const int32_t from_middle = static_cast<int32_t>((zeros >> (8 * r) & 255) << (8 - C::bits)) - 128;
+                        v -= from_middle * (kept[n][2 * r] + kept[n][2 * r + 1] * 256);
+                    }
+                    const float w = S::whole_rows ? 1.0f : ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> (16 * r)));
+                    sums[n][r] = fmaf(w * scale[n], static_cast<float>(v), sums[n][r]);
+                }
+        });
+    }
+    template <int j> static __device__ __forceinline__ uint32_t high_codes(const uint32_t (&words)[C::bits]) {
+        return kept_codes_from<C::bits, 8, j, 8 - C::bits, 0>(words) ^ 0x80808080u;
     }
 };
 

@@ -6,6 +6,9 @@ Rounding passes gradients straight through (Bengio et al., 2013); the scale's gr
 2020): scale and rounding are learned together, as by OmniQuant, SignRound and EfficientQAT, whose terms these are.
 Gradients also pass through the clamp, because ``project`` keeps every place inside the cell of some code: a weight that
 was clipped can come back.
+
+Masks of 2:4 sparse weights learn as well: of every four weights the two whose places lie furthest from zero are kept,
+anew in every pass, and gradients reach the others as if they were kept (Zhou et al., 2021): these can come back too.
 """
 
 from collections.abc import Sequence
@@ -18,6 +21,8 @@ from anybit.quantization.methods.grid import Grid
 
 # How far outside the outermost codes a place may lie: just within their cells.
 _EDGE = 0.49
+# How far below those that are kept a weight that is not begins: the first steps must not change half of the masks.
+_APART = 0.3
 
 
 class FakeQuantWeight(nn.Module):
@@ -36,26 +41,36 @@ class FakeQuantWeight(nn.Module):
         self.register_buffer("groups", groups)
         self.register_buffer("base", weight.scale.float())
         self.register_buffer("zero", weight.zeros())
-        self.register_buffer("mask", weight.mask())
-        codes = weight.codes().float()
+        codes, mask = weight.codes().float(), weight.mask()
+        self.sparse = mask is not None
         # A start inside each code's cell, on the side of the original weight: cheap changes flip first. Away from the
         # edge, because the first steps move every place alike, and all that sit at an edge would flip at once.
         wanted = original.float() / self._spread(self.base) + self._spread(self.zero)
-        self.place = nn.Parameter(codes + (wanted - codes).clamp(-0.35, 0.35))
+        place = codes + (wanted - codes).clamp(-0.35, 0.35)
+        if mask is not None:
+            place = _below_kept(place - self._spread(self.zero), wanted - self._spread(self.zero), mask)
+            place += self._spread(self.zero)
+        self.place = nn.Parameter(place)
         self.stretch = nn.Parameter(torch.zeros_like(self.base))
 
     base: Tensor
     zero: Tensor
     groups: Tensor
-    mask: Tensor | None
 
     def forward(self) -> Tensor:
         """The dequantized weight."""
         scale = self._spread(self.base * self.stretch.exp())
         rounded = self.place.detach().round().clamp_(0, self.top)
         codes = self.place + (rounded - self.place.detach())
-        weight = (codes - self._spread(self.zero)) * scale
-        return weight if self.mask is None else weight * self.mask
+        steps = codes - self._spread(self.zero)
+        if self.sparse:
+            steps = steps + (steps * self.mask() - steps).detach()
+        return steps * scale
+
+    @torch.no_grad()
+    def mask(self) -> Tensor:
+        """The two of every four weights that are kept, bool [N, K]."""
+        return _two_of_four((self.place - self._spread(self.zero)).abs())
 
     @torch.no_grad()
     def project(self) -> None:
@@ -71,7 +86,8 @@ class FakeQuantWeight(nn.Module):
         n, g = self.base.shape
         codes = self.place.round().clamp_(0, self.top).view(n, g, -1)
         scale = self.base * self.stretch.exp()
-        return codes.sub_(self.zero[..., None]).mul_(scale[..., None]).to(dtype).view(self.place.shape)
+        found = codes.sub_(self.zero[..., None]).mul_(scale[..., None]).to(dtype).view(self.place.shape)
+        return found.mul_(self.mask()) if self.sparse else found
 
     def receive(self, gradient: Tensor, weight: Tensor) -> None:
         """Set the parameters' gradients from that of the weight, which ``computed`` gave."""
@@ -88,9 +104,9 @@ class FakeQuantWeight(nn.Module):
 
     @property
     def _plain(self) -> bool:
-        """Whether all groups are whole, in order and dense."""
+        """Whether all groups are whole and in order."""
         g = self.base.shape[1]
-        return self.mask is None and (g == 1 or self.uniform * g == self.place.shape[1])
+        return g == 1 or self.uniform * g == self.place.shape[1]
 
     @torch.no_grad()
     def harden(self) -> QuantizedWeight:
@@ -98,8 +114,8 @@ class FakeQuantWeight(nn.Module):
         old = self.weight
         scale = Grid.of(old.format, old.scale.dtype).store(self.base * self.stretch.exp()).to(old.scale.dtype)
         codes = self.place.round().clamp(0, self.top).to(torch.uint8)
-        if self.mask is not None:
-            return QuantizedWeight.from_sparse_codes(codes, self.mask, scale, old.zero, old.format)
+        if self.sparse:
+            return QuantizedWeight.from_sparse_codes(codes, self.mask(), scale, old.zero, old.format)
         return QuantizedWeight.from_codes(codes, scale, old.zero, old.format, old.group_index)
 
     def _spread(self, per_group: Tensor) -> Tensor:
@@ -111,6 +127,30 @@ class FakeQuantWeight(nn.Module):
             n, g = per_group.shape
             return per_group[:, :, None].expand(n, g, self.uniform).reshape(n, g * self.uniform)[:, : len(self.groups)]
         return per_group[:, self.groups]
+
+
+def _two_of_four(sizes: Tensor) -> Tensor:
+    """Which are the two largest of every four neighbours, bool [N, K]."""
+    fours = sizes.view(len(sizes), -1, 4)
+    kept = torch.zeros_like(fours, dtype=torch.bool)
+    return kept.scatter_(-1, fours.topk(2, dim=-1).indices, True).view(sizes.shape)
+
+
+def _below_kept(steps: Tensor, wanted: Tensor, mask: Tensor) -> Tensor:
+    """Steps from zero [N, K], those not kept as near what is wanted as leaves the mask what it is for some steps."""
+    kept, least = mask.view(len(mask), -1, 4), 1e-3
+    steps = torch.where(mask & (steps.abs() < least), least, steps)
+    limit = (
+        steps.abs()
+        .view(kept.shape)
+        .where(kept, torch.inf)
+        .amin(-1, keepdim=True)
+        .sub(_APART)
+        .clamp(min=0)
+        .expand(kept.shape)
+    )
+    limit = limit.reshape(steps.shape)
+    return torch.where(mask, steps, wanted.clamp(-limit, limit))
 
 
 class FakeQuantBank:

@@ -1,0 +1,65 @@
+// Sparse wgmma: d = a * b (+ d) where two of every four values of a row of a are kept. See wgmma.cuh for the rest.
+//
+// a is four registers, laid out as those of wgmma.cuh for the kept values alone; `metadata` is a register a lane, and stays
+// untouched until the product was waited for, as a does. One instruction covers 64 bytes of k of b: 32 16-bit or 64 8-bit.
+// 16-bit types: lanes 2s and 2s + 1 of each quad (s the selector) hold the two halves of k, row g in the low half of a word
+// and row g + 8 in the high half. 8-bit types: lanes 0 and 2 hold the halves of k of row g, lanes 1 and 3 those of row g + 8.
+// A nibble of metadata is a group of four: the place of its first kept value, then of its second; places ascend.
+#ifndef ANYBIT_PTX_WGMMA_SPARSE_CUH
+#define ANYBIT_PTX_WGMMA_SPARSE_CUH
+
+#include "common/ptx/wgmma.cuh"
+
+namespace ptx {
+
+#define ANYBIT_WGMMA_SP(KIND, N, K, TYPES, REG, C, EXTRA, i0, i1, i2, i3, i4, i5, i6, i7)                            \
+    template <> struct KIND<N> {                                                                                     \
+        template <int selector>                                                                                      \
+        static PTX void rs(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t metadata, int accumulate) { \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #i6 ", 0; wgmma.mma_async.sp.sync.aligned.m64n" #N "k" #K \
+                         TYPES " {" ANYBIT_REGS_##N "}, {%" #i0 ",%" #i1 ",%" #i2 ",%" #i3 "}, %" #i4 ", %" #i5      \
+                         ", %" #i7 ", p" EXTRA ";}"                                                                  \
+                         : ANYBIT_OUTS_##N(C) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(metadata),   \
+                           "r"(accumulate), "n"(selector));                                                          \
+        }                                                                                                            \
+    };
+#define ANYBIT_WGMMA_SP_ALL(KIND, K, TYPES, REG, C, EXTRA)                                                           \
+    template <int N> struct KIND;                                                                                    \
+    ANYBIT_WGMMA_SP(KIND, 8, K, TYPES, REG, C, EXTRA, 4, 5, 6, 7, 8, 9, 10, 11)                                      \
+    ANYBIT_WGMMA_SP(KIND, 16, K, TYPES, REG, C, EXTRA, 8, 9, 10, 11, 12, 13, 14, 15)                                 \
+    ANYBIT_WGMMA_SP(KIND, 24, K, TYPES, REG, C, EXTRA, 12, 13, 14, 15, 16, 17, 18, 19)                               \
+    ANYBIT_WGMMA_SP(KIND, 32, K, TYPES, REG, C, EXTRA, 16, 17, 18, 19, 20, 21, 22, 23)                               \
+    ANYBIT_WGMMA_SP(KIND, 48, K, TYPES, REG, C, EXTRA, 24, 25, 26, 27, 28, 29, 30, 31)                               \
+    ANYBIT_WGMMA_SP(KIND, 64, K, TYPES, REG, C, EXTRA, 32, 33, 34, 35, 36, 37, 38, 39)                               \
+    ANYBIT_WGMMA_SP(KIND, 80, K, TYPES, REG, C, EXTRA, 40, 41, 42, 43, 44, 45, 46, 47)                               \
+    ANYBIT_WGMMA_SP(KIND, 96, K, TYPES, REG, C, EXTRA, 48, 49, 50, 51, 52, 53, 54, 55)                               \
+    ANYBIT_WGMMA_SP(KIND, 112, K, TYPES, REG, C, EXTRA, 56, 57, 58, 59, 60, 61, 62, 63)                              \
+    ANYBIT_WGMMA_SP(KIND, 128, K, TYPES, REG, C, EXTRA, 64, 65, 66, 67, 68, 69, 70, 71)                              \
+    ANYBIT_WGMMA_SP(KIND, 160, K, TYPES, REG, C, EXTRA, 80, 81, 82, 83, 84, 85, 86, 87)                              \
+    ANYBIT_WGMMA_SP(KIND, 192, K, TYPES, REG, C, EXTRA, 96, 97, 98, 99, 100, 101, 102, 103)                          \
+    ANYBIT_WGMMA_SP(KIND, 224, K, TYPES, REG, C, EXTRA, 112, 113, 114, 115, 116, 117, 118, 119)                      \
+    ANYBIT_WGMMA_SP(KIND, 256, K, TYPES, REG, C, EXTRA, 128, 129, 130, 131, 132, 133, 134, 135)
+
+namespace detail {
+ANYBIT_WGMMA_SP_ALL(WgmmaSpS8, 64, ".s32.s8.s8", int32_t, "+r", "")
+ANYBIT_WGMMA_SP_ALL(WgmmaSpF16, 32, ".f32.f16.f16", float, "+f", ", 1, 1, 0")
+ANYBIT_WGMMA_SP_ALL(WgmmaSpBf16, 32, ".f32.bf16.bf16", float, "+f", ", 1, 1, 0")
+}  // namespace detail
+
+#define ANYBIT_WGMMA_SP_NAME(name, KIND, REG)                                                                        \
+    template <int N, int selector = 0, int arch = ANYBIT_WGMMA_ARCH>                                                 \
+    PTX void name(REG (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t metadata, bool accumulate = true) {  \
+        NEEDS(900, "wgmma needs sm_90a");                                                                            \
+        detail::KIND<N>::template rs<selector>(d, a, b, metadata, accumulate);                                       \
+    }
+ANYBIT_WGMMA_SP_NAME(wgmma_sp_s8, WgmmaSpS8, int32_t)
+ANYBIT_WGMMA_SP_NAME(wgmma_sp_f16, WgmmaSpF16, float)
+ANYBIT_WGMMA_SP_NAME(wgmma_sp_bf16, WgmmaSpBf16, float)
+
+#undef ANYBIT_WGMMA_SP_NAME
+#undef ANYBIT_WGMMA_SP_ALL
+#undef ANYBIT_WGMMA_SP
+
+}  // namespace ptx
+
+#endif  // ANYBIT_PTX_WGMMA_SPARSE_CUH

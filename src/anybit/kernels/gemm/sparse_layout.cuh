@@ -1,0 +1,90 @@
+// Where the kept codes and the metadata of 2:4 sparse weights lie in a unit: the device side of sparse_layout.py.
+#ifndef ANYBIT_SPARSE_LAYOUT_CUH
+#define ANYBIT_SPARSE_LAYOUT_CUH
+
+#include "gemm/packed_layout.cuh"
+
+namespace packed {
+
+// Whether a kernel's weights are 2:4 sparse; configs of kernels that take none need not say so.
+template <class Config> __device__ constexpr auto says_sparse(int) -> decltype(Config::sparse) { return Config::sparse; }
+template <class Config> __device__ constexpr bool says_sparse(long) { return false; }
+template <class Config> __device__ constexpr bool is_sparse() { return says_sparse<Config>(0); }
+
+constexpr int metadata_bytes = 256;
+
+// The piece of a byte's code that begins at bit `first`: the twin of sparse_layout.pieces.
+__device__ constexpr Piece byte_piece(int bits, int j, int first) {
+    const int whole = 8 / bits, rest = 8 - whole * bits;
+    if (j < bits * whole) return {j % bits, bits * (j / bits), 0, bits};
+    const int at = (j - bits * whole) * bits + first;
+    return {at / rest, bits * whole + at % rest, first, least(bits - first, rest - at % rest)};
+}
+// The same of register j's field: of 16 bits, where the registers of the higher kept columns have the higher byte, or of 8.
+__device__ constexpr Piece kept_piece(int bits, int field, int j, int first) {
+    if (field == 8) return byte_piece(bits, j, first);
+    const Piece p = byte_piece(bits, 2 * (j >> 2) + (j & 1), first);
+    return {p.word, p.bit + 8 * (j >> 1 & 1), p.first, p.count};
+}
+
+template <int bits, int field, int j, int at, int first, int words>
+__device__ __forceinline__ uint32_t kept_codes_from(const uint32_t (&w)[words]) {
+    constexpr Piece p = kept_piece(bits, field, j, first);
+    constexpr uint32_t ones = field == 16 ? 0x00010001u : 0x01010101u;
+    constexpr int to = at + p.first, shift = p.bit - to;
+    constexpr uint32_t mask = (((1u << p.count) - 1u) << to) * ones;
+    uint32_t v = w[p.word];
+    if constexpr (shift > 0) v >>= shift;
+    if constexpr (shift < 0) v <<= -shift;
+    v &= mask;
+    if constexpr (first + p.count < bits) v |= kept_codes_from<bits, field, j, at, first + p.count>(w);
+    return v;
+}
+
+// What a lane holds of a unit, and how it takes codes out: of dense weights, and of 2:4 sparse ones.
+template <int bits> struct DenseCodes {
+    static constexpr int words = 2 * bits, bytes = 256 * bits;
+    static __device__ constexpr int registers(int field) { return 2 * field; }
+    static __device__ constexpr Piece place(int field, int j) { return piece(bits, field, j, 0); }
+    template <int field, int j, int at> static __device__ __forceinline__ uint32_t take(const uint32_t (&w)[words]) {
+        return codes<bits, field, j, at>(w);
+    }
+    static __device__ __forceinline__ void load(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
+        load_words_shared<bits>(w, unit, lane);
+    }
+};
+template <int bits> struct KeptCodes {
+    static constexpr int words = bits, bytes = 128 * bits + metadata_bytes;
+    static __device__ constexpr int registers(int field) { return field; }
+    static __device__ constexpr Piece place(int field, int j) { return kept_piece(bits, field, j, 0); }
+    template <int field, int j, int at> static __device__ __forceinline__ uint32_t take(const uint32_t (&w)[words]) {
+        return kept_codes_from<bits, field, j, at, 0>(w);
+    }
+    static __device__ __forceinline__ void load(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
+        constexpr int fours = words / 4, pair = words & 2, one = words & 1;
+#pragma unroll
+        for (int i = 0; i < fours; i++) {
+            const uint4 v = ptx::ld_shared_v4(unit + i * 512 + lane * 16);
+            w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+        }
+        if constexpr (pair > 0) {
+            const uint2 v = ptx::ld_shared_v2(unit + fours * 512 + lane * 8);
+            w[4 * fours] = v.x, w[4 * fours + 1] = v.y;
+        }
+        if constexpr (one > 0) w[words - 1] = ptx::ld_shared_u32(unit + fours * 512 + pair * 128 + lane * 4);
+    }
+};
+template <bool sparse, int bits> struct CodesOf { using type = DenseCodes<bits>; };
+template <int bits> struct CodesOf<true, bits> { using type = KeptCodes<bits>; };
+
+// The places of what is kept, a word a lane for each half of a unit; nothing of dense weights.
+template <class Config> struct Metadata {
+    uint32_t half[2];
+    template <int which> __device__ __forceinline__ void load(uint32_t unit) {
+        if constexpr (is_sparse<Config>()) half[which] = ptx::ld_shared_u32(unit + 128 * Config::bits + which * 128 + ptx::lane_id() * 4);
+    }
+};
+
+}  // namespace packed
+
+#endif  // ANYBIT_SPARSE_LAYOUT_CUH
