@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+import torch
+
+from anybit.packing import pack_words
+
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 
 LLAMA3_8B = {
@@ -62,3 +66,9 @@ GEMM = [*SQUARE, *PAPERS, *LLAMA]
 def select(cases: list[Case], only: str | None = None, tokens: tuple[int, ...] | None = None) -> list[Case]:
     """The cases whose name contains ``only`` and whose M is among ``tokens``."""
     return [case for case in cases if (only is None or only in case.name) and (tokens is None or case.m in tokens)]
+
+
+def random_places(n: int, k: int, device: str = "cuda") -> torch.Tensor:
+    """Which two of every four inputs a random 2:4 sparse layer [n, k] keeps, as QuantizedWeight stores it."""
+    pairs = torch.tensor([[i, j] for i in range(4) for j in range(i + 1, 4)], dtype=torch.uint8, device=device)
+    return pack_words(pairs[torch.randint(0, len(pairs), (n, k // 4), device=device)].view(n, k // 2), 2)

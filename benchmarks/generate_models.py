@@ -18,6 +18,7 @@ from anybit.ops import elementwise
 from anybit.ops.kv import implement
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
+from cases import random_places
 from timing import worst_of
 
 LLAMA_3_8B: dict[str, Any] = {
@@ -77,7 +78,8 @@ def fill(layer: QuantLinear, prepare: bool = True) -> None:
     zero = None
     if fmt.code == "asym":
         zero = torch.full((n, fmt.groups(k)), 2 ** (fmt.bits - 1), dtype=torch.uint8, device="cuda")
-    layer.load_weight(QuantizedWeight(words, scale, zero, (n, k), fmt))
+    places = random_places(n, k) if fmt.sparse else None
+    layer.load_weight(QuantizedWeight(words, scale, zero, (n, k), fmt, None, places))
     if prepare:
         layer.prepare()
 

@@ -40,7 +40,7 @@ from anybit.packing import QuantizedWeight, table_of, words_per_row
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import dispatcher
 from anybit.tune.registry import FAMILIES, LinearProblem, step, tiles_of
-from cases import LLAMA3_8B, MODELS, Case
+from cases import LLAMA3_8B, MODELS, Case, random_places
 from timing import (
     RESULTS,
     Captured,
@@ -92,7 +92,9 @@ def job_of(asked: tuple[Case, str]) -> Job | None:
         print(f"{asked}: {error}", flush=True)
         return None
     name, config = chosen.kernel, heuristics.limit_occupancy(chosen.config, device)
-    kernels = [FAMILIES[name].module.kernel(config), repack.kernel(repack.Config(scheme.weights.bits, x.quantized))]
+    kernels = [FAMILIES[name].module.kernel(config)]
+    if not scheme.weights.sparse:
+        kernels.append(repack.kernel(repack.Config(scheme.weights.bits, x.quantized)))
     if x.quantized:
         problem = quantize_activations.Problem(case.m, case.k, x, target=Target.bytes)
         kernels.append(quantize_activations.kernel(quantize_activations.default(problem)))
@@ -104,19 +106,20 @@ def job_of(asked: tuple[Case, str]) -> Job | None:
 def random_weight(case: Case, scheme: Scheme) -> QuantizedWeight:
     """Random codes and scales of both signs: a product keeps the size of its input on average."""
     fmt, shape = scheme.weights, (case.n, case.k)
-    bits, groups = fmt.bits, fmt.groups(case.k)
-    words = torch.randint(-(2**31), 2**31 - 1, (case.n, words_per_row(case.k, bits)), dtype=torch.int32, device="cuda")
+    bits, groups, kept = fmt.bits, fmt.groups(case.k), case.k // (1 + fmt.sparse)
+    words = torch.randint(-(2**31), 2**31 - 1, (case.n, words_per_row(kept, bits)), dtype=torch.int32, device="cuda")
     square = ((1 << 2 * bits) - 1) / 12 + 0.25 * (fmt.code in ("sym", "asym"))  # of a code less its zero, on average
     if fmt.code == "e4m3":
         words &= 0x77777777  # no NaN
     if fmt.tabled:
         square = float(table_of(fmt.code)[: 120 if fmt.code == "e4m3" else None].square().mean())
-    scale = (torch.rand(case.n, groups, device="cuda") + 0.5) * 0.97 * (square * case.k * 1.083) ** -0.5
+    scale = (torch.rand(case.n, groups, device="cuda") + 0.5) * 0.97 * (square * kept * 1.083) ** -0.5
     scale = (scale * (torch.randint(0, 2, scale.shape, device="cuda") * 2 - 1)).half().float()
     middle = 2 ** (bits - 1)
     zero = torch.full((case.n, groups), middle, dtype=torch.uint8, device="cuda") if fmt.code == "asym" else None
     minimum = -scale * (middle - 0.5) if fmt.code == "min" else None
-    return QuantizedWeight(words, scale, zero, shape, fmt, minimum=minimum)
+    places = random_places(case.n, case.k) if fmt.sparse else None
+    return QuantizedWeight(words, scale, zero, shape, fmt, indices=places, minimum=minimum)
 
 
 class Weights:
@@ -160,7 +163,8 @@ class Run:
         self.module = FAMILIES[job.family].module
         self.error = self.check()
         size = weights.copies[0].tiles.numel() + case.m * case.k * (1 if x.quantized else 2) + 2 * case.m * case.n
-        self.bytes, self.floor = size, floor_us(size, case.operations, RATES[x.code] if x.quantized else "f16")
+        rate = "sparse " * self.scheme.weights.sparse + (RATES[x.code] if x.quantized else "f16")
+        self.bytes, self.floor = size, floor_us(size, case.operations, rate)
         calls = calls_for(1.3 * self.floor, len(weights.copies), 900.0)
         self.graphs = {"us": Captured(self.call, calls)}
         if x.quantized:
@@ -246,6 +250,7 @@ def time_layer(
     peers: dict[str, Any],
     vendors: VendorWeights | None,
     steady: float = 0.0,
+    names: Sequence[str] = VENDORS,
 ) -> list[dict[str, Any]]:
     """All jobs of one layer and M, in turns with the baselines or each alone for a while: their rows."""
     case = jobs[0].case
@@ -261,7 +266,7 @@ def time_layer(
             print(f"REFUSED {job.case} {job.scheme} {job.config}: {error}", flush=True)
             continue
         graphs |= {(job.scheme, name): graph for name, graph in runs[-1].graphs.items()}
-    for name in VENDORS if vendors is not None else ():
+    for name in names if vendors is not None else ():
         graph = vendors.captured(name, m)
         if graph is not None:
             graphs["", name] = graph
@@ -275,7 +280,7 @@ def time_layer(
         print(f"REFUSED {case}: a chain of products left the range of fp16", flush=True)
         return []
     us = {name: round(timing.us, 3) for name, timing in timings.items()}
-    vendor = {name: us["", name] for name in VENDORS if ("", name) in us}
+    vendor = {name: us["", name] for name in names if ("", name) in us}
     rows = []
     for run in runs:
         scheme = run.job.scheme

@@ -146,6 +146,7 @@ def floor_us(size: float, operations: float, kind: str) -> float:
 
 
 VENDORS = ("cublas fp16", "int8", "fp8")
+SPARSE_VENDORS = ("cublas fp16", "cusparselt fp16", "cusparselt int8")
 
 
 def baselines(m: int, n: int, k: int) -> dict[str, float]:
@@ -181,18 +182,27 @@ class VendorWeights:
         """Copies that together exceed L2."""
         if name not in self._weights:
             self._weights[name] = [
-                self._random(name, self.n) for _ in range(rotations(self.n * self.k * (2 if "16" in name else 1), 64))
+                self._weight(name) for _ in range(rotations(self.n * self.k * (2 if "16" in name else 1), 64))
             ]
         return self._weights[name]
 
+    def _weight(self, name: str) -> torch.Tensor:
+        if "cusparselt" not in name:
+            return self._random(name, self.n)
+        dense = self._random(name, self.n)
+        dense.view(self.n, -1, 4)[..., 2:] = 0
+        return torch._cslt_compress(dense)  # what torch.sparse.to_sparse_semi_structured holds
+
     def _random(self, name: str, rows: int) -> torch.Tensor:
-        if name == "int8":
+        if "int8" in name:
             return torch.randint(-127, 128, (rows, self.k), device="cuda", dtype=torch.int8)
         values = torch.randn(rows, self.k, device="cuda", dtype=torch.float16)
         return values.to(torch.float8_e4m3fn) if name == "fp8" else values * 0.02
 
     def _call(self, name: str, m: int) -> tuple[Callable[[int], object], int]:
         weights = self.weights(name)
+        if "cusparselt" in name:
+            return self._sparse_call(name, m, weights), len(weights)
         count, x = len(weights), self._random(name, m)
         if name == "cublas fp16":
             x = x / 0.02
@@ -202,6 +212,15 @@ class VendorWeights:
             return lambda i: torch._int_mm(x, weights[i % count].t()), count
         one = torch.ones((), device="cuda")
         return lambda i: torch._scaled_mm(x, weights[i % count].t(), one, one, out_dtype=torch.float16), count
+
+    def _sparse_call(self, name: str, m: int, weights: list[torch.Tensor]) -> Callable[[int], object]:
+        """By cuSPARSELt, in the algorithm that it finds fastest; tokens are filled up to the least that it takes."""
+        count, x = len(weights), self._random(name, -(-m // 32) * 32)
+        out = {"out_dtype": torch.float16} if "int8" in name else {}
+        best = torch._cslt_sparse_mm_search(weights[0], x.t(), transpose_result=True, **out)
+        return lambda i: torch._cslt_sparse_mm(
+            weights[i % count], x.t(), transpose_result=True, alg_id=int(best), **out
+        )
 
 
 def worst_of(errors: Iterable[float]) -> float:

@@ -1,0 +1,93 @@
+"""2:4 sparse weights beside dense ones of the same width, cuBLAS and cuSPARSELt: rows as those of linear_packed.py.
+
+python benchmarks/linear_sparse.py --compile       # needs no GPU: every kernel of every row, into the cache
+python benchmarks/linear_sparse.py --seconds 90    # into results/<machine>/sparse.json
+
+All of a layer and M are timed in one run: in turns up to 128 tokens, and from 256 on each after it has run alone for
+half a second (`steady`), since at the power limit a kernel in turns has the clock that the one before it left.
+cuSPARSELt multiplies by 16-bit and by int8 weights in the algorithm that its own search chooses.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from anybit.scheme import Scheme
+from cases import LLAMA3_8B, Case
+from linear_packed import Job, Weights, job_of, time_layer
+from timing import RESULTS, SPARSE_VENDORS, VendorWeights, merge_rows, stamp
+
+TOKENS = (1, 2, 16, 32, 64, 128, 256, 1024, 4096)
+"""Of gate_up and 4-bit codes; other layers and widths at ``FEW_TOKENS``."""
+FEW_TOKENS = (1, 16, 64, 1024)
+PAIRS = ("w4a16g128", "w4a8", "w2a16g128", "w8a16g128", "w4a16g128asym")
+HOT_TOKENS, HOT_SECONDS = 256, 0.5
+
+
+def asked() -> Iterator[tuple[Case, str]]:
+    """Every row that is asked for: layer by layer, M by M, dense and sparse."""
+    for layer, (n, k) in LLAMA3_8B.items():
+        whole = layer == "gate_up"
+        for m in TOKENS if whole else FEW_TOKENS:
+            for text in PAIRS if whole else PAIRS[:2]:
+                lean = text not in PAIRS[:2] and m not in FEW_TOKENS
+                if lean or (m < 16 and Scheme.parse(text).activations.quantized):
+                    continue
+                for scheme in (text, f"{text}s24"):
+                    yield Case(f"llama-3-8b {layer}", m, n, k), scheme
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
+    parser.add_argument("--only", nargs="*", choices=tuple(LLAMA3_8B), default=list(LLAMA3_8B), help="layers")
+    parser.add_argument("--seconds", type=float, default=90.0, help="begin nothing after this many seconds")
+    parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "sparse.json")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    wanted = [(case, scheme) for case, scheme in asked() if case.name.split()[1] in options.only]
+    # These processes begin before CUDA is touched; what they compile is found in the cache on disk.
+    with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
+        jobs = (job for job in pool.imap(job_of, wanted) if job is not None)
+        if options.compile:
+            print(f"{sum(1 for _ in jobs)} jobs compiled after {time.monotonic() - begin:.1f} s")
+            return
+        measure(jobs, begin, options)
+
+
+def measure(jobs: Iterator[Job], begin: float, options: argparse.Namespace) -> None:
+    """Time the jobs, and write rows after each M."""
+    marks = stamp()
+    for _, layer in itertools.groupby(jobs, key=lambda job: job.case.name):
+        weights: dict[str, Weights] = {}
+        vendors: VendorWeights | None = None
+        for m, group in itertools.groupby(layer, key=lambda job: job.case.m):
+            mine = list(group)
+            if time.monotonic() - begin > options.seconds:
+                print(f"out of time before {mine[0].case}")
+                return
+            case = mine[0].case
+            vendors = vendors or VendorWeights(case.n, case.k)
+            for job in mine:
+                if job.scheme not in weights:
+                    weights[job.scheme] = Weights(case, Scheme.parse(job.scheme))
+            hot = HOT_SECONDS if m >= HOT_TOKENS else 0.0
+            rows = [row | marks for row in time_layer(mine, weights, {}, vendors, hot, SPARSE_VENDORS)]
+            us = {str(row["scheme"]): row.get("us_product", row["us"]) for row in rows}
+            shown = [
+                f"{name} {found:.2f} ({found / us[name[:-3]]:.3f})"
+                for name, found in us.items()
+                if name.endswith("s24") and name[:-3] in us
+            ]
+            dense = {name: round(found, 2) for name, found in us.items() if not name.endswith("s24")}
+            print(f"{time.monotonic() - begin:5.1f} {case.name} M={m} {'; '.join(shown)}; {dense}", flush=True)
+            print(f"      {rows[0]['baselines'] if rows else ''}", flush=True)
+            merge_rows(options.out, rows)
+
+
+if __name__ == "__main__":
+    main()
