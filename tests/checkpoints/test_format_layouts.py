@@ -160,3 +160,25 @@ def test_what_is_not_finite_is_refused(bad: str) -> None:
     )
     with pytest.raises(CheckpointError, match="not finite" if bad == "scales" else "hold NaN"):
         READERS["fp8"].read(made)
+
+
+def test_2_4_bitmasks_of_compressed_tensors() -> None:
+    """As compressed-tensors 0.10 writes sparse-24-bitmask; version 0.17 no longer does."""
+    mask = torch.zeros(N, K // 4, 4, dtype=torch.bool)
+    mask.scatter_(-1, torch.rand(N, K // 4, 4, generator=generator(0)).topk(2, -1).indices, True)
+    codes = random(N, K, top=255).to(torch.int16).sub(127).to(torch.int8) * mask.view(N, K)
+    bits = along(mask.view(N, K), 1).view(torch.uint8)
+    tensors = {
+        "compressed": codes[mask.view(N, K)].view(N, K // 2), "bitmask": bits, "shape": torch.tensor([[N], [K]]),
+        "weight_scale": torch.rand(N, 2, generator=generator(1)),
+    }  # fmt: skip
+    stored = layer({}, **tensors)
+    reader = READERS["compressed-tensors"]
+    assert str(reader.scheme(stored)) == "w8a16g32s24"
+    expected = codes.float() * tensors["weight_scale"].repeat_interleave(32, dim=1)
+    assert torch.equal(reader.read(stored).dequantize(torch.float32), expected)
+    bits[0, 0] = 0x07
+    with pytest.raises(CheckpointError, match="two of four"):
+        reader.read(layer({}, **tensors))
+    with pytest.raises(CheckpointError, match=r"float16.*int8"):
+        reader.scheme(layer({}, **tensors | {"compressed": tensors["compressed"].half()}))

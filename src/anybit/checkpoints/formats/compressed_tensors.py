@@ -3,6 +3,7 @@
 pack-quantized: weight_packed int32 [N, ceil(K*b/32)], anybit's own words; weight_scale [N, G]; weight_shape; where
 asymmetric weight_zero_point int32 [ceil(N*b/32), G]; in activation order weight_g_idx int32 [K].
 int-quantized, naive-quantized: weight int8 [N, K], weight_scale [N, G], weight_zero_point int8 [N, G].
+The same 2:4 sparse (sparse-24-bitmask): compressed int8 [N, K/2], bitmask uint8 [N, K/8], least bit first; shape.
 float-quantized: weight e4m3 [N, K] (``fp8``).  nvfp4- and mxfp4-pack-quantized: weight_packed uint8 [N, K/2] (``fp4``).
 
 Bits and groups follow from the shapes, so that layers may have widths of their own. Activations that the file wants
@@ -12,17 +13,19 @@ quantized stay in 16 bits: compressed-tensors rounds them by another rule than a
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anybit.checkpoints.formats import fp4, fp8
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
+from anybit.errors import dtype_name
 from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
-from anybit.scheme import Scheme, WeightFormat
+from anybit.scheme import Code, Scheme, WeightFormat
 
 NAME = "compressed-tensors"
 MARKS = ("weight_scale",)
 TENSORS = (
     "weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
-    "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale",
+    "weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "compressed", "bitmask", "shape",
 )  # fmt: skip
 _KNOWN = (
     "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
@@ -37,6 +40,8 @@ def matches(config: dict[str, Any]) -> bool:
 
 def scheme(layer: StoredLayer) -> Scheme:
     """What the layer is quantized to."""
+    if "compressed" in layer and layer.entry("compressed").dtype != torch.int8:
+        raise layer.refuse(f"2:4 sparse weights in {dtype_name(layer.entry('compressed').dtype)}; int8 ones can be")
     if _is_fp4(layer):
         return fp4.scheme(layer)
     if _is_fp8(layer):
@@ -51,7 +56,11 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     if _is_fp8(layer):
         return fp8.read(layer)
     format, groups, (n, k) = _format(layer)
-    if "weight_packed" in layer:
+    places = None
+    if format.sparse:
+        kept = layer["compressed"].to(torch.int16) + 2 ** (format.bits - 1)
+        words, indexed, places = pack_words(kept.to(torch.uint8), format.bits), False, _places(layer, n, k)
+    elif "weight_packed" in layer:
         words, indexed = layer["weight_packed"], "weight_g_idx" in layer
     else:
         stored = layer["weight"].to(torch.int16) + 2 ** (format.bits - 1)
@@ -68,7 +77,18 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     if index is not None and torch.equal(index, torch.arange(k, dtype=torch.int32) // (format.group or k)):
         index = None
     scale = groups.spread(finite(layer, "scales", layer["weight_scale"].reshape(n, -1)))
-    return QuantizedWeight(words, scale, zero, (n, k), format, index)
+    return QuantizedWeight(words, scale, zero, (n, k), format, index, places)
+
+
+def _places(layer: StoredLayer, n: int, k: int) -> Tensor:
+    """Which two of every four inputs a bitmask keeps, as QuantizedWeight stores them."""
+    if k % 8 or layer.shape("bitmask") != (n, k // 8) or layer.shape("compressed") != (n, k // 2):
+        raise layer.refuse(f"{n} x {k} weights with a bitmask of shape {layer.shape('bitmask')}")
+    bits = layer["bitmask"][..., None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
+    fours = bits.view(n, k // 4, 4)
+    if not bool((fours.sum(-1) == 2).all()):
+        raise layer.refuse("its bitmask keeps more or fewer than two of four inputs")
+    return pack_words(fours.argsort(dim=-1, descending=True, stable=True)[..., :2].to(torch.uint8).view(n, -1), 2)
 
 
 def _is_fp4(layer: StoredLayer) -> bool:
@@ -87,11 +107,12 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
         if bits is None:
             raise layer.refuse(f"{words} words a row fit no width of 1 to 8 bits with {k} inputs")
     else:
-        n, k = layer.shape("weight")
+        n, k = layer["shape"].flatten().tolist() if "bitmask" in layer else layer.shape("weight")
         bits = 8  # as they are stored, whatever they were rounded to
     scale = layer.shape("weight_scale")
     stored = scale[1] if len(scale) == 2 else 1
     if stored == 0 or k % stored:
         raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
     groups = Groups.of(layer, None if stored == 1 else k // stored, k)
-    return WeightFormat(bits, "asym" if "weight_zero_point" in layer else "sym", groups.group), groups, (n, k)
+    code: Code = "asym" if "weight_zero_point" in layer else "sym"
+    return WeightFormat(bits, code, groups.group, "bitmask" in layer), groups, (n, k)
