@@ -102,6 +102,13 @@ def test_every_bit_of_a_sparse_lane_has_one_owner(bits: int) -> None:
     assert sorted(owned) == [(word, bit) for word in range(bits) for bit in range(8)]
 
 
+@pytest.mark.parametrize("order", ["a16", "a8"])
+def test_sparse_layers_have_no_groups_of_16(order: str) -> None:
+    weight = random_weight(64, 128, WeightFormat(4, "asym", 16, True))
+    with pytest.raises(KernelError, match="2:4 sparse weights run in sym or asym codes with groups of 32 or more"):
+        prepare(weight, order)  # type: ignore[arg-type]
+
+
 def test_sparse_layers_have_no_activation_order() -> None:
     weight = random_weight(64, 128, WeightFormat(4, "sym", 64, True))
     order = torch.arange(128).flip(0).div(64, rounding_mode="floor").int()
