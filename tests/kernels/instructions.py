@@ -74,7 +74,7 @@ def wgmma_sparse(n: int, type_: int) -> Case:
 
 CASES = [
     Case("fragments", 32, 23),
-    Case("mma_integers", 32, 44),
+    Case("mma_integers", 32, 48),
     Case("mma_floats", 32, 28, 1e-5),
     *(wgmma(n, swizzle, 0) for n, swizzle in ((8, 1), (16, 2), (24, 3), (32, 0), (64, 1), (96, 2), (256, 1))),
     *(wgmma(n, swizzle, type_) for type_ in (1, 2, 3) for n, swizzle in ((8, 0), (48, 2), (128, 1))),
