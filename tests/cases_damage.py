@@ -363,10 +363,16 @@ def tokenizer_file(rng: random.Random, folder: Path) -> Damage | None:
 # ---- GGUF
 
 
-def save_gguf(file: Path, hidden: int = 32, key_heads: int = 4, kinds: Mapping[str, str] | None = None) -> Path:
+def save_gguf(
+    file: Path,
+    hidden: int = 32,
+    key_heads: int = 4,
+    kinds: Mapping[str, str] | None = None,
+    rope: Mapping[str, float | str | np.ndarray] | None = None,
+) -> Path:
     """A llama of one block in 16-bit floats with a tokenizer of single bytes.
 
-    kinds: the types of tensors that are quantized instead, of random blocks.
+    kinds: the types of tensors that are quantized instead, of random blocks.  rope: metadata and tensors that scale.
     """
     import gguf
 
@@ -403,6 +409,13 @@ def save_gguf(file: Path, hidden: int = 32, key_heads: int = 4, kinds: Mapping[s
             writer.add_tensor(f"{name}.weight", rng.normal(size=shape).astype(np.float16))
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
+    for name, value in (rope or {}).items():
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        else:
+            writer.add_float32(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

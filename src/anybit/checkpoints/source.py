@@ -11,6 +11,7 @@ from typing import Any
 
 from anybit.checkpoints.folder import path_of
 from anybit.checkpoints.gguf import read_gguf_header
+from anybit.checkpoints.gguf_rotary import scale_rotary
 from anybit.checkpoints.scratch import Scratch
 from anybit.errors import CheckpointError, one_line
 
@@ -62,7 +63,7 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     Raises CheckpointError for a file that lacks a tensor of its model, has one too many, or is corrupt in another way.
     What lies beside the file is not looked at.
     """
-    read_gguf_header(file)
+    header = read_gguf_header(file)
     absent = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if absent:
         raise CheckpointError(f"reading {file} needs {' and '.join(absent)}: pip install 'anybit[gguf]'")
@@ -80,6 +81,7 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     (alone / file.name).symlink_to(file.resolve())
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(alone, **arguments, **options)
+        scale_rotary(model.config, file, header)
         tokenizer = transformers.AutoTokenizer.from_pretrained(alone, **arguments)
     except MemoryError:
         raise

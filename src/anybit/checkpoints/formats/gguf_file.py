@@ -19,12 +19,10 @@ from transformers.pytorch_utils import Conv1D
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, FLOATS, kind_of, read_blocks, stored_bytes
 from anybit.checkpoints.formats.translate import Translation
 from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
+from anybit.checkpoints.gguf_rotary import FACTORS, scale_rotary
 from anybit.errors import CheckpointError, one_line
 from anybit.packing import QuantizedWeight, reorder
 from anybit.scheme import Scheme
-
-_FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""The factors of scaled rotary embeddings, which a model computes by itself."""
 
 
 class NotNative(Exception):  # noqa: N818  says what to do instead, and never reaches a user
@@ -51,7 +49,7 @@ class GgufTranslation(Translation):
         self._processor, names = names_of(architecture, model)
         self._tensors: dict[str, GgufTensor] = {}
         for tensor in header.tensors.values():
-            if tensor.name in _FREQUENCIES:
+            if tensor.name in FACTORS:
                 continue
             if tensor.name not in names or len(tensor.shape) > 2:
                 raise NotNative(f"its tensor {tensor.name} is no single tensor of {type(model).__name__}")
@@ -125,13 +123,14 @@ def row_order(processor: Any, name: str, count: int, transposed: bool) -> Tensor
 
 def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
     """(the file, its tokenizer, its model on the meta device). Raises CheckpointError for a file that is corrupt."""
-    read_gguf_header(file)
+    header = read_gguf_header(file)
     with TemporaryDirectory(prefix="anybit-gguf-") as alone:
         # transformers reads configurations and code beside a file, too: it gets a folder with nothing else in it.
         (Path(alone) / file.name).symlink_to(file.resolve())
         try:
             config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+            scale_rotary(config, file, header)
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config)
         except MemoryError:

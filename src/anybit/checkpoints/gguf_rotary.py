@@ -1,0 +1,108 @@
+"""Scaled rotary embeddings of GGUF files, which transformers' own reader leaves out.
+
+A file says of them in metadata (linear, YaRN), or holds what every frequency is divided by: ``rope_freqs`` (Llama 3),
+or ``rope_factors_long`` and ``rope_factors_short`` (long rope).
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anybit.checkpoints.gguf import GgufHeader
+from anybit.errors import CheckpointError
+
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are no parameters of a model."""
+_FLOAT32 = 0
+
+
+def scale_rotary(config: Any, file: Path, header: GgufHeader) -> None:
+    """Make a model's configuration scale its rotary embedding as the file does, where it says nothing of it yet.
+
+    Raises CheckpointError for a scaling that is not known, or factors that are not.
+    """
+    text = config.get_text_config(decoder=True)
+    known = getattr(text, "rope_parameters", None) or {}
+    if known.get("rope_type", "default") != "default" or any(isinstance(value, dict) for value in known.values()):
+        return
+    prefix = f"{header.metadata.get('general.architecture')}.rope.scaling."
+    said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    most = int(said.get("original_context_length", 0)) or int(text.max_position_embeddings)
+    kind, found = said.get("type", "none"), dict[str, Any]()
+    freqs, long, short = (_factors(file, header, name) for name in FACTORS)
+    if long is not None and short is not None:
+        found = _long_rope(long, short, most)
+        if "attn_factor" in said:
+            found["attention_factor"] = float(said["attn_factor"])
+        else:
+            found["factor"] = max(1.0, text.max_position_embeddings / most)
+            del found["attention_factor"]
+    elif freqs is not None:
+        theta = float(known.get("rope_theta", 10000.0))
+        found = _llama3(freqs, theta) or _long_rope(freqs, freqs, most)
+    elif kind == "linear":
+        found = {"rope_type": "linear", "factor": float(said["factor"])}
+    elif kind == "yarn":
+        found = {"rope_type": "yarn", "factor": float(said["factor"]), "original_max_position_embeddings": most}
+    elif kind != "none":
+        raise CheckpointError(f"{file} scales its rotary embedding by {kind!r}; known are linear, yarn and factors")
+    if found:
+        text.rope_parameters = {**known, **found}
+
+
+def _factors(file: Path, header: GgufHeader, name: str) -> "np.ndarray[Any, np.dtype[np.float64]] | None":
+    tensor = header.tensors.get(name)
+    if tensor is None:
+        return None
+    if tensor.kind != _FLOAT32 or len(tensor.shape) != 1:
+        raise CheckpointError(f"{file}: tensor {name} must be a row of float32")
+    with file.open("rb") as stream:
+        stream.seek(header.start + tensor.begin)
+        data = stream.read(4 * tensor.shape[0])
+    found = np.frombuffer(data[: len(data) // 4 * 4], dtype="<f4").astype(np.float64)
+    if found.size != tensor.shape[0] or not (np.isfinite(found) & (found > 0)).all():
+        raise CheckpointError(f"{file}: tensor {name} must hold finite factors above 0")
+    return found
+
+
+def _llama3(factors: "np.ndarray[Any, np.dtype[np.float64]]", theta: float) -> dict[str, Any] | None:
+    """The parameters of Llama 3's rule that gives these factors; None where none do.
+
+    The rule takes the inverse factor from 1 / factor to 1 in a straight line over the frequency, between two bounds.
+    Of its three bounds two count; the lower is made 1, as Llama has it.
+    """
+    size = factors.size
+    turns = theta ** -(np.arange(size) / size) / (2 * math.pi)  # per position
+    factor = float(factors.max())
+    if factor <= 1:
+        return None
+    smooth = (1 / factors - 1 / factor) / (1 - 1 / factor)
+    between = (smooth > 1e-4) & (smooth < 1 - 1e-4)
+    if between.sum() < 2:
+        return None
+    slope, offset = np.polyfit(turns[between], smooth[between], 1)
+    if not (slope > 0 and offset < 0):
+        return None
+    high, most = 1 - 1 / offset, round(-slope / offset)
+    found = {
+        "rope_type": "llama3",
+        "factor": round(factor, 4),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": round(float(high), 3),
+        "original_max_position_embeddings": most,
+    }
+    again = np.clip((turns * most - 1) / (found["high_freq_factor"] - 1), 0, 1)
+    inverse = again + (1 - again) / found["factor"]
+    return found if np.allclose(inverse, 1 / factors, rtol=1e-4) else None
+
+
+def _long_rope(long: Any, short: Any, most: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "long_factor": long.tolist(),
+        "short_factor": short.tolist(),
+        "original_max_position_embeddings": most,
+        "attention_factor": 1.0,
+    }
