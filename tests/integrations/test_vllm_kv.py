@@ -1,14 +1,19 @@
 """anybit's KV cache inside vLLM: rows through vLLM's real scheduler, and what is refused. No engine runs."""
 
+import logging
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
+from anybit.errors import OptionError
+from anybit.integrations.vllm import kv_cache
 from anybit.integrations.vllm.kv_spec import RowManager
+from anybit.scheme import KVFormat
 from cases_vllm_rows import LIVES, Life, World
 
 SEEDS, STEPS = 3, 10_000
@@ -71,3 +76,82 @@ def test_faults_of_the_manager_are_found(fault: str, monkeypatch: pytest.MonkeyP
         )
     with pytest.raises((AssertionError, IndexError)):
         World(Life()).live_through()
+
+
+def engine(format: str = "kv4", **changed: Any) -> Any:
+    """What a low-bit KV cache reads of an engine's configuration; ``cache__cache_dtype`` is a field of a part."""
+    parts: dict[str, Any] = {
+        "parallel": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        "cache": SimpleNamespace(
+            cache_dtype="auto", kv_sharing_fast_prefill=False, user_specified_block_size=False, block_size=16
+        ),
+    }
+    whole = {name: changed.pop(name) for name in ("kv_transfer_config",) if name in changed}
+    for name, value in changed.items():
+        part, _, field = name.partition("__")
+        setattr(parts[part], field, value)
+    return SimpleNamespace(
+        quant_config=None, additional_config={kv_cache.OPTION: format}, speculative_config=None,
+        parallel_config=parts["parallel"], cache_config=parts["cache"], **{"kv_transfer_config": None, **whole},
+    )  # fmt: skip
+
+
+LAYER = {
+    "attn_type": "decoder", "prefix": "model.layers.0", "kv_sharing_target_layer_name": None, "alibi_slopes": None,
+    "attn_backend": None, "head_size": 128, "head_size_v": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "reason"),
+    [
+        (engine(kv_transfer_config=object()), {}, "KV connectors"),
+        (engine(parallel__decode_context_parallel_size=2), {}, "context parallelism"),
+        (engine(parallel__prefill_context_parallel_size=2), {}, "context parallelism"),
+        (engine(cache__cache_dtype="fp8"), {}, "name one of the two"),
+        (engine(cache__kv_sharing_fast_prefill=True), {}, "fast-prefill"),
+        (engine(cache__user_specified_block_size=True), {}, "--block-size is 16"),
+        (engine("kvfp4"), {}, "use kv4"),
+        (engine(), {"kv_sharing_target_layer_name": "model.layers.1"}, "shares the keys and values of model.layers.1"),
+        (engine(), {"alibi_slopes": [1.0]}, "ALiBi"),
+        (engine(), {"attn_type": "encoder_decoder"}, "encoder_decoder"),
+        (engine(), {"attn_backend": object()}, "attention of its own kind"),
+        (engine(), {"head_size_v": 64}, "differ in size"),
+    ],
+)
+def test_what_is_not_tested_is_refused_by_name(
+    config: Any, layer: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(kv_cache, "get_current_vllm_config_or_none", lambda: config)
+    with pytest.raises(OptionError, match=reason):
+        kv_cache.backend_for({**LAYER, **layer})
+
+
+def test_a_plain_layer_gets_rows_of_the_format_that_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    config = engine("kv2")
+    monkeypatch.setattr(kv_cache, "get_current_vllm_config_or_none", lambda: config)
+    backend = kv_cache.backend_for(LAYER)
+    assert backend is not None and backend.format == KVFormat.parse("kv2") and backend.slack == 0
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=5)
+    drafted = kv_cache.backend_for(LAYER)
+    assert drafted is not None and drafted.slack == 32
+    assert kv_cache.backend_for({**LAYER, "attn_type": "encoder_only"}) is None
+    config.additional_config = {}
+    assert kv_cache.backend_for(LAYER) is None
+
+
+def test_a_log_line_says_how_many_tokens_fit(caplog: pytest.LogCaptureFixture):
+    logger = logging.getLogger("vllm.anybit")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, "vllm.anybit"):
+            world = World(Life())
+    finally:
+        logger.removeHandler(caplog.handler)
+    (said,) = {r.getMessage() for r in caplog.records if "tokens fit in requests" in r.getMessage()}
+    spec = world.spec
+    packed, plain = spec.tokens_that_fit(world.total, 8192)
+    assert f"is {spec.format}: {packed} tokens fit in requests of 8192, and in 16 bits {plain} would" in said
+    assert spec.tokens_that_fit(10 * (spec.front + 64), 8192)[0] == 10 * 8192
+    bytes_of_a_token = 2 * 2 * spec.num_kv_heads * spec.head_size
+    assert plain * bytes_of_a_token <= world.total * spec.page_size_bytes < (plain + 1) * bytes_of_a_token

@@ -68,7 +68,12 @@ def compile_ahead(kinds: Mapping[LayerKind, list[Tensor]], most: int) -> Compile
                 elif tokens < 2 * kind.most:
                     _multiply(kind, tensors, min(tokens, kind.most))
 
-    kernels = jit.kernels_of(call_all)
+    return make_ready(jit.kernels_of(call_all), device, start)
+
+
+def make_ready(kernels: list[jit.Kernel], device: torch.device, start: float | None = None) -> CompiledAhead:
+    """Compile kernels that the cache on disk lacks, and load all onto a CUDA device. start: when that was begun."""
+    start = time.perf_counter() if start is None else start
     arch = Device.of(torch.empty(0, device=device)).arch
     missing = [kernel for kernel in kernels if not on_disk(kernel, arch)]
     decided = time.perf_counter()

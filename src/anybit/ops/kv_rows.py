@@ -14,7 +14,8 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
-from anybit.kernels.attention import kv_unpack
+from anybit.kernels.attention import decode as kernels
+from anybit.kernels.attention import kv_page, kv_quantize, kv_unpack
 from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kernels.attention.kv_rows import PAGE as PAGE
 from anybit.kernels.attention.kv_rows import RowLayout as RowLayout
@@ -104,3 +105,33 @@ def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, ou
         **strides,
     )
     jit.launch(kv_unpack.kernel(config), params, kv_unpack.grid(problem), device=of.pages.get_device())
+
+
+def kernels_for(
+    rows: RowLayout, heads: int, kv_heads: int, masks: Masks, dtype: torch.dtype, capacity: int, sequences: int,
+    device: Device,
+) -> list[jit.Kernel]:  # fmt: skip
+    """All kernels that steps of up to ``sequences`` sequences launch: to compile them before the first step.
+
+    capacity: the most tokens of a sequence.  Raises KernelError, with the reason, where there is none.
+    """
+    bf16, checked = dtype == torch.bfloat16, kv_page.debugging()
+    found = dict[jit.Kernel, None]()
+    for ragged in (False, True):
+        store = kv_quantize.Problem(
+            rows.layout, 1, kv_heads, 1, rows.ring, PAGE, bf16, rows.front, rows.slots, ragged
+        )  # fmt: skip
+        config = kv_quantize.default(store, checked=checked)
+        reason = kv_quantize.why_not(store, config, device)
+        if reason is not None:
+            raise KernelError(reason)
+        found[kv_quantize.kernel(config)] = None
+    found[kv_unpack.kernel(kv_unpack.default(kv_unpack.Problem(rows, kv_heads, 1, bf16)))] = None
+    for batch in range(1, sequences + 1):
+        step = kernels.Problem(
+            layout=rows.layout, batch=batch, heads=heads, kv_heads=kv_heads, queries=1, ring=rows.ring, window=PAGE,
+            capacity=capacity, bf16=bf16, sliding=masks.window is not None, softcap=masks.softcap is not None,
+            alibi=masks.alibi is not None, front=rows.front, slots=rows.slots,
+        )  # fmt: skip
+        found[kernels.kernel(kernels.default(step, device), rows.layout)] = None
+    return list(found)

@@ -5,6 +5,7 @@ in plain torch. Requests with one new token run anybit's kernels alone, at fixed
 CUDA graphs of decode steps hold them; others run vLLM's FlashAttention over unpacked pages (``kv_plan``).
 """
 
+import logging
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -16,16 +17,21 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from anybit.device import Device
 from anybit.errors import LayerError
 from anybit.integrations.vllm.kv_plan import most_pages
 from anybit.integrations.vllm.kv_spec import RowSpec
 from anybit.integrations.vllm.kv_step import Batch, run
 from anybit.kvcache import hadamard, turn
 from anybit.kvrows import Pool, Row, step
+from anybit.ops import kv_rows
+from anybit.ops.compile_ahead import make_ready
 from anybit.ops.kv import Masks
 from anybit.ops.kv_rows import PAGE, RowLayout
 from anybit.ops.kv_rows import layout as row_layout
 from anybit.scheme import KVFormat
+
+_logger = logging.getLogger("vllm.anybit")
 
 
 class RowBackend(AttentionBackend):  # type: ignore[misc]
@@ -101,6 +107,11 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
         self.room = _room(vllm_config)
         # A scheduler that runs ahead of drafts knows only the most tokens that a request can have.
         self.exact = not (vllm_config.speculative_config and vllm_config.scheduler_config.async_scheduling)
+        if device.type == "cuda":
+            layers = vllm_config.compilation_config.static_forward_context
+            impls = [layers[name].impl for name in layer_names]
+            dtype = _tokens_dtype(vllm_config.model_config.dtype)
+            _compile(impls, dtype, vllm_config.scheduler_config.max_num_seqs, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
         """The batch of a step; reads nothing from the device unless drafts make it."""
@@ -170,7 +181,7 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         k, v = (x.view(-1, self.num_kv_heads, self.head_size)[:n] for x in (key, value))
         out = output.view(-1, self.num_heads, self.head_size)[:n]
         pages = kv_cache.view(torch.uint8)[:, :, 0]
-        dtype = q.dtype if q.dtype in (torch.float16, torch.bfloat16) else torch.float16
+        dtype = _tokens_dtype(q.dtype)
         rotation = None
         if self.layout.layout.format.rotate:
             rotation = hadamard(self.head_size, q.dtype, q.device)
@@ -241,3 +252,28 @@ _spaces: dict[tuple[Any, ...], Tensor] = {}
 
 def _room(config: Any) -> int:
     return most_pages(config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens)
+
+
+def _tokens_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of tokens in 16 bits, in a model of this dtype."""
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+
+
+def _compile(impls: list[Any], dtype: torch.dtype, sequences: int, device: torch.device) -> None:
+    """Compile what layers launch now, and not in a request."""
+    found, of = dict[Any, None](), Device.of(torch.empty(0, device=device))
+    alike = {(x.layout, x.num_heads, x.num_kv_heads, x.masks.window, x.masks.softcap): x for x in impls}
+    for x in alike.values():
+        wanted = kv_rows.kernels_for(
+            x.layout, x.num_heads, x.num_kv_heads, x.masks, dtype, x.capacity, sequences, of
+        )  # fmt: skip
+        found.update(dict.fromkeys(wanted))
+    done = make_ready(list(found), device)
+    for reason in done.refused:
+        _logger.warning("anybit: a kernel of the KV cache is left to be compiled at its first launch: %s", reason)
+    _logger.info(
+        "anybit: %d kernels of the KV cache are ready after %.1f s; %d compiled",
+        done.kernels,
+        done.seconds,
+        done.compiled,
+    )

@@ -8,6 +8,7 @@ Residual blocks are ordinary blocks of the pool that are never hashed: the sched
 and prefix hits are whole pages. Nothing else of vLLM knows.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,6 +19,9 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from anybit.ops.kv_rows import PAGE, RowLayout
 
+_logger = logging.getLogger("vllm.anybit")
+_EACH = 8192
+"""Tokens of a request, where a log line says how many fit."""
 _BY_CONTENT = any(f.name == "state_content_bytes" for f in fields(AttentionSpec))  # from 0.32 on
 
 
@@ -25,12 +29,13 @@ _BY_CONTENT = any(f.name == "state_content_bytes" for f in fields(AttentionSpec)
 class RowSpec(FullAttentionSpec):  # type: ignore[misc]
     """What vLLM knows of a layer's cache.
 
-    page_bytes: of one KV head.  front, slots: residual blocks of a row, and the tokens of each.
+    page_bytes: of one KV head.  front, slots: residual blocks of a row, and the tokens of each.  format: its name.
     """
 
     page_bytes: int = 0
     front: int = 0
     slots: int = 0
+    format: str = ""
 
     @classmethod
     def of(cls, spec: FullAttentionSpec, rows: RowLayout) -> "RowSpec":
@@ -38,6 +43,7 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
         known = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec) if f.init and hasattr(spec, f.name)}
         size = rows.layout.page_bytes
         known |= {"block_size": PAGE, "page_bytes": size, "front": rows.front, "slots": rows.slots}
+        known["format"] = str(rows.layout.format)
         if _BY_CONTENT:
             known |= {"state_content_bytes": size, "tokens_per_state": PAGE}
         return cls(**known)
@@ -51,6 +57,11 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
     def unpadded_page_size_bytes(self) -> int:
         """The same under its newer name."""
         return self.real_page_size_bytes
+
+    def tokens_that_fit(self, blocks: int, each: int) -> tuple[int, int]:
+        """Tokens that so many blocks hold in requests of ``each`` tokens, and in 16 bits in the same memory."""
+        sixteen = 4 * self.num_kv_heads * self.head_size
+        return blocks * each // (self.front + each // PAGE), blocks * self.real_page_size_bytes // sixteen
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
         """The width of a row."""
@@ -106,6 +117,11 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
         self.fronts: dict[str, int] = {}
         if self.block_size != PAGE:
             raise ValueError(f"a block has {self.block_size} tokens: context parallelism is not supported")
+        packed, plain = spec.tokens_that_fit(self.block_pool.num_gpu_blocks - 1, _EACH)  # but the null block
+        _logger.info(
+            "anybit: the KV cache is %s: %d tokens fit in requests of %d, and in 16 bits %d would",
+            spec.format, packed, _EACH, plain,
+        )  # fmt: skip
 
     def _missing(self, request: str, tokens: int, hits: bool) -> int:
         """Residual blocks that a request of so many tokens still lacks."""
