@@ -1,5 +1,7 @@
 """The small kernels between products against their plain torch forms."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -188,9 +190,14 @@ def test_keys_and_values_go_to_pages(dtype, m, heads, kv_heads, dim, paired, nor
     caches, step = _paged(m, kv_heads, dim, dtype)
     qkv = torch.randn(m, (heads + 2 * kv_heads) * dim, device="cuda").to(dtype)
     gammas = [torch.rand(dim, device="cuda").to(dtype) + 0.5 for _ in range(2)] if norms else [None, None]
-    q = pages.rotate_pages(step(0, heads), qkv, *gammas, 1e-6, paired)
-    expected = pages._rotate_cpu(step(1, heads), qkv, *gammas, 1e-6, paired)
-    assert close(q, expected, dtype) and close(caches[0], caches[1], dtype) and caches[1].any()
+    here = step(0, heads)
+    names = ("table", "positions", "keys", "values", "slots")
+    there = replace(step(1, heads), **{name: getattr(step(1, heads), name).cpu() for name in names})
+    q = pages.rotate_pages(here, qkv, *gammas, 1e-6, paired)
+    mine = [None if gamma is None else gamma.cpu() for gamma in gammas]
+    expected = pages.rotate_pages(there, qkv.cpu(), *mine, 1e-6, paired)
+    assert close(q.cpu(), expected, dtype) and there.keys.any() and caches[0].any()
+    assert close(here.keys.cpu(), there.keys, dtype) and close(here.values.cpu(), there.values, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -69,5 +69,7 @@ def test_a_copy_of_a_prepared_layer_is_another_one(copied: Callable[[QuantLinear
     assert layer._prepared is not None and other._prepared is not None
     assert other._prepared.number != layer._prepared.number
     assert other._prepared.spec == layer._prepared.spec
+    for prepared in (layer._prepared, other._prepared, layer._prepared.in_fused(True)):
+        assert prepared.spec is LinearSpec.parse(prepared.spec_text)  # plans go by its identity
     x = torch.randn(2, 64)
     assert torch.equal(other(x), layer(x))

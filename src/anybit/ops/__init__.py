@@ -72,6 +72,10 @@ class Prepared:
     number: int = field(default_factory=itertools.count().__next__)
     repeated: dict[Hashable, Repeated | None] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Hold the one spec that there is for its text: plans go by its identity, which must not be another's later."""
+        object.__setattr__(self, "spec", LinearSpec.parse(self.spec_text))
+
     def __reduce__(self) -> tuple[type["Prepared"], tuple[list[Tensor], LinearSpec, str]]:
         return Prepared, (self.tensors, self.spec, self.spec_text)  # a copy is another one, and has its own number
 
