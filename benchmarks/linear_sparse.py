@@ -45,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
     parser.add_argument("--only", nargs="*", choices=tuple(LLAMA3_8B), default=list(LLAMA3_8B), help="layers")
+    parser.add_argument("--vendors", nargs="*", choices=SPARSE_VENDORS, default=SPARSE_VENDORS, help="timed beside")
     parser.add_argument("--seconds", type=float, default=90.0, help="begin nothing after this many seconds")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "sparse.json")
     options = parser.parse_args()
@@ -76,7 +77,7 @@ def measure(jobs: Iterator[Job], begin: float, options: argparse.Namespace) -> N
                 if job.scheme not in weights:
                     weights[job.scheme] = Weights(case, Scheme.parse(job.scheme))
             hot = HOT_SECONDS if m >= HOT_TOKENS else 0.0
-            rows = [row | marks for row in time_layer(mine, weights, {}, vendors, hot, SPARSE_VENDORS)]
+            rows = [row | marks for row in time_layer(mine, weights, {}, vendors, hot, options.vendors)]
             us = {str(row["scheme"]): row.get("us_product", row["us"]) for row in rows}
             shown = [
                 f"{name} {found:.2f} ({found / us[name[:-3]]:.3f})"
