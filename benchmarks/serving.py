@@ -4,6 +4,7 @@
     python benchmarks/serving.py rates machete w4a8 --rates 1 4 16 64
     python benchmarks/serving.py check w4a16g128 w4a8                     # greedy answers beside anybit's own generate
     python benchmarks/serving.py steps w4a16g128 --profile 1 64           # and what steps of so many requests launch
+    python benchmarks/serving.py steps fp8 w4a8 --model llama-3-70b --ranks 2     # over two GPUs (tensor parallelism)
 
 Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit, w4a8+w8a16 with the output head's after
 it. Weights are random: times do not depend on them. Needs vLLM 0.26 or newer; anybit need not be installed, its folder
@@ -31,13 +32,19 @@ LLAMA = {
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
     "tie_word_embeddings": False, "torch_dtype": "float16", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {},
+    "llama-3-70b": {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+}  # fmt: skip
 HEAD = "lm_head"
 W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 OWN = ("fp16", "fp8", "machete")
 """vLLM's own kernels."""
 PROMPT, NEW = 128, 128
 RATES = (1, 4, 16, 32, 64)
-KEY = ("engine", "scheme", "requests", "prompt", "new_tokens", "rate", "gpu", "vllm")
+KEY = ("engine", "scheme", "model", "ranks", "requests", "prompt", "new_tokens", "rate", "gpu", "vllm")
 
 
 def model(mode: str, config: dict[str, Any]) -> str:
@@ -58,10 +65,7 @@ def model(mode: str, config: dict[str, Any]) -> str:
     return str(folder)
 
 
-def engine(
-    mode: str, layers: int = 32, folder: str = "", captured: list[int] | None = None, in_process: bool = False,
-    **options: Any,
-) -> Any:  # fmt: skip
+def engine(mode: str, args: argparse.Namespace, folder: str = "", in_process: bool = False, **options: Any) -> Any:
     """A vLLM engine over a model in a mode; its core in a process of its own, or in this one."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for check_layers to reach the other process
@@ -78,10 +82,12 @@ def engine(
         "max_num_seqs": 256, "gpu_memory_utilization": 0.85, "enable_prefix_caching": False, "disable_log_stats": True,
     }  # fmt: skip
     settings |= {"quantization": "fp8"} if mode == "fp8" else {}
-    if captured:
-        settings["compilation_config"] = {"cudagraph_capture_sizes": captured}
+    if args.captured:
+        settings["compilation_config"] = {"cudagraph_capture_sizes": args.captured}
+    settings["tensor_parallel_size"] = args.ranks
+    shape = MODELS[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
     begin = time.perf_counter()
-    llm = LLM(folder or model(mode, {**LLAMA, "num_hidden_layers": layers}), **{**settings, **options})
+    llm = LLM(folder or model(mode, LLAMA | shape), **{**settings, **options})
     print(f"{mode}: up after {time.perf_counter() - begin:.1f} s", flush=True)
     return llm
 
@@ -131,7 +137,7 @@ def check_first(llm: Any, mode: str) -> None:
     print(mode, *llm.apply_model(serving.check_layers), flush=True)
 
 
-def row(mode: str, checked: bool, **fields: Any) -> Row:
+def row(mode: str, args: argparse.Namespace, checked: bool, **fields: Any) -> Row:
     """A row of serving.json."""
     import torch
     import vllm
@@ -141,15 +147,25 @@ def row(mode: str, checked: bool, **fields: Any) -> Row:
     empty = {"requests": None, "prompt": None, "new_tokens": None, "rate": None}
     empty |= {"step_ms": None, "ttft_ms": None, "tpot_ms": None, "tokens_per_second": None}
     return dict(
-        engine=own.get(mode, "vllm-anybit"), scheme=scheme, **{**empty, **fields}, checked=checked,
+        engine=own.get(mode, "vllm-anybit"), scheme=scheme, model=args.model, ranks=args.ranks,
+        **{**empty, **fields}, checked=checked, link=link(args.ranks),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", vllm=vllm.__version__,
         **origin(),
     )  # fmt: skip
 
 
+def link(ranks: int) -> str | None:
+    """How the GPUs are linked, as `nvidia-smi topo -m` names it (NV18: 18 NVLinks); None for one GPU."""
+    if ranks == 1:
+        return None
+    found = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False).stdout
+    first = next((line.split() for line in found.splitlines() if line.startswith("GPU0")), [])
+    return first[2] if len(first) > 2 else "unknown"
+
+
 def steps(mode: str, args: argparse.Namespace) -> list[Row]:
     """Steps and throughput by requests at once, and the first token of long prompts."""
-    llm = engine(mode, args.layers, captured=args.captured, in_process=args.in_process or bool(args.profile))
+    llm = engine(mode, args, in_process=args.in_process or bool(args.profile))
     checked = mode not in OWN
     if checked:
         check_first(llm, mode)
@@ -163,11 +179,11 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
         print(f"{mode} {requests}: first {first * 1e3:.1f} ms, step {step:.3f} ms, {rate:.0f} tokens/s", flush=True)
         shape = {"requests": requests, "prompt": PROMPT, "new_tokens": NEW + 1}
         times = {"step_ms": round(step, 3), "ttft_ms": round(first * 1e3, 1), "tokens_per_second": round(rate, 1)}
-        found.append(row(mode, checked, **shape, **times))
+        found.append(row(mode, args, checked, **shape, **times))
     for prompt in args.prompts:
         first = min(generate(llm, 1, prompt, 1) for _ in range(4))
         print(f"{mode}: first token of a prompt of {prompt}: {first * 1e3:.1f} ms", flush=True)
-        found.append(row(mode, checked, requests=1, prompt=prompt, new_tokens=1, ttft_ms=round(first * 1e3, 1)))
+        found.append(row(mode, args, checked, requests=1, prompt=prompt, new_tokens=1, ttft_ms=round(first * 1e3, 1)))
     if args.rates or args.profile:
         add(args.output, found, KEY)  # before what may fail
     if args.rates:
@@ -183,7 +199,7 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
 
 def rates(mode: str, args: argparse.Namespace) -> list[Row]:
     """Requests that arrive at random, and nothing else."""
-    llm = engine(mode, args.layers, captured=args.captured, in_process=args.in_process)
+    llm = engine(mode, args, in_process=args.in_process)
     if mode not in OWN:
         check_first(llm, mode)
     return arrivals(llm, mode, args)
@@ -230,7 +246,7 @@ def arrivals(llm: Any, mode: str, args: argparse.Namespace) -> list[Row]:
         print(f"{mode} at {rate}/s: first {ttft:.1f} ms, then {tpot:.2f} ms, {speed:.0f} tokens/s", flush=True)
         shape = {"requests": count, "prompt": args.prompt, "new_tokens": args.new, "rate": rate}
         times = {"ttft_ms": round(ttft, 2), "tpot_ms": round(tpot, 3), "tokens_per_second": round(speed, 1)}
-        found.append(row(mode, mode not in OWN, **shape, **times))
+        found.append(row(mode, args, mode not in OWN, **shape, **times))
     return found
 
 
@@ -291,8 +307,8 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
     expected = [quantized.generate(torch.tensor([p], device=quantized.device), **ask)[0, 24:].tolist() for p in prompts]
     del quantized
     llm = engine(
-        mode, folder=folder, in_process=True, load_format="auto", max_model_len=512, max_num_seqs=8,
-        gpu_memory_utilization=0.3,
+        mode, args, folder, in_process=args.ranks == 1, load_format="auto", max_model_len=512, max_num_seqs=8,
+        gpu_memory_utilization=args.memory, enforce_eager=args.eager,
     )  # fmt: skip
     from vllm import SamplingParams
 
@@ -313,7 +329,11 @@ def main() -> None:
     parser.add_argument("what", choices=("steps", "rates", "check"))
     parser.add_argument("modes", nargs="*")
     parser.add_argument("--output", type=Path, default=RESULTS / "h200" / "serving.json")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs (tensor parallelism)")
+    parser.add_argument("--memory", type=float, default=0.3, help="with check: the part of a GPU's memory")
+    parser.add_argument("--eager", action="store_true", help="with check: no graphs, for a quick start")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
     parser.add_argument("--profile", type=int, nargs="*", help="print what steps of so many requests launch")
     parser.add_argument("--in-process", action="store_true", help="the engine's core in this process")
