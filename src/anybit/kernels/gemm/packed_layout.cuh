@@ -70,9 +70,10 @@ __device__ constexpr int cheapest_bit(int bits, int field, int limit, int step) 
     return at + bits <= limit ? at : 0;
 }
 
-template <int bits, int field, int j, int at, int first, int words>
+// The same from bit `first` of the codes on; `place` says where their pieces lie (piece, or sparse_layout.cuh's kept_piece).
+template <Piece (*place)(int bits, int field, int j, int first), int bits, int field, int j, int at, int first = 0, int words>
 __device__ __forceinline__ uint32_t codes_from(const uint32_t (&w)[words]) {
-    constexpr Piece p = piece(bits, field, j, first);
+    constexpr Piece p = place(bits, field, j, first);
     constexpr uint32_t ones = field == 16 ? 0x00010001u : 0x01010101u;
     constexpr int to = at + p.first, shift = p.bit - to;
     constexpr uint32_t mask = (((1u << p.count) - 1u) << to) * ones;
@@ -80,7 +81,7 @@ __device__ __forceinline__ uint32_t codes_from(const uint32_t (&w)[words]) {
     if constexpr (shift > 0) v >>= shift;
     if constexpr (shift < 0) v <<= -shift;
     v &= mask;
-    if constexpr (first + p.count < bits) v |= codes_from<bits, field, j, at, first + p.count>(w);
+    if constexpr (first + p.count < bits) v |= codes_from<place, bits, field, j, at, first + p.count>(w);
     return v;
 }
 
@@ -88,7 +89,7 @@ __device__ __forceinline__ uint32_t codes_from(const uint32_t (&w)[words]) {
 template <int bits, int field, int j, int at, int words>
 __device__ __forceinline__ uint32_t codes(const uint32_t (&w)[words]) {
     static_assert(words == 2 * bits, "a lane holds 2 * bits words of a unit");
-    return codes_from<bits, field, j, at, 0>(w);
+    return codes_from<piece, bits, field, j, at>(w);
 }
 
 // A lane's words of a unit, straight from global memory; `unit` is the unit's first byte.

@@ -422,7 +422,7 @@ template <class C> struct DigitProduct {
         });
     }
     template <int j> static __device__ __forceinline__ uint32_t high_codes(const uint32_t (&words)[C::bits]) {
-        return kept_codes_from<C::bits, 8, j, 8 - C::bits, 0>(words) ^ 0x80808080u;
+        return KeptCodes<C::bits>::template take<8, j, 8 - C::bits>(words) ^ 0x80808080u;
     }
 };
 

@@ -27,20 +27,6 @@ __device__ constexpr Piece kept_piece(int bits, int field, int j, int first) {
     return {p.word, p.bit + 8 * (j >> 1 & 1), p.first, p.count};
 }
 
-template <int bits, int field, int j, int at, int first, int words>
-__device__ __forceinline__ uint32_t kept_codes_from(const uint32_t (&w)[words]) {
-    constexpr Piece p = kept_piece(bits, field, j, first);
-    constexpr uint32_t ones = field == 16 ? 0x00010001u : 0x01010101u;
-    constexpr int to = at + p.first, shift = p.bit - to;
-    constexpr uint32_t mask = (((1u << p.count) - 1u) << to) * ones;
-    uint32_t v = w[p.word];
-    if constexpr (shift > 0) v >>= shift;
-    if constexpr (shift < 0) v <<= -shift;
-    v &= mask;
-    if constexpr (first + p.count < bits) v |= kept_codes_from<bits, field, j, at, first + p.count>(w);
-    return v;
-}
-
 // What a lane holds of a unit, and how it takes codes out: of dense weights, and of 2:4 sparse ones.
 template <int bits> struct DenseCodes {
     static constexpr int words = 2 * bits, bytes = 256 * bits;
@@ -58,7 +44,7 @@ template <int bits> struct KeptCodes {
     static __device__ constexpr int registers(int field) { return field; }
     static __device__ constexpr Piece place(int field, int j) { return kept_piece(bits, field, j, 0); }
     template <int field, int j, int at> static __device__ __forceinline__ uint32_t take(const uint32_t (&w)[words]) {
-        return kept_codes_from<bits, field, j, at, 0>(w);
+        return codes_from<kept_piece, bits, field, j, at>(w);
     }
     static __device__ __forceinline__ void load(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
         constexpr int fours = words / 4, pair = words & 2, one = words & 1;
