@@ -1,5 +1,7 @@
-"""Which kernels a run spends its time in, and when none ran: a table, no profiler tools."""
+"""Which kernels a run spends its time in, when none ran, and what the host did: tables, no profiler tools."""
 
+import cProfile
+import pstats
 from collections.abc import Callable
 
 import torch
@@ -35,3 +37,20 @@ def print_kernels(run: Callable[[], object], count: int = 1) -> None:
     for name, times in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:8]:
         middle = sorted(times)[len(times) // 2]
         print(f"  idle {sum(times) / count:8.1f} us {len(times) / count:6.1f} x {middle:7.2f}  {name}")
+
+
+def print_calls(run: Callable[[], object], count: int = 1, most: int = 40) -> None:
+    """Print what this thread did in ``count`` runs: Python's functions by the time in and below them, which the
+    profiler makes longer.
+    """
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(count):
+        run()
+    profile.disable()
+    table = pstats.Stats(profile).stats  # type: ignore[attr-defined]  # (file, line, name): calls, ..., own, all
+    whole = sum(own for _, _, own, _, _ in table.values())
+    print(f"{whole / count * 1e6:.0f} us of the host a step under its profiler")
+    for (file, _, name), (_, calls, own, spent, _) in sorted(table.items(), key=lambda item: -item[1][3])[:most]:
+        where = "/".join(file.split("/")[-2:])
+        print(f"{spent / count * 1e6:9.1f} us, own {own / count * 1e6:8.1f}, {calls / count:7.1f} x  {name} {where}")

@@ -9,7 +9,8 @@
 Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit, w4a8+w8a16 with the output head's after
 it. Weights are random: times do not depend on them. Needs vLLM 0.26 or newer; anybit need not be installed, its folder
 in PYTHONPATH is enough. The engine's core is a process of its own, as it is behind a server, but under --profile and
---in-process: there requests' bookkeeping takes turns with what launches their next step.
+--in-process: there requests' bookkeeping takes turns with what launches their next step. Engines can start side by
+side and measure in turn: with --wait one measures once a line comes on its standard input.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kernel_times import print_kernels
+from kernel_times import print_calls, print_kernels
 from rows import RESULTS, Row, add, origin
 
 LLAMA = {
@@ -92,6 +93,16 @@ def engine(mode: str, args: argparse.Namespace, folder: str = "", in_process: bo
     return llm
 
 
+def start(mode: str, args: argparse.Namespace) -> Any:
+    """The engine of a mode as the command line wants it, when it is its turn."""
+    shared = {"kv_cache_memory_bytes": int((args.cache or 0) * 2**30), "gpu_memory_utilization": 0.15}
+    options = {**(shared if args.cache else {}), **args.engine}
+    llm = engine(mode, args, in_process=args.in_process or bool(args.profile), **options)
+    if args.wait:
+        sys.stdin.readline()
+    return llm
+
+
 def generate(llm: Any, requests: int, prompt: int, new: int) -> float:
     """Seconds that ``requests`` greedy answers of ``new`` tokens take together."""
     from vllm import SamplingParams
@@ -118,7 +129,7 @@ def check_layers(model: Any) -> str:
     print("rotary embedding and cache write in one op:", sum(hasattr(m, "anybit_paired") for m in model.modules()))
     for layer in layers:
         for product in layer.anybit_products:
-            spec, tensors = LinearSpec.parse(product.spec), [getattr(layer, name) for name in product.tensors]
+            spec, tensors = LinearSpec.parse(product.spec), product.weight(layer)
             weight = ops.backends[spec.backend].restore(tensors, spec)
             for tokens in (1, 3, 40):
                 x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.float16)
@@ -165,7 +176,7 @@ def link(ranks: int) -> str | None:
 
 def steps(mode: str, args: argparse.Namespace) -> list[Row]:
     """Steps and throughput by requests at once, and the first token of long prompts."""
-    llm = engine(mode, args, in_process=args.in_process or bool(args.profile))
+    llm = start(mode, args)
     checked = mode not in OWN
     if checked:
         check_first(llm, mode)
@@ -199,7 +210,7 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
 
 def rates(mode: str, args: argparse.Namespace) -> list[Row]:
     """Requests that arrive at random, and nothing else."""
-    llm = engine(mode, args, in_process=args.in_process)
+    llm = start(mode, args)
     if mode not in OWN:
         check_first(llm, mode)
     return arrivals(llm, mode, args)
@@ -272,6 +283,7 @@ def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
     torch.cuda.synchronize()
     plain = (time.perf_counter() - begin) / count * 1e3
     print(f"== {mode}, {requests} requests: {plain:.3f} ms a step")
+    print_calls(core.step, count)
     print_kernels(core.step, count)
     core.abort_request(list(begun))
     while core.has_unfinished_requests():
@@ -337,6 +349,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
     parser.add_argument("--profile", type=int, nargs="*", help="print what steps of so many requests launch")
     parser.add_argument("--in-process", action="store_true", help="the engine's core in this process")
+    parser.add_argument("--wait", action="store_true", help="for a line on standard input, once the engine is up")
+    parser.add_argument("--cache", type=float, help="GiB of keys and values, where engines share a GPU")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more options of vLLM's engine, as JSON")
     parser.add_argument("--captured", type=int, nargs="+", help="token counts of graphs, for a quick start")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--rates", type=float, nargs="+", help="requests a second; with steps, after them")

@@ -11,6 +11,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from anybit import ops
 from anybit.errors import AnyBitError, CheckpointError
 from anybit.integrations.vllm.parameters import empty, load_nothing
+from anybit.integrations.vllm.product import Product
 from anybit.integrations.vllm.warmup import Ledger
 from anybit.packing import QuantizedWeight, unpack_words, words_per_row
 from anybit.quantization.methods.rtn import quantize_weight
@@ -30,18 +31,13 @@ class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
             prepared = ops.prepare(weight, self.scheme.activations)
         except AnyBitError as error:
             raise type(error)(f"output head {self.name}: {error}") from None
-        layer.anybit_spec, layer.anybit_count = prepared.spec_text, len(prepared.tensors)
-        for index, tensor in enumerate(prepared.tensors):
-            layer.register_buffer(f"anybit_{index}", tensor, persistent=False)
-        layer.register_buffer("anybit_input_scale", input_scale, persistent=False)
+        layer.anybit_product = Product.of(layer, "anybit", prepared, input_scale)
         self.ledger.add_head(layer, prepared)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits of this rank's part of the vocabulary: x [..., K] -> [..., padded tokens], in x's dtype."""
-        x = x if layer.anybit_input_scale is None else x * layer.anybit_input_scale
-        tensors = [getattr(layer, f"anybit_{index}") for index in range(layer.anybit_count)]
-        y: Tensor = torch.ops.anybit.linear(x, tensors, bias, layer.anybit_spec)
-        return y
+        product: Product = layer.anybit_product
+        return product.multiply(layer, product.inputs(layer, x), bias)
 
 
 class AnyBitHeadMethod(_HeadMethod):
@@ -101,7 +97,7 @@ class AnyBitHeadMethod(_HeadMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Codes as vLLM loaded them -> the layout of a backend."""
-        if hasattr(layer, "anybit_spec"):
+        if hasattr(layer, "anybit_product"):
             return
         found = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False) if name != "bias"}
         words, scale = found["weight_packed"], found["weight_scale"]
@@ -126,7 +122,7 @@ class AnyBitOnlineHeadMethod(_HeadMethod, UnquantizedEmbeddingMethod):  # type: 
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Floats -> codes -> the layout of a backend."""
-        if hasattr(layer, "anybit_spec"):
+        if hasattr(layer, "anybit_product"):
             return
         weight = (layer if self._embedding is None else self._embedding).weight.data
         try:

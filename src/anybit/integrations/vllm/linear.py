@@ -19,6 +19,7 @@ from anybit.checkpoints.verify import check_values
 from anybit.errors import AnyBitError, CheckpointError, LayerError
 from anybit.integrations.vllm import fusion, rotary, warmup
 from anybit.integrations.vllm.parameters import Cut, PerPart, Rows, Zeros, empty, load_nothing, load_replicated, whole
+from anybit.integrations.vllm.product import Product
 from anybit.packing import QuantizedWeight, reorder, stack, words_per_row
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme, WeightFormat
@@ -30,17 +31,6 @@ class Part:
     """What a checkpoint says of one of the layers that vLLM fuses. name: as the checkpoint has it."""
 
     name: str
-    hadamard: bool
-
-
-@dataclass(frozen=True)
-class Product:
-    """One call of ``anybit::linear``: the layers whose outputs it gives, and the layer's buffers that it reads."""
-
-    outputs: int
-    spec: str
-    tensors: tuple[str, ...]
-    input_scale: str | None
     hadamard: bool
 
 
@@ -87,19 +77,11 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
                 prepared = ops.prepare(joined, self.scheme.activations, fused=joined.words.is_cuda)
             except AnyBitError as error:
                 raise type(error)(f"layer {self.name}: {error}") from None
-            names = []
-            for index, tensor in enumerate(prepared.tensors):
-                names.append(f"anybit_{number}_{index}")
-                layer.register_buffer(names[-1], tensor, persistent=False)
             part, _, input_scale = run[0]
-            scale_name = None
-            if input_scale is not None:
-                scale_name = f"anybit_{number}_input_scale"
-                layer.register_buffer(scale_name, input_scale, persistent=False)
             if part.hadamard:
                 width = layer.anybit_inputs * (layer.tp_size if layer.anybit_split else 1)
                 ops.prepare_rotation(width, joined.words.device)
-            products.append(Product(joined.shape[0], prepared.spec_text, tuple(names), scale_name, part.hadamard))
+            products.append(Product.of(layer, f"anybit_{number}", prepared, input_scale, part.hadamard))
         layer.anybit_products = tuple(products)
         layer.weight_packed = getattr(layer, products[0].tensors[0])  # where vLLM's LoRA looks for the layer's device
         fusion.activate(layer, self.scheme, paired is not None)
@@ -117,16 +99,13 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         return torch.cat(parts, dim=-1)
 
     def _multiply(self, layer: Any, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
-        if product.input_scale is not None:
-            x = x * getattr(layer, product.input_scale)
-        tensors = [getattr(layer, name) for name in product.tensors]
+        x = product.inputs(layer, x)
         if product.hadamard and layer.anybit_split:  # a rotation mixes all inputs: those of the other ranks, too
             every = ops.hadamard(tensor_model_parallel_all_gather(x.contiguous()))
             x = every[..., layer.anybit_start : layer.anybit_start + layer.anybit_inputs].contiguous()
         elif product.hadamard:
-            return ops.hadamard_linear(x, tensors, bias, product.spec)
-        y: Tensor = torch.ops.anybit.linear(x, tensors, bias, product.spec)
-        return y
+            return ops.hadamard_linear(x, product.weight(layer), bias, product.spec)
+        return product.multiply(layer, x, bias)
 
 
 @register_weight_loader_v2_supported_method

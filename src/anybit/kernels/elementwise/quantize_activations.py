@@ -21,6 +21,8 @@ LEAST_THREADS = 128
 MOST_VECTORS = 16
 MOST_THREADS = 1024
 _REDUCTION_BYTES = 4 * 128
+_SHARED = 128
+"""Tokens: beyond them multiprocessors run two blocks at once, which hide each other's latency."""
 
 
 class Source(Enum):
@@ -221,12 +223,19 @@ def default(problem: Problem) -> Config:
     reason = why_not(problem)
     if reason is not None:
         raise KernelError(f"no quantize-and-pack kernel: {reason}")
-    width = _width(problem)
+    width, in_bytes = _width(problem), problem.target is Target.bytes
+    normed, gated = problem.source is Source.rms_norm, problem.source is Source.silu_mul
     if problem.rotated:  # shared memory holds the vector: of few tokens, threads hide its latency
         few = 1 if problem.m <= 256 else 4 if width <= 8192 else 2
         return min(configs(problem), key=lambda config: (abs(config.vectors - few), config.vectors))
-    many = 4 if width <= 4096 or (problem.source is Source.silu_mul and problem.target is Target.bytes) else 8
-    wanted = (4 if width <= 8192 else 2) if problem.m <= 256 else many
+    if problem.m > 256:
+        wanted = 4 if width <= 4096 or (gated and in_bytes) else 8
+    elif in_bytes and normed and width <= 4096:
+        wanted = 1 if problem.m > _SHARED else 2
+    elif in_bytes and gated and problem.m > _SHARED:
+        wanted = 4
+    else:
+        wanted = 4 if width <= 8192 else 2
     return min(configs(problem), key=lambda config: (abs(config.vectors - wanted), -config.vectors))
 
 

@@ -1,0 +1,46 @@
+"""A product of a vLLM layer: the buffers of the layer that it reads, and its call."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit import ops
+
+
+@dataclass(frozen=True)
+class Product:
+    """One call of ``anybit::linear``. outputs: of the layers it stands for; tensors, input_scale: names of buffers."""
+
+    outputs: int
+    spec: str
+    tensors: tuple[str, ...]
+    input_scale: str | None
+    hadamard: bool
+
+    @classmethod
+    def of(
+        cls, layer: Any, prefix: str, prepared: ops.Prepared, input_scale: Tensor | None, hadamard: bool = False
+    ) -> "Product":
+        """The product of a prepared weight, whose tensors become buffers of the layer. prefix: of their names."""
+        names = tuple(f"{prefix}_{index}" for index in range(len(prepared.tensors)))
+        for name, tensor in zip(names, prepared.tensors, strict=True):
+            layer.register_buffer(name, tensor, persistent=False)
+        scale = None if input_scale is None else f"{prefix}_input_scale"
+        if scale is not None:
+            layer.register_buffer(scale, input_scale, persistent=False)
+        return cls(prepared.spec.n, prepared.spec_text, names, scale, hadamard)
+
+    def inputs(self, layer: Any, x: Tensor) -> Tensor:
+        """X as the weight wants it, where its columns were scaled."""
+        return x if self.input_scale is None else x * getattr(layer, self.input_scale)
+
+    def weight(self, layer: Any) -> list[Tensor]:
+        """The layer's buffers."""
+        return [getattr(layer, name) for name in self.tensors]
+
+    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What ``inputs`` gave, times the weight: [..., K] -> [..., N], in x's dtype."""
+        y: Tensor = torch.ops.anybit.linear(x, self.weight(layer), bias, self.spec)
+        return y
