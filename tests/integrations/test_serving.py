@@ -91,6 +91,30 @@ def test_vllm_gets_the_same_flags(tmp_path: Path) -> None:
     assert "--trust-remote-code" in serving.vllm_command(serving.Server("m", trust_remote_code=True), tmp_path)
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_server_that_ends_by_itself_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    cases.save_small_llama(tmp_path)
+    program = """
+import http.server, sys
+class Well(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Well)
+server.handle_request()
+sys.exit(int(sys.argv[2]))
+"""
+    with cases.socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [cases.sys.executable, "-c", program, str(port), str(code)]
+    monkeypatch.setattr(serving, "vllm_command", lambda *given: command)
+    told: list[bool] = []
+    with pytest.raises(KernelError, match="vLLM's server ended by itself: the first line with ERROR above says why"):
+        serving.serve(serving.Server(str(tmp_path), port=port), "vllm", lambda: told.append(True))
+    assert told == [True]
+
+
 def test_an_engine_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(KernelError, match=r"vLLM is not installed: pip install 'anybit\[vllm\]'"):

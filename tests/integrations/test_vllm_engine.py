@@ -148,3 +148,20 @@ def test_empty_prompts_and_prompts_beyond_the_context(server: cases.Running) -> 
 
 def test_a_shutdown_in_the_middle(server: cases.Running) -> None:
     cases.check_shutdown(server)
+
+
+def test_a_killed_worker_ends_the_server_with_one_clear_error(small: Path, tmp_path: Path) -> None:
+    import psutil
+
+    folder = quantized(small, "w4a16g64", tmp_path / "q")
+    flags = ("--dtype", "float32", "--max-length", "256", "--memory", "0.2", "--tensor-parallel", "2")
+    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    with cases.served(folder, tmp_path / "log", "--engine", "vllm", *flags, "--", "--enforce-eager", seconds=400) as up:
+        family = psutil.Process(up.process.pid).children(recursive=True)
+        (worker,) = [one for one in family if "Worker_TP1" in " ".join(one.cmdline())]
+        worker.kill()
+        assert up.process.wait(timeout=60) == 1
+        last = up.said.strip().splitlines()[-1]
+        assert last.startswith("error: vLLM's server ended by itself"), last
+        assert "VllmWorker-1 died unexpectedly" in up.said
+        assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

@@ -87,15 +87,28 @@ def choose_engine(wanted: Engine | None = None) -> tuple[Engine, str]:
 def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
     """Serve until the server ends or the process is told to; its exit code. ready: called once it answers.
 
-    Raises CheckpointError for a model that cannot be served, OptionError for options that the engine does not have.
+    Raises CheckpointError for a model that cannot be served, OptionError for options that the engine does not have,
+    KernelError where vLLM ends by itself after it has answered, whatever its exit code (0 where a worker was killed).
     """
+    answered = threading.Event()
+
+    def up() -> None:
+        answered.set()
+        ready()
+
     with local_folder(server.model, server.trust_remote_code) as path:
         if server.scheme is not None:
             refuse_quantized(read_json(path / "config.json"), server.model)
-        watch = threading.Thread(target=_when_up, args=(server.url, ready), daemon=True)
+        watch = threading.Thread(target=_when_up, args=(server.url, up), daemon=True)
         if engine == "vllm":
             watch.start()
-            return _run(vllm_command(server, path))
+            code = _run(vllm_command(server, path))
+            if answered.is_set():
+                raise KernelError(
+                    "vLLM's server ended by itself: the first line with ERROR above says why (a process of it that was "
+                    "killed, or memory that ran out, for example)"
+                )
+            return code
         if server.tensor_parallel != 1 or server.memory is not None or server.others:
             raise OptionError(
                 "--tensor-parallel, --memory and arguments after -- are vLLM's, and transformers serves here: leave "
