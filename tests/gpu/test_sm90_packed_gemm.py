@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from anybit import jit
+from anybit.kernels.elementwise.quantize_activations import pitch
 from anybit.kernels.gemm import sm90_packed_gemm
 from anybit.kernels.gemm.packed_tiles import prepare
 from anybit.packing import QuantizedWeight
@@ -31,13 +32,21 @@ def operands(case: Case, seed: int = 0):
     weight = random_weight(p.n, p.k, p.weights, seed).to("cuda")
     x = torch.randn(p.m, p.k, generator=torch.Generator().manual_seed(seed)).to("cuda", p.dtype)
     if not p.activations.quantized:
-        return weight, x, None, x.double() @ weight.dequantize(torch.float64).T
+        return weight, spaced(x), None, x.double() @ weight.dequantize(torch.float64).T
     quantized = quantize_activations(x, p.activations)
     exact = quantized.dequantize(torch.float64) @ weight.dequantize(torch.float64).T
     if p.activations.integer:
         codes = (quantized.codes.to(torch.int16) - 2 ** (p.activations.bits - 1)).to(torch.int8)
-        return weight, codes, quantized.scale, exact
-    return weight, quantized.codes, quantized.scale, exact
+        return weight, spaced(codes), quantized.scale, exact
+    return weight, spaced(quantized.codes), quantized.scale, exact
+
+
+def spaced(x: torch.Tensor) -> torch.Tensor:
+    """The rows of a matrix as ops give them to the kernel: each on 16 bytes, NaN or -1 between them."""
+    columns, kind = x.shape[1], torch.int16 if x.itemsize == 2 else torch.int8
+    room = torch.full((len(x), pitch(columns, x.itemsize)), -1, dtype=kind, device=x.device).view(x.dtype)
+    room[:, :columns] = x
+    return room[:, :columns]
 
 
 def product(case: Case, packed, x, x_scale, bias=None) -> torch.Tensor:
