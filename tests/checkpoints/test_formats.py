@@ -50,6 +50,8 @@ CASES = {
     "ct-w4g32-asym": Case("compressed-tensors", "w4a16g32asym", "w4a16g32asym"),
     "ct-w8": Case("compressed-tensors", "w8a16", "w8a16"),
     "ct-fp8": Case("compressed-tensors", "w8a16e4m3", "w8a16e4m3"),
+    "ct-fp8-24": Case("compressed-tensors", "w8a16e4m3", "w8a16e4m3", 1),
+    "marlin-24": Case("marlin-24", "w8a16s24", "w4a16g128s24"),
     "ct-nvfp4": Case("compressed-tensors", "w4a16g16e2m1", "w4a16g16e2m1"),
     # HQQ computes (q - zero) * scale in float16, which rounds twice; anybit in float32.
     "hqq-4": Case("hqq", "w4a16g64min", "w4a16g64min", 1.5),

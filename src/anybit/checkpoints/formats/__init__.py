@@ -6,7 +6,18 @@ The next format is one file and a place in ``FORMATS``. GGUF is ``gguf_blocks`` 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from anybit.checkpoints.formats import auto_round, awq, bitnet, bitsandbytes, compressed_tensors, fp4, fp8, gptq, hqq
+from anybit.checkpoints.formats import (
+    auto_round,
+    awq,
+    bitnet,
+    bitsandbytes,
+    compressed_tensors,
+    fp4,
+    fp8,
+    gptq,
+    hqq,
+    marlin_24,
+)
 from anybit.checkpoints.formats.stored import Source, StoredLayer
 from anybit.packing import QuantizedWeight
 from anybit.scheme import Scheme
@@ -39,7 +50,9 @@ class Format(Protocol):
         """The layer, its codes untouched. Raises CheckpointError, naming the layer, for what cannot be read."""
 
 
-FORMATS: tuple[Format, ...] = (gptq, awq, auto_round, compressed_tensors, hqq, bitnet, bitsandbytes, fp8, fp4)
+FORMATS: tuple[Format, ...] = (
+    gptq, awq, auto_round, compressed_tensors, marlin_24, hqq, bitnet, bitsandbytes, fp8, fp4,
+)  # fmt: skip
 
 
 def format_of(config: Mapping[str, Any]) -> Format | None:

@@ -4,12 +4,14 @@ pack-quantized: weight_packed int32 [N, ceil(K*b/32)], anybit's own words; weigh
 asymmetric weight_zero_point int32 [ceil(N*b/32), G]; in activation order weight_g_idx int32 [K].
 int-quantized, naive-quantized: weight int8 [N, K], weight_scale [N, G], weight_zero_point int8 [N, G].
 The same 2:4 sparse (sparse-24-bitmask): compressed int8 [N, K/2], bitmask uint8 [N, K/8], least bit first; shape.
-float-quantized: weight e4m3 [N, K] (``fp8``).  nvfp4- and mxfp4-pack-quantized: weight_packed uint8 [N, K/2] (``fp4``).
+float-quantized: weight e4m3 [N, K] (``fp8``), or compressed, which is read as the dense layer that it stands for, since
+no sparse kernel takes e4m3.  nvfp4- and mxfp4-pack-quantized: weight_packed uint8 [N, K/2] (``fp4``).
 
 Bits and groups follow from the shapes, so that layers may have widths of their own. Activations that the file wants
 quantized stay in 16 bits: compressed-tensors rounds them by another rule than anybit.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,8 +42,7 @@ def matches(config: dict[str, Any]) -> bool:
 
 def scheme(layer: StoredLayer) -> Scheme:
     """What the layer is quantized to."""
-    if "compressed" in layer and layer.entry("compressed").dtype != torch.int8:
-        raise layer.refuse(f"2:4 sparse weights in {dtype_name(layer.entry('compressed').dtype)}; int8 ones can be")
+    layer = _whole(layer)
     if _is_fp4(layer):
         return fp4.scheme(layer)
     if _is_fp8(layer):
@@ -51,6 +52,7 @@ def scheme(layer: StoredLayer) -> Scheme:
 
 def read(layer: StoredLayer) -> QuantizedWeight:
     """The layer with its codes untouched."""
+    layer = _whole(layer)
     if _is_fp4(layer):
         return fp4.read(layer)
     if _is_fp8(layer):
@@ -80,14 +82,49 @@ def read(layer: StoredLayer) -> QuantizedWeight:
     return QuantizedWeight(words, scale, zero, (n, k), format, index, places)
 
 
-def _places(layer: StoredLayer, n: int, k: int) -> Tensor:
-    """Which two of every four inputs a bitmask keeps, as QuantizedWeight stores them."""
+class _Whole:
+    """A source in which an e4m3 layer is whole that the file holds behind a bitmask."""
+
+    def __init__(self, layer: StoredLayer, n: int, k: int) -> None:
+        self._layer, self._weight = layer, f"{layer.name}.weight"
+        whole = replace(layer.entry("compressed"), name=self._weight, shape=(n, k))
+        self.entries = {**layer.source.entries, self._weight: whole}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor by its name."""
+        if name != self._weight:
+            return self._layer.source.read(name)
+        n, k = self.entries[name].shape
+        found = torch.zeros(n, k, dtype=torch.uint8)
+        return found.masked_scatter_(_mask(self._layer, n, k), self._layer["compressed"].view(torch.uint8)).view(
+            torch.float8_e4m3fn
+        )
+
+
+def _whole(layer: StoredLayer) -> StoredLayer:
+    """The layer; one of floats behind a bitmask as what it stands for."""
+    if "compressed" not in layer or layer.entry("compressed").dtype == torch.int8:
+        return layer
+    if layer.entry("compressed").dtype != torch.float8_e4m3fn:
+        kind = dtype_name(layer.entry("compressed").dtype)
+        raise layer.refuse(f"it has scales, and 2:4 sparse weights in {kind}; int8 and float8_e4m3fn ones can be")
+    n, k = layer["shape"].flatten().tolist()
+    return replace(layer, source=_Whole(layer, n, k))
+
+
+def _mask(layer: StoredLayer, n: int, k: int) -> Tensor:
+    """What a bitmask keeps, bool [N, K]: two of every four inputs."""
     if k % 8 or layer.shape("bitmask") != (n, k // 8) or layer.shape("compressed") != (n, k // 2):
         raise layer.refuse(f"{n} x {k} weights with a bitmask of shape {layer.shape('bitmask')}")
     bits = layer["bitmask"][..., None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8)) & 1
-    fours = bits.view(n, k // 4, 4)
-    if not bool((fours.sum(-1) == 2).all()):
+    if not bool((bits.view(n, k // 4, 4).sum(-1) == 2).all()):
         raise layer.refuse("its bitmask keeps more or fewer than two of four inputs")
+    return bits.view(n, k).bool()
+
+
+def _places(layer: StoredLayer, n: int, k: int) -> Tensor:
+    """Which two of every four inputs a bitmask keeps, as QuantizedWeight stores them."""
+    fours = _mask(layer, n, k).view(n, k // 4, 4).to(torch.uint8)
     return pack_words(fours.argsort(dim=-1, descending=True, stable=True)[..., :2].to(torch.uint8).view(n, -1), 2)
 
 

@@ -1,0 +1,101 @@
+"""marlin-24: 2:4 sparse layers of 4 or 8 bits in the order of Sparse-MARLIN's kernel, as nm-vllm and compressed-tensors
+(to 0.10) write them.
+
+B_24 or weight_packed: int32 [K/32, N*b/2], kept codes (b bits, zero 2^(b-1)) in the order of that kernel's registers.
+B_meta or meta: int16 [K/32, 2N], the places of what is kept, as CUTLASS orders them for Ampere's sparse tensor cores.
+s or scale_packed: float16 [G, N], outputs in an order of their own where G > 1.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
+from anybit.packing import QuantizedWeight, pack_words, unpack_words
+from anybit.scheme import Scheme, WeightFormat
+
+NAME = "marlin-24"
+MARKS = ("B_24", "weight_packed")
+TENSORS = ("B_24", "B_meta", "s", "workspace", "weight_packed", "meta", "scale_packed")
+_METHODS = ("gptq", "marlin", "gptq_marlin_24")
+_TILE, _COLUMNS = 16, 64
+_INTERLEAVED = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
+"""Codes of a word, least bits first."""
+
+
+def matches(config: dict[str, Any]) -> bool:
+    """Whether a quantization_config is of this format."""
+    method, gptq = config.get("quant_method"), config.get("checkpoint_format") == NAME.replace("-", "_")
+    return (method == "compressed-tensors" and config.get("format") == NAME) or (method in _METHODS and gptq)
+
+
+def scheme(layer: StoredLayer) -> Scheme:
+    """What the layer is quantized to."""
+    return Scheme(_format(layer)[0])
+
+
+def read(layer: StoredLayer) -> QuantizedWeight:
+    """The layer, its codes and places as they were before they were ordered."""
+    format, groups, (n, k) = _format(layer)
+    names, kept = _names(layer), k // 2
+    rows = unpack_words(layer[names[0]], format.bits, _TILE * n)  # a row: 16 kept inputs of every output
+    tiles = rows.new_empty(kept * n // 1024, 1024)
+    tiles[:, _order(format.bits)] = rows.view(-1, 1024)
+    codes = tiles.view(kept // _TILE, n // _TILE, _TILE, _TILE).permute(1, 3, 0, 2).reshape(n, kept)
+    words = layer[names[1]].reshape(-1)[_metadata_order(n, k // 16)].view(n, k // 16)
+    fours = words[..., None] >> torch.arange(0, 16, 4, dtype=torch.int16) & 15
+    places = torch.stack((fours & 3, fours >> 2), dim=-1).to(torch.uint8)
+    if not bool((places[..., 0] < places[..., 1]).all()):
+        raise layer.refuse("its metadata names an input of a four twice, or two of them in the wrong order")
+    stored = finite(layer, "scales", layer[names[2]])
+    if stored.shape[0] > 1:  # eight outputs by turns from the halves of each eight
+        stored = stored.view(-1, n // 8, 4, 2).transpose(2, 3).reshape(-1, n)
+    scale = groups.spread(stored.t())
+    return QuantizedWeight(
+        pack_words(codes, format.bits), scale, None, (n, k), format, indices=pack_words(places.view(n, kept), 2)
+    )
+
+
+def _names(layer: StoredLayer) -> tuple[str, str, str]:
+    """Of codes, metadata and scales."""
+    return ("B_24", "B_meta", "s") if "B_24" in layer else ("weight_packed", "meta", "scale_packed")
+
+
+def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
+    codes, meta, scales = (layer.shape(name) for name in _names(layer))
+    if len(codes) != 2 or len(meta) != 2 or len(scales) != 2:
+        raise layer.refuse(f"codes of shape {codes}, metadata of {meta} and scales of {scales} are no matrices")
+    n, k = scales[1], meta[0] * 32
+    bits = 2 * codes[1] // n if n else 0
+    if bits not in _INTERLEAVED or codes != (k // 32, n * bits // 2) or meta != (k // 32, 2 * n) or n % _COLUMNS:
+        raise layer.refuse(f"codes of shape {codes}, metadata of {meta} and scales of {scales} do not fit together")
+    if k % scales[0]:
+        raise layer.refuse(f"{k} inputs in {scales[0]} groups, which fit no group size")
+    groups = Groups.of(layer, None if scales[0] == 1 else k // scales[0], k)
+    return WeightFormat(bits, "sym", groups.group, True), groups, (n, k)
+
+
+@cache
+def _order(bits: int) -> Tensor:
+    """Where codes of 16 inputs x 64 outputs (four tiles of 16 x 16, row by row) come from, in the order of the file.
+
+    A lane g = lane / 4, t = lane % 4 of a product takes inputs 2t, 2t + 1, 2t + 8 and 2t + 9 of outputs g / 2's tile.
+    """
+    lane, output, block, row = torch.meshgrid(*map(torch.arange, (32, 4, 2, 4)), indexing="ij")
+    g, t = lane // 4, lane % 4
+    inputs = 2 * t + row % 2 + 8 * (row // 2)
+    places = 16 * inputs + 256 * (g // 2) + 8 * (g % 2) + 4 * block + output
+    interleaved = _INTERLEAVED[bits]
+    return places.reshape(-1, len(interleaved))[:, interleaved].flatten()
+
+
+@cache
+def _metadata_order(n: int, columns: int) -> Tensor:
+    """Where the word of each row and four fours lies: rows of 64 by turns, twos by twos turned over, then column pairs."""
+    row, column = torch.meshgrid(torch.arange(n), torch.arange(columns), indexing="ij")
+    to = row // 64 * 64 + row % 2 * 2 + row % 8 // 4 + row % 4 // 2 * 32 + row % 64 // 8 * 4
+    turned = (to % 2 == 0).long() * (column % 2) - (to % 2) * (column % 2 == 0)
+    to, column = to + turned, column - turned
+    return (column // 2 * n * 2 + to * 2 + column % 2).flatten()
