@@ -13,9 +13,11 @@ from tests.cases_models import save_byte_tokenizer
 
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import format_of, layers_of
+from anybit.checkpoints.source import local_folder
 from anybit.errors import CheckpointError, KernelError
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
+from anybit.quantization.methods.registry import quantize_folder
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "formats"
 STRIDE = 9
@@ -64,6 +66,9 @@ CASES = {
     "fp8-blocks": Case("fp8", "w8a16g32e4m3", "w8a16g32e4m3"),
 }
 
+MASKED = "ct-f16-24"
+"""Not quantized: 16-bit weights behind bitmasks."""
+
 
 def near(found: torch.Tensor, theirs: torch.Tensor, steps: float) -> bool:
     """Whether weights are a tool's own, bit for bit, or within so many rounding steps."""
@@ -88,7 +93,7 @@ def test_a_layer_is_what_its_tool_makes_of_it(name: str) -> None:
 
 
 def test_every_fixture_is_looked_at() -> None:
-    assert set(CASES) == {path.name for path in FIXTURES.iterdir()}
+    assert {*CASES, MASKED} == {path.name for path in FIXTURES.iterdir()}
     for path in FIXTURES.iterdir():
         assert " " in json.loads((path / "config.json").read_text())["made_by"], "the tool and its version"
 
@@ -108,7 +113,31 @@ def whole_model(name: str, place: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize("name", ["gptq-4-asym", "auto-round-gptq", "ct-nvfp4", "hqq-3", "bitnet", "fp8-blocks"])
+def test_weights_behind_bitmasks_are_a_model_like_any_other(tmp_path: Path) -> None:
+    expected = load_file(FIXTURES / MASKED / "expected.safetensors")
+    place = whole_model(MASKED, tmp_path / "theirs")
+    weights = load_model(place).model.state_dict()
+    assert len(expected) == 2
+    for name, weight in expected.items():
+        assert (
+            torch.equal(weights[f"{name}.weight"][::STRIDE], weight) and int((weight == 0).sum()) >= weight.numel() / 2
+        )
+    with local_folder(place) as whole:
+        quantize_folder(whole, tmp_path / "ours", "w4a16g32s24")
+    for name, layer in load_model(tmp_path / "ours").model.named_modules():
+        if name in expected:
+            kept = layer.dequantize()[::STRIDE] != 0
+            assert not bool((kept & (expected[name] == 0)).any()), "other weights are kept than the file's"
+    tensors = load_file(place / "model.safetensors")
+    tensors[f"{next(iter(expected))}.bitmask"][0, 0] = 0x07
+    save_file(tensors, place / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"_proj cannot be read: .*two of four"), local_folder(place):
+        pass
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq-4-asym", "auto-round-gptq", "ct-nvfp4", "hqq-3", "bitnet", "fp8-blocks", "marlin-24"]
+)
 def test_a_folder_loads_and_runs(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     loaded = load_model(whole_model(name, tmp_path))

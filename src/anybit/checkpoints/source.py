@@ -1,6 +1,7 @@
 """Turn a model's name (a folder, a hub name, a GGUF file) into a folder of safetensors."""
 
 import importlib.util
+import json
 import re
 import shutil
 import tempfile
@@ -9,10 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from anybit.checkpoints.folder import path_of
+from anybit.checkpoints.folder import Folder, path_of
+from anybit.checkpoints.formats.compressed_tensors import unmasked
+from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.checkpoints.gguf_rotary import scale_rotary
+from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import Scratch
+from anybit.checkpoints.writing import ShardWriter, write_text
 from anybit.errors import CheckpointError, one_line
 
 # What a model folder is made of; pickles and other frameworks' weights are not even fetched.
@@ -26,21 +31,27 @@ def local_folder(model: str | Path, trust_remote_code: bool = False) -> Iterator
     """A folder with config.json and safetensors for a model; raises CheckpointError if there is none.
 
     model: a folder, the name of a model on the Hugging Face hub, or a GGUF file. A GGUF file is dequantized to 16-bit
-    floats into a temporary folder, which lives as long as the context; the others are used where they are.
+    floats into a temporary folder, which lives as long as the context; so is a model that compressed-tensors has made
+    smaller by bitmasks alone. The others are used where they are.
     trust_remote_code: fetch the Python files of a model on the hub, too.
     """
     refuse_unnamed(model)
     path = path_of(model, "a model's source").expanduser()
-    if path.is_dir():
-        yield path
-    elif path.is_file():
+    if path.is_file():
         with Scratch(Path(tempfile.gettempdir())) as folder:
             dequantize_gguf(path, folder)
             yield folder
-    elif _is_hub_name(str(model)):
-        yield _from_hub(str(model), [*_FETCHED, "*.py"] if trust_remote_code else _FETCHED)
+        return
+    if not path.is_dir():
+        if not _is_hub_name(str(model)):
+            raise CheckpointError(f"{model} is neither a folder, nor a GGUF file, nor a hub name such as 'owner/model'")
+        path = _from_hub(str(model), [*_FETCHED, "*.py"] if trust_remote_code else _FETCHED)
+    if _is_masked(path):
+        with Scratch(Path(tempfile.gettempdir())) as folder:
+            unmask(Folder(path, trust_remote_code), folder)
+            yield folder
     else:
-        raise CheckpointError(f"{model} is neither a folder, nor a GGUF file, nor a hub name such as 'owner/model'")
+        yield path
 
 
 def refuse_unnamed(model: str | Path) -> None:
@@ -55,6 +66,38 @@ def is_gguf(model: str | Path) -> bool:
     """Whether a model's source is a file, of which only GGUF's are read, and no folder or name."""
     refuse_unnamed(model)
     return path_of(model, "a model's source").expanduser().is_file()
+
+
+def _is_masked(path: Path) -> bool:
+    """Whether a folder holds 16-bit weights behind bitmasks, and nothing quantized."""
+    try:
+        entry = json.loads((path / "config.json").read_bytes()).get("quantization_config")
+        masked = entry["sparsity_config"]["format"] == "sparse-24-bitmask"
+        return bool(masked and entry["quant_method"] == "compressed-tensors" and not entry.get("config_groups"))
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):  # for others to say
+        return False
+
+
+def unmask(source: Folder, folder: Path) -> None:
+    """Write a model whose weights are behind bitmasks into a folder, with whole ones.
+
+    Raises CheckpointError, naming the layer, for a bitmask that does not keep two of every four inputs.
+    """
+    layers = {name.removesuffix(".bitmask") for name in source.entries if name.endswith(".bitmask")}
+    parts = {f"{name}.{part}": name for name in layers for part in ("bitmask", "compressed", "shape")}
+    names = sorted({f"{parts[name]}.weight" if name in parts else name for name in source.entries})
+    try:
+        with ShardWriter(folder, header_room(names)) as writer:
+            for name in names:
+                layer = name.removesuffix(".weight")
+                masked = layer in layers and name.endswith(".weight")
+                writer.add(name, unmasked(StoredLayer(source, layer, {})) if masked else source.read(name))
+        for file in source.companions():
+            shutil.copy2(file, folder)
+        config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+        write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from error
 
 
 def dequantize_gguf(file: Path, folder: Path) -> None:

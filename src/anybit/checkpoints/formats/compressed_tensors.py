@@ -83,22 +83,25 @@ def read(layer: StoredLayer) -> QuantizedWeight:
 
 
 class _Whole:
-    """A source in which an e4m3 layer is whole that the file holds behind a bitmask."""
+    """A source in which a layer is whole that the file holds behind a bitmask."""
 
-    def __init__(self, layer: StoredLayer, n: int, k: int) -> None:
+    def __init__(self, layer: StoredLayer) -> None:
         self._layer, self._weight = layer, f"{layer.name}.weight"
-        whole = replace(layer.entry("compressed"), name=self._weight, shape=(n, k))
-        self.entries = {**layer.source.entries, self._weight: whole}
+        shape = tuple(layer["shape"].flatten().tolist())
+        self.entries = {**layer.source.entries, self._weight: replace(layer.entry("compressed"), shape=shape)}
 
     def read(self, name: str) -> Tensor:
         """One tensor by its name."""
-        if name != self._weight:
-            return self._layer.source.read(name)
-        n, k = self.entries[name].shape
-        found = torch.zeros(n, k, dtype=torch.uint8)
-        return found.masked_scatter_(_mask(self._layer, n, k), self._layer["compressed"].view(torch.uint8)).view(
-            torch.float8_e4m3fn
-        )
+        return unmasked(self._layer) if name == self._weight else self._layer.source.read(name)
+
+
+def unmasked(layer: StoredLayer) -> Tensor:
+    """The weight [N, K] that a bitmask and what it keeps stand for, in the dtype of the file."""
+    n, k = layer["shape"].flatten().tolist()
+    kept = layer["compressed"]
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[kept.itemsize]  # masked_scatter_ knows no e4m3
+    found = torch.zeros(n, k, dtype=bits).masked_scatter_(_mask(layer, n, k), kept.view(bits))
+    return found.view(kept.dtype)
 
 
 def _whole(layer: StoredLayer) -> StoredLayer:
@@ -108,8 +111,7 @@ def _whole(layer: StoredLayer) -> StoredLayer:
     if layer.entry("compressed").dtype != torch.float8_e4m3fn:
         kind = dtype_name(layer.entry("compressed").dtype)
         raise layer.refuse(f"it has scales, and 2:4 sparse weights in {kind}; int8 and float8_e4m3fn ones can be")
-    n, k = layer["shape"].flatten().tolist()
-    return replace(layer, source=_Whole(layer, n, k))
+    return replace(layer, source=_Whole(layer))
 
 
 def _mask(layer: StoredLayer, n: int, k: int) -> Tensor:

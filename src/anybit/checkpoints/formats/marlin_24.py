@@ -93,7 +93,7 @@ def _order(bits: int) -> Tensor:
 
 @cache
 def _metadata_order(n: int, columns: int) -> Tensor:
-    """Where the word of each row and four fours lies: rows of 64 by turns, twos by twos turned over, then column pairs."""
+    """Where the word of each row and four fours lies: rows of 64 by turns, squares of two turned over, column pairs."""
     row, column = torch.meshgrid(torch.arange(n), torch.arange(columns), indexing="ij")
     to = row // 64 * 64 + row % 2 * 2 + row % 8 // 4 + row % 4 // 2 * 32 + row % 64 // 8 * 4
     turned = (to % 2 == 0).long() * (column % 2) - (to % 2) * (column % 2 == 0)
