@@ -64,6 +64,17 @@ CASES = {
     "bitnet": Case("bitnet", "w2a8", "w2a8"),
     "autobitnet": Case("bitnet", "w2a8", "w2a8"),
     "fp8-blocks": Case("fp8", "w8a16g32e4m3", "w8a16g32e4m3"),
+    "gptqmodel-2-act-v2": Case("gptq", "w2a16g32asym", "w2a16g32asym"),
+    "gptqmodel-3-v2": Case("gptq", "w3a16g32asym", "w3a16g32asym"),
+    "gptqmodel-4-act-v2": Case("gptq", "w4a16g32asym", "w4a16g32asym"),
+    "gptqmodel-4-sym": Case("gptq", "w4a16g32", "w4a16g32"),
+    "gptqmodel-8-act": Case("gptq", "w8a16g32", "w8a16g32"),
+    "gptqmodel-mixed": Case("gptq", "w4a16g32", "w8a16g64"),
+    "llmc-w4-act": Case("compressed-tensors", "w4a16g32asym", "w4a16g32asym"),
+    "llmc-w8a8": Case("compressed-tensors", "w8a16", "w8a16"),
+    "llmc-fp8": Case("compressed-tensors", "w8a16e4m3", "w8a16e4m3"),
+    "llmc-nvfp4": Case("compressed-tensors", "w4a16g16e2m1", "w4a16g16e2m1"),
+    "llmc-mixed": Case("compressed-tensors", "w8a16", "w4a16g32asym"),
 }
 
 MASKED = "ct-f16-24"
