@@ -21,22 +21,63 @@ LINEAR = {  # gated delta nets: three layers of four have linear attention
 }
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+PATCHES = {**TOWER, "image_size": 16, "patch_size": 8}
+VISUAL = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 8,
+}
+LLAMA4 = {
+    **WIDE, "intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 32,
+}  # fmt: skip
+GEMMA4 = {
+    **WIDE, "global_head_dim": 16, "sliding_window": 16, "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 16,
+}  # fmt: skip
+
 MATRIX: dict[str, Callable[[], Any]] = {
     "Llama": lambda: t.LlamaConfig(**LLAMA),
-    "Llama 4 (text)": lambda: t.Llama4TextConfig(
-        **WIDE, intermediate_size_mlp=96, num_local_experts=2, interleave_moe_layer_step=2, attention_chunk_size=32
+    "Llama 4 (text)": lambda: t.Llama4TextConfig(**LLAMA4),
+    "Llama 4 (images)": lambda: t.Llama4Config(
+        text_config=LLAMA4,
+        vision_config={
+            **PATCHES,
+            "intermediate_size": 128,
+            "vision_output_dim": 64,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+        },
     ),
     "Mistral": lambda: t.MistralConfig(**LLAMA),
     "Ministral": lambda: t.MinistralConfig(**WIDE, sliding_window=16),
     "Ministral 3": lambda: t.Ministral3Config(**WIDE),
+    "Mistral Small 3.1 (images)": lambda: t.Mistral3Config(
+        text_config={"model_type": "mistral", **LLAMA},
+        vision_config={"model_type": "pixtral", **PATCHES, "head_dim": 16},
+    ),
     "Qwen2, Qwen2.5": lambda: t.Qwen2Config(**LLAMA),
     "Qwen3": lambda: t.Qwen3Config(**WIDE),
     "Qwen3-Next": lambda: t.Qwen3NextConfig(**LINEAR, **EXPERTS, shared_expert_intermediate_size=32),
     "Qwen3.5 (text)": lambda: t.Qwen3_5TextConfig(**LINEAR),
+    "Qwen3.5 (images)": lambda: t.Qwen3_5Config(
+        text_config=LINEAR, vision_config={**VISUAL, "num_position_embeddings": 16}
+    ),
+    "Qwen3-VL (images)": lambda: t.Qwen3VLConfig(
+        text_config=WIDE, vision_config={**VISUAL, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    ),
     "Gemma 2": lambda: t.Gemma2Config(**WIDE, sliding_window=16),
     "Gemma 3 (text)": lambda: t.Gemma3TextConfig(**WIDE, sliding_window=16),
-    "Gemma 4 (text)": lambda: t.Gemma4TextConfig(
-        **WIDE, global_head_dim=16, sliding_window=16, vocab_size_per_layer_input=96, hidden_size_per_layer_input=16
+    "Gemma 3 (images)": lambda: t.Gemma3Config(
+        text_config={**WIDE, "sliding_window": 16}, vision_config=PATCHES, mm_tokens_per_image=4
+    ),
+    "Gemma 4 (text)": lambda: t.Gemma4TextConfig(**GEMMA4),
+    "Gemma 4 (images)": lambda: t.Gemma4Config(
+        text_config=GEMMA4, vision_config={**TOWER, "num_key_value_heads": 2, "head_dim": 16}, audio_config=None
     ),
     "Phi-3, Phi-4": lambda: t.Phi3Config(**LLAMA),
     "OLMo 2": lambda: t.Olmo2Config(**LLAMA),

@@ -14,15 +14,16 @@ import pytest
 import torch
 from tests.cases_matrix import MATRIX
 from tests.cases_models import tokens_of
-from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import anybit
 from anybit.errors import LayerError
 from anybit.quantization.methods.registry import quantize_folder
+from anybit.quantization.pipeline.modules import auto_class
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 MARKED = re.compile(r"(<!-- models -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 HEAD = "| model | quantized in a layer | stays in 16 bits | fused layers |\n| --- | --- | --- | --- |\n"
 
 
@@ -37,19 +38,22 @@ class Found:
     fused: list[int] | None
     experts: int
     counted: int
+    beside: list[str]
 
 
 def tried(name: str, folder: Path) -> Found:
     """Quantize a tiny model with random weights, save it, load it, and generate."""
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(MATRIX[name](), dtype=torch.float32).eval()
+    config = MATRIX[name]()
+    kind = auto_class(config)
+    model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(4)
     model.save_pretrained(folder / "source")
     saved = quantize_folder(folder / "source", folder / "out", "w4a16g32")
-    streamed = AutoModelForCausalLM.from_pretrained(folder / "out").eval()
+    streamed = kind.from_pretrained(folder / "out").eval()
     layers = {part: m for part, m in streamed.named_modules() if isinstance(m, anybit.QuantLinear)}
     assert len(layers) == saved.layers
     # The original with each weight replaced by what its codes stand for has to say the same.
@@ -59,11 +63,12 @@ def tried(name: str, folder: Path) -> Found:
         module.weight.data = weight.T.contiguous() if isinstance(module, Conv1D) else weight
     streamed.save_pretrained(folder / "again")
     tokens, expected = tokens_of(streamed), tokens_of(model)
-    reloaded = tokens_of(AutoModelForCausalLM.from_pretrained(folder / "again").eval())
+    reloaded = tokens_of(kind.from_pretrained(folder / "again").eval())
     kept = {
         part.rpartition(".")[2]
         for part, m in streamed.named_modules()
         if isinstance(m, (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Embedding, Conv1D))
+        and not part.startswith(tuple(saved.beside))
     }
     experts = sum(p.numel() for part, p in streamed.named_parameters() if ".experts." in part and p.ndim > 2)
     fused = None
@@ -71,11 +76,13 @@ def tried(name: str, folder: Path) -> Found:
         fused = tokens_of(anybit.fuse(streamed))
     quantized = dict.fromkeys(part.rpartition(".")[2] for part in layers)
     stays = [*sorted(kept), *(["experts"] if experts else [])]
+    seven = set(quantized) >= SEVEN
+    named = [f"`{part}`" for part in quantized if not (seven and part in SEVEN)]
     cells = (
-        f"{', '.join(f'`{part}`' for part in quantized)} | {', '.join(f'`{part}`' for part in stays)} | "
+        f"{', '.join(['the seven'] * seven + named)} | {', '.join(f'`{part}`' for part in stays)} | "
         f"{'no' if fused is None else 'yes'}"
     )
-    return Found(cells, tokens, reloaded, expected, fused, experts, saved.experts)
+    return Found(cells, tokens, reloaded, expected, fused, experts, saved.experts, saved.beside)
 
 
 def table() -> dict[str, str]:
@@ -92,6 +99,7 @@ def test_a_model_runs_as_the_table_says(name: str, tmp_path: Path) -> None:
     assert found.streamed == found.reloaded == found.expected
     assert found.fused in (None, found.streamed)
     assert found.experts == found.counted
+    assert bool(found.beside) == name.endswith("(images)")
     assert found.cells == table()[name], "run: python -m tests.integrations.test_model_matrix"
 
 

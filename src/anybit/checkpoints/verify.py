@@ -119,7 +119,7 @@ def check_model(model: Any, entries: Mapping[str, Entry], where: object, quantiz
     wanted: dict[str, Tensor] = dict(model.state_dict())
     layers = {name.removesuffix(_MARK) for name in wanted if name.endswith(_MARK)}
     optional = set(getattr(model, "all_tied_weights_keys", ()))
-    converted, found = _names(model, list(entries), wanted, quantizer)
+    converted, found = names_in(model, entries, wanted, quantizer)
     surplus: list[str] = []
     doubles: dict[str, str] = {}
     for stored, name in found.items():
@@ -237,8 +237,8 @@ def _texts(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, Mapping) else () if value is None else (value,)
 
 
-def _names(
-    model: Any, stored: list[str], wanted: Mapping[str, Tensor], quantizer: Any
+def names_in(
+    model: Any, stored: Iterable[str], wanted: Mapping[str, Tensor], quantizer: Any = None
 ) -> tuple[set[str], dict[str, str]]:
     """What transformers makes of the stored names: (targets of conversions, stored name -> the model's).
 

@@ -145,6 +145,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             keep = kept_modules(model, None if saved is None else saved.kept)
             layers = linear_layers(model, keep)
         else:
+            foreign.take_names(model)
             every = linear_layers(model, [])
             layers = [layer for layer in every if layer.name in foreign.layers]
             keep = [layer.name for layer in every if layer.name not in foreign.layers]

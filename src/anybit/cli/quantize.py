@@ -131,6 +131,8 @@ def quantize(
             f"{saved.experts / 1e6:.1f} million weights of experts stay as they are, and count in the bits per weight",
             markup=False,
         )
+    if saved.beside:
+        output.print(f"only the text part is quantized: {', '.join(saved.beside)} stay as they are", markup=False)
 
 
 def _say_if_nothing_runs(scheme: Scheme) -> None:

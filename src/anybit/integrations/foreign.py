@@ -30,6 +30,7 @@ def load_translated(
     empty: the model on the meta device, as transformers builds it without quantization.
     Raises CheckpointError for a layer that the model does not have, or has in another shape.
     """
+    source.take_names(empty)
     linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     kept = sorted(set(linears) - set(source.layers))
     words = source.configuration(kept)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from anybit.checkpoints import Folder, is_gguf, local_folder
@@ -23,7 +23,7 @@ from anybit.integrations.foreign import load_gguf, load_translated, without_kern
 from anybit.integrations.transformers import AnyBitConfig
 from anybit.linear import QuantLinear
 from anybit.ops import backends
-from anybit.quantization.pipeline.modules import skeleton
+from anybit.quantization.pipeline.modules import auto_class, skeleton
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import allowed
 
@@ -151,7 +151,7 @@ def load_model(
                 kind = folder.kernel_dtype if wanted == "auto" else wanted
                 model, found = load_translated(foreign, empty, kind, arguments.get("device_map"), backend)
             else:
-                model, found = AutoModelForCausalLM.from_pretrained(
+                model, found = auto_class(empty.config).from_pretrained(
                     path, dtype=wanted, output_loading_info=True, trust_remote_code=trust_remote_code, **arguments
                 )
         except KernelError as error:

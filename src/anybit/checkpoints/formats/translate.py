@@ -17,6 +17,7 @@ from anybit.checkpoints.configuration import METHOD, configuration
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import Format, format_of, layers_of
 from anybit.checkpoints.formats.stored import ordered
+from anybit.checkpoints.verify import names_in
 from anybit.errors import CheckpointError, LayerError
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight, unpack_words
@@ -87,6 +88,9 @@ class Translation(ABC):
                     found[f"{name}.{part}"] = LazyTensor(self, name, part, dtype, parameter)
         return found
 
+    def take_names(self, model: Any) -> None:  # noqa: B027  most files have the model's names
+        """Name everything as the model does, where the files have the names of an older version of transformers."""
+
     def drop_zero_biases(self, model: Any) -> None:
         """Leave out biases of zeros that a model has no place for: some of GPTQ's tools give one to every layer."""
         wanted = model.state_dict().keys()
@@ -121,7 +125,8 @@ class FolderTranslation(Translation):
         self.layers = {name: format.scheme(layer) for name, layer in self._stored.items()}
         self.group_index = any(map(ordered, self._stored.values()))
         own = {f"{name}.{suffix}" for name in self.layers for suffix in format.TENSORS}
-        self.plain = [name for name in folder.entries if name not in own]
+        self._plain = {name: name for name in folder.entries if name not in own}
+        self.plain = [*self._plain]
         self.bytes = sum(entry.bytes for name, entry in folder.entries.items() if name in own)
 
     @classmethod
@@ -129,6 +134,18 @@ class FolderTranslation(Translation):
         """The translation of a folder whose method is read here; None for every other folder."""
         format = format_of(folder.config)
         return None if format is None else cls(folder, format)
+
+    def take_names(self, model: Any) -> None:
+        """Name everything as the model does, where the files have the names of an older version of transformers."""
+        wanted = model.state_dict()
+        weights = {f"{name}.weight": name for name in self._stored}
+        found = names_in(model, [*weights, *self._plain], wanted)[1]
+        renamed = {stored: name for stored, name in found.items() if name in wanted and stored not in wanted}
+        layers = {name: renamed.get(weight, weight).removesuffix(".weight") for weight, name in weights.items()}
+        self._stored = {layers[name]: layer for name, layer in self._stored.items()}
+        self.layers = {layers[name]: scheme for name, scheme in self.layers.items()}
+        self._plain = {renamed.get(name, name): stored for name, stored in self._plain.items()}
+        self.plain = [*self._plain]
 
     def read(self, name: str) -> QuantizedWeight:
         """One quantized layer."""
@@ -139,7 +156,7 @@ class FolderTranslation(Translation):
 
     def read_plain(self, name: str) -> Tensor:
         """One tensor of what is not quantized."""
-        return self._folder.read(name)
+        return self._folder.read(self._plain[name])
 
 
 class OwnTranslation(Translation):

@@ -94,6 +94,7 @@ def _write_gguf(source: Translation, empty: Any, folder: Path, file: Path, overw
 
 def _refuse_strangers(source: Translation, empty: Any) -> list[str]:
     """The names of linear layers. Raises ConversionError for a quantized layer that is none of them."""
+    source.take_names(empty)
     linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     strangers = sorted(set(source.layers) - set(linears))
     if strangers:

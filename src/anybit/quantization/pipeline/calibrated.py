@@ -41,7 +41,7 @@ from anybit.quantization.pipeline.calibrate import (
     read_text,
     tokenized,
 )
-from anybit.quantization.pipeline.modules import LinearLayer
+from anybit.quantization.pipeline.modules import LinearLayer, auto_class
 from anybit.quantization.pipeline.resume import remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import Scheme
@@ -367,10 +367,8 @@ def _first(sequences: list[Tensor], tokens: int) -> list[Tensor]:
 
 def load_whole(job: Job) -> Any:
     """The model of a job in float32, on the CPU. Raises CheckpointError."""
-    from transformers import AutoModelForCausalLM
-
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto_class(job.model.config).from_pretrained(
             job.source.path, dtype=torch.float32, trust_remote_code=job.source.trust_remote_code
         )
     except (OSError, RuntimeError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -35,13 +35,45 @@ def skeleton(folder: Path, trust_remote_code: bool = False) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except MemoryError:
         raise
     except Exception as error:  # numbers of any size and type go into classes that expect others
         raise CheckpointError(
             f"{file}: transformers cannot build {_architecture(file)} as a causal language model: {_first_line(error)}"
         ) from error
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class that builds a model whole: a language model, or one that also takes images.
+
+    AutoModelForCausalLM knows some of the latter by their text alone, others not at all.
+    """
+    whole = AutoModelForImageTextToText._model_mapping.get(type(config), None)
+    named = getattr(config, "architectures", None) or ()
+    plain = whole is None or (
+        type(config) in AutoModelForCausalLM._model_mapping and named and whole.__name__ not in named
+    )
+    return AutoModelForCausalLM if plain else AutoModelForImageTextToText
+
+
+def beside_text(model: Any) -> list[str]:
+    """The largest modules of a model that have no part in its language model: towers for images or sound, projectors.
+
+    Empty for models of text alone.
+    """
+    if model.config.get_text_config(decoder=True) is model.config:
+        return []
+    text, head = model.get_decoder(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in (*found, names[text]))
+        if module is text or module is head or inside or not name:
+            continue
+        if not any(part is text or part is head for part in module.modules()) and any(map(is_linear, module.modules())):
+            found.append(name)
+    return found
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -67,14 +99,14 @@ def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
 
 
 def kept_modules(model: Any, modules_to_not_convert: list[str] | None, overrides: Collection[str] = ()) -> list[str]:
-    """What stays as it is: the modules named, or by default the output head; and a head that is tied.
+    """What stays as it is: the modules named, or by default the output head; a head that is tied; what is not text.
 
     overrides: of a head that they name, not by a pattern, the codes are stored, and no longer shared if it is tied.
     """
     keep = HfQuantizer.get_modules_to_not_convert(model, modules_to_not_convert, model._keep_in_fp32_modules)
     # A head that shares its weight with the embedding has none of its own that could be stored as codes.
     chosen = set(overrides) - set(modules_to_not_convert or ())
-    return sorted({*keep, *tied_heads(model)} - chosen)
+    return sorted({*keep, *tied_heads(model), *beside_text(model)} - chosen)
 
 
 def tied_heads(model: Any) -> dict[str, str]:

@@ -20,7 +20,7 @@ from anybit.checkpoints.configuration import configuration, override_of, parse_o
 from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.folder import Folder, path_of
 from anybit.checkpoints.safetensors import Entry, header_room
-from anybit.checkpoints.verify import TRAP, check_model
+from anybit.checkpoints.verify import TRAP, check_model, names_in
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.linear import QuantLinear
@@ -28,6 +28,7 @@ from anybit.packing import QuantizedWeight
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.modules import (
     LinearLayer,
+    beside_text,
     check_kept,
     check_overrides,
     kept_modules,
@@ -67,7 +68,7 @@ class Saved:
 
     bytes: of all tensors.  weights: of the quantized layers.  experts: weights of experts, which stay as they are.
     bits_per_weight: of both.  overrides: the layers, or patterns of them, that have another scheme, and which.
-    seconds: of the whole job, calibration included.
+    beside: the modules for images or sound, which stay as they are.  seconds: of the whole job, calibration included.
     """
 
     folder: str
@@ -81,6 +82,7 @@ class Saved:
     seconds: float
     experts: int = 0
     overrides: dict[str, str] = field(default_factory=dict)
+    beside: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,7 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
         time.perf_counter() - job.began,
         experts,
         {layer: str(scheme) for layer, scheme in job.overrides.items()},
+        beside_text(job.model),
     )
 
 
@@ -284,12 +287,16 @@ def _place(folder: Folder, name: str) -> tuple[str, int]:
 
 
 def _match(folder: Folder, model: Any, layers: list[LinearLayer]) -> dict[str, str]:
-    """The model's names -> the checkpoint's, which may lack the prefix of the base model or carry it in addition."""
+    """The model's names -> the checkpoint's, which may lack the prefix of the base model or carry it in addition.
+
+    Checkpoints of models with a vision part may name their modules as older versions of transformers did.
+    """
     parameters = dict(model.state_dict())
     prefix = f"{model.base_model_prefix}."
+    renamed = names_in(model, folder.entries, parameters)[1]
     names: dict[str, str] = {}
     for stored in folder.entries:
-        candidates = (stored, prefix + stored, stored.removeprefix(prefix))
+        candidates = (stored, prefix + stored, stored.removeprefix(prefix), renamed.get(stored, stored))
         name = next((candidate for candidate in candidates if candidate in parameters), stored)
         if name in names:
             raise CheckpointError(f"{folder.path}: tensor {name} appears twice, also as {stored}")

@@ -1,0 +1,89 @@
+"""Models that also take images: their text is quantized, and other tools' files are read by the names they have."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.cases_matrix import MATRIX
+from tests.cases_models import save_byte_tokenizer, tokens_of
+from transformers import AutoModelForImageTextToText
+
+from anybit.checkpoints.formats import gptq_write
+from anybit.checkpoints.formats.write import convert_into
+from anybit.integrations.loading import load_model
+from anybit.linear import QuantLinear
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.scheme import Scheme
+
+SCHEME = Scheme.parse("w4a16g32")
+PROMPTED: dict[str, Any] = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 5)]}
+
+
+def saved(name: str, folder: Path) -> Path:
+    """A tiny model of float16, saved by transformers, which gives some of them the names of older versions."""
+    torch.manual_seed(5)
+    model = AutoModelForImageTextToText.from_config(MATRIX[name](), dtype=torch.float16)
+    model.save_pretrained(folder)
+    save_byte_tokenizer(folder)
+    return folder
+
+
+def as_gptq(folder: Path) -> dict[str, torch.Tensor]:
+    """Put the projections of the text into GPTQ's tensors, names as they are; returns what they stand for."""
+    tensors, expected = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if "language_model" in name and name.endswith("_proj.weight"):
+            layer, quantized = name.removesuffix(".weight"), quantize_weight(weight, SCHEME.weights)
+            expected[layer] = quantized.dequantize()
+            tensors |= {
+                f"{layer}.{part}": t.contiguous() for part, t in gptq_write.tensors_of(layer, quantized).items()
+            }
+        else:
+            tensors[name] = weight
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    entry = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    config["quantization_config"] = {**entry, "checkpoint_format": "gptq_v2"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+def test_quantize_says_what_it_leaves(run: Any, tmp_path: Path) -> None:
+    code, out, err = run(
+        "quantize", saved("Mistral Small 3.1 (images)", tmp_path / "in"), "-s", SCHEME, "-o", tmp_path / "w4"
+    )
+    assert code == 0, err
+    assert "only the text part is quantized: model.vision_tower, model.multi_modal_projector stay as they are" in out
+    assert len(tokens_of(load_model(tmp_path / "w4", device="cpu").model, 3)) == 3
+
+
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_methods_that_look_at_a_text_take_them(method: str, run: Any, tmp_path: Path) -> None:
+    from anybit.quantization.methods.registry import quantize_folder
+
+    bits = {} if method == "gptq" else {"bits": 4.5}
+    done = quantize_folder(
+        saved("Gemma 3 (images)", tmp_path / "in"), tmp_path / "out", "w4a16g32", method, options=PROMPTED, **bits
+    )
+    assert done.layers == 14 and done.beside == ["model.vision_tower"]
+    assert len(tokens_of(AutoModelForImageTextToText.from_pretrained(tmp_path / "out"), 3)) == 3
+
+
+@pytest.mark.parametrize("name", ["Gemma 3 (images)", "Qwen3-VL (images)"])
+def test_files_of_other_tools_are_read_by_their_old_names(name: str, run: Any, tmp_path: Path) -> None:
+    folder = saved(name, tmp_path / "theirs")
+    expected = as_gptq(folder)
+    model = load_model(folder, device="cpu").model
+    layers = {key: module for key, module in model.named_modules() if isinstance(module, QuantLinear)}
+    assert len(layers) == len(expected) == 14
+    for old, weight in expected.items():
+        (new,) = (key for key in layers if key.split(".layers.")[1] == old.split(".layers.")[1])
+        assert torch.equal(layers[new].dequantize(), weight)
+    convert_into(folder, "compressed-tensors", tmp_path / "converted")
+    assert tokens_of(load_model(tmp_path / "converted", device="cpu").model) == tokens_of(model)
+    code, out, err = run("info", folder, "--json")
+    assert code == 0, err
+    assert json.loads(out)["linear_layers"] == 14
