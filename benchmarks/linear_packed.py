@@ -94,7 +94,7 @@ def job_of(asked: tuple[Case, str]) -> Job | None:
     name, config = chosen.kernel, heuristics.limit_occupancy(chosen.config, device)
     kernels = [FAMILIES[name].module.kernel(config)]
     if not scheme.weights.sparse:
-        kernels.append(repack.kernel(repack.Config(scheme.weights.bits, x.quantized)))
+        kernels.append(repack.kernel(repack.config_of(scheme.weights, "a8" if x.quantized else "a16")))
     if x.quantized:
         problem = quantize_activations.Problem(case.m, case.k, x, target=Target.bytes)
         kernels.append(quantize_activations.kernel(quantize_activations.default(problem)))

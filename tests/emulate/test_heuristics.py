@@ -83,13 +83,8 @@ def test_sparse_weights(bits: int) -> None:
 @BOTH
 @pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
 def test_formats_of_other_tools(module: ModuleType, format: WeightFormat) -> None:
-    if module is sm90_packed_gemv and format.code in ("nf4", "e4m3"):
-        problem = packed_problem.Problem(1, 64, 128, format, torch.float16, torch.float16, HOPPER, 128)
-        assert "no integers of 8 bits" in str(module.why_not(problem))
-    else:
-        dtype = HALVES[FOREIGN.index(format) % 2]
-        run(module, format, 3, 40, 328, dtype, bias=True)
-        run(module, format, 1, 64, 512, HALVES[FOREIGN.index(format) % 2 - 1], ordered=True)
+    for i, (m, n, k) in enumerate(((3, 40, 328), (1, 64, 512), (2, 20, 132))):
+        run(module, format, m, n, k, HALVES[(FOREIGN.index(format) + i) % 2], bias=i == 0, ordered=i == 1)
 
 
 @BOTH

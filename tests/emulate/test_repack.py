@@ -25,7 +25,7 @@ def check(weight: QuantizedWeight, order: packed_layout.Order) -> None:
         row_scale = torch.full_like(expected.row_scale, torch.nan)
         groups = repack.Groups(format.group, weight.scale, weight.zero, weight.minimum, columns, row_scale)
     params = repack.arguments(weight.words, expected.permutation, tiles, n, k, groups)
-    kernel = repack.kernel(repack.Config(format.bits, order == "a8"))
+    kernel = repack.kernel(repack.config_of(format, order))
     emulate.run(kernel, params, (tiles.shape[1], tiles.shape[0], 1))
     assert torch.equal(tiles, expected.tiles)
     if groups is not None:
@@ -56,6 +56,10 @@ def test_groups(group: int | None) -> None:
 def test_types_of_scales(dtype: torch.dtype) -> None:
     for code in ("sym", "min"):
         check(random_weight(70, 256, WeightFormat(4, code, 32), 5).with_scales(dtype), "a16")
+
+
+def test_codes_of_floats() -> None:
+    check(random_weight(70, 300, WeightFormat(4, "e2m1", 16), 5), "a16")
 
 
 @pytest.mark.parametrize("group", [16, 64, 256])

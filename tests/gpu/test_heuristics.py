@@ -59,7 +59,12 @@ OTHER_TOOLS: list[Case] = [
     (kernel, MOST[kernel] - i % 2, 320, 712, format, HALVES[i // 2 % 2], i % 3 == 0, True)
     for i, format in enumerate(FOREIGN)
     for kernel in (D, M)
-    if kernel is M or format.code not in ("nf4", "e4m3")
+]
+TABLES: list[Case] = [  # a token or two, groups side by side
+    (D, m, 320, 1024, format, dtype, False, False)
+    for format in FOREIGN
+    if format.tabled
+    for m, dtype in zip((1, 2), HALVES, strict=True)
 ]
 SPARSE: list[Case] = [
     (D, 1 + i % 4, 320, 768 + 4 * (i % 2), WeightFormat(bits, code, group, True), HALVES[i % 2], False, i % 3 == 0)  # type: ignore[arg-type]
@@ -67,7 +72,7 @@ SPARSE: list[Case] = [
         itertools.product(range(2, 9), (("sym", 128), ("asym", 32), ("asym", None)))
     )
 ]
-CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD, *OTHER_TOOLS, *SPARSE]
+CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD, *OTHER_TOOLS, *TABLES, *SPARSE]
 
 
 def kernels_used() -> list[Kernel]:

@@ -7,9 +7,9 @@ import torch
 
 from anybit.errors import KernelError
 from anybit.kernels.gemm import sparse_layout
-from anybit.kernels.gemm.packed_layout import pieces, tile_bytes
-from anybit.kernels.gemm.packed_tiles import _normalized, codes, prepare, unpack
-from anybit.packing import QuantizedWeight, pack_words
+from anybit.kernels.gemm.packed_layout import float_order, from_float_order, pieces, tile_bytes
+from anybit.kernels.gemm.packed_tiles import _normalized, _signed32, codes, prepare, unpack
+from anybit.packing import QuantizedWeight, pack_words, table_of
 from anybit.scheme import WeightFormat
 from cases import random_weight
 from cases_packed import FOREIGN, act_order, scheme_of
@@ -62,6 +62,18 @@ def test_round_trip_of_formats_of_other_tools(format):
         assert torch.allclose(unpack(packed), weight.dequantize(torch.float64), rtol=1e-6, atol=1e-6)
         with pytest.raises(KernelError, match="16-bit activations alone"):
             prepare(weight, "a8")
+
+
+def test_order_of_floats():
+    words = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(4)).to(torch.int32)
+    ordered = float_order(words)
+    assert torch.equal(from_float_order(ordered), words)
+    for place, found in enumerate(
+        (ordered << 6, ordered << 9, ordered ^ (ordered >> 3 & 0x1FFFFFFF), ordered ^ ordered << 2)
+    ):
+        halves = (found & _signed32(0x8E008E00)).view(torch.float16).view(-1, 2)
+        codes = torch.stack([words >> shift + 4 * place & 15 for shift in (0, 16)], 1)
+        assert torch.equal(halves.float() * 2**14, table_of("e2m1").float()[codes.long()])
 
 
 def test_minima_far_larger_than_scales():

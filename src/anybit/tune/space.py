@@ -86,8 +86,7 @@ class Candidate:
         """What is to be compiled before it can run."""
         family = FAMILIES[self.kernel]
         if family.target is Target.bytes and not product.weights.sparse:
-            order = repack.Config(product.weights.bits, self.activations.quantized)
-            yield repack.kernel(order)
+            yield repack.kernel(repack.config_of(product.weights, "a8" if self.activations.quantized else "a16"))
         if self.activations.quantized:
             yield quantize_activations.kernel(quantizer(replace(product, activations=self.activations), family.target))
         yield family.module.kernel(self.config)

@@ -73,7 +73,7 @@ _TABLES: _Rows = (
     (2, _ANY, "skinny 2, skinny_f16 4"),
     (_ANY, _ANY, "gemv 2, skinny 2, skinny_f16 8"),
 )
-"""Of 4-bit codes that stand for the values of a table: docs/notes/2026-11-24-formats.md."""
+"""Of 4-bit codes whose values are looked up: docs/notes/2026-11-24-formats.md."""
 
 
 def kernel(problem: Problem) -> ModuleType | None:
@@ -85,7 +85,7 @@ def kernel(problem: Problem) -> ModuleType | None:
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
     table = _INT8 if p.activations == torch.int8 else _SIXTEEN_BITS
     rows = next(rows for bits, rows in table.items() if p.weights.bits <= bits)
-    if p.weights.tabled and p.weights.bits == 4:
+    if p.weights.code in ("nf4", "iq4"):
         rows = _TABLES
     kernels = next(kernels for most, columns, kernels in rows if units <= most and p.columns <= columns)
     choices = [(_MODULES[name], int(tokens)) for name, tokens in (words.split() for words in kernels.split(", "))]

@@ -86,7 +86,7 @@ struct Dequantize16 {
             if constexpr (table) {
                 multiplier[h][0] = pair[h];
                 if constexpr (bfloat) {
-                    const float scale = ptx::cvt_f32_f16(static_cast<uint16_t>(pair[h]));
+                    const float scale = ptx::cvt_f32_f16(static_cast<uint16_t>(pair[h])) * (tiny_as_bf16<Config::code> ? 0x1p100f : 1.0f);
                     multiplier[h][0] = ptx::cvt_bf16x2_f32(scale, scale);
                 }
                 continue;
@@ -141,7 +141,7 @@ struct Dequantize16 {
     PTX uint32_t one() {
         constexpr int h = j & 1;
         if constexpr (table) {
-            const uint32_t v = table_pair<Config::code, bfloat, j>(words);
+            const uint32_t v = table_pair<Config::code, bfloat, j, Config::group != 0>(words);
             if constexpr (Config::group == 0) return v;
             return bfloat ? ptx::mul_bf16x2(v, multiplier[h][0]) : ptx::mul_f16x2(v, multiplier[h][0]);
         } else if constexpr (bfloat && bits == 8) {

@@ -28,6 +28,9 @@ template <int begin, int end, class Body> __device__ __forceinline__ void unroll
     }
 }
 
+template <bool condition, class Yes, class No> struct Choose { using type = Yes; };
+template <class Yes, class No> struct Choose<false, Yes, No> { using type = No; };
+
 __device__ constexpr bool power_of_two(int bits) { return bits == 1 || bits == 2 || bits == 4 || bits == 8; }
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
@@ -90,6 +93,23 @@ template <int bits, int field, int j, int at, int words>
 __device__ __forceinline__ uint32_t codes(const uint32_t (&w)[words]) {
     static_assert(words == 2 * bits, "a lane holds 2 * bits words of a unit");
     return codes_from<piece, bits, field, j, at>(w);
+}
+
+// The order of a word of eight e2m1 codes in tiles: the twin of packed_layout.float_order, where it is explained.
+__device__ __forceinline__ uint32_t float_order(uint32_t codes) {
+    constexpr int moves[8][3] = {{11, 14, 9}, {7, 12, 9}, {15, 11, 18}, {14, 10, 11}, {12, 8, 9}, {13, 15, 15}, {10, 9, 13}, {8, 13, 10}};
+    uint32_t word = (codes & 0x00070007u) << 3 | (codes & 0x00080008u) << 6 | (codes >> 4 & 0x00070007u) | (codes >> 1 & 0x00400040u);
+#pragma unroll
+    for (int i = 0; i < 8; i++) word |= ((codes >> moves[i][1] ^ word >> moves[i][2]) & 0x00010001u) << moves[i][0];
+    return word;
+}
+// Of such a word the codes at `place` of its two halves: sign at bit 15, exponent and mantissa at bits 9 to 11, else zero.
+template <int place> __device__ __forceinline__ uint32_t floats_at(uint32_t word) {
+    constexpr uint32_t mask = 0x8e008e00u;
+    if constexpr (place == 0) return word << 6 & mask;
+    if constexpr (place == 1) return word << 9 & mask;
+    if constexpr (place == 2) return (word ^ word >> 3) & mask;
+    return (word ^ word << 2) & mask;
 }
 
 // A lane's words of a unit, straight from global memory; `unit` is the unit's first byte.

@@ -75,6 +75,32 @@ def pieces(bits: int, order: Order, register: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
+_MOVES = ((11, 14, 9), (7, 12, 9), (15, 11, 18), (14, 10, 11), (12, 8, 9), (13, 15, 15), (10, 9, 13), (8, 13, 10))
+
+
+def float_order(codes: Tensor) -> Tensor:
+    """Words of eight e2m1 codes, int32, in the order of tiles: four shifts and four ANDs make fp16 numbers of them.
+
+    A code's sign belongs at bit 15 of a half of a register, and its exponent and mantissa at bits 9 to 11: that is its
+    value times 2^-14, the smallest included. With w for the word that this returns, the codes at bits 0, 4, 8 and 12 of
+    the halves of ``codes`` are w << 6, w << 9, w ^ (w >> 3) and w ^ (w << 2), each less all other bits. No four shifts
+    bring sixteen bits to these four places, so some bits serve twice, and others hold what a XOR makes right: each
+    move is (the bit of w, the bit of the code, the bit of w that it is stored against).
+    """
+    word = (codes & 0x00070007) << 3 | (codes & 0x00080008) << 6 | (codes >> 4) & 0x00070007 | (codes >> 1) & 0x00400040
+    for to, bit, against in _MOVES:
+        word = word | ((codes >> bit ^ word >> against) & 0x00010001) << to
+    return word
+
+
+def from_float_order(words: Tensor) -> Tensor:
+    """The inverse of ``float_order``."""
+    codes = torch.zeros_like(words)
+    for place, found in enumerate((words << 6, words << 9, words ^ (words >> 3 & 0x1FFFFFFF), words ^ words << 2)):
+        codes |= ((found >> 9 & 0x00070007) | (found >> 12 & 0x00080008)) << 4 * place
+    return codes
+
+
 def subgroups(group: int | None) -> int:
     """How many scales a row of a tile holds: those of the groups in its 128 columns; none for whole rows."""
     return max(1, TILE_COLUMNS // group) if group else 0

@@ -12,16 +12,14 @@ namespace packed {
 
 __device__ constexpr bool tabled(Code code) { return code == Code::e2m1 || code == Code::nf4 || code == Code::iq4 || code == Code::e4m3; }
 
-// What an entry of a table is worth; the twin of anybit.packing's tables.
+// What an entry of a table that is looked up is worth; the twin of anybit.packing's tables.
 template <Code code> __device__ constexpr float entry(int u) {
     constexpr float nf4[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
                                -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
                                0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
     constexpr int iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-    constexpr int e2m1[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // halves
     if (code == Code::nf4) return nf4[u];
-    if (code == Code::iq4) return static_cast<float>(iq4[u]);
-    return (u & 8 ? -0.5f : 0.5f) * static_cast<float>(e2m1[u & 7]);
+    return static_cast<float>(iq4[u]);
 }
 
 // The bits of a number of magnitude 2^-14 or more, or 0, as fp16 (mantissa: 10 bits) or bf16 (7), rounded to nearest.
@@ -55,25 +53,28 @@ template <uint32_t t0, uint32_t t1, uint32_t t2, uint32_t t3> __device__ __force
 template <Code code, bool bfloat> constexpr float scale_of_pair =
     code == Code::e2m1 ? (bfloat ? 0x1p26f : 0x1p14f) : code == Code::e4m3 ? (bfloat ? 0x1p20f : 0x1p8f) : 1.0f;
 
-template <Code code, bool bfloat, int j, int words> __device__ __forceinline__ uint32_t table_pair(const uint32_t (&w)[words]) {
+// The same of bf16 before it is multiplied by 2^100, for who multiplies by a scale anyway.
+template <Code code> constexpr bool tiny_as_bf16 = code == Code::e2m1 || code == Code::e4m3;
+constexpr uint32_t two_to_100 = 0x71807180u;
+
+template <Code code, bool bfloat, int j, bool scaled = false, int words>
+__device__ __forceinline__ uint32_t table_pair(const uint32_t (&w)[words]) {
     constexpr Piece at = piece(words / 2, 16, j, 0);
     const uint32_t word = w[at.word];
     if constexpr (code == Code::e4m3) {
         static_assert(words == 16 && (at.bit == 0 || at.bit == 8), "a code is a byte");
         if constexpr (bfloat) {
             const uint32_t size = at.bit == 0 ? word << 4 : word >> 4, sign = at.bit == 0 ? word << 8 : word;
-            return ptx::mul_bf16x2((sign & 0x80008000u) | (size & 0x07f007f0u), 0x71807180u);  // times 2^100: normal numbers
+            const uint32_t small = (sign & 0x80008000u) | (size & 0x07f007f0u);
+            return scaled ? small : ptx::mul_bf16x2(small, two_to_100);  // normal numbers
         }
         const uint32_t size = at.bit == 0 ? word << 7 : word >> 1, sign = at.bit == 0 ? word << 8 : word;
         return (sign & 0x80008000u) | (size & 0x3f803f80u);
-    } else if constexpr (code == Code::e2m1 && bfloat) {
-        const uint32_t top = at.bit < 12 ? word << (12 - at.bit) : word;
-        return ptx::mul_bf16x2((top & 0x80008000u) | ((top >> 6) & 0x01c001c0u), 0x71807180u);
     } else if constexpr (code == Code::e2m1) {
-        // Of fp16 the upper byte alone: four codes at a time, the upper halves of bytes or the lower ones.
-        const uint32_t top = at.bit & 4 ? word : word << 4;
-        const uint32_t bytes = (top & 0x80808080u) | ((top >> 3) & 0x0e0e0e0eu);
-        return at.bit >= 8 ? bytes & 0xff00ff00u : ptx::prmt(bytes, 0, 0x2404);
+        const uint32_t v = floats_at<at.bit / 4>(word);
+        if constexpr (!bfloat) return v;
+        const uint32_t small = (v & 0xf000f000u) | (v >> 3 & 0x0fff0fffu);
+        return scaled ? small : ptx::mul_bf16x2(small, two_to_100);
     } else {
         const uint32_t low = word & 0x77777777u, half = ((word >> 1) & 0x44444444u) | 0x32103210u;
         uint32_t found[2][2];  // of the fields of columns 2t and 2t + 1: the lower and the upper bytes of four entries
@@ -91,17 +92,18 @@ template <Code code, bool bfloat, int j, int words> __device__ __forceinline__ u
     }
 }
 
-// Tables whose values are integers, or halves: unsigned bytes, value * `steps` + `zero`.
-template <Code code, bool = tabled(code)> struct ByteTable {
+// A table whose values are integers: unsigned bytes, value + `zero`.
+__device__ constexpr bool tabled_integers(Code code) { return code == Code::iq4; }
+template <Code code, bool = tabled_integers(code)> struct ByteTable {
     PTX void load() {}
 };
 template <Code code> struct ByteTable<code, true> {
-    static constexpr int steps = code == Code::e2m1 ? 2 : 1, zero = code == Code::e2m1 ? 12 : 128;
+    static constexpr int zero = 128;
     uint32_t entries[4];
 
     static __device__ constexpr uint32_t bytes(int first) {
         uint32_t word = 0;
-        for (int i = 0; i < 4; i++) word |= static_cast<uint32_t>(static_cast<int>(entry<code>(first + i) * steps) + zero) << 8 * i;
+        for (int i = 0; i < 4; i++) word |= static_cast<uint32_t>(static_cast<int>(entry<code>(first + i)) + zero) << 8 * i;
         return word;
     }
     // Into registers: what the compiler knows as constants it copies there for every look-up, so lane 0 hands them out.
@@ -111,13 +113,8 @@ template <Code code> struct ByteTable<code, true> {
     }
     // Of four codes, the nibbles of half a word.
     PTX uint32_t four(uint32_t nibbles) const {
-        if constexpr (code == Code::e2m1) {
-            // Bytes below 128: where the top bit of a code asks for their sign it gets 0.
-            return ptx::prmt(entries[0], entries[1], nibbles) | ptx::prmt(entries[2], entries[3], nibbles ^ 0x88888888u);
-        } else {
-            const uint32_t low = nibbles & 0x77777777u, half = ((nibbles >> 1) & 0x44444444u) | 0x32103210u;
-            return ptx::prmt(ptx::prmt(entries[0], entries[1], low), ptx::prmt(entries[2], entries[3], low), half);
-        }
+        const uint32_t low = nibbles & 0x77777777u, half = ((nibbles >> 1) & 0x44444444u) | 0x32103210u;
+        return ptx::prmt(ptx::prmt(entries[0], entries[1], low), ptx::prmt(entries[2], entries[3], low), half);
     }
     // Of the eight codes of a word those at the lower (or upper) half of each byte.
     PTX uint32_t halves(uint32_t word, bool upper) const { return ptx::prmt(four(word), four(word >> 16), upper ? 0x7531 : 0x6420); }

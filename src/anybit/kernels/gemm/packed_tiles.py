@@ -14,6 +14,8 @@ from anybit.kernels.gemm.packed_layout import (
     Order,
     PackedWeight,
     code_bytes,
+    float_order,
+    from_float_order,
     pieces,
     round_up,
     subgroups,
@@ -82,7 +84,7 @@ def _place_on_gpu(
         scale = weight.scale if weight.scale.dtype in repack.SCALES else weight.scale.float()
         minimum = None if weight.minimum is None else weight.minimum.to(scale.dtype).contiguous()
         groups = repack.Groups(group, scale.contiguous(), zero, minimum, columns, row_scale)
-    config = repack.Config(weight.format.bits, order == "a8")
+    config = repack.config_of(weight.format, order)
     repack.launch(weight.words.contiguous(), permutation, tiles, n, k, groups, config)
     return row_scale
 
@@ -114,7 +116,7 @@ def _place_codes(tiles: Tensor, weight: QuantizedWeight, permutation: Tensor | N
             codes = torch.where(permutation >= 0, codes[:, permutation.clamp(min=0).long()], codes.new_zeros(()))
         codes = pad(codes, (0, padded_k - codes.shape[1], 0, stop - start - codes.shape[0]))
         part = slice(start // TILE_ROWS, stop // TILE_ROWS)
-        _units(tiles, format)[:, part, :, : 256 * format.bits] = _words(codes, format.bits, order)
+        _units(tiles, format)[:, part, :, : 256 * format.bits] = _words(codes, format, order)
 
 
 def _units(tiles: Tensor, format: WeightFormat) -> Tensor:
@@ -223,9 +225,9 @@ def _fields(codes: Tensor, order: Order) -> Tensor:
     return view.permute(5, 6, 2, 4, 0, 1, 3, 7, 8).reshape(16, k // 128, n // 64, 4, 32, 4).to(torch.int32)
 
 
-def _words(codes: Tensor, bits: int, order: Order) -> Tensor:
+def _words(codes: Tensor, format: WeightFormat, order: Order) -> Tensor:
     """Codes uint8 [N', K'] -> the code bytes of units, uint8 [K'/128, N'/64, 4, 256 * bits]."""
-    fields = _fields(codes, order)
+    bits, fields = format.bits, _fields(codes, order)
     width = 32 // fields.shape[-1]
     joined = fields[..., 0].clone()  # all fields of a register in one int32
     for i in range(1, fields.shape[-1]):
@@ -242,6 +244,8 @@ def _words(codes: Tensor, bits: int, order: Order) -> Tensor:
                 if shift >= 0
                 else (part >> -shift) & _signed32(((1 << piece.count) - 1) * ones << piece.bit)
             )
+    if format.code == "e2m1":
+        words = float_order(words)
     blocks, tiles = joined.shape[1], joined.shape[2]
     whole = 2 * bits // 4 * 4
     unit = (
@@ -280,6 +284,8 @@ def _tile_codes(packed: PackedWeight) -> Tensor:
     words = list(body.reshape(whole, blocks, tile_count, 4, 32))
     if whole < 2 * bits:
         words += list(raw[..., whole * 32 :].reshape(blocks, tile_count, 4, 32, 2).permute(4, 0, 1, 2, 3))
+    if packed.format.code == "e2m1":
+        words = [from_float_order(word) for word in words]
     registers, count = (32, 2) if packed.order == "a16" else (16, 4)
     width = 32 // count
     found = torch.zeros(registers, blocks, tile_count, 4, 32, count, dtype=torch.uint8, device=packed.tiles.device)

@@ -139,6 +139,10 @@ template <class C> __global__ void __launch_bounds__(C::threads) repack(const __
             }
         });
     });
+    if constexpr (C::float_order) {
+#pragma unroll
+        for (int i = 0; i < 2 * bits; i++) words[i] = packed::float_order(words[i]);
+    }
     uint8_t* tile = p.tiles + (static_cast<size_t>(block) * p.row_tiles + row_tile) * 4 * p.unit_bytes;
     uint8_t* unit = tile + warp * p.unit_bytes;
 #pragma unroll

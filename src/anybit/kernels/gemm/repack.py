@@ -8,6 +8,8 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.jit import Int32, Pointer
+from anybit.kernels.gemm.packed_layout import Order
+from anybit.scheme import WeightFormat
 
 _THREADS = 128
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
@@ -16,10 +18,16 @@ SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Config:
-    """Width of the codes; bytes: for 8-bit activations (order "a8")."""
+    """Width of the codes; bytes: for 8-bit activations (order "a8"); float_order: see ``packed_layout.float_order``."""
 
     bits: int
     bytes: bool
+    float_order: bool = False
+
+
+def config_of(format: WeightFormat, order: Order) -> Config:
+    """The config that lays codes of ``format`` out in an order."""
+    return Config(format.bits, order == "a8", format.code == "e2m1")
 
 
 @dataclass(frozen=True)

@@ -161,9 +161,6 @@ struct Walk {
     PTX void advance() { position++; }
 };
 
-template <bool condition, class Yes, class No> struct Choose { using type = Yes; };
-template <class Yes, class No> struct Choose<false, Yes, No> { using type = No; };
-
 // Products accumulate as the tensor cores do, in int32 or float32, and where a group's scale must be applied to them, or
 // where e4m3's 14 bits must not add up for long, they are promoted: added to float totals after every group or unit.
 template <class Config>

@@ -1,4 +1,4 @@
-// y = x W^T for the fewest tokens (M up to 4) of 16-bit activations and packed weights of 1 to 8 bits, in integers.
+// y = x W^T for the fewest tokens (M up to 4) of 16-bit activations and packed weights of 1 to 8 bits, in integers where it can.
 //
 // What limits such a product once its weights stream in is the work of taking codes out of words. An int8 product takes
 // four codes from a register where a 16-bit one takes two, and codes need not be shifted: a byte with a code u at bit a is
@@ -7,6 +7,7 @@
 // - Each block of 128 columns of a token becomes fixed point, 14 bits and a sign, shifted for the place of its code, and is
 //   cut into signed base-256 digits: two or four columns of the product. The one nonzero column of the initial sums
 //   holds what zero points subtract.
+// - Codes of a table whose values are no integers are multiplied as 16-bit floats instead.
 // - A block owns whole units of 16 rows; its warps split K: sums meet in shared memory once, in a fixed order.
 // - Each warp has a ring of bulk copies of weights, filled before griddepcontrol.wait.
 #ifndef ANYBIT_SM90_PACKED_GEMV_CUH
@@ -193,6 +194,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
             if (p.bias != nullptr)
                 bias = C::operand == Operand::f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
         }
+        if constexpr (S::floats) scale *= scale_of_pair<C::code, C::operand == Operand::bf16>;
         ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(scale), __float_as_uint(bias)});
     }
     uint2 gamma[C::x_stages];
@@ -229,7 +231,7 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
 
     uint32_t x_slot = 0, stage = 0, phase = 0;
     for (int i = 0; i < rounds; i++) {
-        packed::DigitProduct<C> product;
+        typename packed::Choose<S::floats, packed::FloatProduct<C>, packed::DigitProduct<C>>::type product;
         product.take(slots + x_slot * S::slot_bytes, lane);
         packed::Incoming<C> incoming;
         if constexpr (!C::x_resident)
@@ -273,8 +275,13 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 float v = sums[u][n][r] * place;
-                if constexpr (S::columns > 2) v += ptx::shfl_xor(v, 1);
-                const uint32_t column = n * 8 + (lane & 3) * 2, token = column / S::columns;
+                if constexpr (S::floats) {
+#pragma unroll
+                    for (int step = S::wide / 2; step < S::wide / 2 * S::spread; step *= 2) v += ptx::shfl_xor(v, step);
+                } else if constexpr (S::columns > 2) {
+                    v += ptx::shfl_xor(v, 1);
+                }
+                const uint32_t column = S::floats ? (lane & 3) * 2 + n : n * 8 + (lane & 3) * 2, token = column / S::columns;
                 if (column % S::columns == 0 && token < C::tile_m)
                     ptx::st_shared_f32(ring + (token * S::rows + u * 16 + r * 8 + (lane >> 2)) * 4, v);
             }

@@ -1,4 +1,4 @@
-"""y = x W^T in integers for up to 4 tokens of 16-bit activations and packed weights. Host side of sm90_packed_gemv.cuh.
+"""y = x W^T for up to 4 tokens of 16-bit activations, in integers where codes are. Host side of sm90_packed_gemv.cuh.
 
 ``launch_norm`` multiplies the RMSNorm of x + residual instead of x: one launch for what would be two, of rows that a
 block has at hand anyway.
@@ -32,6 +32,8 @@ from anybit.kernels.gemm.packed_problem import (
 )
 
 MOST_TOKENS = 4
+_FLOATS = (Code.e2m1, Code.nf4, Code.e4m3)
+"""Tables whose values are no integers."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,6 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py", sparse=True)
     if reason is not None:
         return reason
-    if (code := problem.weights.code) in ("nf4", "e4m3"):
-        return f"{code} codes stand for no integers of 8 bits: see sm90_packed_skinny_f16.py"
     if config is None:
         return None
     if config.x_resident != (config.x_stages * config.warps >= problem.column_blocks):
@@ -126,7 +126,7 @@ def _columns(c: Config) -> int:
     if c.sparse:
         return 2
     free = c.group in (0, 128)
-    if c.code in (Code.e2m1, Code.iq4):
+    if c.code is Code.iq4:
         return 2
     return 2 if c.code is not Code.bipolar and (c.bits in (6, 7, 8) or (c.bits in (3, 5) and not free)) else 4
 
@@ -138,6 +138,8 @@ def shared_bytes(config: Config) -> int:
     flushes = max(1, packed_layout.subgroups(c.group))
     ring = round_up(max(c.stages * c.stage_units * c.unit_bytes, c.tile_m * rows * 4), 128)
     slot = round_up(c.tile_m * (columns * 144 + flushes * 8), 16)
+    if c.code in _FLOATS:
+        slot = c.tile_m * 272 + 16
     return max(c.warps * (ring + c.x_stages * slot + c.stages * 8) + rows * 8, c.min_shared_bytes)
 
 

@@ -99,11 +99,15 @@ __device__ constexpr int column_of(int j) { return 16 * (j >> 2) + 8 * ((j >> 1)
 template <class C> struct DigitShape {
     static constexpr int groups = subgroups(C::group), flushes = groups == 0 ? 1 : groups;
     static constexpr bool whole_rows = C::group == 0, table = tabled(C::code), sparse = is_sparse<C>();
+    // Tables of other values than integers: products of 16-bit floats, see FloatProduct. Each of `spread` groups has columns
+    // of its own, `wide` of them.
+    static constexpr bool floats = table && !tabled_integers(C::code);
+    static constexpr int wide = C::tile_m < 2 ? 2 : C::tile_m, spread = least(flushes, 8 / wide);
     using Codes = typename CodesOf<sparse, C::bits>::type;
     static constexpr int unit_size = Codes::bytes + scale_bytes(C::group, C::code);
     static constexpr int stage_bytes = C::stage_units * unit_size, units = C::stage_units * C::chunks, rows = units * 16;
     static __device__ constexpr int top() {
-        if (sparse) return 0;
+        if (sparse || floats) return 0;
         int most = C::code == Code::bipolar ? 1 : 0;  // half a step is an integer then
         for (int i = 0; i < 8; i++) {
             const BytePair pair = byte_pair(C::bits, C::group, table, i);
@@ -111,14 +115,14 @@ template <class C> struct DigitShape {
         }
         return most;
     }
-    static constexpr int columns = top() == 0 ? 2 : 4;  // of a token: digits
+    static constexpr int columns = floats ? 1 : top() == 0 ? 2 : 4;  // of a token: digits
     // 2:4 sparse codes become signed bytes: less their zeros, or, where there are none, in the highest bits of their bytes.
     // Codes of 8 bits less their zeros would be none: what these add is a product of its own.
     static constexpr bool less_zeros = sparse && C::code == Code::asym && C::bits < 8;
     static constexpr int units_of_code = less_zeros ? 0 : sparse ? 8 - C::bits : top();  // codes are multiplied by two to this
-    static constexpr int token_tiles = (C::tile_m * columns + 7) / 8, pitch = 128 + 16;
-    static constexpr int facts = C::tile_m * columns * pitch;        // of a slot: after the digits scale and sum a token
-    static constexpr int slot_bytes = (facts + C::tile_m * flushes * 8 + 15) / 16 * 16;
+    static constexpr int token_tiles = floats ? least(C::tile_m, 2) : (C::tile_m * columns + 7) / 8, pitch = (floats ? 256 : 128) + 16;
+    static constexpr int facts = C::tile_m * columns * pitch;  // of a slot: after the digits scale and sum a token, or 16 zero bytes
+    static constexpr int slot_bytes = (facts + (floats ? 16 : C::tile_m * flushes * 8) + 15) / 16 * 16;
     static constexpr int ring_bytes = (C::stages * stage_bytes > C::tile_m * rows * 4 ? C::stages * stage_bytes : C::tile_m * rows * 4) + 127 & ~127;
     static constexpr int slots = C::warps * ring_bytes, factors = slots + C::warps * C::x_stages * slot_bytes;
     static constexpr int barriers = factors + rows * 8, bytes = barriers + C::warps * C::stages * 8;
@@ -136,7 +140,7 @@ template <int top> struct HighShift { __device__ constexpr int operator()(BytePa
 
 // Twice the zero that codes imply.
 template <class C> __device__ constexpr int twice_zero() {
-    if constexpr (tabled(C::code)) return 2 * ByteTable<C::code>::zero;
+    if constexpr (tabled_integers(C::code)) return 2 * ByteTable<C::code>::zero;
     return C::code == Code::bipolar ? (1 << C::bits) - 1 : 1 << C::bits;
 }
 
@@ -147,7 +151,7 @@ template <class C> struct Incoming {
 
     // The lane's pairs of columns in a block: those of the fields of `low` and of `high`.
     static __device__ __forceinline__ void columns(int (&found)[2], uint32_t lane) {
-        if constexpr (S::sparse) {
+        if constexpr (S::sparse || S::floats) {
             found[0] = static_cast<int>(lane) * 4, found[1] = found[0] + 2;
             return;
         }
@@ -208,8 +212,15 @@ template <class C> struct Incoming {
     // x = scale * v, v of 14 bits and a sign, scale a power of two; digits of v * 2^shift; what zero points subtract, or
     // the sum that minima multiply.
     __device__ __forceinline__ void store(uint32_t slot, uint32_t lane) {
+        if constexpr (S::floats) {
+#pragma unroll
+            for (int token = 0; token < C::tile_m; token++)
+                ptx::st_shared_v2(slot + token * S::pitch + lane * 8, {pairs[token][0], pairs[token][1]});
+            if (lane < 4) ptx::st_shared_u32(slot + S::facts + lane * 4, 0);
+            return;
+        }
         deal(lane);
-        constexpr int top = S::top(), halved = C::code == Code::e2m1 ? 1 : 0;  // whose bytes count halves
+        constexpr int top = S::top();
         constexpr uint64_t low = S::eight(LowShift<top>{}), high = S::eight(HighShift<top>{});
         constexpr int mantissa = C::operand == Operand::bf16 ? 7 : 10, bias = C::operand == Operand::bf16 ? 127 : 15;
         const uint32_t i = lane >> 2, shifts[2] = {S::sparse ? 0 : static_cast<uint32_t>(low >> (8 * i) & 255),
@@ -253,7 +264,7 @@ template <class C> struct Incoming {
                 ptx::st_shared_u32(at + 2 * S::pitch, ptx::prmt(third, fourth, 0x5410));
                 ptx::st_shared_u32(at + 3 * S::pitch, 0);
             }
-            const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent - S::units_of_code - halved) << 23) : __uint_as_float(0x7fc00000u);
+            const float scale = finite ? __uint_as_float(static_cast<uint32_t>(127 - 13 + exponent - S::units_of_code) << 23) : __uint_as_float(0x7fc00000u);
             // Sums by groups: their columns are those of lanes next to each other. Of sparse rows each keeps other columns.
             constexpr int lanes = 32 / S::flushes;
             if constexpr (S::sparse) sum = 0;
@@ -276,7 +287,7 @@ template <class C> struct Incoming {
 template <class C, int i, int row, int words>
 __device__ __forceinline__ uint32_t byte_codes(const uint32_t (&w)[words], const ByteTable<C::code>& table) {
     constexpr BytePair pair = byte_pair(C::bits, C::group, tabled(C::code), i);
-    if constexpr (tabled(C::code)) {
+    if constexpr (tabled_integers(C::code)) {
         constexpr Piece at = piece(C::bits, 16, pair.low + row, 0);
         return table.halves(w[at.word], (at.bit & 4) != 0);
     }
@@ -431,6 +442,52 @@ template <class C> struct DigitProduct {
         constexpr uint32_t top = 0x80808080u;  // keeps a byte's difference out of the next
         const uint32_t found = KeptCodes<C::bits>::template take<8, j, S::units_of_code>(words);
         return S::less_zeros ? ((found | top) - less[j & 1]) ^ top : found ^ top;
+    }
+};
+
+// The same for codes that become 16-bit floats. A token needs one of the product's eight columns, so those of up to four
+// groups go through the product side by side, each with activations that are zero elsewhere: their sums meet their
+// scales once, in the four lanes of a row, and each other when everything is summed. Two chains of products.
+template <class C> struct FloatProduct {
+    using S = DigitShape<C>;
+    static constexpr bool bf16 = C::operand == Operand::bf16;
+    uint32_t b[8][2];
+
+    __device__ __forceinline__ void take(uint32_t slot, uint32_t lane) {
+        const int token = static_cast<int>(lane & 7) % S::wide, part = static_cast<int>(lane & 7) / S::wide;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int step = 2 * i + static_cast<int>(lane >> 4), group = step * S::flushes / 8;
+            const bool mine = token < C::tile_m && group % S::spread == part;
+            uint32_t r[4];
+            ptx::ldmatrix_x4(r, mine ? slot + token * S::pitch + step * 32 + (lane >> 3 & 1) * 16 : slot + S::facts);
+            b[2 * i][0] = r[0], b[2 * i][1] = r[1], b[2 * i + 1][0] = r[2], b[2 * i + 1][1] = r[3];
+        }
+    }
+
+    __device__ __forceinline__ void add(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t, const ByteTable<C::code>&) const {
+        uint32_t words[2 * C::bits];
+        load_words_shared<C::bits>(words, unit, lane);
+        unroll<0, S::flushes / S::spread>([&](auto which) {
+            constexpr int flush = decltype(which)::value, steps = 8 * S::spread / S::flushes;
+            float sum[2][4] = {};
+            unroll<flush * steps, (flush + 1) * steps>([&](auto index) {
+                constexpr int step = decltype(index)::value;
+                const uint32_t a[4] = {table_pair<C::code, bf16, 4 * step>(words), table_pair<C::code, bf16, 4 * step + 1>(words),
+                                       table_pair<C::code, bf16, 4 * step + 2>(words), table_pair<C::code, bf16, 4 * step + 3>(words)};
+                if constexpr (bf16) ptx::mma_m16n8k16_bf16(sum[step & 1], a, b[step]);
+                else ptx::mma_m16n8k16_f16(sum[step & 1], a, b[step]);
+            });
+            uint32_t pair = 0x3c003c00u;
+            if constexpr (!S::whole_rows)
+                pair = ptx::ld_shared_u32(unit + S::Codes::bytes + (flush * S::spread + (lane & 3) * 2 / S::wide % S::spread) * 32 + (lane >> 2) * 4);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float scale = ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> (16 * r)));
+#pragma unroll
+                for (int e = 0; e < S::token_tiles; e++) sums[e][r] = fmaf(scale, sum[0][2 * r + e] + sum[1][2 * r + e], sums[e][r]);
+            }
+        });
     }
 };
 
