@@ -19,7 +19,7 @@ FLOORS = [
     {"kernels"},
     {"tune"},
     {"ops"},
-    {"linear", "kvpool", "kvcache", "kvrows", "attention"},
+    {"linear", "embedding", "kvpool", "kvcache", "kvrows", "attention"},
     {"quantization", "checkpoints"},
     {"integrations", "evaluate", "functional"},
     {"registration", "cli", "__main__", "__init__"},

@@ -200,7 +200,7 @@ class QuantLinear(nn.Module):
                 ops.prepare_rotation(self.in_features, weight.words.device)
             _wait_for(weight.words)
             self._prepared = prepared
-            for name in self.tensors_of(weight):
+            for name in self.tensors_of(weight).keys() - {"weight_shape"}:
                 setattr(self, name, _frozen(torch.empty_like(getattr(self, name), device="meta")))
 
     @property

@@ -262,6 +262,10 @@ class QuantizedWeight:
             return self.group_index.long()
         return torch.arange(k, device=self.device) // (self.format.group or k)
 
+    def with_group_index(self) -> "QuantizedWeight":
+        """The same weight with the group of each input channel spelled out, as an activation order is."""
+        return replace(self, group_index=self.groups().to(torch.int32))
+
     def codes(self) -> Tensor:
         """Unsigned codes, uint8 [N, K]. Pruned weights of a 2:4 sparse layer hold their group's zero."""
         n, k = self.shape

@@ -1,5 +1,6 @@
 """Layers with schemes of their own: streamed or quantized while loading, saved, fused, refused; tied heads, too."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -63,6 +64,65 @@ def test_a_tied_head_gets_codes_of_its_own_and_the_embedding_stays(tmp_path: Pat
     assert torch.equal(head.dequantize(), codes.dequantize())
 
 
+@pytest.mark.parametrize(
+    ("architecture", "overrides", "shared"),
+    [
+        ("llama", {"model.embed_tokens": "w8a16"}, False),
+        ("llama-tied", {"model.embed_tokens": "w8a16"}, True),
+        ("llama-tied", {"model.embed_tokens": "w6a16g64asym", "lm_head": "w6a16g64asym"}, True),
+        ("llama-tied", {"model.embed_tokens": "w4a16g32", "lm_head": "w8a16"}, False),
+    ],
+)
+def test_an_embedding_by_name(architecture: str, overrides: dict[str, str], shared: bool, tmp_path: Path) -> None:
+    """Streamed, quantized while loading, saved and dequantized; a tied head has the embedding's codes or its own."""
+    source = save_tiny(architecture, tmp_path / "source")
+    saved = quantize_folder(source, tmp_path / "out", "w4a16g64", overrides=overrides)
+    config = anybit.AnyBitConfig("w4a16g64", overrides=overrides)
+    loaded = AutoModelForCausalLM.from_pretrained(source, quantization_config=config).eval()
+    streamed = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ours, theirs = streamed.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    weight = Folder(source).read("model.embed_tokens.weight")
+    wanted = anybit.quantize_weight(weight, anybit.Scheme.parse(overrides["model.embed_tokens"]).weights)
+    ids = torch.tensor([[3, 0, 94], [7, 7, 1]])
+    assert torch.equal(streamed.model.embed_tokens(ids), wanted.dequantize(weight.dtype)[ids])
+    own = [name for name in Folder(tmp_path / "out").entries if name.startswith("lm_head.weight")]
+    assert bool(own) != shared
+    if shared:
+        x = torch.randn(2, weight.shape[1])
+        assert torch.allclose(streamed.lm_head(x), x @ wanted.dequantize().T, atol=1e-4)
+        assert torch.equal(streamed.lm_head.weight, wanted.dequantize(weight.dtype))
+    kinds = [name for name, module in streamed.named_modules() if isinstance(module, anybit.QuantLinear)]
+    stored = sum(e.bytes for name, e in Folder(tmp_path / "out").entries.items() if name.rpartition(".")[0] in kinds)
+    assert saved.bits_per_weight == pytest.approx(8 * stored / saved.weights)
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    tokens = tokens_of(streamed)
+    assert tokens == tokens_of(loaded) == tokens_of(again) == tokens_of(copy.deepcopy(again))
+    anybit.fuse(streamed)
+    assert tokens_of(streamed, cache_implementation="static") == tokens
+    plain = again.dequantize(dtype=torch.float32)
+    assert tokens_of(plain) == tokens
+    assert shared == (plain.lm_head.weight is plain.model.embed_tokens.weight)
+    shown = CliRunner().invoke(app, ["info", str(tmp_path / "out"), "--json"])
+    facts = json.loads(shown.stdout)
+    assert facts["embedding_weights"] == weight.numel() and "model.embed_tokens" not in facts["kept"]
+    assert facts["bits_per_weight"] == pytest.approx(saved.bits_per_weight, abs=1e-4)
+
+
+def test_gptq_rounds_the_embedding_and_a_budget_counts_it(tmp_path: Path) -> None:
+    source, overrides = save_tiny("llama-tied", tmp_path / "source"), {"model.embed_tokens": "w8a16g32"}
+    text = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)]}
+    ordered = {**text, "order": "sorted"}
+    quantize_folder(source, tmp_path / "gptq", "w3a16g32", "gptq", overrides=overrides, options=ordered)
+    weight = Folder(source).read("model.embed_tokens.weight")
+    codes = anybit.quantize_weight(weight, anybit.Scheme.parse("w8a16g32").weights)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "gptq")
+    assert torch.equal(model.model.embed_tokens.dequantize(), codes.dequantize())
+    found = quantize_folder(source, tmp_path / "bits", "w4a16g32", overrides=overrides, bits=6.0, options=text)
+    assert 5.5 < found.bits_per_weight <= 6.0
+
+
 def test_gptq_takes_overrides_and_says_true_bits(tmp_path: Path) -> None:
     source = save_tiny("llama-tied", tmp_path / "source")
     text = {"sequences": [[i * k % 95 for i in range(64)] for k in range(1, 9)], "passes": 1}
@@ -86,6 +146,9 @@ def test_gptq_takes_overrides_and_says_true_bits(tmp_path: Path) -> None:
     [
         ({"*.dwon_proj": "w6a16"}, None, LayerError, r"'\*.dwon_proj' matches no layer .* end in q_proj, k_proj"),
         ({"lm_hea*": "w6a16"}, None, LayerError, "lm_head stays in 16 bits: name the layer itself"),
+        ({"*.embed_tokens": "w6a16"}, None, LayerError, "model.embed_tokens stays in 16 bits: name the layer itself"),
+        ({"model.embed_tokens": "w8a8"}, None, LayerError, "an embedding multiplies no activations that w8a8"),
+        ({"model.embed_tokens": "w4a16s24"}, None, LayerError, "an embedding is not pruned"),
         ({"lm_head": "w6a16"}, ["lm_head"], LayerError, "lm_head stays in 16 bits: take it out of those to keep"),
         ({"*.down_proj": "w9a16"}, None, SchemeError, r"\*.down_proj: .*w9a16"),
         ({"*.down_proj": "w4a16-kv4"}, None, SchemeError, "a layer has no KV cache"),

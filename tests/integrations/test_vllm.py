@@ -352,6 +352,16 @@ def test_what_cannot_be_run_is_refused_in_words(tmp_path: Path) -> None:
         AnyBitConfig.from_config({**OTHERS, "config_groups": {"group_0": floats}})
 
 
+def test_a_quantized_embedding_is_refused_by_name(rank: Any) -> None:
+    rank(0, 1)
+    words = configuration(Scheme.parse("w4a16g32"), ["lm_head"], overrides={"model.embed_tokens": "w8a16"})
+    for stored in (None, ["model.embed_tokens", "model.layers.0.mlp.down_proj"]):
+        config = AnyBitConfig.from_config(words)
+        config.stored = stored
+        with pytest.raises(LayerError, match=r"embedding model\.embed_tokens is quantized, which anybit does not run"):
+            vllm_embedding.VocabParallelEmbedding(64, 32, quant_config=config, prefix="model.embed_tokens")
+
+
 def _block(scheme: str, paired: bool, rotated: bool = False) -> tuple[Any, list[Tensor]]:
     """A norm, a gate and up projection, SiLU and a down projection as vLLM's graph has them, and their inputs."""
     from anybit import ops

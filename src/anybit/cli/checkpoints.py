@@ -128,8 +128,10 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
     from anybit.checkpoints.configuration import method_of
     from anybit.checkpoints.formats.translate import FolderTranslation, scheme_words
     from anybit.quantization.pipeline.modules import (
+        embedding_layers,
         kept_modules,
         linear_layers,
+        shared_heads,
         skeleton,
     )
     from anybit.quantization.pipeline.stream import experts_of
@@ -149,8 +151,9 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             every = linear_layers(model, [])
             layers = [layer for layer in every if layer.name in foreign.layers]
             keep = [layer.name for layer in every if layer.name not in foreign.layers]
-        weights = sum(layer.n * layer.k for layer in layers)
-        names = {layer.name for layer in layers}
+        embeddings = embedding_layers(model, saved.overrides) if saved else []
+        weights = sum(layer.n * layer.k for layer in (*layers, *embeddings))
+        names = {layer.name for layer in (*layers, *embeddings)}
         stored = sum(
             entry.bytes
             for name, entry in folder.entries.items()
@@ -171,10 +174,11 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             "files": len(files),
             "tensors": len(folder.entries),
             "linear_layers": len(layers),
-            "linear_weights": weights,
+            "linear_weights": weights - sum(layer.n * layer.k for layer in embeddings),
+            "embedding_weights": sum(layer.n * layer.k for layer in embeddings) or None,
             "expert_weights": experts or None,
             "bits_per_weight": round(8 * (stored + expert_bytes) / (weights + experts), 4) if stored else math.nan,
-            "kept": list(keep),
+            "kept": [name for name in keep if not saved or name not in shared_heads(model, saved.overrides)],
         }
 
 

@@ -6,7 +6,7 @@ folders in compressed-tensors' format by anybit's words in them.
 
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.folder import check_index, read_entries, read_json, refuse_not_finite
 from anybit.checkpoints.safetensors import Entry, read_tensor
 from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values
+from anybit.embedding import QuantEmbedding, put_embedding
 from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError
 from anybit.integrations import graph
 from anybit.linear import QuantLinear
@@ -41,9 +42,11 @@ from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.modules import (
     check_kept,
     check_overrides,
+    embedding_layers,
     is_linear,
     kept_modules,
     linear_layers,
+    shared_heads,
     tied_heads,
 )
 from anybit.scheme import Scheme
@@ -171,6 +174,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = False
     tied: Collection[str] = ()
+    embeddings: Collection[str] = ()
+    shared: Sequence[str] = ()
     entries: Mapping[str, Entry] | None = None
     fault: AnyBitError | None = None
     quantization_config: AnyBitConfig
@@ -199,6 +204,9 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         config.modules_to_not_convert = keep
         scheme = Scheme.parse(config.scheme)
         linears = [layer.name for layer in linear_layers(model, keep)]
+        overrides = config.quantization.overrides
+        embeddings, self.shared = embedding_layers(model, overrides), shared_heads(model, overrides)
+        self.embeddings = [layer.name for layer in embeddings]
         if not self.pre_quantized:
             check_overrides(model, config.overrides, linears)
         # A tied head is loaded as one, and quantized once its weight is there.
@@ -215,12 +223,20 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             placeholder=not self.pre_quantized,
             hadamard=config.hadamard,
             input_scale=config.input_scale,
-            overrides=config.quantization.overrides,
+            overrides=overrides,
         )
+        for name in self.embeddings if self.pre_quantized else ():
+            old = model.get_submodule(name)
+            n, k = old.weight.shape
+            new = QuantEmbedding(
+                n, k, overrides[name], padding_idx=old.padding_idx, group_index=config.group_index,
+                dtype=old.weight.dtype, device="meta", backend=config.backend,
+            )  # fmt: skip
+            put_embedding(model, name, new, self.shared)
         if self.pre_quantized and entries is not None:
             check_model(model, entries, model.name_or_path, self)
         # The empty tensors that keep other programs out are no surprise here.
-        trap = rf"({'|'.join(map(re.escape, linears))})\.{TRAP}$"
+        trap = rf"({'|'.join(map(re.escape, [*linears, *self.embeddings]))})\.{TRAP}$"
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), trap}
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -228,6 +244,8 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             raise self.fault
         for name in self.tied:
             self._quantize_tied(model, name)
+        for name in () if self.pre_quantized else self.embeddings:
+            self._quantize_embedding(model, name)
         for name, module in model.named_modules():
             if isinstance(module, QuantLinear):
                 check_values(name, dict(module.named_parameters()))
@@ -254,6 +272,17 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
         model.all_tied_weights_keys.pop(f"{name}.weight")
         for part in (model.config, model.config.get_text_config(decoder=True)):
             part.tie_word_embeddings = False
+
+    def _quantize_embedding(self, model: Any, name: str) -> None:
+        """Round an embedding's rows; heads that are tied to it multiply by the same codes."""
+        old, config = model.get_submodule(name), self.quantization_config
+        scheme = config.quantization.scheme_of(name)
+        try:
+            weight = quantize_weight(old.weight.detach(), scheme.weights)
+        except LayerError as error:
+            raise LayerError(f"layer {name}: {error}") from None
+        new = QuantEmbedding.of_weight(weight, scheme, old.padding_idx, config.backend)
+        put_embedding(model, name, new, self.shared)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """What is saved; where compressed-tensors cannot hold it, with an empty tensor a layer: see ``TRAP``."""
@@ -295,7 +324,13 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
             unfuse(model)
             graph.uninstall(model)
         for name, module in list(model.named_modules()):
-            if isinstance(module, QuantLinear):
+            if isinstance(module, QuantEmbedding):
+                plain = module.dequantized(dtype or torch.float32)
+                model.set_submodule(name, plain)
+                for head in self.shared:
+                    model.set_submodule(head, model.get_submodule(head).dequantized(plain))
+                    model.all_tied_weights_keys[f"{head}.weight"] = f"{name}.weight"
+            elif isinstance(module, QuantLinear):
                 with torch.device("meta"):
                     linear = nn.Linear(module.in_features, module.out_features, bias=False)
                 weight = module.effective_weight().to(dtype or torch.float32)

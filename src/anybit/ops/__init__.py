@@ -43,6 +43,7 @@ __all__ = [
     "prepare",
     "register",
     "rotation_refused",
+    "rows",
     "silu_linear",
 ]
 
@@ -184,6 +185,24 @@ def _linear_fake(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str
     return x.new_empty(*x.shape[:-1], LinearSpec.parse(spec).n)
 
 
+def rows(ids: Tensor, prepared: Prepared, dtype: torch.dtype) -> Tensor:
+    """The weights of outputs ``ids``, int64 [...] -> [..., K] in a float dtype: what an embedding gives.
+
+    On a GPU dtype is float16 or bfloat16, and a row that is not there is NaN; on a CPU IndexError says so.
+    """
+    found: Tensor = torch.ops.anybit.rows(ids, prepared.tensors, dtype, prepared.spec_text)
+    return found
+
+
+def _rows(ids: Tensor, weight: list[Tensor], dtype: torch.dtype, spec: str) -> Tensor:
+    parsed = LinearSpec.parse(spec)
+    return backends[parsed.backend].rows(ids, weight, parsed, dtype)
+
+
+def _rows_fake(ids: Tensor, weight: list[Tensor], dtype: torch.dtype, spec: str) -> Tensor:
+    return ids.new_empty(*ids.shape, LinearSpec.parse(spec).k, dtype=dtype)
+
+
 def hadamard(x: Tensor) -> Tensor:
     """Rotate vectors [..., K] by the orthogonal Hadamard matrix of their size, in x's dtype (``anybit.hadamard``)."""
     y: Tensor = torch.ops.anybit.hadamard(x)
@@ -201,11 +220,16 @@ _library = torch.library.Library("anybit", "DEF")
 _library.define(
     "linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
+_library.define(
+    "rows(Tensor ids, Tensor[] weight, ScalarType dtype, str spec) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
 _library.define("hadamard(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 for _device in ("CPU", "CUDA"):
     _library.impl("linear", _linear, _device)
+    _library.impl("rows", _rows, _device)
 _library.impl("hadamard", transform, "CPU")
 _library.impl("hadamard", _hadamard_cuda, "CUDA")
 under_autocast(_library, "linear", "hadamard")
 torch.library.register_fake("anybit::hadamard", lambda x: x.new_empty(x.shape))
 torch.library.register_fake("anybit::linear", _linear_fake)
+torch.library.register_fake("anybit::rows", _rows_fake)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from anybit.errors import KernelError
@@ -107,6 +108,11 @@ class Backend(ABC):
 
         prologue: given only to backends that say ``codes``; x then has the shape of the rows that it makes.
         """
+
+    def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
+        """The weights of outputs ``ids``, int64 [...] -> [..., K] in a float dtype: what an embedding gives."""
+        weight = self.restore(tensors, spec).rows(ids.flatten())
+        return weight.dequantize(dtype).view(*ids.shape, spec.k)
 
     def repeated(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Repeated | None:
         """``linear`` for inputs that are like x in all but address and values, which it took; None where there is none.

@@ -100,6 +100,10 @@ class MultiLayoutBackend(Backend):
         """The packed weight, exactly as it was."""
         return self.parts[0].restore(tensors[: self._first], spec)
 
+    def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
+        """By the first of the two."""
+        return self.parts[0].rows(ids, tensors[: self._first], spec, dtype)
+
     def linear(
         self,
         x: Tensor,

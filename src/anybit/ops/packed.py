@@ -21,6 +21,7 @@ from anybit.kernels.gemm import (
     heuristics,
     packed_layout,
     packed_problem,
+    packed_rows,
     packed_tiles,
     sm80_packed_gemm,
     sm90_packed_gemm,
@@ -135,6 +136,13 @@ class PackedTiles(Backend):
         else:
             _multiply_few(rows, weight, bias, y, plan)
         return y.view(*x.shape[:-1], spec.n)
+
+    def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
+        """One launch, straight from the tiles; KernelError for 8-bit activations' tiles, and 32-bit floats."""
+        y = torch.empty(ids.numel(), spec.k, dtype=dtype, device=ids.device)
+        if y.numel():
+            packed_rows.launch(_weight(tensors, spec), ids.reshape(-1).contiguous(), y)
+        return y.view(*ids.shape, spec.k)
 
     def repeated(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Repeated | None:
         """Launches whose parameters are known but for addresses; None for gathered rows, and without wgmma."""

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from anybit.checkpoints.configuration import Quantization, override_of
 from anybit.checkpoints.safetensors import read_header
@@ -149,6 +149,11 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if isinstance(layer, ParallelLMHead):
             return self._head_method(prefix)
+        if isinstance(layer, VocabParallelEmbedding) and prefix in (self.stored or self.overrides):
+            raise LayerError(
+                f"the embedding {prefix} is quantized, which anybit does not run inside vLLM: leave out its override, "
+                "and quantize the output head alone (--override lm_head=w8a16)"
+            )
         if not isinstance(layer, LinearBase):
             return None
         names = self._parts(prefix)

@@ -243,12 +243,13 @@ def _stored(job: Job, layer: LinearLayer, format: WeightFormat) -> float:
 
 def _budget(job: Job, free: Sequence[LinearLayer], bits: float | None, memory: float | None) -> float:
     """The bits that are left for the layers without an override."""
-    fixed = sum(_stored(job, layer, job.scheme_of(layer.name).weights) for layer in job.layers if layer not in free)
+    every = [*job.layers, *job.embeddings]
+    fixed = sum(_stored(job, layer, job.scheme_of(layer.name).weights) for layer in every if layer not in free)
     if bits is not None:
         experts, expert_bytes = experts_of(job.source.entries)
-        return bits * (sum(layer.n * layer.k for layer in job.layers) + experts) - 8 * expert_bytes - fixed
+        return bits * (sum(layer.n * layer.k for layer in every) + experts) - 8 * expert_bytes - fixed
     assert memory is not None
-    whole = {f"{layer.name}.weight" for layer in job.layers}
+    whole = {f"{layer.name}.weight" for layer in every}
     rest = sum(job.source.entries[stored].bytes for name, stored in job.names.items() if name not in whole)
     return 8 * (memory - rest) - fixed
 
@@ -260,7 +261,7 @@ def _reached(
     if memory is not None:
         return f"with {min(WIDTHS)} bits for every layer the model takes {memory + (least - budget) / 8:.0f} bytes"
     assert bits is not None
-    count = sum(layer.n * layer.k for layer in job.layers) + experts_of(job.source.entries)[0]
+    count = sum(layer.n * layer.k for layer in (*job.layers, *job.embeddings)) + experts_of(job.source.entries)[0]
     what = "scales" if not experts_of(job.source.entries)[0] else "scales and 16-bit experts"
     return (
         f"with {min(WIDTHS)} bits for every layer the average is {bits + (least - budget) / count:.3f}, {what} included"

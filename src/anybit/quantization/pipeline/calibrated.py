@@ -259,7 +259,7 @@ def _run(job: Job, method: str) -> Saved:
             # Outside the blocks no statistics are collected: round to nearest.
             own = changes.tensors.get(f"{layer.name}.weight", source).to(source.dtype)
             weight = quantize_weight(own, job.scheme_of(layer.name).weights)
-        return _with_group_index(weight) if scattered and weight.group_index is None else weight
+        return weight.with_group_index() if scattered and weight.group_index is None else weight
 
     # Writing takes a moment after calibration: it needs no progress of its own.
     return write_quantized(replace(job, progress=None), quantize, changes)
@@ -382,8 +382,3 @@ def _scale_dtype(job: Job) -> torch.dtype:
     stored = job.names[job.tied.get(job.layers[0].name, first)]
     kind = job.source.entries[stored].dtype
     return kind if kind.itemsize == 2 else torch.float32
-
-
-def _with_group_index(weight: QuantizedWeight) -> QuantizedWeight:
-    index = weight.groups().to(torch.int32)
-    return QuantizedWeight(weight.words, weight.scale, weight.zero, weight.shape, weight.format, index)

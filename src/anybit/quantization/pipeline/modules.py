@@ -98,14 +98,53 @@ def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:
     return layers
 
 
-def kept_modules(model: Any, modules_to_not_convert: list[str] | None, overrides: Collection[str] = ()) -> list[str]:
+def embedding_layers(model: Any, overrides: Mapping[str, Any]) -> list[LinearLayer]:
+    """The input embedding, where overrides name it (not by a pattern), as a layer of a row a token; else none.
+
+    Raises LayerError for an embedding that does more than look up rows.
+    """
+    found = model.get_input_embeddings()
+    name = _embedding_name(model)
+    if name not in overrides:
+        return []
+    if type(found) is not nn.Embedding:
+        raise LayerError(
+            f"override {name!r}: {name} is a {type(found).__name__}, which may do more than look up rows: only a plain "
+            "nn.Embedding is quantized"
+        )
+    rows, columns = found.weight.shape
+    return [LinearLayer(name, rows, columns, transposed=False)]
+
+
+def shared_heads(model: Any, overrides: Mapping[str, Any]) -> list[str]:
+    """The heads that are tied to an embedding that overrides name, and that have no other scheme of their own.
+
+    They multiply by the embedding's codes.
+    """
+    name = _embedding_name(model)
+    if name not in overrides:
+        return []
+    tied = [head for head, source in tied_heads(model).items() if source == f"{name}.weight"]
+    return [head for head in tied if str(overrides.get(head, overrides[name])) == str(overrides[name])]
+
+
+def _embedding_name(model: Any) -> str:
+    found = model.get_input_embeddings()
+    return next((name for name, module in model.named_modules() if module is found), "")
+
+
+def kept_modules(
+    model: Any, modules_to_not_convert: list[str] | None, overrides: Mapping[str, Any] | None = None
+) -> list[str]:
     """What stays as it is: the modules named, or by default the output head; a head that is tied; what is not text.
 
     overrides: of a head that they name, not by a pattern, the codes are stored, and no longer shared if it is tied.
     """
     keep = HfQuantizer.get_modules_to_not_convert(model, modules_to_not_convert, model._keep_in_fp32_modules)
     # A head that shares its weight with the embedding has none of its own that could be stored as codes.
-    chosen = set(overrides) - set(modules_to_not_convert or ())
+    # One whose embedding is quantized multiplies by the embedding's.
+    overrides = overrides or {}
+    chosen = set(overrides) - set(modules_to_not_convert or ()) - set(shared_heads(model, overrides))
     return sorted({*keep, *tied_heads(model), *beside_text(model)} - chosen)
 
 
@@ -125,10 +164,15 @@ def untied(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_overrides(model: nn.Module, overrides: Mapping[str, Any], quantized: Collection[str]) -> None:
     """Raise LayerError for an override of no quantized layer: it would change nothing, without a word."""
+    quantized = [
+        *quantized,
+        *(layer.name for layer in embedding_layers(model, overrides)),
+        *shared_heads(model, overrides),
+    ]
     for pattern in overrides:
         if any(name == pattern or fnmatchcase(name, pattern) for name in quantized):
             continue
-        known = _linear_names(model)
+        known = [*_linear_names(model), _embedding_name(model)]
         kept = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
         if kept:
             advice = "take it out of those to keep" if kept[0] == pattern else "name the layer itself to quantize it"
@@ -136,7 +180,7 @@ def check_overrides(model: nn.Module, overrides: Mapping[str, Any], quantized: C
         ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known))
         raise LayerError(
             f"override {pattern!r} matches no layer of {type(model).__name__}: write a whole name, or a pattern "
-            f"such as '*.{known[0].rpartition('.')[2]}'; the names of its linear layers end in {ends}"
+            f"such as '*.{known[0].rpartition('.')[2]}'; the names of its layers end in {ends}"
         )
 
 

@@ -22,6 +22,7 @@ from anybit.checkpoints.folder import Folder, path_of
 from anybit.checkpoints.safetensors import Entry, header_room
 from anybit.checkpoints.verify import TRAP, check_model, names_in
 from anybit.checkpoints.writing import SHARD_BYTES, ShardWriter, check_place, new_folder
+from anybit.embedding import embedding_refused
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight
@@ -31,8 +32,10 @@ from anybit.quantization.pipeline.modules import (
     beside_text,
     check_kept,
     check_overrides,
+    embedding_layers,
     kept_modules,
     linear_layers,
+    shared_heads,
     skeleton,
     tied_heads,
     tied_names,
@@ -66,7 +69,8 @@ QuantizeLayer = Callable[[LinearLayer, Tensor], QuantizedWeight]
 class Saved:
     """The result of quantizing a model.
 
-    bytes: of all tensors.  weights: of the quantized layers.  experts: weights of experts, which stay as they are.
+    bytes: of all tensors.  weights: of the quantized layers, an embedding among them.  experts: weights of experts,
+    which stay as they are.
     bits_per_weight: of both.  overrides: the layers, or patterns of them, that have another scheme, and which.
     beside: the modules for images or sound, which stay as they are.  seconds: of the whole job, calibration included.
     """
@@ -92,6 +96,7 @@ class Job:
     Made by ``Job.of``, which checks all it can before any work is done: the place to write to, the layers against the
     scheme, the tensors of the checkpoint against the model.  overrides: schemes of single layers, by name or pattern.
     tied: the quantized layers that take their weight from another parameter -> its name.
+    embeddings: those that are rounded to nearest, whatever the method does with layers.
     began: when, by ``time.perf_counter``.
     """
 
@@ -105,6 +110,7 @@ class Job:
     names: dict[str, str]
     overrides: dict[str, Scheme] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    embeddings: list[LinearLayer] = field(default_factory=list)
     overwrite: bool = False
     progress: Progress | None = None
     shard_bytes: int = SHARD_BYTES
@@ -135,20 +141,26 @@ class Job:
         kept = kept_modules(model, modules_to_not_convert, others)
         layers = linear_layers(model, kept)
         check_overrides(model, others, [layer.name for layer in layers])
-        for layer in layers:
+        embeddings = embedding_layers(model, others)
+        for layer in embeddings:
+            if refused := embedding_refused(others[layer.name]):
+                raise LayerError(f"override {layer.name!r}: {refused}")
+        for layer in (*layers, *embeddings):
             _check_fit(layer, override_of(layer.name, others) or scheme)
         if scheme.kv is not None and (reason := kvcache.why_not(model, scheme.kv)) is not None:
             raise LayerError(
                 f"the KV format {scheme.kv} cannot serve this model: {reason}; leave out -{scheme.kv} to keep its keys "
                 "and values as they are"
             )
-        names = _match(folder, model, layers)
+        names = _match(folder, model, [*layers, *embeddings])
         check_model(model, folder.entries, folder.path)
         folder.companions()  # what may not be copied is said now, too
         tied = {name: weight for name, weight in tied_heads(model).items() if name in {layer.name for layer in layers}}
-        for name in tied:
+        for name in (*tied, *shared_heads(model, others)):
             names.pop(f"{name}.weight", None)  # a copy of what it is tied to
-        return cls(folder, output, scheme, method, model, kept, layers, names, others, tied, began=began, **rest)
+        return cls(
+            folder, output, scheme, method, model, kept, layers, names, others, tied, embeddings, began=began, **rest
+        )
 
     def scheme_of(self, layer: str) -> Scheme:
         """The scheme of one layer."""
@@ -159,22 +171,33 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
     """Write a job's model, each linear layer through ``quantize`` and everything else as it is, but for ``changes``."""
     changes = changes or Changes()
     layers = {f"{layer.name}.weight": layer for layer in job.layers}
-    total = sum(layer.n * layer.k for layer in job.layers)
+    embeddings = {f"{layer.name}.weight": layer for layer in job.embeddings}
+    total = sum(layer.n * layer.k for layer in (*job.layers, *job.embeddings))
     done = quantized_bytes = 0
     group_index = False
     names = [f"{name}{suffix}" for name in job.names for suffix in ("", "_packed", "_scale", "_zero_point", "_shape")]
     new = [name for name in changes.tensors if name not in job.names]
-    names += [*new, *(f"{name}{suffix}" for name in layers for suffix in ("_g_idx", "_indices"))]
+    names += [*new, *(f"{name}{suffix}" for name in (*layers, *embeddings) for suffix in ("_g_idx", "_indices"))]
     names += [
         f"{name}.weight{suffix}" for name in job.tied for suffix in ("", "_packed", "_scale", "_zero_point", "_shape")
     ]
     tied = {job.tied[layer.name]: layer for layer in job.layers if layer.name in job.tied}
+
+    def write(writer: ShardWriter, layer: LinearLayer, weight: QuantizedWeight) -> None:
+        nonlocal done, quantized_bytes
+        for suffix, part in QuantLinear.tensors_of(weight).items():
+            writer.add(f"{layer.name}.{suffix}", part)
+            quantized_bytes += part.nbytes
+        done += layer.n * layer.k
+        if job.progress is not None:
+            job.progress(layer.name, done, total)
+
     with new_folder(job.output, job.overwrite, job.source.path) as folder:
         with ShardWriter(folder, header_room(names), job.shard_bytes) as writer:
             # In the order of the files, so that the source is read from front to back.
             for name, stored in sorted(job.names.items(), key=lambda item: _place(job.source, item[1])):
                 tensor = job.source.read(stored, finite=True)
-                if name not in layers:
+                if name not in layers and name not in embeddings:
                     changed = changes.tensors.get(name)
                     writer.add(name, tensor if changed is None else changed.to(tensor.dtype).contiguous())
                 layer = layers.get(name) or tied.get(name)
@@ -183,17 +206,16 @@ def write_quantized(job: Job, quantize: QuantizeLayer, changes: Changes | None =
                 weight = _quantized(layer, tensor, quantize)
                 group_index = group_index or weight.group_index is not None
                 del tensor
-                for suffix, part in QuantLinear.tensors_of(weight).items():
-                    writer.add(f"{layer.name}.{suffix}", part)
-                    quantized_bytes += part.nbytes
-                done += layer.n * layer.k
-                if job.progress is not None:
-                    job.progress(layer.name, done, total)
+                write(writer, layer, weight)
+            for name, layer in embeddings.items():
+                tensor = changes.tensors.get(name, job.source.read(job.names[name], finite=True))
+                weight = quantize_weight(tensor, job.scheme_of(layer.name).weights)
+                write(writer, layer, weight.with_group_index() if group_index else weight)
             for name in new:
                 writer.add(name, changes.tensors[name].contiguous())
             ignore = None if group_index else _shared_ignore(job, changes)
             if ignore is None:
-                for layer in job.layers:
+                for layer in (*job.layers, *job.embeddings):
                     writer.add(f"{layer.name}.{TRAP}", torch.empty(0, dtype=torch.uint8))
         _write_companions(job, folder, group_index, changes, ignore)
         after = writer.bytes

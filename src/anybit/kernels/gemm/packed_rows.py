@@ -1,0 +1,85 @@
+"""Rows of packed tiles as 16-bit floats, which is what an embedding gives. Host side of packed_rows.cuh."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybit import jit
+from anybit.errors import KernelError, dtype_name
+from anybit.jit import Int32, Pointer
+from anybit.kernels.common.types import Code, Output
+from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm.packed_layout import PackedWeight
+from anybit.scheme import WeightFormat
+
+_THREADS = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """Codes of tiles, and the type of what they become."""
+
+    bits: int
+    group: int
+    code: Code
+    output: Output
+
+
+@dataclass(frozen=True)
+class Params:
+    """Arguments of one launch; see packed_rows.cuh."""
+
+    ids: Pointer
+    tiles: Pointer
+    row_scale: Pointer
+    row_zero: Pointer
+    permutation: Pointer
+    y: Pointer
+    n: Int32
+    k: Int32
+    row_tiles: Int32
+    column_blocks: Int32
+
+
+def why_not(format: WeightFormat, dtype: torch.dtype) -> str | None:
+    """Why no kernel gives rows of a format in a type, in a sentence; None if one does."""
+    if format.sparse:
+        return "rows of 2:4 sparse weights are not read one by one"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"rows become float16 or bfloat16, not {dtype_name(dtype)}"
+    return None
+
+
+def config_of(format: WeightFormat, dtype: torch.dtype) -> Config:
+    """The config of a format. Raises KernelError where ``why_not`` refuses it."""
+    if reason := why_not(format, dtype):
+        raise KernelError(reason)
+    return Config(format.bits, packed_layout.tile_group(format), Code[format.code], Output(dtype_name(dtype)))
+
+
+@functools.cache
+def kernel(config: Config) -> jit.Kernel:
+    """The kernel of a config."""
+    return jit.Kernel("gemm/packed_rows.cuh", "packed_rows", config, Params, _THREADS, 0)
+
+
+def grid(weight: PackedWeight, count: int) -> tuple[int, int, int]:
+    """A warp for 128 columns of each row."""
+    return count, -(-weight.tiles.shape[0] * 32 // _THREADS), 1
+
+
+def arguments(weight: PackedWeight, ids: Tensor, y: Tensor) -> Params:
+    """The Params of a launch: ids int64 [count] -> y float16 or bfloat16 [count, k], both dense."""
+    blocks, row_tiles = weight.tiles.shape[:2]
+    where = weight.tiles, weight.row_scale, weight.row_zero, weight.permutation
+    return Params(ids, *where, y, *weight.shape, row_tiles, blocks)
+
+
+def launch(weight: PackedWeight, ids: Tensor, y: Tensor) -> None:
+    """y[i] = row ids[i] of the weights; NaN where there is no such row. Tiles of order "a16"."""
+    if weight.order != "a16":
+        raise KernelError("rows are read from tiles for 16-bit activations")
+    config = config_of(weight.format, y.dtype)
+    jit.launch(kernel(config), arguments(weight, ids, y), grid(weight, len(ids)), device=ids.get_device())
