@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from machine_code import check, count
+from machine_code import check, count, sass
 
 from anybit import jit
 from anybit.device import Device
@@ -35,6 +35,32 @@ def test_digits(bits: int, m: int, dtype: torch.dtype) -> None:
     for n, k in ((4096, 4096), (28672, 4096)):
         it = problem(bits, m, n, k, dtype)
         check(sm90_packed_gemv.kernel(sm90_packed_gemv.default(it)), "sm_90a", has="IMMA", lacks="HMMA")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "m", "dtype"),
+    [
+        ("w4a16g32e2m1", 1, torch.float16),
+        ("w4a16g16e2m1", 2, torch.float16),
+        ("w4a16g32e2m1", 4, torch.bfloat16),
+        ("w4a16g64nf4", 1, torch.float16),
+        ("w8a16g128e4m3", 2, torch.bfloat16),
+    ],
+)
+def test_tables_are_multiplied_as_floats(scheme: str, m: int, dtype: torch.dtype) -> None:
+    for n, k in ((4096, 4096), (28672, 4096)):
+        it = Problem(m, n, k, Scheme.parse(scheme).weights, dtype, dtype, HOPPER, k)
+        check(sm90_packed_gemv.kernel(sm90_packed_gemv.default(it)), "sm_90a", has="HMMA", lacks="IMMA")
+
+
+def test_e2m1_takes_eight_instructions_for_eight_codes() -> None:
+    """Four ANDs, as symmetric codes take, and four shifts, most of which IMAD does."""
+    ands = {}
+    for scheme in ("w4a16g32", "w4a16g32e2m1"):
+        it = Problem(8, 28672, 4096, Scheme.parse(scheme).weights, torch.float16, torch.float16, HOPPER, 4096)
+        found = sass(jit.cached(sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(it)), "sm_90a").cubin)
+        ands[scheme] = sum(one.startswith("LOP3") for one in found)
+    assert ands["w4a16g32e2m1"] <= ands["w4a16g32"]
 
 
 @pytest.mark.parametrize(("bits", "m"), [(4, 1), (4, 2), (2, 1), (3, 2)])

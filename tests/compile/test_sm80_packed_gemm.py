@@ -8,7 +8,7 @@ from machine_code import count
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels.gemm import repack, sm80_packed_gemm
+from anybit.kernels.gemm import packed_rows, repack, sm80_packed_gemm
 from anybit.kernels.gemm.sm80_packed_gemm import Problem
 from anybit.scheme import WeightFormat
 
@@ -56,9 +56,12 @@ def test_sparse_weights(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
 def test_repacking(arch: str) -> None:
     """Tiles are made where they are multiplied."""
-    for bits, as_bytes in ((3, False), (4, True)):
-        compiled = jit.cached(repack.kernel(repack.Config(bits, as_bytes)), arch)
+    for config in (repack.Config(3, False), repack.Config(4, True), repack.Config(4, False, float_order=True)):
+        compiled = jit.cached(repack.kernel(config), arch)
         assert compiled.spill_bytes == compiled.stack_bytes == 0
+    for weights in (WeightFormat(8, "sym", None), WeightFormat(3, "asym", 64), WeightFormat(4, "e2m1", 16)):
+        rows = jit.cached(packed_rows.kernel(packed_rows.config_of(weights, torch.bfloat16)), arch)
+        assert rows.spill_bytes == rows.stack_bytes == 0
 
 
 @pytest.mark.parametrize("m", [8, 16, 32, 64])
