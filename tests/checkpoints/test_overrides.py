@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import anybit
 from anybit.checkpoints import Folder
 from anybit.checkpoints.convert import convert
+from anybit.checkpoints.formats.write import convert_into
 from anybit.cli import app
 from anybit.errors import ConversionError, LayerError, OptionError, SchemeError
 from anybit.evaluate import bits_per_weight
@@ -119,6 +120,8 @@ def test_gptq_rounds_the_embedding_and_a_budget_counts_it(tmp_path: Path) -> Non
     codes = anybit.quantize_weight(weight, anybit.Scheme.parse("w8a16g32").weights)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "gptq")
     assert torch.equal(model.model.embed_tokens.dequantize(), codes.dequantize())
+    with pytest.raises(ConversionError, match=r"model\.embed_tokens is a quantized embedding"):
+        convert_into(tmp_path / "gptq", "gguf", tmp_path / "m.gguf")
     found = quantize_folder(source, tmp_path / "bits", "w4a16g32", overrides=overrides, bits=6.0, options=text)
     assert 5.5 < found.bits_per_weight <= 6.0
 

@@ -97,6 +97,11 @@ def _refuse_strangers(source: Translation, empty: Any) -> list[str]:
     source.take_names(empty)
     linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     strangers = sorted(set(source.layers) - set(linears))
+    if strangers and isinstance(empty.get_submodule(strangers[0]), nn.Embedding):
+        raise ConversionError(
+            f"{strangers[0]} is a quantized embedding, which convert does not write: quantize the model without its "
+            "override"
+        )
     if strangers:
         raise ConversionError(f"layer {strangers[0]} is quantized, and {type(empty).__name__} has no such linear layer")
     return linears
