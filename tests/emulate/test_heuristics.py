@@ -141,14 +141,15 @@ def test_numbers_that_are_not_finite() -> None:
 @pytest.mark.parametrize("residual", [True, False])
 def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
     """The product of an RMSNorm of x + residual, for one and two tokens, with warps that have no columns."""
-    for m, n, k, warps, bits in (
-        (1, 192, 1024, 3, 4),
-        (2, 64, 256, 4, 3),
-        (2, 130, 768, 2, 8),
-        (1, 64, 200, 2, 4),
-        (2, 64, 328, 2, 4),
+    for m, n, k, warps, format in (
+        (1, 192, 1024, 3, WeightFormat(4, "sym", 128)),
+        (2, 64, 256, 4, WeightFormat(3, "sym", 128)),
+        (2, 130, 768, 2, WeightFormat(8, "sym", 128)),
+        (1, 64, 200, 2, WeightFormat(4, "sym", 128)),
+        (2, 64, 328, 2, WeightFormat(4, "sym", 128)),
+        (2, 64, 328, 2, WeightFormat(4, "e2m1", 32)),
     ):
-        case = product(WeightFormat(bits, "sym", 128), m, n, k, dtype, bias=True, seed=k)
+        case = product(format, m, n, k, dtype, bias=True, seed=k)
         other, gamma = torch.randn(m, k).to(dtype) if residual else None, (torch.rand(k) + 0.5).to(dtype)
         problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
         config = sm90_packed_gemv.fitted(problem, warps, 2, 20, -(-k // 128 // warps))
