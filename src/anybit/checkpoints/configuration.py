@@ -21,6 +21,8 @@ FORMAT = "pack-quantized"
 _WORDS = {
     "version", "scheme", "overrides", "modules_to_not_convert", "group_index", "hadamard", "input_scale", "backend",
 }  # fmt: skip
+_KINDS = ("checkpoint_format", "packing_format", "version", "quant_algo", "format")
+"""Which layout of a method's a folder has, in the words of other tools."""
 _LONGEST_PATTERN = 256
 _MOST_REPETITIONS = 3
 
@@ -195,9 +197,12 @@ def refuse_quantized(config: Mapping[str, Any], what: str) -> None:
 
 def unreadable(config: Mapping[str, Any], what: object, reason: str) -> CheckpointError:
     """The one sentence for a model whose method nobody here reads: what it is, why it failed, what to do."""
+    entry = config.get("quantization_config")
+    words = entry if isinstance(entry, Mapping) else {}
+    kind = next((f" ({name} {words[name]})" for name in _KINDS if isinstance(words.get(name), str)), "")
     return CheckpointError(
-        f"{what} is quantized by {method_of(config)}, which anybit does not read, and transformers cannot load it "
-        f"here: {reason}; start from the original model"
+        f"{what} is quantized by {method_of(config)}{kind}, which anybit does not read, and transformers cannot load "
+        f"it here: {reason}; start from the original model"
     )
 
 

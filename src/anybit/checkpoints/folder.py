@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anybit.checkpoints.configuration import Quantization
 from anybit.checkpoints.safetensors import Entry, read_header, read_tensor
+from anybit.checkpoints.sidecars import FILES, with_quantization
 from anybit.checkpoints.verify import check_config, check_layers
 from anybit.errors import CheckpointError
 
@@ -21,6 +22,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # Weights in whatever format, and programs; all else (tokenizer, templates, licence) goes with a copy of the model.
 _LEFT = (
     *_PICKLES,
+    *FILES,
     "*.safetensors",
     "*.safetensors.index.json",
     "*.bin.index.json",
@@ -52,7 +54,7 @@ class Folder:
         self.path = path_of(path, "the folder of a model")
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is not a folder")
-        self.config = read_json(self.path / "config.json")
+        self.config = with_quantization(read_json(self.path / "config.json"), self.path, read_json)
         self.entries = _entries(self.path)
         self.quantization: Quantization | None = check_config(self.config, self.path / "config.json", self.entries)
         if self.quantization is not None:
@@ -167,6 +169,9 @@ def _entries(path: Path) -> dict[str, Entry]:
         return {entry.name: entry for entry in read_header(path / SINGLE)}
     if (path / INDEX).is_file():
         return _sharded(path)
+    alone = sorted(path.glob("*.safetensors"))
+    if len(alone) == 1 and (path / "quantize_config.json").is_file():  # AutoGPTQ: gptq_model-4bit-128g.safetensors
+        return {entry.name: entry for entry in read_header(alone[0])}
     pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if pickles:
         raise CheckpointError(

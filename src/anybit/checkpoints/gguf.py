@@ -95,6 +95,12 @@ class _Reader:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self.fault(f"general.alignment is {alignment}, and a power of two is needed")
+        parts = metadata.get("split.count", 1)
+        if isinstance(parts, int) and parts > 1:
+            raise CheckpointError(
+                f"{self.file} is one of {parts} parts of a GGUF file: join them first, with llama.cpp's "
+                "llama-gguf-split --merge FIRST-PART WHOLE"
+            )
         if not isinstance(metadata.get("general.architecture"), str):
             raise self.fault("it names no general.architecture")
         for name in ("block_count", "embedding_length"):  # parsers have defaults, those of another model

@@ -31,6 +31,12 @@ def load_translated(
     Raises CheckpointError for a layer that the model does not have, or has in another shape.
     """
     source.take_names(empty)
+    if source.kv_scales:
+        warnings.warn(
+            f"{source.path} has scales of an 8-bit KV cache, such as {source.kv_scales[0]}: they are not used, and "
+            "keys and values stay in 16 bits",
+            stacklevel=3,
+        )
     linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     kept = sorted(set(linears) - set(source.layers))
     words = source.configuration(kept)

@@ -14,7 +14,6 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from anybit.checkpoints import Folder, is_gguf, local_folder
 from anybit.checkpoints.configuration import METHOD, method_of, refuse_quantized, scheme_of, unreadable
-from anybit.checkpoints.folder import read_json
 from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
 from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.verify import check_model
@@ -223,10 +222,10 @@ def stored_scheme(source: str | Path) -> Scheme | None:
     if is_gguf(source):
         return gguf_scheme(Path(source).expanduser())
     with local_folder(source) as path:
-        config = read_json(path / "config.json")
-        if method_of(config) in (None, METHOD):
-            return scheme_of(config)
-        foreign = FolderTranslation.of(Folder(path))
+        folder = Folder(path)
+        if method_of(folder.config) in (None, METHOD):
+            return scheme_of(folder.config)
+        foreign = FolderTranslation.of(folder)
         return None if foreign is None else foreign.scheme
 
 

@@ -10,7 +10,16 @@ from anybit.scheme import Scheme
 NAME = "auto-round"
 MARKS = ("qweight",)
 TENSORS = gptq.TENSORS
-_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round", "auto_round:auto_awq", "auto_round:awq")
+_EARLY = ("autoround:exllamav2", "auto_round:exllamav2", "auto_round:gptq:exllamav2")
+"""What versions before 0.4 wrote of GPTQ's packing; of their zeros it does not say whether they are stored less one."""
+_PACKINGS = (
+    *_EARLY,
+    "auto_round:auto_gptq",
+    "auto_round:gptqmodel",
+    "auto_round",
+    "auto_round:auto_awq",
+    "auto_round:awq",
+)
 
 
 def matches(config: dict[str, Any]) -> bool:
@@ -20,7 +29,12 @@ def matches(config: dict[str, Any]) -> bool:
 
 def scheme(layer: StoredLayer) -> Scheme:
     """What the layer is quantized to."""
-    return awq.scheme(layer) if _as_awq(layer) else gptq.scheme(_as_gptq(layer))
+    if _as_awq(layer):
+        return awq.scheme(layer)
+    found = gptq.scheme(_as_gptq(layer))
+    if found.weights.code != "sym" and _packing(layer.config) in _EARLY:
+        raise layer.refuse(f"it is asymmetric, and {_packing(layer.config)} does not say how its zeros are stored")
+    return found
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:

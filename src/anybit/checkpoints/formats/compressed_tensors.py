@@ -43,11 +43,24 @@ def matches(config: dict[str, Any]) -> bool:
 def scheme(layer: StoredLayer) -> Scheme:
     """What the layer is quantized to."""
     layer = _whole(layer)
+    _refuse_rotations(layer)
     if _is_fp4(layer):
         return fp4.scheme(layer)
     if _is_fp8(layer):
         return fp8.scheme(layer)
     return Scheme(_format(layer)[0])
+
+
+def _refuse_rotations(layer: StoredLayer) -> None:
+    """Rotations that are part of the weights change nothing; others have to be computed before or after a layer."""
+    transforms = layer.config.get("transform_config")
+    groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    for group in groups.values() if isinstance(groups, dict) else ():
+        places = group.get("apply") if isinstance(group, dict) else None
+        for place in places if isinstance(places, list) else ():
+            where = place.get("location") if isinstance(place, dict) else None
+            if where not in ("weight_input", "weight_output"):
+                raise layer.refuse(f"its model rotates activations while it runs (transform_config, at {where})")
 
 
 def read(layer: StoredLayer) -> QuantizedWeight:

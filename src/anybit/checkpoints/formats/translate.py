@@ -3,9 +3,11 @@
 Nothing is converted before it is asked for, and one layer at a time: loading, saving and ``info`` all read from here.
 """
 
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ _RECENT = 2
 """How many layers are kept: threads that load a model are in two at most."""
 
 
+_KV_SCALE = re.compile(r"\.(self_attn|attn|attention)\.(\w+_proj\.)?(attn\.)?((k|v|kv|q|prob)_scale|output_scale)$")
+"""Scales of keys and values (or queries) that a file's own server rounds to 8 bits."""
+
 _STORED = (
     "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_indices",
     "weight_minimum",
@@ -39,6 +44,7 @@ class Translation(ABC):
     name: of the format.  path: of the folder or file.  layers: the scheme of every quantized layer.
     plain: the tensors of everything else.  bytes: what the files store for the quantized layers, scales and all.
     group_index: whether a layer is in activation order, in which case all layers say what their order is.
+    kv_scales: tensors for a quantized KV cache, which are not used.
     """
 
     name: str
@@ -47,6 +53,7 @@ class Translation(ABC):
     plain: list[str]
     bytes: int
     group_index = False
+    kv_scales: Sequence[str] = ()
 
     def __init__(self) -> None:
         self._recent: dict[str, QuantizedWeight] = {}
@@ -125,7 +132,8 @@ class FolderTranslation(Translation):
         self.layers = {name: format.scheme(layer) for name, layer in self._stored.items()}
         self.group_index = any(map(ordered, self._stored.values()))
         own = {f"{name}.{suffix}" for name in self.layers for suffix in format.TENSORS}
-        self._plain = {name: name for name in folder.entries if name not in own}
+        self._plain = {name: name for name in folder.entries if name not in own and not _KV_SCALE.search(name)}
+        self.kv_scales = sorted(name for name in folder.entries if name not in own and _KV_SCALE.search(name))
         self.plain = [*self._plain]
         self.bytes = sum(entry.bytes for name, entry in folder.entries.items() if name in own)
 

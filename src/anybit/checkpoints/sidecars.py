@@ -1,0 +1,47 @@
+"""Where tools say how a model is quantized, if not in config.json's ``quantization_config``.
+
+AutoGPTQ (early TheBloke models): quantize_config.json.  AutoAWQ's first versions: quant_config.json, in other words.
+ModelOpt: hf_quant_config.json.  llm-compressor's first versions: ``compression_config`` in config.json.  Models that
+also take images: in their ``text_config``.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Beside config.json; they do not go with a copy of the model, which is quantized in another way."""
+
+ReadJson = Callable[[Path], dict[str, Any]]
+
+
+def with_quantization(config: dict[str, Any], folder: Path, read_json: ReadJson) -> dict[str, Any]:
+    """A config.json with the quantization_config that belongs to it and no other; as it is if there is none."""
+    entry = config.get("quantization_config") or _elsewhere(config, folder, read_json)
+    nested = entry.get("quantization") if isinstance(entry, Mapping) else None
+    if isinstance(entry, Mapping) and entry.get("quant_method") == "modelopt" and isinstance(nested, Mapping):
+        entry = {**entry, **nested}
+    if not entry:
+        return config
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and "quantization_config" in inner:
+        inner = {name: value for name, value in inner.items() if name != "quantization_config"}
+        config = {**config, "text_config": inner}
+    return {**{n: v for n, v in config.items() if n != "compression_config"}, "quantization_config": entry}
+
+
+def _elsewhere(config: Mapping[str, Any], folder: Path, read_json: ReadJson) -> dict[str, Any] | None:
+    inner, old = config.get("text_config"), config.get("compression_config")
+    if isinstance(inner, Mapping) and isinstance(inner.get("quantization_config"), Mapping):
+        return dict(inner["quantization_config"])
+    if isinstance(old, Mapping) and "format" in old:
+        return {**old, "quant_method": "compressed-tensors"}
+    if (folder / "quantize_config.json").is_file():
+        return {"quant_method": "gptq", **read_json(folder / "quantize_config.json")}
+    if (folder / "quant_config.json").is_file():
+        words = read_json(folder / "quant_config.json")
+        known = {"bits": words.get("w_bit"), "group_size": words.get("q_group_size")}
+        return {**words, **known, "quant_method": "awq"} if None not in known.values() else None
+    if (folder / "hf_quant_config.json").is_file():
+        return {"quant_method": "modelopt", **read_json(folder / "hf_quant_config.json")}
+    return None
