@@ -55,7 +55,7 @@ class _FakeLauncher:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def __call__(self, params: Any) -> None:
+    def __call__(self, params: Any, grid: Any) -> None:
         pass
 
     def last(self) -> bytes:

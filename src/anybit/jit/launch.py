@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from anybit.jit.source import Kernel
 
 Grid = tuple[int, int, int]
 
-_launchers: dict[tuple[Kernel, int, Grid, bool], "Launcher"] = {}
+_launchers: dict[tuple[Kernel, int, bool], "Launcher"] = {}
 _loading = threading.Lock()
 
 
@@ -42,19 +42,15 @@ def launch(kernel: Kernel, params: Any, grid: Grid, *, pdl: bool = False, device
         return
     if device is None:
         device = torch._C._cuda_getDevice()
-    launcher = _launchers.get((kernel, device, grid, pdl)) or _launcher(kernel, device, grid, pdl)
-    launcher(params)
+    launcher = _launchers.get((kernel, device, pdl)) or _launcher(kernel, device, pdl)
+    launcher(params, grid)
     if _tape is not None:
-        _tape.append(Recorded(launcher, launcher.last(), params))
+        _tape.append(Recorded(launcher, grid, launcher.last(), params))
 
 
-def _launcher(kernel: Kernel, device: int, grid: Grid, pdl: bool) -> "Launcher":
-    found = _launchers.get((kernel, device, grid, pdl))
-    if found is None:
-        if len(_launchers) >= 4096:  # grids of many batch sizes: forget them all rather than grow for ever
-            _launchers.clear()
-        found = _launchers.setdefault((kernel, device, grid, pdl), Launcher(kernel, device, grid, pdl))
-    return found
+def _launcher(kernel: Kernel, device: int, pdl: bool) -> "Launcher":
+    found = _launchers.get((kernel, device, pdl))
+    return found or _launchers.setdefault((kernel, device, pdl), Launcher(kernel, device, pdl))
 
 
 def repeated(
@@ -65,7 +61,7 @@ def repeated(
     It takes addresses for pointers, and whoever calls it vouches for them. Neither ``record`` nor ``kernels_of`` sees
     it: ask ``watched`` first.
     """
-    launcher = _launcher(kernel, device, grid, pdl)
+    launcher = _launcher(kernel, device, pdl)
     known, start = launcher.values(params), launcher.start
     names = [field.name for field in layout_of(kernel.params).fields]
     places = [names.index(name) for name in changing]
@@ -74,7 +70,7 @@ def repeated(
         values = known.copy()
         for place, value in zip(places, new, strict=True):
             values[place] = value
-        start(values)
+        start(values, grid)
 
     return again
 
@@ -119,19 +115,19 @@ class Recorded:
     It keeps the tensors that it was made with: scratch memory has no other owner.
     """
 
-    __slots__ = ("_launcher", "_params", "_values")
+    __slots__ = ("_grid", "_launcher", "_params", "_values")
 
-    def __init__(self, launcher: "Launcher", values: bytes, params: Any) -> None:
-        self._launcher, self._values, self._params = launcher, values, params
+    def __init__(self, launcher: "Launcher", grid: Grid, values: bytes, params: Any) -> None:
+        self._launcher, self._grid, self._values, self._params = launcher, grid, values, params
 
     def __call__(self) -> None:
         """Launch again on the current stream; the tensors must be where they were."""
-        self._launcher.again(self._values)
+        self._launcher.again(self._values, self._grid)
 
     def moved(self, old: int, new: int) -> "Recorded":
         """The same launch with one address in place of another."""
         values = self._values.replace(old.to_bytes(8, "little"), new.to_bytes(8, "little"))
-        return Recorded(self._launcher, values, self._params)
+        return Recorded(self._launcher, self._grid, values, self._params)
 
 
 def record(call: Callable[[], object]) -> list[Recorded]:
@@ -146,27 +142,22 @@ def record(call: Callable[[], object]) -> list[Recorded]:
 
 
 class Launcher:
-    """A kernel, ready to be launched on one device with one grid; `launch` keeps one for each."""
+    """A kernel, ready to be launched on one device; `launch` keeps one for each."""
 
-    def __init__(self, kernel: Kernel, device: int, grid: Grid, pdl: bool) -> None:
-        if min(grid) < 1 or grid[0] % kernel.cluster:
-            raise ValueError(
-                f"grid {grid} of {kernel.entry}: sides must be positive, x a multiple of cluster {kernel.cluster}"
-            )
-        self.kernel, self.device, self.grid = kernel, device, grid
+    def __init__(self, kernel: Kernel, device: int, pdl: bool) -> None:
+        self.kernel, self.device = kernel, device
         self.pdl = pdl and _device(device).capability >= 90
         self._layout = layout_of(kernel.params)
         names = [field.name for field in self._layout.fields]
         self._fields = attrgetter(*names) if len(names) > 1 else lambda params: (getattr(params, names[0]),)
         self._pointers = [i for i, field in enumerate(self._layout.fields) if field.type.code == "P"]
         self._function = _function(kernel, device)
-        self._configs: dict[int, Any] = {}
         self._launch = driver().cuLaunchKernelEx
         self._scratch = _Scratch(self._layout.size)
 
-    def __call__(self, params: Any) -> None:
+    def __call__(self, params: Any, grid: Grid) -> None:
         """Launch with `params` on the device's current stream."""
-        self.start(self.values(params))
+        self.start(self.values(params), grid)
 
     def values(self, params: Any) -> list[Any]:
         """The fields of `params`, tensors as addresses. Raises ValueError where one lives on another device."""
@@ -182,47 +173,45 @@ class Launcher:
                 values[index] = value.data_ptr()
         return values
 
-    def start(self, values: list[Any]) -> None:
+    def start(self, values: list[Any], grid: Grid) -> None:
         """Launch with what `values` gave on the device's current stream."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        config = self._configs.get(stream)
-        if config is None:
-            config = self._configs[stream] = self._config(stream)
-        self._layout.packer.pack_into(self._scratch.buffer, 0, *values)
-        self._start(config)
+        scratch = self._scratch
+        self._layout.packer.pack_into(scratch.buffer, 0, *values)
+        self._start(scratch, grid)
 
     def last(self) -> bytes:
         """The parameters of this thread's last launch."""
         return bytes(self._scratch.buffer.raw)
 
-    def again(self, values: bytes) -> None:
+    def again(self, values: bytes, grid: Grid) -> None:
         """Launch with parameters as `last` gave them."""
-        stream = torch._C._cuda_getCurrentRawStream(self.device)
-        config = self._configs.get(stream)
-        if config is None:
-            config = self._configs[stream] = self._config(stream)
-        self._scratch.buffer.raw = values
-        self._start(config)
+        scratch = self._scratch
+        scratch.buffer.raw = values
+        self._start(scratch, grid)
 
-    def _start(self, config: Any) -> None:
-        device, scratch = self.device, self._scratch
+    def _start(self, scratch: "_Scratch", grid: Grid) -> None:
+        device = self.device
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        known = scratch.configs.get(stream)
+        if known is None or known.grid != grid:
+            known = scratch.configs[stream] = self._on_grid(known, stream, grid)
         if torch._C._cuda_getDevice() == device:
-            (status,) = self._launch(config, self._function, scratch.address, 0)
+            (status,) = self._launch(known.config, self._function, scratch.address, 0)
         else:
             with torch.cuda.device(device):
-                (status,) = self._launch(config, self._function, scratch.address, 0)
+                (status,) = self._launch(known.config, self._function, scratch.address, 0)
         if status:
-            self._retry(status, config)
+            self._retry(status, known)
 
-    def _retry(self, status: Any, config: Any) -> None:
+    def _retry(self, status: Any, known: "_Gridded") -> None:
         if status == driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used the device yet
             torch.cuda.set_device(torch.cuda.current_device())
             with torch.cuda.device(self.device):
-                (status,) = self._launch(config, self._function, self._scratch.address, 0)
+                (status,) = self._launch(known.config, self._function, self._scratch.address, 0)
         if status:
             kernel = self.kernel
             raise KernelError(
-                f"launching {kernel.entry} failed: {status.name}; grid {self.grid}, {kernel.threads} threads, "
+                f"launching {kernel.entry} failed: {status.name}; grid {known.grid}, {kernel.threads} threads, "
                 f"{kernel.shared_bytes} bytes of shared memory, cluster {kernel.cluster}, config {kernel.config}"
             )
 
@@ -233,10 +222,20 @@ class Launcher:
             f"cuda:{self.device}; move the tensor, or launch on its device"
         )
 
+    def _on_grid(self, known: "_Gridded | None", stream: int, grid: Grid) -> "_Gridded":
+        """The driver's config of launches on a stream, this thread's own, with another grid."""
+        kernel = self.kernel
+        if min(grid) < 1 or grid[0] % kernel.cluster:
+            raise ValueError(
+                f"grid {grid} of {kernel.entry}: sides must be positive, x a multiple of cluster {kernel.cluster}"
+            )
+        config = self._config(stream) if known is None else known.config
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        return _Gridded(config, grid)
+
     def _config(self, stream: int) -> Any:
         cuda, kernel = driver(), self.kernel
         config = cuda.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self.grid
         config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
         config.sharedMemBytes = kernel.shared_bytes
         config.hStream = cuda.CUstream(stream)
@@ -255,10 +254,18 @@ class Launcher:
         return config
 
 
+class _Gridded(NamedTuple):
+    """A launch config of the driver's, and the grid in it."""
+
+    config: Any
+    grid: Grid
+
+
 class _Scratch(threading.local):
-    """The packed parameters and the pointer to them that the driver reads; one a thread."""
+    """What the driver reads, one a thread: packed parameters, the pointer to them, and a config for each stream."""
 
     def __init__(self, size: int) -> None:
+        self.configs: dict[int, _Gridded] = {}
         self.buffer = ctypes.create_string_buffer(max(size, 1))
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.address = ctypes.addressof(self.pointers)

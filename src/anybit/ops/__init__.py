@@ -5,7 +5,6 @@ read, in their own layout. From then on ``linear`` is one op, ``anybit::linear``
 """
 
 import itertools
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,17 +14,17 @@ from anybit import jit
 from anybit.errors import LayerError
 from anybit.hadamard import factor, transform
 from anybit.kernels.elementwise import hadamard as hadamard_kernel
-from anybit.ops import bitwise, packed
+from anybit.ops import bitwise, packed, repeats
 from anybit.ops.autocast import under_autocast
-from anybit.ops.backend import Backend, LinearSpec, Repeated, allow_fallback, backends, choose, register
+from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
 from anybit.ops.fused import hadamard_linear, norm_linear, norm_rotate_store, rotation_refused, silu_linear
 from anybit.ops.layouts import MultiLayoutBackend
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
+from anybit.ops.repeats import linear_again, linear_like
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
-from anybit.tune.dispatch import generation
 from anybit.tune.registry import Layout
 
 __all__ = [
@@ -63,15 +62,13 @@ register(ReferencePacked())
 class Prepared:
     """A weight as one backend reads it: its tensors, and the static description that travels with every call.
 
-    number: another for each, however soon after another one is gone.  repeated: what runs calls that were made before,
-    by what inputs look like.
+    number: another for each, however soon after another one is gone.
     """
 
     tensors: list[Tensor]
     spec: LinearSpec
     spec_text: str
     number: int = field(default_factory=itertools.count().__next__)
-    repeated: dict[Hashable, Repeated | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Hold the one spec that there is for its text: plans go by its identity, which must not be another's later."""
@@ -129,23 +126,13 @@ def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
     float16 and bfloat16. Raises KernelError (LayerError on the reference) before anything is launched for
     an x of another dtype, width or device than the prepared weight takes; kernels also for such a bias.
     """
-    if not _alone(x):
-        y: Tensor = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
-        return y
-    like = (x.shape, x.stride(), x.dtype, x.device, None if bias is None else _like(bias), generation())
-    known = prepared.repeated.get(like)
-    if known is not None and not (x.data_ptr() % 16 or (bias is not None and bias.data_ptr() % 16)):
-        return known(x, bias)
-    y = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
-    if like not in prepared.repeated and x.numel() <= MOST_REPEATED_TOKENS * prepared.spec.k:
-        if len(prepared.repeated) >= 4 * MOST_REPEATED_TOKENS:
-            prepared.repeated.clear()
-        prepared.repeated[like] = _repeated(x, prepared, bias)
+    if _alone(x):
+        again = repeats.find(linear_like(x, prepared.tensors, bias, prepared.spec_text))
+        if again is not None:
+            found: Tensor = again(x, prepared.tensors, bias)
+            return found
+    y: Tensor = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
     return y
-
-
-MOST_REPEATED_TOKENS = 256
-"""The host's time matters to so many tokens; the launches of more take longer than finding out how to make them."""
 
 
 def _alone(x: Tensor) -> bool:
@@ -161,24 +148,6 @@ def _alone(x: Tensor) -> bool:
         or torch.autograd.profiler._is_profiler_enabled
         or jit.watched()
     )
-
-
-def _like(bias: Tensor) -> tuple[Hashable, ...]:
-    return bias.shape, bias.stride(), bias.dtype, bias.device
-
-
-def _repeated(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Repeated | None:
-    """What runs calls like this one, which has just succeeded; None where the op has to."""
-    if x.device != prepared.tensors[0].device or x.data_ptr() % 16:
-        return None
-    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
-        return None
-    return backends[prepared.spec.backend].repeated(x, prepared.tensors, bias, prepared.spec)
-
-
-def _linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
-    parsed = LinearSpec.parse(spec)
-    return backends[parsed.backend].linear(x, weight, bias, parsed)
 
 
 def _linear_fake(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
@@ -225,7 +194,7 @@ _library.define(
 )
 _library.define("hadamard(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 for _device in ("CPU", "CUDA"):
-    _library.impl("linear", _linear, _device)
+    _library.impl("linear", linear_again, _device)
     _library.impl("rows", _rows, _device)
 _library.impl("hadamard", transform, "CPU")
 _library.impl("hadamard", _hadamard_cuda, "CUDA")

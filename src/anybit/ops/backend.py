@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
-Repeated = Callable[[Tensor, Tensor | None], Tensor]
-"""(x, bias) -> y."""
+Repeated = Callable[..., Any]
+"""(x, a prepared weight's tensors, bias) -> y; with a prologue that has a residual also gamma and it -> (y, sum)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,18 @@ class Backend(ABC):
         weight = self.restore(tensors, spec).rows(ids.flatten())
         return weight.dequantize(dtype).view(*ids.shape, spec.k)
 
-    def repeated(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Repeated | None:
-        """``linear`` for inputs that are like x in all but address and values, which it took; None where there is none.
+    def repeated(
+        self,
+        x: Tensor,
+        tensors: list[Tensor],
+        bias: Tensor | None,
+        spec: LinearSpec,
+        prologue: ActivationPrologue | None = None,
+    ) -> Repeated | None:
+        """``linear`` for operands that are like these in all but address and values; None where there is none.
 
-        Of x and bias: shape, strides, dtype and device are the same, and both start on 16 bytes. It checks nothing.
+        These are checked as ``linear`` checks them; what it returns takes operands that look alike (``repeats.looks``)
+        and any weight of the same spec, and checks nothing.
         """
         return None
 

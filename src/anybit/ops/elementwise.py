@@ -3,15 +3,19 @@
 On a GPU they take float16 and bfloat16; on a CPU they are plain torch with the same roundings where that matters.
 """
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
+from anybit import jit
 from anybit.errors import KernelError
 from anybit.kernels.attention.kv_page import ring_places
 from anybit.kernels.elementwise import norm_act, rope
 from anybit.kernels.elementwise.norm_act import paired_rows as paired_rows
 from anybit.kernels.elementwise.rope import paired_channels as paired_channels
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
+from anybit.ops import repeats
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -158,6 +162,12 @@ def check_norm(x: Tensor, residual: Tensor | None, gamma: Tensor) -> None:
 
 
 def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor | None]:
+    like = "add_rms_norm", repeats.looks(x), repeats.looks(residual), repeats.looks(gamma), epsilon
+    again = repeats.find(like)
+    if again is not None:
+        y, total = x.new_empty(x.shape), None if residual is None else x.new_empty(x.shape)
+        again(*map(repeats.address, (x, residual, gamma, y, total)))
+        return y, total
     check_norm(x, residual, gamma)
     rows = x.reshape(-1, x.shape[-1])
     y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -166,8 +176,19 @@ def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float
         other = residual.reshape(-1, x.shape[-1])
         total = torch.empty(other.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
-        norm_act.add_rms_norm(_dense(rows), None if other is None else _dense(other), gamma, epsilon, y, total)
+        made = norm_act.add_rms_norm(_dense(rows), None if other is None else _dense(other), gamma, epsilon, y, total)
+        _launch(made, x, like, ("x", "residual", "gamma", "y", "residual_sum"), x, residual)
     return y.view(x.shape), None if total is None else total.view(x.shape)
+
+
+def _launch(
+    made: norm_act.Launch, x: Tensor, like: Hashable, changing: tuple[str, ...], *dense: Tensor | None
+) -> None:  # fmt: skip
+    """Launch, and keep how to do so again where these tensors are read as they are given."""
+    kernel, params, grid = made
+    jit.launch(kernel, params, grid, pdl=True, device=x.get_device())
+    if all(one is None or one.is_contiguous() for one in dense):
+        repeats.keep(like, lambda: jit.repeated(kernel, params, grid, changing, pdl=True, device=x.get_device()))
 
 
 def _rms_norm_cuda(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -181,6 +202,12 @@ def _add_rms_norm_cuda(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: floa
 
 
 def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
+    like = "silu_mul", repeats.looks(gate_up), paired
+    again = repeats.find(like)
+    if again is not None:
+        y = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+        again(gate_up.data_ptr(), y.data_ptr())
+        return y
     if gate_up.shape[-1] % 2:
         raise KernelError(
             f"gate_up must hold gate and up side by side, so its last dimension must be even, not {gate_up.shape[-1]}"
@@ -188,7 +215,7 @@ def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
     if rows.shape[0]:
-        norm_act.silu_mul(_dense(rows), y, paired)
+        _launch(norm_act.silu_mul(_dense(rows), y, paired), gate_up, like, ("x", "y"), gate_up)
     return y.view(*gate_up.shape[:-1], y.shape[1])
 
 

@@ -15,7 +15,7 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Packed, Target
+from anybit.kernels.elementwise.quantize_activations import Packed, Source, Target
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs
 from anybit.kernels.gemm import (
     heuristics,
@@ -144,8 +144,12 @@ class PackedTiles(Backend):
             packed_rows.launch(_weight(tensors, spec), ids.reshape(-1).contiguous(), y)
         return y.view(*ids.shape, spec.k)
 
-    def repeated(self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Repeated | None:
+    def repeated(
+        self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec,
+        prologue: ActivationPrologue | None = None,
+    ) -> Repeated | None:  # fmt: skip
         """Launches whose parameters are known but for addresses; None for gathered rows, and without wgmma."""
+        check_input(x, tensors[0], spec, bias)
         rows, weight = rows_of(x, spec.k), _weight(tensors, spec)
         if weight.permutation is not None or rows.data_ptr() != x.data_ptr() or not len(rows):
             return None
@@ -155,8 +159,13 @@ class PackedTiles(Backend):
         shape = (*x.shape[:-1], spec.n)
         if plan.quantizer is None:
             return packed_repeat.plain(rows, shape, weight, bias, plan.kernel, plan.config)
-        how = plan.kernel, plan.config, plan.quantizer, spec.activations
-        return packed_repeat.coded(rows, shape, weight, bias, *how)
+        quantizer = plan.quantizer
+        if prologue is None:
+            prologue = ActivationPrologue(Source.plain, rows)
+        else:
+            quantizer = quantize_activations.default(prologue.problem(spec.activations, Target.bytes))
+        how = plan.kernel, plan.config, quantizer, spec.activations
+        return packed_repeat.coded(prologue, shape, weight, bias, *how)
 
     def norm_linear(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, tensors: list[Tensor],

@@ -1,4 +1,4 @@
-"""Calls of a packed layer that are like one before: launches whose parameters are known but for addresses."""
+"""Calls of packed layers that are like one before: launches whose parameters are known but for addresses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +11,14 @@ from anybit.jit.tensor_map import encode_at
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import packed_problem, sm90_packed_gemm
-from anybit.kernels.gemm.packed_layout import PackedWeight
+from anybit.kernels.gemm.packed_layout import TILE_ROWS, PackedWeight, check_operands
 from anybit.ops.backend import Repeated
+from anybit.ops.prologue import ActivationPrologue
 from anybit.scheme import ActivationFormat
 
-Product = Callable[[int, int, int, int, int], None]
-"""Launches y = x W^T + bias, given the addresses of x, its scales and sums, the bias and y; 0 for what is not there."""
+Product = Callable[[int, list[Tensor], int, int, int, int], None]
+"""Launches y = x W^T + bias, given the address of x, the prepared weight, the addresses of x's scales and sums, of the
+bias and of y; 0 for what is not there."""
 
 
 def plain(
@@ -25,39 +27,52 @@ def plain(
     """``linear`` for 16-bit rows [m, k] like these, that a kernel of packed weights took; y has ``shape``."""
     multiply = _product(rows, weight, bias, rows.new_empty(len(rows), weight.shape[0]), kernel, config)
 
-    def linear(x: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(x: Tensor, tensors: list[Tensor], bias: Tensor | None) -> Tensor:
         y = x.new_empty(shape)
-        multiply(x.data_ptr(), 0, 0, 0 if bias is None else bias.data_ptr(), y.data_ptr())
+        multiply(x.data_ptr(), tensors, 0, 0, 0 if bias is None else bias.data_ptr(), y.data_ptr())
         return y
 
     return linear
 
 
 def coded(
-    rows: Tensor, shape: tuple[int, ...], weight: PackedWeight, bias: Tensor | None, kernel: Any, config: Any,
-    quantizer: quantize_activations.Config, activations: ActivationFormat,
+    prologue: ActivationPrologue, shape: tuple[int, ...], weight: PackedWeight, bias: Tensor | None, kernel: Any,
+    config: Any, quantizer: quantize_activations.Config, activations: ActivationFormat,
 ) -> Repeated:  # fmt: skip
-    """The same with activations that are quantized first."""
-    codes = Packed(len(rows), rows.shape[1], activations, Target.bytes, rows.device)
-    problem = quantize_activations.problem_of(rows, activations, Target.bytes)
+    """The same with activations that are quantized first, with what is done on the way (``prologue``).
+
+    It takes the prologue's gamma and residual, too, and gives their sum where there is a residual: (y, sum).
+    """
+    rows, (n, k) = prologue.rows, weight.shape
+    codes = Packed(len(rows), k, activations, Target.bytes, rows.device)
+    problem = prologue.problem(activations, Target.bytes)
     quantize = jit.repeated(
-        quantize_activations.kernel(quantizer), quantize_activations.arguments(problem, quantizer, codes, rows),
-        quantize_activations.grid(problem, quantizer), ("x", "codes", "scale", "sum", "zero"), pdl=True,
-        device=rows.get_device(),
+        quantize_activations.kernel(quantizer), prologue.arguments(problem, quantizer, codes),
+        quantize_activations.grid(problem, quantizer),
+        ("x", "codes", "scale", "sum", "zero", "gamma", "residual", "residual_sum"), pdl=True, device=rows.get_device(),
     )  # fmt: skip
-    multiply = _product(codes, weight, bias, rows.new_empty(len(rows), weight.shape[0]), kernel, config)
+    multiply = _product(codes, weight, bias, rows.new_empty(len(rows), n), kernel, config)
     size, base = codes.buffer.numel(), codes.buffer.data_ptr()
     _, scale_at, sum_at, zero_at = (address and address - base for address in codes.addresses)
 
-    def linear(x: Tensor, bias: Tensor | None) -> Tensor:
+    def launch(x: Tensor, tensors: list[Tensor], bias: Tensor | None, gamma: int, residual: int, total: int) -> Tensor:
         y, room = x.new_empty(shape), x.new_empty(size, dtype=uint8)
         base = room.data_ptr()
-        scale, total = base + scale_at, sum_at and base + sum_at
-        quantize(x.data_ptr(), base, scale, total, zero_at and base + zero_at)
-        multiply(base, scale, total, 0 if bias is None else bias.data_ptr(), y.data_ptr())
+        scale, sums = base + scale_at, sum_at and base + sum_at
+        quantize(x.data_ptr(), base, scale, sums, zero_at and base + zero_at, gamma, residual, total)
+        multiply(base, tensors, scale, sums, 0 if bias is None else bias.data_ptr(), y.data_ptr())
         return y
 
-    return linear
+    def linear(x: Tensor, tensors: list[Tensor], bias: Tensor | None) -> Tensor:
+        return launch(x, tensors, bias, 0, 0, 0)
+
+    def norm_linear(
+        x: Tensor, tensors: list[Tensor], bias: Tensor | None, gamma: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        total = x.new_empty(x.shape)
+        return launch(x, tensors, bias, gamma.data_ptr(), residual.data_ptr(), total.data_ptr()), total
+
+    return linear if prologue.residual is None else norm_linear
 
 
 def _product(
@@ -69,11 +84,12 @@ def _product(
     again = jit.repeated(
         kernel.kernel(config), packed_problem.arguments(weight, rows, y, scale, bias),
         kernel.grid(packed_problem.checked_problem(weight, rows, y, scale, bias), config),
-        ("x", "x_scale", "bias", "y"), pdl=True, device=y.get_device(),
+        ("tiles", "row_scale", "row_zero", "x", "x_scale", "bias", "y"), pdl=True, device=y.get_device(),
     )  # fmt: skip
 
-    def multiply(x: int, scale: int, total: int, bias: int, y: int) -> None:
-        again(x, scale, bias, y)
+    def multiply(x: int, tensors: list[Tensor], scale: int, sums: int, bias: int, y: int) -> None:
+        tiles, row_scale, row_zero = tensors[:3]
+        again(tiles.data_ptr(), row_scale.data_ptr(), row_zero.data_ptr(), x, scale, bias, y)
 
     return multiply
 
@@ -82,23 +98,28 @@ def _large_product(x: Tensor | Packed, weight: PackedWeight, bias: Tensor | None
     activations, rows, scale, total = (
         (ActivationFormat(), x, None, None) if isinstance(x, Tensor) else (x.format, x.codes[:, : x.k], x.scale, x.sum)
     )
-    (m, k), size = rows.shape, rows.element_size()
-    problem = sm90_packed_gemm.Problem(m, y.shape[1], k, weight.format, activations, y.dtype, Device.of(y))
+    check_operands(weight, rows, y, scale, bias, ordered=True)
+    (m, k), n, size = rows.shape, y.shape[1], rows.element_size()
+    problem = sm90_packed_gemm.Problem(m, n, k, weight.format, activations, y.dtype, Device.of(y))
+    changing = ("tiles", "row_scale", "row_zero", "x", "x_tail", "x_scale", "x_sum", "bias", "y")
     again = jit.repeated(
         sm90_packed_gemm.kernel(config),
         sm90_packed_gemm.params(problem, config, rows, weight, y, bias, scale, total),
-        sm90_packed_gemm.grid(problem, config), ("x", "x_tail", "x_scale", "x_sum", "bias", "y"), pdl=True,
+        sm90_packed_gemm.grid(problem, config), (*changing, *(("y_map",) if config.tensor_store else ())), pdl=True,
         device=y.get_device(),
     )  # fmt: skip
     shape, boxes = (size, m, k, rows.stride(0) * size), sm90_packed_gemm.boxes(config, size)
+    stored = (2, m, n, 2 * n, TILE_ROWS, config.tile_m) if config.tensor_store else None
     maps: dict[int, list[bytes]] = {}  # memory is handed out at a few addresses again and again
 
-    def multiply(x: int, scale: int, total: int, bias: int, y: int) -> None:
+    def multiply(x: int, tensors: list[Tensor], scale: int, sums: int, bias: int, y: int) -> None:
         found = maps.get(x)
         if found is None:
-            if len(maps) >= 64:
+            if len(maps) >= 16:
                 maps.clear()
             found = maps[x] = [encode_at(x, *shape, *box) for box in boxes]
-        again(*found, scale, total, bias, y)
+        tiles, row_scale, row_zero = tensors[:3]
+        addresses = tiles.data_ptr(), row_scale.data_ptr(), row_zero.data_ptr()
+        again(*addresses, *found, scale, sums, bias, y, *(() if stored is None else (encode_at(y, *stored),)))
 
     return multiply

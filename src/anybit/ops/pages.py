@@ -7,9 +7,11 @@
 import torch
 from torch import Tensor
 
+from anybit import jit
 from anybit.errors import KernelError
 from anybit.kernels.elementwise import rope_pages
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs as RopePagesArgs
+from anybit.ops import repeats
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.elementwise import check_norm, paired_channels, rotate
 from anybit.ops.fused import norm_linear
@@ -29,6 +31,14 @@ def rotate_pages(
     qkv: [tokens, (query_heads + 2 key_heads) * head_dim]. q_gamma, k_gamma: [head_dim], norms of heads before that.
     paired: channels lie as ``rope.paired_channels`` says.
     """
+    places = (step.positions, step.table, step.keys, step.values, step.slots)
+    how = step.query_heads, step.key_heads, epsilon, paired
+    like = "rotate_pages", how, tuple([repeats.looks(one) for one in (qkv, q_gamma, k_gamma, *places)])
+    again = repeats.find(like)
+    if again is not None:
+        q = qkv.new_empty((len(qkv), step.query_heads, step.head_dim))
+        again(*map(repeats.address, (qkv, q, q_gamma, k_gamma, *places)))
+        return q
     check_step(step, qkv.shape, qkv.dtype, q_gamma, k_gamma)
     if not qkv.is_cuda:
         return _rotate_cpu(step, qkv, q_gamma, k_gamma, epsilon, paired)
@@ -36,7 +46,13 @@ def rotate_pages(
     q = torch.empty(len(rows), step.query_heads, step.head_dim, dtype=qkv.dtype, device=qkv.device)
     if len(rows):
         problem = rope_pages.Problem(len(rows), step.query_heads, step.key_heads, step.head_dim, qkv.dtype, paired)
-        rope_pages.launch(problem, rope_pages.default(problem), step, rows, q, q_gamma, k_gamma, epsilon)
+        config = rope_pages.default(problem)
+        kernel, grid = rope_pages.kernel(config), rope_pages.grid(problem, config)
+        params = rope_pages.arguments(step, rows, q, q_gamma, k_gamma, epsilon)
+        jit.launch(kernel, params, grid, pdl=True, device=qkv.get_device())
+        if rows is qkv:
+            names = ("qkv", "q", "q_gamma", "k_gamma", "positions", "table", "keys", "values", "slots")
+            repeats.keep(like, lambda: jit.repeated(kernel, params, grid, names, pdl=True, device=qkv.get_device()))
     return q
 
 

@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from anybit import jit
 from anybit.kernels.elementwise import quantize_activations
-from anybit.kernels.elementwise.quantize_activations import Packed, Source, Target
+from anybit.kernels.elementwise.quantize_activations import Config, Packed, Params, Problem, Source, Target
+from anybit.scheme import ActivationFormat
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +25,20 @@ class ActivationPrologue:
     residual_sum: Tensor | None = None
     rotated: bool = False
 
+    def problem(self, format: ActivationFormat, target: Target) -> Problem:
+        """What quantize-and-pack is asked for."""
+        return quantize_activations.problem_of(self.rows, format, target, self.source, self.rotated)
+
+    def arguments(self, problem: Problem, config: Config, packed: Packed) -> Params:
+        """The arguments of its launch."""
+        given = (self.rows, self.gamma, self.epsilon, self.residual, self.residual_sum)
+        return quantize_activations.arguments(problem, config, packed, *given)
+
     def code(self, packed: Packed, target: Target) -> None:
         """Launch quantize-and-pack."""
-        problem = quantize_activations.problem_of(self.rows, packed.format, target, self.source, self.rotated)
-        quantize_activations.launch(
-            problem, quantize_activations.default(problem), packed, self.rows,
-            gamma=self.gamma, epsilon=self.epsilon, residual=self.residual, residual_sum=self.residual_sum,
+        problem = self.problem(packed.format, target)
+        config = quantize_activations.default(problem)
+        jit.launch(
+            quantize_activations.kernel(config), self.arguments(problem, config, packed),
+            quantize_activations.grid(problem, config), pdl=True, device=self.rows.get_device(),
         )  # fmt: skip

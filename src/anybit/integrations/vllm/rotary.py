@@ -135,8 +135,11 @@ def _step(positions: Tensor, table: Tensor, query_heads: int, key_heads: int, na
     """Where a layer's keys and values go in this step."""
     _, layer, cache, slots = get_attention_context(_resolve_layer_name(name))
     keys = values = None
-    if slots is not None:  # [pages, heads, tokens, keys | values]
-        keys, values = cache.transpose(1, 2).split(layer.head_size, dim=-1)
+    if slots is not None:
+        known = getattr(layer, "anybit_pages", None)
+        if known is None or known[0] is not cache:  # [pages, heads, tokens, keys | values]
+            known = layer.anybit_pages = (cache, *cache.transpose(1, 2).split(layer.head_size, dim=-1))
+        _, keys, values = known
     return pages.RopePagesArgs(table, positions, keys, values, slots, query_heads, key_heads)
 
 

@@ -119,18 +119,22 @@ def problem_of(x: Tensor, k: int, *others: Tensor | None) -> Problem:
     return Problem(x.shape[0], k, x.dtype, aligned)
 
 
+Launch = tuple[jit.Kernel, Params, tuple[int, int, int]]
+"""A kernel, its parameters and its grid."""
+
+
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, y: Tensor, total: Tensor | None, pdl: bool = True
-) -> None:
+    x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, y: Tensor, total: Tensor | None
+) -> Launch:
     """y[:] = gamma * z / rms(z), z = x + residual, total[:] = z where there is one. All [m, k]; y, total dense."""
     problem = problem_of(x, x.shape[1], residual, gamma, y, total)
     config = norm_config(problem)
     stride = 0 if residual is None else residual.stride(0)
     params = Params(x, residual, total, gamma, y, x.stride(0), stride, problem.k, epsilon)
-    jit.launch(kernel("add_rms_norm", config), params, (problem.m, 1, 1), pdl=pdl, device=x.get_device())
+    return kernel("add_rms_norm", config), params, (problem.m, 1, 1)
 
 
-def silu_mul(x: Tensor, y: Tensor, paired: bool = False, pdl: bool = True) -> None:
+def silu_mul(x: Tensor, y: Tensor, paired: bool = False) -> Launch:
     """y[:] = silu(gate) * up, x [m, gate k | up k] -> y [m, k] dense; paired: x has 8 of gate and 8 of up in turn.
 
     Raises KernelError for a dtype or a k that has no kernel.
@@ -140,5 +144,4 @@ def silu_mul(x: Tensor, y: Tensor, paired: bool = False, pdl: bool = True) -> No
         raise KernelError(f"gate and up of {problem.k} each do not lie in turns of {VECTOR}")
     config = silu_config(problem, paired)
     params = Params(x, None, None, None, y, x.stride(0), 0, problem.k, 0.0)
-    grid = (problem.m, -(-problem.k // (config.threads * VECTOR)), 1)
-    jit.launch(kernel("silu_mul", config), params, grid, pdl=pdl, device=x.get_device())
+    return kernel("silu_mul", config), params, (problem.m, -(-problem.k // (config.threads * VECTOR)), 1)

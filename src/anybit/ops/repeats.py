@@ -1,0 +1,78 @@
+"""Calls that are like ones before: what they launch is known but for addresses."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import Tensor
+
+from anybit import jit
+from anybit.ops.backend import LinearSpec, backends
+from anybit.ops.prologue import ActivationPrologue
+from anybit.tune.dispatch import forget_with_maps
+
+_MOST = 4096
+"""Calls that are kept: of so many kinds of layers and token counts. An entry is a few kilobytes."""
+_known: dict[Hashable, Callable[..., Any] | None] = {}
+forget_with_maps(_known)
+
+
+def looks(tensor: Tensor | None) -> Hashable:
+    """What a call's launches depend on in a tensor; not its values, nor where it lies."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % 16 == 0
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor lies; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def sizes(tensors: list[Tensor]) -> Hashable:
+    """The same for a prepared weight, whose spec says the rest."""
+    return tensors[0].get_device(), tuple([tensor.shape for tensor in tensors])
+
+
+def find(like: Hashable) -> Callable[..., Any] | None:
+    """What runs a call that was made before; None where there is no such call, or somebody listens to launches."""
+    return None if jit.watched() else _known.get(like)
+
+
+def keep(like: Hashable, make: Callable[[], Callable[..., Any] | None]) -> Callable[..., Any] | None:
+    """What ``make`` gives, asked once for calls that are alike, and kept; None where somebody listens to launches."""
+    if jit.watched():
+        return None
+    if like not in _known:
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[like] = make()
+    return _known.get(like)
+
+
+def repeated(
+    x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: LinearSpec, prologue: ActivationPrologue | None = None
+) -> Callable[..., Any] | None:
+    """What runs a backend's ``linear`` of operands that look like these; None where it has to itself.
+
+    Call it with x (or the prologue's rows), the weight, the bias and, with a residual, gamma and the residual.
+    """
+    if x.get_device() != weight[0].get_device() or x.data_ptr() % 16:
+        return None
+    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
+        return None
+    return backends[spec.backend].repeated(x, weight, bias, spec, prologue)
+
+
+def linear_like(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Hashable:
+    """What a call of ``anybit::linear`` goes by."""
+    return spec, looks(x), sizes(weight), looks(bias)
+
+
+def linear_again(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    """The op ``anybit::linear``: a call that is like one before launches at once."""
+    like = linear_like(x, weight, bias, spec)
+    again, parsed = find(like), LinearSpec.parse(spec)
+    if again is None:
+        again = keep(like, lambda: repeated(x, weight, bias, parsed))
+    y: Tensor = backends[parsed.backend].linear(x, weight, bias, parsed) if again is None else again(x, weight, bias)
+    return y
