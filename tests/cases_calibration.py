@@ -35,7 +35,7 @@ def divergence(model, weights, tokens) -> float:
         before = model(tokens).logits.log_softmax(-1)
         kept = {n: model.get_submodule(n).weight.data for n in weights}
         for n, w in weights.items():
-            model.get_submodule(n).weight.data = w.dequantize()
+            model.get_submodule(n).weight.data = w if isinstance(w, torch.Tensor) else w.dequantize()
         after = model(tokens).logits.log_softmax(-1)
         for n, w in kept.items():
             model.get_submodule(n).weight.data = w

@@ -145,6 +145,25 @@ def test_sparse_schemes_lose_less_than_magnitude(llama: Path, tmp_path: Path) ->
     assert divergence(llama, tmp_path / "out") < divergence(llama, tmp_path / "rtn")
 
 
+def test_masks_learn_before_codes(llama: Path, tmp_path: Path) -> None:
+    learn = {"learn_tokens": 1500, "step_tokens": 256, "mask_passes": 4, "weight_rate": 0.02, "generated_tokens": 100}
+    said: list[str] = []
+    for name, method, more in (("gptq", "gptq", {}), ("out", "distill", learn), ("again", "distill", learn)):
+        options = FAST | more
+        quantize_folder(
+            llama, tmp_path / name, "w4a16g32s24", method, options=options, progress=lambda what, *_: said.append(what)
+        )
+    assert any(what.startswith("learning masks") for what in said)
+    assert divergence(llama, tmp_path / "out") < divergence(llama, tmp_path / "gptq")
+    a, b = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "again"))
+    assert a == b
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    plain = model.dequantize()
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Linear) and module.weight.shape[0] != 96:  # but the head
+            assert bool(((module.weight.view(len(module.weight), -1, 4) != 0).sum(-1) <= 2).all())
+
+
 @pytest.mark.parametrize(
     ("scheme", "method", "more", "dtype"),
     [
@@ -153,6 +172,7 @@ def test_sparse_schemes_lose_less_than_magnitude(llama: Path, tmp_path: Path) ->
         ("w3a16g32", "blockwise", {}, torch.float16),
         ("w4a4g32", "smooth_rotate", {"scale_steps": 2}, torch.float32),
         ("w6a6g32", "smooth", {"scale_steps": 2}, torch.bfloat16),
+        ("w4a16g32s24", "distill", {"learn_tokens": 600, "step_tokens": 256, "generated_tokens": 80}, torch.float16),
     ],
 )
 def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tmp_path: Path) -> None:
@@ -173,7 +193,7 @@ def test_resumed_folder_is_the_same(scheme, method, more, dtype, llama: Path, tm
     quantize_folder(
         source, tmp_path / "out", scheme, method, options=options, progress=lambda what, *_: said.append(what)
     )
-    assert not any("scales" in what for what in said)  # they come from the folder
+    assert not any("scales" in what or "masks" in what for what in said)  # they come from the folder
     quantize_folder(source, tmp_path / "whole", scheme, method, options=FAST | more)
     a, b = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", "whole"))
     assert a == b

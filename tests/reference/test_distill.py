@@ -8,10 +8,10 @@ from anybit.packing import QuantizedWeight
 from anybit.quantization.learn.fake_quant import FakeQuantWeight, banks
 from anybit.quantization.learn.norms import fuse_norms
 from anybit.quantization.learn.rounding import rounded_through
+from anybit.quantization.learn.sparse import two_of_four
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.blockwise import BlockLearning
-from anybit.quantization.methods.distill import Distillation, distill
-from anybit.quantization.methods.distill import _gains as distill_gains
+from anybit.quantization.methods.distill import Distillation, distill, gains_of, learn_masks
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.blocks import Call
 from anybit.quantization.pipeline.calibrate import Calibration, calibrate
@@ -42,7 +42,7 @@ def test_gradients_reach_codes_and_scales():
     direct = (x @ soft().T - x @ original.T).square().sum()
     direct.backward()
     expected = [p.grad.clone() for p in soft.parameters()]
-    (bank,) = banks({"layer": soft.weight}, {"layer": original})
+    (bank,) = banks({"layer": soft.weight}, {"layer": original}, torch.float32, FakeQuantWeight)
     weight = bank.leaves["layer"]
     for half in x.split(5):
         (half @ weight.T - half @ original.T).square().sum().backward()
@@ -66,6 +66,46 @@ def test_distillation_improves_a_model_that_it_leaves_alone():
     assert losses[-1] < losses[0]
     again = distill(model, weights, sequences(100), settings)
     assert all(torch.equal(again[n].words, better[n].words) for n in better)
+
+
+@pytest.mark.parametrize("choosing", [0.0, 0.6])
+def test_masks_learn_and_stay_two_of_four(choosing):
+    model = tiny(layers=2)
+    start = {
+        n: quantize_weight(model.get_submodule(n).weight.data, WeightFormat(8, sparse=True)) for n in names_of(model)
+    }
+    rates = {"weight_rate": 0.02, "gain_rate": 0.002, "choosing": choosing, "decay": 0.01}
+    settings = Distillation(passes=4, step_tokens=512, half=False, **rates)
+    gains: dict[str, torch.Tensor] = {}
+    learned = learn_masks(model, start, sequences(60), settings, tuned=gains)
+    changed = False
+    for name, weight in learned.items():
+        kept = weight.view(len(weight), -1, 4) != 0
+        assert bool((kept.sum(-1) == 2).all())
+        changed = changed or not torch.equal(kept.view(weight.shape), start[name].mask())
+    assert changed == (choosing > 0)
+    assert set(gains) == set(gains_of(model))
+    check = torch.stack(sequences(60, seed=9)[::3])
+    before = {n: w.dequantize() for n, w in start.items()}
+    assert divergence(model, learned, check) < 0.7 * divergence(model, before, check)
+
+
+def test_two_of_four_are_the_largest():
+    sizes = torch.tensor([[1.0, 2, 3, 4, 7, 7, 7, 7, 5, 0, 0, 0]])
+    assert two_of_four(sizes)[0].tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_gains_of_norms_learn_too_if_asked():
@@ -112,7 +152,7 @@ def test_banks_are_the_layers_that_they_hold():
     weights["layer3"] = QuantizedWeight(
         scattered.words, scattered.scale, scattered.zero, (11, 64), scattered.format, index
     )
-    found = banks(weights, originals)
+    found = banks(weights, originals, torch.float32, FakeQuantWeight)
     assert len(found) == 2
     x = torch.randn(5, 64, generator=g)
     for bank in found:
@@ -198,7 +238,7 @@ def test_fused_norms_compute_the_same():
     before = model(tokens).logits
     assert fuse_norms(model) == 5
     torch.testing.assert_close(model(tokens).logits, before, rtol=1e-3, atol=1e-4)
-    assert len(distill_gains(model)) == 5
+    assert len(gains_of(model)) == 5
 
 
 def test_other_norms_are_left():
@@ -218,7 +258,8 @@ def test_other_norms_are_left():
 def test_a_step_forgets_the_gradients_of_the_last(format, k):
     """Of whole groups and of a ragged last one."""
     original = torch.randn(6, k, generator=torch.Generator().manual_seed(0))
-    (bank,) = banks({"layer": quantize_weight(original, format)}, {"layer": original})
+    weights = {"layer": quantize_weight(original, format)}
+    (bank,) = banks(weights, {"layer": original}, torch.float32, FakeQuantWeight)
     seen = []
     for _ in range(2):
         bank.refresh()

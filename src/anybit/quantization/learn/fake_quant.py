@@ -7,11 +7,11 @@ Rounding passes gradients straight through (Bengio et al., 2013); the scale's gr
 Gradients also pass through the clamp, because ``project`` keeps every place inside the cell of some code: a weight that
 was clipped can come back.
 
-Masks of 2:4 sparse weights learn as well: of every four weights the two whose places lie furthest from zero are kept,
-anew in every pass, and gradients reach the others as if they were kept (Zhou et al., 2021): these can come back too.
+Masks of 2:4 sparse weights stay as they are; ``anybit.quantization.learn.sparse`` learns them first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,6 @@ from anybit.quantization.methods.grid import Grid
 
 # How far outside the outermost codes a place may lie: just within their cells.
 _EDGE = 0.49
-# How far below those that are kept a weight that is not begins: the first steps must not change half of the masks.
-_APART = 0.3
 
 
 class FakeQuantWeight(nn.Module):
@@ -41,21 +39,18 @@ class FakeQuantWeight(nn.Module):
         self.register_buffer("groups", groups)
         self.register_buffer("base", weight.scale.float())
         self.register_buffer("zero", weight.zeros())
-        codes, mask = weight.codes().float(), weight.mask()
-        self.sparse = mask is not None
+        self.register_buffer("kept", weight.mask())
+        codes = weight.codes().float()
         # A start inside each code's cell, on the side of the original weight: cheap changes flip first. Away from the
         # edge, because the first steps move every place alike, and all that sit at an edge would flip at once.
         wanted = original.float() / self._spread(self.base) + self._spread(self.zero)
-        place = codes + (wanted - codes).clamp(-0.35, 0.35)
-        if mask is not None:
-            place = _below_kept(place - self._spread(self.zero), wanted - self._spread(self.zero), mask)
-            place += self._spread(self.zero)
-        self.place = nn.Parameter(place)
+        self.place = nn.Parameter(codes + (wanted - codes).clamp(-0.35, 0.35))
         self.stretch = nn.Parameter(torch.zeros_like(self.base))
 
     base: Tensor
     zero: Tensor
     groups: Tensor
+    kept: Tensor | None
 
     def forward(self) -> Tensor:
         """The dequantized weight."""
@@ -63,14 +58,9 @@ class FakeQuantWeight(nn.Module):
         rounded = self.place.detach().round().clamp_(0, self.top)
         codes = self.place + (rounded - self.place.detach())
         steps = codes - self._spread(self.zero)
-        if self.sparse:
-            steps = steps + (steps * self.mask() - steps).detach()
+        if self.kept is not None:
+            steps = steps * self.kept
         return steps * scale
-
-    @torch.no_grad()
-    def mask(self) -> Tensor:
-        """The two of every four weights that are kept, bool [N, K]."""
-        return _two_of_four((self.place - self._spread(self.zero)).abs())
 
     @torch.no_grad()
     def project(self) -> None:
@@ -87,7 +77,7 @@ class FakeQuantWeight(nn.Module):
         codes = self.place.round().clamp_(0, self.top).view(n, g, -1)
         scale = self.base * self.stretch.exp()
         found = codes.sub_(self.zero[..., None]).mul_(scale[..., None]).to(dtype).view(self.place.shape)
-        return found.mul_(self.mask()) if self.sparse else found
+        return found if self.kept is None else found.mul_(self.kept)
 
     def receive(self, gradient: Tensor, weight: Tensor) -> None:
         """Set the parameters' gradients from that of the weight, which ``computed`` gave."""
@@ -114,8 +104,8 @@ class FakeQuantWeight(nn.Module):
         old = self.weight
         scale = Grid.of(old.format, old.scale.dtype).store(self.base * self.stretch.exp()).to(old.scale.dtype)
         codes = self.place.round().clamp(0, self.top).to(torch.uint8)
-        if self.sparse:
-            return QuantizedWeight.from_sparse_codes(codes, self.mask(), scale, old.zero, old.format)
+        if self.kept is not None:
+            return QuantizedWeight.from_sparse_codes(codes, self.kept, scale, old.zero, old.format)
         return QuantizedWeight.from_codes(codes, scale, old.zero, old.format, old.group_index)
 
     def _spread(self, per_group: Tensor) -> Tensor:
@@ -129,41 +119,35 @@ class FakeQuantWeight(nn.Module):
         return per_group[:, self.groups]
 
 
-def _two_of_four(sizes: Tensor) -> Tensor:
-    """Which are the two largest of every four neighbours, bool [N, K]."""
-    fours = sizes.view(len(sizes), -1, 4)
-    kept = torch.zeros_like(fours, dtype=torch.bool)
-    return kept.scatter_(-1, fours.topk(2, dim=-1).indices, True).view(sizes.shape)
+class Learnable(Protocol):
+    """A weight [N, K] in its learnable form: FakeQuantWeight, or ``learn.sparse.SparseWeight``."""
+
+    def computed(self, dtype: torch.dtype) -> Tensor:
+        """The weight, in a dtype."""
+
+    def receive(self, gradient: Tensor, weight: Tensor) -> None:
+        """Set the parameters' gradients from that of the weight, which ``computed`` gave."""
+
+    def project(self) -> None:
+        """Bring the parameters back to where they may be: after each step."""
+
+    def harden(self) -> QuantizedWeight | Tensor:
+        """What was learned."""
 
 
-def _below_kept(steps: Tensor, wanted: Tensor, mask: Tensor) -> Tensor:
-    """Steps from zero [N, K], those not kept as near what is wanted as leaves the mask what it is for some steps."""
-    kept, least = mask.view(len(mask), -1, 4), 1e-3
-    steps = torch.where(mask & (steps.abs() < least), least, steps)
-    limit = (
-        steps.abs()
-        .view(kept.shape)
-        .where(kept, torch.inf)
-        .amin(-1, keepdim=True)
-        .sub(_APART)
-        .clamp(min=0)
-        .expand(kept.shape)
-    )
-    limit = limit.reshape(steps.shape)
-    return torch.where(mask, steps, wanted.clamp(-limit, limit))
+L = TypeVar("L", bound=Learnable)
 
 
-class FakeQuantBank:
-    """Quantized weights that share a format and a number of inputs, learned as one tall matrix.
+class Bank(Generic[L]):
+    """Weights that share a format and a number of inputs, learned as one tall matrix.
 
     A model has hundreds of layers, and a GPU would spend its time on launching an operation for each of them.
     ``refresh`` computes all weights once, for many passes, into ``leaves``, which stay where they are in memory; their
     gradients gather in one tensor, which ``receive`` hands on to codes and scales.
     """
 
-    def __init__(self, weights: dict[str, QuantizedWeight], originals: dict[str, Tensor], dtype: torch.dtype) -> None:
-        self.soft = FakeQuantWeight(stack(list(weights.values())), torch.cat([originals[name] for name in weights]))
-        self._rows = {name: weight.shape[0] for name, weight in weights.items()}
+    def __init__(self, soft: L, rows: dict[str, int], dtype: torch.dtype) -> None:
+        self.soft, self._rows = soft, rows
         self._weight = self.soft.computed(dtype)
         self._gradient = torch.zeros_like(self._weight)
         self.leaves: dict[str, Tensor] = {}
@@ -182,9 +166,11 @@ class FakeQuantBank:
         """Hand the collected gradient on."""
         self.soft.receive(self._gradient, self._weight)
 
-    def harden(self) -> dict[str, QuantizedWeight]:
-        """The codes and scales learned so far, by layer."""
-        return dict(zip(self._rows, unstack(self.soft.harden(), list(self._rows.values())), strict=True))
+    def harden(self) -> dict[str, Any]:
+        """What was learned so far, by layer: QuantizedWeight, or Tensor of weights that are no codes."""
+        whole, rows = self.soft.harden(), list(self._rows.values())
+        parts = whole.split(rows) if isinstance(whole, Tensor) else unstack(whole, rows)
+        return dict(zip(self._rows, parts, strict=True))
 
 
 class GivenLinear(nn.Module):
@@ -201,17 +187,29 @@ class GivenLinear(nn.Module):
 
 
 def banks(
-    weights: dict[str, QuantizedWeight], originals: dict[str, Tensor], dtype: torch.dtype = torch.float32
-) -> list[FakeQuantBank]:
-    """Weights in as few banks as there can be: layers that scatter their groups each have one of their own."""
+    weights: dict[str, QuantizedWeight],
+    originals: dict[str, Tensor],
+    dtype: torch.dtype,
+    learnable: Callable[[QuantizedWeight, Tensor], L],
+) -> list[Bank[L]]:
+    """Weights in as few banks as there can be: layers that scatter their groups each have one of their own.
+
+    learnable: makes the form that learns of weights and what they were before they were quantized.
+    """
     together: dict[object, list[str]] = {}
     for name, weight in weights.items():
         key = name if weight.group_index is not None else (weight.format, weight.shape[1], weight.scale.dtype)
         together.setdefault(key, []).append(name)
-    return [FakeQuantBank({name: weights[name] for name in names}, originals, dtype) for names in together.values()]
+    found = []
+    for names in together.values():
+        soft = learnable(stack([weights[name] for name in names]), torch.cat([originals[name] for name in names]))
+        found.append(Bank(soft, {name: weights[name].shape[0] for name in names}, dtype))
+    return found
 
 
-def parameter_groups(modules: Sequence[FakeQuantBank], place_rate: float, scale_rate: float) -> list[dict[str, object]]:
+def parameter_groups(
+    modules: Sequence[Bank[FakeQuantWeight]], place_rate: float, scale_rate: float
+) -> list[dict[str, object]]:
     """Optimizer groups: places in units of code and scales in relative units have rates of their own."""
     return [
         {"params": [m.soft.place for m in modules], "lr": place_rate},

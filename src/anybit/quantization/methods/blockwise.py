@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from anybit.quantization.learn.cuda_graphs import GraphRecorder
-from anybit.quantization.learn.fake_quant import FakeQuantBank, GivenLinear, banks, parameter_groups
+from anybit.quantization.learn.fake_quant import Bank, FakeQuantWeight, GivenLinear, banks, parameter_groups
 from anybit.quantization.learn.kl_gradient import written_out
 from anybit.quantization.pipeline.blocks import Call, run_block
 from anybit.quantization.pipeline.calibrate import BlockTask
@@ -34,7 +34,7 @@ class BlockLearning:
         before = _loss_over(task)
         half = torch.bfloat16 if task.device.type == "cuda" else torch.float32
         found = {name: task.weights[name].to(task.device) for name in task.linears}
-        learned = banks(found, task.originals, half)
+        learned = banks(found, task.originals, half, FakeQuantWeight)
         layers: dict[str, GivenLinear] = {}
         for leaves in (bank.leaves for bank in learned):
             for name, leaf in leaves.items():
@@ -55,7 +55,7 @@ class BlockLearning:
         if better:
             task.weights.update({name: hard[name] for name in task.weights if name in hard})
 
-    def _learn(self, task: BlockTask, learned: list[FakeQuantBank]) -> None:
+    def _learn(self, task: BlockTask, learned: list[Bank[FakeQuantWeight]]) -> None:
         optimizer = torch.optim.Adam(parameter_groups(learned, self.place_rate, self.scale_rate), betas=(0.9, 0.99))
         count = len(task.calls)
         steps = self.passes * count

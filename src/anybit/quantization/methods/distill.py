@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
-from anybit.quantization.learn.fake_quant import GivenLinear, banks, parameter_groups
+from anybit.quantization.learn.fake_quant import Bank, FakeQuantWeight, GivenLinear, L, banks, parameter_groups
 from anybit.quantization.learn.kl_gradient import KLGradient
 from anybit.quantization.learn.norms import fuse_norms
 from anybit.quantization.learn.rounding import Shared, rounded_through
+from anybit.quantization.learn.sparse import SparseWeight
 from anybit.quantization.pipeline.blocks import weight_of
 from anybit.scheme import ActivationFormat
 
@@ -32,6 +33,8 @@ class Distillation:
     passes: how often the text is gone through.  step_tokens: tokens a step.  run_tokens: how many of these run at
     once.  place_rate: how far a code may move in a step, in units of code.  scale_rate: the same of the logarithm of
     the scales.  gain_rate: the same of the norms' gains.  half: passes in bfloat16.
+    For 2:4 masks: weight_rate: how far a weight may move in a step, in parts of its row's root mean square.
+    choosing: the part of the steps in which masks change.  decay: of weights that are not kept, in each of these.
     """
 
     passes: float = 1.0
@@ -40,6 +43,9 @@ class Distillation:
     place_rate: float = 0.006
     scale_rate: float = 0.003
     gain_rate: float = 0.0
+    weight_rate: float = 0.003
+    choosing: float = 0.5
+    decay: float = 0.0
     half: bool = True
     device: torch.device | str = "cpu"
 
@@ -56,28 +62,92 @@ def distill(
     activations: ActivationFormat | None = None,
     progress: Progress | None = None,
     tuned: dict[str, Tensor] | None = None,
+    teacher: Any = None,
 ) -> dict[str, QuantizedWeight]:
     """Improve quantized weights of a model; the model, which holds the original weights, is left as it is.
 
     sequences: token ids, any lengths; runs of equal lengths share a step.  activations: their format, if quantized.
     progress: called with steps done, steps in all, and the last loss (nats a token).
     tuned: filled with the gains of the norms, by name, which then learn as well (at ``gain_rate``).
+    teacher: whose predictions are wanted, if not the model's.
     Raises CalibrationError when the loss is not finite.
     """
     settings = settings or Distillation()
+    learned = _banks(model, weights, settings, FakeQuantWeight)
+    groups = parameter_groups(learned, settings.place_rate, settings.scale_rate)
+    _learn(teacher or model, model, learned, groups, sequences, settings, activations, progress, tuned)
+    hard = {name: weight.to("cpu") for bank in learned for name, weight in bank.harden().items()}
+    return {name: hard[name] for name in weights}
+
+
+def learn_masks(
+    model: Any,
+    start: dict[str, QuantizedWeight],
+    sequences: Sequence[Tensor],
+    settings: Distillation | None = None,
+    progress: Progress | None = None,
+    tuned: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """2:4 masks of a model's layers, with weights that make up for what they prune: float32 [N, K] by name.
+
+    start: sparse weights to begin at, such as gptq's in eight bits.  The rest as in ``distill``.
+    """
+    settings = settings or Distillation()
+
+    def learnable(weight: QuantizedWeight, original: Tensor) -> SparseWeight:
+        return SparseWeight(weight, original, decay=settings.decay)
+
+    learned = _banks(model, start, settings, learnable)
+    groups: list[dict[str, object]] = [
+        {"params": [bank.soft.latent for bank in learned], "lr": settings.weight_rate},
+    ]
+
+    def choose(done: float) -> None:
+        for bank in learned:
+            bank.soft.choosing = done < settings.choosing
+
+    _learn(model, model, learned, groups, sequences, settings, None, progress, tuned, choose)
+    return {name: weight.cpu() for bank in learned for name, weight in bank.harden().items()}
+
+
+def _banks(
+    model: Any,
+    weights: dict[str, QuantizedWeight],
+    settings: Distillation,
+    learnable: Callable[[QuantizedWeight, Tensor], L],
+) -> list[Bank[L]]:
+    """Learnable weights of a model on the device."""
     device = torch.device(settings.device)
-    teacher = model.to(device)
-    student = copy.deepcopy(teacher).requires_grad_(False)
+    originals = {name: weight_of(model.get_submodule(name)).to(device) for name in weights}
     kind = torch.bfloat16 if settings.half else torch.float32
-    originals = {name: weight_of(teacher.get_submodule(name)) for name in weights}
-    learned = banks({name: weight.to(device) for name, weight in weights.items()}, originals, kind)
-    _give(teacher, student, {name: leaf for bank in learned for name, leaf in bank.leaves.items()}, activations)
+    return banks({name: weight.to(device) for name, weight in weights.items()}, originals, kind, learnable)
+
+
+def _learn(
+    teacher: Any,
+    model: Any,
+    learned: Sequence[Bank[L]],
+    groups: list[dict[str, object]],
+    sequences: Sequence[Tensor],
+    settings: Distillation,
+    activations: ActivationFormat | None,
+    progress: Progress | None,
+    tuned: dict[str, Tensor] | None,
+    before_step: Callable[[float], None] | None = None,
+) -> None:
+    """Bring a model with learnable layers closer to its teacher. before_step: gets the part of the steps done."""
+    device = torch.device(settings.device)
+    teacher, model = teacher.to(device), model.to(device)
+    student = copy.deepcopy(model).requires_grad_(False)
+    _give(model, student, {name: leaf for bank in learned for name, leaf in bank.leaves.items()}, activations)
     if device.type == "cuda":
         fuse_norms(student)
-    groups = parameter_groups(learned, settings.place_rate, settings.scale_rate)
-    gains = _gains(student) if tuned is not None and settings.gain_rate > 0 else {}
+    gains = gains_of(student) if tuned is not None and settings.gain_rate > 0 else {}
+    for gain in gains.values():
+        gain.data = gain.data.float()
+        gain.requires_grad_()
     if gains:
-        groups.append({"params": list(gains.values()), "lr": settings.gain_rate})
+        groups = [*groups, {"params": list(gains.values()), "lr": settings.gain_rate}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=device.type == "cuda")
     ahead = batches_of(sequences, settings.step_tokens)
     steps = max(math.ceil(len(ahead) * settings.passes), 1)
@@ -88,13 +158,17 @@ def distill(
     run = KLGradient(teacher, student, settings.half, device)
     for step in range(steps):
         ahead = ahead or batches_of(shuffled(sequences, step), settings.step_tokens)
+        if before_step is not None:
+            before_step(step / steps)
         for bank in learned:
             bank.refresh()
         for gain in gains.values():
             gain.grad = torch.zeros_like(gain) if gain.grad is None else gain.grad.zero_()
         loss = run([part for tokens in ahead.pop(0) for part in tokens.split(settings.batch_rows(tokens))])
         if not math.isfinite(loss):
-            raise CalibrationError(f"the loss of step {step} is not finite; lower place_rate and scale_rate")
+            raise CalibrationError(
+                f"the loss of step {step} is not finite; lower place_rate, scale_rate and weight_rate"
+            )
         for bank in learned:
             bank.receive()
         optimizer.step()
@@ -105,8 +179,6 @@ def distill(
             progress(step + 1, steps, loss)
     if tuned is not None:
         tuned.update({name: gain.detach().cpu() for name, gain in gains.items()})
-    hard = {name: weight.to("cpu") for bank in learned for name, weight in bank.harden().items()}
-    return {name: hard[name] for name in weights}
 
 
 def _give(teacher: Any, student: Any, leaves: dict[str, Tensor], activations: ActivationFormat | None) -> None:
@@ -125,14 +197,12 @@ def _give(teacher: Any, student: Any, leaves: dict[str, Tensor], activations: Ac
         student.set_submodule(name, layer, strict=False)
 
 
-def _gains(student: nn.Module) -> dict[str, nn.Parameter]:
-    """The gains of a model's norms, by name, made to learn in float32."""
+def gains_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The gains of a model's norms, by name."""
     found: dict[str, nn.Parameter] = {}
-    for name, module in student.named_modules():
+    for name, module in model.named_modules():
         gain = getattr(module, "weight", None)
         if isinstance(gain, nn.Parameter) and gain.ndim == 1 and "Norm" in type(module).__name__:
-            gain.data = gain.data.float()
-            gain.requires_grad_()
             found[f"{name}.weight"] = gain
     return found
 

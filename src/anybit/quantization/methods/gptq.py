@@ -84,25 +84,18 @@ def quantize(
     # Ragged last groups may come anywhere in "grouped" order, so groups are ranges of permuted positions.
     members = (permutation // group) if order == "grouped" else torch.arange(k, device=weight.device) // group
     ranges = _ranges(members)
-    mask: Tensor | None = None
-    if format.sparse:
-        codes, scale, zero, mask = _feedback(target, upper, ranges, grid, options, sparse=True)
-    else:
-        codes, scale, zero = _RECORDER(
-            ("feedback", tuple(ranges), grid, options),
-            lambda target, upper: _feedback(target, upper, ranges, grid, options, sparse=False)[:3],
-            target,
-            upper,
-        )
+    codes, scale, zero, *chosen = _RECORDER(
+        ("feedback", tuple(ranges), grid, options, format.sparse),
+        lambda target, upper: _feedback(target, upper, ranges, grid, options, format.sparse),
+        target,
+        upper,
+    )
     for _ in range(options.passes):
-        if mask is not None:
-            codes, scale, changed = _refine(target, damped, codes, scale, zero, ranges, grid, mask)
-        else:
-            codes, scale, changed = _RECORDER(
-                ("refine", tuple(ranges), grid),
-                lambda t, h, c, s, z: _refine(t, h, c, s, z, ranges, grid),
-                *(target, damped, codes, scale, zero),
-            )
+        codes, scale, changed = _RECORDER(
+            ("refine", tuple(ranges), grid, format.sparse),
+            lambda t, h, c, s, z, *kept: _refine(t, h, c, s, z, ranges, grid, *kept),
+            *(target, damped, codes, scale, zero, *chosen),
+        )
         if not bool(changed):
             break
     index = None
@@ -116,8 +109,8 @@ def quantize(
     packed = codes[place].T.to(torch.uint8).contiguous()
     scales = scale.T.to(options.scale_dtype).contiguous()
     zeros = zero.T.to(torch.uint8).contiguous() if format.code == "asym" else None
-    if mask is not None:
-        return QuantizedWeight.from_sparse_codes(packed, mask.T.contiguous(), scales, zeros, format)
+    if chosen:
+        return QuantizedWeight.from_sparse_codes(packed, chosen[0].T.contiguous(), scales, zeros, format)
     return QuantizedWeight.from_codes(packed, scales, zeros, format, index)
 
 
@@ -176,7 +169,7 @@ def _factor(hessian: Tensor, damping: float, name: str) -> tuple[Tensor, Tensor]
 
 def _feedback(
     target: Tensor, upper: Tensor, ranges: list[tuple[int, int]], grid: Grid, options: GPTQ, sparse: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, ...]:
     """Round group by group with error feedback; channel-major, groups in the order of ``ranges``.
 
     Returns codes [K, N], scale [G, N], zero [G, N], and for 2:4 sparse formats the mask [K, N] of what is kept.
@@ -210,7 +203,7 @@ def _feedback(
         if mask is not None:
             mask[start:end] = kept[:, pick]
         weight[end:].addmm_(upper[start:end, end:].T, errors[:, pick], alpha=-1)
-    return codes, scales, zeros, mask
+    return (codes, scales, zeros) if mask is None else (codes, scales, zeros, mask)
 
 
 def _sparse_sweep(

@@ -41,6 +41,7 @@ from anybit.quantization.pipeline.calibrate import (
     read_text,
     tokenized,
 )
+from anybit.quantization.pipeline.masks import sparse_model
 from anybit.quantization.pipeline.modules import LinearLayer, auto_class
 from anybit.quantization.pipeline.resume import remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
@@ -59,6 +60,9 @@ class Options:
     order, damping, passes: see ``gptq.GPTQ``.  block_passes: over the text, to learn each block against
     its original output (``methods.blockwise``).  learn_tokens, learn_passes, step_tokens, place_rate,
     scale_rate, gain_rate: see ``anybit.quantization.methods.distill``; what is None is chosen by ``learning``.
+    mask_passes: over the text, in which ``distill`` first learns the masks of 2:4 schemes, and what they keep
+    (``pipeline.masks``); 0 leaves masks as gptq chose them.  weight_rate, choosing, decay: see ``methods.distill``.
+    generated_tokens: that the model adds to the text itself, for 2:4 schemes; None is a million on a GPU, else 0.
     strength: how much of the outliers smoothing moves; None finds it for each place (0.5 where a rotation follows).
     scale_steps, between_rate: in how many steps these scales then learn, and how fast (``learn.scales``);
     None is 64 on a GPU, else 0.
@@ -84,6 +88,11 @@ class Options:
     place_rate: float = 0.006
     scale_rate: float = 0.003
     gain_rate: float | None = None
+    mask_passes: float | None = None
+    weight_rate: float = 0.003
+    choosing: float = 0.0
+    decay: float = 0.0
+    generated_tokens: int | None = None
     strength: float | None = None
     scale_steps: int | None = None
     between_rate: float = 0.02
@@ -144,7 +153,7 @@ class Options:
         ``learned`` always learns. On a GPU, where it takes seconds, so do the methods for quantized activations, and
         the norms' gains with them. A GPU goes over all of a text, some times; a CPU over a part of it, once.
         """
-        gpu, coded = self.on_gpu, scheme.activations.quantized
+        gpu, coded, sparse = self.on_gpu, scheme.activations.quantized, scheme.weights.sparse
         learns = method == "distill" or (gpu and coded and method in ("smooth", "rotate", "smooth_rotate"))
         narrow = min(scheme.weights.bits, scheme.activations.bits) < 4 or scheme.activations.bits == 4
         passes = (5.0 if coded and narrow else 3.0 if coded or narrow else 2.0) if gpu else 1.0
@@ -157,12 +166,25 @@ class Options:
             run_tokens=min(step, 8192) if gpu else 1024,
             place_rate=self.place_rate,
             scale_rate=self.scale_rate,
-            gain_rate=self.gain_rate if self.gain_rate is not None else (0.002 if gpu and coded else 0.0),
+            gain_rate=self.gain_rate if self.gain_rate is not None else (0.002 if gpu and (coded or sparse) else 0.0),
+            weight_rate=self.weight_rate,
+            choosing=self.choosing,
+            decay=self.decay,
             device=self.where,
         )
         if self.learn_tokens is not None:
             return self.learn_tokens, settings
         return (1 << 19 if gpu else 49152) if learns else 0, settings
+
+    def masks(self, method: str, scheme: Scheme) -> tuple[Distillation, int] | None:
+        """How 2:4 masks learn, and from how many tokens that the model generates; None if they do not."""
+        gpu = self.on_gpu
+        passes = self.mask_passes if self.mask_passes is not None else (4.0 if gpu else 1.0)
+        tokens, settings = self.learning(method, scheme)
+        if not (method == "distill" and scheme.weights.sparse and passes and tokens):
+            return None
+        generated = self.generated_tokens if self.generated_tokens is not None else (1 << 20 if gpu else 0)
+        return replace(settings, passes=passes), generated
 
     def balance(self, scheme: Scheme) -> ScaleLearning:
         """How scales learn; in no steps where they do not."""
@@ -247,9 +269,27 @@ def _run(job: Job, method: str) -> Saved:
         # Not the method: those that begin alike take finished blocks from each other.
         options={"start": options.start, "gptq": str(settings), "drift": options.drift, "refine": str(refine)},
     )
+    teacher, text = model, _first(sequences, learn)
+    masks = options.masks(method, job.scheme)
+    if masks is not None:
+        settled, generated = masks
+        sparse = sparse_model(
+            model,
+            used,
+            text,
+            names,
+            settled,
+            kind,
+            generated,
+            options.drift,
+            None if options.resume is None else options.resume / "masks",
+            job.progress,
+        )
+        model, text = sparse.model, sparse.text
+        changes = replace(changes, tensors={**changes.tensors, **sparse.gains})
     weights = calibrate(model, used, job.scheme, names, quantizer, calibration, refine, tell, job.overrides)
     if learn:
-        weights, tuned = _learn(job, model, weights, _first(sequences, learn), distillation)
+        weights, tuned = _learn(job, model, weights, text, distillation, teacher)
         changes = replace(changes, tensors={**changes.tensors, **tuned})
     scattered = any(weight.group_index is not None for weight in weights.values())
 
@@ -266,7 +306,12 @@ def _run(job: Job, method: str) -> Saved:
 
 
 def _learn(
-    job: Job, model: Any, weights: dict[str, QuantizedWeight], sequences: list[Tensor], settings: Distillation
+    job: Job,
+    model: Any,
+    weights: dict[str, QuantizedWeight],
+    sequences: list[Tensor],
+    settings: Distillation,
+    teacher: Any,
 ) -> tuple[dict[str, QuantizedWeight], dict[str, Tensor]]:
     """The learned weights, and the norms' gains if they learned too."""
 
@@ -275,7 +320,7 @@ def _learn(
             job.progress(f"learning, {loss:.3f} nats apart", done, total)
 
     tuned: dict[str, Tensor] = {}
-    return distill(model, weights, sequences, settings, job.scheme.activations, tell, tuned), tuned
+    return distill(model, weights, sequences, settings, job.scheme.activations, tell, tuned, teacher), tuned
 
 
 def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options: Options) -> Changes:

@@ -1,0 +1,79 @@
+"""Text that a model writes itself, to learn from where there is little (LLM-QAT; Liu et al., 2023).
+
+What a student is to imitate is what its teacher does with text; the teacher's own text, sampled, shows as much of it as
+one has time for, and no weight can learn it by heart.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Sequences that are written side by side at most, and the part of a GPU's free memory that their caches may take.
+_ROWS, _SHARE = 2048, 0.4
+
+
+@torch.no_grad()
+def continued(
+    model: Any, sequences: Sequence[Tensor], tokens: int, length: int, device: torch.device, seed: int = 0
+) -> Tensor:
+    """Pieces of a text, continued by sampling from a causal language model: int64 [about tokens / length, length].
+
+    sequences: token ids to take the pieces from, each an eighth of ``length``.
+    """
+    piece = max(length // 8, 1)
+    long_enough = [sequence for sequence in sequences if len(sequence) >= piece]
+    count = tokens // length
+    if not count or not long_enough:
+        return torch.empty(0, length, dtype=torch.int64)
+    writer = copy.deepcopy(model).to(device)
+    for parameter in writer.parameters():  # not the frequencies of rotary embeddings, which are buffers
+        parameter.data = parameter.data.to(torch.bfloat16)
+    picks = torch.Generator().manual_seed(seed)
+    dice = torch.Generator(device).manual_seed(seed)
+    rows = min(count, _rows(model.config.get_text_config(), length, device))
+    parts = [
+        _written(writer, long_enough, min(rows, count - i), piece, length, picks, dice) for i in range(0, count, rows)
+    ]
+    return torch.cat(parts)
+
+
+def _written(
+    writer: Any,
+    sequences: Sequence[Tensor],
+    rows: int,
+    piece: int,
+    length: int,
+    picks: torch.Generator,
+    dice: torch.Generator,
+) -> Tensor:
+    """Some sequences, written side by side."""
+    written = torch.empty(rows, length, dtype=torch.int64, device=dice.device)
+    for row in written:
+        chosen = sequences[int(torch.randint(len(sequences), (), generator=picks))]
+        start = int(torch.randint(len(chosen) - piece + 1, (), generator=picks))
+        row[:piece] = chosen[start : start + piece]
+    cache = None
+    # Token by token from the first: the logits of all pieces at once would not fit.
+    for i in range(length - 1):
+        out = writer(input_ids=written[:, i : i + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        if i + 1 >= piece:
+            likely = out.logits[:, -1].float().softmax(-1)
+            written[:, i + 1] = torch.multinomial(likely, 1, generator=dice)[:, 0]
+    return written.cpu()
+
+
+def _rows(config: Any, length: int, device: torch.device) -> int:
+    """How many sequences' caches fit."""
+    if device.type != "cuda":
+        return 64
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    width = (getattr(config, "num_key_value_heads", None) or heads) * (
+        getattr(config, "head_dim", None) or hidden // heads
+    )
+    free, _ = torch.cuda.mem_get_info(device)
+    # Keys and values in 16 bits.
+    return min(max(int(_SHARE * free / (4 * width * config.num_hidden_layers * length)), 1), _ROWS)

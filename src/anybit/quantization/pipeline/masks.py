@@ -1,0 +1,120 @@
+"""2:4 masks, before anything is rounded: chosen with error feedback, then learned along with the weights they leave.
+
+A mask loses more than four bits do, so it is learned by itself first, from what the unquantized model predicts. What it
+leaves is a model in 16 bits, half of whose weights are zero; the quantizers after it find its masks by these zeros.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.checkpoints.configuration import Quantization
+from anybit.packing import QuantizedWeight
+from anybit.quantization.learn.generated import continued
+from anybit.quantization.methods import gptq
+from anybit.quantization.methods.distill import Distillation, gains_of, learn_masks, shuffled
+from anybit.quantization.pipeline.blocks import find_blocks, set_weight
+from anybit.quantization.pipeline.calibrate import Calibration, Statistics, batched, calibrate, fingerprint
+from anybit.quantization.pipeline.resume import remembered
+from anybit.scheme import Scheme
+
+# Where masks start: eight bits lose next to nothing beside them.
+_START = Scheme.parse("w8a16g64s24")
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class SparseModel:
+    """A 2:4 sparse model in 16 bits.
+
+    model: in float32.  gains: of its norms, by name, which learned too.  text: what it learned from.
+    """
+
+    model: Any
+    gains: dict[str, Tensor]
+    text: list[Tensor]
+
+
+def first_masks(
+    model: Any,
+    calibration: list[Tensor],
+    names: set[str],
+    device: torch.device | str = "cpu",
+    drift: float = 0.5,
+    resume: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, QuantizedWeight]:
+    """The named layers with 2:4 masks as SparseGPT chooses them, in eight bits."""
+
+    def quantizer(weight: Tensor, statistics: Statistics, name: str) -> QuantizedWeight:
+        return gptq.quantize(statistics.corrected(weight, drift), statistics.hessian, _START.weights, name=name)
+
+    def tell(done: int, total: int, left: float) -> None:
+        if progress is not None:
+            progress(f"first masks, block {done} of {total}", done, total)
+
+    settings = Calibration(drift=drift > 0, device=device, resume=resume, options={"drift": drift})
+    return calibrate(model, calibration, _START, names, quantizer, settings, progress=tell)
+
+
+def sparse_model(
+    model: Any,
+    calibration: list[Tensor],
+    text: list[Tensor],
+    names: set[str],
+    learning: Distillation,
+    dtype: torch.dtype,
+    generated_tokens: int = 0,
+    drift: float = 0.5,
+    resume: Path | None = None,
+    progress: Progress | None = None,
+) -> SparseModel:
+    """Make the named layers of a model 2:4 sparse; the model itself, in float32, is left as it was.
+
+    calibration: sequences that masks are first chosen on.  text: what they learn from, besides ``generated_tokens``
+    that the model writes itself.  dtype: of the weights.  resume: a folder for what is finished, as in ``calibrate``.
+    """
+    device, (prefix, _) = torch.device(learning.device), find_blocks(model)
+    layers = sorted(name for name in names if name.startswith(f"{prefix}."))
+    names_of_gains = sorted(gains_of(model)) if learning.gain_rate > 0 else []
+
+    def tell(what: str, done: int, total: int) -> None:
+        if progress is not None:
+            progress(what, done, total)
+
+    def learn() -> list[Tensor]:
+        start = first_masks(model, calibration, names, device, drift, resume, progress)
+        if generated_tokens:
+            tell(f"writing {generated_tokens} tokens to learn from", 0, 1)
+        generated = continued(model, text, generated_tokens, max(map(len, text)), device)
+        gains: dict[str, Tensor] = {}
+        learned = learn_masks(
+            model,
+            start,
+            shuffled([*text, *generated], 0),
+            learning,
+            lambda done, total, loss: tell(f"learning masks, {loss:.3f} nats apart", done, total),
+            gains,
+        )
+        weights = [learned[name].to(dtype) for name in layers]
+        return [generated, *weights, *(gains[name].to(dtype) for name in names_of_gains)]
+
+    home = model.device
+    told: dict[str, object] = {"masks": str(learning), "generated": generated_tokens, "text": sum(map(len, text))}
+    settings = Calibration(options={**told, "drift": drift})
+    key = fingerprint(model, batched(calibration, 4096), Quantization(_START), names, settings)
+    generated, *tensors = remembered(resume, key, learn)
+    model.to(home)
+    sparse = copy.deepcopy(model)
+    for name, weight in zip(layers, tensors, strict=False):
+        set_weight(sparse.get_submodule(name), weight.float())
+    gains = dict(zip(names_of_gains, tensors[len(layers) :], strict=True))
+    for name, gain in gains.items():
+        sparse.get_parameter(name).data = gain.float()
+    return SparseModel(sparse, gains, shuffled([*text, *generated], 0))
