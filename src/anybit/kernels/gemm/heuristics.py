@@ -16,7 +16,7 @@ _MANY_UNITS = 7
 _TRIGGERS = {4: 1, 2: 0}
 """When gate_up of a fused layer lets the next kernel begin (``sm90_packed_gemv.Config``), by bits, where measured."""
 
-_SPARSE_TOKENS = 2
+_SPARSE_TOKENS = 4
 """The most tokens of 2:4 sparse weights that ``sm90_packed_gemv`` takes before ``sm90_packed_gemm``."""
 _MODULES = {"gemv": sm90_packed_gemv, "skinny": sm90_packed_skinny, "skinny_f16": sm90_packed_skinny_f16}
 _ANY = 1 << 30
@@ -79,7 +79,7 @@ _TABLES: _Rows = (
 def kernel(problem: Problem) -> ModuleType | None:
     """The kernel for few tokens; None where none of them runs, or sm90_packed_gemm is faster."""
     p = problem
-    if p.weights.sparse:  # whose codes are read once on the tensor cores of many tokens from three tokens on
+    if p.weights.sparse:  # whose codes are read once on the tensor cores of many tokens from five tokens on
         few = p.m <= _SPARSE_TOKENS and sm90_packed_gemv.why_not(problem) is None
         return sm90_packed_gemv if few else None
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))

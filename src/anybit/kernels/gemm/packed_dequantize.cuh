@@ -252,7 +252,7 @@ struct Dequantize8 {
         if constexpr (raw) {
             return Codes::template take<8, j, 0>(words);
         } else if constexpr (sparse && !asym) {  // in the highest bits: two's complement, 2^(8 - bits) times as large
-            return Codes::template take<8, j, 8 - bits>(words) ^ top;
+            return Codes::template highest<j, top>(words);
         } else if constexpr (integer && bits == 8) {
             return Codes::template take<8, j, 0>(words) ^ top;  // sym alone: see why_not
         } else if constexpr (integer) {

@@ -218,7 +218,7 @@ template <class C> struct Block {
         unroll<0, 4>([&](auto index) {
             constexpr int r = decltype(index)::value;
             constexpr bool mine = only < 0 || only % 2 == r / 2;
-            a[r] = mine ? packed::KeptCodes<C::bits>::template take<8, 4 * pair + r, 8 - C::bits>(words) ^ 0x80808080u : 0;
+            a[r] = mine ? packed::KeptCodes<C::bits>::template highest<4 * pair + r, 0x80808080u>(words) : 0;
             ones[r] = mine ? 0x01010101u : 0;
         });
 #pragma unroll

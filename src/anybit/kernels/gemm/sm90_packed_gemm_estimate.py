@@ -1,6 +1,7 @@
 """What sm90_packed_gemm's built-in choice goes by, from what an H200 took (docs/packed.md): how long, which stages."""
 
 from anybit.kernels.common.types import Code
+from anybit.kernels.gemm import sm90_packed_gemm_sparse
 from anybit.kernels.gemm.packed_layout import TILE_ROWS
 from anybit.kernels.gemm.sm90_packed_gemm_rules import Config, Problem
 
@@ -14,6 +15,8 @@ def estimate(problem: Problem, config: Config) -> float:
     The constants were fitted to 61 measured configs of w4a16g128 (M = 16 to 256), within 4% on average; those of small
     tiles to 30 more once four warps filled the ring.
     """
+    if config.sparse and config.x_bytes == 1 and not config.promotes:
+        return sm90_packed_gemm_sparse.estimate(problem, config)
     row_tiles, token_tiles = -(-problem.weight_tiles * TILE_ROWS // config.rows), -(-problem.m // config.tile_m)
     tokens, tiles = config.tile_m, row_tiles * token_tiles
     rows = config.row_warpgroups - 0.5 * config.halves  # row tiles of a block
@@ -70,8 +73,9 @@ def estimate(problem: Problem, config: Config) -> float:
         # Three row tiles by fours and by pairs: down at 17 to 24 tokens 12.9 us, in two and two warpgroups along K by
         # threes 11.2; 5120 x 17408 at 32 17.7 and 16.0 in two by pairs; 12288 x 4096 10.4 and 9.3 in two alone.
         waste *= 1.18
-    if config.code is Code.min and config.min_blocks_per_sm > 1 and tokens > 16:
-        waste *= 1.25  # registers do not do: qkv of w4a16g64min at 64 tokens 12.5 us, in one block 9.2
+    if config.min_blocks_per_sm > 1 and tokens > (32 if config.sparse else 16 if config.code is Code.min else 256):
+        # Registers do not do: qkv at 64 tokens, w4a16g64min 12.5 us, in one block 9.2, w2a16g128s24 10.3 and 7.3.
+        waste *= 1.25
     if config.warpgroups == 1:  # nothing covers what its only warpgroup waits for, or does between products
         waste *= 1.6 if config.promotes else 1.04
     if tiles > 2 * problem.device.sms and config.warpgroups < 3 and tokens < 256:
@@ -90,16 +94,11 @@ def estimate(problem: Problem, config: Config) -> float:
         slots *= 2
     waves = float(-(-tiles // slots))
     if config.block_tiles:  # a range of row tiles, some at a time
-        waves = config.block_tiles / config.row_warpgroups
+        waves = (config.block_tiles / config.row_warpgroups + -(-config.block_tiles // config.row_warpgroups)) / 2
     if (
         config.tensor_store
-    ):  # outputs leave while the next tile's products run (gate_up at 4,096 tokens: 931 us for 965)
-        waste *= 0.965
-    if config.sparse and config.x_bytes == 1:
-        if config.block_tiles:  # w4a8 at 256 tokens: 38.2 us, in whole waves 37.2, in tiles of 256 37.0
-            waves = float(-(-config.block_tiles // config.row_warpgroups))
-        elif tokens == 256 and token_tiles == 1:
-            waste *= 0.9
+    ):  # outputs leave while the next tile's products run (gate_up at 4,096 tokens: 931 us for 965),
+        waste *= 1.035 if config.block_tiles else 0.965  # and late where there is none (256 tokens: 54.3 us for 52.4)
     summing = 0.1 * partial if config.warpgroups > rows else 0.0
     if config.halves:
         summing = 0.5 if config.x_bytes == 2 else -1.0 if problem.m > 64 else 2.2
@@ -133,7 +132,11 @@ def spans(problem: Problem, config: Config) -> bool:
     waits (us: gate_up at 16, 32 and 64 tokens 16.7, 18.7 and 25.0 for 17.5, 19.4 and 27.0, down at 16 9.7 for 11.0,
     qkv 5.7 for 6.1; o, whose warpgroups have 8 steps each and a multiprocessor, 4.5 as before).
     """
-    if config.cluster_n > 1 or problem.units % 2 or config.tile_m > 64 or config.promotes:
+    if config.cluster_n > 1 or problem.units % 2 or config.promotes:
+        return False
+    if config.sparse and config.x_bytes == 1:  # us: qkv at 16 tokens 4.5 for 5.2, down at 256 18.0 for 22.1
+        return config.tile_m <= 128
+    if config.tile_m > 64:
         return False
     # 5120 x 17408, both long and of more blocks than multiprocessors: 18.5 for 15.3 to 16.1.
     long, many = problem.units >= 32 * config.cluster_k, problem.weight_tiles * config.cluster_k > problem.device.sms

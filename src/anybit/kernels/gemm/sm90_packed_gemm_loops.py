@@ -33,6 +33,8 @@ def unrolls(config: Config) -> bool:
     for 12.72, o at 64 and 128 6.11 for 6.31 and 9.40 for 9.67). Nothing in tiles of 128, nor, of blocks that have a
     multiprocessor each, in stages of two steps or tiles of 16.
     """
+    if config.sparse and config.x_bytes == 1:  # 1 to 4 %
+        return config.cluster_k < 4 and may_unroll(config)
     if config.sparse and not _unrolls_sparse(config):
         return False
     few = config.min_blocks_per_sm == 2 or (24 <= config.tile_m < 128 and config.span == 1)

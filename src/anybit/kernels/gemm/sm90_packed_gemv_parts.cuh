@@ -116,10 +116,7 @@ template <class C> struct DigitShape {
         return most;
     }
     static constexpr int columns = floats ? 1 : top() == 0 ? 2 : 4;  // of a token: digits
-    // 2:4 sparse codes become signed bytes: less their zeros, or, where there are none, in the highest bits of their bytes.
-    // Codes of 8 bits less their zeros would be none: what these add is a product of its own.
-    static constexpr bool less_zeros = sparse && C::code == Code::asym && C::bits < 8;
-    static constexpr int units_of_code = less_zeros ? 0 : sparse ? 8 - C::bits : top();  // codes are multiplied by two to this
+    static constexpr int units_of_code = sparse ? 8 - C::bits : top();  // codes are multiplied by two to this
     static constexpr int token_tiles = floats ? least(C::tile_m, 2) : (C::tile_m * columns + 7) / 8, pitch = (floats ? 256 : 128) + 16;
     static constexpr int facts = C::tile_m * columns * pitch;  // of a slot: after the digits scale and sum a token, or 16 zero bytes
     static constexpr int slot_bytes = (facts + (floats ? 16 : C::tile_m * flushes * 8) + 15) / 16 * 16;
@@ -378,11 +375,11 @@ template <class C> struct DigitProduct {
     }
 
     // 2:4 sparse weights, whose tiles are those of 16-bit products: the four kept columns of an operand word are two lanes'
-    // bytes there. Codes become signed bytes; of 8-bit codes with zero points, the distance of these from the middle times the
-    // sum of what the row keeps, a product with ones, is subtracted after.
+    // bytes there. Codes become two's complement in the highest bits of their bytes: u - 2^(b-1). Zero points of their own are
+    // another product with what the row keeps, of the complement of z - 2^(b-1): that is less by one, so that codes are more.
     __device__ __forceinline__ void add_kept(float (&sums)[S::token_tiles][2], uint32_t unit, uint32_t lane, uint32_t row_zeros) const {
         static_assert(C::code != Code::bipolar && S::columns == 2, "codes of 2:4 sparse weights");
-        constexpr bool counts = C::code == Code::asym && !S::less_zeros;
+        constexpr bool asym = C::code == Code::asym;
         const uint32_t g = lane >> 2, t = lane & 3;
         uint32_t words[C::bits];
         {
@@ -400,48 +397,42 @@ template <class C> struct DigitProduct {
         }
         unroll<0, S::flushes>([&](auto which) {
             constexpr int f = decltype(which)::value;
-            uint32_t pair = 0, zeros = row_zeros;
+            uint32_t pair = 0, zeros = row_zeros, mine = 0;  // mine: which bytes of zeros are the lane's, of row g
             if constexpr (!S::whole_rows) {
                 pair = ptx::ld_shared_u32(unit + S::Codes::bytes + f * 32 + g * 4);
-                if constexpr (C::code == Code::asym)
-                    zeros = ptx::ld_shared_u32(unit + S::Codes::bytes + S::groups * 32 + f * 16 + (lane >> 3) * 4) >> (g & 1) * 16;
+                if constexpr (asym) zeros = ptx::ld_shared_u32(unit + S::Codes::bytes + S::groups * 32 + f * 16 + (g >> 1) * 4), mine = (g & 1) * 0x2222u;
             }
-            const uint32_t less[2] = {ptx::prmt(zeros, 0, 0x0000), ptx::prmt(zeros, 0, 0x1111)};  // of rows g and g + 8
-            int32_t part[S::token_tiles][4] = {}, kept[S::token_tiles][4] = {};
+            zeros = zeros << S::units_of_code ^ 0x7f7f7f7fu;
+            const uint32_t less[2] = {ptx::prmt(zeros, 0, mine), ptx::prmt(zeros, 0, mine + 0x1111)};
+            int32_t part[S::token_tiles][4] = {};
             // A product takes 64 columns; of two groups of 32 each in turn has only its own kept values.
             unroll<f * 2 / S::flushes, S::flushes == 4 ? f / 2 + 1 : (f + 1) * 2 / S::flushes>([&](auto index) {
                 constexpr int half = decltype(index)::value;
                 constexpr bool low = S::flushes < 4 || f % 2 == 0, high = S::flushes < 4 || f % 2 == 1;
-                constexpr uint32_t ones = 0x01010101u;
-                const uint32_t a[4] = {low ? bytes<4 * half>(words, less) : 0, low ? bytes<4 * half + 1>(words, less) : 0,
-                                       high ? bytes<4 * half + 2>(words, less) : 0, high ? bytes<4 * half + 3>(words, less) : 0};
-                [[maybe_unused]] const uint32_t all[4] = {low ? ones : 0, low ? ones : 0, high ? ones : 0, high ? ones : 0};
+                const auto add = [&](uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+                    const uint32_t bytes[4] = {low ? a : 0, low ? b : 0, high ? c : 0, high ? d : 0};
 #pragma unroll
-                for (int n = 0; n < S::token_tiles; n++) {
-                    const uint32_t digits[4] = {b[n][4 * half], b[n][4 * half + 1], b[n][4 * half + 2], b[n][4 * half + 3]};
-                    ptx::mma_sp_m16n8k64_s8(part[n], a, digits, metadata[half]);
-                    if constexpr (counts) ptx::mma_sp_m16n8k64_s8(kept[n], all, digits, metadata[half]);
-                }
+                    for (int n = 0; n < S::token_tiles; n++) {
+                        const uint32_t digits[4] = {this->b[n][4 * half], this->b[n][4 * half + 1], this->b[n][4 * half + 2], this->b[n][4 * half + 3]};
+                        ptx::mma_sp_m16n8k64_s8(part[n], bytes, digits, metadata[half]);
+                    }
+                };
+                add(high_codes<4 * half>(words), high_codes<4 * half + 1>(words), high_codes<4 * half + 2>(words), high_codes<4 * half + 3>(words));
+                if constexpr (asym) add(less[0], less[1], less[0], less[1]);
+                if constexpr (asym && C::bits == 8) add(0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u);
             });
 #pragma unroll
             for (int n = 0; n < S::token_tiles; n++)
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    int32_t v = part[n][2 * r] + part[n][2 * r + 1] * 256;
-                    if constexpr (counts) {
-                        const int32_t from_middle = static_cast<int32_t>(zeros >> (8 * r) & 255) - 128;
-                        v -= from_middle * (kept[n][2 * r] + kept[n][2 * r + 1] * 256);
-                    }
+                    const int32_t v = part[n][2 * r] + part[n][2 * r + 1] * 256;
                     const float w = S::whole_rows ? 1.0f : ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> (16 * r)));
                     sums[n][r] = fmaf(w * scale[n], static_cast<float>(v), sums[n][r]);
                 }
         });
     }
-    // Register j's four codes; less: four times the zero of each of two rows.
-    template <int j> static __device__ __forceinline__ uint32_t bytes(const uint32_t (&words)[C::bits], const uint32_t (&less)[2]) {
-        constexpr uint32_t top = 0x80808080u;  // keeps a byte's difference out of the next
-        const uint32_t found = KeptCodes<C::bits>::template take<8, j, S::units_of_code>(words);
-        return S::less_zeros ? ((found | top) - less[j & 1]) ^ top : found ^ top;
+    template <int j> static __device__ __forceinline__ uint32_t high_codes(const uint32_t (&words)[C::bits]) {
+        return KeptCodes<C::bits>::template highest<j, C::code == Code::asym && C::bits < 8 ? 0x81818181u : 0x80808080u>(words);
     }
 };
 

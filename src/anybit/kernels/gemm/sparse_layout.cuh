@@ -46,6 +46,16 @@ template <int bits> struct KeptCodes {
     template <int field, int j, int at> static __device__ __forceinline__ uint32_t take(const uint32_t (&w)[words]) {
         return codes_from<kept_piece, bits, field, j, at>(w);
     }
+    // Codes in the highest bits of bytes, the bits of `flip` turned over: of 0x80808080, two's complement of u - 2^(bits - 1).
+    template <int j, uint32_t flip> static __device__ __forceinline__ uint32_t highest(const uint32_t (&w)[words]) {
+        constexpr Piece at = kept_piece(bits, 8, j, 0);
+        if constexpr (at.count == bits) {  // one instruction after the shift; of `&` and `^` with constants the compiler makes two
+            constexpr int shift = 8 - bits - at.bit;
+            const uint32_t v = shift < 0 ? w[at.word] >> -shift : w[at.word] << shift;
+            return ptx::lop3<(0xf0 & 0xcc) ^ 0xaa>(v, 0x01010101u * (0xffu << (8 - bits) & 0xffu), flip);
+        } else
+            return take<8, j, 8 - bits>(w) ^ flip;
+    }
     static __device__ __forceinline__ void load(uint32_t (&w)[words], uint32_t unit, uint32_t lane) {
         constexpr int fours = words / 4, pair = words & 2, one = words & 1;
 #pragma unroll
