@@ -47,12 +47,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
     parser.add_argument("--only", nargs="*", choices=tuple(LLAMA3_8B), default=list(LLAMA3_8B), help="layers")
+    parser.add_argument("--tokens", type=int, nargs="*", help="of those that are asked for; default: all")
+    parser.add_argument("--schemes", nargs="*", choices=PAIRS, default=PAIRS, help="dense ones, each beside its 2:4")
     parser.add_argument("--vendors", nargs="*", choices=SPARSE_VENDORS, default=SPARSE_VENDORS, help="timed beside")
     parser.add_argument("--seconds", type=float, default=90.0, help="begin nothing after this many seconds")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "sparse.json")
     options = parser.parse_args()
     begin = time.monotonic()
-    wanted = [(case, scheme) for case, scheme in asked() if case.name.split()[1] in options.only]
+    wanted = [
+        (case, scheme)
+        for case, scheme in asked()
+        if case.name.split()[1] in options.only and scheme.removesuffix("s24") in options.schemes
+        if options.tokens is None or case.m in options.tokens
+    ]
     # These processes begin before CUDA is touched; what they compile is found in the cache on disk.
     with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
         jobs = (job for job in pool.imap(job_of, wanted) if job is not None)
