@@ -4,6 +4,7 @@ Half of the products, and all of x: other limits than those of dense weights dec
 configs that an H200 timed (four layers, 1 to 4,096 tokens): docs/notes/2026-11-24-sparse.md.
 """
 
+import math
 from typing import NamedTuple
 
 from anybit.kernels.gemm.packed_layout import TILE_ROWS
@@ -63,7 +64,7 @@ def estimate(problem: Problem, config: Config) -> float:
         (tokens * 128 + rows * c.tile_bytes) / costs.intake,
         (costs.chain + costs.chain_token * tokens) / c.split_k_warpgroups * (1 if c.span == 2 else costs.unspanned),
     )
-    step = sum(limit**_SHARPNESS for limit in limits) ** (1 / _SHARPNESS)
+    step = math.pow(sum(math.pow(limit, _SHARPNESS) for limit in limits), 1 / _SHARPNESS)
     held = rows * tokens / 64
     tile = problem.units / c.cluster_k * step / _CYCLES + costs.around + costs.around_tokens * held
     if c.split_k_warpgroups > 1:
