@@ -31,8 +31,8 @@ HOT_TOKENS, HOT_SECONDS = 256, 0.5
 
 
 def asked() -> Iterator[tuple[Case, str]]:
-    """Every row that is asked for: layer by layer, M by M, dense and sparse."""
-    for layer, (n, k) in LLAMA3_8B.items():
+    """Every row that is asked for: layer by layer, the largest first, M by M, dense and sparse."""
+    for layer, (n, k) in sorted(LLAMA3_8B.items(), key=lambda item: -item[1][0] * item[1][1]):
         whole = layer == "gate_up"
         for m in TOKENS if whole else FEW_TOKENS:
             for text in PAIRS if whole else PAIRS[:2]:
