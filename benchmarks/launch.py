@@ -19,7 +19,8 @@ from anybit.jit import cache, tensor_map
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.gemm import bitplane, bitplane_layout
-from anybit.kernels.gemm.bitplane_problem import Problem, arguments
+from anybit.kernels.gemm.bitplane_problem import arguments
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from cases import Case
 from linear_bitplane import random_weight
@@ -33,7 +34,7 @@ def run(m: int, n: int, k: int, scheme: Scheme) -> dict[str, Any]:
     packed = quantize_activations.quantize(torch.randn(m, k, device="cuda").half(), scheme.activations)
     weight, codes = random_weight(Case("launch", m, n, k), scheme)
     y = torch.empty(m, n, dtype=torch.float16, device="cuda")
-    problem = Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, Device.of(y))
+    problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, device=Device.of(y))
     config = bitplane.default(problem)
     family = bitplane.family_of(config)
     kernel = family.kernel(config)

@@ -19,7 +19,7 @@ from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.gemm import bitplane, bitplane_layout, sm80_bitplane_gemm
 from anybit.kernels.gemm.bitplane_layout import PlaneWeight
-from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from cases import BITWISE_SCHEMES, GEMM, PAPERS, Case, select
 from timing import (
@@ -49,7 +49,7 @@ def compiled_config(job: Job) -> Any:
     """The config of a job, compiled into the cache on disk without a GPU; None where its kernel refuses it."""
     case, scheme_text, name = job
     scheme, device = Scheme.parse(scheme_text), Device.named("sm_90a")
-    problem = Problem(case.m, case.n, case.k, scheme.weights, scheme.activations, Output.f16, device)
+    problem = LinearProblem(case.m, case.n, case.k, scheme.weights, scheme.activations, device=device)
     family = bitplane.family(problem) if name == "wgmma" else sm80_bitplane_gemm  # wgmma's: what a layer would run
     if family is None or family.why_not(problem) is not None:
         return None

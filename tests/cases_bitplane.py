@@ -18,7 +18,8 @@ from anybit.kernels.gemm import (
     sm90_bitplane_stacked,
 )
 from anybit.kernels.gemm.bitplane_layout import PlaneWeight
-from anybit.kernels.gemm.bitplane_problem import Params, Problem, facts, wgmma_n
+from anybit.kernels.gemm.bitplane_problem import Params, facts, wgmma_n
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
 from anybit.packing import QuantizedWeight
 from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
@@ -50,10 +51,10 @@ class Operands:
     """What V is multiplied with, float64 [m, n]."""
 
 
-def emulated(scheme: str, m: int, n: int, k: int, output: Output) -> Problem:
+def emulated(scheme: str, m: int, n: int, k: int, output: Output) -> LinearProblem:
     """A product by the text of its scheme, on the emulator."""
     parsed = Scheme.parse(scheme)
-    return Problem(m, n, k, parsed.weights, parsed.activations, output, EMULATED)
+    return LinearProblem(m, n, k, parsed.weights, parsed.activations, output.dtype, EMULATED)
 
 
 def on_host(given: Operands, y: Tensor, bias: Tensor | None, y_map: Any) -> Params:
@@ -103,7 +104,7 @@ def code_pairs() -> list[tuple[str, str]]:
     return [*((code, code) for code in CODES), ("asym", "bipolar"), ("sym", "asym")]
 
 
-def gemm(problem: Problem, tile_m: int, **change: Any) -> sm90_bitplane_gemm.Config:
+def gemm(problem: LinearProblem, tile_m: int, **change: Any) -> sm90_bitplane_gemm.Config:
     """A config for many tokens with the fewest slots that are legal, whatever the default would be."""
     p, q = problem.weights.bits, problem.activations.bits
     config = sm90_bitplane_gemm.Config(*facts(problem), tile_m, 2 if p == 1 else 1, 2 if q == 1 else 1)
@@ -111,7 +112,7 @@ def gemm(problem: Problem, tile_m: int, **change: Any) -> sm90_bitplane_gemm.Con
 
 
 def skinny(
-    problem: Problem, tile_b: int, a_operand: AOperand = AOperand.weights, **change: Any
+    problem: LinearProblem, tile_b: int, a_operand: AOperand = AOperand.weights, **change: Any
 ) -> sm90_bitplane_skinny.Config:
     """A config for few tokens with two stages of A and one chunk at a time."""
     n = columns(problem, tile_b, a_operand)
@@ -120,13 +121,13 @@ def skinny(
     return replace(config, **change)
 
 
-def columns(problem: Problem, tile_b: int, a_operand: AOperand) -> int:
+def columns(problem: LinearProblem, tile_b: int, a_operand: AOperand) -> int:
     """N of a product that holds all planes of so many rows of B."""
     return wgmma_n((problem.activations if a_operand is AOperand.weights else problem.weights).bits * tile_b)
 
 
 def resident(
-    problem: Problem, tile_b: int, a_operand: AOperand = AOperand.weights, **change: Any
+    problem: LinearProblem, tile_b: int, a_operand: AOperand = AOperand.weights, **change: Any
 ) -> sm90_bitplane_resident.Config:
     """A config that holds all of its tile in shared memory."""
     n, chunks = columns(problem, tile_b, a_operand), problem.chunks
@@ -135,7 +136,7 @@ def resident(
     )
 
 
-def stacked(problem: Problem, tile_m: int, **change: Any) -> sm90_bitplane_stacked.Config:
+def stacked(problem: LinearProblem, tile_m: int, **change: Any) -> sm90_bitplane_stacked.Config:
     """A config whose tokens' planes stand side by side, with the fewest stages that are legal."""
     config = sm90_bitplane_stacked.Config(*facts(problem), tile_m, max(problem.weights.bits, 2), 2)
     return replace(config, **change)

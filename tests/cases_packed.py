@@ -1,14 +1,17 @@
 """Products of packed weights that tests of all their kernels draw: weights, activations, what must come out."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybit.device import Device
 from anybit.kernels.gemm import packed_tiles
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
-from anybit.scheme import Scheme, WeightFormat
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import random_codes, random_weight
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -25,13 +28,16 @@ FOREIGN = tuple(
 """Formats that other tools write: float minima, groups of 16, tables of values."""
 
 
+HOPPER = Device.named("sm_90a")
+
+
 def scheme_of(format: WeightFormat) -> str:
     """The format in a word, for a test's name."""
     return str(Scheme(format))
 
 
 @dataclass(frozen=True)
-class LinearProblem:
+class PackedCase:
     """y = x W^T + bias, all on one device; `expected` is float64, of the weight as it was before it went into tiles."""
 
     packed: PackedWeight
@@ -54,6 +60,15 @@ class LinearProblem:
         return float((y.double() - self.expected).abs().mean() / self.expected.abs().mean().clamp(min=1e-6))
 
 
+def problem(
+    m: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, device: Device = HOPPER, **more: Any
+) -> LinearProblem:
+    """The problem of 16-bit activations of a dtype, or of int8 ones and outputs in float16."""
+    coded = dtype == torch.int8
+    x, output = (ActivationFormat(8, "sym"), torch.float16) if coded else (ActivationFormat(), dtype)
+    return LinearProblem(m, n, k, format, x, output, device, **more)
+
+
 def act_order(weight: QuantizedWeight, generator: torch.Generator) -> QuantizedWeight:
     """The same layer with its columns' groups shuffled, where it has groups."""
     group, k = weight.format.group, weight.shape[1]
@@ -66,7 +81,7 @@ def act_order(weight: QuantizedWeight, generator: torch.Generator) -> QuantizedW
 def product(
     format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, ordered: bool = False,
     bias: bool = False, seed: int = 0, device: str = "cpu",
-) -> LinearProblem:  # fmt: skip
+) -> PackedCase:  # fmt: skip
     """A random product. dtype: of the activations; int8 ones have a scale a token. ordered: in an activation order."""
     generator = torch.Generator().manual_seed(seed)
     weight = random_weight(n, k, format, seed)
@@ -86,4 +101,4 @@ def product(
     if b is not None:
         b = b.to(device)
         expected = expected + b.double()
-    return LinearProblem(packed, x.to(device), None if scale is None else scale.to(device), b, expected)
+    return PackedCase(packed, x.to(device), None if scale is None else scale.to(device), b, expected)

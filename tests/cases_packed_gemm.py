@@ -6,7 +6,8 @@ import torch
 
 from anybit.device import Device
 from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.sm90_packed_gemm import Config, Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.gemm.sm90_packed_gemm import Config
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases_packed import FOREIGN
 
@@ -23,7 +24,7 @@ _DIRECT = (None, False, 1)
 class Case:
     """A problem and how it is cut: what config_for is given, in its order."""
 
-    problem: Problem
+    problem: LinearProblem
     cut: tuple[int | bool | None, ...]
 
     @property
@@ -64,7 +65,7 @@ def weight_formats(activations: ActivationFormat) -> list[WeightFormat]:
         for code in ("sym", "asym", "bipolar"):
             for group in (None, 32, 64, 128, 256):
                 weights = WeightFormat(bits, code, group)  # type: ignore[arg-type]
-                if sm90_packed_gemm.why_not(Problem(16, 64, 128, weights, activations)) is None:
+                if sm90_packed_gemm.why_not(LinearProblem(16, 64, 128, weights, activations)) is None:
                     found.append(weights)
     return found
 
@@ -75,36 +76,36 @@ def gpu_cases(every: int = 1) -> list[Case]:
     for activations in (A16, INT8, FP8):
         for i, weights in enumerate(weight_formats(activations)):
             dtype = (torch.float16, torch.bfloat16)[i % 2]
-            problem = Problem(*_RAGGED[i % len(_RAGGED)], weights, activations, dtype)
+            problem = LinearProblem(*_RAGGED[i % len(_RAGGED)], weights, activations, dtype)
             # The nearest cut that is legal for this format: promoted sums want smaller tiles, few units fewer blocks.
             cuts = (CUTS * 2)[i % len(CUTS) :]
             cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
     cases = cases[::every] + _gpu_sparse_cases()[:: 1 + every // 3]
     for i, weights in enumerate(FOREIGN):
-        problem = Problem(*_RAGGED[i % len(_RAGGED)], weights, A16, (torch.float16, torch.bfloat16)[i % 2])
+        problem = LinearProblem(*_RAGGED[i % len(_RAGGED)], weights, A16, (torch.float16, torch.bfloat16)[i % 2])
         cases.append(next(case for cut in (CUTS * 2)[i % len(CUTS) :] if legal(case := Case(problem, cut))))
     w4 = WeightFormat(4, "sym", 128)
     for m in (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 118, 128, 152, 768, 1024):
-        problem = Problem(m, 512, 1024, w4)
+        problem = LinearProblem(m, 512, 1024, w4)
         cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
-    cases.append(Case(Problem(1024, 512, 1024, w4), (64, 2, 1, 1, 1)))  # more tiles than multiprocessors
+    cases.append(Case(LinearProblem(1024, 512, 1024, w4), (64, 2, 1, 1, 1)))  # more tiles than multiprocessors
     for m, cut in ((16, 16), (50, 64), (64, 64)):  # two blocks halve a row tile
-        cases.append(Case(Problem(m, 28672, 1024, w4), (cut, 4, 1, 1, 1, None, True)))
-        cases.append(Case(Problem(m, 1500, 1024, WeightFormat(3, "asym", 64)), (cut, 3, 1, 1, 1, None, True)))
+        cases.append(Case(LinearProblem(m, 28672, 1024, w4), (cut, 4, 1, 1, 1, None, True)))
+        cases.append(Case(LinearProblem(m, 1500, 1024, WeightFormat(3, "asym", 64)), (cut, 3, 1, 1, 1, None, True)))
     for m, n, k, cut in (
         (16, 4096, 1024, (16, 1, 2, 2, 1)),
         (60, 1500, 4096, (64, 1, 2, 1, 1)),
         (32, 700, 4096, (32, 1, 1, 2, 1)),
     ):
-        cases.append(Case(Problem(m, n, k, w4), (*cut, None, False, 2)))  # two blocks a multiprocessor
-    cases.append(Case(Problem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, None, False, 2)))  # both of one launch
+        cases.append(Case(LinearProblem(m, n, k, w4), (*cut, None, False, 2)))  # two blocks a multiprocessor
+    cases.append(Case(LinearProblem(16, 6144, 1024, w4), (16, 1, 2, 2, 1, None, False, 2)))  # both of one launch
     for m, n, k, activations in (
         (32, 4096, 4096, A16),
         (128, 4096, 8192, A16),
         (16, 4096, 8192, INT8),
         (50, 6144, 1024, INT8),
     ):
-        problem = Problem(m, n, k, w4 if activations is A16 else WeightFormat(2), activations)
+        problem = LinearProblem(m, n, k, w4 if activations is A16 else WeightFormat(2), activations)
         cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))  # stages of two steps
     for weights, m, n, k, cut in (  # weights past shared memory
         (w4, 64, 4096, 14336, (64, 1, 2, 2, 1, *_DIRECT, 2)),
@@ -116,7 +117,7 @@ def gpu_cases(every: int = 1) -> list[Case]:
         (w4, 64, 1500, 2048, (64, 1, 2, 1, 2, *_DIRECT, 2)),
     ):
         for dtype in (torch.float16, torch.bfloat16):
-            cases.append(Case(Problem(m, n, k, weights, A16, dtype), cut))
+            cases.append(Case(LinearProblem(m, n, k, weights, A16, dtype), cut))
     for weights, m, n, k, activations, cut in (  # stages with code of their own
         (w4, 128, 6144, 4096, A16, (64, 3, 1, 2, 1, *_DIRECT, 0, True)),
         (w4, 64, 4096, 14336, A16, (64, 1, 2, 2, 1, *_DIRECT, 0, True)),
@@ -125,14 +126,14 @@ def gpu_cases(every: int = 1) -> list[Case]:
         (w4, 32, 6144, 4096, A16, (32, 1, 2, 2, 1, None, False, 2, 0, True)),
         (w4, 16, 4096, 14336, A16, (16, 1, 3, 2, 1, *_DIRECT, 0, True)),
     ):
-        cases.append(Case(Problem(m, n, k, weights, activations, torch.float16), cut))
+        cases.append(Case(LinearProblem(m, n, k, weights, activations, torch.float16), cut))
     for m in (256, 1024):  # bytes that are not widened at all, in tiles of many tokens
-        problem = Problem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
+        problem = LinearProblem(m, 512, 4096, WeightFormat(8), INT8, torch.float16)
         cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
     for m, n, k in ((1, 128, 128), (13, 8192, 4096), (26, 4096, 8192), (64, 4096, 4096), (257, 128, 4096),
                     (257, 4224, 4160), (1024, 8192, 4096)):  # fmt: skip
         for activations in (A16, INT8):
-            problem = Problem(m, n, k, w4 if activations is A16 else WeightFormat(4), activations, torch.bfloat16)
+            problem = LinearProblem(m, n, k, w4 if activations is A16 else WeightFormat(4), activations, torch.bfloat16)
             cases.append(Case(problem, cut_of(sm90_packed_gemm.default(problem))))
     return cases
 
@@ -184,12 +185,12 @@ def tiny_cases() -> list[Case]:
     for i, weights in enumerate(FOREIGN):  # in the ring, and past shared memory
         direct = (48, 1, 2, 2, 1, *_DIRECT, 1) if weights.group != 16 and i % 2 else (16, 1, 1, 1, 1)
         chosen.append((12, 64, 640, weights, A16, (torch.float16, torch.bfloat16)[i // 2 % 2], direct))
-    cases = [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
+    cases = [Case(LinearProblem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
     # Two blocks a multiprocessor, and blocks without work on a small device.
     small = replace(Device.named("sm_90a"), sms=4)
-    problem = Problem(12, 64, 384, WeightFormat(4, "sym", 128), device=small)
-    spanned = Problem(13, 128, 1024, WeightFormat(4, "sym", 128), device=replace(small, sms=3))
-    walking = Problem(100, 200, 768, WeightFormat(4, "sym", 128), device=replace(small, sms=3))  # over three tiles
+    problem = LinearProblem(12, 64, 384, WeightFormat(4, "sym", 128), device=small)
+    spanned = LinearProblem(13, 128, 1024, WeightFormat(4, "sym", 128), device=replace(small, sms=3))
+    walking = LinearProblem(100, 200, 768, WeightFormat(4, "sym", 128), device=replace(small, sms=3))
     return [
         *cases,
         *_tiny_sparse_cases(),
@@ -226,7 +227,7 @@ def _tiny_sparse_cases() -> list[Case]:
         (12, 64, 256, _sparse(2, "sym", 128), INT8, torch.float16, (16, 1, 1, 1, 1)),
         (12, 64, 256, _sparse(6, "sym", 32), INT8, torch.bfloat16, (16, 1, 1, 1, 1)),
     ]
-    return [Case(Problem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
+    return [Case(LinearProblem(m, n, k, w, a, dtype), cut) for m, n, k, w, a, dtype, cut in chosen]
 
 
 def _gpu_sparse_cases() -> list[Case]:
@@ -236,12 +237,12 @@ def _gpu_sparse_cases() -> list[Case]:
     for i, (bits, code, activations) in enumerate(kinds):
         weights = _sparse(bits, code, (128, 32, None, 64, 256)[i % 5])
         m, n, k = _RAGGED[i % len(_RAGGED)]
-        problem = Problem(m, n, k + 4 * (i % 2), weights, activations, (torch.float16, torch.bfloat16)[i % 2])
+        problem = LinearProblem(m, n, k + 4 * (i % 2), weights, activations, (torch.float16, torch.bfloat16)[i % 2])
         if sm90_packed_gemm.why_not(problem) is None:
             cuts = (CUTS * 2)[i % len(CUTS) :]
             cases.append(next(case for cut in cuts if legal(case := Case(problem, cut))))
     for m, n, activations in ((256, 28672, A16), (300, 1504, A16), (1024, 6144, INT8)):  # ranges of rows, tensor maps
-        problem = Problem(m, n, 1024, _sparse(4, "sym", None if activations is INT8 else 128), activations)
+        problem = LinearProblem(m, n, 1024, _sparse(4, "sym", None if activations is INT8 else 128), activations)
         for block_tiles in (0, 7):
             cases.append(Case(problem, (128, 4, 1, 1, 1, None, False, 1, None, None, block_tiles, True)))
     return cases

@@ -11,20 +11,19 @@ from anybit import jit
 from anybit.device import Device
 from anybit.kernels.gemm import (
     heuristics,
-    packed_problem,
     sm90_packed_gemm,
     sm90_packed_gemv,
     sm90_packed_skinny,
     sm90_packed_skinny_f16,
 )
-from anybit.kernels.gemm.packed_problem import Problem
-from anybit.scheme import Scheme, WeightFormat
+from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 HOPPER = Device.named("sm_90a")
 
 
-def problem(bits: int, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, code: str = "sym") -> Problem:
-    return Problem(m, n, k, WeightFormat(bits, code, 128), dtype, dtype, HOPPER, k)
+def problem(bits: int, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, code: str = "sym") -> LinearProblem:
+    return LinearProblem(m, n, k, WeightFormat(bits, code, 128), dtype=dtype, device=HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_one_block_of_many_tokens_among_small_kernels() -> None:
         (16, 6144, 4096, False),
         (8, 4096, 4096, False),
     ):
-        it = sm90_packed_gemm.Problem(m, n, k, WeightFormat(4, "sym", 128))
+        it = LinearProblem(m, n, k, WeightFormat(4, "sym", 128))
         chosen = sm90_packed_gemm.config_for(it, 16, 1, 2, 2, min_blocks_per_sm=2)
         found = heuristics.among_small(it, chosen)
         assert found == (replace(chosen, min_blocks_per_sm=1) if changes else chosen)
@@ -149,7 +148,7 @@ def test_one_block_is_always_legal(scheme: str) -> None:
     parsed = Scheme.parse(scheme)
     for m in (9, 16, 32, 64):
         for n, k in ((4096, 14336), (576, 1536)):
-            it = sm90_packed_gemm.Problem(m, n, k, parsed.weights, parsed.activations)
+            it = LinearProblem(m, n, k, parsed.weights, parsed.activations)
             close = [config for config in sm90_packed_gemm.configs(it) if config.min_blocks_per_sm > 1]
             assert close and all(
                 sm90_packed_gemm.why_not(it, heuristics.among_small(it, config)) is None for config in close
@@ -205,7 +204,7 @@ def test_layers_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleTy
 def test_small_layers_of_int8_run_what_was_fastest(n: int, k: int, kernels: dict[int, ModuleType | None]) -> None:
     """On an H200 576 x 576 at 8 tokens took 2.7 us for sm90_packed_gemm's 3.8."""
     weights = WeightFormat(4, "sym", None)
-    its = {m: packed_problem.Problem(m, n, k, weights, torch.int8, torch.float16, HOPPER, k) for m in kernels}
+    its = {m: LinearProblem(m, n, k, weights, ActivationFormat(8, "sym"), device=HOPPER) for m in kernels}
     assert {m: heuristics.kernel(it) for m, it in its.items()} == kernels
 
 

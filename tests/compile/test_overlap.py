@@ -12,19 +12,17 @@ from machine_code import before_wait, sass
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import norm_act, quantize_activations, rope, rope_pages
 from anybit.kernels.elementwise.quantize_activations import Source, Target
 from anybit.kernels.gemm import (
     bitplane,
-    packed_problem,
     sm80_bitplane_gemm,
     sm90_packed_gemm,
     sm90_packed_gemv,
     sm90_packed_skinny,
     sm90_packed_skinny_f16,
 )
-from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 HOPPER = Device.named("sm_90a")
@@ -58,9 +56,7 @@ def small_kernels() -> list[jit.Kernel]:
 
 def few() -> list[jit.Kernel]:
     """Products of few tokens: all threads wait."""
-    problem = packed_problem.Problem(
-        1, 4096, 4096, WeightFormat(4, "sym", 128), torch.float16, torch.float16, HOPPER, 4096
-    )
+    problem = LinearProblem(1, 4096, 4096, WeightFormat(4, "sym", 128))
     norm = sm90_packed_gemv.norm_default(problem)
     return [
         sm90_packed_gemv.kernel(sm90_packed_gemv.default(problem)),
@@ -78,19 +74,19 @@ def large() -> list[jit.Kernel]:
     found = []
     for scheme, m in (("w1a1", 1), ("w2a2", 64), ("w1a2", 1024), ("w4a4", 4096)):
         s = Scheme.parse(scheme)
-        problem = Problem(m, 4096, 4096, s.weights, s.activations, Output.f16, HOPPER)
+        problem = LinearProblem(m, 4096, 4096, s.weights, s.activations, device=HOPPER)
         config = bitplane.default(problem)
         found.append(bitplane.family_of(config).kernel(config))
     for scheme, m in (("w4a16g128", 64), ("w4a8", 16), ("w4a8", 128), ("w4a8", 4096)):
         s = Scheme.parse(scheme)
-        asked = sm90_packed_gemm.Problem(m, 4096, 4096, s.weights, s.activations)
+        asked = LinearProblem(m, 4096, 4096, s.weights, s.activations)
         found.append(sm90_packed_gemm.kernel(sm90_packed_gemm.default(asked)))
     return found
 
 
 def sync() -> jit.Kernel:
     s = Scheme.parse("w2a2")
-    problem = Problem(64, 4096, 4096, s.weights, s.activations, Output.f16, HOPPER, True)
+    problem = LinearProblem(64, 4096, 4096, s.weights, s.activations, device=HOPPER)
     return sm80_bitplane_gemm.kernel(sm80_bitplane_gemm.default(problem))
 
 

@@ -43,8 +43,8 @@ def configs(family: str) -> Iterator[tuple[LinearProblem, Candidate]]:
     for scheme, m in (("w4a16g128", 4), ("w4a8", 16), ("w2a2", 4)) if not found else ():
         form = Scheme.parse(scheme)
         one = LinearProblem(m, 4096, 4096, form.weights, form.activations)
-        if of.module.why_not(of.problem(one)) is None:
-            found[Candidate(family, of.module.default(of.problem(one)), one.activations)] = one
+        if of.module.why_not(one) is None:
+            found[Candidate(family, of.module.default(one), one.activations)] = one
     ordered = [(one, candidate) for candidate, one in found.items()]
     yield from ordered[:: max(1, len(ordered) // _EACH)][:_EACH]
 

@@ -5,17 +5,17 @@ from machine_code import ARCHITECTURES, sass
 
 from anybit import jit
 from anybit.device import Device
-from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Source, Target
 from anybit.kernels.gemm import sm80_bitplane_gemm
-from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, Scheme
 
 
-def problem(scheme: str, m: int, arch: str, n: int = 4096, k: int = 4096) -> Problem:
+def problem(scheme: str, m: int, arch: str, n: int = 4096, k: int = 4096) -> LinearProblem:
     parsed = Scheme.parse(scheme)
-    return Problem(m, n, k, parsed.weights, parsed.activations, Output.f16, Device.named(arch), n % 8 == 0)
+    formats, device = (parsed.weights, parsed.activations), Device.named(arch)
+    return LinearProblem(m, n, k, *formats, device=device, y_aligned=n % 8 == 0)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

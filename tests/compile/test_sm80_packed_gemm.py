@@ -9,8 +9,8 @@ from machine_code import count
 from anybit import jit
 from anybit.device import Device
 from anybit.kernels.gemm import packed_rows, repack, sm80_packed_gemm
-from anybit.kernels.gemm.sm80_packed_gemm import Problem
 from anybit.scheme import WeightFormat
+from cases_packed import problem
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,7 @@ from anybit.scheme import WeightFormat
 def test_no_spills(arch: str, cases: list[tuple[int, int, torch.dtype]]) -> None:
     device = Device.named(arch)
     for m, bits, dtype in cases:
-        output = dtype if dtype.is_floating_point else torch.float16
-        config = sm80_packed_gemm.default(Problem(m, 4096, 4096, WeightFormat(bits, "sym", 128), dtype, output, device))
+        config = sm80_packed_gemm.default(problem(m, 4096, 4096, WeightFormat(bits, "sym", 128), dtype, device))
         assert config.nibbles == (dtype == torch.int8 and device.capability < 90)
         instruction = "HMMA" if dtype.is_floating_point else r"IMMA.*(S4|U4)" if config.nibbles else "IMMA"
         compiled = jit.cached(sm80_packed_gemm.kernel(config), arch)
@@ -46,8 +45,7 @@ def test_sparse_weights(arch: str) -> None:
         (16, 4, "sym", None, torch.int8), (64, 7, "asym", 32, torch.int8), (32, 2, "asym", 128, torch.int8),
     ):  # fmt: skip
         weights = WeightFormat(bits, code, group, True)  # type: ignore[arg-type]
-        output = dtype if dtype.is_floating_point else torch.float16
-        config = sm80_packed_gemm.default(Problem(m, 4096, 4096, weights, dtype, output, Device.named(arch)))
+        config = sm80_packed_gemm.default(problem(m, 4096, 4096, weights, dtype, Device.named(arch)))
         compiled = jit.cached(sm80_packed_gemm.kernel(config), arch)
         assert compiled.spill_bytes == compiled.stack_bytes == 0, f"{weights}, {m} tokens: {compiled.spill_bytes}"
         assert count(compiled.cubin, r"HMMA\.SP" if dtype.is_floating_point else r"IMMA\.SP") > 0
@@ -70,7 +68,7 @@ def test_no_default_for_int8_spills(m: int) -> None:
     device = Device.named("sm_80")
     for bits, group in itertools.product((1, 2, 4, 5, 8), (32, 128, None)):
         weights = WeightFormat(bits, ("sym", "asym")[(bits + m // 8) % 2], group)
-        config = sm80_packed_gemm.default(Problem(m, 4096, 4096, weights, torch.int8, torch.float16, device))
+        config = sm80_packed_gemm.default(problem(m, 4096, 4096, weights, torch.int8, device))
         compiled = jit.cached(sm80_packed_gemm.kernel(config), "sm_80")
         assert compiled.spill_bytes == compiled.stack_bytes == 0, f"{weights} {config}: {compiled.spill_bytes}"
 
@@ -79,6 +77,6 @@ def test_no_default_for_int8_spills(m: int) -> None:
 def test_nor_on_other_machines(arch: str) -> None:
     for m, bits, code, group in ((32, 1, "sym", 32), (32, 1, "asym", 32), (64, 2, "sym", 128), (8, 8, "sym", None)):
         weights = WeightFormat(bits, code, group)
-        problem = Problem(m, 4096, 4096, weights, torch.int8, torch.float16, Device.named(arch))
-        compiled = jit.cached(sm80_packed_gemm.kernel(sm80_packed_gemm.default(problem)), arch)
+        asked = problem(m, 4096, 4096, weights, torch.int8, Device.named(arch))
+        compiled = jit.cached(sm80_packed_gemm.kernel(sm80_packed_gemm.default(asked)), arch)
         assert compiled.spill_bytes == compiled.stack_bytes == 0, f"{weights}, {m} tokens: {compiled.spill_bytes}"

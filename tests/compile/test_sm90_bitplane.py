@@ -18,7 +18,7 @@ from anybit.kernels.gemm import (
     sm90_bitplane_skinny,
     sm90_bitplane_stacked,
 )
-from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS
@@ -27,9 +27,9 @@ from cases_bitplane import resident, stacked
 H200 = Device.named("sm_90a")
 
 
-def problem(scheme: str, m: int, n: int = 4096, k: int = 4096, output: Output = Output.f16) -> Problem:
+def problem(scheme: str, m: int, n: int = 4096, k: int = 4096, output: Output = Output.f16) -> LinearProblem:
     parsed = Scheme.parse(scheme)
-    return Problem(m, n, k, parsed.weights, parsed.activations, output, H200)
+    return LinearProblem(m, n, k, parsed.weights, parsed.activations, output.dtype, H200)
 
 
 def kernel_of(config: Any) -> Kernel:

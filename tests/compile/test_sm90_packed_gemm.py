@@ -11,7 +11,7 @@ import torch
 
 from anybit import jit
 from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.sm90_packed_gemm import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases_packed_gemm import A16, FP8, INT8
 
@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.mark.parametrize(("weights", "activations", "dtype", "cut"), CASES, ids=str)
 def test_machine_code(weights, activations, dtype, cut, tmp_path: Path) -> None:
-    problem = Problem(cut[0], 28672, 4096, weights, activations, dtype)
+    problem = LinearProblem(cut[0], 28672, 4096, weights, activations, dtype)
     config = sm90_packed_gemm.config_for(problem, *cut)
     assert sm90_packed_gemm.why_not(problem, config) is None
     compiled = jit.compile(sm90_packed_gemm.kernel(config), "sm_90a")
@@ -72,7 +72,7 @@ def disassembly(cubin: bytes, folder: Path) -> str:
 @pytest.mark.parametrize("m", [16, 64, 128, 256, 4096])
 def test_bytes_that_are_not_widened_have_one_register_set(m: int, tmp_path: Path) -> None:
     """Loaded straight into the operands: with two sets the next load overwrites what products under way still read."""
-    problem = Problem(m, 4096, 4096, WeightFormat(8), ActivationFormat(8, "sym"), torch.float16)
+    problem = LinearProblem(m, 4096, 4096, WeightFormat(8), ActivationFormat(8, "sym"), torch.float16)
     config = sm90_packed_gemm.default(problem)
     assert config.register_sets == 1
     assert "1 register set" in (sm90_packed_gemm.why_not(problem, replace(config, register_sets=2)) or "")
@@ -81,18 +81,18 @@ def test_bytes_that_are_not_widened_have_one_register_set(m: int, tmp_path: Path
 
 
 def test_refusals_are_sentences() -> None:
-    assert "8-bit asym" in str(sm90_packed_gemm.why_not(Problem(16, 64, 128, WeightFormat(8, "asym"), INT8)))
-    assert "e4m3" in str(sm90_packed_gemm.why_not(Problem(16, 64, 128, WeightFormat(6), FP8)))
+    assert "8-bit asym" in str(sm90_packed_gemm.why_not(LinearProblem(16, 64, 128, WeightFormat(8, "asym"), INT8)))
+    assert "e4m3" in str(sm90_packed_gemm.why_not(LinearProblem(16, 64, 128, WeightFormat(6), FP8)))
     assert (
-        sm90_packed_gemm.why_not(Problem(16, 64, 131, WeightFormat(4))) is None
+        sm90_packed_gemm.why_not(LinearProblem(16, 64, 131, WeightFormat(4))) is None
     )  # rows of x have a pitch of their own
-    problem = Problem(16, 4096, 14336, WeightFormat(4, "sym", 128))
+    problem = LinearProblem(16, 4096, 14336, WeightFormat(4, "sym", 128))
     config = sm90_packed_gemm.default(problem)
     assert config.span == 2 and config.split_k_warpgroups == 3 and config.stages % 3 == 0
     assert "dealt evenly" in str(sm90_packed_gemm.why_not(problem, replace(config, stages=config.stages - 1)))
     assert "1 step of inputs, or 2" in str(sm90_packed_gemm.why_not(replace(problem, k=128 * 111), config))
     assert "sm_80" in str(
-        sm90_packed_gemm.why_not(Problem(16, 64, 128, WeightFormat(4), device=packed_device("sm_80")))
+        sm90_packed_gemm.why_not(LinearProblem(16, 64, 128, WeightFormat(4), device=packed_device("sm_80")))
     )
 
 

@@ -17,6 +17,7 @@ from anybit.kernels.gemm import (
     sm90_packed_gemv,
     sm90_packed_skinny_f16,
 )
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.ops import pages
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import WeightFormat
@@ -32,7 +33,7 @@ HALVES = (torch.float16, torch.bfloat16)
 def run(
     module: ModuleType, format: WeightFormat, m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *,
     ordered: bool = False, bias: bool = False, seed: int = 0,
-    make: Callable[[packed_problem.Problem], Any] | None = None, **changes: Any,
+    make: Callable[[LinearProblem], Any] | None = None, **changes: Any,
 ) -> None:  # fmt: skip
     case = product(format, m, n, k, dtype, ordered=ordered, bias=bias, seed=seed)
     problem = packed_problem.problem_of(case.packed, m, dtype, dtype, HOPPER)
@@ -75,9 +76,7 @@ def test_sparse_weights(bits: int) -> None:
             seed=bits,
             bias=i > 1,
         )
-    assert "dense weights" in str(
-        sm90_packed_skinny_f16.why_not(packed_problem.Problem(1, 64, 128, format, HALVES[0], HALVES[0], HOPPER, 128))
-    )
+    assert "dense weights" in str(sm90_packed_skinny_f16.why_not(LinearProblem(1, 64, 128, format, device=HOPPER)))
 
 
 @BOTH
@@ -103,7 +102,7 @@ def test_rings_of_digits() -> None:
     """Rings that turn over many times, activations that are converted again, warps without columns."""
     format = WeightFormat(4, "sym", 128)
 
-    def small(p: packed_problem.Problem) -> sm90_packed_gemv.Config:
+    def small(p: LinearProblem) -> sm90_packed_gemv.Config:
         return sm90_packed_gemv.fitted(p, 2, 2, 8, 1, trigger=1)
 
     run(sm90_packed_gemv, format, 4, 192, 1024, make=small, seed=1)
@@ -118,7 +117,7 @@ def test_shapes_of_blocks(cluster: int) -> None:
     for i, (row_warps, k_warps, units) in enumerate(((1, 3, 2), (2, 2, 2), (3, 1, 4))):
 
         def make(
-            p: packed_problem.Problem, shape: tuple[int, int, int] = (row_warps, k_warps, units)
+            p: LinearProblem, shape: tuple[int, int, int] = (row_warps, k_warps, units)
         ) -> sm90_packed_skinny_f16.Config:
             return sm90_packed_skinny_f16.fitted(p, *shape, 10, 1 + cluster, cluster, trigger=cluster // 2)
 

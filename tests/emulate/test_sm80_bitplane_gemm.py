@@ -7,7 +7,8 @@ import emulate
 from anybit.device import Device
 from anybit.kernels.common.types import Output
 from anybit.kernels.gemm import bitplane_layout, sm80_bitplane_gemm
-from anybit.kernels.gemm.bitplane_problem import Params, Problem, facts
+from anybit.kernels.gemm.bitplane_problem import Params, facts
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.reference import QuantizedActivations, integer_product
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_codes, random_weight
@@ -34,7 +35,7 @@ def test_product(case: tuple) -> None:
     exact = integer_product(x, weight)
     ready = bitplane_layout.prepare(weight)
     aligned = n % 8 == 0
-    problem = Problem(m, n, k, weights, form, output, Device.named("sm_80"), aligned)
+    problem = LinearProblem(m, n, k, weights, form, output.dtype, Device.named("sm_80"), y_aligned=aligned)
     config = sm80_bitplane_gemm.Config(*facts(problem)[:5], False, aligned, tile_n, tile_m, *warps, stage_k, stages)
     assert sm80_bitplane_gemm.why_not(problem, config) is None
     bias = torch.randn(n)

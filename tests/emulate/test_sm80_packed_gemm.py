@@ -7,9 +7,9 @@ import torch
 
 import emulate
 from anybit.device import Device
-from anybit.kernels.gemm import packed_layout, packed_problem, sm80_packed_gemm
+from anybit.kernels.gemm import packed_layout, sm80_packed_gemm
 from anybit.scheme import WeightFormat
-from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
+from cases_packed import FOREIGN, TOLERANCE, problem, product, scheme_of
 
 pytestmark = pytest.mark.emulate
 
@@ -22,15 +22,13 @@ def run(
     y = case.empty()
     ordered = packed_layout.in_order(case.packed, case.x)
     device = replace(Device.named(arch), sms=sms)
-    problem = packed_problem.Problem(m, n, ordered.shape[1], format, dtype, case.output, device)
-    config = replace(sm80_packed_gemm.default(problem), **changes)
-    assert sm80_packed_gemm.why_not(problem, config) is None
-    partial, locks = sm80_packed_gemm.scratch(problem, config, y.device)
+    asked = problem(m, n, ordered.shape[1], format, dtype, device)
+    config = replace(sm80_packed_gemm.default(asked), **changes)
+    assert sm80_packed_gemm.why_not(asked, config) is None
+    partial, locks = sm80_packed_gemm.scratch(asked, config, y.device)
     partial.fill_(torch.nan)
     params = sm80_packed_gemm.arguments(case.packed, ordered, y, case.x_scale, case.bias, partial, locks)
-    emulate.run(
-        sm80_packed_gemm.kernel(config), params, sm80_packed_gemm.grid(problem, config), seed=seed, resident=sms
-    )
+    emulate.run(sm80_packed_gemm.kernel(config), params, sm80_packed_gemm.grid(asked, config), seed=seed, resident=sms)
     assert not locks.any()
     error = case.error(y)
     assert error < TOLERANCE[case.output], f"{format} m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"

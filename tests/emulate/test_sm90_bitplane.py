@@ -9,7 +9,8 @@ import torch
 import emulate
 from anybit.kernels.common.types import Output
 from anybit.kernels.gemm import bitplane, sm90_bitplane_gemm
-from anybit.kernels.gemm.bitplane_problem import Facts, Problem
+from anybit.kernels.gemm.bitplane_problem import Facts
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.sm90_bitplane_gemm import Schedule
 from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
@@ -34,11 +35,11 @@ EVERY = EVERY if EXHAUSTIVE else EVERY[::37]
 STATIONARY = {"tile_m": 64, "activation_stationary": True, "activation_chunks": 2}
 
 
-def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.s32) -> Problem:
+def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.s32) -> LinearProblem:
     return emulated(scheme, m, n, k, output)
 
 
-def run(asked: Problem, config: Facts, seed: int = 0, padding: int = 0, bias: bool = False) -> None:
+def run(asked: LinearProblem, config: Facts, seed: int = 0, padding: int = 0, bias: bool = False) -> None:
     family = bitplane.family_of(config)
     assert family.why_not(asked, config) is None
     m, n, k = asked.m, asked.n, asked.k

@@ -8,14 +8,14 @@ import torch
 import emulate
 from anybit.kernels.common.types import Output
 from anybit.kernels.gemm import sm90_bitplane_stacked
-from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
 from cases_bitplane import DEPENDENT, emulated, on_host, operands, stacked
 
 pytestmark = pytest.mark.emulate
 
 
-def run(asked: Problem, config: sm90_bitplane_stacked.Config, seed: int, bias: bool = False) -> None:
+def run(asked: LinearProblem, config: sm90_bitplane_stacked.Config, seed: int, bias: bool = False) -> None:
     assert sm90_bitplane_stacked.why_not(asked, config) is None
     m, n, k = asked.m, asked.n, asked.k
     given = operands(m, n, k, asked.weights, asked.activations, seed=seed)
@@ -29,7 +29,7 @@ def run(asked: Problem, config: sm90_bitplane_stacked.Config, seed: int, bias: b
     assert bool(((y.double() - expected).abs() <= expected.abs() * step + 1e-6).all())
 
 
-def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.f16) -> Problem:
+def problem(scheme: str, m: int, n: int, k: int, output: Output = Output.f16) -> LinearProblem:
     return emulated(scheme, m, n, k, output)
 
 

@@ -9,8 +9,8 @@ import torch
 import emulate
 from anybit.jit.source import KERNELS
 from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_tiles import prepare
-from anybit.kernels.gemm.sm90_packed_gemm import Problem
 from anybit.reference import quantize_activations
 from anybit.scheme import WeightFormat
 from cases import random_weight
@@ -73,7 +73,7 @@ def test_sparse_products_of_many_tokens(block_tiles: int) -> None:
         (_SPARSE, A16, torch.bfloat16),
         (replace(_SPARSE, group=None), INT8, torch.float16),
     ):
-        problem = Problem(37, 312, 384, weights, activations, dtype)
+        problem = LinearProblem(37, 312, 384, weights, activations, dtype)
         config = sm90_packed_gemm.config_for(problem, 32, 2)
         config = replace(
             config, stages=2, prologue_stages=2, span=1, block_tiles=block_tiles, tensor_store=True, stagger=100
@@ -86,7 +86,7 @@ def test_sparse_products_of_many_tokens(block_tiles: int) -> None:
 @pytest.mark.parametrize("stages", [3, 5])
 def test_stages_dealt_unevenly_are_named(stages: int, tmp_path: Path) -> None:
     """Wrong once in thousands of launches on hardware; here in every order of threads."""
-    case = Case(Problem(12, 64, 1024, WeightFormat(4, "sym", 128)), (16, 1, 2, 1, 1))
+    case = Case(LinearProblem(12, 64, 1024, WeightFormat(4, "sym", 128)), (16, 1, 2, 1, 1))
     config = replace(case.config, stages=stages, prologue_stages=2)
     assert "dealt evenly" in str(sm90_packed_gemm.why_not(case.problem, config))
     rule = "static_assert(Config::stages % Config::split_k_warpgroups == 0"

@@ -8,7 +8,8 @@ import torch
 import emulate
 from anybit.device import Device
 from anybit.kernels.gemm import packed_problem, packed_tiles, sm90_packed_skinny
-from anybit.scheme import WeightFormat
+from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
 from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
 
@@ -133,9 +134,8 @@ def test_refusals() -> None:
 def test_copies_are_paced() -> None:
     """Built in, as all that is searched: with all copies at once int8 took 6.7 us for 5.7 (5120 x 5120, 4 tokens)."""
 
-    def int8(m: int, n: int, k: int) -> packed_problem.Problem:
-        form, device = WeightFormat(4, "sym", None), Device.named("sm_90a")
-        return packed_problem.Problem(m, n, k, form, torch.int8, torch.float16, device, columns=k)
+    def int8(m: int, n: int, k: int) -> LinearProblem:
+        return LinearProblem(m, n, k, WeightFormat(4), ActivationFormat(8, "sym"))
 
     for problem in (int8(5, 5120, 5120), int8(4, 28672, 4096), int8(8, 4096, 14336)):
         own = sm90_packed_skinny.default(problem)

@@ -22,6 +22,7 @@ from anybit.kernels.gemm import (  # noqa: E402
     sm90_packed_gemv,
     sm90_packed_skinny_f16,
 )
+from anybit.kernels.gemm.linear_problem import LinearProblem  # noqa: E402
 from anybit.ops.elementwise import silu_mul  # noqa: E402
 from anybit.scheme import WeightFormat  # noqa: E402
 from cases_packed import TOLERANCE, product  # noqa: E402
@@ -59,12 +60,8 @@ LARGE: list[tuple[int, int, int, tuple[int | bool | None, ...]]] = [
 WAYS = {"large": LARGE}
 
 
-def problem_of(
-    m: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, ordered: bool
-) -> packed_problem.Problem:
-    columns = -(-k // 128) * 128
-    device = Device.named("sm_90a")
-    return packed_problem.Problem(m, n, k, format, dtype, dtype, device, columns, ordered, k % 8 == 0)
+def problem_of(m: int, n: int, k: int, format: WeightFormat, dtype: torch.dtype, ordered: bool) -> LinearProblem:
+    return LinearProblem(m, n, k, format, dtype=dtype, act_order=ordered, aligned=k % 8 == 0)
 
 
 def kernels_used() -> list[Kernel]:
@@ -75,7 +72,7 @@ def kernels_used() -> list[Kernel]:
         for module, m, n, k, format, dtype, ordered in cases
     }
     for m, n, k, cut in LARGE:
-        found.add(sm90_packed_gemm.kernel(sm90_packed_gemm.config_for(sm90_packed_gemm.Problem(m, n, k, W4), *cut)))
+        found.add(sm90_packed_gemm.kernel(sm90_packed_gemm.config_for(LinearProblem(m, n, k, W4), *cut)))
     return list(found)
 
 
@@ -120,7 +117,7 @@ def main() -> None:
         for m, n, k, cut in WAYS.get(name, []):
             it = product(W4, m, n, k, bias=True, device="cuda")
             y = it.empty()
-            config = sm90_packed_gemm.config_for(sm90_packed_gemm.Problem(m, n, k, W4), *cut)
+            config = sm90_packed_gemm.config_for(LinearProblem(m, n, k, W4), *cut)
             sm90_packed_gemm.multiply(it.x, it.packed, it.bias, y, config)
             assert it.error(y) < TOLERANCE[HALF], (m, n, k, cut)
             print(f"{name} {m} x {n} x {k} {cut}: {it.error(y):.1e}", flush=True)

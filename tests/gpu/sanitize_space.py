@@ -29,7 +29,7 @@ from anybit.kernels.gemm import (  # noqa: E402
     sm90_bitplane_resident,
     sm90_bitplane_skinny,
 )
-from anybit.kernels.gemm.bitplane_problem import Problem  # noqa: E402
+from anybit.kernels.gemm.linear_problem import LinearProblem  # noqa: E402
 from anybit.scheme import Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
 from cases_bitplane import H200  # noqa: E402
@@ -40,7 +40,7 @@ TOGETHER = 24
 
 def space(m: int, n: int, k: int, scheme: Scheme) -> list[tuple[ModuleType, Any]]:
     """Every family's configs."""
-    problem = Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
+    problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, device=H200)
     families = (sm90_bitplane_gemm, sm90_bitplane_skinny, sm90_bitplane_resident, sm80_bitplane_gemm)
     return [(family, config) for family in families for config in family.configs(problem)]
 

@@ -15,6 +15,7 @@ from anybit.kernels.gemm import (
     sm90_packed_skinny,
     sm90_packed_skinny_f16,
 )
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
@@ -77,12 +78,10 @@ CASES = [*WIDTHS, *GROUPS, *TOKENS, *ODD, *OTHER_TOOLS, *TABLES, *SPARSE]
 
 def kernels_used() -> list[Kernel]:
     """What the tests below launch, for precompile.py."""
-    device, found = Device.named("sm_90a"), set()
+    found = set()
     for module, m, n, k, format, dtype, act_order, _ in CASES:
-        columns = -(-k // 128) * 128
-        problem = packed_problem.Problem(
-            m, n, k, format, dtype, dtype, device, columns, act_order and format.group is not None, k % 8 == 0
-        )
+        ordered = act_order and format.group is not None
+        problem = LinearProblem(m, n, k, format, dtype=dtype, act_order=ordered, aligned=k % 8 == 0)
         found.add(module.kernel(module.default(problem)))
     return list(found)
 

@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from anybit import ops, reference
-from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.jit import Kernel
-from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.gemm import bitplane
-from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.linear import QuantLinear
 from anybit.scheme import Scheme
 from cases import EXHAUSTIVE, random_weight
@@ -34,8 +32,7 @@ def kernels_used() -> list[Kernel]:
     for scheme, n, k, m in asked:
         parsed = Scheme.parse(scheme)
         bucket = 1 << (m - 1).bit_length()
-        problem = (bucket, n, k, parsed.weights, parsed.activations, Output.f16, Device.named("sm_90a"))
-        config = bitplane.default(Problem(*problem))
+        config = bitplane.default(LinearProblem(bucket, n, k, parsed.weights, parsed.activations))
         found.add(bitplane.family_of(config).kernel(config))
         found.add(
             quantize_activations.kernel(

@@ -8,7 +8,7 @@ from anybit.jit import Kernel
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations as activation_kernel
 from anybit.kernels.gemm import bitplane, bitplane_layout, sm80_bitplane_gemm
-from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.reference import integer_product, quantize_activations
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import EXHAUSTIVE, PAIRS, random_weight
@@ -28,12 +28,12 @@ def code_of(p: int, q: int) -> tuple[str, str]:
     return CODES[(p + q) % 3], CODES[(p + 2 * q) % 3]
 
 
-def problem_of(m: int, n: int, k: int, p: int, q: int, codes: tuple[str, str], output: Output) -> Problem:
+def problem_of(m: int, n: int, k: int, p: int, q: int, codes: tuple[str, str], output: Output) -> LinearProblem:
     formats = WeightFormat(p, codes[0]), ActivationFormat(q, codes[1])
-    return Problem(m, n, k, *formats, output, Device.named("sm_90a"), n % 8 == 0)
+    return LinearProblem(m, n, k, *formats, output.dtype, Device.named("sm_90a"), y_aligned=n % 8 == 0)
 
 
-def sampled(problem: Problem) -> tuple[sm80_bitplane_gemm.Config, ...]:
+def sampled(problem: LinearProblem) -> tuple[sm80_bitplane_gemm.Config, ...]:
     return sm80_bitplane_gemm.configs(problem)[:: 1 if EXHAUSTIVE else 5]
 
 

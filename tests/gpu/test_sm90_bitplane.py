@@ -19,7 +19,8 @@ from anybit.jit import Kernel
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.gemm import bitplane, bitplane_layout, sm90_bitplane_gemm, sm90_bitplane_resident
-from anybit.kernels.gemm.bitplane_problem import Facts, Problem
+from anybit.kernels.gemm.bitplane_problem import Facts
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.sm90_bitplane_gemm import Schedule
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import PAIRS, random_weight
@@ -96,12 +97,12 @@ PIECES: dict[str, Any] = {
 }
 
 
-def asked(m: int, n: int, k: int, scheme: str | Scheme, output: Output = Output.s32) -> Problem:
+def asked(m: int, n: int, k: int, scheme: str | Scheme, output: Output = Output.s32) -> LinearProblem:
     parsed = Scheme.parse(scheme)
-    return Problem(m, n, k, parsed.weights, parsed.activations, output, H200)
+    return LinearProblem(m, n, k, parsed.weights, parsed.activations, output.dtype, H200)
 
 
-def exact_problems(p: int, q: int, w: str, x: str) -> list[Problem]:
+def exact_problems(p: int, q: int, w: str, x: str) -> list[LinearProblem]:
     scheme = Scheme(WeightFormat(p, w), ActivationFormat(q, x))
     return [asked(m, 200, 1100, scheme) for m in (11, 150)]
 
@@ -113,7 +114,7 @@ def kernels_used() -> list[Kernel]:
     problems += [asked(m, 264, 1500, "w2a3-xasym", output) for m in (20, 300) for output in OUTPUTS]
     problems += [asked(m, 28672, 4096, "w1a1", Output.f16) for m in (64, 4096)]
     problems += [asked(33, 320, 1300, "w4a4", Output.f16)]
-    problems += [replace(one, aligned=False) for one in problems]  # rows of Y that begin anywhere
+    problems += [replace(one, y_aligned=False) for one in problems]  # rows of Y that begin anywhere
     configs: set[Any] = {bitplane.default(problem) for problem in problems}
     configs |= {make(asked(300, 328, 2100, "w2a3asym"), **change) for make, change in VARIANTS}
     configs |= {gemm(asked(1000, 6000, 2100, "w1a1", Output.f16), tma_store=True, **change) for change in CUTS}
@@ -125,7 +126,7 @@ def kernels_used() -> list[Kernel]:
     return [bitplane.family_of(config).kernel(config) for config in configs]
 
 
-def check(problem: Problem, config: Facts | None = None, *, padding: int = 0, bias: bool = False) -> torch.Tensor:
+def check(problem: LinearProblem, config: Facts | None = None, *, padding: int = 0, bias: bool = False) -> torch.Tensor:
     """Multiply into poisoned memory, compare with the exact integers; returns what was written."""
     m, n, k = problem.m, problem.n, problem.k
     given = operands(m, n, k, problem.weights, problem.activations, "cuda")

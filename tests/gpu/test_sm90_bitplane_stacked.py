@@ -9,7 +9,7 @@ from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.kernels.common.types import Output
 from anybit.kernels.gemm import bitplane, sm90_bitplane_gemm, sm90_bitplane_stacked
-from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.sm90_bitplane_stacked import Config, Stationary
 from anybit.scheme import Scheme
 from cases_bitplane import H200, code_pairs, operands, stacked
@@ -24,9 +24,9 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def asked(m: int, n: int, k: int, scheme: str | Scheme, output: Output = Output.f16) -> Problem:
+def asked(m: int, n: int, k: int, scheme: str | Scheme, output: Output = Output.f16) -> LinearProblem:
     parsed = Scheme.parse(scheme) if isinstance(scheme, str) else scheme
-    return Problem(m, n, k, parsed.weights, parsed.activations, output, H200)
+    return LinearProblem(m, n, k, parsed.weights, parsed.activations, output.dtype, H200)
 
 
 def schemes() -> list[str]:
@@ -44,7 +44,7 @@ def kernels_used() -> list[Kernel]:
     return [sm90_bitplane_stacked.kernel(config) for config in configs]
 
 
-def check(problem: Problem, config: Config | None = None, *, padding: int = 0, bias: bool = False) -> None:
+def check(problem: LinearProblem, config: Config | None = None, *, padding: int = 0, bias: bool = False) -> None:
     """Multiply into poisoned memory; compare with the exact integers, and bit for bit with sm90_bitplane_gemm.py."""
     m, n = problem.m, problem.n
     given = operands(m, n, problem.k, problem.weights, problem.activations, "cuda")

@@ -13,6 +13,7 @@ import torch
 from anybit import jit
 from anybit.kernels.elementwise.quantize_activations import pitch
 from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_tiles import prepare
 from anybit.packing import QuantizedWeight
 from anybit.reference import quantize_activations
@@ -89,7 +90,7 @@ def test_integer_sums_are_exact() -> None:
     """With scales of one and sums that fp16 holds, every output is the integer that it stands for."""
     for bits in range(1, 9):
         weights = WeightFormat(bits, "sym")
-        problem = sm90_packed_gemm.Problem(40, 200, 512, weights, INT8)
+        problem = LinearProblem(40, 200, 512, weights, INT8)
         case = Case(problem, (64, 1, 2, 2, 1))
         weight = random_weight(200, 512, weights, bits).to("cuda")
         weight.scale.fill_(1)
@@ -105,7 +106,7 @@ def test_integer_sums_are_exact() -> None:
 def test_float_sums_are_promoted(group: int | None) -> None:
     """e4m3's tensor cores keep about 14 bits of a sum: one of 16,384 terms of one sign would be off by a per cent."""
     weights = WeightFormat(4, "sym", group)
-    problem = sm90_packed_gemm.Problem(64, 256, 16384, weights, FP8)
+    problem = LinearProblem(64, 256, 16384, weights, FP8)
     case = Case(problem, cut_of(sm90_packed_gemm.default(problem)))
     codes = torch.randint(9, 16, (256, 16384), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     scale = torch.full((256, weights.groups(16384)), 2.0**-8)
@@ -122,7 +123,7 @@ def test_chain_of_dependent_launches() -> None:
     Scales have both signs: uniform codes have the mean -1/2, which otherwise grows threefold a product (2e5).
     """
     weights = WeightFormat(4, "sym", 128)
-    problem = sm90_packed_gemm.Problem(64, 1024, 1024, weights)
+    problem = LinearProblem(64, 1024, 1024, weights)
     config = sm90_packed_gemm.default(problem)
     layers, packed = [], []
     for seed in range(3):
@@ -161,7 +162,7 @@ def test_activation_order() -> None:
     assert packed.permutation is not None
     x = torch.randn(24, 512, device="cuda", dtype=torch.float16)
     gathered = torch.where(packed.permutation >= 0, x[:, packed.permutation.clamp(min=0).long()], 0)
-    problem = sm90_packed_gemm.Problem(24, 192, gathered.shape[1], weights)
+    problem = LinearProblem(24, 192, gathered.shape[1], weights)
     case = Case(problem, cut_of(sm90_packed_gemm.default(problem)))
     exact = x.double() @ weight.dequantize(torch.float64).T
     y = product(case, packed, gathered.contiguous(), None)
@@ -172,7 +173,7 @@ def test_default_is_legal_everywhere() -> None:
     for m in (1, 17, 100, 300, 5000):
         for n, k in ((64, 128), (4096, 14336), (1000, 4096)):
             for activations in (A16, INT8, ActivationFormat(8, "float")):
-                problem = sm90_packed_gemm.Problem(m, n, k, WeightFormat(4), activations)
+                problem = LinearProblem(m, n, k, WeightFormat(4), activations)
                 assert sm90_packed_gemm.why_not(problem, sm90_packed_gemm.default(problem)) is None
 
 

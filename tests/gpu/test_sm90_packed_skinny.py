@@ -11,7 +11,7 @@ from anybit.kernels.gemm import packed_problem, packed_tiles, sm90_packed_skinny
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
 from cases import random_weight
-from cases_packed import FOREIGN, TOLERANCE, act_order
+from cases_packed import FOREIGN, TOLERANCE, act_order, problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -54,15 +54,11 @@ def check(weight: QuantizedWeight, m: int, dtype: torch.dtype, bias: bool = Fals
 
 def kernels_used() -> list[Kernel]:
     """What the tests below launch, for precompile.py."""
-    device, found = Device.named("sm_90a"), set()
+    found = set()
     for m, n, k, format, dtype, ordered, _ in CASES:
-        output = torch.float16 if dtype == torch.int8 else dtype
         size = 1 if dtype == torch.int8 else 2
-        columns = -(-k // 128) * 128
-        problem = packed_problem.Problem(
-            m, n, k, format, dtype, output, device, columns, ordered, aligned=k * size % 16 == 0
-        )
-        found.add(sm90_packed_skinny.kernel(sm90_packed_skinny.default(problem)))
+        asked = problem(m, n, k, format, dtype, act_order=ordered, aligned=k * size % 16 == 0)
+        found.add(sm90_packed_skinny.kernel(sm90_packed_skinny.default(asked)))
     return list(found)
 
 

@@ -11,16 +11,16 @@ from anybit.errors import KernelError
 from anybit.jit.source import KERNELS
 from anybit.kernels.common.types import Code, Operand, Output
 from anybit.kernels.gemm import bitplane
-from anybit.kernels.gemm.bitplane_problem import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.sm90_bitplane_gemm import Schedule
 from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
 from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
 from anybit.scheme import Scheme
 
 
-def problem(scheme: str, m: int, n: int = 4096, k: int = 4096, arch: str = "sm_90a") -> Problem:
+def problem(scheme: str, m: int, n: int = 4096, k: int = 4096, arch: str = "sm_90a") -> LinearProblem:
     parsed = Scheme.parse(scheme)
-    return Problem(m, n, k, parsed.weights, parsed.activations, Output.f16, Device.named(arch))
+    return LinearProblem(m, n, k, parsed.weights, parsed.activations, device=Device.named(arch))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_shapes_decide(scheme: str, m: int, n: int, k: int, name: str) -> None:
 
 def test_rows_that_begin_anywhere_leave_by_threads() -> None:
     for m in (1, 64, 1024):
-        assert not bitplane.default(replace(problem("w2a2", m, 28672), aligned=False)).needs_aligned_rows
+        assert not bitplane.default(replace(problem("w2a2", m, 28672), y_aligned=False)).needs_aligned_rows
     assert bitplane.default(problem("w2a2", 1024, 28672)).needs_aligned_rows
 
 
@@ -56,7 +56,7 @@ def test_architectures_decide() -> None:
         chosen = bitplane.family(problem("w2a2", 64, arch=arch))
         assert chosen is not None and chosen.__name__.endswith("sm80_bitplane_gemm")
     assert bitplane.family(problem("w2a2", 64, arch="sm_100a")) is None
-    with pytest.raises(KernelError, match=r"no bit-plane kernel for 64 x 4096 x 4096 in w2a2: .* emulated"):
+    with pytest.raises(KernelError, match=r"no bit-plane kernel for w2a2 64 x 4096 x 4096: .* emulated"):
         bitplane.default(problem("w2a2", 64, arch="sm_100a"))
 
 

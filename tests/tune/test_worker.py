@@ -14,7 +14,7 @@ from anybit.device import Device
 from anybit.kernels.gemm import packed_tiles, sm80_packed_gemm
 from anybit.scheme import Scheme, WeightFormat
 from anybit.tune import worker
-from anybit.tune.registry import FAMILIES, LinearProblem
+from anybit.tune.registry import LinearProblem
 from anybit.tune.space import space
 from cases import random_weight
 
@@ -102,7 +102,6 @@ def test_candidates_of_marlin_share_one_set_of_sums_and_locks(monkeypatch: pytes
     candidates = [one for one in space(product).candidates if one.kernel == "sm80_packed_gemm"][:12]
     for one in candidates:
         bench._record(one)
-        problem = FAMILIES["sm80_packed_gemm"].problem(product)
-        needed = sm80_packed_gemm.scratch(problem, one.config, torch.device("cpu"))
+        needed = sm80_packed_gemm.scratch(product, one.config, torch.device("cpu"))
         assert all(given.numel() >= least.numel() for given, least in zip(rooms[-1], needed, strict=True))
     assert len(candidates) == 12 and len({id(room) for room in rooms}) == 1

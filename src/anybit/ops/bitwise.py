@@ -17,7 +17,7 @@ from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
-from anybit.tune.registry import Layout, quantizer, step
+from anybit.tune.registry import Layout, LinearProblem, quantizer, step
 
 TENSORS = 6
 """How many tensors ``prepare`` gives."""
@@ -116,9 +116,8 @@ def why_not(
     n: int, k: int, weight: QuantizedWeight, activations: ActivationFormat, device: Device, m: int = 1
 ) -> str | None:
     """Why no bit-plane kernel multiplies m x k activations with an n x k weight on ``device``; None if one does."""
-    if weight.group_index is not None and weight.format.group is not None:
-        return "activation order needs groups, and bit planes need one scale a row"
-    problem = bitplane_problem.Problem(m, n, k, weight.format, activations, Output.f16, device)
+    ordered = weight.group_index is not None and weight.format.group is not None
+    problem = LinearProblem(m, n, k, weight.format, activations, device=device, act_order=ordered)
     reason = bitplane_problem.why_not(problem, 80)
     if reason is None and bitplane.family(problem) is None:
         reason = f"no tile of its planes fits the shared memory of {device.arch}"
@@ -133,7 +132,7 @@ def _plan(spec: LinearSpec, rows: Tensor) -> _Plan:
     key = (id(spec), bucket, rows.dtype, aligned, rows.get_device())
     found = _plans.get(key)
     if found is None:
-        product = product_of(spec, bucket, rows, aligned=aligned)
+        product = product_of(spec, bucket, rows)
         chosen = dispatcher(product.device.name).choose(product, (Layout.planes,)).candidate
-        found = _plans[key] = _Plan(_OUTPUTS[rows.dtype], quantizer(product, Target.planes), chosen.config)
+        found = _plans[key] = _Plan(_OUTPUTS[rows.dtype], quantizer(product, Target.planes, aligned), chosen.config)
     return found

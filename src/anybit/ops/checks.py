@@ -60,6 +60,7 @@ def product_of(
     """What a kernel is chosen for. columns: of the tiles, where activations are gathered into their order."""
     gathered = columns is not None
     k = columns if columns is not None and spec.activations.quantized else spec.k
+    aligned = aligned or spec.activations.quantized  # codes are
     shape, formats = (tokens, spec.n, k), (spec.weights, spec.activations)
     return LinearProblem(*shape, *formats, rows.dtype, Device.of(rows), gathered, columns or 0, aligned)
 

@@ -222,15 +222,10 @@ class PackedTiles(Backend):
 def why_not(weight: QuantizedWeight, activations: ActivationFormat, device: Device) -> str | None:
     """Why no kernel over tiles multiplies with a weight on ``device`` at any token count; None if one does."""
     n, k = weight.shape
-    if weight.format.sparse and weight.group_index is not None:
-        return sparse_layout.ORDERED
-    reason = sm90_packed_gemm.why_not(sm90_packed_gemm.Problem(1, n, k, weight.format, activations, device=device))
-    if reason is None or device.arch == "sm_90a":
-        return reason
     ordered = weight.group_index is not None
-    return FAMILIES["sm80_packed_gemm"].why_not(
-        LinearProblem(1, n, k, weight.format, activations, device=device, act_order=ordered)
-    )
+    problem = LinearProblem(1, n, k, weight.format, activations, device=device, act_order=ordered)
+    reason = sm90_packed_gemm.why_not(problem)
+    return reason if reason is None or device.arch == "sm_90a" else sm80_packed_gemm.why_not(problem)
 
 
 _norm_configs: dict[tuple[int, int, torch.dtype, bool, int], sm90_packed_gemv.Config | None] = {}
@@ -295,12 +290,12 @@ def _decide(spec: LinearSpec, rows: Tensor, weight: PackedWeight, bucket: int, a
     columns = None if weight.permutation is None else weight.permutation.numel()
     product = product_of(spec, bucket, rows, columns, aligned)
     quantized = spec.activations.quantized
-    quantize = quantizer(product, Target.bytes) if quantized else None
+    quantize = quantizer(product, Target.bytes, aligned) if quantized else None
     chosen = dispatcher(product.device.name).choose(product, (tiles_of(spec.activations),)).candidate
     module = FAMILIES[chosen.kernel].module
     config = heuristics.limit_occupancy(chosen.config, product.device)
     if spec.fused and module is sm90_packed_gemm:
-        config = heuristics.among_small(FAMILIES[chosen.kernel].problem(product), config)
+        config = heuristics.among_small(product, config)
     return _Plan(module, config, quantize)
 
 

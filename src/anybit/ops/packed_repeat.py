@@ -11,6 +11,7 @@ from anybit.jit.tensor_map import encode_at
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import packed_problem, sm90_packed_gemm
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import TILE_ROWS, PackedWeight, check_operands
 from anybit.ops.backend import Repeated
 from anybit.ops.prologue import ActivationPrologue
@@ -100,7 +101,7 @@ def _large_product(x: Tensor | Packed, weight: PackedWeight, bias: Tensor | None
     )
     check_operands(weight, rows, y, scale, bias, ordered=True)
     (m, k), n, size = rows.shape, y.shape[1], rows.element_size()
-    problem = sm90_packed_gemm.Problem(m, n, k, weight.format, activations, y.dtype, Device.of(y))
+    problem = LinearProblem(m, n, k, weight.format, activations, y.dtype, Device.of(y))
     changing = ("tiles", "row_scale", "row_zero", "x", "x_tail", "x_scale", "x_sum", "bias", "y")
     again = jit.repeated(
         sm90_packed_gemm.kernel(config),

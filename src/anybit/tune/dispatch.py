@@ -87,7 +87,7 @@ class Dispatcher:
         Never a config that is illegal, and never one that was measured to be slower than the built-in choice.
         """
         own = Choice(_builtin(product, layouts), "built in")
-        if product.act_order or not (product.aligned or product.activations.quantized):
+        if product.act_order or not product.aligned:
             return own
         tokens, few, kept = min(product.m, MOST_TOKENS), product.m <= INTERPOLATE_FROM, (own.candidate.layout,)
         for one in (product, *_alike(product, own.candidate.layout)):

@@ -1,15 +1,15 @@
-"""What a linear call is (`LinearProblem`), and the kernel families that can run one, behind one interface.
+"""The kernel families that can run a linear problem, behind one interface.
 
-A family is a module of ``anybit.kernels.gemm`` with ``Problem``, ``Config``, ``why_not``, ``configs``, ``default``,
-``kernel`` and ``shared_bytes``, perhaps ``estimate`` (microseconds).
+A family is a module of ``anybit.kernels.gemm`` with ``Config``, ``why_not``, ``configs``, ``default``, ``kernel`` and
+``shared_bytes``, perhaps ``estimate`` (microseconds); all of them take ``LinearProblem``.
 """
 
 import dataclasses
 import functools
 import operator
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
 from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
@@ -38,48 +37,15 @@ from anybit.kernels.gemm import (
     sm90_packed_gemv,
     sm90_packed_skinny,
     sm90_packed_skinny_f16,
-    sparse_layout,
 )
-from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+from anybit.kernels.gemm.bitplane_problem import ROWS
+from anybit.kernels.gemm.linear_problem import LinearProblem as LinearProblem
+from anybit.scheme import ActivationFormat
 
 FieldValue = int | bool | str
-_OUTPUTS = {torch.float16: Output.f16, torch.bfloat16: Output.bf16}
-_TILE = 128
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 EVERY_KIND, EVERY_RING = 4, 12
 """A search for so many of each family tries every kind of bit-plane tile, and for more several rings of each."""
-
-
-@dataclass(frozen=True)
-class LinearProblem:
-    """One linear call, quantization of its activations included: y[m, n] = x[m, k] W[n, k]^T, x and y in ``dtype``.
-
-    columns: K' of the tiles, where an activation order makes them more than K rounded up to 128 (``act_order``).
-    aligned: rows of x start on 16 bytes, and K is in eights.
-    """
-
-    m: int
-    n: int
-    k: int
-    weights: WeightFormat
-    activations: ActivationFormat = field(default_factory=ActivationFormat)
-    dtype: torch.dtype = torch.float16
-    device: Device = field(default_factory=lambda: Device.named("sm_90a"))
-    act_order: bool = False
-    columns: int = 0
-    aligned: bool = True
-
-    @property
-    def scheme(self) -> Scheme:
-        """Weights and activations as a scheme."""
-        return Scheme(self.weights, self.activations)
-
-    @property
-    def tile_columns(self) -> int:
-        """K' of the tiles."""
-        return self.columns or -(-self.k // _TILE) * _TILE
-
-    def __str__(self) -> str:
-        return f"{self.scheme} {self.m} x {self.n} x {self.k}"
 
 
 class Layout(Enum):
@@ -101,7 +67,6 @@ class KernelFamily:
 
     name: str
     module: ModuleType
-    problem: Callable[[LinearProblem], Any]
     target: Target
 
     def layout(self, activations: ActivationFormat) -> Layout:
@@ -110,19 +75,19 @@ class KernelFamily:
 
     def why_not(self, product: LinearProblem, config: Any = None) -> str | None:
         """Why the family, or a config of it, cannot run a product; None if it can."""
-        reason = _beside(self, product)
-        if reason is not None:
-            return reason
-        problem = self.problem(product)
-        reason = self.module.why_not(problem) if config is None else self.module.why_not(problem, config)
-        return None if reason is None else str(reason)
+        if product.dtype not in _SIXTEEN_BITS:
+            return f"kernels take float16 and bfloat16, not {dtype_name(product.dtype)}"
+        if self.module is sm80_packed_gemm and product.device.arch == "sm_90a":
+            return "sm_90a has wgmma, which is 1.5 times as fast as this family's mma.sync"
+        reason: str | None = self.module.why_not(product, config)
+        return reason
 
     def configs(self, product: LinearProblem) -> list[Any]:
         """Every legal config of a product, each once; empty where there is none."""
         if self.why_not(product) is not None:
             return []
         try:
-            return list(dict.fromkeys(self._ready(one, product) for one in self.module.configs(self.problem(product))))
+            return list(dict.fromkeys(self._ready(one, product) for one in self.module.configs(product)))
         except KernelError:
             return []
 
@@ -131,7 +96,7 @@ class KernelFamily:
         reason = self.why_not(product)
         if reason is not None:
             raise KernelError(f"{self.name} cannot run {product}: {reason}")
-        return self._ready(self.module.default(self.problem(product)), product)
+        return self._ready(self.module.default(product), product)
 
     def _ready(self, config: Any, product: LinearProblem) -> Any:
         """A config as layers of a model run it."""
@@ -178,7 +143,7 @@ class KernelFamily:
         """y[:] = x W^T + bias on the current stream; x: 16-bit activations or codes, weight: in the family's layout."""
         if self.target is Target.planes:
             assert isinstance(x, Packed)
-            bitplane.multiply(x, weight, _OUTPUTS[y.dtype], bias=bias, y=y, config=config)
+            bitplane.multiply(x, weight, Output(dtype_name(y.dtype)), bias=bias, y=y, config=config)
         elif self.module is sm90_packed_gemm:
             sm90_packed_gemm.multiply(x, weight, bias, y, config)
         else:
@@ -189,7 +154,7 @@ class KernelFamily:
         """About how many microseconds a config takes, by the family's own estimate; None where it has none."""
         if not hasattr(self.module, "estimate"):
             return None
-        us: float = self.module.estimate(self.problem(product), config)
+        us: float = self.module.estimate(product, config)
         return us
 
     def promising(self, product: LinearProblem, count: int) -> list[Any]:
@@ -214,8 +179,8 @@ class KernelFamily:
         configs = self.configs(product)
         if self.target is not Target.planes or not configs:
             return []
-        idle = -(-product.m // _TILE) * -(-product.n // _TILE) <= product.device.sms // 2
-        return bitplane_kinds.representatives(configs, self.problem(product), self.default(product), idle, rings)
+        idle = -(-product.m // ROWS) * -(-product.n // ROWS) <= product.device.sms // 2
+        return bitplane_kinds.representatives(configs, product, self.default(product), idle, rings)
 
 
 @functools.cache
@@ -230,76 +195,26 @@ def _base(family: KernelFamily, product: LinearProblem) -> Any:
     return family.default(product)
 
 
-def bit_planes(p: LinearProblem) -> bitplane_problem.Problem:
-    """The product as the kernels over bit planes see it."""
-    return bitplane_problem.Problem(p.m, p.n, p.k, p.weights, p.activations, _OUTPUTS[p.dtype], p.device)
-
-
-def few_tokens(p: LinearProblem) -> packed_problem.Problem:
-    """The product as the kernels for few tokens see it."""
-    aligned = p.aligned or p.activations.quantized
-    return replace(_marlin(p), k=p.k, columns=p.tile_columns, act_order=p.act_order, aligned=aligned)
-
-
-def _marlin(p: LinearProblem) -> packed_problem.Problem:
-    operand = torch.int8 if p.activations.quantized else p.dtype
-    return packed_problem.Problem(p.m, p.n, _ordered(p), p.weights, operand, p.dtype, p.device)
-
-
-def _large(p: LinearProblem) -> sm90_packed_gemm.Problem:
-    return sm90_packed_gemm.Problem(p.m, p.n, _ordered(p), p.weights, p.activations, p.dtype, p.device)
-
-
-def _ordered(p: LinearProblem) -> int:
-    """Columns of x that a kernel is given: gathered into the order of the tiles, where they have one."""
-    return p.tile_columns if p.act_order else p.k
-
-
-def _beside(family: KernelFamily, product: LinearProblem) -> str | None:
-    """What a family's ``why_not`` cannot see: how its layout and the kernels around it limit a product."""
-    if product.weights.sparse and product.act_order:
-        return sparse_layout.ORDERED
-    if product.dtype not in _OUTPUTS:
-        return f"kernels take float16 and bfloat16, not {dtype_name(product.dtype)}"
-    x = product.activations
-    if family.target is Target.planes:
-        if not x.quantized:
-            return "bit planes need quantized activations, and these have 16 bits"
-        if product.act_order:
-            return "activation order needs groups, and bit planes need one scale a row"
-    elif family.name != "sm90_packed_gemm" and x.quantized:
-        if not x.integer:
-            return f"{family.name} multiplies integers, and the activations are 8-bit floats"
-        if x.code != "sym" or x.bits == 1:
-            return f"bytes hold symmetric activations of 2 bits or more, not {x.bits}-bit {x.code} ones"
-        if product.act_order and family.name == "sm80_packed_gemm":
-            return "activation order is not supported with quantized activations"
-    if family.name == "sm80_packed_gemm" and product.device.arch == "sm_90a":
-        return f"{product.device.arch} has wgmma, which is 1.5 times as fast as this family's mma.sync"
-    return None
-
-
 _FACTS = {
     field.name for kind in (packed_problem.FewFacts, bitplane_problem.Facts) for field in dataclasses.fields(kind)
 }
 _FACTS |= {"wide_store", "bfloat_out", "tile_bytes", "aligned", "sparse"}
 """Fields by which configs repeat their problem: no search chooses them, and no map holds them."""
 
-_PLANES = (
-    sm90_bitplane_gemm, sm90_bitplane_skinny, sm90_bitplane_resident, sm90_bitplane_stacked, sm80_bitplane_gemm,
-)  # fmt: skip
+_MODULES = {
+    Target.planes: (
+        sm90_bitplane_gemm, sm90_bitplane_skinny, sm90_bitplane_resident, sm90_bitplane_stacked, sm80_bitplane_gemm,
+    ),
+    Target.bytes: (
+        sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16, sm90_packed_gemm, sm80_packed_gemm,
+    ),
+}  # fmt: skip
 FAMILIES: dict[str, KernelFamily] = {
-    name: KernelFamily(name, module, problem, target)
-    for problem, target, modules in (
-        (bit_planes, Target.planes, _PLANES),
-        (few_tokens, Target.bytes, (sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16)),
-        (_large, Target.bytes, (sm90_packed_gemm,)),
-        (_marlin, Target.bytes, (sm80_packed_gemm,)),
-    )
+    name: KernelFamily(name, module, target)
+    for target, modules in _MODULES.items()
     for module in modules
     for name in (module.__name__.rpartition(".")[2],)
 }
-
 
 REVISIONS = dict.fromkeys((*FAMILIES, "quantize_activations"), 1)
 """Which device code a map was measured with. Raise a family's number by one, on purpose, when its kernels' machine code
@@ -307,11 +222,11 @@ changes: points of a map with another number are hints for searches, no more. Co
 it is. tests/compile/test_revisions.py compares machine code and says when a number is due."""
 
 
-def quantizer(product: LinearProblem, target: Target) -> quantize_activations.Config:
-    """How activations are quantized: the built-in choice."""
+def quantizer(product: LinearProblem, target: Target, aligned: bool = True) -> quantize_activations.Config:
+    """How activations are quantized: the built-in choice. aligned: rows of x start on 16 bytes, and k is in eights."""
     p = product
     return quantize_activations.default(
-        quantize_activations.Problem(p.m, p.k, p.activations, p.dtype, target=target, aligned=p.aligned)
+        quantize_activations.Problem(p.m, p.k, p.activations, p.dtype, target=target, aligned=aligned)
     )
 
 

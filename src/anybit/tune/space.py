@@ -25,9 +25,7 @@ from anybit.tune.registry import (
     FieldValue,
     Layout,
     LinearProblem,
-    bit_planes,
     bucket,
-    few_tokens,
     power_of_two,
     quantizer,
     tiles_of,
@@ -214,7 +212,7 @@ def _planes_family(product: LinearProblem) -> str | None:
     """The built-in family over bit planes; None where none runs."""
     if FAMILIES["sm80_bitplane_gemm"].why_not(product) is not None:  # which begins with the oldest architecture
         return None
-    module = bitplane.family(bit_planes(product))
+    module = bitplane.family(product)
     return None if module is None else module.__name__.rpartition(".")[2]
 
 
@@ -222,7 +220,7 @@ def _few_family(product: LinearProblem) -> list[str]:
     """The family for few tokens, if one is faster; none gathers activations as it quantizes them."""
     if product.dtype not in (torch.float16, torch.bfloat16) or (product.activations.quantized and product.act_order):
         return []
-    few = heuristics.kernel(few_tokens(product))
+    few = heuristics.kernel(product)
     return [few.__name__.rpartition(".")[2]] if few else []
 
 

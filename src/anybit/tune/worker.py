@@ -147,8 +147,7 @@ class Bench:
         product = replace(self.product, activations=activations)
         more = {}
         if candidate.kernel == "sm80_packed_gemm":  # sums and locks: each its own would be some 10 GB of many tokens
-            problem = family.problem(product)
-            room = self._once(("room", activations), lambda: sm80_packed_gemm.room_for_all(problem, x.device))
+            room = self._once(("room", activations), lambda: sm80_packed_gemm.room_for_all(product, x.device))
             more = {"room": room}
         if not activations.quantized:
             return lambda weight: family.multiply(x, weight, y, candidate.config, **more)

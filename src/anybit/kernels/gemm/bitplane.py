@@ -19,7 +19,8 @@ from anybit.kernels.gemm import (
     sm90_bitplane_stacked,
 )
 from anybit.kernels.gemm.bitplane_layout import PlaneWeight
-from anybit.kernels.gemm.bitplane_problem import ROWS, WARPGROUP_ROWS, Facts, Problem, arguments, output_of, why_not
+from anybit.kernels.gemm.bitplane_problem import ROWS, WARPGROUP_ROWS, Facts, arguments, output_of, why_not
+from anybit.kernels.gemm.linear_problem import LinearProblem
 
 _FAMILY_OF: dict[type, ModuleType] = {
     family.Config: family
@@ -45,7 +46,7 @@ _SKINNY = (  # tokens at most, K at least, products of planes at least, share of
 multiprocessors. The first row that applies."""
 
 
-def _skinny(problem: Problem) -> bool:
+def _skinny(problem: LinearProblem) -> bool:
     m, k, products = problem.m, problem.k, problem.weights.bits * problem.activations.bits
     used = -(-m // 64) * -(-problem.n // ROWS) / problem.device.sms
     shares = (share for most, least, planes, share in _SKINNY if m <= most and k >= least and products >= planes)
@@ -53,7 +54,7 @@ def _skinny(problem: Problem) -> bool:
 
 
 @functools.cache
-def family(problem: Problem) -> ModuleType | None:
+def family(problem: LinearProblem) -> ModuleType | None:
     """What runs a problem where nothing was measured: wgmma on sm_90a, else mma.sync; None if no kernel can."""
     order = [sm80_bitplane_gemm]
     if why_not(problem) is None:
@@ -68,7 +69,7 @@ def family(problem: Problem) -> ModuleType | None:
 
 
 @functools.cache
-def default(problem: Problem) -> Facts:
+def default(problem: LinearProblem) -> Facts:
     """The config that a problem gets where nothing was measured. Raises KernelError where no kernel can do it."""
     chosen = family(problem)
     if chosen is None:
@@ -100,7 +101,8 @@ def multiply(
     """
     n, y = weight.shape[0], output_of(x, weight, output, bias, y)
     aligned = n % 8 == 0 and rows_aligned(y)
-    problem = Problem(x.m, n, x.k, weight.format, x.format, output, Device.of(y), aligned)
+    formats = weight.format, x.format, output.dtype
+    problem = LinearProblem(x.m, n, x.k, *formats, Device.of(y), y_aligned=aligned)
     config = config or default(problem)
     if config.needs_aligned_rows and not aligned:
         raise KernelError(

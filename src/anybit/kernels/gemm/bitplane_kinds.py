@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from anybit.kernels.gemm import sm90_bitplane_gemm, sm90_bitplane_resident, sm90_bitplane_skinny
-from anybit.kernels.gemm.bitplane_problem import Problem, half_bytes
+from anybit.kernels.gemm.bitplane_problem import half_bytes
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand
 
 _SPLIT = ("split_k_warpgroups", "split_b_warpgroups", "cluster_k")
@@ -30,7 +31,7 @@ _LEAST_WIDE = 16
 """Tiles of weights so wide are tried for any number of tokens."""
 
 
-def representatives(configs: Sequence[Any], problem: Problem, own: Any, idle: bool, rings: bool) -> list[Any]:
+def representatives(configs: Sequence[Any], problem: LinearProblem, own: Any, idle: bool, rings: bool) -> list[Any]:
     """What stands for the kinds of tile that suit a problem among a family's ``configs``, those like ``own`` first.
 
     idle: whether tiles for many tokens leave most multiprocessors idle.  Of small tiles the deepest rings that leave

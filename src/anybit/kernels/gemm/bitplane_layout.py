@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import CODES, ActivationFormat, WeightFormat
@@ -137,36 +136,6 @@ def why_not(format: WeightFormat) -> str | None:
         return f"{format.code} codes are no integers, and bit planes are sums of integers"
     if format.group is not None:
         return f"bit planes need one scale a row, and these weights have groups of {format.group}"
-    return None
-
-
-def why_not_product(
-    m: int, n: int, k: int, weights: WeightFormat, activations: ActivationFormat, device: Device, first: int
-) -> str | None:
-    """Why no product of m x k and n x k planes runs on ``device``; None if one can. The refusals that kernels share.
-
-    first: the compute capability that their instructions begin with.
-    """
-    if device.capability >= 100:
-        return (
-            f"{device.arch} has no 1-bit tensor cores: from sm_100 on they are emulated on the integer units, "
-            "many times slower than int8"
-        )
-    if device.capability < first:
-        if first == 90:
-            return f"{device.arch} has no warpgroup products (wgmma): they exist on sm_90a alone"
-        return f"{device.arch} has no AND-popcount tensor cores: they begin with sm_{first}"
-    reason = why_not(weights)
-    if reason is not None:
-        return reason
-    if not activations.integer:
-        return f"{activations.bits}-bit float activations have no bit planes"
-    if min(m, n, k) < 1:
-        return f"a product of M = {m}, N = {n}, K = {k} is empty"
-    most = largest_sum(k, weights, activations)
-    if most >= 2**31:
-        bits = f"{weights.bits}-bit and {activations.bits}-bit"
-        return f"sums of K = {k} products of {bits} codes reach {most} and overflow int32"
     return None
 
 

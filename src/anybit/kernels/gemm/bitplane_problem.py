@@ -18,7 +18,7 @@ from anybit.jit.tensor_map import TensorMap
 from anybit.kernels.common.types import Code, Output
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import bitplane_layout
-from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+from anybit.kernels.gemm.linear_problem import LinearProblem
 
 ROWS = 128
 """Weights of a tile for many tokens: two warpgroups of 64."""
@@ -29,33 +29,6 @@ MOST_WGMMA_N = _WGMMA_N[-1]
 _Config = TypeVar("_Config")
 _RUNTIME_BYTES = 1024
 """What the runtime keeps of a multiprocessor's shared memory for each block."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Y[m, n] = X[m, k] W[n, k]^T for operands in bit planes. ``aligned``: rows of Y start on 16 bytes."""
-
-    m: int
-    n: int
-    k: int
-    weights: WeightFormat
-    activations: ActivationFormat
-    output: Output
-    device: Device
-    aligned: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.m} x {self.n} x {self.k} in {Scheme(self.weights, self.activations)}"
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of k."""
-        return bitplane_layout.chunks(self.k)
-
-    @property
-    def short_sums(self) -> bool:
-        """Whether no integer result reaches 2^22, below which an addition makes a float of it."""
-        return bitplane_layout.largest_sum(self.k, self.weights, self.activations) < 2**22
 
 
 @dataclass(frozen=True)
@@ -80,19 +53,42 @@ class Facts:
         return self.tma_rows > 0
 
 
-def facts(problem: Problem) -> tuple[int, int, Code, Code, Output, bool]:
+def facts(problem: LinearProblem) -> tuple[int, int, Code, Code, Output, bool]:
     """The fields of ``Facts``."""
     w, x = problem.weights, problem.activations
     return w.bits, x.bits, Code(w.code), Code(x.code), problem.output, problem.short_sums
 
 
-def why_not(problem: Problem, capability: int = 90) -> str | None:
-    """Why no kernel that begins with a compute capability can do ``problem``, in a sentence; None if one can."""
-    asked = (problem.m, problem.n, problem.k, problem.weights, problem.activations, problem.device)
-    return bitplane_layout.why_not_product(*asked, first=capability)
+def why_not(problem: LinearProblem, capability: int = 90) -> str | None:
+    """Why no kernel whose instructions begin with a compute capability can do ``problem``; None if one can."""
+    p, arch = problem, problem.device.arch
+    if p.device.capability >= 100:
+        return (
+            f"{arch} has no 1-bit tensor cores: from sm_100 on they are emulated on the integer units, "
+            "many times slower than int8"
+        )
+    if p.device.capability < capability:
+        if capability == 90:
+            return f"{arch} has no warpgroup products (wgmma): they exist on sm_90a alone"
+        return f"{arch} has no AND-popcount tensor cores: they begin with sm_{capability}"
+    if not p.activations.quantized:
+        return "bit planes need quantized activations, and these have 16 bits"
+    if p.act_order:
+        return "activation order needs groups, and bit planes need one scale a row"
+    if refusal := bitplane_layout.why_not(p.weights):
+        return refusal
+    if not p.activations.integer:
+        return f"{p.activations.bits}-bit float activations have no bit planes"
+    if min(p.m, p.n, p.k) < 1:
+        return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
+    most = bitplane_layout.largest_sum(p.k, p.weights, p.activations)
+    if most >= 2**31:
+        bits = f"{p.weights.bits}-bit and {p.activations.bits}-bit"
+        return f"sums of K = {p.k} products of {bits} codes reach {most} and overflow int32"
+    return None
 
 
-def why_not_facts(problem: Problem, config: Facts) -> str | None:
+def why_not_facts(problem: LinearProblem, config: Facts) -> str | None:
     """Why what a config repeats of its problem is not so, in a sentence; None if it is."""
     if (config.weight_bits, config.activation_bits) != (problem.weights.bits, problem.activations.bits):
         return "the config is for other widths"
@@ -105,7 +101,7 @@ def why_not_facts(problem: Problem, config: Facts) -> str | None:
     return None
 
 
-def why_not_config(problem: Problem, config: Facts, shared_bytes: int) -> str | None:
+def why_not_config(problem: LinearProblem, config: Facts, shared_bytes: int) -> str | None:
     """Why a config is another problem's, or too large for a block, in a sentence; None if it is neither."""
     return why_not_facts(problem, config) or problem.device.why_not_shared(shared_bytes)
 
@@ -129,11 +125,11 @@ def why_not_epilogue(config: Any, tiles: tuple[int, ...]) -> str | None:
     return None
 
 
-def why_not_tma(problem: Problem) -> str | None:
+def why_not_tma(problem: LinearProblem) -> str | None:
     """Why results cannot leave by TMA, in a sentence; None if they can."""
     if not problem.output.is_16bit:
         return f"TMA stores 16-bit results, and {problem.output.value} is asked for"
-    if problem.n % 8 or not problem.aligned:
+    if problem.n % 8 or not problem.y_aligned:
         return f"TMA stores whole sixteen bytes, and rows of {problem.n} results begin or end within them"
     return None
 
@@ -145,12 +141,12 @@ def epilogue_bytes(config: Any) -> int:
     return -(-needed // 1024) * 1024
 
 
-def of_any_size(problem: Problem) -> Problem:
+def of_any_size(problem: LinearProblem) -> LinearProblem:
     """A problem that stands for all whose configs are the same: they do not depend on M and N."""
-    return replace(problem, m=1, n=1, aligned=True) if min(problem.m, problem.n) >= 1 else problem
+    return replace(problem, m=1, n=1, aligned=True, y_aligned=True) if min(problem.m, problem.n) >= 1 else problem
 
 
-def legal(problem: Problem, reason: str | None, configs: Sequence[_Config]) -> Sequence[_Config]:
+def legal(problem: LinearProblem, reason: str | None, configs: Sequence[_Config]) -> Sequence[_Config]:
     """``configs`` of a problem; raises KernelError where a kernel refuses it, for a reason, or none fits."""
     if reason is not None:
         raise KernelError(f"the kernel cannot do {problem}: {reason}")

@@ -4,11 +4,9 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from anybit.device import Device
 from anybit.kernels.gemm import sm90_packed_gemm, sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16
-from anybit.kernels.gemm.packed_problem import Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 
 _UNIT_ROWS = 16
 _LEAST_AMONG_SMALL = 9
@@ -76,18 +74,18 @@ _TABLES: _Rows = (
 """Of 4-bit codes whose values are looked up: docs/notes/2026-11-24-formats.md."""
 
 
-def kernel(problem: Problem) -> ModuleType | None:
+def kernel(problem: LinearProblem) -> ModuleType | None:
     """The kernel for few tokens; None where none of them runs, or sm90_packed_gemm is faster."""
     p = problem
     if p.weights.sparse:  # whose codes are read once on the tensor cores of many tokens from five tokens on
         few = p.m <= _SPARSE_TOKENS and sm90_packed_gemv.why_not(problem) is None
         return sm90_packed_gemv if few else None
     units = -(-p.n // (_UNIT_ROWS * p.device.sms))
-    table = _INT8 if p.activations == torch.int8 else _SIXTEEN_BITS
+    table = _INT8 if p.activations.quantized else _SIXTEEN_BITS
     rows = next(rows for bits, rows in table.items() if p.weights.bits <= bits)
     if p.weights.code in ("nf4", "iq4"):
         rows = _TABLES
-    kernels = next(kernels for most, columns, kernels in rows if units <= most and p.columns <= columns)
+    kernels = next(kernels for most, columns, kernels in rows if units <= most and p.tile_columns <= columns)
     choices = [(_MODULES[name], int(tokens)) for name, tokens in (words.split() for words in kernels.split(", "))]
     # Tables that gemv does not take run on what would be next, or on skinny_f16.
     choices.append((sm90_packed_skinny_f16, choices[-1][1]))
@@ -133,7 +131,7 @@ def limit_occupancy_normed(config: sm90_packed_gemv.Config, device: Device) -> s
     return config
 
 
-def among_small(problem: sm90_packed_gemm.Problem, config: sm90_packed_gemm.Config) -> sm90_packed_gemm.Config:
+def among_small(problem: LinearProblem, config: sm90_packed_gemm.Config) -> sm90_packed_gemm.Config:
     """A config of ``sm90_packed_gemm`` for a fused layer, between whose products of many tokens small kernels stand.
 
     There blocks that leave room for another are placed two on the multiprocessors that are free first, and none on

@@ -252,6 +252,9 @@ def check_operands(
     coded = x.element_size() == 1
     if (x_scale is not None) != coded:
         raise KernelError(f"x_scale is for 8-bit activations, and x is {dtype_name(x.dtype)}")
+    if not coded and x.dtype != y.dtype:
+        kinds = f"{dtype_name(x.dtype)} and {dtype_name(y.dtype)}"
+        raise KernelError(f"16-bit activations and output must agree, not {kinds}")
     if bias is not None and (bias.dtype != y.dtype or tuple(bias.shape) != (n,) or not bias.is_contiguous()):
         raise KernelError(
             f"bias must be a dense {dtype_name(y.dtype)} [{n}], not {dtype_name(bias.dtype)} {tuple(bias.shape)} "

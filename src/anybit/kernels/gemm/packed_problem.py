@@ -13,53 +13,12 @@ from anybit.jit import Int32, Pointer
 from anybit.kernels.common.types import Code, Operand, Output
 from anybit.kernels.elementwise.quantize_activations import rows_aligned
 from anybit.kernels.gemm import packed_layout, sparse_layout
-from anybit.kernels.gemm.packed_layout import TILE_COLUMNS, TILE_ROWS, UNIT_ROWS, PackedWeight, round_up
-from anybit.scheme import WeightFormat
+from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.gemm.packed_layout import PackedWeight
+from anybit.scheme import ActivationFormat
 
-_MOST_UNITS = 16
-"""Units of a block where a layer has more blocks than there are multiprocessors anyway."""
-_MOST_IN_A_WAVE = 18
-"""And where so many leave one block for each: with 16, 34816 x 5120 and 37888 x 3584 had 136 and 148 blocks for 132
-multiprocessors (int8, two tokens: 34.1 and 26.3 us, for 25.6 and 19.6)."""
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 _C = TypeVar("_C")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """y[m, n] = x[m, k] W[n, k]^T, W as ``packed_layout.PackedWeight`` (of order "a8" for int8 activations).
-
-    activations: torch.float16, torch.bfloat16 or torch.int8.  output: float16 or bfloat16.
-    columns: K' of the tiles.  act_order: the columns are permuted.  aligned: rows of x start on 16 bytes. Kernels that
-    are given x in the order of the tiles' columns need none of these three.
-    """
-
-    m: int
-    n: int
-    k: int
-    weights: WeightFormat
-    activations: torch.dtype
-    output: torch.dtype
-    device: Device
-    columns: int = 0
-    act_order: bool = False
-    aligned: bool = True
-
-    @property
-    def units(self) -> int:
-        """Units of 16 rows, those that fill the last tile included."""
-        return round_up(self.n, TILE_ROWS) // UNIT_ROWS
-
-    @property
-    def column_blocks(self) -> int:
-        """Blocks of 128 columns."""
-        return -(-self.columns // TILE_COLUMNS)
-
-    @property
-    def block_units(self) -> int:
-        """How many of a layer's units a block takes."""
-        mine = -(-self.units // self.device.sms)
-        return mine if mine <= _MOST_IN_A_WAVE else _MOST_UNITS
 
 
 @dataclass(frozen=True)
@@ -86,11 +45,11 @@ class FewFacts(Facts):
     ragged: bool
 
 
-def facts(p: Problem, config: type) -> dict[str, Any]:
+def facts(p: LinearProblem, config: type) -> dict[str, Any]:
     """What the problem decides of a kernel's configs, by field."""
     known = {
-        "operand": Operand(dtype_name(p.activations)),
-        "output": Output(dtype_name(p.output)),
+        "operand": p.operand,
+        "output": p.output,
         "bits": p.weights.bits,
         "group": packed_layout.tile_group(p.weights),
         "code": Code[p.weights.code],
@@ -102,37 +61,49 @@ def facts(p: Problem, config: type) -> dict[str, Any]:
     return {field.name: known[field.name] for field in fields(config) if field.name in known}
 
 
-def why_not(problem: Problem, int8: bool = True) -> str | None:
-    """Why no kernel over tiles takes these operands, in a sentence; None if one may. int8: of activations, too."""
-    p = problem
+def why_not(problem: LinearProblem) -> str | None:
+    """Why no kernel over tiles takes these operands, in a sentence; None if one may."""
+    p, x = problem, problem.activations
     if min(p.m, p.n, p.k) < 1:
         return f"a product of M = {p.m}, N = {p.n}, K = {p.k} is empty"
-    if refusal := packed_layout.why_not(p.weights, p.activations == torch.int8):
+    if p.weights.sparse and p.act_order:
+        return sparse_layout.ORDERED
+    if refusal := packed_layout.why_not(p.weights, x.quantized):
         return refusal
-    if p.activations not in (_SIXTEEN_BITS if not int8 else (*_SIXTEEN_BITS, torch.int8)):
-        kinds = "float16, bfloat16 or int8" if int8 else "float16 or bfloat16"
-        return f"activations must be {kinds}, not {dtype_name(p.activations)}"
-    if p.output not in _SIXTEEN_BITS:
-        return f"the output must be float16 or bfloat16, not {dtype_name(p.output)}"
-    if p.activations.is_floating_point and p.activations != p.output:
-        return f"16-bit activations and output must agree, not {dtype_name(p.activations)} and {dtype_name(p.output)}"
+    if x.quantized and x.integer and (x.code != "sym" or x.bits == 1):
+        return f"bytes hold symmetric activations of 2 bits or more, not {x.bits}-bit {x.code} ones"
+    if p.dtype not in _SIXTEEN_BITS:
+        return f"the output must be float16 or bfloat16, not {dtype_name(p.dtype)}"
     return None
 
 
+def why_not_integers(problem: LinearProblem) -> str | None:
+    """``why_not`` of kernels that multiply bytes as integers alone."""
+    reason = why_not(problem)
+    if reason is None and problem.operand is Operand.e4m3:
+        return "it multiplies integers or 16-bit floats, and the activations are 8-bit floats"
+    return reason
+
+
 def why_not_few(
-    problem: Problem, most_tokens: int, otherwise: str, int8: bool = False, sparse: bool = False
+    problem: LinearProblem, most_tokens: int, otherwise: str, int8: bool = False, sparse: bool = False
 ) -> str | None:
-    """What a kernel for few tokens refuses, in a sentence; ``otherwise``: who takes more of them. sparse: and 2:4."""
+    """What a kernel for few tokens refuses, in a sentence; ``otherwise``: who takes more of them.
+
+    int8: it multiplies 8-bit activations, too. sparse: it takes 2:4 sparse weights.
+    """
     if problem.device.capability < 90:
         return f"{problem.device.arch} has no bulk copies (sm_90 and later do): see sm80_packed_gemm.py"
     if problem.m > most_tokens:
         return f"M = {problem.m} is more than {most_tokens} tokens: see {otherwise}"
     if problem.weights.sparse and not sparse:
         return sparse_layout.DENSE_ALONE
-    return why_not(problem, int8)
+    if problem.activations.quantized and not int8:
+        return f"it takes float16 or bfloat16 activations, not {problem.activations.bits}-bit ones"
+    return why_not_integers(problem)
 
 
-def why_not_config(problem: Problem, config: Any, shared_bytes: int) -> str | None:
+def why_not_config(problem: LinearProblem, config: Any, shared_bytes: int) -> str | None:
     """What no config for few tokens may be, in a sentence: another problem's, too small, or too large for a block."""
     c = config
     if any(getattr(c, name) != value for name, value in facts(problem, type(c)).items()):
@@ -193,15 +164,18 @@ def arguments(weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None
     )  # fmt: skip
 
 
-def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.dtype, device: Device) -> Problem:
-    """The problem that a launch for few tokens solves for m of them."""
-    n, k = weight.shape
-    return Problem(m, n, k, weight.format, dtype, output, device, weight.padded[1], weight.permutation is not None)
+_CODED = {torch.int8: ActivationFormat(8, "sym"), torch.float8_e4m3fn: ActivationFormat(8, "float")}
+
+
+def problem_of(weight: PackedWeight, m: int, dtype: torch.dtype, output: torch.dtype, device: Device) -> LinearProblem:
+    """The problem of m tokens for a weight; dtype: of x, ``output``'s or of 8-bit codes."""
+    coded, ordered = _CODED.get(dtype, ActivationFormat()), weight.permutation is not None
+    return LinearProblem(m, *weight.shape, weight.format, coded, output, device, ordered, weight.padded[1])
 
 
 def checked_problem(
     weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None, bias: Tensor | None, outputs: int = 0
-) -> Problem:
+) -> LinearProblem:
     """The problem that these operands pose, after `packed_layout.check_operands`."""
     packed_layout.check_operands(weight, x, y, x_scale, bias, outputs)
     problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from anybit import jit
 from anybit.kernels.gemm import bitplane_layout, bitplane_problem
-from anybit.kernels.gemm.bitplane_problem import Facts, Params, Problem, facts, legal, why_not_config
+from anybit.kernels.gemm.bitplane_problem import Facts, Params, facts, legal, why_not_config
+from anybit.kernels.gemm.linear_problem import LinearProblem
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Config(Facts):
         return self.aligned
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can.
 
     The paper's constraint (section V): the tile is what the warps cover, each with whole 16 x 8 products of 256 bits,
@@ -48,7 +49,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     return _why_not_tile(problem, config) or why_not_config(problem, config, shared_bytes(config))
 
 
-def _why_not_tile(problem: Problem, config: Config) -> str | None:
+def _why_not_tile(problem: LinearProblem, config: Config) -> str | None:
     if config.tile_n % (16 * config.warps_n):
         return f"{config.tile_n} weight rows are not shared out by {config.warps_n} warps in sixteens"
     if config.tile_m % (8 * config.warps_m):
@@ -69,8 +70,8 @@ def _why_not_tile(problem: Problem, config: Config) -> str | None:
     return None
 
 
-def _aligned(problem: Problem) -> bool:
-    return problem.aligned and problem.n % 8 == 0
+def _aligned(problem: LinearProblem) -> bool:
+    return problem.y_aligned and problem.n % 8 == 0
 
 
 def shared_bytes(config: Config) -> int:
@@ -79,7 +80,7 @@ def shared_bytes(config: Config) -> int:
     return max(config.stages * stage, 4 * config.tile_m * (config.tile_n + 4))
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """A block for each tile of Y, in one row."""
     return (-(-problem.n // config.tile_n) * -(-problem.m // config.tile_m), 1, 1)
 
@@ -98,7 +99,7 @@ _TILES = (
 
 
 @functools.cache
-def configs(problem: Problem) -> tuple[Config, ...]:
+def configs(problem: LinearProblem) -> tuple[Config, ...]:
     """Every legal config: the tiles above, stages of 256 to 1024 columns, as many as fit (at most 4)."""
     candidates = (
         Config(*facts(problem)[:5], False, _aligned(problem), *tile, stage_k, stages)
@@ -108,7 +109,7 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 
 @functools.cache
-def default(problem: Problem) -> Config:
+def default(problem: LinearProblem) -> Config:
     """The largest tile that still gives every multiprocessor a block, then long stages, then many of them.
 
     A tile of more tokens than there are reads and multiplies padding, so M bounds it first.

@@ -7,19 +7,19 @@ activations on int4 tensor cores, which exist on sm_80 to sm_89 alone (sm_90 emu
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.jit import Int32, Pointer
 from anybit.kernels.common.types import Operand
 from anybit.kernels.gemm import packed_layout, packed_problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import PackedWeight
-from anybit.kernels.gemm.packed_problem import Facts, Problem, facts, legal
+from anybit.kernels.gemm.packed_problem import Facts, facts, legal
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,14 @@ class Params:
     row_tiles: Int32
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     p = problem
     if p.device.capability < 80:
         return f"{p.device.arch} has no cp.async: sm_80 and later do"
-    reason = packed_problem.why_not(p)
+    if p.act_order and p.activations.quantized:
+        return "activation order is not supported with quantized activations"
+    reason = packed_problem.why_not_integers(p)
     if reason is not None or config is None:
         return reason
     c = config
@@ -108,19 +110,19 @@ def kernel(config: Config) -> jit.Kernel:
     return jit.Kernel("gemm/sm80_packed_gemm.cuh", "sm80_packed_gemm", config, Params, threads, shared_bytes(config))
 
 
-def _line(problem: Problem, config: Config) -> tuple[int, int, int]:
+def _line(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """Token tiles, row tiles and blocks of columns."""
-    padded = -(-problem.n // packed_layout.TILE_ROWS) * packed_layout.TILE_ROWS
-    return -(-problem.m // config.tile_m), -(-padded // config.rows), -(-problem.k // packed_layout.TILE_COLUMNS)
+    rows = problem.weight_tiles * packed_layout.TILE_ROWS
+    return -(-problem.m // config.tile_m), -(-rows // config.rows), problem.column_blocks
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """A block an SM, or a block a step of the line where there are fewer: they wait for each other, so all must run."""
     tokens, rows, columns = _line(problem, config)
     return min(problem.device.sms, tokens * rows * columns), 1, 1
 
 
-def configs(problem: Problem) -> Iterator[Config]:
+def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every config worth trying, legal ones alone; the default first."""
     shapes = itertools.product(
         (8, 16, 32, 64), ((1, 4, 2), (1, 8, 1), (2, 4, 1), (2, 8, 1)), (2, 3, 4, 6), (False, True)
@@ -129,7 +131,7 @@ def configs(problem: Problem) -> Iterator[Config]:
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
-def default(problem: Problem) -> Config:
+def default(problem: LinearProblem) -> Config:
     """The config to use where nothing was measured. Raises KernelError where there is none.
 
     Wide row tiles read activations less often; narrow ones are enough for few tokens (the paper's equation 1), and are
@@ -141,7 +143,7 @@ def default(problem: Problem) -> Config:
     tokens = next((t for t in (8, 16, 32, 64) if t >= problem.m), 64)
     if tokens <= 16:
         shapes: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (1, 8, 1))
-    elif problem.activations == torch.int8 and (tokens == 64 or problem.weights.group == 32):
+    elif problem.activations.quantized and (tokens == 64 or problem.weights.group == 32):
         shapes = ((1, 8, 1), (1, 4, 2))
     else:
         shapes = ((2, 8, 1), (1, 8, 1), (1, 4, 2))
@@ -155,25 +157,27 @@ def default(problem: Problem) -> Config:
     raise KernelError(f"no config for {problem}: {reason}")
 
 
-def _config(p: Problem, tokens: int, units: int, row_warps: int, k_warps: int, stages: int, nibbles: bool) -> Config:
+def _config(
+    p: LinearProblem, tokens: int, units: int, row_warps: int, k_warps: int, stages: int, nibbles: bool
+) -> Config:
     few_bits = p.weights.bits <= 4 and (p.weights.group or 64) >= 64 and not p.weights.sparse
-    nibbles = nibbles and p.activations == torch.int8 and few_bits
+    nibbles = nibbles and p.activations.quantized and few_bits
     return Config(**facts(p, Config), tile_m=tokens, units=units, row_warps=row_warps, split_k_warps=k_warps,
                   stages=stages, nibbles=nibbles)  # fmt: skip
 
 
-def room_for_all(problem: Problem, device: torch.device) -> tuple[Tensor, Tensor]:
+def room_for_all(problem: LinearProblem, device: torch.device) -> tuple[Tensor, Tensor]:
     """A ``scratch`` that is large enough for every config of a problem."""
     sums, locks = zip(*(_sizes(problem, config) for config in configs(problem)), strict=True)
     return _room(max(sums), max(locks), device)
 
 
-def scratch(problem: Problem, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
+def scratch(problem: LinearProblem, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
     """Room for unfinished sums, float32, and locks, int32 and zero: as they were again when the kernel has ended."""
     return _room(*_sizes(problem, config), device)
 
 
-def _sizes(problem: Problem, config: Config) -> tuple[int, int]:
+def _sizes(problem: LinearProblem, config: Config) -> tuple[int, int]:
     """How many unfinished sums and locks a launch needs."""
     tokens, rows, _ = _line(problem, config)
     return tokens * rows * config.rows * config.tile_m, tokens * rows
@@ -193,9 +197,8 @@ def launch(
     Activation order costs a gather of x first. room: a ``scratch`` that is large enough, for launches one after
     another. KernelError where it cannot be done.
     """
-    packed_layout.check_operands(weight, x, y, x_scale, bias)
+    problem = replace(packed_problem.checked_problem(weight, x, y, x_scale, bias), act_order=False)
     x = packed_layout.in_order(weight, x)
-    problem = Problem(x.shape[0], y.shape[1], x.shape[1], weight.format, x.dtype, y.dtype, Device.of(x))
     config = packed_layout.checked_config(problem, config, default, why_not)
     params = arguments(weight, x, y, x_scale, bias, *(room or scratch(problem, config, x.device)))
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=y.get_device())

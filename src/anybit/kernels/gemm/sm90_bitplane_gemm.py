@@ -13,7 +13,6 @@ from anybit.kernels.gemm.bitplane_problem import (
     ROWS,
     LargeFacts,
     Params,
-    Problem,
     epilogue_bytes,
     facts,
     legal,
@@ -21,6 +20,7 @@ from anybit.kernels.gemm.bitplane_problem import (
     why_not_epilogue,
     why_not_tma,
 )
+from anybit.kernels.gemm.linear_problem import LinearProblem
 
 
 class Schedule(Enum):
@@ -61,7 +61,7 @@ class Config(LargeFacts):
         return self.epilogue_tile if self.tma_store else 0
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     reason = bitplane_problem.why_not(problem)
     if reason is not None or config is None:
@@ -70,7 +70,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     return refused or why_not_config(problem, config, shared_bytes(config))
 
 
-def _why_not_tile(problem: Problem, c: Config) -> str | None:
+def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
     chunks = problem.chunks
     if c.tile_m not in (64, 128, 256):
         return f"tiles have 64, 128 or 256 tokens, not {c.tile_m}"
@@ -119,15 +119,15 @@ def shared_bytes(config: Config) -> int:
     return slots + 2 * epilogue_bytes(config) + barriers + first
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """As many blocks as run at once, each taking tile after tile."""
     tiles = -(-problem.m // config.tile_m) * -(-problem.n // (ROWS * config.cluster_n))
     pieces = tiles * (config.tile_m // config.tail_tile_m if config.tail_tile_m else 1)
     return (min(pieces, problem.device.sms // config.cluster_n) * config.cluster_n, 1, 1)
 
 
-def _candidates(problem: Problem) -> Iterator[Config]:
-    tma_store = problem.output.is_16bit and problem.n % 8 == 0 and problem.aligned
+def _candidates(problem: LinearProblem) -> Iterator[Config]:
+    tma_store = problem.output.is_16bit and problem.n % 8 == 0 and problem.y_aligned
     chunks, staging = (1, 2, 3, 4), ((32, 3), (32, 4), (64, 2), (64, 3))
     waves = -(-problem.m // 256) * -(-problem.n // ROWS) / problem.device.sms
     for tile_m, weights, activations, (rows, stages), schedule in itertools.product(
@@ -144,7 +144,7 @@ def _candidates(problem: Problem) -> Iterator[Config]:
                 yield replace(config, tail_tile_m=64, cluster_n=2)
 
 
-def configs(problem: Problem) -> tuple[Config, ...]:
+def configs(problem: LinearProblem) -> tuple[Config, ...]:
     """Every legal config of a problem."""
     # They depend little on M and N; problems that agree in what matters share their configs, which take time to find.
     waves = -(-problem.m // 256) * -(-problem.n // ROWS) / problem.device.sms
@@ -153,12 +153,12 @@ def configs(problem: Problem) -> tuple[Config, ...]:
 
 
 @functools.cache
-def _configs(problem: Problem) -> tuple[Config, ...]:
+def _configs(problem: LinearProblem) -> tuple[Config, ...]:
     return tuple(config for config in _candidates(problem) if why_not(problem, config) is None)
 
 
 @functools.cache
-def default(problem: Problem) -> Config:
+def default(problem: LinearProblem) -> Config:
     """The tiles that fill the GPU best, deep rings (activations first), and as many buffers as they leave room for.
 
     Raises KernelError where there is no config.

@@ -10,7 +10,6 @@ from anybit.kernels.gemm import bitplane_layout, bitplane_problem
 from anybit.kernels.gemm.bitplane_problem import (
     WARPGROUP_ROWS,
     Params,
-    Problem,
     blocks_per_sm,
     bytes_to_limit,
     facts,
@@ -19,6 +18,7 @@ from anybit.kernels.gemm.bitplane_problem import (
     wgmma_n,
     why_not_config,
 )
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.sm90_bitplane_skinny import AOperand, SkinnyFacts, why_not_columns
 
 
@@ -45,7 +45,7 @@ class Config(SkinnyFacts):
         return 128
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     reason = bitplane_problem.why_not(problem)
     if reason is not None or config is None:
@@ -54,7 +54,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     return refused or why_not_config(problem, config, shared_bytes(config))
 
 
-def _why_not_tile(problem: Problem, c: Config) -> str | None:
+def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
     if c.reserved_bytes < 0 or c.reserved_bytes % 16:
         return f"shared memory is kept in sixteens of bytes, not {c.reserved_bytes}"
     if c.k_chunks != problem.chunks or not 0 <= c.prologue_stages <= c.k_chunks:
@@ -77,13 +77,13 @@ def shared_bytes(config: Config) -> int:
     return rows * bitplane_layout.ROW_BYTES + staging + 16 * config.k_chunks + config.reserved_bytes
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """A block a tile, and idle ones that fill the last wave."""
     tiles, sms = -(-problem.n // config.tile_n) * -(-problem.m // config.tile_m), problem.device.sms
     return (-(-tiles // sms) * sms if config.fill_waves else tiles, 1, 1)
 
 
-def _candidates(problem: Problem) -> Iterator[Config]:
+def _candidates(problem: LinearProblem) -> Iterator[Config]:
     p, q, chunks = problem.weights.bits, problem.activations.bits, problem.chunks
     for (a_operand, tile_b), sets, stages in itertools.product(
         itertools.product(AOperand, (16, 32)), (1, 2, 3), sorted({1, min(2, chunks), chunks})
@@ -102,13 +102,13 @@ def _candidates(problem: Problem) -> Iterator[Config]:
                     yield replace(limited, fill_waves=reserved > 0, cp_async_activations=True)
 
 
-def configs(problem: Problem) -> tuple[Config, ...]:
+def configs(problem: LinearProblem) -> tuple[Config, ...]:
     """Every legal config of a problem; they do not depend on M and N."""
     return _configs(of_any_size(problem))
 
 
 @functools.cache
-def _configs(problem: Problem) -> tuple[Config, ...]:
+def _configs(problem: LinearProblem) -> tuple[Config, ...]:
     return tuple(config for config in _candidates(problem) if why_not(problem, config) is None)
 
 
@@ -117,7 +117,7 @@ _CHUNKS_COPIED = 4
 
 
 @functools.cache
-def default(problem: Problem) -> Config:
+def default(problem: LinearProblem) -> Config:
     """A block a multiprocessor: where two fit, some take two of one kernel. Raises KernelError if there is no config.
 
     The more arrives, the more of it may wait for the kernel ahead. Tokens of four planes weigh enough to be worth the
@@ -142,7 +142,7 @@ def default(problem: Problem) -> Config:
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
 
 
-def fills_one_wave(problem: Problem) -> bool:
+def fills_one_wave(problem: LinearProblem) -> bool:
     """Whether the default's tiles are about one a multiprocessor, which it has to itself: 33 to 64 tokens."""
     sms = problem.device.sms
     tiles = 2 * -(-problem.n // WARPGROUP_ROWS)

@@ -14,7 +14,6 @@ from anybit.kernels.gemm.bitplane_problem import (
     WARPGROUP_ROWS,
     Facts,
     Params,
-    Problem,
     blocks_per_sm,
     facts,
     half_bytes,
@@ -23,6 +22,7 @@ from anybit.kernels.gemm.bitplane_problem import (
     wgmma_n,
     why_not_config,
 )
+from anybit.kernels.gemm.linear_problem import LinearProblem
 
 
 class AOperand(Enum):
@@ -91,7 +91,7 @@ class Config(SkinnyFacts):
         return 128 * self.warpgroups + 32
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     reason = bitplane_problem.why_not(problem)
     if reason is not None or config is None:
@@ -110,7 +110,7 @@ def why_not_columns(config: SkinnyFacts, parts: int = 1) -> str | None:
     return None
 
 
-def _why_not_stages(problem: Problem, c: Config) -> str | None:
+def _why_not_stages(problem: LinearProblem, c: Config) -> str | None:
     if not 2 <= c.a_stages <= 32:
         return f"loading ahead needs stages for two planes, and a lane of the loading warp for each, not {c.a_stages}"
     chunks = -(-problem.chunks // c.cluster_k)
@@ -151,12 +151,12 @@ def shared_bytes(config: Config) -> int:
     return stages + received + 16 * (config.a_stages + config.b_stages) + 16
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """A cluster a tile."""
     return (-(-problem.n // config.tile_n) * config.cluster_k, -(-problem.m // config.tile_m), 1)
 
 
-def _candidates(problem: Problem) -> Iterator[Config]:
+def _candidates(problem: LinearProblem) -> Iterator[Config]:
     half, p, q = half_bytes(problem.device), problem.weights.bits, problem.activations.bits
     tiles = [(AOperand.weights, 8), (AOperand.weights, 16), (AOperand.weights, 32)]
     tiles += [(AOperand.activations, 16), (AOperand.activations, 32), (AOperand.activations, 64)]
@@ -176,18 +176,18 @@ def _candidates(problem: Problem) -> Iterator[Config]:
                     yield replace(config, min_blocks_per_sm=2)
 
 
-def configs(problem: Problem) -> tuple[Config, ...]:
+def configs(problem: LinearProblem) -> tuple[Config, ...]:
     """Every legal config of a problem; they do not depend on M and N."""
     return _configs(of_any_size(problem))
 
 
 @functools.cache
-def _configs(problem: Problem) -> tuple[Config, ...]:
+def _configs(problem: LinearProblem) -> tuple[Config, ...]:
     return tuple(config for config in _candidates(problem) if why_not(problem, config) is None)
 
 
 @functools.cache
-def default(problem: Problem) -> Config:
+def default(problem: LinearProblem) -> Config:
     """Enough blocks for every multiprocessor, and enough planes ahead on each. Raises KernelError if there is none."""
     cost = _cost_of_one_eight(problem) if problem.m <= 8 else _cost_of_several_eights(problem)
     return min(legal(problem, why_not(problem), configs(problem)), key=cost)
@@ -204,7 +204,7 @@ _ROOM_OF_CLUSTERS = 0.9
 """The share of the room for blocks that clusters may take, which do not fill it."""
 
 
-def _cost_of_one_eight(problem: Problem) -> Cost:
+def _cost_of_one_eight(problem: LinearProblem) -> Cost:
     """To 8 tokens: enough planes ahead on a multiprocessor, in blocks that all run at once where there is room."""
     device, chunks, tiles = problem.device, problem.chunks, -(-problem.n // WARPGROUP_ROWS)
     fitting = (n for n, low, high, most in _CLUSTER_K if low <= chunks <= high and n * tiles <= most * device.sms)
@@ -230,7 +230,7 @@ def _cost_of_one_eight(problem: Problem) -> Cost:
     return cost
 
 
-def _cost_of_several_eights(problem: Problem) -> Cost:
+def _cost_of_several_eights(problem: LinearProblem) -> Cost:
     """Few stages where blocks share a multiprocessor, many where a block has it alone."""
     p, q, m, device = problem.weights.bits, problem.activations.bits, problem.m, problem.device
     half = half_bytes(device)

@@ -12,7 +12,6 @@ from anybit.kernels.gemm.bitplane_problem import (
     ROWS,
     LargeFacts,
     Params,
-    Problem,
     epilogue_bytes,
     facts,
     legal,
@@ -20,6 +19,7 @@ from anybit.kernels.gemm.bitplane_problem import (
     why_not_epilogue,
     why_not_tma,
 )
+from anybit.kernels.gemm.linear_problem import LinearProblem
 
 
 class Stationary(Enum):
@@ -59,7 +59,7 @@ _FEW = 64
 """To so many tokens tiles would be half empty."""
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     reason = bitplane_problem.why_not(problem)
     if reason is not None:
@@ -75,7 +75,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     return _why_not_tile(problem, config) or why_not_config(problem, config, shared_bytes(config))
 
 
-def _why_not_tile(problem: Problem, c: Config) -> str | None:
+def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
     p, chunks = c.weight_bits, problem.chunks
     if refused := why_not_epilogue(c, (32, 64)):
         return refused
@@ -100,13 +100,13 @@ def shared_bytes(config: Config) -> int:
     return rows * bitplane_layout.ROW_BYTES + 2 * epilogue_bytes(config) + barriers
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """As few blocks as end no later: each has as many tiles as the next, or one less."""
     tiles = -(-problem.m // config.tile_m) * -(-problem.n // ROWS)
     return (-(-tiles // -(-tiles // problem.device.sms)), 1, 1)
 
 
-def _candidates(problem: Problem) -> Iterator[Config]:
+def _candidates(problem: LinearProblem) -> Iterator[Config]:
     p, chunks = problem.weights.bits, problem.chunks
     none, weights, activations = Stationary
     staging, ring = ((32, 3), (32, 4), (32, 5), (64, 2)), (2, 3, 4, 6, 8)
@@ -119,14 +119,14 @@ def _candidates(problem: Problem) -> Iterator[Config]:
 
 
 @functools.cache
-def configs(problem: Problem) -> tuple[Config, ...]:
+def configs(problem: LinearProblem) -> tuple[Config, ...]:
     """Every legal config of a problem."""
     found = dict.fromkeys(_candidates(problem)) if why_not(problem) is None else {}
     return tuple(config for config in found if why_not(problem, config) is None)
 
 
 @functools.cache
-def default(problem: Problem) -> Config:
+def default(problem: LinearProblem) -> Config:
     """Tokens that stay where they fit, then deep rings. Raises KernelError where there is no config."""
 
     def cost(config: Config) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ _PREFERRED_CHUNKS = 4
 """Chunks of k whose tokens stay in shared memory beside their weights."""
 
 
-def preferred(problem: Problem) -> bool:
+def preferred(problem: LinearProblem) -> bool:
     """Whether these tiles are faster than those of sm90_bitplane_gemm: few planes, and two tiles a block or more."""
     tiles = -(-problem.m // ROWS) * -(-problem.n // ROWS)
     return problem.weights.bits <= 2 and problem.chunks == _PREFERRED_CHUNKS and tiles > problem.device.sms

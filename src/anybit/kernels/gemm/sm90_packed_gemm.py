@@ -18,6 +18,7 @@ from anybit.jit.tensor_map import TensorMap, encode
 from anybit.kernels.common.types import Code, Operand
 from anybit.kernels.elementwise.quantize_activations import Packed
 from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import TILE_ROWS, PackedWeight, check_operands, tile_bytes
 from anybit.kernels.gemm.sm90_packed_gemm_estimate import estimate, spans
 from anybit.kernels.gemm.sm90_packed_gemm_loops import batch, unrolls
@@ -25,13 +26,12 @@ from anybit.kernels.gemm.sm90_packed_gemm_rules import (
     MOST_BESIDE,
     TOKENS,
     Config,
-    Problem,
     grid,
     most_registers,
     passes_codes_through,
-    place,
     registers,
     shared_bytes,
+    tile_counts,
     why_not,
 )
 from anybit.scheme import ActivationFormat
@@ -41,7 +41,6 @@ __all__ = [
     "Config",
     "Operand",
     "Params",
-    "Problem",
     "config_for",
     "configs",
     "default",
@@ -99,7 +98,7 @@ class StoreParams(Params):
 
 
 def config_for(
-    problem: Problem,
+    problem: LinearProblem,
     tile_m: int,
     row_warpgroups: int,
     split_k_warpgroups: int = 1,
@@ -123,14 +122,14 @@ def config_for(
         block_tiles=block_tiles, tensor_store=tensor_store, stagger=_STAGGER if tensor_store else 0,
     )  # fmt: skip
     shared = problem.device.shared_bytes if min_blocks_per_sm == 1 else MOST_BESIDE
-    most = 0 if stages else min(_MOST_STAGES, -(-problem.units // cluster_k))
+    most = 0 if stages else min(_MOST_STAGES, -(-problem.column_blocks // cluster_k))
     if count := direct if direct is not None else 0 if stages else batch(problem, config):
         found = _fitted(replace(config, direct=count, prologue_stages=0), most, shared)
         if direct or found.register_sets == 2:
             return found
     fitted = _fitted(config, most, shared)
     if not stages and spans(problem, config):
-        most = min(_MOST_STAGES, -(-problem.units // 2 // cluster_k))
+        most = min(_MOST_STAGES, -(-problem.column_blocks // 2 // cluster_k))
         if config.sparse and config.x_bytes == 1 and split_k_warpgroups > 1:
             most = min(most, _SPARSE_STAGES * split_k_warpgroups)
         found = _fitted(replace(config, span=2), most, shared)
@@ -202,7 +201,7 @@ def _staging(config: Config, most: int, shared: int) -> tuple[int, int, int]:
     return stages, *rooms[-1]
 
 
-def configs(problem: Problem) -> Iterator[Config]:
+def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every legal config of the widths that fit `m`, for a search."""
     for tile_m in TOKENS:
         # Narrow tiles side by side read the weights more than once (o at 64 tokens: 9.2 us, and 7.0 in one tile).
@@ -228,7 +227,7 @@ def configs(problem: Problem) -> Iterator[Config]:
                 yield found
 
 
-def _many_tokens(problem: Problem, tile_m: int) -> Iterator[Config]:
+def _many_tokens(problem: LinearProblem, tile_m: int) -> Iterator[Config]:
     """Four row tiles of 2:4 sparse weights: outputs by a tensor map, blocks that walk or have a range of rows each."""
     token_tiles, sms = -(-problem.m // tile_m), problem.device.sms
     waves = -(-(-(-problem.weight_tiles // 4) * token_tiles) // sms)
@@ -242,7 +241,7 @@ def _many_tokens(problem: Problem, tile_m: int) -> Iterator[Config]:
 
 
 @lru_cache(maxsize=4096)
-def default(problem: Problem) -> Config:
+def default(problem: LinearProblem) -> Config:
     """The legal config that `estimate` likes best. Raises KernelError where there is none."""
     best = min(configs(problem), key=lambda config: estimate(problem, config), default=None)
     if best is None:
@@ -265,7 +264,7 @@ def kernel(config: Config) -> Kernel:
 
 
 def params(
-    problem: Problem,
+    problem: LinearProblem,
     config: Config,
     x: Tensor | None,
     weight: PackedWeight,
@@ -279,7 +278,7 @@ def params(
     x_sum: int32 [m], the sums of integer codes, needed where weights have whole rows.
     Without an x the map is left empty, for the emulation to fill.
     """
-    row_tiles, token_tiles = place(problem, config)
+    row_tiles, token_tiles = tile_counts(problem, config)
     x_map, x_tail = (b"", b"") if x is None else (encode(x, *box) for box in boxes(config, x.element_size()))
     return (StoreParams if config.tensor_store else Params)(
         x=x_map,
@@ -295,7 +294,7 @@ def params(
         unused_too=None,
         tokens=problem.m,
         rows=problem.n,
-        units=problem.units,
+        units=problem.column_blocks,
         weight_tiles=problem.weight_tiles,
         row_tiles=row_tiles,
         token_tiles=token_tiles,
@@ -332,7 +331,7 @@ def multiply(
     if isinstance(x, Packed):
         activations, x_scale, x_sum, x = x.format, x.scale, x.sum, x.codes[:, : x.k]
     check_operands(weight, x, y, x_scale, bias, ordered=True)
-    problem = Problem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype, Device.of(y))
+    problem = LinearProblem(y.shape[0], y.shape[1], x.shape[1], weight.format, activations, y.dtype, Device.of(y))
     config = config or default(problem)
     arguments = params(problem, config, x, weight, y, bias, x_scale, x_sum)
     launch(kernel(config), arguments, grid(problem, config), pdl=pdl, device=y.get_device())

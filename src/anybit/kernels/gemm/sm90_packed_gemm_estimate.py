@@ -2,14 +2,15 @@
 
 from anybit.kernels.common.types import Code
 from anybit.kernels.gemm import sm90_packed_gemm_sparse
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import TILE_ROWS
-from anybit.kernels.gemm.sm90_packed_gemm_rules import Config, Problem
+from anybit.kernels.gemm.sm90_packed_gemm_rules import Config
 
 _OF_TABLES = {Code.nf4: 200, Code.iq4: 200, Code.e4m3: 40}
 """Cycles more of 64 rows and 128 inputs, by their instructions; e2m1 was fastest in the tiles of sym codes."""
 
 
-def estimate(problem: Problem, config: Config) -> float:
+def estimate(problem: LinearProblem, config: Config) -> float:
     """About how many microseconds a config takes on an H200, between others in a chain; fitted, see docs/packed.md.
 
     The constants were fitted to 61 measured configs of w4a16g128 (M = 16 to 256), within 4% on average; those of small
@@ -43,7 +44,7 @@ def estimate(problem: Problem, config: Config) -> float:
     if config.sparse:  # half of the codes, half of the products, all of x
         product, dequantize, chain = max(product * 0.63, 75.0 * config.x_bytes / 2), 0.6 * dequantize, 0.75
     # int8 gains less from stages of two steps: only down at 16 tokens takes other tiles for it (10.6 us for 11.1).
-    spanned = config.x_bytes == 2 or (tokens == 16 and config.split_k_warpgroups == 3 and problem.units >= 64)
+    spanned = config.x_bytes == 2 or (tokens == 16 and config.split_k_warpgroups == 3 and problem.column_blocks >= 64)
     # What a multiprocessor takes in.
     intake = (tokens * 128 * config.x_bytes + rows * weight_bytes) / (60 if narrow else 47.5)
     bring = 270.0 + tokens * config.x_bytes
@@ -115,7 +116,7 @@ def estimate(problem: Problem, config: Config) -> float:
             summing += 1.0 if config.cluster_k == 3 else 0.1
     if waves > 1 and config.split_k_warpgroups * config.cluster_k > 1:
         waves *= 1.08  # blocks that add up sums do not walk on to a next tile: every wave starts anew
-    units = -(-problem.units // config.cluster_k)
+    units = -(-problem.column_blocks // config.cluster_k)
     if config.x_bytes == 2 and tokens == 32 and config.span == 2 and config.cluster_k == 2 and problem.m <= 24:
         # Rows that are not there take longer than others: down at 31 tokens 11.0 us, at 17 13.6, in tiles of 24 11.6.
         summing += 0.027 * units
@@ -127,19 +128,22 @@ def estimate(problem: Problem, config: Config) -> float:
     return 1.0 + 0.5 * (config.cluster_n - 1) + summing * waves + waste * waves * one - ahead
 
 
-def spans(problem: Problem, config: Config) -> bool:
+def spans(problem: LinearProblem, config: Config) -> bool:
     """Whether a stage holds two steps: of 135 instructions a step of 16 tokens some 14 are done once a stage, and fewer
     waits (us: gate_up at 16, 32 and 64 tokens 16.7, 18.7 and 25.0 for 17.5, 19.4 and 27.0, down at 16 9.7 for 11.0,
     qkv 5.7 for 6.1; o, whose warpgroups have 8 steps each and a multiprocessor, 4.5 as before).
     """
-    if config.cluster_n > 1 or problem.units % 2 or config.promotes:
+    if config.cluster_n > 1 or problem.column_blocks % 2 or config.promotes:
         return False
     if config.sparse and config.x_bytes == 1:  # us: qkv at 16 tokens 4.5 for 5.2, down at 256 18.0 for 22.1
         return config.tile_m <= 128
     if config.tile_m > 64:
         return False
     # 5120 x 17408, both long and of more blocks than multiprocessors: 18.5 for 15.3 to 16.1.
-    long, many = problem.units >= 32 * config.cluster_k, problem.weight_tiles * config.cluster_k > problem.device.sms
+    long, many = (
+        problem.column_blocks >= 32 * config.cluster_k,
+        problem.weight_tiles * config.cluster_k > problem.device.sms,
+    )
     if config.x_bytes == 1:
         # w4a8: gate_up at 16 and 32 tokens 16.0 and 16.7 for 17.3 and 17.5, qkv at 64 and 256 7.2 and 14.7 for 7.9 and
         # 15.3; qkv at 128, three row tiles and K over two blocks, 11.3 for 10.8.

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from anybit.kernels.gemm.sm90_packed_gemm_rules import Config, Problem, may_batch, may_unroll, most_registers
+from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.gemm.sm90_packed_gemm_rules import Config, may_batch, may_unroll, most_registers
 
 
-def batch(problem: Problem, config: Config) -> int:
+def batch(problem: LinearProblem, config: Config) -> int:
     """How many steps of weights a warpgroup asks for at a time, past shared memory; 0: they come through the ring.
 
     Measured at 48 and 64 tokens, K over two warpgroups (us: qkv 8.67 for 9.29, down 15.65 for 15.95; at 48 tokens
@@ -21,7 +22,7 @@ def batch(problem: Problem, config: Config) -> int:
         return 0
     if problem.m > config.tile_m:
         return 0
-    if problem.units >= 32 * config.cluster_k:
+    if problem.column_blocks >= 32 * config.cluster_k:
         return 3
     return 2 if config.bits < 4 or config.tile_m == 48 else 0  # o: 5.52 us for 5.87 at 48 tokens
 

@@ -1,15 +1,12 @@
 """What a config of sm90_packed_gemm is, which ones can do a problem (`why_not`), and what they need of a GPU."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
-
-from anybit.device import Device
 from anybit.kernels.common.types import Code, Operand
-from anybit.kernels.gemm import packed_layout
-from anybit.kernels.gemm.packed_layout import TILE_COLUMNS, TILE_ROWS
-from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.kernels.gemm import packed_problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.gemm.packed_layout import TILE_ROWS
 
 _LEAST_SHARED = {1: 117 << 10, 2: 80 << 10}
 """Shared memory of a block of which so many fit a multiprocessor, and one more does not."""
@@ -17,40 +14,6 @@ MOST_BESIDE = 113 << 10
 """The most shared memory of a block beside which another fits."""
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Y[m, n] = X[m, k] W[n, k]^T, W packed in `weights`, X in `activations`, Y and 16-bit X in `dtype`.
-
-    k: columns of x as the kernel is given it, in the order of the tiles' columns (activation order applied).
-    Integer activations are bytes, codes less 2^(bits - 1).
-    """
-
-    m: int
-    n: int
-    k: int
-    weights: WeightFormat
-    activations: ActivationFormat = field(default_factory=ActivationFormat)
-    dtype: torch.dtype = torch.float16
-    device: Device = field(default_factory=lambda: Device.named("sm_90a"))
-
-    @property
-    def operand(self) -> Operand:
-        """What the tensor cores multiply."""
-        if self.activations.quantized:
-            return Operand.s8 if self.activations.integer else Operand.e4m3
-        return Operand.bf16 if self.dtype == torch.bfloat16 else Operand.f16
-
-    @property
-    def units(self) -> int:
-        """Steps of 128 inputs."""
-        return -(-self.k // TILE_COLUMNS)
-
-    @property
-    def weight_tiles(self) -> int:
-        """Tiles of 64 rows."""
-        return -(-self.n // TILE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -167,21 +130,13 @@ def _share_bytes(config: Config) -> int:
     return config.warpgroups * -(-config.tile_m // 8 // config.cluster_k) * 2048
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why a problem, or a config for it, cannot be taken; None if it can."""
-    weights, activations = problem.weights, problem.activations
     if problem.device.arch != "sm_90a":
         return f"wgmma needs sm_90a, and the device is {problem.device.arch}"
-    if min(problem.m, problem.n, problem.k) < 1:
-        return f"m, n and k must be at least 1, not {problem.m}, {problem.n} and {problem.k}"
-    if refusal := packed_layout.why_not(weights, activations.quantized):
-        return refusal
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"outputs are float16 or bfloat16, not {problem.dtype}"
-    if activations.quantized and (refusal := _why_not_bytes(problem)):
-        return refusal
-    if config is None:
-        return None
+    reason = packed_problem.why_not(problem) or (_why_not_bytes(problem) if problem.activations.quantized else None)
+    if reason is not None or config is None:
+        return reason
     if config.tile_m not in TOKENS:
         return f"a token tile has one of {TOKENS} tokens, not {config.tile_m}"
     if config.warpgroups > 4 or config.warpgroups < 1:
@@ -211,14 +166,15 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
         return f"{config.tile_m} tokens do not divide among {config.cluster_n} blocks in eights"
     if config.halves and (refusal := _why_not_halves(problem, config)):
         return refusal
-    if config.span not in (1, 2) or (config.span == 2 and (problem.units % 2 or config.promotes)):
+    if config.span not in (1, 2) or (config.span == 2 and (problem.column_blocks % 2 or config.promotes)):
         return f"a stage has 1 step of inputs, or 2 of an even number (no promotion), not {config.span}"
     if refusal := _why_not_sparse(problem, config):
         return refusal
     if refusal := refusal_of_loop(config):
         return refusal
-    if config.cluster_k * config.span > problem.units:
-        return f"{problem.units} steps of inputs do not divide among {config.cluster_k} blocks, {config.span} at a time"
+    if config.cluster_k * config.span > problem.column_blocks:
+        steps = f"{problem.column_blocks} steps of inputs"
+        return f"{steps} do not divide among {config.cluster_k} blocks, {config.span} at a time"
     if config.min_blocks_per_sm not in _LEAST_SHARED:
         return f"1 or 2 blocks share a multiprocessor, not {config.min_blocks_per_sm}"
     if config.min_blocks_per_sm > 1 and (config.halves or shared_bytes(config) > MOST_BESIDE):
@@ -226,7 +182,7 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     return problem.device.why_not_shared(shared_bytes(config))
 
 
-def _why_not_sparse(problem: Problem, config: Config) -> str | None:
+def _why_not_sparse(problem: LinearProblem, config: Config) -> str | None:
     """Why a config is not one of the problem's weights, or of dense ones."""
     if config.sparse != problem.weights.sparse:
         return "the config was made for weights that are 2:4 sparse" if config.sparse else "the weights are 2:4 sparse"
@@ -240,7 +196,7 @@ def _why_not_sparse(problem: Problem, config: Config) -> str | None:
     return None
 
 
-def _why_not_halves(problem: Problem, config: Config) -> str | None:
+def _why_not_halves(problem: LinearProblem, config: Config) -> str | None:
     """Why two blocks cannot halve a row tile of theirs."""
     if (
         config.warpgroups != config.row_warpgroups
@@ -248,21 +204,17 @@ def _why_not_halves(problem: Problem, config: Config) -> str | None:
         or config.cluster_k * config.cluster_n > 1
     ):
         return "blocks that halve a row tile share nothing else, and have 2 warpgroups or more along the rows"
-    if config.promotes or config.tile_m % 16 or problem.units < 2:
+    if config.promotes or config.tile_m % 16 or problem.column_blocks < 2:
         return "a row tile is halved in 2 steps of inputs or more, 16 tokens at a time, of products without promotion"
-    if math.prod(place(problem, config)) > problem.device.sms // 2:
+    if math.prod(tile_counts(problem, config)) > problem.device.sms // 2:
         return "a pair of blocks that halve a row tile has one range of rows, and there are more of these than pairs"
     return None
 
 
-def _why_not_bytes(problem: Problem) -> str | None:
-    """Which weights dequantize to bytes exactly, and which activations are bytes."""
+def _why_not_bytes(problem: LinearProblem) -> str | None:
+    """Which weights do not dequantize to bytes exactly."""
     weights, activations = problem.weights, problem.activations
     if problem.operand == Operand.s8:
-        if activations.code != "sym" or activations.bits == 1:
-            return (
-                f"integer activations are symmetric and have 2 bits or more, not {activations.bits} {activations.code}"
-            )
         if weights.bits == 8 and weights.code != "sym":
             return f"8-bit {weights.code} weights less their zeros do not fit a signed byte: use sym, or 7 bits"
         largest = 2 ** (weights.bits + (weights.code == "bipolar")) * 2 ** (activations.bits - 1)
@@ -314,14 +266,14 @@ def most_registers(config: Config) -> int:
     return ((config.warpgroups + 1) * _at_launch(config) - 32) // config.warpgroups // 8 * 8
 
 
-def place(problem: Problem, config: Config) -> tuple[int, int]:
+def tile_counts(problem: LinearProblem, config: Config) -> tuple[int, int]:
     """Row tiles (of clusters) and token tiles."""
     return -(-problem.weight_tiles * TILE_ROWS // config.rows), -(-problem.m // config.tile_m)
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """Blocks of a launch: at most one a multiprocessor; clusters walk over several tiles if there are more."""
-    row_tiles, token_tiles = place(problem, config)
+    row_tiles, token_tiles = tile_counts(problem, config)
     tiles = row_tiles * token_tiles
     if config.min_blocks_per_sm > 1:  # one a multiprocessor, some of them idle
         return max(tiles, problem.device.sms // config.cluster) * config.cluster, 1, 1

@@ -8,7 +8,8 @@ import math
 from typing import NamedTuple
 
 from anybit.kernels.gemm.packed_layout import TILE_ROWS
-from anybit.kernels.gemm.sm90_packed_gemm_rules import Config, Problem
+from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.gemm.sm90_packed_gemm_rules import Config
 
 _SLOTS = {1: 132, 2: 66, 3: 36, 4: 30}
 """Clusters of so many blocks that run at a time."""
@@ -50,7 +51,7 @@ class _Costs(NamedTuple):
 _S8 = _Costs()
 
 
-def estimate(problem: Problem, config: Config) -> float:
+def estimate(problem: LinearProblem, config: Config) -> float:
     """About how many microseconds a config takes on an H200, between others in a chain."""
     c, costs, tokens = config, _S8, config.tile_m
     rows = c.row_warpgroups - 0.5 * c.halves  # row tiles of a block
@@ -66,7 +67,7 @@ def estimate(problem: Problem, config: Config) -> float:
     )
     step = math.pow(sum(math.pow(limit, _SHARPNESS) for limit in limits), 1 / _SHARPNESS)
     held = rows * tokens / 64
-    tile = problem.units / c.cluster_k * step / _CYCLES + costs.around + costs.around_tokens * held
+    tile = problem.column_blocks / c.cluster_k * step / _CYCLES + costs.around + costs.around_tokens * held
     if c.split_k_warpgroups > 1:
         tile += costs.meeting * c.split_k_warpgroups * held
     if c.cluster_k > 1:

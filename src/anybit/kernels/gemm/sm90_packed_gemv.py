@@ -17,11 +17,11 @@ from anybit.jit import Float32, Int32, Int64, Pointer
 from anybit.kernels.common.types import Code
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs
 from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import UNIT_ROWS, PackedWeight, round_up
 from anybit.kernels.gemm.packed_problem import (
     FewFacts,
     Params,
-    Problem,
     arguments,
     checked_problem,
     facts,
@@ -109,7 +109,7 @@ class RotaryPagesParams(NormParams):
     stored: Int32
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_skinny_f16.py", sparse=True)
     if reason is not None:
@@ -154,14 +154,14 @@ def _kernel(config: Config, end: str, params: type) -> jit.Kernel:
     return jit.Kernel(f"gemm/{name}.cuh", name + end, config, params, config.warps * 32, shared_bytes(config))
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
     units = problem.units
     return max(min(problem.device.sms, units), -(-units // (config.stage_units * config.chunks))), 1, 1
 
 
 def fitted(
-    p: Problem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0, **changes: int
+    p: LinearProblem, warps: int, stage_units: int, kibibytes: int, x_stages: int = 4, prefetch: int = 0, **changes: int
 ) -> Config:
     """A config of these warps, whose rings have about ``kibibytes`` together; prefetch 0 chooses one."""
     mine = p.block_units
@@ -177,25 +177,25 @@ def fitted(
     return replace(base, stages=stages, prologue_stages=prologue, **changes)  # type: ignore[arg-type]
 
 
-def configs(problem: Problem) -> Iterator[Config]:
+def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every config worth trying, legal ones alone; the default first."""
     shapes = itertools.product((8, 16), (1, 2, 3, 4), (48, 72, 96), (4,), (1, 2, 4))
     candidates = (fitted(problem, *shape) for shape in shapes)
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
-def default(problem: Problem) -> Config:
+def default(problem: LinearProblem) -> Config:
     """The config to use where nothing was measured. Raises KernelError where there is none."""
     return packed_layout.checked_default(problem, _default, why_not)
 
 
-def _sparse(p: Problem) -> Config:
+def _sparse(p: LinearProblem) -> Config:
     """The same of 2:4 sparse weights: half of the codes, so tall copies, all activations at hand where rows are short.
 
     Short rings of short rows' blocks leave room for the next kernel's beside them (down 6.9 us, with four stages 7.9).
     Four copies at once where a layer is long.
     """
-    units, bits, blocks = p.block_units, p.weights.bits, p.columns // 128
+    units, bits, blocks = p.block_units, p.weights.bits, p.column_blocks
     if units <= 2 or bits == 2:
         return fitted(p, 16, units, 52 if bits <= 4 else 108, 2, 2 if bits == 2 else 0)
     half = (p.device.shared_bytes - 2048) // 2
@@ -210,7 +210,7 @@ def _sparse(p: Problem) -> Config:
 
 
 @functools.cache
-def _default(p: Problem) -> Config:
+def _default(p: LinearProblem) -> Config:
     """What won on an H200 (docs/packed.md).
 
     Blocks of few rows take half of an SM's shared memory or less, so that the next kernel's fetch their weights beside
@@ -219,7 +219,7 @@ def _default(p: Problem) -> Config:
     kernel start when their last copy has been started.
     """
     units, bits = p.block_units, p.weights.bits
-    blocks, many = p.columns // 128, units > 6
+    blocks, many = p.column_blocks, units > 6
     if p.weights.sparse and (units <= 3 or bits > 2):
         return _sparse(p)
     if units <= 3:
@@ -274,7 +274,7 @@ NORM_TOKENS = 2
 """The most tokens of a product that norms its activations itself."""
 
 
-def norm_why_not(problem: Problem, config: Config | None = None) -> str | None:
+def norm_why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why a product cannot norm its own activations, in a sentence; None if it can."""
     reason = why_not(problem, config)
     if reason is not None:
@@ -289,10 +289,10 @@ def norm_why_not(problem: Problem, config: Config | None = None) -> str | None:
 
 
 @functools.cache
-def norm_default(problem: Problem) -> Config:
+def norm_default(problem: LinearProblem) -> Config:
     """The config of a product with a norm. Raises KernelError where there is none."""
     config = default(problem)
-    resident = -(-problem.columns // 128 // config.warps)
+    resident = -(-problem.column_blocks // config.warps)
     config = replace(config, x_stages=max(resident, config.x_stages), x_resident=True)
     reason = norm_why_not(problem, config)
     if reason is not None:

@@ -5,17 +5,16 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from anybit import jit
 from anybit.kernels.common.types import Operand
 from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import PackedWeight, round_up
 from anybit.kernels.gemm.packed_problem import (
     FewFacts,
     Params,
-    Problem,
     arguments,
     checked_problem,
     facts,
@@ -61,20 +60,20 @@ class Config(FewFacts):
     min_shared_bytes: int = 0
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     p = problem
     reason = why_not_few(p, MOST_TOKENS, "sm90_packed_gemm.py", int8=True)
     if reason is not None:
         return reason
-    if p.activations == torch.int8 and p.columns * (2**p.weights.bits) * 128 * 2 >= 2**32:
+    if p.activations.quantized and p.tile_columns * (2**p.weights.bits) * 128 * 2 >= 2**32:
         return f"sums over K = {p.k} of {p.weights.bits}-bit weights and int8 activations may not fit int32"
     if config is None:
         return None
     return _why_not_split(p, config) or why_not_config(p, config, shared_bytes(config))
 
 
-def _why_not_split(p: Problem, c: Config) -> str | None:
+def _why_not_split(p: LinearProblem, c: Config) -> str | None:
     if c.warps % c.split_k_warps:
         return f"{c.warps} warps are not a multiple of split_k_warps = {c.split_k_warps}"
     if c.x_resident != (c.x_stages * c.split_k_warps >= p.column_blocks):
@@ -119,38 +118,38 @@ def kernel(config: Config) -> jit.Kernel:
     )
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """A block an SM if its rows suffice, so that the next kernel's blocks find room beside them."""
     most = config.warps // config.split_k_warps * config.row_units * config.row_chunks
     return max(min(problem.device.sms, problem.units), -(-problem.units // most)), 1, 1
 
 
-def configs(problem: Problem) -> Iterator[Config]:
+def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every config worth trying, legal ones alone; the default first."""
-    splits = (False, True) if problem.activations.is_floating_point else (False,)
+    splits = (False, True) if not problem.activations.quantized else (False,)
     shapes = itertools.product((8, 16), (1, 2), (1, 2, 3, 4), (48, 72, 96, 160), (1, 2, 4), splits)
     candidates = (fitted(problem, *shape) for shape in shapes)
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
-def default(problem: Problem) -> Config:
+def default(problem: LinearProblem) -> Config:
     """The config to use where nothing was measured. Raises KernelError where there is none."""
     return packed_layout.checked_default(problem, _default, why_not)
 
 
 @functools.cache
-def _default(p: Problem) -> Config:
+def _default(p: LinearProblem) -> Config:
     """What won on an H200 (docs/packed.md): a layer whose weights fit the SMs' shared memory is fetched whole, before
     the kernel ahead has ended; others in rings that leave room for the next kernel's, or have more warps instead.
     """
     units = -(-p.units // p.device.sms)
-    whole = units <= 3 and units * (p.columns // 128) * (256 * p.weights.bits + 48) <= 108 << 10
+    whole = units <= 3 and units * (p.column_blocks) * (256 * p.weights.bits + 48) <= 108 << 10
     # Taking out 1-bit and 2-bit codes for fp16 takes longer than reading them: see docs/packed.md.
-    split = p.m <= 2 and p.weights.bits <= 2 and units > 3 and p.activations.is_floating_point
+    split = p.m <= 2 and p.weights.bits <= 2 and units > 3 and not p.activations.quantized
     split = split and p.k % 2 == 0 and p.aligned and not p.act_order
     # Sixteen warps hide latency better, where their rings still have two stages.
     more_warps = p.m <= 2 and not whole and (p.weights.bits <= 4 if units <= 3 else p.weights.bits <= 3)
-    if p.activations == torch.int8 and p.m == 1 and units > 6 and p.weights.bits == 4:
+    if p.activations.quantized and p.m == 1 and units > 6 and p.weights.bits == 4:
         # Copies of seven units, in all of a multiprocessor's shared memory (gate_up 14.1 us; 16.3 in copies of two).
         alone = fitted(p, 8, 1, 7, 180, 2)
         if shared_bytes(alone) <= p.device.shared_bytes:
@@ -158,7 +157,7 @@ def _default(p: Problem) -> Config:
     found = None
     # With more tokens their sums and activations want the room, and the next kernel's blocks fit no more anyway: down
     # at 3 and 4 tokens of int8 takes 10.4 us with 68 KB, 11.8 with 112; qkv at 6 tokens 5.7 with 80 KB, 7.4 with 68.
-    few = p.m <= 2 or (p.m <= 4 and (whole or units > 3 or p.activations != torch.int8))
+    few = p.m <= 2 or (p.m <= 4 and (whole or units > 3 or not p.activations.quantized))
     for kibibytes in (112, 64, 32, 16) if few else (80 if units == 3 else 68, 32, 16):
         found = fitted(p, 16 if more_warps else 8, 1, units if units <= 3 else 2, kibibytes, split=split)
         if shared_bytes(found) <= p.device.shared_bytes:
@@ -168,7 +167,7 @@ def _default(p: Problem) -> Config:
 
 
 def fitted(
-    p: Problem, warps: int, row_warps: int, row_units: int, kibibytes: int, prefetch: int = 0, split: bool = False
+    p: LinearProblem, warps: int, row_warps: int, row_units: int, kibibytes: int, prefetch: int = 0, split: bool = False
 ) -> Config:
     """A config of these warps, whose rings have about ``kibibytes`` together; prefetch 0 chooses one."""
     mine = -(-p.block_units // row_warps)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.kernels.gemm import packed_layout
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import UNIT_ROWS, PackedWeight, round_up
 from anybit.kernels.gemm.packed_problem import (
     FewFacts,
     Params,
-    Problem,
     arguments,
     checked_problem,
     facts,
@@ -62,7 +62,7 @@ class Config(FewFacts):
         return self.row_warps * self.split_k_warps
 
 
-def why_not(problem: Problem, config: Config | None = None) -> str | None:
+def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     """Why ``config`` (or any) cannot do ``problem``, in a sentence; None if it can."""
     reason = why_not_few(problem, MOST_TOKENS, "sm90_packed_gemm.py")
     if reason is not None or config is None:
@@ -102,7 +102,7 @@ def kernel(config: Config) -> jit.Kernel:
     return jit.Kernel(f"gemm/{name}.cuh", name, c, Params, c.warps * 32, shared_bytes(c), c.cluster_k)
 
 
-def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def grid(problem: LinearProblem, config: Config) -> tuple[int, int, int]:
     """A block an SM if its rows suffice."""
     units = problem.units
     owners = max(min(_owners(problem.device.sms, config.cluster_k), units), -(-units // config.block_units))
@@ -115,7 +115,7 @@ def _owners(sms: int, cluster: int) -> int:
 
 
 def fitted(
-    p: Problem, row_warps: int, k_warps: int, stage_units: int, kibibytes: int, x_stages: int, cluster: int = 1,
+    p: LinearProblem, row_warps: int, k_warps: int, stage_units: int, kibibytes: int, x_stages: int, cluster: int = 1,
     prefetch: int = 0, **changes: int,
 ) -> Config:  # fmt: skip
     """A config of these warps, whose rings of weights have about ``kibibytes`` together; prefetch 0 chooses one."""
@@ -143,20 +143,20 @@ _WARPS = ((1, 8), (2, 4), (4, 2), (2, 8), (4, 4), (7, 2), (7, 1), (1, 4))
 """Warps along rows and along columns."""
 
 
-def configs(problem: Problem) -> Iterator[Config]:
+def configs(problem: LinearProblem) -> Iterator[Config]:
     """Every config worth trying, legal ones alone; the default first."""
     shapes = itertools.product(_WARPS, (1, 2), (1, 2), (48, 72, 96), (1, 2, 4))
     candidates = (fitted(problem, *warps, units, size, x, cluster) for warps, units, cluster, size, x in shapes)
     return legal(default(problem), candidates, lambda config: why_not(problem, config))
 
 
-def default(problem: Problem) -> Config:
+def default(problem: LinearProblem) -> Config:
     """The config to use where nothing was measured. Raises KernelError where there is none."""
     return packed_layout.checked_default(problem, _default, why_not)
 
 
 @functools.cache
-def _default(p: Problem) -> Config:
+def _default(p: LinearProblem) -> Config:
     """What won on an H200 (docs/packed.md): blocks of few rows share their columns with another, since reading the
     activations takes longest; sixteen warps hide latency.
     """

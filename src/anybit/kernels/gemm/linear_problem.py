@@ -1,0 +1,101 @@
+"""What a gemm kernel is asked for: ``LinearProblem``, which every family of ``anybit.kernels.gemm`` takes."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from anybit.device import Device
+from anybit.kernels.common.types import Operand, Output
+from anybit.kernels.gemm import bitplane_layout
+from anybit.kernels.gemm.packed_layout import TILE_COLUMNS, TILE_ROWS, UNIT_ROWS, round_up
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
+
+_MOST_UNITS = 16
+"""Units of a block where a layer has more blocks than there are multiprocessors anyway."""
+_MOST_IN_A_WAVE = 18
+"""And where so many leave one block for each: with 16, 34816 x 5120 and 37888 x 3584 had 136 and 148 blocks for 132
+multiprocessors (int8, two tokens: 34.1 and 26.3 us, for 25.6 and 19.6)."""
+_OUTPUTS = {output.dtype: output for output in Output}
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """One linear call, quantization of its activations included: y[m, n] = x[m, k] W[n, k]^T.
+
+    dtype: of y, and of x where activations have 16 bits; float16 or bfloat16, of bit planes also float32 or int32 (the
+    integers before scales). act_order: the columns of the tiles are permuted. columns: of the tiles, where an
+    activation order makes them more than k rounded up to 128; 0: that. aligned: rows of x, or of its codes
+    where activations are quantized, start on 16 bytes. y_aligned: rows of y do.
+    """
+
+    m: int
+    n: int
+    k: int
+    weights: WeightFormat
+    activations: ActivationFormat = field(default_factory=ActivationFormat)
+    dtype: torch.dtype = torch.float16
+    device: Device = field(default_factory=lambda: Device.named("sm_90a"))
+    act_order: bool = False
+    columns: int = 0
+    aligned: bool = True
+    y_aligned: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.scheme} {self.m} x {self.n} x {self.k}"
+
+    @property
+    def scheme(self) -> Scheme:
+        """Weights and activations as a scheme."""
+        return Scheme(self.weights, self.activations)
+
+    @property
+    def operand(self) -> Operand:
+        """What tensor cores multiply where weights are dequantized."""
+        if self.activations.quantized:
+            return Operand.s8 if self.activations.integer else Operand.e4m3
+        return Operand.bf16 if self.dtype == torch.bfloat16 else Operand.f16
+
+    @property
+    def output(self) -> Output:
+        """The type of y. Raises KeyError where kernels write no such values."""
+        return _OUTPUTS[self.dtype]
+
+    # -------- of weights in tiles (packed_layout.py)
+
+    @property
+    def tile_columns(self) -> int:
+        """K' of the tiles."""
+        return self.columns or round_up(self.k, TILE_COLUMNS)
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of 128 columns."""
+        return -(-self.tile_columns // TILE_COLUMNS)
+
+    @property
+    def weight_tiles(self) -> int:
+        """Tiles of 64 rows."""
+        return -(-self.n // TILE_ROWS)
+
+    @property
+    def units(self) -> int:
+        """Units of 16 rows, those that fill the last tile included."""
+        return self.weight_tiles * (TILE_ROWS // UNIT_ROWS)
+
+    @property
+    def block_units(self) -> int:
+        """How many of a layer's units a block for few tokens takes."""
+        mine = -(-self.units // self.device.sms)
+        return mine if mine <= _MOST_IN_A_WAVE else _MOST_UNITS
+
+    # -------- of weights in bit planes (bitplane_layout.py)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 1024 columns."""
+        return bitplane_layout.chunks(self.k)
+
+    @property
+    def short_sums(self) -> bool:
+        """Whether no integer result reaches 2^22, below which an addition makes a float of it."""
+        return bitplane_layout.largest_sum(self.k, self.weights, self.activations) < 2**22
