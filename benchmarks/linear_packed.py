@@ -36,10 +36,12 @@ from anybit.errors import KernelError
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import heuristics, packed_tiles, repack, sm90_packed_gemm
+from anybit.kernels.gemm.builtin import step
+from anybit.kernels.gemm.families import FAMILIES, tiles_of
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.packing import QuantizedWeight, table_of, words_per_row
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import dispatcher
-from anybit.tune.registry import FAMILIES, LinearProblem, step, tiles_of
 from cases import LLAMA3_8B, MODELS, Case, random_places
 from timing import (
     RESULTS,

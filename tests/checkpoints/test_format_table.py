@@ -11,8 +11,9 @@ from anybit.checkpoints import convert
 from anybit.checkpoints.formats import FORMATS, gguf_encode, gptq_write
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS
 from anybit.device import Device
+from anybit.kernels.gemm.families import FAMILIES
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme, WeightFormat
-from anybit.tune.registry import FAMILIES, LinearProblem
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "formats.md").read_text()
 TABLE = re.search(r"<!-- formats -->(.*?)<!-- end -->", PAGE, re.DOTALL)

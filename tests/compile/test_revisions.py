@@ -18,10 +18,11 @@ import torch
 from anybit.jit import Kernel
 from anybit.jit.cache import compiler_version
 from anybit.jit.identity import machine_code
+from anybit.kernels.gemm.families import FAMILIES, Candidate
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune.policy import SHIPPED, read
-from anybit.tune.registry import FAMILIES, REVISIONS, LinearProblem
-from anybit.tune.space import Candidate
+from anybit.tune.registry import REVISIONS
 
 STORED = Path(__file__).with_name("revisions.json")
 ARCH = "sm_90a"

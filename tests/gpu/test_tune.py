@@ -10,14 +10,16 @@ import torch
 
 from anybit import ops
 from anybit.device import Device
+from anybit.kernels.gemm.builtin import builtin
+from anybit.kernels.gemm.families import Layout
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.linear import QuantLinear, use_backend
 from anybit.scheme import Scheme
 from anybit.tune import dispatch as dispatching
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
-from anybit.tune.registry import Layout, LinearProblem
 from anybit.tune.roofline import floor_us
 from anybit.tune.search import Options, search
-from anybit.tune.space import builtin, space
+from anybit.tune.space import space
 from anybit.tune.worker import TimingBudget
 from cases import random_weight
 

@@ -12,14 +12,15 @@ from anybit import jit, ops
 from anybit.device import Device
 from anybit.errors import KernelError, LayerError
 from anybit.hadamard import transform
+from anybit.kernels.gemm.builtin import builtin
+from anybit.kernels.gemm.families import tiles_of
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.linear import QuantLinear, use_backend
 from anybit.ops import backend, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.bitwise import Bitwise, why_not
 from anybit.ops.checks import dense_bias
 from anybit.scheme import CODES, ActivationFormat, Scheme, WeightFormat
-from anybit.tune.registry import LinearProblem, tiles_of
-from anybit.tune.space import builtin
 from cases import BITS, random_weight, seeds
 
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from anybit.errors import KernelError
+from anybit.kernels.gemm.builtin import builtin
+from anybit.kernels.gemm.families import FAMILIES, Candidate
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune.policy import SHIPPED, read
-from anybit.tune.registry import FAMILIES, LinearProblem
-from anybit.tune.space import Candidate, builtin, promising
+from anybit.tune.space import promising
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "tuning"))
 from lower_bound import lower_bound_us

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from anybit.device import Device
+from anybit.kernels.gemm.builtin import builtin
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune.policy import Measured, Origin, Point, Policy
-from anybit.tune.registry import LinearProblem
-from anybit.tune.space import builtin, space
+from anybit.tune.space import space
 
 ROOT = Path(__file__).parent.parent.parent
 

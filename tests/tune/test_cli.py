@@ -12,12 +12,14 @@ import transformers
 from tests.cases_models import save_tiny
 
 from anybit import cli
+from anybit.kernels.gemm.builtin import builtin
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune import dispatch as dispatching
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
-from anybit.tune.registry import GRID, STEPS, LinearProblem
+from anybit.tune.registry import GRID, STEPS
 from anybit.tune.search import Options, Progress
-from anybit.tune.space import builtin, space
+from anybit.tune.space import space
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="explains the GPU that is present")
 

@@ -9,14 +9,16 @@ import torch
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.gemm import sm90_packed_gemm
+from anybit.kernels.gemm.builtin import MOST_TOKENS, builtin, builtin_layout
+from anybit.kernels.gemm.families import FAMILIES, Candidate, Layout
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.ops import bitwise
 from anybit.ops.backend import LinearSpec
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import Dispatcher
 from anybit.tune.explain import explain
 from anybit.tune.policy import Measured, Point
-from anybit.tune.registry import FAMILIES, MOST_TOKENS, Layout, LinearProblem
-from anybit.tune.space import Candidate, builtin, builtin_layout, preserves_pdl_overlap, promising, space
+from anybit.tune.space import preserves_pdl_overlap, promising, space
 from cases_tune import other_than_default, point, policy, product
 
 H200 = Device.named("sm_90a")

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from anybit import ops
 from anybit.device import Device
+from anybit.kernels.gemm.builtin import step
+from anybit.kernels.gemm.families import Layout
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.ops import bitwise, layouts, packed
 from anybit.ops.backend import LinearSpec
 from anybit.ops.layouts import MultiLayoutBackend
@@ -18,7 +21,6 @@ from anybit.scheme import ActivationFormat, Scheme
 from anybit.tune import dispatch as dispatching
 from anybit.tune.dispatch import Dispatcher
 from anybit.tune.policy import Measured, Origin, Point, Policy
-from anybit.tune.registry import Layout, LinearProblem, step
 from anybit.tune.space import space
 from cases import random_weight
 

@@ -11,12 +11,14 @@ import torch
 
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.kernels.gemm.builtin import bucket, builtin, step
+from anybit.kernels.gemm.families import FAMILIES, KernelFamily
 from anybit.tune import dispatch as dispatching
 from anybit.tune import policy as policies
 from anybit.tune.dispatch import Dispatcher
 from anybit.tune.policy import SHIPPED, Measured, Point, PolicyError, read, save, usable
-from anybit.tune.registry import FAMILIES, GRID, STEPS, KernelFamily, bucket, step
-from anybit.tune.space import builtin, promising, space
+from anybit.tune.registry import GRID, STEPS
+from anybit.tune.space import promising, space
 from cases_tune import point, policy, product
 
 H200 = Device.named("sm_90a")

@@ -14,14 +14,16 @@ import pytest
 
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.kernels.gemm.builtin import builtin
+from anybit.kernels.gemm.families import Candidate
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune import policy as policies
 from anybit.tune import search as searching
 from anybit.tune.policy import Policy, read
 from anybit.tune.processes import Worker
-from anybit.tune.registry import LinearProblem
 from anybit.tune.search import Options, candidates_of, excluded_name, point_of, search, search_on
-from anybit.tune.space import Candidate, builtin, preserves_pdl_overlap, space
+from anybit.tune.space import preserves_pdl_overlap, space
 from anybit.tune.worker import Time, TimingBudget, WrongResultError, finalists
 
 H200 = Device.named("sm_90a")

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from anybit.device import Device
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune.policy import SHIPPED, Policy, file_name, read
-from anybit.tune.registry import GRID, LinearProblem
+from anybit.tune.registry import GRID
 from anybit.tune.space import preserves_pdl_overlap
 
 MAPS = sorted(SHIPPED.glob("*.json"))

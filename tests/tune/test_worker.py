@@ -12,9 +12,9 @@ import torch
 from anybit import jit
 from anybit.device import Device
 from anybit.kernels.gemm import packed_tiles, sm80_packed_gemm
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme, WeightFormat
 from anybit.tune import worker
-from anybit.tune.registry import LinearProblem
 from anybit.tune.space import space
 from cases import random_weight
 

@@ -21,13 +21,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from anybit.errors import KernelError
+from anybit.kernels.gemm.builtin import INTERPOLATE_FROM, builtin, builtin_layout
+from anybit.kernels.gemm.families import Layout
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune.dispatch import OTHER_LAYOUT, Dispatcher
 from anybit.tune.policy import Key, Measured, Point, Policy, read, text
 from anybit.tune.processes import Worker
-from anybit.tune.registry import INTERPOLATE_FROM, Layout, LinearProblem
 from anybit.tune.search import Options, plans, search
-from anybit.tune.space import FEW_TOKENS, builtin, builtin_layout, clearly_faster, preserves_pdl_overlap
+from anybit.tune.space import FEW_TOKENS, clearly_faster, preserves_pdl_overlap
 from anybit.tune.worker import TimingBudget
 from layers import MAPPED, MODELS, SCHEMES, parts
 

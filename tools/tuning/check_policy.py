@@ -11,6 +11,7 @@ is every legal config of every family, less those of few tokens that no map is o
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,16 @@ import torch
 
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.kernels.gemm.builtin import builtin, step
+from anybit.kernels.gemm.families import FAMILIES, Candidate
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune import worker
 from anybit.tune.dispatch import Dispatcher
 from anybit.tune.policy import SHIPPED, Origin, Policy, file_name, key_of, read
 from anybit.tune.processes import Worker, compile_one
-from anybit.tune.registry import FAMILIES, LinearProblem, step
 from anybit.tune.search import Options, candidates_of, point_of, race
-from anybit.tune.space import Candidate, builtin, builtins_of, preserves_pdl_overlap, promising
+from anybit.tune.space import builtins_of, preserves_pdl_overlap, promising
 from anybit.tune.worker import Bench, Runner, Time, TimingBudget, WrongResultError
 from layers import drawn
 from lower_bound import lower_bound_us
@@ -218,18 +222,20 @@ def known_ratio(product: LinearProblem, chosen: Candidate, row: dict[str, Any], 
     from its family's estimate beside a named config of the family; else it is taken to be as bad as the worst named.
     """
     named = {row["best"]: 1.0} | {row["chosen"][name]: row["ratios"][name] for name in CHOICES}
-    if chosen.name in named:
-        return named[chosen.name], "named"
+    named = {short(name): ratio for name, ratio in named.items()}
+    mine = short(chosen.name)
+    if mine in named:
+        return named[mine], "named"
     points = full.layers.get(key_of(product), {})
     for m in sorted(points, key=lambda m: abs(math.log2(m / row["m"])))[:3]:
         there, times = replace(product, m=m), dict[str, float]()
         for measured in points[m].strategies.values():
             try:
-                times[measured.candidate(there).name] = measured.us
+                times[short(measured.candidate(there).name)] = measured.us
             except KernelError:
                 continue
-        times.setdefault(builtin(there).name, points[m].default_us)
-        ratios = [named[name] * times[chosen.name] / times[name] for name in named if {name, chosen.name} <= {*times}]
+        times.setdefault(short(builtin(there).name), points[m].default_us)
+        ratios = [named[name] * times[mine] / times[name] for name in named if {name, mine} <= {*times}]
         if ratios and abs(math.log2(m / row["m"])) < 0.3:
             return max(1.0, sum(ratios) / len(ratios)), "map times"
     family, here = FAMILIES.get(chosen.kernel), replace(product, m=row["m"])
@@ -239,6 +245,16 @@ def known_ratio(product: LinearProblem, chosen: Candidate, row: dict[str, Any], 
             us = family.estimate(here, chosen.config), family.estimate(here, other)
             return max(1.0, ratio * (us[0] or 1.0) / (us[1] or 1.0)), "estimate"
     return max(named.values()), "worst named"
+
+
+def short(name: str) -> str:
+    """A config's name less what is its field's default: fields that its family has got since its row was written."""
+    kernel, fields = name.partition("(")[0], fields_of(name)
+    for one in dataclasses.fields(FAMILIES[kernel].module.Config) if kernel in FAMILIES else ():
+        default = one.default.name if isinstance(one.default, Enum) else one.default
+        if fields.get(one.name) == default:
+            del fields[one.name]
+    return f"{kernel}({', '.join(f'{key}={value}' for key, value in sorted(fields.items()))})"
 
 
 def fields_of(name: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 import random
 
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from anybit.tune.registry import GRID, LinearProblem
+from anybit.tune.registry import GRID
 
 # Linear layers as they are served, projections that share an input fused: (N, K). The most used ones first.
 MODELS: dict[str, tuple[tuple[int, int], ...]] = {

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from anybit.kernels.gemm import sm90_bitplane_gemm, sm90_bitplane_stacked, sm90_packed_gemm
+from anybit.kernels.gemm.families import FAMILIES, Candidate
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.sm90_bitplane_skinny import SkinnyFacts
 from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary
-from anybit.tune.registry import FAMILIES, LinearProblem
 from anybit.tune.roofline import floor_us
-from anybit.tune.space import Candidate
 
 _CLOCK = 1.98e3
 """Cycles in a microsecond: the highest clock of an H200."""

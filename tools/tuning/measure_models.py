@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from anybit.kernels.gemm.families import FAMILIES, Layout, tiles_of
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
 from anybit.tune import dispatch as dispatching
 from anybit.tune.dispatch import Choice, Dispatcher
 from anybit.tune.policy import read
-from anybit.tune.registry import FAMILIES, Layout, LinearProblem, tiles_of
 from layers import MODELS
 from timing import merge_rows, stamp, worst_of
 

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from anybit.errors import KernelError
 from anybit.jit import Kernel
 from anybit.jit.identity import machine_code
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.tune.policy import SHIPPED, Measured, Origin, Policy, file_name, read, text
-from anybit.tune.registry import LinearProblem
 from build_policy import product_of
 
 ARCH = "sm_90a"

@@ -14,6 +14,7 @@ from anybit import jit
 from anybit.errors import LayerError
 from anybit.hadamard import factor, transform
 from anybit.kernels.elementwise import hadamard as hadamard_kernel
+from anybit.kernels.gemm.families import Layout
 from anybit.ops import bitwise, packed, repeats
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
@@ -25,7 +26,6 @@ from anybit.ops.reference import ReferenceDecoded, ReferencePacked
 from anybit.ops.repeats import linear_again, linear_like
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
-from anybit.tune.registry import Layout
 
 __all__ = [
     "Backend",

@@ -11,13 +11,15 @@ from anybit.kernels.common.types import Output
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import bitplane, bitplane_layout, bitplane_problem
+from anybit.kernels.gemm.builtin import step
+from anybit.kernels.gemm.families import Layout, quantizer
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import check_input, dense_bias, layouts_of, product_of, rows_of
 from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
-from anybit.tune.registry import Layout, LinearProblem, quantizer, step
 
 TENSORS = 6
 """How many tensors ``prepare`` gives."""

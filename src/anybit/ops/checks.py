@@ -7,12 +7,13 @@ from torch import Tensor
 
 from anybit.device import Device
 from anybit.errors import KernelError, dtype_name
+from anybit.kernels.gemm.builtin import builtin_layout
+from anybit.kernels.gemm.families import Layout
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.dispatch import allowed, dispatcher, generation
-from anybit.tune.registry import Layout, LinearProblem
-from anybit.tune.space import builtin_layout
 
 
 def check_input(x: Tensor, weight: Tensor, spec: LinearSpec, bias: Tensor | None = None) -> None:

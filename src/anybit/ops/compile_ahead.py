@@ -15,10 +15,11 @@ from torch import Tensor
 from anybit import jit
 from anybit.device import Device
 from anybit.jit.cache import on_disk
+from anybit.kernels.gemm.builtin import MOST_TOKENS
 from anybit.ops.backend import LinearSpec
 from anybit.ops.pages import RopePagesArgs, norm_rotate_pages, rotate_pages
 from anybit.tune.processes import compile_kernels
-from anybit.tune.registry import MOST_TOKENS, STEPS
+from anybit.tune.registry import STEPS
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from anybit.device import Device
+from anybit.kernels.gemm.builtin import step
+from anybit.kernels.gemm.families import Layout
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import layouts_of, product_of
 from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme
 from anybit.tune.dispatch import allowed, dispatcher, forget_with_maps, tell
-from anybit.tune.registry import Layout, step
 
 _UNWANTED = 9
 """A cost above every other backend's: it runs only when it is named."""

@@ -28,6 +28,9 @@ from anybit.kernels.gemm import (
     sm90_packed_gemv,
     sparse_layout,
 )
+from anybit.kernels.gemm.builtin import step
+from anybit.kernels.gemm.families import FAMILIES, quantizer, tiles_of
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops import packed_repeat
@@ -38,7 +41,6 @@ from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
-from anybit.tune.registry import FAMILIES, LinearProblem, quantizer, step, tiles_of
 
 TENSORS = 8
 """How many tensors ``prepare`` gives."""

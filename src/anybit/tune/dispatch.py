@@ -15,18 +15,13 @@ from typing import Any, Literal
 import torch
 
 from anybit.errors import KernelError, dtype_name
+from anybit.kernels.gemm.builtin import INTERPOLATE_FROM, MOST_TOKENS, bucket, builtin, builtin_layout
+from anybit.kernels.gemm.families import Candidate, Layout
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat, WeightFormat
 from anybit.tune.interpolate import around, expected_gain
 from anybit.tune.policy import SHIPPED, Measured, Point, Policy, file_name, key_of, own_file, usable
-from anybit.tune.registry import INTERPOLATE_FROM, MOST_TOKENS, Layout, LinearProblem, bucket
-from anybit.tune.space import (
-    FEW_TOKENS,
-    Candidate,
-    builtin,
-    builtin_layout,
-    preserves_pdl_overlap,
-    refuse_unknown,
-)
+from anybit.tune.space import FEW_TOKENS, preserves_pdl_overlap, refuse_unknown
 
 _NEAR = 1.0
 """How far, in powers of two, a point may be to stand for a layer that was not measured."""

@@ -5,10 +5,11 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from anybit.kernels.gemm.builtin import INTERPOLATE_FROM, builtin
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.tune.dispatch import Dispatcher
-from anybit.tune.registry import INTERPOLATE_FROM, LinearProblem
 from anybit.tune.roofline import floor_us
-from anybit.tune.space import builtin, space
+from anybit.tune.space import space
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from anybit.errors import KernelError
-from anybit.tune.registry import FAMILIES, LinearProblem, power_of_two
-from anybit.tune.space import Candidate, builtin
+from anybit.kernels.gemm.builtin import builtin, power_of_two
+from anybit.kernels.gemm.families import FAMILIES, Candidate
+from anybit.kernels.gemm.linear_problem import LinearProblem
 
 
 def around(counts: Iterable[int], tokens: int) -> tuple[int, int]:

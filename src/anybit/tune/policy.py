@@ -22,9 +22,11 @@ from typing import Any
 
 from anybit.errors import KernelError, dtype_name
 from anybit.jit.cache import folder
+from anybit.kernels.gemm.families import FAMILIES, Candidate, FieldValue
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import Scheme
-from anybit.tune.registry import FAMILIES, REVISIONS, FieldValue, LinearProblem
-from anybit.tune.space import STRATEGIES, Candidate
+from anybit.tune.registry import REVISIONS
+from anybit.tune.space import STRATEGIES
 
 FORMAT = "anybit policy map 2"
 SHIPPED = Path(__file__).parent / "policies"

@@ -14,8 +14,8 @@ import torch
 
 from anybit import jit
 from anybit.errors import KernelError
-from anybit.tune.registry import LinearProblem
-from anybit.tune.space import Candidate
+from anybit.kernels.gemm.families import Candidate
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.tune.worker import Runner, Time, TimingBudget, WrongResultError
 
 _REFUSED = (WrongResultError, KernelError, ValueError, torch.OutOfMemoryError)

@@ -19,11 +19,12 @@ from typing import Any
 
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.kernels.gemm.families import Candidate
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.tune.policy import Measured, Origin, Point, Policy, save, usable
 from anybit.tune.processes import CrashError, Worker, apart, compile_one, compilers, die_with_parent
-from anybit.tune.registry import LinearProblem
 from anybit.tune.roofline import floor_us
-from anybit.tune.space import FEW_TOKENS, Candidate, builtins_of, clearly_faster, preserves_pdl_overlap, promising
+from anybit.tune.space import FEW_TOKENS, builtins_of, clearly_faster, preserves_pdl_overlap, promising
 from anybit.tune.worker import Runner, Time, TimingBudget
 
 _logger = logging.getLogger(__name__)

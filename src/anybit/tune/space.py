@@ -8,28 +8,16 @@ import contextlib
 import functools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from anybit import dpr
 from anybit.errors import KernelError
-from anybit.jit import Kernel
-from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Target
-from anybit.kernels.gemm import bitplane, heuristics, repack
 from anybit.kernels.gemm.bitplane_problem import half_bytes
+from anybit.kernels.gemm.builtin import builtin, power_of_two
+from anybit.kernels.gemm.families import FAMILIES, Candidate, Layout, strategy_of, tiles_of
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.scheme import ActivationFormat
-from anybit.tune.registry import (
-    FAMILIES,
-    FieldValue,
-    Layout,
-    LinearProblem,
-    bucket,
-    power_of_two,
-    quantizer,
-    tiles_of,
-)
 
 STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "sparse")
 """Ways of carrying a product out (ADAngel, section 4.3)."""
@@ -38,69 +26,6 @@ ALLOWANCES = {"a8": "16-bit activations may be quantized to 8 bits where that is
 """What a user may allow, since it changes results."""
 
 _INT8, _FP8 = ActivationFormat(8, "sym"), ActivationFormat(8, "float")
-# Plane by plane a product costs bits * bits / 8 of the same product in int8. At a tie planes win at nearly every number
-# of tokens (w2a4 on an H200: docs/tuning.md); above it dequantized bytes do, where compute is the limit.
-_TIE = 8
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run a product: the kernel family, its config, and what activations are quantized to."""
-
-    kernel: str
-    config: Any
-    activations: ActivationFormat
-
-    @property
-    def strategy(self) -> str:
-        """Of ``STRATEGIES``."""
-        return strategy_of(self.kernel, self.activations, self.config)
-
-    @property
-    def layout(self) -> Layout:
-        """Where the weights must lie."""
-        return FAMILIES[self.kernel].layout(self.activations)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block."""
-        return int(FAMILIES[self.kernel].module.shared_bytes(self.config))
-
-    @property
-    def fields(self) -> dict[str, FieldValue]:
-        """What is chosen of the config, by name."""
-        return FAMILIES[self.kernel].fields(self.config)
-
-    @property
-    def name(self) -> str:
-        """What it is called in maps, reports and exclusions."""
-        return f"{self.kernel}({', '.join(f'{key}={value}' for key, value in self.fields.items())})"
-
-    def why_not(self, product: LinearProblem) -> str | None:
-        """Why it cannot run a product; None if it can."""
-        return FAMILIES[self.kernel].why_not(replace(product, activations=self.activations), self.config)
-
-    def kernels(self, product: LinearProblem) -> Iterator[Kernel]:
-        """What is to be compiled before it can run."""
-        family = FAMILIES[self.kernel]
-        if family.target is Target.bytes and not product.weights.sparse:
-            yield repack.kernel(repack.config_of(product.weights, "a8" if self.activations.quantized else "a16"))
-        if self.activations.quantized:
-            yield quantize_activations.kernel(quantizer(replace(product, activations=self.activations), family.target))
-        yield family.module.kernel(self.config)
-
-
-def strategy_of(kernel: str, activations: ActivationFormat, config: Any = None) -> str:
-    """The name of what a family does with activations."""
-    if FAMILIES[kernel].target is Target.planes:
-        return "bitwise"
-    if getattr(config, "nibbles", False):
-        return "split"
-    if getattr(config, "sparse", False):
-        return "sparse"
-    if not activations.quantized:
-        return "dequantize"
-    return "padding to int8" if activations.integer else "padding to fp8"
 
 
 @dataclass(frozen=True)
@@ -161,67 +86,6 @@ def refuse_unknown(allow: Collection[str]) -> None:
     for word in allow:
         if word not in ALLOWANCES:
             raise KernelError(f"allowance {word!r} is unknown; there are {', '.join(ALLOWANCES)}")
-
-
-# -------- built-in choices: what runs where nothing was measured
-
-
-_FEW = 16
-_TILES = ("sm90_packed_gemm", "sm80_packed_gemm")
-"""The families over tiles for any number of tokens."""
-
-
-def builtin_layout(product: LinearProblem) -> Layout:
-    """The layout that weights get where nothing was measured."""
-    x, planes = product.activations, _planes_family(product)
-    if planes and x.integer and product.weights.bits * x.bits <= _TIE:
-        return Layout.planes
-    tiles = not planes or any(FAMILIES[name].why_not(product) is None for name in _TILES)
-    return tiles_of(x) if tiles else Layout.planes
-
-
-def builtin(product: LinearProblem, layout: Layout | None = None) -> Candidate:
-    """The built-in choice for a product with its weights in ``layout`` (by default: in the built-in one).
-
-    Made for the token count that stands for the product's: with few tokens the next power of two, which needs fewer
-    kernels; with many the next of the grid, since tiles of tokens that do not fit cost up to a quarter of the time.
-    Raises KernelError, in a sentence, where nothing can run it.
-    """
-    x = product.activations
-    # Five and six tokens of w4a16 have a choice of their own: that for eight takes 7 % longer in layers like down.
-    fine = product.m > _FEW or (not x.quantized and product.weights.bits == 4 and product.m in (5, 6))
-    rounded = replace(product, m=(bucket if fine else power_of_two)(product.m))
-    if (layout or builtin_layout(product)) is Layout.planes:
-        names = [name] if (name := _planes_family(rounded)) else ["sm90_bitplane_gemm"]
-    else:
-        names = [*_few_family(rounded), *_TILES]
-    reasons = []
-    for name in names:
-        reason = FAMILIES[name].why_not(rounded)
-        if reason is None:
-            return Candidate(name, FAMILIES[name].default(rounded), x)
-        reasons.append(f"{name}: {reason}")
-    if layout is not None:
-        raise KernelError(f"no kernel over {layout.value} runs {product}: {'; '.join(reasons)}")
-    reasons.append(f"sm90_bitplane_gemm: {FAMILIES['sm90_bitplane_gemm'].why_not(rounded)}")
-    reference = "the reference does, slowly, after anybit.ops.allow_fallback()"
-    raise KernelError(f"no kernel runs {product}: {'; '.join(reasons)}; {reference}")
-
-
-def _planes_family(product: LinearProblem) -> str | None:
-    """The built-in family over bit planes; None where none runs."""
-    if FAMILIES["sm80_bitplane_gemm"].why_not(product) is not None:  # which begins with the oldest architecture
-        return None
-    module = bitplane.family(product)
-    return None if module is None else module.__name__.rpartition(".")[2]
-
-
-def _few_family(product: LinearProblem) -> list[str]:
-    """The family for few tokens, if one is faster; none gathers activations as it quantizes them."""
-    if product.dtype not in (torch.float16, torch.bfloat16) or (product.activations.quantized and product.act_order):
-        return []
-    few = heuristics.kernel(product)
-    return [few.__name__.rpartition(".")[2]] if few else []
 
 
 FEW_TOKENS = 8

@@ -15,10 +15,10 @@ from anybit.device import Device
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed
 from anybit.kernels.gemm import bitplane_layout, packed_tiles, sm80_packed_gemm
+from anybit.kernels.gemm.families import FAMILIES, Candidate, Layout, quantizer
+from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.packing import QuantizedWeight, words_per_row
 from anybit.scheme import ActivationFormat, WeightFormat
-from anybit.tune.registry import FAMILIES, Layout, LinearProblem, quantizer
-from anybit.tune.space import Candidate
 
 _ROTATE_BYTES = 160 << 20
 """Weights rotate through at least this much: 2.7 times the L2 of an H200, so that none is found there again."""

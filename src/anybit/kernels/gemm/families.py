@@ -1,0 +1,287 @@
+"""The kernel families that can run a linear problem, behind one interface, and what one of them is asked to run.
+
+A family is a module of ``anybit.kernels.gemm`` with ``Config``, ``why_not``, ``configs``, ``default``, ``kernel`` and
+``shared_bytes``, perhaps ``estimate`` (microseconds); all of them take ``LinearProblem``.
+"""
+
+import dataclasses
+import functools
+import operator
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybit.errors import KernelError, dtype_name
+from anybit.jit import Kernel
+from anybit.kernels.common.types import Output
+from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.elementwise.quantize_activations import Packed, Target
+from anybit.kernels.gemm import (
+    bitplane,
+    bitplane_kinds,
+    bitplane_problem,
+    heuristics,
+    packed_problem,
+    repack,
+    sm80_bitplane_gemm,
+    sm80_packed_gemm,
+    sm90_bitplane_gemm,
+    sm90_bitplane_resident,
+    sm90_bitplane_skinny,
+    sm90_bitplane_stacked,
+    sm90_packed_gemm,
+    sm90_packed_gemv,
+    sm90_packed_skinny,
+    sm90_packed_skinny_f16,
+)
+from anybit.kernels.gemm.bitplane_problem import ROWS
+from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.scheme import ActivationFormat
+
+FieldValue = int | bool | str
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+EVERY_KIND, EVERY_RING = 4, 12
+"""A search for so many of each family tries every kind of bit-plane tile, and for more several rings of each."""
+
+
+class Layout(Enum):
+    """How a layer's weights lie in memory; a candidate reads one of them."""
+
+    planes = "bit planes"
+    tiles_a16 = "tiles for 16-bit activations"
+    tiles_a8 = "tiles for 8-bit activations"
+
+
+def tiles_of(activations: ActivationFormat) -> Layout:
+    """The layout of tiles for activations."""
+    return Layout.tiles_a8 if activations.quantized else Layout.tiles_a16
+
+
+@dataclass(frozen=True)
+class KernelFamily:
+    """A family of kernels. target: what activations are quantized into, if they are."""
+
+    name: str
+    module: ModuleType
+    target: Target
+
+    def layout(self, activations: ActivationFormat) -> Layout:
+        """Where the weights must lie."""
+        return Layout.planes if self.target is Target.planes else tiles_of(activations)
+
+    def why_not(self, product: LinearProblem, config: Any = None) -> str | None:
+        """Why the family, or a config of it, cannot run a product; None if it can."""
+        if product.dtype not in _SIXTEEN_BITS:
+            return f"kernels take float16 and bfloat16, not {dtype_name(product.dtype)}"
+        if self.module is sm80_packed_gemm and product.device.arch == "sm_90a":
+            return "sm_90a has wgmma, which is 1.5 times as fast as this family's mma.sync"
+        reason: str | None = self.module.why_not(product, config)
+        return reason
+
+    def configs(self, product: LinearProblem) -> list[Any]:
+        """Every legal config of a product, each once; empty where there is none."""
+        if self.why_not(product) is not None:
+            return []
+        try:
+            return list(dict.fromkeys(self._ready(one, product) for one in self.module.configs(product)))
+        except KernelError:
+            return []
+
+    def default(self, product: LinearProblem) -> Any:
+        """The built-in choice among the family's configs. Raises KernelError where there is none."""
+        reason = self.why_not(product)
+        if reason is not None:
+            raise KernelError(f"{self.name} cannot run {product}: {reason}")
+        return self._ready(self.module.default(product), product)
+
+    def _ready(self, config: Any, product: LinearProblem) -> Any:
+        """A config as layers of a model run it."""
+        return heuristics.limit_occupancy(config, product.device)
+
+    def fields(self, config: Any) -> dict[str, FieldValue]:
+        """What a search may choose of a config, by name; the inverse of ``rebuild``."""
+        values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _FACTS}
+        return {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
+
+    def rebuild(self, product: LinearProblem, fields: dict[str, FieldValue]) -> Any:
+        """The config with these fields, for another product; not yet known to be legal there.
+
+        Fields that are missing are those of the default. Raises KernelError for one that is unknown or of the wrong
+        kind, and where the family has no default for the product.
+        """
+        try:  # what a problem decides of a config does not depend on its tokens
+            base = _base(self, replace(product, m=1))
+        except KernelError:  # a family for many tokens alone
+            base = _base(self, product)
+        return replace(base, **self.parsed(fields))
+
+    def parsed(self, fields: Mapping[str, FieldValue]) -> dict[str, Any]:
+        """Fields as a config holds them. Raises KernelError for one that is unknown or of the wrong kind."""
+        kinds = _kinds(self)
+        found: dict[str, Any] = {}
+        for name, value in fields.items():
+            kind = kinds.get(name)
+            if kind is None:
+                raise KernelError(f"{self.name} has no field {name!r}")
+            if issubclass(kind, Enum):
+                if value not in kind.__members__:
+                    raise KernelError(f"{name} of {self.name} is one of {', '.join(kind.__members__)}, not {value!r}")
+                found[name] = kind[str(value)]
+            elif type(value) is not kind:
+                raise KernelError(f"{name} of {self.name} is of type {kind.__name__}, not {value!r}")
+            else:
+                found[name] = value
+        return found
+
+    def multiply(
+        self, x: Tensor | Packed, weight: Any, y: Tensor, config: Any, bias: Tensor | None = None, **more: Any
+    ) -> None:
+        """y[:] = x W^T + bias on the current stream; x: 16-bit activations or codes, weight: in the family's layout."""
+        if self.target is Target.planes:
+            assert isinstance(x, Packed)
+            bitplane.multiply(x, weight, Output(dtype_name(y.dtype)), bias=bias, y=y, config=config)
+        elif self.module is sm90_packed_gemm:
+            sm90_packed_gemm.multiply(x, weight, bias, y, config)
+        else:
+            rows, scale = (x.codes[:, : x.k], x.scale) if isinstance(x, Packed) else (x, None)
+            self.module.launch(weight, rows, y, scale, bias, config, **more)
+
+    def estimate(self, product: LinearProblem, config: Any) -> float | None:
+        """About how many microseconds a config takes, by the family's own estimate; None where it has none."""
+        if not hasattr(self.module, "estimate"):
+            return None
+        us: float = self.module.estimate(product, config)
+        return us
+
+    def promising(self, product: LinearProblem, count: int) -> list[Any]:
+        """What a search times: the default; the ``count`` first by the estimate, or those most like the default where
+        it has none; and one of each kind of bit-plane tile where ``count`` is ``EVERY_KIND`` or more.
+        """
+        found = self.configs(product)
+        if not found:
+            return []
+        own = self.default(product)
+        known = vars(own).values()
+
+        def rank(config: Any) -> float:
+            us = self.estimate(product, config)
+            return sum(map(operator.ne, vars(config).values(), known)) if us is None else us
+
+        kinds = self.kinds(product, count >= EVERY_RING) if count >= EVERY_KIND else []
+        return list(dict.fromkeys([own, *sorted(found, key=rank)[:count], *kinds]))
+
+    def kinds(self, product: LinearProblem, rings: bool = False) -> list[Any]:
+        """What stands for each kind of bit-plane tile, of small ones' rings several (rings); else nothing."""
+        configs = self.configs(product)
+        if self.target is not Target.planes or not configs:
+            return []
+        idle = -(-product.m // ROWS) * -(-product.n // ROWS) <= product.device.sms // 2
+        return bitplane_kinds.representatives(configs, product, self.default(product), idle, rings)
+
+
+@functools.cache
+def _kinds(family: KernelFamily) -> dict[str, type]:
+    """What a search may choose of a family's configs, by name: bool, int, or an enum whose members are named."""
+    hints = typing.get_type_hints(family.module.Config)
+    return {name: kind for name, kind in hints.items() if name not in _FACTS}
+
+
+@functools.lru_cache(maxsize=4096)
+def _base(family: KernelFamily, product: LinearProblem) -> Any:
+    return family.default(product)
+
+
+_FACTS = {
+    field.name for kind in (packed_problem.FewFacts, bitplane_problem.Facts) for field in dataclasses.fields(kind)
+}
+_FACTS |= {"wide_store", "bfloat_out", "tile_bytes", "aligned", "sparse"}
+"""Fields by which configs repeat their problem: no search chooses them, and no map holds them."""
+
+_MODULES = {
+    Target.planes: (
+        sm90_bitplane_gemm, sm90_bitplane_skinny, sm90_bitplane_resident, sm90_bitplane_stacked, sm80_bitplane_gemm,
+    ),
+    Target.bytes: (
+        sm90_packed_gemv, sm90_packed_skinny, sm90_packed_skinny_f16, sm90_packed_gemm, sm80_packed_gemm,
+    ),
+}  # fmt: skip
+FAMILIES: dict[str, KernelFamily] = {
+    name: KernelFamily(name, module, target)
+    for target, modules in _MODULES.items()
+    for module in modules
+    for name in (module.__name__.rpartition(".")[2],)
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a product: the kernel family, its config, and what activations are quantized to."""
+
+    kernel: str
+    config: Any
+    activations: ActivationFormat
+
+    @property
+    def strategy(self) -> str:
+        """Of ``STRATEGIES``."""
+        return strategy_of(self.kernel, self.activations, self.config)
+
+    @property
+    def layout(self) -> Layout:
+        """Where the weights must lie."""
+        return FAMILIES[self.kernel].layout(self.activations)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        return int(FAMILIES[self.kernel].module.shared_bytes(self.config))
+
+    @property
+    def fields(self) -> dict[str, FieldValue]:
+        """What is chosen of the config, by name."""
+        return FAMILIES[self.kernel].fields(self.config)
+
+    @property
+    def name(self) -> str:
+        """What it is called in maps, reports and exclusions."""
+        return f"{self.kernel}({', '.join(f'{key}={value}' for key, value in self.fields.items())})"
+
+    def why_not(self, product: LinearProblem) -> str | None:
+        """Why it cannot run a product; None if it can."""
+        return FAMILIES[self.kernel].why_not(replace(product, activations=self.activations), self.config)
+
+    def kernels(self, product: LinearProblem) -> Iterator[Kernel]:
+        """What is to be compiled before it can run."""
+        family = FAMILIES[self.kernel]
+        if family.target is Target.bytes and not product.weights.sparse:
+            yield repack.kernel(repack.config_of(product.weights, "a8" if self.activations.quantized else "a16"))
+        if self.activations.quantized:
+            yield quantize_activations.kernel(quantizer(replace(product, activations=self.activations), family.target))
+        yield family.module.kernel(self.config)
+
+
+def strategy_of(kernel: str, activations: ActivationFormat, config: Any = None) -> str:
+    """The name of what a family does with activations."""
+    if FAMILIES[kernel].target is Target.planes:
+        return "bitwise"
+    if getattr(config, "nibbles", False):
+        return "split"
+    if getattr(config, "sparse", False):
+        return "sparse"
+    if not activations.quantized:
+        return "dequantize"
+    return "padding to int8" if activations.integer else "padding to fp8"
+
+
+def quantizer(product: LinearProblem, target: Target, aligned: bool = True) -> quantize_activations.Config:
+    """How activations are quantized: the built-in choice. aligned: rows of x start on 16 bytes, and k is in eights."""
+    p = product
+    return quantize_activations.default(
+        quantize_activations.Problem(p.m, p.k, p.activations, p.dtype, target=target, aligned=aligned)
+    )
