@@ -20,7 +20,8 @@ from anybit.jit import Kernel  # noqa: E402
 from anybit.kernels.common.types import Output  # noqa: E402
 from anybit.kernels.elementwise import quantize_activations as activation_kernel  # noqa: E402
 from anybit.kernels.gemm import bitplane, bitplane_layout, sm80_bitplane_gemm  # noqa: E402
-from anybit.kernels.gemm.bitplane_problem import Facts, Problem  # noqa: E402
+from anybit.kernels.gemm.bitplane_problem import Facts  # noqa: E402
+from anybit.kernels.gemm.linear_problem import LinearProblem  # noqa: E402
 from anybit.kernels.gemm.sm90_bitplane_gemm import Schedule  # noqa: E402
 from anybit.kernels.gemm.sm90_bitplane_stacked import Stationary  # noqa: E402
 from anybit.reference import integer_product, quantize_activations  # noqa: E402
@@ -88,7 +89,7 @@ def problems() -> list[tuple[int, int, int, Scheme]]:
     return [(m, n, k, Scheme.parse(text)) for m, n, k, text in CASES]
 
 
-def ways() -> list[tuple[Problem, Facts]]:
+def ways() -> list[tuple[LinearProblem, Facts]]:
     """The problems and configs of WAYS."""
     found = []
     for m, n, k, text, make, change in WAYS:
@@ -100,10 +101,10 @@ def ways() -> list[tuple[Problem, Facts]]:
     return found
 
 
-def problem_of(m: int, n: int, k: int, text: str) -> Problem:
+def problem_of(m: int, n: int, k: int, text: str) -> LinearProblem:
     """Of a product with 16-bit results."""
     scheme = Scheme.parse(text)
-    return Problem(m, n, k, scheme.weights, scheme.activations, Output.f16, H200)
+    return LinearProblem(m, n, k, scheme.weights, scheme.activations, device=H200)
 
 
 def kernels_used() -> list[Kernel]:
@@ -111,7 +112,7 @@ def kernels_used() -> list[Kernel]:
     found = set()
     for m, n, k, scheme in problems():
         for output in (Output.s32, Output.f16):
-            problem = Problem(m, n, k, scheme.weights, scheme.activations, output, H200)
+            problem = LinearProblem(m, n, k, scheme.weights, scheme.activations, output.dtype, H200)
             for config in (bitplane.default(problem), sm80_bitplane_gemm.default(problem)):
                 found.add(bitplane.family_of(config).kernel(config))
         found.add(
@@ -133,7 +134,7 @@ def main() -> None:
         scaled = expected / 2**doubled * packed.scale.cpu().double()[:, None] * weight.scale[:, 0].double()
         for family in (sm80_bitplane_gemm, bitplane):
             for output in (Output.s32, Output.f16):
-                config = family.default(Problem(m, n, k, scheme.weights, scheme.activations, output, H200))
+                config = family.default(LinearProblem(m, n, k, scheme.weights, scheme.activations, output.dtype, H200))
                 y = bitplane.multiply(packed, prepared, output, config=config)
                 torch.cuda.synchronize()
                 if output is Output.s32:
