@@ -64,7 +64,7 @@ def test_rotary_embedding(dtype, dim, norms, stores, paired):
     residual, wanted = torch.zeros(2, 3, kv_heads, 2, ring * dim, dtype=dtype)
     lengths, sequences = torch.tensor([40, 0, 33], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
     given = qkv[:, rope.paired_channels(heads, kv_heads, dim)].contiguous() if paired else qkv
-    problem = rope.Problem(rows, heads, kv_heads, dim, dtype, stores, paired)
+    problem = rope.Problem(rows, heads, kv_heads, dim, dtype, paired, stores)
     config = rope.default(problem)
     params = rope.Params(
         given,

@@ -101,7 +101,7 @@ def prepared(text: str, seed: int = 0) -> ops.Prepared:
     scheme = Scheme.parse(text)
     tensors = ops.backends["packed"].prepare(random_weight(N, K, scheme.weights, seed=seed), scheme.activations)
     spec = LinearSpec("packed", N, K, scheme.weights, scheme.activations)
-    return ops.Prepared(tensors, spec, str(spec))
+    return ops.Prepared(tensors, str(spec))
 
 
 def slowly(driver: Driver, x: Tensor, layer: ops.Prepared, bias: Tensor | None = None) -> list[Any]:

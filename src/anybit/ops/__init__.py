@@ -66,16 +66,16 @@ class Prepared:
     """
 
     tensors: list[Tensor]
-    spec: LinearSpec
     spec_text: str
     number: int = field(default_factory=itertools.count().__next__)
 
-    def __post_init__(self) -> None:
-        """Hold the one spec that there is for its text: plans go by its identity, which must not be another's later."""
-        object.__setattr__(self, "spec", LinearSpec.parse(self.spec_text))
+    @property
+    def spec(self) -> LinearSpec:
+        """The one spec that there is for its text: plans go by its identity, which must not be another's later."""
+        return LinearSpec.parse(self.spec_text)
 
-    def __reduce__(self) -> tuple[type["Prepared"], tuple[list[Tensor], LinearSpec, str]]:
-        return Prepared, (self.tensors, self.spec, self.spec_text)  # a copy is another one, and has its own number
+    def __reduce__(self) -> tuple[type["Prepared"], tuple[list[Tensor], str]]:
+        return Prepared, (self.tensors, self.spec_text)  # a copy is another one, and has its own number
 
     def restore(self) -> QuantizedWeight:
         """The packed weight again, exactly as it was before it was prepared."""
@@ -83,8 +83,7 @@ class Prepared:
 
     def in_fused(self, fused: bool) -> "Prepared":
         """The same weight as a product of a fused layer, or not of one."""
-        spec = replace(self.spec, fused=fused)
-        return Prepared(self.tensors, spec, str(spec))
+        return Prepared(self.tensors, str(replace(self.spec, fused=fused)))
 
 
 def prepare(
@@ -100,7 +99,7 @@ def prepare(
     n, k = weight.shape
     _check_groups(weight)
     spec = LinearSpec(name, n, k, weight.format, activations, fused)
-    return Prepared(backends[name].prepare(weight, activations), spec, str(spec))
+    return Prepared(backends[name].prepare(weight, activations), str(spec))
 
 
 def prepare_rotation(k: int, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -288,57 +289,51 @@ def quantize(
     return packed
 
 
+class Operands(TypedDict, total=False):
+    """What is read and written beside x and its codes, all [m, k] in x's dtype but for gamma [k]: ``Source`` says what.
+
+    normalized: where the values that are coded go, or with Target.values all that is written.
+    """
+
+    gamma: Tensor | None
+    epsilon: float
+    residual: Tensor | None
+    residual_sum: Tensor | None
+    normalized: Tensor | None
+
+
 def launch(
-    problem: Problem,
-    config: Config,
-    packed: Packed | None,
-    x: Tensor,
-    *,
-    gamma: Tensor | None = None,
-    epsilon: float = 0.0,
-    residual: Tensor | None = None,
-    residual_sum: Tensor | None = None,
-    normalized: Tensor | None = None,
-    pdl: bool = True,
+    problem: Problem, config: Config, packed: Packed | None, x: Tensor, *, pdl: bool = True, **more: Unpack[Operands]
 ) -> None:
     """Launch on the current stream of x's device. Shapes and dtypes are the caller's to check (``anybit.ops`` does).
 
-    packed: where the codes go; None for Target.values, which writes ``normalized`` alone.
+    packed: where the codes go; None for Target.values.
     """
-    params = arguments(problem, config, packed, x, gamma, epsilon, residual, residual_sum, normalized)
+    params = arguments(problem, config, packed, x, **more)
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=x.get_device())
 
 
-def arguments(
-    problem: Problem,
-    config: Config,
-    packed: Packed | None,
-    x: Tensor,
-    gamma: Tensor | None = None,
-    epsilon: float = 0.0,
-    residual: Tensor | None = None,
-    residual_sum: Tensor | None = None,
-    normalized: Tensor | None = None,
-) -> Params:
+def arguments(problem: Problem, config: Config, packed: Packed | None, x: Tensor, **more: Unpack[Operands]) -> Params:
     """The Params of a launch, unchecked."""
+    residual = more.get("residual")
     codes, scale, sum, zero = (0, 0, 0, 0) if packed is None else packed.addresses
     in_planes = problem.target is Target.planes
     return Params(
         x,
         residual,
-        residual_sum,
-        gamma,
-        normalized,
+        more.get("residual_sum"),
+        more.get("gamma"),
+        more.get("normalized"),
         codes,
         scale,
         sum,
         zero,
         x.stride(0),
-        residual.stride(0) if residual is not None else 0,
+        0 if residual is None else residual.stride(0),
         problem.k,
         _width(problem),
         bitplane_layout.padded_rows(problem.m) if in_planes else problem.m,
-        epsilon,
+        more.get("epsilon", 0.0),
         float(problem.k) ** -0.5,
         hadamard.signs(config.order, x.device) if config.order else None,
     )

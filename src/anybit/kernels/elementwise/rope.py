@@ -19,8 +19,8 @@ HEAD_DIMS = (64, 128, 192, 256)
 class Problem:
     """Queries and keys of some tokens, out of a projection that holds them and the values side by side.
 
-    stores: keys and values go into the 16-bit ring of a KV cache.  paired: channels of queries and keys lie as
-    ``paired_channels`` says.
+    paired: channels of queries and keys lie as ``paired_channels`` says.  stores: keys and values go into the 16-bit
+    ring of a KV cache.
     """
 
     tokens: int
@@ -28,8 +28,8 @@ class Problem:
     key_heads: int
     head_dim: int
     dtype: torch.dtype = torch.float16
-    stores: bool = False
     paired: bool = False
+    stores: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
     return torch.cat((turned, torch.arange(start, start + key_heads * head_dim)))
 
 
-def why_not(problem: Problem) -> str | None:
+def why_not(problem: Problem, head_dims: tuple[int, ...] = HEAD_DIMS) -> str | None:
     """Why there is no kernel for a problem, in a sentence; None if there is."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"heads are float16 or bfloat16, not {dtype_name(problem.dtype)}"
-    if problem.head_dim not in HEAD_DIMS:
-        return f"a head has one of {HEAD_DIMS} channels, not {problem.head_dim}"
+    if problem.head_dim not in head_dims:
+        return f"a head has one of {head_dims} channels, not {problem.head_dim}"
     return None
 
 

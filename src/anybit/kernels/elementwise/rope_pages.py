@@ -8,27 +8,14 @@ import torch
 from torch import Tensor
 
 from anybit import jit
-from anybit.errors import KernelError, dtype_name
+from anybit.errors import KernelError
 from anybit.jit import Float32, Int32, Int64, Pointer
+from anybit.kernels.elementwise import rope
+from anybit.kernels.elementwise.rope import Problem as Problem
 
 HEAD_DIMS = (64, 128, 256)
 _CHANNELS = 16
 """Of a thread."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Queries, keys and values of some tokens, side by side in one projection's outputs.
-
-    paired: channels of queries and keys lie as ``rope.paired_channels`` says.
-    """
-
-    tokens: int
-    query_heads: int
-    key_heads: int
-    head_dim: int
-    dtype: torch.dtype = torch.float16
-    paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,11 +89,7 @@ class RopePagesArgs:
 
 def why_not(problem: Problem) -> str | None:
     """Why there is no kernel for a problem, in a sentence; None if there is."""
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"heads are float16 or bfloat16, not {dtype_name(problem.dtype)}"
-    if problem.head_dim not in HEAD_DIMS:
-        return f"a head has one of {HEAD_DIMS} channels, not {problem.head_dim}"
-    return None
+    return rope.why_not(problem, HEAD_DIMS)
 
 
 def default(problem: Problem) -> Config:
