@@ -48,7 +48,7 @@ def test_digits(bits: int, m: int, dtype: torch.dtype) -> None:
 )
 def test_tables_are_multiplied_as_floats(scheme: str, m: int, dtype: torch.dtype) -> None:
     for n, k in ((4096, 4096), (28672, 4096)):
-        it = Problem(m, n, k, Scheme.parse(scheme).weights, dtype, dtype, HOPPER, k)
+        it = LinearProblem(m, n, k, Scheme.parse(scheme).weights, dtype=dtype)
         check(sm90_packed_gemv.kernel(sm90_packed_gemv.default(it)), "sm_90a", has="HMMA", lacks="IMMA")
 
 
@@ -56,7 +56,7 @@ def test_e2m1_takes_eight_instructions_for_eight_codes() -> None:
     """Four ANDs, as symmetric codes take, and four shifts, most of which IMAD does."""
     ands = {}
     for scheme in ("w4a16g32", "w4a16g32e2m1"):
-        it = Problem(8, 28672, 4096, Scheme.parse(scheme).weights, torch.float16, torch.float16, HOPPER, 4096)
+        it = LinearProblem(8, 28672, 4096, Scheme.parse(scheme).weights)
         found = sass(jit.cached(sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(it)), "sm_90a").cubin)
         ands[scheme] = sum(one.startswith("LOP3") for one in found)
     assert ands["w4a16g32e2m1"] <= ands["w4a16g32"]

@@ -31,8 +31,10 @@ class ActivationPrologue:
 
     def arguments(self, problem: Problem, config: Config, packed: Packed) -> Params:
         """The arguments of its launch."""
-        given = (self.rows, self.gamma, self.epsilon, self.residual, self.residual_sum)
-        return quantize_activations.arguments(problem, config, packed, *given)
+        return quantize_activations.arguments(
+            problem, config, packed, self.rows,
+            gamma=self.gamma, epsilon=self.epsilon, residual=self.residual, residual_sum=self.residual_sum,
+        )  # fmt: skip
 
     def code(self, packed: Packed, target: Target) -> None:
         """Launch quantize-and-pack."""
