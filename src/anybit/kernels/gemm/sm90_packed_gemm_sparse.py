@@ -7,8 +7,8 @@ configs that an H200 timed (four layers, 1 to 4,096 tokens): docs/notes/2026-11-
 import math
 from typing import NamedTuple
 
-from anybit.kernels.gemm.packed_layout import TILE_ROWS
 from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.kernels.gemm.packed_layout import TILE_ROWS
 from anybit.kernels.gemm.sm90_packed_gemm_rules import Config
 
 _SLOTS = {1: 132, 2: 66, 3: 36, 4: 30}
