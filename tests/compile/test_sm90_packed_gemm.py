@@ -12,7 +12,7 @@ import torch
 from anybit import jit
 from anybit.kernels.gemm import sm90_packed_gemm
 from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.scheme import ActivationFormat, WeightFormat
+from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases_packed_gemm import A16, FP8, INT8
 
 INSTRUCTION = {"f16": "HGMMA.64x{}x16.F32 ", "bf16": "HGMMA.64x{}x16.F32.BF16 ", "s8": "IGMMA.64x{}x32.{}8.S8 ",
@@ -78,6 +78,19 @@ def test_bytes_that_are_not_widened_have_one_register_set(m: int, tmp_path: Path
     assert "1 register set" in (sm90_packed_gemm.why_not(problem, replace(config, register_sets=2)) or "")
     code = disassembly(jit.compile(sm90_packed_gemm.kernel(config), "sm_90a").cubin, tmp_path)
     assert "WARPGROUP.DEPBAR.LE gsb0, 0x1" not in code
+
+
+@pytest.mark.parametrize("text", ["w4a16g128", "w4a8", "w8a8", "w4a8fp", "w4a16g128s24"])
+def test_configs_of_many_tokens_are_those_of_their_own_number(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = Scheme.parse(text)
+    problems = [
+        LinearProblem(m, n, k, scheme.weights, scheme.activations) for m in (65, 96, 129, 1000, 8192)
+        for n, k in ((6144, 4096), (4096, 14336), (576, 1536))
+    ]  # fmt: skip
+    kept = [list(sm90_packed_gemm.configs(problem)) for problem in problems]
+    monkeypatch.setattr(sm90_packed_gemm, "_MANY", 1 << 20)
+    sm90_packed_gemm._of_tiles.cache_clear()
+    assert kept == [list(sm90_packed_gemm.configs(problem)) for problem in problems]
 
 
 def test_refusals_are_sentences() -> None:

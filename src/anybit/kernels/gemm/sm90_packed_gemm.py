@@ -59,6 +59,8 @@ _RESIDENT = ((2, 2), (2, 1), (1, 2))
 _MOST_STAGES = 24
 _SPARSE_STAGES = 4
 """Of two steps, a warpgroup along K, of 2:4 sparse weights and int8: down at 16 tokens 7.3 us, with seven 7.6."""
+_MANY = 64
+"""Tokens beyond which the same configs are legal for any number of them, but those that halve row tiles."""
 _STAGGER = 250
 """Cycles between the warpgroups' starts in tiles of many tokens: 1 to 2 % of what a product takes."""
 _MOST_WAVES = 4
@@ -208,13 +210,8 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
         if (tile_m > 16 and tile_m >= 2 * problem.m) or (tile_m < 48 and tile_m < problem.m):
             continue
         for row_warpgroups in (1, 2, 3, 4):
-            for split_k_warpgroups in (1, 2, 3, 4):
-                if row_warpgroups * split_k_warpgroups > 4:
-                    continue
-                for cluster_k, cluster_n in _SHARINGS:
-                    found = config_for(problem, tile_m, row_warpgroups, split_k_warpgroups, cluster_k, cluster_n)
-                    if why_not(problem, found) is None:
-                        yield found
+            alike = problem if problem.m <= _MANY else replace(problem, m=_MANY + 1)
+            yield from _of_tiles(alike, tile_m, row_warpgroups)
             if problem.weights.sparse and row_warpgroups == 4 and tile_m >= 64:
                 yield from _many_tokens(problem, tile_m)
             if row_warpgroups == 4 and problem.m <= 128:
@@ -225,6 +222,18 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
             found = config_for(problem, tile_m, 1, split_k_warpgroups, cluster_k, min_blocks_per_sm=2)
             if why_not(problem, found) is None:
                 yield found
+
+
+@lru_cache(maxsize=1 << 12)
+def _of_tiles(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> tuple[Config, ...]:
+    """Those of these tiles whose blocks may share K or x. Kept, since a server's layers ask for every token count."""
+    found = [
+        config_for(problem, tile_m, row_warpgroups, split_k_warpgroups, cluster_k, cluster_n)
+        for split_k_warpgroups in (1, 2, 3, 4)
+        if row_warpgroups * split_k_warpgroups <= 4
+        for cluster_k, cluster_n in _SHARINGS
+    ]
+    return tuple([config for config in found if why_not(problem, config) is None])
 
 
 def _many_tokens(problem: LinearProblem, tile_m: int) -> Iterator[Config]:
