@@ -1,0 +1,446 @@
+"""Serving over long contexts through vLLM: steps and first tokens of a Llama-3-8B shape with one KV cache or another.
+
+    python benchmarks/serving_kv.py fp16 bf16-fp8 fp16-kv2g128 --shapes 32x7900 4x64000 1x32768 32x128
+    python benchmarks/serving_kv.py w4a8 w4a8-kv4g128 --shapes 32x7900 --answers 64x2048x512
+    python benchmarks/serving_kv.py w4a8-kv4g128 --whole            # one engine, all memory: the tokens that fit
+
+A mode is weights (fp16, bf16, or a scheme of anybit) and a KV cache: vLLM's own in 16 bits, vLLM's fp8 (which wants
+bf16), or a format of anybit. All engines start at once, each a process with as much memory as its requests need, and
+measure one after another once all are up, so that a table's rows come from one machine in one state. Weights are
+random. Of anybit's caches, what an engine packed is compared byte for byte with the reference, and its attention with
+exact attention over it; of all, greedy tokens with those of 16 bits. Needs vLLM 0.26 or newer, and anybit's folder in
+PYTHONPATH.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rows import RESULTS, Row, add
+from serving import KEY, LLAMA, check_first, row
+
+STEPS, MORE = 24, 40
+"""Steps that are timed, and steps that requests have left then, so that none ends in between."""
+TOLERANCE = 2e-3
+"""Of attention, of its mean size: the kernels' own (tests/gpu/test_decode.py) over outputs of 16 bits."""
+PLAIN = {"fp16": "float16", "bf16": "bfloat16"}
+Shape = tuple[int, ...]
+
+
+def parts(mode: str) -> tuple[str, str]:
+    """Weights and KV cache of a mode; "auto" is 16 bits."""
+    weights, _, cache = mode.partition("-")
+    return weights, cache or "auto"
+
+
+def folder_of(weights: str, small: bool) -> str:
+    """A folder with nothing but a config.json."""
+    config = dict(LLAMA)
+    if small:
+        config |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 10240}
+        config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    if weights not in PLAIN:
+        config["quantization_config"] = {
+            "quant_method": "anybit", "scheme": weights, "modules_to_not_convert": ["lm_head"],
+        }  # fmt: skip
+    folder = Path(tempfile.mkdtemp(prefix="serving-kv-"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def fill(layer: Any, *_: Any, **__: Any) -> None:
+    """Weights of one module for vLLM's dummy loader: outputs of the size of inputs, scores of attention that peak."""
+    import torch
+
+    named = {**dict(layer.named_parameters(recurse=False)), **dict(layer.named_buffers(recurse=False))}
+    for name, tensor in named.items():
+        draw = torch.Generator(device=tensor.device).manual_seed(tensor.numel() % 1000 + len(name))
+        if "rotary" in type(layer).__name__.lower():
+            continue
+        if "Norm" in type(layer).__name__:
+            tensor.data.fill_(1)
+        elif name == "weight_packed":
+            tensor.data.random_(-(2**31), 2**31 - 1, generator=draw)
+        elif name == "weight" and tensor.dim() == 2:
+            wide = 1.7 if "Embedding" in type(layer).__name__ else (3 / tensor.shape[1]) ** 0.5
+            tensor.data.uniform_(-wide, wide, generator=draw)
+        elif name == "weight_scale":  # of codes of four bits, whose size is 4.6 in the mean square
+            tensor.data.uniform_(0.5, 1.5, generator=draw).mul_(1 / (4.8 * layer.input_size**0.5))
+    if "QKV" in type(layer).__name__:
+        for tensor in (t for t in named.values() if t.is_floating_point() and t.dim() == 2):
+            tensor.data[: (layer.num_heads + layer.num_kv_heads) * layer.head_size].mul_(1.5)
+
+
+def needed(mode: str, shapes: list[Shape], config: dict[str, Any], slack: float = 1.03) -> int:
+    """Bytes of the KV cache that requests of these shapes need at once."""
+    _, cache = parts(mode)
+    dim, heads, layers = config["head_dim"], config["num_key_value_heads"], config["num_hidden_layers"]
+    most = 0
+    for requests, prompt, new in shapes:
+        tokens = prompt + new
+        if cache.startswith("k"):
+            from anybit.ops.kv_rows import layout
+            from anybit.scheme import KVFormat
+
+            rows = layout(KVFormat.parse(cache), dim)
+            size = requests * (rows.front + tokens // 128 + 1) * rows.layout.page_bytes * heads
+        else:
+            size = requests * (tokens + 32) * heads * dim * (2 if cache == "fp8" else 4)
+        most = max(most, size * layers)
+    return int(most * slack) + (64 << 20)
+
+
+def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
+    """An engine whose core is in this process, with the memory that its shapes need."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    begin = time.time()
+    from vllm import LLM
+    from vllm.model_executor.model_loader import dummy_loader
+    from vllm.model_executor.models import registry
+    from vllm.v1.worker import gpu_worker
+
+    from anybit.integrations.vllm import register
+
+    register()
+    dummy_loader.initialize_dummy_weights = fill
+    # A start in half the time: the model's class is looked at here and not in another process, and what greedy answers
+    # launch is compiled by the first requests.
+    lazy: Any = registry._LazyRegisteredModel
+    lazy.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(self.load_model_cls())
+    gpu_worker.warmup_kernels = lambda *_: None
+    weights, cache = parts(mode)
+    folder = folder_of(weights, args.small)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    print(f"{mode}: imported after {time.time() - begin:.1f} s", flush=True)
+    while args.wait and not args.wait.exists():
+        time.sleep(0.05)
+    begin = time.time()
+    counts = sorted({1, *(shape[0] for shape in shapes)})
+    longest = -(-max(sum(shape[1:]) for shape in shapes) // 128) * 128 + 128
+    options: dict[str, Any] = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": longest,
+        "dtype": PLAIN.get(weights, "float16"),
+        "max_num_seqs": counts[-1], "max_num_batched_tokens": min(args.budget, 2048 if args.small else args.budget),
+        "enable_prefix_caching": False, "disable_log_stats": True,
+        "gpu_memory_utilization": 0.9 if args.whole else 0.05,
+        "compilation_config": {"cudagraph_capture_sizes": counts},
+    }  # fmt: skip
+    if not args.whole:
+        options["kv_cache_memory_bytes"] = needed(mode, shapes, config)
+    if args.small:
+        options |= {"enforce_eager": True}
+    if cache.startswith("k"):
+        options["additional_config"] = {"anybit_kv_cache": cache}
+    else:
+        options["kv_cache_dtype"] = cache
+    llm = LLM(folder, **options)
+    print(f"{mode}: up after {time.time() - begin:.1f} s more", flush=True)
+    return llm
+
+
+class Watch:
+    """What anybit's attention of an engine was given: the last batch, and prompts' keys and values of some layers."""
+
+    def __init__(self) -> None:
+        from anybit.integrations.vllm.kv_backend import RowBuilder, RowImpl
+
+        self.batch: Any = None
+        self.layers: dict[str, tuple[Any, Any]] = {}
+        self.tokens: dict[tuple[str, int], list[Any]] = {}  # by layer and first residual block
+        self.names, self.prompt = tuple[str, ...](), 0
+        build, forward = RowBuilder.build, RowImpl.forward
+
+        def built(*args: Any, **kw: Any) -> Any:
+            self.batch = build(*args, **kw)
+            return self.batch
+
+        def forwarded(
+            impl: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, batch: Any, *rest: Any, **kw: Any
+        ) -> Any:
+            if layer.layer_name in self.names and batch is not None and (batch.groups or batch.rows):
+                self._note(layer.layer_name, impl, cache, k, v, batch)
+            return forward(impl, layer, q, k, v, cache, batch, *rest, **kw)
+
+        RowBuilder.build, RowImpl.forward = built, forwarded
+
+    def _note(self, name: str, impl: Any, cache: Any, k: Any, v: Any, batch: Any) -> None:
+        self.layers[name] = (impl, cache)
+        shape = (-1, impl.num_kv_heads, impl.head_size)
+        starts, first = batch.starts.tolist(), batch.table[:, 0].tolist()
+        for block, a, z in zip(first, starts, starts[1:], strict=False):
+            if (name, block) not in self.tokens and sum(known == name for known, _ in self.tokens) == 2:
+                continue  # two requests do
+            have = self.tokens.setdefault((name, block), [])
+            if z > a and sum(len(x[0]) for x in have) < self.prompt:
+                have.append([x.reshape(shape)[a:z].clone() for x in (k, v)])
+
+    def begin(self, layers: list[str], prompt: int) -> None:
+        """Note prompts of so many tokens, of the first and the last layer, from here on."""
+        self.names, self.prompt = (layers[0], layers[-1]), prompt
+        self.tokens.clear()
+
+    def check(self) -> str:
+        """Compare what two requests of the last batch have in the cache with what was noted, and attention over it.
+
+        Raises SystemExit where something is off.
+        """
+        import torch
+
+        from anybit.attention import attend
+        from anybit.kernels.attention import kv_page
+        from anybit.kvrows import PAGE, Pool, Row
+        from anybit.ops import kv_rows
+
+        batch, worst, compared, prompt = self.batch, 0.0, 0, self.prompt
+        table, lengths = batch.table, batch.lengths  # as the last step left them
+        count = int((lengths > 0).sum())
+        for name, (impl, cache) in self.layers.items():
+            rows, pages = impl.layout, cache.view(torch.uint8)[:, :, 0]
+            q = 2 * torch.randn(count, impl.num_heads, impl.head_size, device=pages.device, dtype=torch.float16)
+            out = torch.empty_like(q)
+            seen = kv_rows.view(rows, pages, table[:count], lengths[:count], q.dtype, impl.capacity)
+            if q.is_cuda:
+                kv_rows.decode(q, seen, impl.masks, out=out, overlaps=False)
+            for i, given in [(i, self.tokens.get((name, int(table[i, 0])))) for i in range(count)]:
+                if given is None:
+                    continue
+                length = int(lengths[i])
+                last = (length - 1) // PAGE
+                used = table[i, : rows.front + last].long()
+                pool = Pool(rows, pages[used].cpu(), q.dtype)
+                row = Row(torch.arange(len(used)), 0, 1, length - 1)
+                k, v = (torch.cat([x[half] for x in given]).transpose(0, 1) for half in (0, 1))
+                if k.shape[1] != prompt or length <= prompt:
+                    raise SystemExit(f"{k.shape[1]} tokens were noted of a prompt of {prompt}, now {length}")
+                for page in sorted({0, prompt // PAGE // 2, prompt // PAGE - 1} - {-1}):
+                    tokens = slice(page * PAGE, page * PAGE + PAGE)
+                    wanted = kv_page.encode(rows.layout, k[:, tokens].cpu(), v[:, tokens].cpu()).flatten(1)
+                    codes = wanted.unflatten(-1, (rows.layout.blocks, -1))[..., : _codes(rows.layout)]
+                    got = pool.pages[pool.page(row, page)].unflatten(-1, (rows.layout.blocks, -1))
+                    if not torch.equal(codes, got[..., : _codes(rows.layout)]):
+                        raise SystemExit(f"page {page} of request {i} in {name} is not what the reference packs")
+                    compared += 1
+                first = last * PAGE
+                ring = pool.read_ring(row, first, length)
+                if prompt > first and not torch.equal(ring[0][:, : prompt - first], k[:, first:].to("cpu", q.dtype)):
+                    raise SystemExit(f"the tokens in 16 bits of request {i} in {name} are not those that were given")
+                both = [torch.cat((far, x.float()), 1) for far, x in zip(pool.read_pages(row, last), ring, strict=True)]
+                expected = attend(q[i : i + 1].float(), *(x.to(q.device) for x in both), impl.masks)[0]
+                if q.is_cuda:
+                    error = (out[i].float() - expected[0]).abs().mean() / expected.abs().mean()
+                    worst = max(worst, float(error))
+        if not compared or not worst < TOLERANCE:
+            raise SystemExit(f"attention over the cache is off by {worst:.1e} of its mean size, {compared} pages")
+        self.names = ()
+        self.tokens.clear()
+        return f"{compared} pages as the reference packs them, attention within {worst:.1e} of exact"
+
+
+def _codes(layout: Any) -> int:
+    """Bytes of a block that are written: the rest only pads it."""
+    return int(layout.key_bytes + layout.value_bytes)
+
+
+class Requests:
+    """Requests of one engine by hand, so that its steps are seen one by one."""
+
+    def __init__(self, llm: Any) -> None:
+        self.core, self.answers = llm.llm_engine, dict[str, list[int]]()
+
+    def ask(self, requests: int, prompt: int, new: int) -> list[str]:
+        """Add requests; returns their names, which begin the engine's own."""
+        from vllm import SamplingParams
+
+        draw = random.Random(f"{requests}x{prompt}")
+        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        names = [f"{requests}x{prompt}x{new}_{i}" for i in range(requests)]
+        for name in names:
+            tokens = [draw.randint(10, 9999) for _ in range(prompt)]
+            self.core.add_request(name, {"prompt_token_ids": tokens}, sampling)
+            self.answers[name] = []
+        return names
+
+    def step(self) -> None:
+        """One step of the engine; keeps what was answered."""
+        for answer in self.core.step():
+            self.answers[answer.request_id.partition("-")[0]] = list(answer.outputs[0].token_ids)
+
+    def finish(self) -> None:
+        """Step until nothing is left."""
+        while self.core.has_unfinished_requests():
+            self.step()
+
+    def end(self, names: list[str]) -> None:
+        """Abort requests."""
+        self.core.abort_request(names)
+        self.finish()
+
+
+def result(mode: str, **fields: Any) -> Row:
+    """A row of serving.json."""
+    weights, cache = parts(mode)
+    own = weights not in PLAIN or cache.startswith("k")
+    found = row(mode, argparse.Namespace(model="llama-3-8b", ranks=1), own, **fields)
+    return found if own else {**found, "engine": "vllm"}
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """While no other engine measures."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def run(mode: str, args: argparse.Namespace) -> None:
+    """One engine: start, wait for the others, measure."""
+    shapes = [(n, prompt, STEPS + MORE) for n, prompt in args.shapes]
+    llm = engine(mode, shapes + args.answers, args)
+    weights, cache = parts(mode)
+    own, requests = cache.startswith("k"), Requests(llm)
+    watch = Watch() if own else None
+    if args.gate:
+        (args.gate / f"{mode}.up").touch()
+        while any(not list(args.gate.glob(f"{other}.*")) for other in args.modes):
+            time.sleep(0.05)
+    manager = requests.core.engine_core.engine_core.scheduler.kv_cache_manager
+    spec = manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    blocks, room = requests.core.vllm_config.cache_config.num_gpu_blocks - 1, ""
+    if own:
+        packed, plain = spec.tokens_that_fit(blocks, 8192)
+        room = f": {packed} tokens fit at 8,192 a request, {packed / plain:.2f} of 16 bits'"
+    print(f"{mode}: {blocks} blocks of {spec.block_size} tokens, {spec.page_size_bytes} bytes{room}", flush=True)
+    found: list[Row] = []
+    with alone((args.gate or Path(tempfile.gettempdir())) / "measures"):
+        if weights not in PLAIN and not args.small:
+            check_first(llm, mode)
+        for prompt in (128, 300):
+            requests.ask(1, prompt, 8)
+        requests.finish()
+        for n, prompt, new in shapes:
+            found.append(steps(mode, requests, watch, n, prompt, new))
+            add(args.output, found, KEY)
+        for n, prompt, new in args.answers:
+            for again in range(1 if args.small else 2):  # a first time for what only it launches, if it is short
+                names, begin = requests.ask(n, prompt, new if again or args.small else 2), time.time()
+                requests.finish()
+                took = time.time() - begin
+            if any(len(requests.answers[name]) != new for name in names):
+                raise SystemExit("an answer has another length than was asked for")
+            print(f"{mode} {n} x {prompt} + {new}: {n * new / took:.0f} tokens/s in all, {took:.2f} s", flush=True)
+            found.append(
+                result(mode, requests=n, prompt=prompt, new_tokens=new, tokens_per_second=round(n * new / took, 1))
+            )
+            add(args.output, found, KEY)
+    if args.gate:
+        (args.gate / f"{mode}.tokens").write_text(json.dumps(requests.answers))
+    os._exit(0)  # a clean end of an engine takes seconds
+
+
+def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: int, new: int) -> Row:
+    """The decode step of so many requests of one length, and the time until all have their first token."""
+    if watch is not None:
+        layers = list(requests.core.vllm_config.compilation_config.static_forward_context)
+        watch.begin(layers, prompt)
+    names, begin = requests.ask(n, prompt, new), time.time()
+    while not all(requests.answers[name] for name in names):
+        requests.step()
+    first, times = time.time() - begin, list[float]()
+    for _ in range(4):
+        requests.step()
+    for _ in range(STEPS):
+        begin = time.time()
+        requests.step()
+        times.append((time.time() - begin) * 1e3)
+    step = statistics.median(times)
+    said = "" if watch is None else "; " + watch.check()
+    requests.end(names)
+    print(
+        f"{mode} {n} x {prompt}: first tokens {first * 1e3:.0f} ms, step {step:.3f} ms (most {max(times):.2f}){said}",
+        flush=True,
+    )
+    shape = {"requests": n, "prompt": prompt, "new_tokens": STEPS}
+    return result(
+        mode, **shape, step_ms=round(step, 3), ttft_ms=round(first * 1e3, 1), tokens_per_second=round(n / step * 1e3, 1)
+    )
+
+
+def agreement(gate: Path, modes: list[str]) -> None:
+    """Print how many greedy tokens are those of the same weights with a cache of 16 bits."""
+    for mode in modes:
+        weights, cache = parts(mode)
+        plain, own = gate / f"{weights}.tokens", gate / f"{mode}.tokens"
+        if cache == "auto" or not (plain.exists() and own.exists()):
+            continue
+        a, b = json.loads(plain.read_text()), json.loads(own.read_text())
+        for shape in dict.fromkeys(name.partition("_")[0] for name in b):
+            pairs = [(a.get(name, []), b[name]) for name in b if name.startswith(shape + "_")]
+            first = sum(x[:1] == y[:1] for x, y in pairs)
+            same = [[s == t for s, t in zip(x, y, strict=False)] for x, y in pairs]
+            alike = sum([*found, False].index(False) for found in same) / len(pairs)
+            said = f"{mode} {shape}: first tokens as in 16 bits {first} of {len(pairs)}"
+            print(f"{said}, {alike:.1f} tokens until answers part", flush=True)
+
+
+def shape(text: str) -> Shape:
+    """Numbers of "32x7900"."""
+    return tuple(int(part) for part in text.split("x"))
+
+
+def main() -> None:
+    """One mode here, several in a process each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modes", nargs="+")
+    parser.add_argument("--shapes", type=shape, nargs="*", default=[(32, 7900)], help="requests x tokens of a prompt")
+    parser.add_argument("--answers", type=shape, nargs="*", default=[], help="requests x tokens of a prompt x new ones")
+    parser.add_argument("--output", type=Path, default=RESULTS / "h200" / "serving.json")
+    parser.add_argument("--budget", type=int, default=8192, help="tokens of a step")
+    parser.add_argument("--whole", action="store_true", help="nine tenths of the memory, of one engine")
+    parser.add_argument("--wait", type=Path, help="import, then wait until this file exists")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try this on a CPU")
+    parser.add_argument("--logs", type=Path, help="a folder for what engines say")
+    parser.add_argument("--gate", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.mode or len(args.modes) == 1:
+        run(args.mode or args.modes[0], args)
+        return
+    gate = Path(tempfile.mkdtemp(prefix="serving-kv-gate-"))
+    children = {}
+    for mode in args.modes:
+        log = ((args.logs or gate) / f"{mode}.log").open("w")
+        command = [sys.executable, *sys.argv, "--mode", mode, "--gate", str(gate)]
+        children[mode] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    failed = []
+    while children:
+        for mode, child in list(children.items()):
+            if child.poll() is not None:
+                (gate / f"{mode}.ended").touch()
+                del children[mode]
+                lines = ((args.logs or gate) / f"{mode}.log").read_text(errors="replace").splitlines()
+                print("\n".join(line for line in lines if line.startswith(mode)), flush=True)
+                if child.returncode:
+                    failed.append(mode)
+                    print(f"{mode}: exit {child.returncode}", *lines[-30:], sep="\n", flush=True)
+        time.sleep(0.1)
+    agreement(gate, args.modes)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
