@@ -22,6 +22,12 @@ def close(actual, expected, dtype):
     return torch.allclose(actual.float(), expected.float(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def turned(actual, expected, dtype):
+    """Whether heads agree within a rounding or two of each pair of channels that turns: one of them may be small."""
+    size = torch.hypot(*expected.float().chunk(2, dim=-1))
+    return bool(((actual.float() - expected.float()).abs() <= TOLERANCE[dtype] * torch.cat((size, size), -1)).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1, 4096), (3, 5, 576), (64, 130)])
 def test_norms_and_silu(dtype, shape):
@@ -196,8 +202,8 @@ def test_keys_and_values_go_to_pages(dtype, m, heads, kv_heads, dim, paired, nor
     q = pages.rotate_pages(here, qkv, *gammas, 1e-6, paired)
     mine = [None if gamma is None else gamma.cpu() for gamma in gammas]
     expected = pages.rotate_pages(there, qkv.cpu(), *mine, 1e-6, paired)
-    assert close(q.cpu(), expected, dtype) and there.keys.any() and caches[0].any()
-    assert close(here.keys.cpu(), there.keys, dtype) and close(here.values.cpu(), there.values, dtype)
+    assert turned(q.cpu(), expected, dtype) and there.keys.any() and caches[0].any()
+    assert turned(here.keys.cpu(), there.keys, dtype) and torch.equal(here.values.cpu(), there.values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

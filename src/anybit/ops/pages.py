@@ -13,7 +13,7 @@ from anybit.kernels.elementwise import rope_pages
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs as RopePagesArgs
 from anybit.ops import repeats
 from anybit.ops.backend import LinearSpec, backends
-from anybit.ops.elementwise import check_norm, paired_channels, rotate
+from anybit.ops.elementwise import check_norm, paired_channels, rms_norm, rotate
 from anybit.ops.fused import norm_linear
 
 
@@ -112,14 +112,15 @@ def check_step(
 def _rotate_cpu(
     step: RopePagesArgs, qkv: Tensor, q_gamma: Tensor | None, k_gamma: Tensor | None, epsilon: float, paired: bool
 ) -> Tensor:
-    dim, wide = step.head_dim, qkv.float()
+    dim, plain = step.head_dim, qkv
     if paired:
-        wide = torch.empty_like(wide).index_copy_(1, paired_channels(step.query_heads, step.key_heads, dim), wide)
+        plain = torch.empty_like(qkv).index_copy_(1, paired_channels(step.query_heads, step.key_heads, dim), qkv)
+    q, k, v = plain.view(len(qkv), -1, dim).split((step.query_heads, step.key_heads, step.key_heads), dim=1)
+    q, k = (x if g is None else rms_norm(x, g, epsilon) for x, g in ((q, q_gamma), (k, k_gamma)))  # and rounds them
+    wide = torch.cat((q, k, v), dim=1).float().flatten(1)
     cosine, sine = (half.repeat(1, 2) for half in step.table.float()[step.positions].split(dim // 2, dim=1))
-    q_wide, k_wide = (None if gamma is None else gamma.float() for gamma in (q_gamma, k_gamma))
-    q, k = rotate(wide, cosine, sine, step.query_heads, step.key_heads, q_wide, k_wide, epsilon)
+    q, k = rotate(wide, cosine, sine, step.query_heads, step.key_heads)
     if step.keys is not None and step.values is not None and step.slots is not None:
-        v = wide.view(len(qkv), -1, dim)[:, -step.key_heads :]
         for pages, new in ((step.keys, k), (step.values, v)):
             for token, slot in enumerate(step.slots.tolist()):
                 if slot >= 0:
