@@ -87,8 +87,8 @@ def prefill(
     tokens = q.shape[0]
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
     if cache.length(sequence) > tokens:
-        old = (x.to(k.dtype) for x in cache.read_before(layer, sequence, tokens))
-        keys, values = (torch.cat((before, new), 1) for before, new in zip(old, (keys, values), strict=True))
+        old = cache.read_before(layer, sequence, tokens)  # in float32, as a decode step reads them
+        keys, values = (torch.cat((before, new.float()), 1) for before, new in zip(old, (keys, values), strict=True))
     cache.write(layer, [sequence], k[None], v[None])
     plain = masks.softcap is None and masks.sinks is None and masks.alibi is None
     if plain and keys.shape[1] == tokens and (masks.window is None or masks.window >= tokens):

@@ -5,6 +5,7 @@ Every engine is a process of its own, of a minute or more: `make vllm` runs thes
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,15 +44,18 @@ if __name__ == "__main__":
 """
 
 
+def run(*command: str) -> "subprocess.CompletedProcess[str]":
+    """A process that starts an engine."""
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, **settings}
+    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, check=False)
+
+
 def by_vllm(model: Path, tmp_path: Path, **options: Any) -> list[list[int]]:
     """Greedy answers of an engine in a process; nothing there imports anybit but vLLM's plug-in loader."""
     child = tmp_path / "child.py"
     child.write_text(CHILD)
-    given = json.dumps({"model": str(model), "prompts": PROMPTS, "new": NEW, "options": options})
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(child), given], env={**os.environ, **settings}, capture_output=True, text=True, check=False
-    )
+    done = run(str(child), json.dumps({"model": str(model), "prompts": PROMPTS, "new": NEW, "options": options}))
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
     return json.loads(lines[0].removeprefix("ANSWERS "))  # type: ignore[no-any-return]
@@ -122,6 +126,17 @@ def test_floats_are_quantized_while_loading(small: Path, tmp_path: Path) -> None
     expected = by_anybit(small, "w4a16g64")
     got = by_vllm(small, tmp_path, quantization="anybit", hf_overrides=words, dtype="float32")
     assert got == expected
+
+
+@pytest.mark.parametrize("format", ["kv8", "kv4", "kv2"])
+def test_a_low_bit_cache_answers_as_generate_does_whatever_the_scheduler_does(format: str) -> None:
+    """Token for token, with arithmetic that no order of sums can change: see cases_vllm_exact.py."""
+    done = run(str(Path(__file__).parent.parent / "cases_vllm_exact.py"), format)
+    found = {line["life"]: line for line in map(json.loads, re.findall(r"^{.*}$", done.stdout, re.MULTILINE))}
+    assert found.keys() == {"alone", "together", "chunks", "hits", "preempted", "drafts"}, done.stderr[-3000:]
+    assert {life: line["parted"] for life, line in found.items()} == {life: [] for life in found}
+    assert found["hits"]["prefix_cache_hits"] and found["preempted"]["num_preemptions"]
+    assert found["drafts"]["spec_decode_num_accepted_tokens"] > 50
 
 
 @pytest.fixture(scope="module")

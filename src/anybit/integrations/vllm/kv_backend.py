@@ -177,11 +177,11 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
                 self._space(query, 0)
             return output.zero_()
         n = batch.tokens
-        q = query.view(-1, self.num_heads, self.head_size)[:n]
-        k, v = (x.view(-1, self.num_kv_heads, self.head_size)[:n] for x in (key, value))
+        dtype = _tokens_dtype(query.dtype)
+        q = query.view(-1, self.num_heads, self.head_size)[:n].to(dtype)  # as anybit's own generate attends
+        k, v = (x.view(-1, self.num_kv_heads, self.head_size)[:n].to(dtype) for x in (key, value))
         out = output.view(-1, self.num_heads, self.head_size)[:n]
         pages = kv_cache.view(torch.uint8)[:, :, 0]
-        dtype = _tokens_dtype(q.dtype)
         rotation = None
         if self.layout.layout.format.rotate:
             rotation = hadamard(self.head_size, q.dtype, q.device)
@@ -189,7 +189,7 @@ class RowImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         if batch.rows:
             found = step(Pool(self.layout, pages, dtype), batch.rows, q, k, v, self.masks)
         else:
-            found = out if rotation is None else torch.empty_like(q)
+            found = out if rotation is None and out.dtype == dtype else torch.empty_like(q)
             space = partial(self._space, q)
             run(
                 batch, self.layout, pages, q, k, v, self.masks, found,

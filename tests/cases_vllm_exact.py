@@ -1,0 +1,207 @@
+"""A small Llama whose answers no order of sums can change, in a vLLM engine and in anybit's own generate.
+
+Everything between the roundings to a KV cache's 16-bit tokens is computed in float64. Sums in another order then differ
+by 1e-16 and not by 1e-7, so that no value falls to another side of a rounding, and an engine's greedy tokens must be
+those of ``generate`` one for one whatever the scheduler does: chunks, prefix hits, preemption, drafts.
+
+    python tests/cases_vllm_exact.py kv4 [chunks hits ...]      prints one line of JSON for every life
+"""
+
+import json
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+LIVES: dict[str, dict[str, Any]] = {
+    "alone": {"max_num_seqs": 1, "max_num_batched_tokens": 2048},
+    "together": {},
+    "chunks": {"max_num_batched_tokens": 67},
+    "hits": {"enable_prefix_caching": True, "max_num_batched_tokens": 200},
+    "preempted": {"num_gpu_blocks_override": 3, "enable_prefix_caching": True},
+    "drafts": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
+                               "prompt_lookup_min": 1},
+        "num_gpu_blocks_override": 6, "enable_prefix_caching": True,
+    },
+}  # fmt: skip
+"""What requests live through, as options of an engine; blocks are for so many requests of six pages."""
+SIZE = 16
+LONGEST = 1024
+
+
+def save_model(folder: Path) -> Path:
+    """Random weights, large enough in queries and keys that attention peaks and old pages matter."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=SIZE, max_position_embeddings=LONGEST, tie_word_embeddings=False, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    wide = {"embed_tokens": 128**0.5, "q_proj": 2.5, "k_proj": 2.5, "o_proj": 1.0}
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            weight.data.normal_(0, wide.get(name.split(".")[-2], 1.0) / weight.shape[1] ** 0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def requests(seed: int = 3, count: int = 10) -> list[tuple[list[int], int]]:
+    """Prompts with common beginnings, and how many tokens each is answered with. Some repeat themselves, for drafts."""
+    draw = random.Random(seed)
+    begins = [[draw.randrange(3, SIZE) for _ in range(n)] for n in (384, 300, 128)]
+    found = []
+    for i in range(count):
+        end = [draw.randrange(3, SIZE) for _ in range(draw.choice((1, 40, 127, 129)))]
+        prompt = begins[i % 3][: draw.choice((LONGEST, 256))] + (end[:20] * 3 if i % 4 == 1 else end)
+        found.append((prompt, draw.choice((20, 100, 180))))
+    return found
+
+
+class Doubled(nn.Module):
+    """transformers' Llama in float64 for vLLM, but its attention, which is the engine's."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        from vllm.model_executor.layers.attention import Attention
+
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        config.torch_dtype = torch.float64
+        self.whole = LlamaForCausalLM(config)
+        self.attention = nn.ModuleList(
+            Attention(
+                config.num_attention_heads, config.head_dim, config.head_dim**-0.5, config.num_key_value_heads,
+                cache_config=vllm_config.cache_config, quant_config=None, prefix=f"layers.{i}.attn",
+            )
+            for i in range(config.num_hidden_layers)
+        )  # fmt: skip
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.whole.model.embed_tokens(input_ids)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Any = None
+    ) -> Tensor:
+        model = self.whole.model
+        x = model.embed_tokens(input_ids)
+        turned = model.rotary_emb(x[None], positions[None])
+        for layer, attention in zip(model.layers, self.attention, strict=True):
+            block, h = layer.self_attn, layer.input_layernorm(x)
+            q, k, v = (
+                part(h).view(1, len(h), -1, block.head_dim).transpose(1, 2)
+                for part in (block.q_proj, block.k_proj, block.v_proj)
+            )
+            q, k = apply_rotary_pos_emb(q, k, *turned)
+            q, k, v = (part[0].transpose(0, 1).flatten(1).contiguous() for part in (q, k, v))
+            x = x + block.o_proj(attention(q, k, v))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return model.norm(x)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.whole.lm_head(hidden_states)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        self.whole.load_state_dict(dict(weights))
+        self.whole.double()
+        return {f"whole.{name}" for name, _ in self.whole.named_parameters()}
+
+
+def in_float64() -> None:
+    """Have both programs attend in float64, over the values that the cache holds."""
+    from anybit import attention, kvrows
+
+    plain = attention.attend
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return plain(q.double(), k.double(), v.double(), *rest)
+
+    def product(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
+        assert is_causal and enable_gqa
+        found = attend(q[0].transpose(0, 1), k[0], v[0], attention.Masks(scale=scale))[0]
+        return found.transpose(0, 1)[None].to(q.dtype)
+
+    attention.attend = kvrows.attend = attend
+    torch.nn.functional.scaled_dot_product_attention = product  # of a whole prompt, in generate
+
+
+def by_generate(folder: Path, format: str) -> list[list[int]]:
+    """Greedy answers of anybit's own generate. Prompts come a page at a time, so that they read older pages packed."""
+    from anybit.integrations.cache import AnyBitCache
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model.set_attn_implementation("anybit")
+    found = []
+    for prompt, new in requests():
+        cache = AnyBitCache(format, config=model.config)
+        answer = model.generate(
+            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=new, min_new_tokens=new, do_sample=False,
+            prefill_chunk_size=128, pad_token_id=0,
+        )  # fmt: skip
+        found.append(answer[0, len(prompt) :].tolist())
+    return found
+
+
+def by_vllm(folder: Path, format: str, life: dict[str, Any]) -> tuple[list[list[int]], dict[str, float]]:
+    """Greedy answers of an engine, and its counts of what requests lived through."""
+    from vllm import LLM, ModelRegistry, SamplingParams
+
+    from anybit.integrations.vllm import register
+    from anybit.ops import kv_rows
+    from anybit.scheme import KVFormat
+
+    register()
+    ModelRegistry.register_model("Doubled", Doubled)
+    options = {
+        "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": LONGEST, "max_num_seqs": 12,
+        "max_num_batched_tokens": 512, "num_gpu_blocks_override": 400, "enable_prefix_caching": False,
+        "enforce_eager": True, "disable_log_stats": False, "gpu_memory_utilization": 0.2,
+    }  # fmt: skip
+    if "num_gpu_blocks_override" in life:
+        front = kv_rows.layout(KVFormat.parse(format), 64, 32 if "speculative_config" in life else 0).front
+        life = {**life, "num_gpu_blocks_override": life["num_gpu_blocks_override"] * (front + 6)}
+    more = {"additional_config": {"anybit_kv_cache": format}, "hf_overrides": {"architectures": ["Doubled"]}}
+    llm = LLM(str(folder), **{**options, **more, **life})
+    given = [({"prompt_token_ids": prompt}, new) for prompt, new in requests()]
+    found = []
+    for half in (given[: len(given) // 2], given[len(given) // 2 :]):  # so that the second finds the first's pages
+        sampling = [SamplingParams(temperature=0, min_tokens=n, max_tokens=n, detokenize=False) for _, n in half]
+        found += llm.generate([prompt for prompt, _ in half], sampling, use_tqdm=False)
+    counted = (
+        "prefix_cache_hits",
+        "num_preemptions",
+        "spec_decode_num_accepted_tokens",
+        "spec_decode_num_draft_tokens",
+    )
+    values = {m.name.removeprefix("vllm:"): getattr(m, "value", 0) for m in llm.get_metrics()}
+    llm.llm_engine.engine_core.shutdown()
+    return [list(one.outputs[0].token_ids) for one in found], {name: values.get(name, 0) for name in counted}
+
+
+def main() -> None:
+    format, lives = sys.argv[1], sys.argv[2:] or list(LIVES)
+    folder = save_model(Path(tempfile.mkdtemp()))
+    in_float64()
+    expected = by_generate(folder, format)
+    for life in lives:
+        found, counts = by_vllm(folder, format, LIVES[life])
+        pairs = list(zip(expected, found, strict=True))
+        alike = sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))
+        parted = [i for i, (x, y) in enumerate(pairs) if x != y]
+        total = sum(map(len, expected))
+        print(json.dumps({"life": life, "alike": alike, "tokens": total, "parted": parted, **counts}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
