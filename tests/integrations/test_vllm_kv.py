@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
+
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from anybit.errors import OptionError
 from anybit.integrations.vllm import kv_cache
@@ -85,6 +88,7 @@ def engine(format: str = "kv4", **changed: Any) -> Any:
         "cache": SimpleNamespace(
             cache_dtype="auto", kv_sharing_fast_prefill=False, user_specified_block_size=False, block_size=16
         ),
+        "model": SimpleNamespace(is_hybrid=False),
     }
     whole = {name: changed.pop(name) for name in ("kv_transfer_config",) if name in changed}
     for name, value in changed.items():
@@ -92,13 +96,14 @@ def engine(format: str = "kv4", **changed: Any) -> Any:
         setattr(parts[part], field, value)
     return SimpleNamespace(
         quant_config=None, additional_config={kv_cache.OPTION: format}, speculative_config=None,
-        parallel_config=parts["parallel"], cache_config=parts["cache"], **{"kv_transfer_config": None, **whole},
+        parallel_config=parts["parallel"], cache_config=parts["cache"], model_config=parts["model"],
+        **{"kv_transfer_config": None, **whole},
     )  # fmt: skip
 
 
 LAYER = {
     "attn_type": "decoder", "prefix": "model.layers.0", "kv_sharing_target_layer_name": None, "alibi_slopes": None,
-    "attn_backend": None, "head_size": 128, "head_size_v": None,
+    "attn_backend": None, "head_size": 128, "head_size_v": None, "per_layer_sliding_window": None,
 }  # fmt: skip
 
 
@@ -111,6 +116,7 @@ LAYER = {
         (engine(cache__cache_dtype="fp8"), {}, "name one of the two"),
         (engine(cache__kv_sharing_fast_prefill=True), {}, "fast-prefill"),
         (engine(cache__user_specified_block_size=True), {}, "--block-size is 16"),
+        (engine(model__is_hybrid=True), {}, "Mamba"),
         (engine("kvfp4"), {}, "use kv4"),
         (engine(), {"kv_sharing_target_layer_name": "model.layers.1"}, "shares the keys and values of model.layers.1"),
         (engine(), {"alibi_slopes": [1.0]}, "ALiBi"),
@@ -140,8 +146,20 @@ def test_a_plain_layer_gets_rows_of_the_format_that_is_asked_for(monkeypatch: py
     assert kv_cache.backend_for(LAYER) is None
 
 
+def test_layers_with_a_window_stay_as_they_are_in_pages_of_the_packed_ones(monkeypatch: pytest.MonkeyPatch):
+    config = engine("kv4g128")
+    monkeypatch.setattr(kv_cache, "get_current_vllm_config_or_none", lambda: config)
+    assert kv_cache.backend_for({**LAYER, "per_layer_sliding_window": 512}) is None
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.float16, sliding_window=512)
+    found = kv_cache._beside_rows(window, config)
+    assert (found.block_size, found.page_size_bytes) == (32, 8 * 17_536)  # 32 tokens of 4,096 bytes
+    with pytest.raises(OptionError, match="holds no 16 tokens"):
+        kv_cache._beside_rows(replace(window, dtype=torch.float32), engine("kv2g128"))
+
+
 def test_a_log_line_says_how_many_tokens_fit(caplog: pytest.LogCaptureFixture):
     logger = logging.getLogger("vllm.anybit")
+    World(Life())  # vLLM sets up its logging with the first engine, and takes handlers away
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.INFO, "vllm.anybit"):

@@ -2,21 +2,25 @@
 
     vllm serve MODEL --additional-config '{"anybit_kv_cache": "kv4"}'
 
-A layer that keeps keys and values of all tokens gets ``kv_backend`` as its own backend. What is not built or not tested
-is refused by name.
+A layer that keeps keys and values of all tokens gets ``kv_backend`` as its own backend. Layers with a sliding window
+beside such ones stay vLLM's, which keeps their window in 16 bits and frees the rest. What is not built or not tested is
+refused by name.
 """
 
 import inspect
 import logging
 import sys
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from anybit.errors import OptionError
 from anybit.integrations.vllm import kv_spec
 from anybit.integrations.vllm.kv_backend import RowBackend, backend_of
+from anybit.integrations.vllm.kv_spec import RowSpec
 from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
 
@@ -46,6 +50,8 @@ def why_not(config: Any, format: KVFormat) -> str | None:
         return f"--kv-cache-dtype {cache.cache_dtype} asks for vLLM's own low-bit cache: name one of the two"
     if getattr(cache, "kv_sharing_fast_prefill", False):
         return "--kv-sharing-fast-prefill is not tested with it"
+    if config.model_config.is_hybrid:
+        return "layers that keep a state (Mamba, linear attention) share their pages' size, and are not built beside it"
     if cache.user_specified_block_size and cache.block_size != PAGE:
         return f"a block is a page of {PAGE} tokens, and --block-size is {cache.block_size}: leave it out"
     return None
@@ -66,8 +72,11 @@ def backend_for(arguments: dict[str, Any]) -> type[RowBackend] | None:
     format = None if config is None else format_of(config)
     if format is None or arguments["attn_type"] in ("encoder", "encoder_only"):
         return None
-    prefix = arguments["prefix"]
+    prefix, window = arguments["prefix"], arguments["per_layer_sliding_window"]
     reason = why_not(config, format)
+    if reason is None and window is not None:
+        _logger.info("anybit: %s keeps its window of %d tokens in 16 bits", prefix, window)
+        return None
     if arguments["kv_sharing_target_layer_name"] is not None:
         reason = f"{prefix} shares the keys and values of {arguments['kv_sharing_target_layer_name']}"
     elif arguments["alibi_slopes"] is not None:
@@ -106,12 +115,28 @@ def install() -> None:
         found = spec(self, vllm_config)
         backend = self.attn_backend
         if not (isinstance(backend, type) and issubclass(backend, RowBackend)):
-            return found
+            return _beside_rows(found, vllm_config) if isinstance(found, SlidingWindowSpec) else found
         rows = backend.customize_spec(found)
         _widen_tables(rows.front)
         return rows
 
     Attention.get_kv_cache_spec = get_kv_cache_spec
+
+
+def _beside_rows(spec: Any, config: Any) -> Any:
+    """The spec of a layer with a 16-bit sliding window: its blocks lie in pages of the packed layers beside it."""
+    format = format_of(config)
+    if format is None:
+        return spec
+    page = RowSpec.of(replace(spec, sliding_window=None), backend_of(format, _slack(config)).rows(spec.head_size))
+    token = spec.real_page_size_bytes // spec.block_size
+    block = next((size for size in (128, 64, 32, 16) if size * token <= page.page_size_bytes), None)
+    if block is None:
+        raise OptionError(
+            f"a KV cache of {format} inside vLLM: a page of {page.page_size_bytes} bytes holds no 16 tokens of "
+            f"{token} bytes of the layers with a sliding window"
+        )
+    return replace(spec, block_size=block, page_size_padded=page.page_size_bytes)
 
 
 def _widen_tables(front: int) -> None:

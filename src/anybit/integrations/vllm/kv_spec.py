@@ -42,6 +42,7 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
         """The spec of a layer that would have a 16-bit cache."""
         known = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec) if f.init and hasattr(spec, f.name)}
         size = rows.layout.page_bytes
+        known["sliding_window"] = None  # of a model whose layers all have one: rows keep all tokens
         known |= {"block_size": PAGE, "page_bytes": size, "front": rows.front, "slots": rows.slots}
         known["format"] = str(rows.layout.format)
         if _BY_CONTENT:
