@@ -100,6 +100,7 @@ def test_info(run: Any, model: Path, tmp_path: Path) -> None:
     assert json.loads(out)["bits_per_weight"] == 2 + 18 / 64
     assert json.loads(out)["kv_cache"] is None
     assert "kv4g128: 4.28 bits an element" in run("info", "w4a16-kv4g128")[1]
+    assert "3.52 times the tokens of 16 bits at 8,192 a request; pays from" in run("info", "w4a16-kv4g128")[1]
     code, out, _ = run("info", model, "--json")
     assert code == 0
     result = json.loads(out)

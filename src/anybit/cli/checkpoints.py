@@ -7,8 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from anybit.cli.common import JsonOption, TrustOption, megabytes, output, print_json, status
-from anybit.errors import ConversionError, SchemeError
+from anybit.errors import ConversionError, LayerError, SchemeError
 from anybit.scheme import CODES, KVFormat, Scheme
+
+_REQUEST = 8192
+"""Tokens of a request, where it is said how many fit."""
 
 
 def convert(
@@ -111,6 +114,7 @@ def _scheme(scheme: Scheme) -> dict[str, Any]:
         "sparsity": "2:4" if w.sparse else None,
         "activations": f"{x.bits} bits, {x.code}, per token" if x.quantized else "16-bit floats, as they are",
         "kv_cache": _cache_words(scheme.kv) if scheme.kv else None,
+        "kv_cache_in_vllm": _served_words(scheme.kv) if scheme.kv else None,
         "bits_per_weight": kept if w.group is None else kept + stored / w.group,
         "compressed_tensors": f"cannot express {reason}" if (reason := why_not(scheme)) else "can hold it",
     }
@@ -121,6 +125,47 @@ def _cache_words(kv: KVFormat) -> str:
     from anybit.kernels.attention.kv_page import PageLayout
 
     return f"{kv}: {PageLayout(kv, 128).bits_per_element:.2f} bits an element (heads of 128 channels, scales included)"
+
+
+def _served_words(kv: KVFormat, head_dim: int = 128) -> str:
+    """What a request of 8,192 tokens takes inside vLLM, and from which length on that is less than in 16 bits."""
+    from anybit.ops.kv_rows import layout
+
+    try:
+        rows = layout(kv, head_dim)
+    except LayerError as error:
+        return f"not there: {error}"
+    ratio = 4 * head_dim * _REQUEST / rows.bytes_of(_REQUEST)
+    return f"{ratio:.2f} times the tokens of 16 bits at 8,192 a request; pays from {rows.pays_from} tokens a request on"
+
+
+def _cache_room(model: Any) -> list[str] | None:
+    """Tokens that a GiB holds inside vLLM in requests of 8,192, by format; None where a format cannot serve a model.
+
+    Counts layers that keep all tokens: those with a sliding window, or a state, are as they are without anybit.
+    """
+    from anybit.kvcache import why_not
+    from anybit.ops.kv_rows import layout
+
+    formats = [KVFormat.parse(name) for name in ("kv8", "kv4", "kv2")]
+    if any(why_not(model, kv) is not None for kv in formats):
+        return None
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    each = heads * kinds.count("full_attention")
+    if not each:
+        return None
+    found = [f"{2**30 // (each * 4 * dim)} in 16 bits"]
+    for kv in formats:
+        try:
+            rows = layout(kv, dim)
+        except LayerError:  # heads whose pages hold no tokens in 16 bits
+            return None
+        fit = 2**30 * _REQUEST // (each * rows.bytes_of(_REQUEST))
+        found.append(f"{fit} in {kv} (pays from {rows.pays_from} tokens a request on)")
+    return found
 
 
 def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
@@ -178,6 +223,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             "embedding_weights": sum(layer.n * layer.k for layer in embeddings) or None,
             "expert_weights": experts or None,
             "bits_per_weight": round(8 * (stored + expert_bytes) / (weights + experts), 4) if stored else math.nan,
+            "kv_tokens_per_gib": _cache_room(model),
             "kept": [name for name in keep if not saved or name not in shared_heads(model, saved.overrides)],
         }
 

@@ -56,3 +56,14 @@ class RowLayout:
     def front(self) -> int:
         """Residual blocks of a row."""
         return -(-self.ring // self.slots)
+
+    def bytes_of(self, tokens: int) -> int:
+        """Bytes of one KV head of a sequence of so many tokens."""
+        residual = self.front if tokens >= PAGE else min(self.front, -(-tokens // self.slots))
+        return (residual + tokens // PAGE) * self.layout.page_bytes
+
+    @property
+    def pays_from(self) -> int:
+        """The length from which on a sequence takes no more than in 16 bits, whatever is added to it."""
+        costs = [n for n in range(1, 32 * PAGE) if self.bytes_of(n) > 4 * self.layout.head_dim * n]
+        return max(costs, default=0) + 1
