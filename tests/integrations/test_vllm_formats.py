@@ -25,6 +25,7 @@ from anybit.integrations.vllm.config import AnyBitConfig
 PARTS = {"gate_up_proj": ["gate_proj", "up_proj"]}
 FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
 BY_TOOLS = (
+    "gptqmodel-3-v2",
     "gptq-4-sym",
     "gptq-4-asym",
     "gptq-8-sym",
@@ -90,3 +91,19 @@ def test_what_another_tool_stored_by_half_is_refused(rank: Any) -> None:
         layer.quant_method.process_weights_after_loading(layer)
     with pytest.raises(CheckpointError, match="layer o is in activation order"):
         layer.g_idx.weight_loader(layer.g_idx, torch.tensor([1, 0] * 32))
+
+
+RUN = (
+    *BY_TOOLS, "ct-w4g32", "ct-w4g32-asym", "gptq-2-asym", "gptqmodel-2-act-v2", "gptqmodel-4-act-v2",
+    "gptqmodel-4-sym", "gptqmodel-8-act", "llmc-w4-act",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", sorted(path.name for path in FORMATS.iterdir()))
+def test_a_folder_runs_or_is_refused_with_what_to_do(tool: str) -> None:
+    words = json.loads((FORMATS / tool / "config.json").read_text())["quantization_config"]
+    if tool in RUN:
+        assert AnyBitConfig.from_config(words).scheme.weights.bits in (2, 3, 4, 8)
+    else:
+        with pytest.raises(CheckpointError, match="`anybit convert FOLDER --to anybit -o OUT`"):
+            AnyBitConfig.from_config(words)

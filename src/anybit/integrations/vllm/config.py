@@ -31,6 +31,10 @@ _HOW = (
     'name a scheme: --hf-overrides \'{"quantization_config": {"quant_method": "anybit", "scheme": '
     '"w4a16g128"}}\', or `anybit serve MODEL --scheme w4a16g128`'
 )
+_INSTEAD = (
+    "leave out --quantization anybit, and vLLM's own kernels run them, or convert the model first, "
+    "`anybit convert FOLDER --to anybit -o OUT`"
+)
 
 
 class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
@@ -107,10 +111,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             return cls(scheme, [name.removeprefix("re:") for name in config.get("ignore") or ()], ordered)
         foreign = Foreign.of(config)
         if foreign is None:
-            raise CheckpointError(
-                f"anybit's kernels cannot run this model's {method} weights inside vLLM: leave out --quantization "
-                "anybit, and vLLM's own kernels run them, or convert the model first, `anybit convert FOLDER OUT`"
-            )
+            raise CheckpointError(f"anybit's kernels cannot run this model's {method} weights inside vLLM: {_INSTEAD}")
         found = cls(foreign.scheme, group_index=foreign.ordered, overrides=foreign.overrides)
         found.foreign = foreign
         return found
@@ -188,7 +189,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             if name in self.stored and self.foreign is not None:
                 raise CheckpointError(
                     f"the output head is quantized by {self.foreign.format.NAME}, which anybit does not run inside "
-                    "vLLM: convert the model first, `anybit convert FOLDER OUT`"
+                    "vLLM: convert the model first, `anybit convert FOLDER --to anybit -o OUT`"
                 )
             if name in self.stored:
                 return AnyBitHeadMethod(scheme, name, self.ledger, self.group_index, self.input_scale)
@@ -224,13 +225,15 @@ def _scheme_of(config: dict[str, Any]) -> tuple[Scheme, bool]:
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
         raise CheckpointError(
-            f"the model has {len(groups)} config_groups; anybit runs one scheme, of all Linear layers"
+            f"the model has {len(groups)} config_groups, and anybit runs one inside vLLM, of all linear layers: "
+            f"{_INSTEAD}"
         )
     weights, form = groups[0].get("weights") or {}, groups[0].get("format") or config.get("format")
-    if groups[0].get("input_activations") or form != "pack-quantized" or weights.get("type", "int") != "int":
+    quantized = bool(groups[0].get("input_activations"))
+    if quantized or form != "pack-quantized" or weights.get("type", "int") != "int":
         raise CheckpointError(
-            f"the model is in compressed-tensors' {form!r} with activations {groups[0].get('input_activations')}; "
-            "anybit runs pack-quantized integers with 16-bit activations of other tools"
+            f"the model is in compressed-tensors' {form!r}{' with quantized activations' * quantized}, and anybit runs "
+            f"pack-quantized integers with 16-bit activations of other tools inside vLLM: {_INSTEAD}"
         )
     code: Code = "sym" if weights.get("symmetric", True) else "asym"
     group = weights.get("group_size") if weights.get("strategy") == "group" else None

@@ -60,7 +60,7 @@ class Foreign:
         if patterns:
             raise CheckpointError(
                 f"layers of the model that match {patterns[0]!r} have words of their own, which anybit does not read "
-                "inside vLLM: convert the model first, `anybit convert FOLDER OUT`"
+                "inside vLLM: convert the model first, `anybit convert FOLDER --to anybit -o OUT`"
             )
         scheme = _scheme(format, config)
         overrides = {name: _scheme(format, {**config, **words}) for name, words in quantized.items()}
@@ -88,7 +88,7 @@ class Foreign:
         if weight.format != wanted:
             raise CheckpointError(
                 f"layer {name} holds {Scheme(weight.format)}, and the model's configuration says {scheme}: leave "
-                "out --quantization anybit, or convert the model first, `anybit convert FOLDER OUT`"
+                "out --quantization anybit, or convert the model first, `anybit convert FOLDER --to anybit -o OUT`"
             )
         if self.ordered and weight.group_index is None:
             weight = replace(weight, group_index=weight.groups().to(torch.int32))
