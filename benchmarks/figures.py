@@ -1,7 +1,8 @@
-"""Draw docs/packed_roofline.svg from the rows of gemm_packed.json (needs matplotlib).
+"""Draw docs/packed_roofline.svg and docs/sparse_speedup.svg from committed rows (needs matplotlib).
 
-It is the MARLIN paper's Fig. 11 for an H200: operations a second over operations a byte, a curve a layer, a marker a
-batch size, under the roofs measured there.
+The first is the MARLIN paper's Fig. 11 for an H200: operations a second over operations a byte, a curve a layer, a
+marker a batch size, under the roofs measured there. The second shows what its section 5 does of Sparse-MARLIN: times
+faster than fp16 by batch size, dense and 2:4 sparse, and what 2:4 takes of the time of dense weights.
 """
 
 import json
@@ -47,11 +48,36 @@ def roofline(rows: list[Row]) -> None:
     save(picture, "packed_roofline.svg")
 
 
+def sparse(rows: list[Row]) -> None:
+    gate_up = {(row["scheme"], row["m"]): row for row in rows if row["case"] == "llama-3-8b gate_up"}
+    counts = sorted({m for _, m in gate_up})
+    us = {key: row.get("us_product", row["us"]) for key, row in gate_up.items()}
+    for (_, m), row in gate_up.items():
+        us |= {(name, m): time for name, time in row["baselines"].items()}
+    picture, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2))
+    for name in ("w4a16g128s24", "w4a16g128", "cusparselt fp16", "w4a8s24", "w4a8", "cusparselt int8"):
+        points = [(m, us["cublas fp16", m] / us[name, m]) for m in counts if (name, m) in us]
+        left.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=name) if points else None
+    left.axhline(1, color="black", linewidth=0.8)
+    left.set(yscale="log", ylabel="times faster than cuBLAS fp16", title="gate_up, 28672 x 4096, on an H200")
+    for name in dict.fromkeys(scheme for scheme, _ in gate_up if scheme.endswith("s24")):
+        points = [(m, us[name, m] / us[name[:-3], m]) for m in counts if {(name, m), (name[:-3], m)} <= us.keys()]
+        right.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=name)
+    right.set(ylabel="of the time of dense weights of the same width", title="2:4 over dense", ylim=(0.5, 1.05))
+    for axes in (left, right):
+        axes.set(xscale="log", xlabel="tokens", xticks=counts, xticklabels=counts)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    save(picture, "sparse_speedup.svg")
+
+
 def main() -> None:
     rows = json.loads((RESULTS / "h200" / "gemm_packed.json").read_text())
     rows = [row for row in rows if "bytes" in row]
     plt.rcParams["svg.hashsalt"] = "anybit"
     roofline(rows)
+    sparse(json.loads((RESULTS / "h200" / "sparse.json").read_text()))
 
 
 if __name__ == "__main__":
