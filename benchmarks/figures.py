@@ -60,6 +60,8 @@ def sparse(rows: list[Row]) -> None:
         left.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=name) if points else None
     left.axhline(1, color="black", linewidth=0.8)
     left.set(yscale="log", ylabel="times faster than cuBLAS fp16", title="gate_up, 28672 x 4096, on an H200")
+    ticks = [0.5, 1, 1.5, 2, 3, 4, 6]
+    left.set_yticks(ticks, labels=[str(tick) for tick in ticks])
     for name in dict.fromkeys(scheme for scheme, _ in gate_up if scheme.endswith("s24")):
         points = [(m, us[name, m] / us[name[:-3], m]) for m in counts if {(name, m), (name[:-3], m)} <= us.keys()]
         right.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=name)
