@@ -1,8 +1,9 @@
-"""Draw docs/packed_roofline.svg and docs/sparse_speedup.svg from committed rows (needs matplotlib).
+"""Draw docs/packed_roofline.svg, sparse_speedup.svg and serving_rates.svg from committed rows (needs matplotlib).
 
 The first is the MARLIN paper's Fig. 11 for an H200: operations a second over operations a byte, a curve a layer, a
 marker a batch size, under the roofs measured there. The second shows what its section 5 does of Sparse-MARLIN: times
-faster than fp16 by batch size, dense and 2:4 sparse, and what 2:4 takes of the time of dense weights.
+faster than fp16 by batch size, dense and 2:4 sparse, and what 2:4 takes of the time of dense weights. The third is
+MARLIN's serving figure: times over request rates.
 """
 
 import json
@@ -19,6 +20,8 @@ import matplotlib.pyplot as plt
 DOCS = Path(__file__).parent.parent / "docs"
 READ_TB_S = 121e6 / read_floor_us(121e6) * 1e-6
 Row = dict[str, Any]
+RATES_SHOWN = (4, 16, 64, 128)
+"""Requests a second that all engines were timed at."""
 
 
 def save(picture: plt.Figure, name: str) -> None:
@@ -74,11 +77,32 @@ def sparse(rows: list[Row]) -> None:
     save(picture, "sparse_speedup.svg")
 
 
+def served(rows: list[Row]) -> None:
+    """Medians of requests that arrive at random, an engine a curve."""
+    picture, both = plt.subplots(1, 2, figsize=(9, 3.6))
+    names = {"vllm": "", "vllm-fp8": "", "vllm-machete": "Machete, ", "vllm-anybit": "anybit, "}
+    for engine, scheme in dict.fromkeys((row["engine"], row["scheme"]) for row in rows):
+        mine = sorted(
+            (row for row in rows if (row["engine"], row["scheme"]) == (engine, scheme)), key=lambda r: r["rate"]
+        )
+        for axes, field in zip(both, ("ttft_ms", "tpot_ms"), strict=True):
+            label = f"{names[engine]}{scheme}"
+            axes.plot([r["rate"] for r in mine], [r[field] for r in mine], marker="o", markersize=3, label=label)
+    for axes, title in zip(both, ("time to the first token, ms", "time of each later token, ms"), strict=True):
+        axes.set(xscale="log", yscale="log", xlabel="requests a second", title=title)
+        axes.set_xticks(RATES_SHOWN, [f"{rate:g}" for rate in RATES_SHOWN])
+        axes.grid(alpha=0.3)
+    both[0].legend(fontsize=8)
+    save(picture, "serving_rates.svg")
+
+
 def main() -> None:
     rows = json.loads((RESULTS / "h200" / "gemm_packed.json").read_text())
     rows = [row for row in rows if "bytes" in row]
     plt.rcParams["svg.hashsalt"] = "anybit"
     roofline(rows)
+    rows = json.loads((RESULTS / "h200" / "serving.json").read_text())
+    served([row for row in rows if row["rate"] in RATES_SHOWN and row["model"] == "llama-3-8b" and row["ranks"] == 1])
     sparse(json.loads((RESULTS / "h200" / "sparse.json").read_text()))
 
 
