@@ -220,8 +220,8 @@ def fuse(model: nn.Module) -> nn.Module:
         raise LayerError(f"{type(model).__name__} has no list of decoder layers; fuse knows {', '.join(LAYERS)}")
     if isinstance(layers[0], FusedLayer):
         return model
-    if (spread := graph.on_several_devices(model)) is not None:
-        raise LayerError(f"the model cannot be fused: {spread}")
+    if (reason := graph.on_several_devices(model)) is not None:
+        raise LayerError(f"the model cannot be fused: {reason}")
     for index, layer in enumerate(layers):
         reason = _why_not(layer)
         if reason is not None:

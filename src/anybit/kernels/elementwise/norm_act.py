@@ -141,7 +141,7 @@ def silu_mul(x: Tensor, y: Tensor, paired: bool = False) -> Launch:
     """
     problem = problem_of(x, y.shape[1], y)
     if paired and problem.k % VECTOR:
-        raise KernelError(f"gate and up of {problem.k} each do not lie in turns of {VECTOR}")
+        raise KernelError(f"gate and up have {problem.k} outputs each, and paired ones need a multiple of {VECTOR}")
     config = silu_config(problem, paired)
     params = Params(x, None, None, None, y, x.stride(0), 0, problem.k, 0.0)
     return kernel("silu_mul", config), params, (problem.m, -(-problem.k // (config.threads * VECTOR)), 1)

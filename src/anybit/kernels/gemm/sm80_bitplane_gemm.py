@@ -62,7 +62,7 @@ def _why_not_tile(problem: LinearProblem, config: Config) -> str | None:
         return "copying ahead needs at least 2 stages"
     accumulators = config.tile_n * config.tile_m // (32 * config.warps_n * config.warps_m)
     if accumulators > 128:
-        return f"{accumulators} sums a thread are more than the registers hold beside the operands (128)"
+        return f"a thread would hold {accumulators} sums, and its registers have room for 128"
     if config.aligned and not _aligned(problem):
         return (
             "rows of Y do not start on 16 bytes or N is not a multiple of 8, and this config writes 16 bytes at a time"

@@ -105,7 +105,7 @@ def _why_not_pieces(c: Config) -> str | None:
         pieces = c.first_plane_pieces
         return f"tiles begin in 2 pieces with rings of 2 chunks and 3 buffers of 32, not {pieces} with {rings}"
     if c.activation_stationary or c.cluster_n > 1 or c.tail_tile_m or c.schedule is not Schedule.cooperative:
-        return "tiles that begin in pieces are whole, of one block, and their warpgroups take no turns"
+        return "a first plane in pieces needs the cooperative schedule, cluster_n=1, and no tail tiles or kept tokens"
     return None
 
 

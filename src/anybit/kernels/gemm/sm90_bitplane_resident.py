@@ -58,7 +58,7 @@ def _why_not_tile(problem: LinearProblem, c: Config) -> str | None:
     if c.reserved_bytes < 0 or c.reserved_bytes % 16:
         return f"shared memory is kept in sixteens of bytes, not {c.reserved_bytes}"
     if c.k_chunks != problem.chunks or not 0 <= c.prologue_stages <= c.k_chunks:
-        return f"all {problem.chunks} chunks of k lie in shared memory, and the config is for {c.k_chunks}"
+        return f"shared memory must hold all {problem.chunks} chunks of k, and the config is for {c.k_chunks}"
     if c.cp_async_activations and c.a_operand is AOperand.weights and c.tile_b % 16:
         return f"128 threads copy 16 tokens of a plane at a time, and a tile of {c.tile_b} is not made of these"
     if not 1 <= c.accumulator_sets <= c.a_planes:

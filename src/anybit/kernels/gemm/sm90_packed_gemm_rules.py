@@ -144,7 +144,7 @@ def why_not(problem: LinearProblem, config: Config | None = None) -> str | None:
     if config.tile_m // 2 + 24 > _at_launch(config):  # one instruction's operands, which the assembler never splits
         return f"sums of {config.tile_m} tokens do not fit the registers of {config.warpgroups} warpgroups at launch"
     if passes_codes_through(config) and config.register_sets != 1:
-        return "8-bit codes that int8 products take as they lie are loaded over what products read: 1 register set"
+        return "int8 products read 8-bit codes from the registers that the next load writes: use 1 register set"
     needed, most = registers(config), most_registers(config)
     if needed > most:
         return f"{config.tile_m} tokens need about {needed} registers, and {config.warpgroups} warpgroups have {most}"
@@ -286,15 +286,13 @@ def refusal_of_loop(config: Config) -> str | None:
     """Why a config's loop cannot be; None if it can."""
     if config.direct and not may_batch(config):
         return (
-            "weights go past shared memory for 16-bit activations, in stages of 1 step, none of them early, with 2 "
-            "register sets, at most 3 warpgroups along K, dense weights, no groups of 16, nothing halved and no "
-            "second block beside"
+            "direct loads of weights need 16-bit activations, span=1, prologue_stages=0, register_sets=2, at most 3 "
+            "warpgroups along K, dense weights, groups of 32 or more, halves=False and min_blocks_per_sm=1"
         )
     if config.unrolled and not may_unroll(config):
         return (
-            "stages have code of their own where up to 3 warpgroups or some blocks share the inputs, with 2 register "
-            "sets, weights that come through the ring to be multiplied without promotion, and no zeros of groups with "
-            "two blocks a multiprocessor"
+            "unrolled stages need inputs shared by 2 or 3 warpgroups or by blocks, register_sets=2, direct=0, products "
+            "without promotion, and symmetric codes where tiles of more than 16 tokens have min_blocks_per_sm=2"
         )
     return None
 
