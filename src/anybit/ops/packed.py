@@ -29,7 +29,7 @@ from anybit.kernels.gemm import (
     sparse_layout,
 )
 from anybit.kernels.gemm.builtin import step
-from anybit.kernels.gemm.families import FAMILIES, quantizer, tiles_of
+from anybit.kernels.gemm.families import FAMILIES, KernelFamily, quantizer, tiles_of
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
@@ -54,10 +54,15 @@ class _Plan:
     ready: kernel and grid of a plan for few tokens that was launched once, and so is known to be legal.
     """
 
-    kernel: ModuleType
+    family: KernelFamily
     config: Any
     quantizer: quantize_activations.Config | None
     ready: tuple[jit.Kernel, tuple[int, int, int]] | None = None
+
+    @property
+    def kernel(self) -> ModuleType:
+        """The module of its kernel."""
+        return self.family.module
 
 
 _plans: dict[tuple[int, int, torch.dtype, bool, int, int], _Plan] = {}
@@ -130,11 +135,11 @@ class PackedTiles(Backend):
                 )
             else:
                 prologue.code(codes, Target.bytes)
-            _multiply_bytes(codes, weight, bias, y, plan)
+            plan.family.multiply(codes, weight, y, plan.config, bias)
         elif plan.kernel is sm90_packed_gemm:
-            sm90_packed_gemm.multiply(packed_layout.in_order(weight, rows), weight, bias, y, plan.config)
+            plan.family.multiply(packed_layout.in_order(weight, rows), weight, y, plan.config, bias)
         elif plan.kernel is sm80_packed_gemm:
-            sm80_packed_gemm.launch(weight, rows, y, bias=bias, config=plan.config)
+            plan.family.multiply(rows, weight, y, plan.config, bias)
         else:
             _multiply_few(rows, weight, bias, y, plan)
         return y.view(*x.shape[:-1], spec.n)
@@ -268,13 +273,6 @@ def _multiply_few(rows: Tensor, weight: PackedWeight, bias: Tensor | None, y: Te
         jit.launch(kernel, arguments, grid, pdl=True, device=rows.get_device())
 
 
-def _multiply_bytes(codes: Packed, weight: PackedWeight, bias: Tensor | None, y: Tensor, plan: _Plan) -> None:
-    if plan.kernel is sm90_packed_gemm:
-        sm90_packed_gemm.multiply(codes, weight, bias, y, plan.config)
-    else:
-        plan.kernel.launch(weight, codes.codes[:, : codes.k], y, codes.scale, bias, plan.config)
-
-
 def _plan(spec: LinearSpec, rows: Tensor, weight: PackedWeight) -> _Plan:
     """The kernel and config for this many tokens; chosen once."""
     bucket = step(rows.shape[0])
@@ -294,11 +292,11 @@ def _decide(spec: LinearSpec, rows: Tensor, weight: PackedWeight, bucket: int, a
     quantized = spec.activations.quantized
     quantize = quantizer(product, Target.bytes, aligned) if quantized else None
     chosen = dispatcher(product.device.name).choose(product, (tiles_of(spec.activations),)).candidate
-    module = FAMILIES[chosen.kernel].module
+    family = FAMILIES[chosen.kernel]
     config = heuristics.limit_occupancy(chosen.config, product.device)
-    if spec.fused and module is sm90_packed_gemm:
+    if spec.fused and family.module is sm90_packed_gemm:
         config = heuristics.among_small(product, config)
-    return _Plan(module, config, quantize)
+    return _Plan(family, config, quantize)
 
 
 def _weight(tensors: list[Tensor], spec: LinearSpec) -> PackedWeight:
