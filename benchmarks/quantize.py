@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from anybit import evaluate
 from anybit.errors import KernelError
@@ -31,6 +32,10 @@ from anybit.integrations.cache import AnyBitCache
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
 from anybit.quantization.methods.registry import METHODS, quantize_folder
+from anybit.quantization.pipeline.calibrate import Calibration
+from anybit.quantization.pipeline.calibrated import Options, load_whole, sequences_of
+from anybit.quantization.pipeline.masks import sparse_model
+from anybit.quantization.pipeline.stream import Job
 from rows import RESULTS, add, origin
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +53,8 @@ CASES = [
     *(f"{scheme}:gptq+learned" for scheme in SCHEMES),
     *("w4a4:smooth:op", "w4a4:rotate:op", "w4a4:spread:op", "w6a6:smooth:op", "w6a6:learned:op", "w8a8:smooth:op"),
     "w4a16g64asyms24:rtn",
-    "w4a16g64asyms24:gptq+learned",
+    *("w4a16g64s24:gptq+distill", "float16s24:distill"),  # the second: masks alone, in 16 bits
+    *(f"{scheme}g64s24:distill" for scheme in ("w2a16", "w8a16", "w4a8")),
     *("w3a16g128asym:block", "w2a16g64asym:block", "w4a4g64asym-xasym:rotate", "w1a16:onebit", "w1a16:gptq+learned"),
 ]
 # Of peers, whose rows do not say: codes, and a scale and a zero of each group.
@@ -56,6 +62,7 @@ BITS = {"w4a16g64asym": 4.31, "w3a16g128asym": 3.16, "w3a16g64asym": 3.3, "w2a16
 KEY = ("case", "scheme", "method", "options")
 CASE = "smollm2-135m wikipedia, first half"
 FLOAT32, HALF = torch.float32, torch.float16
+MASKS = "float16s24"
 
 
 def measure(
@@ -74,7 +81,10 @@ def measure(
         started = time.perf_counter()
         folder, bits = model, 16.0
         shared = None if blocks is None else blocks / scheme
-        if scheme != "float32":
+        if scheme == MASKS:
+            folder, bits = Path(scratch) / "model", 9.0  # half of 16 bits, and a bit of place
+            save_masks(model, folder, {"text": Path(scratch) / "second.txt", **options})
+        elif scheme != "float32":
             given = {"text": Path(scratch) / "second.txt", **options} if METHODS[method].calibrated else options
             if shared is not None and METHODS[method].calibrated:
                 given["resume"] = shared
@@ -103,11 +113,27 @@ def measure(
     }
 
 
+def save_masks(model: Path, folder: Path, given: dict[str, Any]) -> None:
+    """The 2:4 sparse model in 16 bits that ``distill`` quantizes, as a folder."""
+    job = Job.of(model, folder, "w8a16g64s24", "distill")
+    options = Options.of(given)
+    masks = options.masks("distill", job.scheme)
+    assert masks is not None, "mask_passes and learn_tokens must not be 0"
+    learning, generated = masks
+    text = sequences_of(job, options, max(options.calibration_tokens, options.learning("distill", job.scheme)[0]))
+    first = text[: options.calibration_tokens // options.length]
+    settings = Calibration(device=options.where, batch_tokens=16384 if options.on_gpu else 4096)
+    names = {layer.name for layer in job.layers}
+    sparse = sparse_model(load_whole(job), first, text, names, learning, HALF, settings, generated, options.drift)
+    sparse.model.half().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+
+
 def perplexities(folder: Path, text: str, scheme: str, op: bool) -> dict[str, Any]:
     """Perplexity in float32, and if asked in 16 bits: dequantized, and through the kernels."""
     through_cache = "-kv" in scheme
     ways: dict[str, tuple[str | None, torch.dtype]] = {
-        "perplexity": (None if scheme == "float32" else "reference-decoded", FLOAT32)
+        "perplexity": (None if scheme in ("float32", MASKS) else "reference-decoded", FLOAT32)
     }
     if through_cache and torch.cuda.is_available():
         ways["perplexity"] = (None, HALF)  # its kernels are for 16 bits

@@ -272,18 +272,8 @@ def _run(job: Job, method: str) -> Saved:
     teacher, text = model, _first(sequences, learn)
     masks = options.masks(method, job.scheme)
     if masks is not None:
-        settled, generated = masks
         sparse = sparse_model(
-            model,
-            used,
-            text,
-            names,
-            settled,
-            kind,
-            generated,
-            options.drift,
-            None if options.resume is None else options.resume / "masks",
-            job.progress,
+            model, used, text, names, masks[0], kind, calibration, masks[1], options.drift, job.progress
         )
         model, text = sparse.model, sparse.text
         changes = replace(changes, tensors={**changes.tensors, **sparse.gains})

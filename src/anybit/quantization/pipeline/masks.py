@@ -6,8 +6,7 @@ leaves is a model in 16 bits, half of whose weights are zero; the quantizers aft
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,11 +42,10 @@ class SparseModel:
 
 def first_masks(
     model: Any,
-    calibration: list[Tensor],
+    sequences: list[Tensor],
     names: set[str],
-    device: torch.device | str = "cpu",
-    drift: float = 0.5,
-    resume: Path | None = None,
+    settings: Calibration,
+    drift: float,
     progress: Progress | None = None,
 ) -> dict[str, QuantizedWeight]:
     """The named layers with 2:4 masks as SparseGPT chooses them, in eight bits."""
@@ -59,27 +57,28 @@ def first_masks(
         if progress is not None:
             progress(f"first masks, block {done} of {total}", done, total)
 
-    settings = Calibration(drift=drift > 0, device=device, resume=resume, options={"drift": drift})
-    return calibrate(model, calibration, _START, names, quantizer, settings, progress=tell)
+    settings = replace(settings, options={"drift": drift})
+    return calibrate(model, sequences, _START, names, quantizer, settings, progress=tell)
 
 
 def sparse_model(
     model: Any,
-    calibration: list[Tensor],
+    sequences: list[Tensor],
     text: list[Tensor],
     names: set[str],
     learning: Distillation,
     dtype: torch.dtype,
+    settings: Calibration,
     generated_tokens: int = 0,
     drift: float = 0.5,
-    resume: Path | None = None,
     progress: Progress | None = None,
 ) -> SparseModel:
     """Make the named layers of a model 2:4 sparse; the model itself, in float32, is left as it was.
 
-    calibration: sequences that masks are first chosen on.  text: what they learn from, besides ``generated_tokens``
-    that the model writes itself.  dtype: of the weights.  resume: a folder for what is finished, as in ``calibrate``.
+    sequences: that masks are first chosen on, as ``settings`` say.  text: what they learn from, besides
+    ``generated_tokens`` that the model writes itself.  dtype: of the weights.
     """
+    settings = replace(settings, resume=None if settings.resume is None else settings.resume / "masks")
     device, (prefix, _) = torch.device(learning.device), find_blocks(model)
     layers = sorted(name for name in names if name.startswith(f"{prefix}."))
     names_of_gains = sorted(gains_of(model)) if learning.gain_rate > 0 else []
@@ -89,7 +88,7 @@ def sparse_model(
             progress(what, done, total)
 
     def learn() -> list[Tensor]:
-        start = first_masks(model, calibration, names, device, drift, resume, progress)
+        start = first_masks(model, sequences, names, settings, drift, progress)
         if generated_tokens:
             tell(f"writing {generated_tokens} tokens to learn from", 0, 1)
         generated = continued(model, text, generated_tokens, max(map(len, text)), device)
@@ -107,9 +106,9 @@ def sparse_model(
 
     home = model.device
     told: dict[str, object] = {"masks": str(learning), "generated": generated_tokens, "text": sum(map(len, text))}
-    settings = Calibration(options={**told, "drift": drift})
-    key = fingerprint(model, batched(calibration, 4096), Quantization(_START), names, settings)
-    generated, *tensors = remembered(resume, key, learn)
+    whole = replace(settings, options={**told, "drift": drift})
+    key = fingerprint(model, batched(sequences, settings.batch_tokens), Quantization(_START), names, whole)
+    generated, *tensors = remembered(settings.resume, key, learn)
     model.to(home)
     sparse = copy.deepcopy(model)
     for name, weight in zip(layers, tensors, strict=False):
