@@ -4,6 +4,7 @@ A result is checked before it is timed, so a row without a check cannot be writt
 """
 
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -232,19 +233,23 @@ def without_crash(names: Sequence[str], n: int, k: int, m: int, seconds: float =
     What a search of cuSPARSELt does to a context no later call recovers from.
     """
     code = "import sys, timing; sys.exit(timing.VendorWeights({}, {}).captured({!r}, {}) is None)"
-    here = {"cwd": Path(__file__).parent, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    running = {name: subprocess.Popen([sys.executable, "-c", code.format(n, k, name, m)], **here) for name in names}
+    place = os.pathsep.join(str(Path(part).resolve()) for part in [str(Path(__file__).parent), *sys.path] if part)
+    how = {"env": {**os.environ, "PYTHONPATH": place}, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    running = {
+        name: subprocess.Popen([sys.executable, "-c", code.format(n, k, name, m)], text=True, **how) for name in names
+    }
     found, stop = [], time.monotonic() + seconds
     for name, process in running.items():
         try:
-            status: object = process.wait(max(0.1, stop - time.monotonic()))
+            _, said = process.communicate(timeout=max(0.1, stop - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            status = f"nothing after {seconds} s"
-        if status == 0:
+            said = f"nothing after {seconds} s"
+        if process.returncode == 0:
             found.append(name)
         else:
-            print(f"{name} is left out: {n} x {k} x {m} ended in a process of its own with {status}", flush=True)
+            last = (said.strip().splitlines() or [f"status {process.returncode}"])[-1]
+            print(f"{name} is left out: {n} x {k} x {m} ended in a process of its own: {last[:200]}", flush=True)
     return found
 
 
