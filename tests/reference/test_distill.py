@@ -91,21 +91,9 @@ def test_masks_learn_and_stay_two_of_four(choosing):
 
 
 def test_two_of_four_are_the_largest():
-    sizes = torch.tensor([[1.0, 2, 3, 4, 7, 7, 7, 7, 5, 0, 0, 0]])
-    assert two_of_four(sizes)[0].tolist() == [
-        False,
-        False,
-        True,
-        True,
-        True,
-        True,
-        False,
-        False,
-        True,
-        True,
-        False,
-        False,
-    ]
+    sizes = torch.tensor([[1.0, 2, 3, 4], [7, 7, 7, 7], [5, 0, 0, 0]])
+    kept = [[False, False, True, True], [True, True, False, False], [True, True, False, False]]
+    assert two_of_four(sizes).tolist() == two_of_four(sizes.T, 0).T.tolist() == kept
 
 
 def test_gains_of_norms_learn_too_if_asked():

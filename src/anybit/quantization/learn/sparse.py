@@ -51,16 +51,17 @@ class SparseWeight(nn.Module):
         """Choose the masks anew, if they are still chosen: after each step."""
         if self.choosing:
             self.latent.mul_(1 - self.decay * ~self.kept)
-            self.kept.copy_(two_of_four(self.latent.abs()))
+            fours = self.latent.abs().view(len(self.latent), -1, 4)
+            self.kept.copy_(two_of_four(fours).view(self.kept.shape))
 
     def harden(self) -> Tensor:
         """The weight learned so far, float32 [N, K], exactly zero where it is not kept."""
         return self.computed(torch.float32)
 
 
-def two_of_four(sizes: Tensor) -> Tensor:
-    """Which are the two largest of every four neighbours, bool [N, K]; of equal ones the first."""
-    parts = sizes.view(len(sizes), -1, 4).unbind(-1)
+def two_of_four(sizes: Tensor, dim: int = -1) -> Tensor:
+    """Which are the two largest of the four along a dimension, bool of the same shape; of equal ones the first."""
+    parts = sizes.unbind(dim)
     # A comparison of each pair: sorting fours one by one leaves a GPU idle.
     beaten = [torch.zeros_like(parts[0], dtype=torch.uint8) for _ in parts]
     for i in range(4):
@@ -68,4 +69,4 @@ def two_of_four(sizes: Tensor) -> Tensor:
             wins = parts[i] >= parts[j]
             beaten[j] += wins
             beaten[i] += ~wins
-    return torch.stack([count < 2 for count in beaten], dim=-1).view(sizes.shape)
+    return torch.stack([count < 2 for count in beaten], dim=dim)

@@ -20,6 +20,7 @@ from anybit.errors import CalibrationError, OptionError
 from anybit.ops.gptq_update import sweep
 from anybit.packing import QuantizedWeight
 from anybit.quantization.learn.cuda_graphs import GraphRecorder
+from anybit.quantization.learn.sparse import two_of_four
 from anybit.quantization.methods.grid import Grid, best_candidates
 from anybit.scheme import WeightFormat
 
@@ -228,8 +229,7 @@ def keep_two(weight: Tensor, diagonal: Tensor) -> Tensor:
     """
     g, n = weight.shape
     cost = (weight / diagonal[:, None]).square().view(g // 4, 4, n)
-    kept = torch.zeros_like(cost, dtype=torch.bool).scatter_(1, cost.topk(2, dim=1).indices, True)
-    return kept.view(g, n)
+    return two_of_four(cost, 1).view(g, n)
 
 
 def _refine(
