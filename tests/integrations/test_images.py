@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.cases_matrix import MATRIX
 from tests.cases_models import save_byte_tokenizer, tokens_of
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from anybit.checkpoints.formats import gptq_write
 from anybit.checkpoints.formats.write import convert_into
@@ -87,3 +87,24 @@ def test_files_of_other_tools_are_read_by_their_old_names(name: str, run: Any, t
     code, out, err = run("info", folder, "--json")
     assert code == 0, err
     assert json.loads(out)["linear_layers"] == 14
+
+
+def test_info_counts_the_experts_of_gpt_oss(run: Any, tmp_path: Path) -> None:
+    """In MXFP4: two codes a byte, and a scale for 32 of them."""
+    AutoModelForCausalLM.from_config(MATRIX["gpt-oss"](), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tensors, experts = {}, 0
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            count, k, n = weight.shape
+            experts += weight.numel()
+            tensors[f"{name}_blocks"] = torch.zeros(count, n, k // 32, 16, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.full((count, n, k // 32), 127, dtype=torch.uint8)
+        else:
+            tensors[name] = weight
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    told = json.loads(run("info", tmp_path, "--json")[1])
+    assert told["quantization"] == "mxfp4" and told["expert_weights"] == experts
+    linear = told["linear_weights"]
+    assert told["bits_per_weight"] == pytest.approx((16 * linear + 4.25 * experts) / (linear + experts), abs=1e-4)

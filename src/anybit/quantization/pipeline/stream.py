@@ -255,13 +255,13 @@ def run_rtn(job: Job) -> Saved:
 
 
 def experts_of(entries: Mapping[str, Entry]) -> tuple[int, int]:
-    """(weights, bytes) of the experts in a checkpoint that are stored as floats."""
-    found = [
-        entry
-        for name, entry in entries.items()
-        if ".experts." in name and len(entry.shape) > 1 and entry.dtype.is_floating_point and not name.endswith("bias")
-    ]
-    return sum(math.prod(entry.shape) for entry in found), sum(entry.bytes for entry in found)
+    """(weights, bytes) of the experts in a checkpoint: floats, or MXFP4 in gpt-oss' ``_blocks`` and ``_scales``."""
+    found = [(name, e) for name, e in entries.items() if ".experts." in name and len(e.shape) > 1]
+    floats = [e for name, e in found if e.dtype.is_floating_point and not name.endswith("bias")]
+    codes = [e for name, e in found if e.dtype == torch.uint8 and name.endswith("_blocks")]
+    scales = [e for name, e in found if e.dtype == torch.uint8 and name.endswith("_scales")]
+    weights = sum(math.prod(e.shape) for e in floats) + 2 * sum(math.prod(e.shape) for e in codes)
+    return weights, sum(e.bytes for e in (*floats, *codes, *scales))
 
 
 def _quantized(layer: LinearLayer, tensor: Tensor, quantize: QuantizeLayer) -> QuantizedWeight:
