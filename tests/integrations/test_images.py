@@ -11,10 +11,12 @@ from tests.cases_matrix import MATRIX
 from tests.cases_models import save_byte_tokenizer, tokens_of
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+import anybit
 from anybit.checkpoints.formats import gptq_write
 from anybit.checkpoints.formats.write import convert_into
 from anybit.integrations.loading import load_model
 from anybit.linear import QuantLinear
+from anybit.quantization.methods.registry import quantize_folder
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 
@@ -60,10 +62,35 @@ def test_quantize_says_what_it_leaves(run: Any, tmp_path: Path) -> None:
     assert len(tokens_of(load_model(tmp_path / "w4", device="cpu").model, 3)) == 3
 
 
+@pytest.mark.parametrize("name", ["Mistral Small 3.1 (images)", "Gemma 3 (images)"])
+def test_images_say_the_same_as_with_dequantized_weights(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config, mistral = MATRIX[name](), name.startswith("Mistral")
+    config.image_token_id = config.image_token_index = 90
+    config.vision_config.image_size = size = 32 if mistral else 16
+    plain = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    for part, parameter in plain.named_parameters():
+        if part.endswith("mm_input_projection_weight"):  # zeros, as Gemma 3 begins
+            torch.nn.init.normal_(parameter)
+    plain.save_pretrained(tmp_path / "in")
+    quantize_folder(tmp_path / "in", tmp_path / "out", SCHEME)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    for part, layer in model.named_modules():
+        if isinstance(layer, QuantLinear):
+            plain.get_submodule(part).weight.data = layer.dequantize()
+    ids = torch.tensor([[5, 17, 90, 90, 90, 90, 3, 88]])
+    more = {"image_sizes": torch.tensor([[32, 32]])} if mistral else {"token_type_ids": (ids == 90).long()}
+    seen = [{"pixel_values": picture, **more} for picture in 4 * torch.randn(2, 1, 3, size, size)]
+    with torch.no_grad():
+        first, other = (model(ids, **picture).logits for picture in seen)
+        torch.testing.assert_close(first, plain(ids, **seen[0]).logits)
+        assert not torch.allclose(first, other, atol=1e-2)
+        if mistral:
+            torch.testing.assert_close(anybit.fuse(model)(ids, **seen[0]).logits, first)
+
+
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
 def test_methods_that_look_at_a_text_take_them(method: str, run: Any, tmp_path: Path) -> None:
-    from anybit.quantization.methods.registry import quantize_folder
-
     bits = {} if method == "gptq" else {"bits": 4.5}
     done = quantize_folder(
         saved("Gemma 3 (images)", tmp_path / "in"), tmp_path / "out", "w4a16g32", method, options=PROMPTED, **bits
