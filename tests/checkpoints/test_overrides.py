@@ -150,6 +150,7 @@ def test_gptq_takes_overrides_and_says_true_bits(tmp_path: Path) -> None:
         ({"*.dwon_proj": "w6a16"}, None, LayerError, r"'\*.dwon_proj' matches no layer .* end in q_proj, k_proj"),
         ({"lm_hea*": "w6a16"}, None, LayerError, "lm_head stays in 16 bits: name the layer itself"),
         ({"*.embed_tokens": "w6a16"}, None, LayerError, "model.embed_tokens stays in 16 bits: name the layer itself"),
+        ({"embed_tokens": "w8a16"}, None, LayerError, "'embed_tokens' is no whole name: write model.embed_tokens"),
         ({"model.embed_tokens": "w8a8"}, None, LayerError, "an embedding multiplies no activations that w8a8"),
         ({"model.embed_tokens": "w4a16s24"}, None, LayerError, "an embedding is not pruned"),
         ({"lm_head": "w6a16"}, ["lm_head"], LayerError, "lm_head stays in 16 bits: take it out of those to keep"),

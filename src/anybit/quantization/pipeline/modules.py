@@ -178,6 +178,9 @@ def check_overrides(model: nn.Module, overrides: Mapping[str, Any], quantized: C
             advice = "take it out of those to keep" if kept[0] == pattern else "name the layer itself to quantize it"
             raise LayerError(f"override {pattern!r}: {kept[0]} stays in 16 bits: {advice}")
         ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in known))
+        whole = [name for name in known if name.endswith(f".{pattern}")]
+        if len(whole) == 1:
+            raise LayerError(f"override {pattern!r} is no whole name: write {whole[0]}")
         raise LayerError(
             f"override {pattern!r} matches no layer of {type(model).__name__}: write a whole name, or a pattern "
             f"such as '*.{known[0].rpartition('.')[2]}'; the names of its layers end in {ends}"
