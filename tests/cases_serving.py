@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 CONTEXT = 256
 
 
-def save_small_llama(folder: Path) -> Path:
+def save_small_llama(folder: Path, tied: bool = False) -> Path:
     """A Llama of random weights whose greedy answers do not hang on the last bit, with a tokenizer of bytes."""
     torch.manual_seed(0)
     size = save_byte_tokenizer(folder)
@@ -29,7 +29,7 @@ def save_small_llama(folder: Path) -> Path:
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, vocab_size=size, max_position_embeddings=CONTEXT, bos_token_id=ids.bos_token_id,
-        eos_token_id=ids.eos_token_id, pad_token_id=ids.pad_token_id, tie_word_embeddings=False,
+        eos_token_id=ids.eos_token_id, pad_token_id=ids.pad_token_id, tie_word_embeddings=tied,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():

@@ -279,6 +279,30 @@ def test_heads_of_a_checkpoint_and_their_padded_vocabulary(rank: Any, scheme: st
     assert got.shape == (3, 192) and torch.equal(got[:, :tokens], expected) and not got[:, tokens:].any()
 
 
+@pytest.mark.parametrize("scheme", ["w8a16", "w3a16g64asym"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_embeddings_of_a_checkpoint_and_tied_heads(
+    rank: Any, scheme: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks give the rows that they have, and zeros; together they are the checkpoint's. A tied head has the codes."""
+    tokens, k = 150, 256
+    part, x, ids = layer_of(scheme, tokens, k), torch.randn(3, k), torch.tensor([0, 149, 77, 96, 95])
+    rows, logits = torch.zeros(5, k), []
+    monkeypatch.setattr(vllm_embedding, "tensor_model_parallel_all_reduce", lambda found: found)
+    for number in range(ranks):
+        rank(number, ranks)
+        config = configured("w4a16g128", ["lm_head"], overrides={"model.embed_tokens": Scheme.parse(scheme)})
+        config.stored = ["model.embed_tokens"]
+        words = {"params_dtype": torch.float32, "quant_config": config}
+        embedding = vllm_embedding.VocabParallelEmbedding(tokens, k, prefix="model.embed_tokens", **words)
+        head = vllm_embedding.ParallelLMHead(tokens, k, prefix="lm_head", **words)
+        assert head.tie_weights(embedding) is load(embedding, {None: part})
+        rows += embedding(ids)
+        logits.append(outputs(embedding, x))
+    assert torch.equal(rows, part.dequantize()[ids])
+    assert torch.equal(torch.cat(logits, -1)[:, :tokens], part(x))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_heads_that_are_quantized_while_loading(rank: Any, tied: bool) -> None:
     config = AnyBitConfig("w4a16g32", ["lm_head"], overrides={"lm_head": Scheme.parse("w8a16")})
@@ -352,14 +376,12 @@ def test_what_cannot_be_run_is_refused_in_words(tmp_path: Path) -> None:
         AnyBitConfig.from_config({**OTHERS, "config_groups": {"group_0": floats}})
 
 
-def test_a_quantized_embedding_is_refused_by_name(rank: Any) -> None:
-    rank(0, 1)
-    words = configuration(Scheme.parse("w4a16g32"), ["lm_head"], overrides={"model.embed_tokens": "w8a16"})
-    for stored in (None, ["model.embed_tokens", "model.layers.0.mlp.down_proj"]):
-        config = AnyBitConfig.from_config(words)
-        config.stored = stored
-        with pytest.raises(LayerError, match=r"embedding model\.embed_tokens is quantized, which anybit does not run"):
-            vllm_embedding.VocabParallelEmbedding(64, 32, quant_config=config, prefix="model.embed_tokens")
+def test_an_embedding_is_not_quantized_while_loading(rank: Any) -> None:
+    config = AnyBitConfig("w4a16g32", ["lm_head"], overrides={"model.embed_tokens": Scheme.parse("w8a16")})
+    with pytest.raises(
+        LayerError, match=r"model\.embed_tokens is an embedding, and vLLM quantizes none while it loads"
+    ):
+        vllm_embedding.VocabParallelEmbedding(64, 32, quant_config=config, prefix="model.embed_tokens")
 
 
 def _block(scheme: str, paired: bool, rotated: bool = False) -> tuple[Any, list[Tensor]]:

@@ -21,6 +21,7 @@ import cases_serving as cases
 from anybit import AnyBitConfig
 from anybit.checkpoints.formats.write import convert_into
 from anybit.integrations.loading import load_model
+from anybit.quantization.methods.registry import quantize_folder
 
 SCHEMES = ("w4a16g128", "w4a16g32", "w3a16g64asym", "w5a16", "w2a16g32asym", "w4a16g32s24")
 """Not with quantized activations: a millionth of noise in SmolLM2's embeddings moves w4a8's logits by 2.7, since values
@@ -102,6 +103,13 @@ def test_two_ranks_answer_as_one(small: Path, tmp_path: Path, scheme: str) -> No
 def test_compiled_graphs_answer_as_eager_ones(small: Path, tmp_path: Path, scheme: str) -> None:
     folder = quantized(small, scheme, tmp_path / scheme)
     assert by_vllm(folder, tmp_path, enforce_eager=False) == by_anybit(folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_of_codes_and_a_tied_head(tied: bool, tmp_path: Path) -> None:
+    source, overrides = cases.save_small_llama(tmp_path / "source", tied), {"model.embed_tokens": "w8a16"}
+    quantize_folder(source, tmp_path / "q", "w4a16g64", overrides=overrides)
+    assert by_vllm(tmp_path / "q", tmp_path, enforce_eager=tied) == by_anybit(tmp_path / "q")
 
 
 def test_compressed_tensors_of_another_tool_by_choice(small: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.integrations.check import check_folder
 from anybit.integrations.vllm import fusion
+from anybit.integrations.vllm.embedding import AnyBitEmbeddingMethod, HeadBesideCodes
 from anybit.integrations.vllm.foreign import MARK, AnyBitForeignLinearMethod, Foreign
 from anybit.integrations.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
 from anybit.integrations.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
@@ -65,6 +66,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self.stored: list[str] | None = None
         self.foreign: Foreign | None = None
         self.ledger = Ledger({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
+        self.coded_embedding = False
         self._told: set[str] = set()
 
     def __repr__(self) -> str:
@@ -150,11 +152,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if isinstance(layer, ParallelLMHead):
             return self._head_method(prefix)
-        if isinstance(layer, VocabParallelEmbedding) and prefix in (self.stored or self.overrides):
-            raise LayerError(
-                f"the embedding {prefix} is quantized, which anybit does not run inside vLLM: leave out its override, "
-                "and quantize the output head alone (--override lm_head=w8a16)"
-            )
+        if isinstance(layer, VocabParallelEmbedding):
+            return self._embedding_method(prefix)
         if not isinstance(layer, LinearBase):
             return None
         names = self._parts(prefix)
@@ -182,6 +181,19 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             return AnyBitOnlineLinearMethod(scheme, parts, self.ledger)
         return AnyBitLinearMethod(scheme, parts, self.ledger, self.group_index, self.input_scale)
 
+    def _embedding_method(self, name: str) -> QuantizeMethodBase | None:
+        """What runs an embedding: it is quantized where the checkpoint holds its codes."""
+        if name in (self.stored or ()) and self.foreign is None:
+            self.coded_embedding = True
+            scheme = override_of(name, self.overrides) or self.scheme
+            return AnyBitEmbeddingMethod(scheme, name, self.ledger, self.group_index, self.input_scale)
+        if name in self.overrides:
+            raise LayerError(
+                f"{name} is an embedding, and vLLM quantizes none while it loads: quantize the model first, "
+                f"`anybit quantize MODEL --override {name}={self.overrides[name]}`"
+            )
+        return None
+
     def _head_method(self, name: str) -> QuantizeMethodBase | None:
         """What runs an output head: it is quantized where the checkpoint holds its codes, or an override names it."""
         scheme = override_of(name, self.overrides) or self.scheme
@@ -195,6 +207,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 return AnyBitHeadMethod(scheme, name, self.ledger, self.group_index, self.input_scale)
         elif name in self.overrides:
             return AnyBitOnlineHeadMethod(scheme, name, self.ledger)
+        if self.coded_embedding:
+            return HeadBesideCodes()
         self._tell("the output head stays in 16 bits; --override lm_head=w8a16 makes a step shorter")
         return None
 
