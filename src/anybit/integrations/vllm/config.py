@@ -18,7 +18,7 @@ from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.integrations.check import check_folder
 from anybit.integrations.vllm import fusion
-from anybit.integrations.vllm.embedding import AnyBitEmbeddingMethod, HeadBesideCodes
+from anybit.integrations.vllm.embedding import EMBEDDINGS, AnyBitEmbeddingMethod, HeadBesideCodes
 from anybit.integrations.vllm.foreign import MARK, AnyBitForeignLinearMethod, Foreign
 from anybit.integrations.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
 from anybit.integrations.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
@@ -182,7 +182,11 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         return AnyBitLinearMethod(scheme, parts, self.ledger, self.group_index, self.input_scale)
 
     def _embedding_method(self, name: str) -> QuantizeMethodBase | None:
-        """What runs an embedding: it is quantized where the checkpoint holds its codes."""
+        """What runs an embedding: it is quantized where the checkpoint holds its codes.
+
+        Some of vLLM's models do not say what theirs is called; an override does.
+        """
+        name = name or next((one for one in self.overrides if one.rpartition(".")[2] in EMBEDDINGS), "")
         if name in (self.stored or ()) and self.foreign is None:
             self.coded_embedding = True
             scheme = override_of(name, self.overrides) or self.scheme

@@ -9,6 +9,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from anybit.integrations.vllm.head import AnyBitHeadMethod
 from anybit.integrations.vllm.product import Product
 
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "embeddings")
+"""What models call their input embedding."""
+
 
 class AnyBitEmbeddingMethod(AnyBitHeadMethod):
     """Rows of codes; a rank keeps its part of them. A tied head multiplies by the same."""
