@@ -114,7 +114,7 @@ def random_weight(case: Case, scheme: Scheme) -> QuantizedWeight:
     if fmt.code == "e4m3":
         words &= 0x77777777  # no NaN
     if fmt.tabled:
-        square = float(table_of(fmt.code)[: 120 if fmt.code == "e4m3" else None].square().mean())
+        square = float(table_of(fmt.code).float()[: 120 if fmt.code == "e4m3" else None].square().mean())
     scale = (torch.rand(case.n, groups, device="cuda") + 0.5) * 0.97 * (square * kept * 1.083) ** -0.5
     scale = (scale * (torch.randint(0, 2, scale.shape, device="cuda") * 2 - 1)).half().float()
     middle = 2 ** (bits - 1)
