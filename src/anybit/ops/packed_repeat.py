@@ -105,7 +105,7 @@ def _large_product(x: Tensor | Packed, weight: PackedWeight, bias: Tensor | None
     changing = ("tiles", "row_scale", "row_zero", "x", "x_tail", "x_scale", "x_sum", "bias", "y")
     again = jit.repeated(
         sm90_packed_gemm.kernel(config),
-        sm90_packed_gemm.params(problem, config, rows, weight, y, bias, scale, total),
+        sm90_packed_gemm.params(problem, config, None, weight, y, bias, scale, total),
         sm90_packed_gemm.grid(problem, config), (*changing, *(("y_map",) if config.tensor_store else ())), pdl=True,
         device=y.get_device(),
     )  # fmt: skip
