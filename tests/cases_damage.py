@@ -81,7 +81,10 @@ HYPERPARAMETERS = {
 """Entries of config.json that say nothing of the tensors: with another value they are those of another model."""
 
 NO_METHOD = "quantization: none"
-"""transformers asks no quantizer where config.json has no quantization_config, so that anybit's check has no say."""
+"""transformers asks no quantizer where config.json has no quantization_config, so that anybit's check has no say.
+
+It makes up the weights of a folder in compressed-tensors' format then; one in anybit's own has empty tensors (TRAP).
+"""
 
 
 def _change_entry(rng: random.Random, file: Path, kind: str) -> Damage:
@@ -253,7 +256,10 @@ def header_entry(rng: random.Random, folder: Path) -> Damage:
         return _save(file, header, data, "tensor: another value" if alike else "header: swapped", f"{name} {other}")
     elif what == "dtype":
         widths = (("F32", "I32", "U32"), ("F64", "I64", "U64"), ("F16", "BF16", "I16"), ("U8", "I8", "BOOL", "F8_E4M3"))
+        before = entry["dtype"]
         entry["dtype"] = rng.choice([*next(group for group in widths if entry["dtype"] in group), "Q4", 3, None])
+        if {before, entry["dtype"]} <= {"F16", "BF16"}:
+            what = "value"
     elif what == "shape":
         entry["shape"] = rng.choice(
             [entry["shape"][::-1], [*entry["shape"], 1], [1, *entry["shape"]], [-1], "x", None, []]
@@ -265,7 +271,8 @@ def header_entry(rng: random.Random, folder: Path) -> Damage:
         entry.pop(rng.choice(list(entry)))
     else:
         header["__metadata__"] = rng.choice([{"format": "tf"}, {"format": 3}, [], "x", None])
-    return _save(file, header, data, f"header: {what}", name)
+    kind = "tensor: another value" if what == "value" else f"header: {what}"
+    return _save(file, header, data, kind, name)
 
 
 def _save(file: Path, header: Any, data: bytes, kind: str, what: str) -> Damage:

@@ -1,11 +1,21 @@
 """The errors that anybit raises on purpose; each message names the thing, its value, and what is allowed."""
 
+_LONGEST = 2500
+
 
 class AnyBitError(Exception):
-    """The root of every error that anybit raises on purpose. Its message is ``printable``, whatever names it quotes."""
+    """The root of every error that anybit raises on purpose.
+
+    Its message is ``printable`` and bounded in length, whatever names from files it quotes.
+    """
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*(printable(item, keep="\n\t") if isinstance(item, str) else item for item in arguments))
+        super().__init__(*(_message(item) if isinstance(item, str) else item for item in arguments))
+
+
+def _message(text: str) -> str:
+    shown = printable(text, keep="\n\t")
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 500]} ... {shown[-400:]}"
 
 
 class SchemeError(AnyBitError, ValueError):

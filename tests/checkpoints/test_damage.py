@@ -1,4 +1,4 @@
-"""2,000 damaged folders a run, by every door: each is refused in a sentence, or the model is what it was, or is valid.
+"""2,250 damaged folders a run, by every door: each is refused in a sentence, or the model is what it was, or is valid.
 
 Fails on a model that changed without a word, an exception that is no sentence, more than 4 s, and 1 GB of memory.
 """
@@ -19,6 +19,7 @@ import pytest
 import torch
 from tests.cases_damage import MUTATIONS, NO_METHOD, VALID, Damage, copy, damage_gguf, damaged, save_gguf
 from tests.cases_models import save_byte_tokenizer
+from tests.checkpoints.test_formats import whole_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
@@ -27,9 +28,11 @@ from anybit.errors import AnyBitError
 from anybit.integrations.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
-COUNTS = {"load_model": 920, "from_pretrained": 920, "gguf": 100, "command": 60}
+COUNTS = {"load_model": 920, "from_pretrained": 920, "gguf": 200, "command": 60, "others": 150}
+OTHERS = ("gptq-4-asym", "awq-gemm-asym", "auto-round-gptq", "ct-w4g32-asym", "hqq-3", "bnb-nf4-nested", "fp8-blocks")
 SECONDS = 4.0
 BYTES = 1 << 30
+SEED = int(os.environ.get("DAMAGE_SEED", "24"))
 SCHEMES = {"packed": "w4a16g32", "sharded": "w3a16g32asym", "sparse": "w4a16g32s24", "plain": None}
 
 
@@ -149,7 +152,7 @@ def judged(results: list[tuple[Damage, str, str, str]], allowed: Collection[str]
 def test_folders(folders: dict[str, Path], tmp_path: Path, bounded: None, door: str) -> None:
     load = {"load_model": by_load_model, "from_pretrained": by_from_pretrained}[door]
     good = {name: load(folder) for name, folder in folders.items()}
-    rng, results = random.Random(24), []
+    rng, results = random.Random(SEED), []
     groups = tuple(group for group in MUTATIONS if door == "load_model" or group != "tokenizer")
     for _ in range(COUNTS[door]):
         name = rng.choice(list(folders))
@@ -159,17 +162,29 @@ def test_folders(folders: dict[str, Path], tmp_path: Path, bounded: None, door: 
     judged(results, VALID if door == "load_model" else {*VALID, NO_METHOD})
 
 
-def test_gguf_files(tmp_path: Path, bounded: None) -> None:
+def test_folders_of_other_tools(tmp_path: Path, bounded: None) -> None:
+    good = {name: by_load_model(whole_model(name, tmp_path / name)) for name in OTHERS}
+    rng, results = random.Random(SEED), []
+    for _ in range(COUNTS["others"]):
+        name = rng.choice(OTHERS)
+        folder = copy(tmp_path / name, tmp_path / "damaged")
+        damage = damaged(rng, folder, ("config", "header", "tensors"))
+        results.append((damage, name, *outcome(lambda folder=folder: by_load_model(folder), good[name])))
+    judged(results)
+
+
+@pytest.mark.parametrize("kinds", [{}, {"blk.0.ffn_up": "Q4_K", "blk.0.attn_q": "Q6_K", "output": "Q8_0"}])
+def test_gguf_files(tmp_path: Path, bounded: None, kinds: dict[str, str]) -> None:
     pytest.importorskip("gguf")
-    good_file = save_gguf(tmp_path / "good.gguf")
+    good_file = save_gguf(tmp_path / "good.gguf", hidden=256 if kinds else 32, kinds=kinds)
 
     def load(file: Path) -> Any:
         loaded = load_model(file, device="cpu")
         return logits(loaded.model), loaded.tokenizer("It is so.").input_ids
 
     good = load(good_file)
-    rng, results = random.Random(24), []
-    for _ in range(COUNTS["gguf"]):
+    rng, results = random.Random(SEED), []
+    for _ in range(COUNTS["gguf"] // 2):
         file = tmp_path / "bad.gguf"
         file.write_bytes(good_file.read_bytes())
         damage = damage_gguf(rng, file)
@@ -197,7 +212,7 @@ def test_commands(
         return (text.out,)
 
     commands = [("info", "--json"), ("generate", "--prompt", "It is", "--max-new-tokens", "3", "--device", "cpu")]
-    rng, results = random.Random(24), []
+    rng, results = random.Random(SEED), []
     good = {}
     for i in range(COUNTS["command"]):
         name, words = rng.choice(list(folders)), commands[i % 2]

@@ -13,6 +13,8 @@ from tests.cases_models import save_byte_tokenizer
 
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import format_of, layers_of
+from anybit.checkpoints.formats.translate import FolderTranslation
+from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.source import local_folder
 from anybit.errors import CheckpointError, KernelError
 from anybit.integrations.loading import load_model
@@ -196,7 +198,62 @@ def test_biases_that_the_model_lacks_are_left_out_if_they_are_zeros(value: float
     bias = {"model.layers.0.self_attn.q_proj.bias": torch.full((64,), value, dtype=torch.float16)}
     save_file({**load_file(folder / "model.safetensors"), **bias}, folder / "model.safetensors")
     if value:
-        with pytest.raises(CheckpointError, match=r"has tensor .*q_proj\.bias, which LlamaForCausalLM does not take"):
+        with pytest.raises(
+            CheckpointError, match=r"has tensor .*q_proj\.bias, which LlamaForCausalLM has no place for"
+        ):
             load_model(folder)
     else:
         assert load_model(folder).scheme is not None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tensor_that_is_gone_is_noticed(name: str) -> None:
+    """Or changes nothing; that a whole layer is gone is for the model to notice (``Translation.check``)."""
+    good = FolderTranslation.of(Folder(FIXTURES / name))
+    assert good is not None
+    for tensor in list(Folder(FIXTURES / name).entries):
+        folder = Folder(FIXTURES / name)
+        del folder.entries[tensor]
+        layer = next(layer for layer in good.layers if tensor.startswith(f"{layer}."))
+        try:
+            found = FolderTranslation.of(folder)
+            same = found is None or layer not in found.layers or found.read(layer).format == good.read(layer).format
+            if found is not None and layer in found.layers:
+                same = same and torch.equal(found.read(layer).dequantize(), good.read(layer).dequantize())
+            assert same, tensor
+        except CheckpointError as error:
+            assert layer in str(error) or name in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "why"),
+    [
+        ("autobitnet", {"linear_class": "x"}, "linear_class 'x' is neither"),
+        ("auto-round-asym", {"packing_format": []}, "quantized by auto-round, which anybit does not read"),
+        ("hqq-4", {"quant_method": None}, "quantized by an unknown method"),
+    ],
+)
+def test_words_that_are_not_known_are_refused(name: str, entries: dict[str, object], why: str, tmp_path: Path) -> None:
+    folder = whole_model(name, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"].update(entries)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=why):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("damage", ["dtype", "shape", "gone", "not finite"])
+def test_what_is_not_quantized_is_checked_too(damage: str, tmp_path: Path) -> None:
+    folder = whole_model("gptq-4-sym", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensor = tensors.pop(name)
+    if damage != "gone":
+        spoilt = {"dtype": tensor.to(torch.int16), "shape": tensor[1:], "not finite": tensor.clone().fill_(torch.nan)}
+        tensors[name] = spoilt[damage].contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight"):
+        load_model(folder)
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight"):
+        convert_into(folder, "anybit", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

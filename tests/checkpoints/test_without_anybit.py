@@ -1,6 +1,7 @@
 """A program that has never heard of anybit gets the right model from a saved folder, or an error, nothing else."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,15 @@ def without_anybit(*folders: Path) -> dict[str, Any]:
     return {Path(folder).name: result for folder, result in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+def without_method(folder: Path, target: Path) -> Path:
+    """A copy whose config.json no longer says that the model is quantized."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    del config["quantization_config"]
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders that both ways of saving have written, named by the way and the scheme."""
@@ -69,7 +79,8 @@ def test_saved_folders(folders: Path) -> None:
     ways = ("quantize", "save")
     held = [folders / f"{way} {scheme}" for way in ways for scheme in HELD]
     others = [*(folders / f"{way} {scheme}" for way in ways for scheme in OTHERS), folders / "quantize gpt2"]
-    found = without_anybit(*held, *others)
+    gone = [without_method(folder, folders / f"gone {folder.name}") for folder in others]
+    found = without_anybit(*held, *others, *gone)
     for folder in held:
         # Here anybit is there, and takes the folder over.
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -78,6 +89,10 @@ def test_saved_folders(folders: Path) -> None:
     for folder in others:
         assert "ignore_mismatched_sizes" in found[folder.name], (folder.name, found[folder.name])
         assert tokens_of(AutoModelForCausalLM.from_pretrained(folder).eval())
+    for folder in gone:
+        assert "ignore_mismatched_sizes" in found[folder.name], (folder.name, found[folder.name])
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # anybit is here, and nobody asks it
+            AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_loading_says_nothing_of_the_empty_tensors(folders: Path, capfd: pytest.CaptureFixture[str]) -> None:

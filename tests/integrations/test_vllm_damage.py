@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
@@ -22,11 +23,14 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import get_model
 
+from anybit.checkpoints.safetensors import read_header
+from anybit.errors import CheckpointError
 from anybit.integrations.vllm import register
+from anybit.integrations.vllm.config import AnyBitConfig
 from anybit.quantization.methods.registry import quantize_folder
 from cases_damage import MUTATIONS, NO_METHOD, VALID, copy, damaged
 from cases_models import save_byte_tokenizer
-from checkpoints.test_damage import _compared, judged
+from checkpoints.test_damage import SEED, _compared, judged
 
 COUNT = 240
 SCHEMES = {"packed": "w4a16g32", "sharded": "w3a16g32asym", "own": "w4a8g32"}
@@ -81,9 +85,35 @@ def loader(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     cleanup_dist_env_and_memory()
 
 
+def test_a_model_of_the_hub_is_checked_before_a_layer_is_made(
+    folders: dict[str, Path], tmp_path: Path, loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = copy(folders["packed"], tmp_path / "models--some--one" / "snapshots" / commit)
+    config = configured(snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    names = [entry.name for entry in read_header(snapshot / "model.safetensors")]
+    monkeypatch.setattr("anybit.integrations.vllm.config._tensor_names", lambda *_: names)
+    config.load_config.download_dir = str(tmp_path)
+
+    def build() -> None:
+        quantization = AnyBitConfig.from_config(config.model_config.hf_config.quantization_config)
+        quantization.maybe_update_config("some/one", config.model_config.hf_config, commit)
+        with set_current_vllm_config(config):
+            quantization.get_quant_method(torch.nn.Identity(), "model")
+
+    build()
+    tensors = load_file(snapshot / "model.safetensors")
+    save_file({name: value for name, value in tensors.items() if "norm" not in name}, snapshot / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no tensor model\.layers\.0\.\w+norm"):
+        build()
+    config.load_config.load_format = "dummy"
+    build()
+
+
 def test_folders(folders: dict[str, Path], tmp_path: Path, loader: Any) -> None:
     good = {name: loader(folder) for name, folder in folders.items()}
-    rng, results = random.Random(24), []
+    rng, results = random.Random(SEED), []
     for _ in range(COUNT):
         name = rng.choice(list(folders))
         folder = copy(folders[name], tmp_path / name)

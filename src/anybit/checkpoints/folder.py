@@ -145,6 +145,8 @@ def refuse_not_finite(tensor: Tensor, entry: Entry) -> None:
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object, or say what is wrong with the file."""
     try:
+        if file.exists() and not file.is_file():  # of a pipe no size is known, and no end
+            raise CheckpointError(f"{file} is not a regular file")
         if file.stat().st_size > _LARGEST_JSON:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, and {_LARGEST_JSON} at most are read")
         value = json.loads(file.read_text(encoding="utf-8"))

@@ -45,7 +45,7 @@ def local_folder(model: str | Path, trust_remote_code: bool = False) -> Iterator
     if not path.is_dir():
         if not _is_hub_name(str(model)):
             raise CheckpointError(f"{model} is neither a folder, nor a GGUF file, nor a hub name such as 'owner/model'")
-        path = _from_hub(str(model), [*_FETCHED, "*.py"] if trust_remote_code else _FETCHED)
+        path = from_hub(str(model), trust_remote_code)
     if _is_masked(path):
         with Scratch(Path(tempfile.gettempdir())) as folder:
             unmask(Folder(path, trust_remote_code), folder)
@@ -162,12 +162,17 @@ def _is_hub_name(text: str) -> bool:
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts)
 
 
-def _from_hub(name: str, patterns: list[str]) -> Path:
+def from_hub(name: str, trust_remote_code: bool = False, revision: str | None = None, cache: str | None = None) -> Path:
+    """The folder of a model on the hub, fetched if it is not there yet. Raises CheckpointError if it cannot be.
+
+    revision: a branch or commit; None: the newest.  cache: where it is kept; None: the Hugging Face cache.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        patterns = [*_FETCHED, "*.py"] if trust_remote_code else _FETCHED
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{name} is not a local folder, and the hub does not serve it: {reason}") from error

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig
-from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
-from anybit.checkpoints.formats.translate import Translation
-from anybit.errors import CheckpointError, KernelError
+from anybit.checkpoints.formats.translate import Translation, linear_shapes
+from anybit.errors import AnyBitError, CheckpointError, KernelError, one_line
 from anybit.integrations.transformers import AnyBitConfig, replace_linears
 from anybit.scheme import Scheme
 
@@ -30,15 +28,14 @@ def load_translated(
     empty: the model on the meta device, as transformers builds it without quantization.
     Raises CheckpointError for a layer that the model does not have, or has in another shape.
     """
-    source.take_names(empty)
     if source.kv_scales:
         warnings.warn(
             f"{source.path} has scales of an 8-bit KV cache, such as {source.kv_scales[0]}: they are not used, and "
             "keys and values stay in 16 bits",
             stacklevel=3,
         )
-    linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    kept = sorted(set(linears) - set(source.layers))
+    source.check(empty)
+    kept = sorted(set(linear_shapes(empty)) - set(source.layers))
     words = source.configuration(kept)
     config = copy.deepcopy(empty.config)
     config.quantization_config = {**words, **({"backend": backend} if backend else {})}
@@ -48,12 +45,6 @@ def load_translated(
     model, found = type(empty).from_pretrained(
         None, config=config, state_dict=tensors, dtype=dtype, device_map=device_map, output_loading_info=True
     )
-    surplus = sorted(map(str, found.get("unexpected_keys") or ()))
-    if surplus:
-        more = "" if len(surplus) == 1 else f" and {len(surplus) - 1} more"
-        raise CheckpointError(
-            f"{source.path} has tensor {surplus[0]}{more}, which {type(model).__name__} does not take"
-        )
     model.config.name_or_path = str(source.path)
     if (source.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source.path)
@@ -79,12 +70,13 @@ def load_gguf(file: Path, dtype: Any, device_map: Any, backend: str | None) -> t
             f"{file} has matrices in {kinds}, which become 16-bit floats: anybit has no codes for them", stacklevel=3
         )
     try:
-        model, found = load_translated(source, empty, torch.float16 if dtype == "auto" else dtype, device_map, backend)
+        model, _ = load_translated(source, empty, torch.float16 if dtype == "auto" else dtype, device_map, backend)
     except KernelError as error:
         raise without_kernel(error) from None
-    missing = sorted(map(str, found.get("missing_keys") or ()))
-    if missing:
-        raise CheckpointError(f"{file} has no tensor for {missing[0]}, which its model needs")
+    except (AnyBitError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # what is wrong with a file can make the libraries below fail in any way
+        raise CheckpointError(f"{file} cannot be loaded: {one_line(error)}") from error
     return model, tokenizer, source.scheme
 
 

@@ -34,7 +34,7 @@ from anybit.checkpoints.folder import check_index, read_entries, read_json, refu
 from anybit.checkpoints.safetensors import Entry, read_tensor
 from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values
 from anybit.embedding import QuantEmbedding, put_embedding
-from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError
+from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError, one_line
 from anybit.integrations import graph
 from anybit.linear import QuantLinear
 from anybit.ops import backends
@@ -160,7 +160,10 @@ def _refusing_damage(theirs: Callable[[Any], bool]) -> Callable[[Any], bool]:
                 f"quantization_config has anybit's words in it, and a quant_method that nothing knows: {method!r:.80}; "
                 "config.json is damaged"
             )
-        return theirs(entry)
+        try:
+            return theirs(entry)
+        except ValueError as error:  # of an entry that names no method
+            raise CheckpointError(f"quantization_config cannot be used: {one_line(error)}") from None
 
     return supports_quant_method
 

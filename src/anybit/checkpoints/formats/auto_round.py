@@ -43,7 +43,8 @@ def read(layer: StoredLayer) -> QuantizedWeight:
 
 
 def _packing(config: dict[str, Any]) -> str:
-    return str(config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq")
+    said = (config.get(name) for name in ("packing_format", "backend"))
+    return str(next((packing for packing in said if packing is not None), "auto_round:auto_gptq"))
 
 
 def _as_awq(layer: StoredLayer) -> bool:

@@ -28,6 +28,8 @@ def scheme(layer: StoredLayer) -> Scheme:
     """What the layer is quantized to. Raises CheckpointError for a norm before the layer, and for float weights."""
     if layer.config.get("use_rms_norm"):
         raise layer.refuse("it norms its input first (use_rms_norm), which a quantized layer of anybit's does not")
+    if layer.config.get("linear_class", "bitlinear") not in ("bitlinear", "autobitlinear"):
+        raise layer.refuse(f"linear_class {layer.config['linear_class']!r:.80} is neither bitlinear nor autobitlinear")
     if layer.entry("weight").dtype != torch.uint8:
         raise layer.refuse("its ternary weights are stored as floats (quantization_mode online); pack them first")
     return _SCHEME

@@ -70,7 +70,7 @@ def _groups(layer: StoredLayer) -> tuple[Groups, tuple[int, int]]:
 
 def _scales(layer: StoredLayer) -> Tensor:
     absmax: Tensor = layer["weight.absmax"]
-    if "weight.nested_absmax" not in layer:
+    if absmax.is_floating_point():
         return absmax.float()
     state = _state(layer)
     block = torch.arange(absmax.numel()) // state["nested_blocksize"]

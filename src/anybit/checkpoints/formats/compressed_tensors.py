@@ -143,6 +143,16 @@ def _places(layer: StoredLayer, n: int, k: int) -> Tensor:
     return pack_words(fours.argsort(dim=-1, descending=True, stable=True)[..., :2].to(torch.uint8).view(n, -1), 2)
 
 
+def _said(layer: StoredLayer, word: str) -> list[Any]:
+    """The values of a word about weights in all groups of layers that the configuration has, each once."""
+    groups = layer.config.get("config_groups")
+    weights = [group.get("weights") or {} for group in (groups.values() if isinstance(groups, dict) else ())]
+    found: list[Any] = []
+    for value in (each.get(word) for each in weights):
+        found += [value] if value not in found else []
+    return found
+
+
 def _is_fp4(layer: StoredLayer) -> bool:
     return "weight_packed" in layer and layer.entry("weight_packed").dtype == torch.uint8
 
@@ -166,5 +176,8 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
     if stored == 0 or k % stored:
         raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
     groups = Groups.of(layer, None if stored == 1 else k // stored, k)
+    for tensor, word, value in (("weight_zero_point", "symmetric", False), ("weight_g_idx", "actorder", "group")):
+        if tensor not in layer and _said(layer, word) == [value]:
+            raise layer.refuse(f"it has no tensor {tensor}, and config.json says of all layers: {word} {value}")
     code: Code = "asym" if "weight_zero_point" in layer else "sym"
     return WeightFormat(bits, code, groups.group, "bitmask" in layer), groups, (n, k)

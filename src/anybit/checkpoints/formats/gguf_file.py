@@ -6,8 +6,9 @@ names, and its processors, which are shown a column of row numbers. Needs the ``
 
 import importlib.util
 import mmap
+import tempfile
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from anybit.checkpoints.formats.gguf_blocks import BLOCKS, FLOATS, kind_of, read
 from anybit.checkpoints.formats.translate import Translation
 from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
 from anybit.checkpoints.gguf_rotary import FACTORS, scale_rotary
+from anybit.checkpoints.safetensors import Entry
+from anybit.checkpoints.scratch import Scratch
 from anybit.errors import CheckpointError, one_line
 from anybit.packing import QuantizedWeight, reorder
 from anybit.scheme import Scheme
@@ -70,8 +73,7 @@ class GgufTranslation(Translation):
         self.plain = [name for name in self._tensors if name.removesuffix(".weight") not in self.layers]
         self.bytes = sum(stored_bytes(self._tensors[f"{layer}.weight"]) for layer in self.layers)
 
-    def read(self, name: str) -> QuantizedWeight:
-        """One quantized layer."""
+    def _read(self, name: str) -> QuantizedWeight:
         tensor, rows = self._tensors[f"{name}.weight"], self._rows[name]
         k, n = tensor.shape
         try:
@@ -79,6 +81,11 @@ class GgufTranslation(Translation):
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: tensor {tensor.name}: {error}") from None
         return weight if rows is None else reorder(weight, rows)
+
+    def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
+        """What the model takes, but for the shape: rows and columns may change places."""
+        shape, theirs = self._tensors[name].shape[::-1], super().entry(name, wanted)
+        return theirs if sorted(shape) == sorted(theirs.shape) else replace(theirs, shape=shape)
 
     def read_plain(self, name: str) -> Tensor:
         """One tensor of what is not quantized, or not natively; float32."""
@@ -124,9 +131,9 @@ def row_order(processor: Any, name: str, count: int, transposed: bool) -> Tensor
 def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
     """(the file, its tokenizer, its model on the meta device). Raises CheckpointError for a file that is corrupt."""
     header = read_gguf_header(file)
-    with TemporaryDirectory(prefix="anybit-gguf-") as alone:
+    with Scratch(Path(tempfile.gettempdir())) as alone:
         # transformers reads configurations and code beside a file, too: it gets a folder with nothing else in it.
-        (Path(alone) / file.name).symlink_to(file.resolve())
+        (alone / file.name).symlink_to(file.resolve())
         try:
             config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
@@ -136,7 +143,7 @@ def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
         except MemoryError:
             raise
         except Exception as error:  # a corrupt file can make its parsers fail in any way
-            why = one_line(error).replace(alone, str(file.parent))
+            why = one_line(error).replace(str(alone), str(file.parent))
             raise CheckpointError(
                 f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {why}"
             ) from error

@@ -91,7 +91,11 @@ def _offset(layer: StoredLayer, bits: int) -> int:
 
 def _order(layer: StoredLayer, format: WeightFormat, groups: Groups) -> Tensor | None:
     """The group of each input where they are not in their order."""
-    if "g_idx" not in layer or format.group is None:
+    if format.group is None:
+        return None
+    if "g_idx" not in layer:
+        if layer.config.get("desc_act"):
+            raise layer.refuse("it has no tensor g_idx, and config.json says that inputs are out of order (desc_act)")
         return None
     index = layer["g_idx"].to(torch.int32)
     size = format.group * groups.repeat

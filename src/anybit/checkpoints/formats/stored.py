@@ -60,6 +60,7 @@ class Groups:
     group: anybit's, None for whole rows.  count: how many a row has.  repeat: how many of them share a stored scale.
     """
 
+    layer: StoredLayer
     group: int | None
     count: int
     repeat: int
@@ -72,17 +73,20 @@ class Groups:
         Raises CheckpointError for a size that does not divide so.
         """
         if size in GROUPS:
-            return cls(size, -(-k // size), 1)
+            return cls(layer, size, -(-k // size), 1)
         if size is None or size < 1 or size >= k:
-            return cls(None, 1, 1)
+            return cls(layer, None, 1, 1)
         fitting = [group for group in GROUPS if size % group == 0]
         if not fitting:
             raise layer.refuse(f"groups of {size} inputs; anybit's have {', '.join(map(str, GROUPS))} or a multiple")
         group = max(fitting)
-        return cls(group, -(-k // group), size // group)
+        return cls(layer, group, -(-k // group), size // group)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Scales, zeros or minima [N, stored groups] -> [N, count], contiguous."""
+        """Scales, zeros or minima [N, stored groups] -> [N, count], contiguous. Raises CheckpointError for others."""
+        stored = -(-self.count // self.repeat)
+        if values.shape[1] != stored:
+            raise self.layer.refuse(f"its scales or zeros are of {values.shape[1]} groups a row, and it has {stored}")
         if self.repeat > 1:
             values = values.repeat_interleave(self.repeat, dim=1)
         return values[:, : self.count].contiguous()

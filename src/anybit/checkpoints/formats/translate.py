@@ -7,23 +7,27 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.configuration import METHOD, configuration
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import Format, format_of, layers_of
-from anybit.checkpoints.formats.stored import ordered
-from anybit.checkpoints.verify import names_in
-from anybit.errors import CheckpointError, LayerError
+from anybit.checkpoints.formats.stored import StoredLayer, ordered
+from anybit.checkpoints.safetensors import Entry
+from anybit.checkpoints.verify import check_model, names_in
+from anybit.errors import AnyBitError, CheckpointError, LayerError, one_line
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import Scheme
+
+Answer = TypeVar("Answer")
 
 _RECENT = 2
 """How many layers are kept: threads that load a model are in two at most."""
@@ -57,11 +61,20 @@ class Translation(ABC):
 
     def __init__(self) -> None:
         self._recent: dict[str, QuantizedWeight] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
-    @abstractmethod
     def read(self, name: str) -> QuantizedWeight:
-        """One quantized layer."""
+        """One quantized layer. Raises CheckpointError if it is corrupt, or not of the shape in ``check``'s model."""
+        weight = self._read(name)
+        shape = self._shapes.get(name, weight.shape)
+        if weight.shape != shape:
+            raise CheckpointError(f"layer {name} has shape {weight.shape}, and the model takes {shape}")
+        return weight
+
+    @abstractmethod
+    def _read(self, name: str) -> QuantizedWeight:
+        """One quantized layer, as it is."""
 
     @abstractmethod
     def read_plain(self, name: str) -> Tensor:
@@ -72,6 +85,33 @@ class Translation(ABC):
         """The scheme that most weights have."""
         return Counter(self.layers.values()).most_common(1)[0][0]
 
+    def check(self, model: Any) -> None:
+        """Check names, shapes and types of the tensors against transformers' model, on the meta device, not quantized.
+
+        Biases of zeros that it has no place for are left out. Raises CheckpointError, naming the tensor, and for a
+        quantized layer that is no linear layer of the model.
+        """
+        self.take_names(model)
+        linears = linear_shapes(model)
+        strangers = sorted(set(self.layers) - set(linears))
+        if strangers:
+            raise CheckpointError(
+                f"{self.path}: layer {strangers[0]} is quantized, and {type(model).__name__} has no such linear layer"
+            )
+        self._shapes = linears
+        self.drop_zero_biases(model)
+        wanted = model.state_dict()
+        entries = {name: self.entry(name, wanted) for name in self.plain}
+        weights = [f"{layer}.weight" for layer in self.layers]
+        check_model(model, entries | {name: self._as_wanted(name, wanted) for name in weights}, self.path)
+
+    def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
+        """The header of a tensor that is not quantized; here, what the model takes. wanted: the model's tensors."""
+        return self._as_wanted(name, wanted)
+
+    def _as_wanted(self, name: str, wanted: dict[str, Tensor]) -> Entry:
+        return Entry(name, self.path, wanted[name].dtype, tuple(wanted[name].shape), 0, 0)
+
     def configuration(self, kept: list[str]) -> dict[str, Any]:
         """The quantization_config of the same model as anybit would save it; ``kept``: what is not quantized."""
         others = {name: str(scheme) for name, scheme in self.layers.items() if scheme != self.scheme}
@@ -81,16 +121,11 @@ class Translation(ABC):
         """All tensors by the names of a model whose layers are in place, on the meta device; nothing is read yet.
 
         dtype: of floats, scales and minima among them.
-        Raises CheckpointError for a layer that the model does not have, or has in another shape.
+        A layer of another shape than the model's raises CheckpointError when it is.
         """
-        self.drop_zero_biases(model)
-        modules = dict(model.named_modules())
         found = {name: LazyTensor(self, name, None, dtype) for name in self.plain}
         for name in self.layers:
-            module = modules.get(name)
-            if not isinstance(module, QuantLinear):
-                raise CheckpointError(f"layer {name} is quantized, and {type(model).__name__} has no such linear layer")
-            for part, parameter in module.named_parameters(recurse=False):
+            for part, parameter in model.get_submodule(name).named_parameters(recurse=False):
                 if part.startswith("weight_"):
                     found[f"{name}.{part}"] = LazyTensor(self, name, part, dtype, parameter)
         return found
@@ -129,8 +164,8 @@ class FolderTranslation(Translation):
         if not self._stored:
             marks = " or ".join(format.MARKS)
             raise CheckpointError(f"{folder.path} is quantized by {self.name}, and has no tensor *.{marks}")
-        self.layers = {name: format.scheme(layer) for name, layer in self._stored.items()}
-        self.group_index = any(map(ordered, self._stored.values()))
+        self.layers = {name: _asked(format.scheme, layer) for name, layer in self._stored.items()}
+        self.group_index = any(_asked(ordered, layer) for layer in self._stored.values())
         own = {f"{name}.{suffix}" for name in self.layers for suffix in format.TENSORS}
         self._plain = {name: name for name in folder.entries if name not in own and not _KV_SCALE.search(name)}
         self.kv_scales = sorted(name for name in folder.entries if name not in own and _KV_SCALE.search(name))
@@ -155,16 +190,29 @@ class FolderTranslation(Translation):
         self._plain = {renamed.get(name, name): stored for name, stored in self._plain.items()}
         self.plain = [*self._plain]
 
-    def read(self, name: str) -> QuantizedWeight:
-        """One quantized layer."""
-        weight = self._format.read(self._stored[name])
+    def _read(self, name: str) -> QuantizedWeight:
+        weight = _asked(self._format.read, self._stored[name])
         if self.group_index and weight.group_index is None:
             weight = replace(weight, group_index=weight.groups().to(torch.int32))
         return weight
 
     def read_plain(self, name: str) -> Tensor:
         """One tensor of what is not quantized."""
-        return self._folder.read(self._plain[name])
+        return self._folder.read(self._plain[name], finite=True)
+
+    def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
+        """Its header in the file."""
+        return self._folder.entries[self._plain[name]]
+
+
+def _asked(question: Callable[[StoredLayer], Answer], layer: StoredLayer) -> Answer:
+    """What a format says of a layer; all that damaged tensors can make it raise becomes a CheckpointError."""
+    try:
+        return question(layer)
+    except (AnyBitError, MemoryError):
+        raise
+    except Exception as error:
+        raise layer.refuse(f"its tensors contradict each other: {one_line(error)}") from error
 
 
 class OwnTranslation(Translation):
@@ -187,8 +235,7 @@ class OwnTranslation(Translation):
         self.plain = [name for name in folder.entries if name not in own]
         self.bytes = sum(folder.entries[name].bytes for name in own)
 
-    def read(self, name: str) -> QuantizedWeight:
-        """One quantized layer."""
+    def _read(self, name: str) -> QuantizedWeight:
         entries = self._folder.entries
         parts = {p: self._folder.read(f"{name}.{p}") for p in _STORED if f"{name}.{p}" in entries}
         n, k = (int(size) for size in parts["weight_shape"].tolist())
@@ -200,7 +247,21 @@ class OwnTranslation(Translation):
 
     def read_plain(self, name: str) -> Tensor:
         """One tensor of what is not quantized."""
-        return self._folder.read(name)
+        return self._folder.read(name, finite=True)
+
+    def entry(self, name: str, wanted: dict[str, Tensor]) -> Entry:
+        """Its header in the file."""
+        return self._folder.entries[name]
+
+
+def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the linear layers of a transformers model, by name."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    shapes = {
+        name: module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
+        for name, module in layers.items()
+    }
+    return {name: (n, k) for name, (n, k) in shapes.items()}
 
 
 class LazyTensor:

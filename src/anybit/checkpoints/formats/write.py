@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.configuration import METHOD
 from anybit.checkpoints.convert import convert
@@ -20,7 +19,7 @@ from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import gguf_encode, gptq_write
 from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
 from anybit.checkpoints.formats.gguf_write import write_gguf
-from anybit.checkpoints.formats.translate import FolderTranslation, OwnTranslation, Translation
+from anybit.checkpoints.formats.translate import FolderTranslation, OwnTranslation, Translation, linear_shapes
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import replace_file
 from anybit.checkpoints.source import is_gguf, local_folder
@@ -81,30 +80,24 @@ def _write_gguf(source: Translation, empty: Any, folder: Path, file: Path, overw
         raise ConversionError(f"{file} is to be a GGUF file: name it something.gguf")
     if file.exists() and not (overwrite and is_gguf(file)):
         raise ConversionError(f"{file} exists already: choose another name, or replace a GGUF file with --overwrite")
-    _refuse_strangers(source, empty)
+    _check(source, empty)
     for name, scheme in source.layers.items():
         if (reason := gguf_encode.why_not(scheme)) is not None:
             raise ConversionError(f"gguf cannot express layer {name} in {scheme}: {reason}")
-    source.drop_zero_biases(empty)
     kinds: dict[str, Any] = {}
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, lambda path: kinds.update(write_gguf(source, empty, folder, path)))
     return kinds
 
 
-def _refuse_strangers(source: Translation, empty: Any) -> list[str]:
-    """The names of linear layers. Raises ConversionError for a quantized layer that is none of them."""
-    source.take_names(empty)
-    linears = [name for name, module in empty.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    strangers = sorted(set(source.layers) - set(linears))
-    if strangers and isinstance(empty.get_submodule(strangers[0]), nn.Embedding):
+def _check(source: Translation, empty: Any) -> None:
+    """Hold the source against its model; ConversionError for a quantized embedding, which anybit alone reads."""
+    embeddings = {name for name, module in empty.named_modules() if isinstance(module, nn.Embedding)}
+    for name in sorted(embeddings & set(source.layers)):
         raise ConversionError(
-            f"{strangers[0]} is a quantized embedding, which convert does not write: quantize the model without its "
-            "override"
+            f"{name} is a quantized embedding, which convert does not write: quantize the model without its override"
         )
-    if strangers:
-        raise ConversionError(f"layer {strangers[0]} is quantized, and {type(empty).__name__} has no such linear layer")
-    return linears
+    source.check(empty)
 
 
 def _write(
@@ -117,8 +110,8 @@ def _write(
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
     """Fill a folder. dtype: of what is not quantized; None leaves it as it is."""
-    kept = sorted(set(_refuse_strangers(source, empty)) - set(source.layers))
-    source.drop_zero_biases(empty)
+    _check(source, empty)
+    kept = sorted(set(linear_shapes(empty)) - set(source.layers))
     if to == METHOD:
         quantization = source.configuration(kept)
     else:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -15,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from anybit.checkpoints.configuration import Quantization, override_of
 from anybit.checkpoints.safetensors import read_header
+from anybit.checkpoints.source import from_hub
 from anybit.errors import CheckpointError, LayerError, OptionError
 from anybit.integrations.check import check_folder
 from anybit.integrations.vllm import fusion
@@ -26,6 +29,8 @@ from anybit.integrations.vllm.warmup import Ledger
 from anybit.scheme import Code, Scheme, WeightFormat
 
 METHOD, COMPRESSED = "anybit", "compressed-tensors"
+_OF_FILES = ("auto", "hf", "safetensors", "fastsafetensors")
+"""vLLM's formats of loading that read a folder's safetensors."""
 HEADS = ("lm_head", "embed_out")
 _logger = logging.getLogger("vllm.anybit")
 _HOW = (
@@ -68,6 +73,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self.ledger = Ledger({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
         self.coded_embedding = False
         self._told: set[str] = set()
+        self._on_hub: tuple[str, bool, str | None] | None = None
 
     def __repr__(self) -> str:
         return f"AnyBitConfig({self.scheme})"
@@ -120,8 +126,11 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Check the folder; which layers hold codes by its headers decides what is loaded, not a pattern."""
+        trusted = type(hf_config).__module__.startswith("transformers_modules")
         if any(Path(model_name).glob("*.safetensors")):
-            check_folder(Path(model_name), type(hf_config).__module__.startswith("transformers_modules"))
+            check_folder(Path(model_name), trusted)
+        elif not Path(model_name).exists():  # vLLM 0.26 does not say which revision it has taken
+            self._on_hub = model_name, trusted, revision or getattr(hf_config, "_commit_hash", None)
         names = _tensor_names(model_name, revision)
         mark = ".weight_packed" if self.foreign is None else f".{MARK}"
         self.stored = None if names is None else sorted(
@@ -147,6 +156,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What runs a layer. Raises LayerError where vLLM fuses layers of which only some are quantized."""
+        self._check_hub()
         if isinstance(layer, RoutedExperts):
             self._tell("experts stay in 16 bits: anybit's schemes apply to the linear layers alone")
             return UnquantizedFusedMoEMethod(layer.moe_config)
@@ -197,6 +207,15 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
                 f"`anybit quantize MODEL --override {name}={self.overrides[name]}`"
             )
         return None
+
+    def _check_hub(self) -> None:
+        """Fetch a model of the hub to where vLLM is about to, and check it before a layer is made."""
+        if self._on_hub is None:
+            return
+        (name, trusted, revision), self._on_hub = self._on_hub, None
+        load = get_current_vllm_config().load_config
+        if str(load.load_format) in _OF_FILES and not envs.VLLM_USE_MODELSCOPE:
+            check_folder(from_hub(name, trusted, revision, load.download_dir), trusted)
 
     def _head_method(self, name: str) -> QuantizeMethodBase | None:
         """What runs an output head: it is quantized where the checkpoint holds its codes, or an override names it."""
