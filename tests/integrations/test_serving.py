@@ -1,6 +1,8 @@
 """`anybit serve` over transformers: a real server and real clients; and what the command says where it cannot serve."""
 
 import importlib.util
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,6 +138,22 @@ def test_no_server_is_told_in_one_line() -> None:
     assert isinstance(found.exception, KernelError) and "no server answers at http://127.0.0.1:1" in str(
         found.exception
     )
+
+
+def test_what_is_no_server_is_told_in_one_line_too() -> None:
+    pytest.importorskip("httpx")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def talk() -> None:
+            connection, _ = listening.accept()
+            connection.recv(4096)
+            connection.sendall(b"\x1b[2J no HTTP\r\n\r\n")
+            connection.close()
+
+        threading.Thread(target=talk, daemon=True).start()
+        with pytest.raises(KernelError, match="does not answer as a server does") as error:
+            measure(f"http://127.0.0.1:{listening.getsockname()[1]}", "m", 1.0, 1, 4, 1)
+    assert str(error.value).isprintable()
 
 
 def test_a_picture_needs_figures_of_several_rates(tmp_path: Path) -> None:

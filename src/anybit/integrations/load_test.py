@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anybit.errors import KernelError, OptionError
+from anybit.errors import KernelError, OptionError, one_line
 
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
 
@@ -108,6 +108,8 @@ def measure(url: str, model: str, rate: float, requests: int, words: int, new_to
         return asyncio.run(_at_rate(url, model, rate, requests, words, new_tokens))
     except httpx.ConnectError:
         raise KernelError(f"no server answers at {url}: start one with `anybit serve {model}`") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise KernelError(f"{url} does not answer as a server does: {one_line(error)}") from None
 
 
 def picture(path: Path, model: str, figures: list[Figures]) -> None:
