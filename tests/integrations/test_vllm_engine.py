@@ -23,7 +23,7 @@ from anybit.checkpoints.formats.write import convert_into
 from anybit.integrations.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
-SCHEMES = ("w4a16g128", "w4a16g32", "w3a16g64asym", "w5a16", "w2a16g32asym", "w4a16g32s24")
+SCHEMES = ("w4a16g128", "w4a16g32", "w3a16g64asym", "w5a16", "w2a16g32asym")
 """Not with quantized activations: a millionth of noise in SmolLM2's embeddings moves w4a8's logits by 2.7, since values
 near a step's middle get other codes, and two exact programs part after some tokens. test_vllm.py compares layers."""
 PROMPTS = ["The capital of France is", "Photosynthesis is", "Write a short poem about the sea:", "2, 4, 6, 8,"]
