@@ -40,7 +40,7 @@ def test_refused_where_one_bit_products_are_emulated(arch: str) -> None:
 @pytest.mark.parametrize(
     ("scheme", "k", "words"),
     [
-        ("w4a16", 4096, "16-bit float activations have no bit planes"),
+        ("w4a16", 4096, "bit planes need quantized activations, and these have 16 bits"),
         ("w4a4g128", 4096, "these weights have groups of 128"),
         ("w8a8", 40000, "reach 2601000000 and overflow int32"),
     ],

@@ -132,7 +132,7 @@ def test_refuses_what_it_cannot_do() -> None:
     assert "emulated on the integer units" in reason(device=Device.named("sm_100a"))
     assert "no warpgroup products" in reason(device=Device.named("sm_80"))
     assert "groups of 128" in reason(weights=WeightFormat(2, "sym", 128))
-    assert "float activations" in reason(activations=ActivationFormat())
+    assert "need quantized activations, and these have 16 bits" in reason(activations=ActivationFormat())
     assert "overflow int32" in reason(weights=WeightFormat(8), activations=ActivationFormat(8, "sym"), k=40000)
     assert "is empty" in reason(m=0)
 

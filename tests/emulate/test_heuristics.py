@@ -20,7 +20,7 @@ from anybit.kernels.gemm import (
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.ops import pages
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
-from anybit.scheme import WeightFormat
+from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
 from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
 
@@ -255,7 +255,7 @@ def test_norm_refusals() -> None:
     problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert sm90_packed_gemv.norm_why_not(problem, sm90_packed_gemv.norm_default(problem)) is None
     assert "tokens" in str(sm90_packed_gemv.norm_why_not(replace(problem, m=3)))
-    assert "gathered" in str(sm90_packed_gemv.norm_why_not(replace(problem, act_order=True)))
+    assert "order of their columns" in str(sm90_packed_gemv.norm_why_not(replace(problem, act_order=True)))
     one = sm90_packed_gemv.fitted(problem, 1, 2, 20, 1)
     assert "whole rows" in str(sm90_packed_gemv.norm_why_not(problem, one))
 
@@ -266,7 +266,7 @@ def test_refusals(module: ModuleType) -> None:
     problem = packed_problem.problem_of(packed, 1, torch.float16, torch.float16, HOPPER)
     assert "sm_90" in str(module.why_not(replace(problem, device=Device.named("sm_80"))))
     assert "tokens" in str(module.why_not(replace(problem, m=33)))
-    assert "float16 or bfloat16" in str(module.why_not(replace(problem, activations=torch.int8)))
+    assert "float16 or bfloat16" in str(module.why_not(replace(problem, activations=ActivationFormat(8, "sym"))))
     config = module.default(problem)
     assert "another problem" in str(module.why_not(problem, replace(config, bits=3)))
     assert "shared memory" in str(module.why_not(problem, replace(config, stages=4000)))

@@ -418,13 +418,15 @@ def test_a_float32_model_is_loaded_for_its_kernels_as_bfloat16_and_it_is_said(
 ) -> None:
     asked: list[Any] = []
 
-    def from_pretrained(path: Path, dtype: Any, **_: Any) -> Any:
-        asked.append(dtype)
-        raise OSError("far enough")
+    class Asked:
+        @staticmethod
+        def from_pretrained(path: Path, dtype: Any, **_: Any) -> Any:
+            asked.append(dtype)
+            raise OSError("far enough")
 
     monkeypatch.setattr(loading, "checked_device", lambda device: "cuda")
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(loading, "auto_class", lambda config: Asked)
 
     def load(*words: Any, **more: Any) -> None:
         with pytest.raises(anybit.AnyBitError, match="far enough"):
