@@ -48,6 +48,7 @@ if __name__ == "__main__":
 def run(*command: str) -> "subprocess.CompletedProcess[str]":
     """A process that starts an engine."""
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    settings["PYTHONPATH"] = str(cases.ROOT / "src")  # the plug-in of this checkout, wherever the installed one is
     env = {**os.environ, **settings}
     return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, check=False)
 
@@ -99,7 +100,7 @@ def test_two_ranks_answer_as_one(small: Path, tmp_path: Path, scheme: str) -> No
     assert by_vllm(folder, tmp_path, tensor_parallel_size=2) == by_anybit(folder)
 
 
-@pytest.mark.parametrize("scheme", ["w4a16g64", "w3a16g64asym"])
+@pytest.mark.parametrize("scheme", ["w4a16g64", "w3a16g64asym", "w4a16g64s24"])
 def test_compiled_graphs_answer_as_eager_ones(small: Path, tmp_path: Path, scheme: str) -> None:
     folder = quantized(small, scheme, tmp_path / scheme)
     assert by_vllm(folder, tmp_path, enforce_eager=False) == by_anybit(folder)
