@@ -38,6 +38,7 @@ from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError,
 from anybit.integrations import graph
 from anybit.linear import QuantLinear
 from anybit.ops import backends
+from anybit.packing import QuantizedWeight
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.pipeline.modules import (
     check_kept,
@@ -264,28 +265,26 @@ class AnyBitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _quantize_tied(self, model: Any, name: str) -> None:
         """Give a tied head codes of its own; what it was tied to stays as it is."""
-        head, config = model.get_submodule(name), self.quantization_config
-        scheme = config.quantization.scheme_of(name)
-        try:
-            weight = quantize_weight(head.weight.detach(), scheme.weights)
-        except LayerError as error:
-            raise LayerError(f"layer {name}: {error}") from None
+        head, scheme, weight = self._rounded(model, name)
         bias = None if head.bias is None else head.bias.detach()
-        model.set_submodule(name, QuantLinear.from_weight(weight, scheme, bias, config.backend))
+        model.set_submodule(name, QuantLinear.from_weight(weight, scheme, bias, self.quantization_config.backend))
         model.all_tied_weights_keys.pop(f"{name}.weight")
         for part in (model.config, model.config.get_text_config(decoder=True)):
             part.tie_word_embeddings = False
 
     def _quantize_embedding(self, model: Any, name: str) -> None:
         """Round an embedding's rows; heads that are tied to it multiply by the same codes."""
-        old, config = model.get_submodule(name), self.quantization_config
-        scheme = config.quantization.scheme_of(name)
+        old, scheme, weight = self._rounded(model, name)
+        new = QuantEmbedding.of_weight(weight, scheme, old.padding_idx, self.quantization_config.backend)
+        put_embedding(model, name, new, self.shared)
+
+    def _rounded(self, model: Any, name: str) -> tuple[Any, Scheme, QuantizedWeight]:
+        """A layer of the model, its scheme, and its weight rounded to nearest in that. LayerError names the layer."""
+        layer, scheme = model.get_submodule(name), self.quantization_config.quantization.scheme_of(name)
         try:
-            weight = quantize_weight(old.weight.detach(), scheme.weights)
+            return layer, scheme, quantize_weight(layer.weight.detach(), scheme.weights)
         except LayerError as error:
             raise LayerError(f"layer {name}: {error}") from None
-        new = QuantEmbedding.of_weight(weight, scheme, old.padding_idx, config.backend)
-        put_embedding(model, name, new, self.shared)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """What is saved; where compressed-tensors cannot hold it, with an empty tensor a layer: see ``TRAP``."""
