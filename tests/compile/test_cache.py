@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -357,3 +358,17 @@ def test_what_a_call_would_launch_is_listed_and_compiled_ahead_by_other_processe
     assert compile_kernels([(kernel, ARCH) for kernel in kernels], jobs=2) == []
     assert all(cache.on_disk(kernel, ARCH) for kernel in kernels)
     assert jit.cached(other, ARCH).entry and not compilations  # read from the disk, not compiled here
+
+
+def test_a_daemonic_process_compiles_ahead_too(folder: Path) -> None:
+    """As a rank of vLLM's tensor parallelism does: Python refuses it children."""
+
+    def rank() -> None:
+        assert compile_kernels([(KERNEL, ARCH)], jobs=2) == []
+        assert multiprocessing.current_process().daemon
+
+    process = multiprocessing.get_context("fork").Process(target=rank, daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert cache.on_disk(KERNEL, ARCH)

@@ -5,6 +5,8 @@ cache on disk are compiled by as many processes as there are cores.
 """
 
 import functools
+import os
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,6 +79,7 @@ def make_ready(kernels: list[jit.Kernel], device: torch.device, start: float | N
     start = time.perf_counter() if start is None else start
     arch = Device.of(torch.empty(0, device=device)).arch
     missing = [kernel for kernel in kernels if not on_disk(kernel, arch)]
+    random.Random(os.getpid()).shuffle(missing)  # ranks that start together compile different ones first
     decided = time.perf_counter()
     refused = compile_kernels([(kernel, arch) for kernel in missing])
     compiled = time.perf_counter()

@@ -5,7 +5,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -153,11 +153,23 @@ def compilers(jobs: int, begin: Callable[..., None], *arguments: Any) -> Process
     return ProcessPoolExecutor(jobs, multiprocessing.get_context(_quick_start()), begin, arguments)
 
 
+@contextlib.contextmanager
+def _children_allowed() -> Iterator[None]:
+    """Let a daemonic process, such as a rank of vLLM's, have children: Python refuses those since they may outlive it."""
+    process = multiprocessing.current_process()
+    daemonic, process.daemon = process.daemon, False
+    try:
+        yield
+    finally:
+        process.daemon = daemonic
+
+
 def compile_kernels(kernels: Collection[tuple[jit.Kernel, str]], jobs: int = 0) -> list[str]:
     """Compile kernels for architectures in parallel, into the cache on disk; why some do not compile."""
     if not kernels:
         return []
-    with compilers(min(jobs or os.cpu_count() or 1, len(kernels)), die_with_parent) as pool:
+    jobs = min(jobs or os.cpu_count() or 1, len(kernels))
+    with _children_allowed(), compilers(jobs, die_with_parent) as pool:
         return [reason for reason in pool.map(compile_one, *zip(*kernels, strict=True)) if reason is not None]
 
 
