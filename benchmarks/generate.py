@@ -2,7 +2,6 @@
 
     python benchmarks/generate.py --record [--seconds 150]
     python benchmarks/generate.py [--batch 1] [--schemes w4a16g128,w2a16g128] [--context 512] [--baseline] [--profile]
-    python benchmarks/generate.py --model FOLDER [--schemes w4a16g128]
 
 A Llama-3-8B-shaped model with random weights (codes for the quantized ones) decodes after ``--context`` tokens of
 random keys and values. Rows go to benchmarks/results/<gpu>/generate.json.
@@ -23,16 +22,14 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import anybit
 from anybit.errors import AnyBitError
-from anybit.integrations.loading import load_model
 from anybit.scheme import Scheme
 from generate_models import LLAMA_3_8B, apart, check, history, random_model, reference_logits, stepper, unfused_logits
 from kernel_times import print_kernels
@@ -174,53 +171,6 @@ def baseline(batch: int, context: int, layers: int, profile: bool = False) -> di
     return row("Llama-3-8B shape", "fp16", batch, context, ms, f"logits within {error:.1e} of transformers'")
 
 
-@torch.inference_mode()
-def behind(model: Any, answer: torch.Tensor, prompt: int) -> float:
-    """How far below the largest logit the tokens of an answer lie at most, in a forward pass over all of it."""
-    logits = model(answer, use_cache=False).logits[:, prompt - 1 : -1].float()
-    chosen = logits.gather(-1, answer[:, prompt:, None])[..., 0]
-    return float((logits.amax(-1) - chosen).max())
-
-
-def real_rows(folder: str, schemes: list[str]) -> Iterator[dict[str, object]]:
-    """Greedy generate of a real model: tokens a second after the first, eager and with a static cache and graph.
-
-    Every token must be one that a forward pass over the whole answer finds most likely, or nearly: sums of fp16 in
-    another order turn what is equally likely, and answers part there.
-    """
-    text = "The history of the steam engine begins in the first century, when"
-    for scheme in [*schemes, "fp16"]:
-        loaded = load_model(folder, None if scheme == "fp16" else scheme, device="cuda", dtype=torch.float16)
-        model = loaded.model
-        ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"].cuda()
-        model.generation_config.eos_token_id = None  # every answer has all its tokens
-        results = {}
-        for case, tokens in (("eager", 32), ("static graph", 256)):
-            options = {"do_sample": False, "max_new_tokens": tokens, "pad_token_id": 0}
-            if case == "static graph":
-                anybit.accelerate(model)
-                options["cache_implementation"] = "static"
-            # As long as what is timed, and twice: the first answer of a process takes three times as long as others.
-            for _ in range(2):
-                model.generate(ids, **options)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            model.generate(ids, **{**options, "max_new_tokens": 1})
-            torch.cuda.synchronize()
-            middle = time.perf_counter()
-            results[case] = model.generate(ids, **options)
-            torch.cuda.synchronize()
-            ms = ((time.perf_counter() - middle) - (middle - start)) * 1e3 / (tokens - 1)
-            gap = behind(model, results[case], ids.shape[1])
-            assert gap < 0.25, f"{scheme}, {case}: a token is {gap:.2f} behind the most likely one"
-            both = min(result.shape[1] for result in results.values())
-            equal = (results[case][:, :both] == results["eager"][:, :both]).all(0).long().cumprod(0).sum()
-            first = int(equal) - ids.shape[1]
-            checked = f"every token within {gap:.3f} of the largest logit, the first {first} as eager's"
-            name = f"{Path(folder).name} generate, {case}"
-            yield row(name, scheme, 1, ids.shape[1] + tokens, ms, checked)
-
-
 RECORD = (
     ("w4a16g128", 1, 512), ("fp16", 1, 512), ("w4a16g128", 16, 512), ("fp16", 16, 512), ("w4a4", 1, 512),
     ("w4a8", 1, 512), ("w2a16g128", 1, 512), ("w4a16g128-kv4g128", 1, 131072), ("fp16", 1, 131072),
@@ -242,14 +192,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print which kernels a step spends its time in")
     parser.add_argument("--layers", type=int, default=LLAMA_3_8B["num_hidden_layers"])
     parser.add_argument("--head", metavar="SCHEME", help="quantize lm_head, too, in a scheme of its own")
-    parser.add_argument("--model", help="a folder: generate with this real model instead")
     arguments = parser.parse_args()
     start, key = time.perf_counter(), ("case", "scheme", "batch", "context")
     schemes = [scheme for scheme in arguments.schemes.split(",") if scheme]
-    if arguments.model:
-        for found in real_rows(arguments.model, schemes):
-            merge_rows(RESULTS / "h200" / "generate.json", [found], key)
-        return
     wanted = schemes + ["fp16"] * arguments.baseline
     cases = [(s, b, c) for c in arguments.context for b in arguments.batch for s in wanted]
     for scheme, batch, context in RECORD if arguments.record else cases:

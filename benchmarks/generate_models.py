@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,23 +33,13 @@ LLAMA_3_8B: dict[str, Any] = {
 }
 
 
-def sizes_of(shapes: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """What a model of these layers (qkv, o, gate_up and down: N, K) differs in from Llama-3-8B; heads of 128, or 64."""
-    (qkv, hidden), (_, inner), _, (_, intermediate) = shapes
-    head = 64 if inner % 128 else 128
-    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "head_dim": head}
-    return sizes | {"num_attention_heads": inner // head, "num_key_value_heads": (qkv - inner) // (2 * head)}
-
-
-def random_model(
-    scheme: str | None, layers: int, prepare: bool = True, sizes: dict[str, int] | None = None, head: str | None = None
-) -> LlamaForCausalLM:
+def random_model(scheme: str | None, layers: int, prepare: bool = True, head: str | None = None) -> LlamaForCausalLM:
     """A Llama-3-8B-shaped model on the GPU, in fp16 or in a scheme, with random weights of the usual size.
 
     prepare: put quantized weights into their kernel's layout; not for a model that is fused at once.
-    sizes: what another model has instead. head: the scheme of lm_head, which stays in 16 bits without one.
+    head: the scheme of lm_head, which stays in 16 bits without one.
     """
-    config = LlamaConfig(**{**LLAMA_3_8B, **(sizes or {}), "num_hidden_layers": layers}, dtype=torch.float16)
+    config = LlamaConfig(**{**LLAMA_3_8B, "num_hidden_layers": layers}, dtype=torch.float16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.float16).eval()
     if scheme is not None:

@@ -102,21 +102,6 @@ def generate() -> str:
     return table(["batch, context", "fp16", *schemes], body)
 
 
-def generate_models() -> str:
-    """Tokens a second of real models in ``generate``: schemes down, ways across."""
-    found = [row for row in rows("generate") if " generate, " in row["case"]]
-    parts = []
-    for model in dict.fromkeys(row["case"].partition(" generate, ")[0] for row in found):
-        ways = [case for case in dict.fromkeys(row["case"] for row in found) if case.startswith(f"{model} generate, ")]
-        schemes = dict.fromkeys(row["scheme"] for row in found if row["case"] in ways)
-        body = []
-        for scheme in schemes:
-            each = (find(found, case=way, scheme=scheme) for way in ways)
-            body.append([scheme, *(f"{row['tokens_per_second']:.0f}" if row else "" for row in each)])
-        parts.append(table([f"{model}, tokens a second", *(way.partition(", ")[2] for way in ways)], body))
-    return "\n\n".join(parts)
-
-
 # -------- the KV cache
 
 
@@ -137,21 +122,6 @@ def decode_attention() -> str:
     return table(header, body)
 
 
-def kv_store() -> str:
-    """Storing tokens: microseconds a launch, what is stored down, formats across."""
-    found = [row for row in rows("decode_attention") if row["case"].startswith(("append", "pack"))]
-    formats = {"kv4g128": "KC-4", "kv2g128": "KC-2", "kv8g128": "KC-8"}
-    formats |= {"kv4g128t": "KT-4", "kv2g128t": "KT-2", "kv8g128t": "KT-8"}
-    words = {"append": "a token each", "append, windows full": "... that fills every window", "pack prompt": "a prompt"}
-    body = []
-    for case, batch, context in dict.fromkeys((r["case"], r["batch"], r["context"]) for r in found):
-        each = [find(found, case=case, batch=batch, context=context, kv=kv) for kv in formats]
-        floor = max(row["floor_us"] for row in each if row)
-        count = f"{context} tokens" if case == "pack prompt" else f"{batch} sequence{'s' * (batch > 1)}"
-        body.append([f"{words[case]}, {count}", *(f"{row['us']:.1f}" if row else "" for row in each), f"{floor:.1f}"])
-    return table(["us", *formats.values(), "reading"], body)
-
-
 def kv_perplexity() -> str:
     """Perplexity with a quantized cache: bits down, how keys are grouped across."""
     found = [row for row in rows("kv_accuracy") if row["case"] == "perplexity"]
@@ -168,7 +138,7 @@ def kv_perplexity() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        headline, choosing, *tables_linear.MAKERS, generate, generate_models, decode_attention, kv_store, kv_perplexity,
+        headline, choosing, *tables_linear.MAKERS, generate, decode_attention, kv_perplexity,
         *tables_quantizers.MAKERS,
     )
 }  # fmt: skip

@@ -1,8 +1,8 @@
-"""The tables of linear layers: products of bit planes and of packed weights, quantize-and-pack, launches, logits."""
+"""The tables of linear layers: products of bit planes and of packed weights."""
 
 from collections.abc import Callable
 
-from cases import BITWISE_SCHEMES, MODELS, TOKENS
+from cases import BITWISE_SCHEMES, MODELS
 from rows import Row, find, rows, table
 
 PACKED_SCHEMES = ("w4a16g128", "w2a16g128", "w3a16g128", "w8a16g128", "w4a8", "w2a8", "w4a8fp")
@@ -34,48 +34,6 @@ def gemm_bitwise() -> str:
         header = ["M x N x K", "cuBLAS fp16", "int8", "fp8", *schemes]
         parts.append(f"**{name}**\n\n{table(header, body)}")
     return "\n\n".join(parts)
-
-
-def bitwise_shapes() -> str:
-    """Some products of bit planes: shapes down, schemes across."""
-    found = [row for row in rows("gemm_bitwise") if row.get("kernel", "wgmma") == "wgmma"]
-    body = []
-    for m, n, k in ((4096, 28672, 4096), (1024, 4096, 4096), (64, 4096, 4096), (1, 4096, 14336), (1, 28672, 4096)):
-        cells = []
-        for scheme in ("w1a1", "w2a2", "w4a4"):
-            row = next((r for r in found if (r["m"], r["n"], r["k"], r["scheme"]) == (m, n, k, scheme)), None)
-            cells.append(f"{row['us']:.2f} / {row['us_with_pack']:.2f}" if row else "")
-        body.append([f"{m} x {n} x {k}", *cells])
-    header = ["alone / with quantize-and-pack", "w1a1", "w2a2", "w4a4"]
-    return table(header, body) if any(cell for line in body for cell in line[1:]) else ""
-
-
-def sm80_bitplane_gemm() -> str:
-    """The products by mma.sync, which sm_80 to sm_89 run, beside wgmma's on the same GPU."""
-    found = rows("gemm_bitwise")
-    body = []
-    for row in (row for row in found if row.get("kernel") == "mma.sync"):
-        keys = {key: row[key] for key in ("case", "scheme", "m", "n", "k")}
-        other = find(found, kernel="wgmma", **keys)
-        shape = f"{row['case']}, {row['m']} x {row['n']} x {row['k']}, {row['scheme']}"
-        body.append([shape, f"{row['us']:.2f}", f"{other['us']:.2f}" if other else ""])
-    return table(["us", "mma.sync", "wgmma"], body) if body else ""
-
-
-def launch() -> str:
-    """What a kernel costs before it runs."""
-    body = [
-        [
-            f"{row['case']}, {row['scheme']}",
-            f"{row['first_use_s']:.2f} s",
-            f"{row['from_disk_ms']:.1f} ms",
-            f"{row['launch_host_us']:.1f} us",
-            f"{row['multiply_host_us']:.1f} us",
-        ]
-        for row in rows("launch")
-    ]
-    header = ["kernel", "first use", "from disk", "host time of a launch", "of `multiply`, with its checks"]
-    return table(header, body) if body else ""
 
 
 SHOWN = (1, 4, 16, 64, 256, 4096)
@@ -139,60 +97,4 @@ def packed_widths() -> str:
     return table(["x cuBLAS fp16", *(f"M = {m}" for m in tokens)], body) if body else ""
 
 
-def packed_sweep() -> str:
-    """The worst of each layer: schemes down, layers across; how many times the time of more tokens."""
-    found, body = rows("gemm_packed_sweep"), []
-    layers = MODELS["llama-3-8b"]
-    for scheme in dict.fromkeys(row["scheme"] for row in found):
-        cells = []
-        for layer in layers:
-            mine = sorted(
-                (row["m"], row["us"])
-                for row in found
-                if (row["case"], row["scheme"]) == (f"llama-3-8b {layer}", scheme)
-            )
-            worst = max(((us / later, m, more) for m, us in mine for more, later in mine if more > m), default=None)
-            cells.append(f"{worst[0]:.3f} ({worst[1]}, {worst[2]})" if worst else "")
-        body.append([scheme, *cells])
-    return table(["time(M) / time(M'), worst", *layers], body) if body else ""
-
-
-def logits() -> str:
-    """A real model's logits on the kernels beside the reference's: schemes and backends down."""
-    body = [
-        [
-            f"{row['scheme']} ({row['case']}: {', '.join(row['kernels'])})",
-            f"{row['codes_differ']} and {row['sums_differ']}",
-            f"{row['results_differ']} of {row['results']:,}",
-            f"{row['logits_worst']:.4f}",
-            f"{row['tokens_agree']} of {row['tokens']}",
-        ]
-        for row in rows("logits")
-    ]
-    header = ["", "codes and sums", "results of layers", "logits, at most", "greedy tokens that agree"]
-    return table(header, body) if body else ""
-
-
-def pack() -> str:
-    """Quantize-and-pack: formats down, tokens across, microseconds and the time of reading and writing once."""
-    found = rows("pack")
-    body = []
-    for k, kind, scheme in dict.fromkeys((row["k"], row["case"], row["scheme"]) for row in found):
-        same = {row["m"]: row for row in found if (row["k"], row["case"], row["scheme"]) == (k, kind, scheme)}
-        cells = [f"{same[m]['us']:.2f} ({same[m]['floor_us']:.2f})" if m in same else "" for m in TOKENS]
-        body.append([f"{scheme}, K = {k}, {kind.removeprefix('pack ')}", *cells])
-    return table(["", *(f"M = {m}" for m in TOKENS)], body) if body else ""
-
-
-MAKERS = (
-    gemm_bitwise,
-    bitwise_shapes,
-    sm80_bitplane_gemm,
-    launch,
-    gemm_packed,
-    packed_layers,
-    packed_widths,
-    packed_sweep,
-    logits,
-    pack,
-)
+MAKERS = (gemm_bitwise, gemm_packed, packed_layers, packed_widths)

@@ -1,6 +1,4 @@
-"""The tables of quantizers: perplexity by scheme and method, the price of rotations, other quantizers."""
-
-from collections.abc import Callable
+"""The tables of quantizers: perplexity by scheme and method, and by other quantizers."""
 
 from rows import Row, rows, table
 
@@ -59,35 +57,6 @@ def quantizers() -> str:
     return table([f"scheme (float32 {plain:.2f})", *(f"`{method}`" for method in methods), "plain GPTQ"], body)
 
 
-def quantizers_kernels() -> str:
-    """The same layers in 16 bits through plain dequantized arithmetic and through the kernels (APT-LLM, Table V)."""
-    body = []
-    for row in (row for row in _quantized() if "perplexity_dequantized" in row):
-        dequantized, kernels = row["perplexity_dequantized"], row.get("perplexity_kernels")
-        cells = [_perplexity(kernels), f"{abs(kernels - dequantized):.4f}"] if kernels else ["refused", ""]
-        body.append([f"`{row['scheme']}`", f"`{row['method']}`", _perplexity(dequantized), *cells])
-    head = ["scheme", "method", "dequantized, float16", "through the kernels", "apart"]
-    return table(head, body) if body else ""
-
-
-def rotations() -> str:
-    """Four-bit codes of rotated rows: widths and ways down, tokens across, microseconds."""
-    found = [row for row in rows("rotate") if row["scheme"] == "a4asym"]
-    tokens, body = sorted({row["m"] for row in found}), []
-    for k in sorted({row["k"] for row in found}):
-        mine = {row["m"]: row for row in found if row["k"] == k}
-        ways: dict[str, Callable[[Row], float]] = {
-            f"**{k}**, one kernel": lambda row: row["us"],
-            "a kernel each": lambda row: row["baselines"]["kernel each"],
-            "rotation alone": lambda row: row["baselines"]["rotation alone"],
-            "coding alone": lambda row: row["baselines"]["pack alone"],
-            "torch's rotation alone": lambda row: row["baselines"]["torch"],
-        }
-        for words, of in ways.items():
-            body.append([words, *(f"{of(mine[m]):.1f}" if m in mine else "" for m in tokens)])
-    return table(["us", *(f"M = {m}" for m in tokens)], body) if body else ""
-
-
 def peers() -> str:
     """Perplexity by other quantizers on the same model, text and scheme, and by ours: schemes down."""
     mine, theirs = _quantized(), [row for machine in ("cpu", "h200") for row in rows("peers", machine)]
@@ -102,4 +71,4 @@ def peers() -> str:
     return table(["scheme", *names, "`gptq`", "`distill`"], body) if body else ""
 
 
-MAKERS = (perplexity, quantizers, quantizers_kernels, rotations, peers)
+MAKERS = (perplexity, quantizers, peers)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Proofs on a GPU, and rows of products, whole models and the tuner, the first worth most: scripts/record.sh FOLDER [STEP...]
+# Proofs on a GPU, and rows of products, decode steps and the tuner, the first worth most: scripts/record.sh FOLDER [STEP...]
 #
 # Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, those of the check and the
 # new map to FOLDER. Without names all steps are run; their limits add up to 26 and 34 minutes on two GPUs, with the check (one GPU takes it all).
@@ -10,10 +10,9 @@ set -u
 OUT=$(realpath -m "${1:?a folder for logs and the new map}")
 shift
 STEPS=" $* "
-ALL=" look_up bitwise memcheck memcheck_bitwise racecheck_bitwise tests packed steady sweep sweep_steady
-  map model steps generate clock check "
+ALL=" bitwise memcheck memcheck_bitwise racecheck_bitwise tests packed steady sweep sweep_steady map generate check "
 for name in "$@"; do
-  [[ $ALL == *" $name "* || $ALL == *" $name"$'\n'* ]] || { echo "no step is called '$name'; there are:$ALL" >&2; exit 2; }
+  [[ $ALL == *" $name "* ]] || { echo "no step is called '$name'; there are:$ALL" >&2; exit 2; }
 done
 cd "$(dirname "$0")/.."
 mkdir -p "$OUT/log" "$OUT/work"
@@ -61,7 +60,7 @@ proofs_and_rows() {
     --tokens 511 512 513 1023 1024 1025 2047 2048 2049 4095 4096
 }
 
-map_and_models() {
+map_and_steps() {
   local ahead
   if wanted map; then
     $PYTHON tools/tuning/build_policy.py measure --compile --out "$OUT/whole.json" > "$OUT/log/ahead" 2>&1 &
@@ -70,18 +69,7 @@ map_and_models() {
     kill $ahead 2> "$OUT/log/kill"
     step compact 300 $PYTHON tools/tuning/build_policy.py compact "$OUT/whole.json" --out "$OUT/nvidia-h200.json"
   fi
-  by_map
-  step model 200 $PYTHON tools/tuning/measure_choices.py model "${BY[@]}" --seconds 180
-  if wanted steps; then
-    for model in Qwen3-14B SmolLM2-1.7B Qwen2.5-7B Llama-2-7B Llama-3-8B; do # w4a8 and w2a4 of the last are of step model
-      schemes="w4a16g128 w4a4 w2a2"
-      [ $model = Llama-3-8B ] || schemes="w4a16g128 w4a8 w2a4 w4a4 w2a2"
-      timed "steps_$model" 60 $PYTHON tools/tuning/measure_choices.py model "${BY[@]}" --model $model --layers 8 --schemes $schemes \
-        --prompts --seconds 55
-    done
-  fi
   step generate 150 $PYTHON benchmarks/generate.py --record --seconds 130
-  step clock 320 $PYTHON tools/tuning/measure_choices.py clock
 }
 
 by_map() { # the map that was just measured, or MAP, or the shipped one
@@ -97,9 +85,8 @@ check() { # PART PARTS
     "${BY[@]}" --part "$1" "$2" --seconds "${CHECK_SECONDS:-380}" --rows "$OUT/check.json"
 }
 
-step look_up 30 $PYTHON tools/tuning/measure_choices.py look-up # host time: on a machine that does nothing else
 if [ "$GPUS" -ge 2 ]; then
-  (export CUDA_VISIBLE_DEVICES=1; map_and_models) &
+  (export CUDA_VISIBLE_DEVICES=1; map_and_steps) &
   models=$!
   (export CUDA_VISIBLE_DEVICES=0; proofs_and_rows)
   wait $models
@@ -109,7 +96,7 @@ if [ "$GPUS" -ge 2 ]; then
   wait $half
 else
   proofs_and_rows
-  map_and_models
+  map_and_steps
   check 0 1
 fi
 true
