@@ -64,6 +64,7 @@ def decode(
     are the same bit for bit whatever else is in the batch.
     debug: check tables, lengths and sequences on the device too, and wait for the outcome (default: whether the
     environment has ANYBIT_DEBUG=1); raises KernelError with what is wrong.
+    Raises LayerError, before anything is launched, for a q that does not fit the cache or its sequences.
     Returns the output in q's shape and dtype, and the log-sum-exp float32 [len(sequences), tokens, heads].
     """
     check(q, cache, layer, sequences, masks)
@@ -82,7 +83,8 @@ def prefill(
 ) -> Tensor:
     """Write K and V of a prompt, or of its next part, and attend over them in 16 bits and over all tokens before.
 
-    q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim], already counted by ``cache.extend``. Returns q's shape.
+    q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], already counted by ``cache.extend``; all in the
+    cache's dtype and on its device, else LayerError. Returns the output in q's shape and dtype.
     """
     tokens = q.shape[0]
     keys, values = k.transpose(0, 1), v.transpose(0, 1)

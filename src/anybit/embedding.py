@@ -57,14 +57,20 @@ class QuantEmbedding(QuantLinear):
     def of_weight(
         cls, weight: QuantizedWeight, scheme: Scheme | str, padding_idx: int | None = None, backend: str | None = None
     ) -> "QuantEmbedding":
-        """An embedding that holds a quantized weight, on the weight's device."""
+        """An embedding that holds a quantized weight [num_embeddings, embedding_dim], on the weight's device.
+
+        Raises LayerError for a scheme of another weight format, or one that no embedding can have.
+        """
         ordered = weight.group_index is not None
         layer = cls(*weight.shape, scheme, padding_idx=padding_idx, group_index=ordered, device="meta", backend=backend)
         layer.load_weight(weight)
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The rows of ids, int32 or int64 [...] -> [..., embedding_dim]."""
+        """The rows of ids, int32 or int64 [...] -> [..., embedding_dim], in the dtype of the scales.
+
+        Raises LayerError for other ids. One beyond the table is an IndexError on a CPU, and gives NaN on a GPU.
+        """
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             kind = dtype_name(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
             raise LayerError(f"ids must be a torch.Tensor of int32 or int64, not {kind}")

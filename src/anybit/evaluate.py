@@ -73,8 +73,9 @@ def perplexity(
     cache: Callable[[], Any] | None = None,
     step: int = 32,
 ) -> Perplexity:
-    """Perplexity of a causal language model over windows int64 [W, T], one window at a time.
+    """Perplexity of a causal language model over windows of token ids, int64 [W, T], one window at a time.
 
+    bos: whether windows begin with a BOS token, as the result says. progress: called with windows done, and all.
     cache: makes a KV cache for a window, which then runs ``step`` tokens at a time, so that later tokens attend over
     what the cache made of earlier ones (a model that sees a window at once attends over plain keys and values).
     """
@@ -102,7 +103,10 @@ def agreement(
     baseline_cache: Callable[[], Any] | None = None,
     step: int = 32,
 ) -> Agreement:
-    """Compare a model with a baseline on windows int64 [W, T], position by position; caches as in ``perplexity``."""
+    """Compare a model with a baseline of the same vocabulary on windows of token ids, int64 [W, T].
+
+    Every position counts. cache, baseline_cache, step, progress: as in ``perplexity``.
+    """
     same, divergence, positions = 0, 0.0, 0
     for i, window in enumerate(windows):
         ours = _logits(model, window, cache, step).log_softmax(-1)

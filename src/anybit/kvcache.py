@@ -60,6 +60,7 @@ class KVCache:
         lengths   int32 [sequences], tokens of each sequence, the newest included
 
     Raises LayerError for a size that is not a positive integer, and for a head that the format does not divide.
+    Methods raise CacheError for a sequence that is not there and for tokens that do not fit; nothing has changed then.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class KVCache:
         return self.ledger.add()  # whose rows on the device are those that ``free`` left
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence."""
+        """Forget a sequence: its pages go back to the pool, but for those that others share."""
         self.ledger.free(sequence)
         self.table[sequence] = -1
         self.lengths[sequence] = 0
@@ -231,8 +232,8 @@ class KVCache:
     def write(self, layer: int, sequences: Sequence[int], k: Tensor, v: Tensor) -> None:
         """Store the newest tokens of each sequence, already counted by ``extend``.
 
-        k, v: [len(sequences), tokens, kv_heads, head_dim] in the cache's dtype. Windows that become full are quantized
-        and packed; 16-bit values of the newest tokens stay in the residual.
+        k, v: [len(sequences), tokens, kv_heads, head_dim] in the cache's dtype, on its device; LayerError for others.
+        Windows that become full are quantized and packed; 16-bit values of the newest tokens stay in the residual.
         """
         self._check(layer, sequences, k, v)
         k, v = k.detach(), v.detach()  # what is kept would keep the graphs of all its tokens

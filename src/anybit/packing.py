@@ -191,7 +191,10 @@ class QuantizedWeight:
         group_index: Tensor | None = None,
         minimum: Tensor | None = None,
     ) -> "QuantizedWeight":
-        """Pack dense codes uint8 [N, K]. Sparse layers come from ``from_sparse_codes``."""
+        """Pack dense codes, uint8 [N, K]; the other arguments are the fields of those names.
+
+        Raises LayerError for a shape or dtype that the format does not have. For 2:4 see ``from_sparse_codes``.
+        """
         n, k = codes.shape
         return cls(pack_words(codes, format.bits), scale, zero, (n, k), format, group_index, minimum=minimum)
 
@@ -201,7 +204,7 @@ class QuantizedWeight:
     ) -> "QuantizedWeight":
         """Pack a 2:4 sparse layer: codes uint8 [N, K] and a boolean mask [N, K] with two True in every four inputs.
 
-        Raises LayerError for a mask that keeps more or fewer.
+        scale, zero: the fields of those names. Raises LayerError for a mask that keeps more or fewer.
         """
         n, k = codes.shape
         if k % 4 or not bool((mask.view(n, -1, 4).sum(-1) == 2).all()):
@@ -218,7 +221,7 @@ class QuantizedWeight:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits that a checkpoint stores, scales and zeros included (zeros take ``bits`` there), over the weights."""
+        """Bits that a checkpoint stores for each weight, its share of scales and zeros (``bits`` each) included."""
         parts = (self.words, self.scale, self.group_index, self.indices, self.minimum)
         size = 8 * sum(t.numel() * t.element_size() for t in parts if t is not None)
         zeros = 0 if self.zero is None else self.zero.numel() * self.format.bits

@@ -70,8 +70,9 @@ def _default_code(bits: int) -> Code:
 class WeightFormat:
     """How the weights of a linear layer are coded.
 
-    bits: 1 to 8.  code: one of WEIGHT_CODES.  group: input channels that share a scale
-    (16, 32, 64, 128 or 256), or None for one scale a row.  sparse: 2:4, two non-zeros in every four inputs.
+    bits: 1 to 8.  code: one of WEIGHT_CODES.  group: input channels that share a scale (16, 32, 64, 128 or 256), or
+    None for one scale a row.  sparse: 2:4, two non-zeros in every four inputs.
+    Raises SchemeError for any other value, and for a pair of them that does not exist.
     """
 
     bits: int
@@ -118,8 +119,8 @@ class WeightFormat:
 class ActivationFormat:
     """How activations are coded, per token and at run time.
 
-    bits: 1 to 8, or 16 (left as they are).  code: "sym", "asym", "bipolar", or "float"
-    (the 16-bit type of the model at 16 bits, e4m3 at 8).
+    bits: 1 to 8, or 16 (left as they are).  code: "sym", "asym", "bipolar", or "float" (the model's own type at 16
+    bits, e4m3 at 8).  Raises SchemeError for any other value or pair of them.
     """
 
     bits: int = 16
@@ -161,6 +162,7 @@ class KVFormat:
     rotate: heads of K and V are rotated by a Hadamard matrix before they are coded.
     float4: instead of all that, e2m1 floats of 4 bits with an e4m3 scale for every 16 (NVFP4), as the tensor cores of
     sm_120 multiply them; written ``kvfp4``.
+    Raises SchemeError for any other value.
     """
 
     key_bits: int = 4
@@ -195,7 +197,10 @@ class KVFormat:
 
     @classmethod
     def parse(cls, text: str) -> "KVFormat":
-        """Read a KV format, for example ``kv4``, ``k4v2g32``, ``kv2t`` or ``kv4rot``."""
+        """Read a KV format such as ``kv4``, ``k4v2g32``, ``kv2t`` or ``kv4rot``; the inverse of ``str``.
+
+        Raises SchemeError, with the formats that there are, for anything else.
+        """
         if not isinstance(text, str):
             raise SchemeError(f"a KV format is a string such as 'kv4', not {type(text).__name__}")
         if text in ("kvfp4", "kvfp4rot"):
@@ -225,7 +230,7 @@ _GRAMMAR = (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What is quantized and how: weights, activations and, if given, the KV cache.
+    """What is quantized and how: weights, activations and, if given, the KV cache. An immutable value.
 
     >>> scheme = Scheme.parse("w4a16g128-kv4")
     >>> scheme.weights.bits, scheme.weights.group, scheme.activations.bits, scheme.kv.key_bits

@@ -85,7 +85,12 @@ class AnyBitCache(Cache):  # type: ignore[misc]
     # -------- what transformers asks
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Add the new keys and values [batch, kv_heads, tokens, dim] of a layer; see the module's docstring."""
+        """Add a layer's new keys and values, [batch, kv_heads, tokens, dim] each, as transformers asks.
+
+        Returns what the model's attention reads: all of them, dequantized (of a prompt as they came); where attention
+        is "anybit", which reads the pages itself, the new ones.
+        Raises LayerError for another batch, shape or device, and where a static cache is full.
+        """
         if key_states.shape != value_states.shape:
             raise LayerError(
                 f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} must have one shape: "
@@ -242,11 +247,11 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         return self.seen + (self._waiting[0].shape[1] if waits and self._waiting else 0)
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """No limit: the cache grows."""
+        """-1, no limit: the cache grows."""
         return -1
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No limit: the cache grows."""
+        """-1, no limit: the cache grows."""
         return -1
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:

@@ -248,8 +248,8 @@ def fuse(model: nn.Module) -> nn.Module:
 def accelerate(model: Any) -> bool:
     """Prepare a model for fast ``generate(cache_implementation="static")``: fused layers if possible, CUDA graphs.
 
-    Works in place, and for models that are not quantized too. Returns whether a static AnyBitCache will serve the
-    model; if not, generate as before.
+    Works in place, also for models that are not quantized, and raises nothing. Returns whether a static AnyBitCache
+    will serve the model; if not, generate as before.
     """
     layers = getattr(_body(model), "layers", None)
     if layers is not None and len(layers) and all(_why_not(layer) is None for layer in layers):

@@ -177,7 +177,9 @@ _told: set[str] = set()
 
 
 def allow_fallback(allowed: bool = True) -> None:
-    """Whether a layer that no kernel can run goes to the reference instead of raising; it warns once a scheme."""
+    """Whether a layer that no kernel runs is computed by the reference, exactly and slowly, instead of raising
+    KernelError. Off at first. A warning says so once for each scheme.
+    """
     global _fallback
     _fallback = allowed
 
