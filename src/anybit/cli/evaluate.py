@@ -54,7 +54,7 @@ def evaluate(
     dequantize: DequantizeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Perplexity over fixed windows of a text, and agreement with another model.
+    """Measure perplexity over fixed windows of a text, and agreement with another model.
 
     [bold]Examples[/bold]
 

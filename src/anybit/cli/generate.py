@@ -33,7 +33,7 @@ TopP = Annotated[
         "--top-p",
         min=0.0,
         max=1.0,
-        help="Choose among the likeliest tokens that make up this much; by default as the model says.",
+        help="Sample from the likeliest tokens whose probabilities sum to this; by default as the model says.",
     ),
 ]
 Seed = Annotated[

@@ -47,12 +47,11 @@ def quantize(
     override: OverrideOption = None,
     bits: Annotated[
         float | None,
-        typer.Option(
-            help="Choose a width for every layer, for at most this many bits a weight on average; needs --text."
-        ),
+        typer.Option(help="Choose the width of each layer, at most this many bits a weight on average; needs --text."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Choose a width for every layer, for tensors of at most this size (3GiB, 900MB).")
+        str | None,
+        typer.Option(help="Choose the width of each layer, for tensors of at most this size (3GiB)."),
     ] = None,
     text: Annotated[
         Path | None, typer.Option("--text", "-t", help="A calibration text: UTF-8, or token ids in a .json file.")

@@ -11,7 +11,7 @@ from anybit.scheme import Scheme
 
 
 class EngineName(StrEnum):
-    """What serves."""
+    """A server of OpenAI's endpoints."""
 
     vllm = "vllm"
     transformers = "transformers"
@@ -30,11 +30,12 @@ def serve(
         int | None, typer.Option(min=1, help="The most tokens of a prompt and its answer; by default the model's.")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(min=0.05, max=1.0, help="The part of the GPU's memory to take (vLLM); 0.9.")
+        float | None,
+        typer.Option(min=0.05, max=1.0, help="Part of the GPU's memory to take (vLLM); by default 0.9."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of activations: float16, bfloat16, or auto, as the model says.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Dtype of activations: float16, bfloat16, or auto, the model's.")] = "auto",
     engine: Annotated[
-        EngineName | None, typer.Option(help="What serves; by default vLLM where it is installed and can run.")
+        EngineName | None, typer.Option(help="The server to run; by default vLLM where it is installed and has a GPU.")
     ] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
@@ -72,9 +73,9 @@ def bench(
     model: Annotated[str, typer.Argument(help="The model as the server calls it: what `anybit serve` was given.")],
     url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
     rates: Annotated[
-        list[float] | None, typer.Option("--rate", "-r", help="Requests a second; several times for several.")
+        list[float] | None, typer.Option("--rate", "-r", help="Requests a second; may be repeated.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each rate.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 64,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of each prompt.")] = 100,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
     picture: Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg, .pdf).")] = None,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Allow = Annotated[
     list[str] | None,
-    typer.Option(help="a8: also time 8-bit activations for 16-bit ones."),
+    typer.Option(help="a8: also consider 8-bit activations for 16-bit ones."),
 ]
 Dtype = Annotated[
     str | None,
