@@ -6,8 +6,8 @@ python benchmarks/linear_sparse.py --seconds 90    # into results/<machine>/spar
 All of a layer and M are timed in one run: in turns up to 128 tokens, and from 256 on each after it has run alone for
 half a second (`steady`), since at the power limit a kernel in turns has the clock that the one before it left.
 cuSPARSELt multiplies by 16-bit and by int8 weights in the algorithm that its own search chooses. That search has ended
-in an illegal instruction (fp16, results [tokens, outputs], torch 2.11 and cuSPARSELt 0.8.0): each is tried in a process
-of its own first, and left out where that fails.
+in an illegal instruction (fp16, results [tokens, outputs], torch 2.11 and cuSPARSELt 0.8.0): each product is tried in a
+process of its own first, and left out where that fails.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from anybit.scheme import Scheme
@@ -24,19 +24,19 @@ from linear_packed import Job, Weights, job_of, time_layer
 from timing import RESULTS, SPARSE_VENDORS, VendorWeights, merge_rows, stamp, without_crash
 
 TOKENS = (1, 2, 16, 32, 64, 128, 256, 1024, 4096)
-"""Of gate_up and 4-bit codes; other layers and widths at ``FEW_TOKENS``."""
+"""Of gate_up and 4-bit codes; other layers and widths at ``FEW_TOKENS``, unless tokens are named."""
 FEW_TOKENS = (1, 16, 64, 1024)
 PAIRS = ("w4a16g128", "w4a8", "w2a16g128", "w8a16g128", "w4a16g128asym")
 HOT_TOKENS, HOT_SECONDS = 256, 0.5
 
 
-def asked() -> Iterator[tuple[Case, str]]:
+def asked(tokens: Sequence[int] | None, schemes: Sequence[str] | None) -> Iterator[tuple[Case, str]]:
     """Every row that is asked for: layer by layer, the largest first, M by M, dense and sparse."""
     for layer, (n, k) in sorted(LLAMA3_8B.items(), key=lambda item: -item[1][0] * item[1][1]):
         whole = layer == "gate_up"
-        for m in TOKENS if whole else FEW_TOKENS:
-            for text in PAIRS if whole else PAIRS[:2]:
-                lean = text not in PAIRS[:2] and m not in FEW_TOKENS
+        for m in tokens or (TOKENS if whole else FEW_TOKENS):
+            for text in schemes or (PAIRS if whole else PAIRS[:2]):
+                lean = text not in PAIRS[:2] and m not in FEW_TOKENS and schemes is None
                 if lean or (m < 16 and Scheme.parse(text).activations.quantized):
                     continue
                 for scheme in (text, f"{text}s24"):
@@ -47,8 +47,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
     parser.add_argument("--only", nargs="*", choices=tuple(LLAMA3_8B), default=list(LLAMA3_8B), help="layers")
-    parser.add_argument("--tokens", type=int, nargs="*", help="of those that are asked for; default: all")
-    parser.add_argument("--schemes", nargs="*", choices=PAIRS, default=PAIRS, help="dense ones, each beside its 2:4")
+    parser.add_argument("--tokens", type=int, nargs="*", help="of every layer")
+    parser.add_argument("--schemes", nargs="*", choices=PAIRS, help="dense ones, each beside its 2:4")
     parser.add_argument("--vendors", nargs="*", choices=SPARSE_VENDORS, default=SPARSE_VENDORS, help="timed beside")
     parser.add_argument("--seconds", type=float, default=90.0, help="begin nothing after this many seconds")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "sparse.json")
@@ -56,9 +56,8 @@ def main() -> None:
     begin = time.monotonic()
     wanted = [
         (case, scheme)
-        for case, scheme in asked()
-        if case.name.split()[1] in options.only and scheme.removesuffix("s24") in options.schemes
-        if options.tokens is None or case.m in options.tokens
+        for case, scheme in asked(options.tokens, options.schemes)
+        if case.name.split()[1] in options.only
     ]
     # These processes begin before CUDA is touched; what they compile is found in the cache on disk.
     with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
@@ -66,15 +65,16 @@ def main() -> None:
         if options.compile:
             print(f"{sum(1 for _ in jobs)} jobs compiled after {time.monotonic() - begin:.1f} s")
             return
-        measure(jobs, begin, options)
+        shapes = list(dict.fromkeys((case.m, case.n, case.k) for case, _ in wanted))
+        measure(jobs, shapes, begin, options)
 
 
-def measure(jobs: Iterator[Job], begin: float, options: argparse.Namespace) -> None:
-    """Time the jobs, and write rows after each M."""
+def measure(
+    jobs: Iterator[Job], shapes: Sequence[tuple[int, int, int]], begin: float, options: argparse.Namespace
+) -> None:
+    """Time the jobs, and write rows after each M. shapes: of all of them, (m, n, k)."""
     marks = stamp()
-    tried = [name for name in options.vendors if "cusparselt" in name]
-    usable = without_crash(tried, 4096, 4096, 64)
-    names = [name for name in options.vendors if name not in tried or name in usable]
+    usable = without_crash([name for name in options.vendors if "cusparselt" in name], shapes)
     for _, layer in itertools.groupby(jobs, key=lambda job: job.case.name):
         weights: dict[str, Weights] = {}
         vendors: VendorWeights | None = None
@@ -85,6 +85,8 @@ def measure(jobs: Iterator[Job], begin: float, options: argparse.Namespace) -> N
                 return
             case = mine[0].case
             vendors = vendors or VendorWeights(case.n, case.k)
+            shape = (m, case.n, case.k)
+            names = [name for name in options.vendors if shape in usable.get(name, {shape})]
             for job in mine:
                 if job.scheme not in weights:
                     weights[job.scheme] = Weights(case, Scheme.parse(job.scheme))

@@ -227,29 +227,38 @@ class VendorWeights:
         return lambda i: torch._cslt_sparse_mm(weights[i % count], x.t(), alg_id=int(best), **how)
 
 
-def without_crash(names: Sequence[str], n: int, k: int, m: int, seconds: float = 60.0) -> list[str]:
-    """Those of the vendor's products that end well, each tried in a process of its own.
+def without_crash(
+    names: Sequence[str], shapes: Sequence[tuple[int, int, int]], seconds: float = 60.0
+) -> dict[str, set[tuple[int, int, int]]]:
+    """The shapes (m, n, k) of each of the vendor's products that end well, each product in a process of its own.
 
-    What a search of cuSPARSELt does to a context no later call recovers from.
+    What a search of cuSPARSELt does to a context no later call recovers from: what comes after it is left out, too.
     """
-    code = "import sys, timing; sys.exit(timing.VendorWeights({}, {}).captured({!r}, {}) is None)"
+    code = f"""import timing
+for m, n, k in {list(shapes)}:
+    if timing.VendorWeights(n, k).captured(NAME, m) is not None:
+        timing.torch.cuda.synchronize()
+        print(m, n, k, flush=True)
+"""
     place = os.pathsep.join(str(Path(part).resolve()) for part in [str(Path(__file__).parent), *sys.path] if part)
-    how = {"env": {**os.environ, "PYTHONPATH": place}, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    how = {"env": {**os.environ, "PYTHONPATH": place}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     running = {
-        name: subprocess.Popen([sys.executable, "-c", code.format(n, k, name, m)], text=True, **how) for name in names
+        name: subprocess.Popen([sys.executable, "-c", code.replace("NAME", repr(name))], text=True, **how)
+        for name in names
     }
-    found, stop = [], time.monotonic() + seconds
+    found, stop = {}, time.monotonic() + seconds
     for name, process in running.items():
         try:
-            _, said = process.communicate(timeout=max(0.1, stop - time.monotonic()))
+            printed, said = process.communicate(timeout=max(0.1, stop - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            said = f"nothing after {seconds} s"
-        if process.returncode == 0:
-            found.append(name)
-        else:
+            printed, said = process.communicate()
+            said += f"\nended after {seconds} s"
+        done = [tuple(map(int, line.split())) for line in printed.splitlines()]
+        found[name] = {shape for shape in shapes if shape in done}
+        if missing := [shape for shape in shapes if shape not in done]:
             last = (said.strip().splitlines() or [f"status {process.returncode}"])[-1]
-            print(f"{name} is left out: {n} x {k} x {m} ended in a process of its own: {last[:200]}", flush=True)
+            print(f"{name} is left out of {missing}: a process of its own ended: {last[:200]}", flush=True)
     return found
 
 
