@@ -6,6 +6,7 @@ import torch
 from anybit.kernels.quantization import gptq_update as kernel
 from anybit.ops.gptq_update import sweep
 from anybit.quantization.methods import gptq
+from anybit.quantization.methods.grid import Grid
 from anybit.scheme import WeightFormat
 from cases_calibration import sweep_case
 
@@ -13,7 +14,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def kernels_used():
-    return [kernel.kernel(kernel.default(referenced)) for referenced in (False, True)]
+    masks = [(False, False), (True, False), (False, True)]
+    return [
+        kernel.kernel(kernel.default(referenced, *mask))
+        for referenced in (False, True)
+        for mask in masks[: 3 - referenced]
+    ]
 
 
 @pytest.mark.parametrize("referenced", [False, True])
@@ -28,6 +34,22 @@ def test_same_codes_as_the_plain_loop(channels, referenced):
     same = (found[0].cpu() == expected[0]).all(0)  # a sum in another order may round one code of a column otherwise
     assert float(same.float().mean()) > 0.97
     torch.testing.assert_close(found[1].cpu()[:, same], expected[1][:, same], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("channels", [4, 32, 36, 64, 200])
+def test_masks_of_the_plain_loop(channels):
+    *case, reference = sweep_case(channels, 300)
+    diagonal = torch.rand(channels, generator=torch.Generator().manual_seed(1)) + 0.5
+    grid = Grid(3, "asym", None, torch.float32)
+    expected = gptq._sparse_sweep(*case, grid, diagonal)
+    found = [part.cpu() for part in gptq._sparse_sweep(*(t.cuda() for t in case), grid, diagonal.cuda())]
+    same = (found[2] == expected[2]).all(0) & (found[0] == expected[0]).all(0)
+    assert float(same.float().mean()) > 0.97
+    torch.testing.assert_close(found[1][:, same], expected[1][:, same], rtol=1e-3, atol=1e-3)
+    mask = expected[2]
+    kept = sweep(*(t.cuda() for t in case), 7, reference.cuda(), mask.cuda())
+    plain = sweep(*case, 7, reference, mask)
+    assert float((kept[0].cpu() == plain[0]).all(0).float().mean()) > 0.97
 
 
 @pytest.mark.parametrize("format", [WeightFormat(2, "asym", 64), WeightFormat(4), WeightFormat(4, "asym", 32, True)])

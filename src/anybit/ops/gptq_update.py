@@ -21,8 +21,8 @@ def sweep(
     errors are measured from, in place of the values.  mask: bool [g, N], False where the code is the zero.
     Returns codes and errors, [g, N]: error_j = (reference_j or v_j) - (code_j - zero) * scale.
     """
-    if values.is_cuda and mask is None:
-        return _sweep_cuda(values, coupling, scale, zero, top, reference)
+    if values.is_cuda:
+        return _sweep_cuda(values, coupling, scale, zero, top, reference, mask)
     work = values.clone()
     codes, errors = torch.empty_like(values), torch.empty_like(values)
     for j in range(len(values)):
@@ -35,20 +35,39 @@ def sweep(
     return codes, errors
 
 
+def sweep_choosing_cuda(
+    values: Tensor, coupling: Tensor, scale: Tensor, zero: Tensor, top: int, diagonal: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sweep`` that finds a 2:4 mask as it goes; returns it, too, bool [g, N]. What ``gptq.keep_two`` keeps is kept.
+
+    diagonal: of the factor of the inverse Hessian, [g], g a multiple of 4.
+    """
+    mask = torch.empty_like(values, dtype=torch.bool, memory_format=torch.contiguous_format)
+    return *_sweep_cuda(values, coupling, scale, zero, top, None, mask, diagonal.contiguous()), mask
+
+
 def _sweep_cuda(
-    values: Tensor, coupling: Tensor, scale: Tensor, zero: Tensor, top: int, reference: Tensor | None
+    values: Tensor,
+    coupling: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    top: int,
+    reference: Tensor | None,
+    mask: Tensor | None = None,
+    diagonal: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    codes, errors = torch.empty_like(values), torch.empty_like(values)
     device, step = values.get_device(), kernel.CHANNELS
     # Factors come out of LAPACK column by column; the kernel walks rows.
     coupling, scale, zero = coupling.contiguous(), scale.contiguous(), zero.contiguous()
     values, reference = values.contiguous(), None if reference is None else reference.contiguous()
+    mask = None if mask is None else mask.contiguous()
+    codes, errors = torch.empty_like(values), torch.empty_like(values)
     work = values.clone() if len(values) > step else values
     for start in range(0, len(values), step):
         end = min(start + step, len(values))
         params = kernel.arguments(
             work[start:end], coupling[start:end, start:end], scale, zero, top, codes[start:end], errors[start:end],
-            None if reference is None else reference[start:end],
+            *(None if part is None else part[start:end] for part in (reference, mask, diagonal)),
         )  # fmt: skip
         kernel.launch(params, device)
         if end < len(values):

@@ -16,12 +16,15 @@ CHANNELS = 32
 class Config:
     """A thread a column of the values, that is, a row of the weight.
 
-    channels: the most that a launch walks.  referenced: errors are measured from ``reference``.
+    channels: the most that a launch walks, a multiple of 4.  referenced: errors are measured from ``reference``.
+    masked: codes are zeros where a mask says so; choosing: and the mask is found, two of every four channels.
     """
 
     threads: int
     channels: int
     referenced: bool
+    masked: bool = False
+    choosing: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Params:
     zero: Pointer
     codes: Pointer
     errors: Pointer
+    mask: Pointer
+    diagonal: Pointer
     value_stride: Int64
     reference_stride: Int64
     coupling_stride: Int64
@@ -43,9 +48,9 @@ class Params:
     top: Float32
 
 
-def default(referenced: bool) -> Config:
+def default(referenced: bool, masked: bool = False, choosing: bool = False) -> Config:
     """Small blocks: a small layer has too few rows to fill a GPU otherwise."""
-    return Config(64, CHANNELS, referenced)
+    return Config(64, CHANNELS, referenced, masked, choosing)
 
 
 @cache
@@ -63,11 +68,16 @@ def arguments(
     codes: Tensor,
     errors: Tensor,
     reference: Tensor | None = None,
+    mask: Tensor | None = None,
+    diagonal: Tensor | None = None,
 ) -> Params:
-    """Parameters of a launch: float32 all, values and reference [channels, columns], channels at most CHANNELS."""
+    """Parameters of a launch: float32 all, values and reference [channels, columns], channels at most CHANNELS.
+
+    mask: bool [channels, columns], dense.  diagonal: [channels], dense, if the mask is to be found.
+    """
     channels, columns = values.shape
     return Params(
-        values, reference, coupling, scale, zero, codes, errors,
+        values, reference, coupling, scale, zero, codes, errors, mask, diagonal,
         values.stride(0), 0 if reference is None else reference.stride(0), coupling.stride(0),
         channels, columns, float(top),
     )  # fmt: skip
@@ -75,6 +85,7 @@ def arguments(
 
 def launch(params: Params, device: int) -> None:
     """Launch on the current stream. Shapes and strides are the caller's to check."""
-    config = default(params.reference is not None)
+    choosing = params.diagonal is not None
+    config = default(params.reference is not None, params.mask is not None and not choosing, choosing)
     grid = (-(-int(params.columns) // config.threads), 1, 1)
     jit.launch(kernel(config), params, grid, device=device)

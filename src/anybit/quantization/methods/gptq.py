@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anybit.errors import CalibrationError, OptionError
-from anybit.ops.gptq_update import sweep
+from anybit.ops.gptq_update import sweep, sweep_choosing_cuda
 from anybit.packing import QuantizedWeight
 from anybit.quantization.learn.cuda_graphs import GraphRecorder
 from anybit.quantization.learn.sparse import two_of_four
@@ -211,6 +211,8 @@ def _sparse_sweep(
     trial: Tensor, coupling: Tensor, scale: Tensor, zero: Tensor, grid: Grid, diagonal: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sweep`` that chooses a 2:4 mask as it goes, four channels at a time; returns the mask too."""
+    if trial.is_cuda:
+        return sweep_choosing_cuda(trial, coupling, scale, zero, grid.top, diagonal)
     trial = trial.clone()
     codes, errors = torch.empty_like(trial), torch.empty_like(trial)
     kept = torch.ones_like(trial, dtype=torch.bool)
