@@ -98,8 +98,16 @@ def written_out(config: Any, shape: Sequence[int], device: torch.device, layers:
     if 4 * weights > _ATTENTION * torch.cuda.get_device_properties(device).total_memory:
         yield
         return
-    with sdpa_kernel(SDPBackend.MATH):
-        yield
+    # Products of 16-bit passes in 16 bits, as fused kernels have them: by default they are done in float32, without
+    # tensor cores.
+    allow = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    allow(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        allow(before)
 
 
 class KLGradient:
@@ -187,8 +195,8 @@ class Divergence(torch.autograd.Function):
         total = torch.zeros((), device=found.device)
         for start in range(0, len(found), _ROWS_AT_ONCE):
             part = slice(start, start + _ROWS_AT_ONCE)
-            ours = found[part].float().log_softmax(-1)
-            theirs = wanted[part].float().log_softmax(-1)
+            ours = found[part].log_softmax(-1, dtype=torch.float32)
+            theirs = wanted[part].log_softmax(-1, dtype=torch.float32)
             total += nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True)
             gradient[part] = ours.exp_().sub_(theirs.exp_()) / len(found)
         ctx.save_for_backward(gradient)
