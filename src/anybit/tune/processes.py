@@ -155,7 +155,7 @@ def compilers(jobs: int, begin: Callable[..., None], *arguments: Any) -> Process
 
 @contextlib.contextmanager
 def _children_allowed() -> Iterator[None]:
-    """Let a daemonic process, such as a rank of vLLM's, have children: Python refuses those since they may outlive it."""
+    """Let a daemonic process, such as a rank of vLLM's, have children, which Python refuses: they may outlive it."""
     process = multiprocessing.current_process()
     daemonic, process.daemon = process.daemon, False
     try:
