@@ -29,6 +29,11 @@ _KEPT = 8 << 30
 _ATTENTION = 1 / 8
 
 
+def fast_in_half(device: torch.device | str) -> bool:
+    """Whether passes in bfloat16 are fast: on GPUs, and CPUs with instructions for it; others take ten times longer."""
+    return torch.device(device).type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class Teacher:
     """What a model predicts, as what its head reads: of each sequence computed once, where that is all of it."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from anybit.checkpoints.configuration import Quantization
 from anybit.errors import CheckpointError, OptionError, TextError
 from anybit.packing import QuantizedWeight
+from anybit.quantization.learn.kl_gradient import fast_in_half
 from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.blockwise import BlockLearning
@@ -170,6 +171,7 @@ class Options:
             weight_rate=self.weight_rate,
             choosing=self.choosing,
             decay=self.decay,
+            half=fast_in_half(self.where),
             device=self.where,
         )
         if self.learn_tokens is not None:
@@ -190,7 +192,8 @@ class Options:
         """How scales learn; in no steps where they do not."""
         usual = 64 if self.on_gpu else 0
         steps = (usual if self.scale_steps is None else self.scale_steps) if scheme.activations.quantized else 0
-        return ScaleLearning(steps, 8192 if self.on_gpu else 1024, self.between_rate, device=self.where)
+        half, tokens = fast_in_half(self.where), 8192 if self.on_gpu else 1024
+        return ScaleLearning(steps, tokens, self.between_rate, half, device=self.where)
 
 
 def _truth(value: object) -> bool:
