@@ -3,13 +3,15 @@
     python benchmarks/serving_kv.py fp16 bf16-fp8 fp16-kv2g128 --shapes 32x7900 4x64000 1x32768 32x128
     python benchmarks/serving_kv.py w4a8 w4a8-kv4g128 --shapes 32x7900 --answers 64x2048x512
     python benchmarks/serving_kv.py w4a8-kv4g128 --whole            # one engine, all memory: the tokens that fit
+    python benchmarks/serving_kv.py fp16-kv4g128 --drafts 4         # steps that check four drafts a request
 
 A mode is weights (fp16, bf16, or a scheme of anybit) and a KV cache: vLLM's own in 16 bits, vLLM's fp8 (which wants
 bf16), or a format of anybit. All engines start at once, each a process with as much memory as its requests need, and
 measure one after another once all are up, so that a table's rows come from one machine in one state. Weights are
 random. Of anybit's caches, what an engine packed is compared byte for byte with the reference, and its attention with
-exact attention over it; of all, greedy tokens with those of 16 bits. Needs vLLM 0.26 or newer, and anybit's folder in
-PYTHONPATH.
+exact attention over it; of all, greedy tokens with those of 16 bits. Drafts are what followed a token the last time, so
+many in every step; their answers are compared with the logits of a prompt that holds them. Needs vLLM 0.26 or newer,
+and anybit's folder in PYTHONPATH.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +32,10 @@ from typing import Any
 
 from rows import RESULTS, Row, add
 from serving import KEY, LLAMA, check_first, row
+from serving_kv_checks import LastTime, Watch, check_drafted
 
 STEPS, MORE = 24, 40
 """Steps that are timed, and steps that requests have left then, so that none ends in between."""
-TOLERANCE = 2e-3
-"""Of attention, of its mean size: the kernels' own (tests/gpu/test_decode.py) over outputs of 16 bits."""
 PLAIN = {"fp16": "float16", "bf16": "bfloat16"}
 Shape = tuple[int, ...]
 
@@ -130,6 +132,9 @@ def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
         time.sleep(0.05)
     begin = time.time()
     counts = sorted({1, *(shape[0] for shape in shapes)})
+    module: Any = types.ModuleType("vllm.v1.spec_decode.ngram_proposer")
+    module.NgramProposer = LastTime
+    sys.modules[module.__name__] = module
     longest = -(-max(sum(shape[1:]) for shape in shapes) // 128) * 128 + 128
     options: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": longest,
@@ -137,8 +142,11 @@ def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
         "max_num_seqs": counts[-1], "max_num_batched_tokens": min(args.budget, 2048 if args.small else args.budget),
         "enable_prefix_caching": False, "disable_log_stats": True,
         "gpu_memory_utilization": 0.9 if args.whole else 0.05,
-        "compilation_config": {"cudagraph_capture_sizes": counts},
+        "compilation_config": {"cudagraph_capture_sizes": [n * (1 + args.drafts) for n in counts]},
     }  # fmt: skip
+    if args.drafts:
+        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 1, "num_speculative_tokens": args.drafts}
+        options["speculative_config"] = {"method": "ngram", **lookup}
     if not args.whole:
         options["kv_cache_memory_bytes"] = needed(mode, shapes, config)
     if args.small:
@@ -150,109 +158,6 @@ def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
     llm = LLM(folder, **options)
     print(f"{mode}: up after {time.time() - begin:.1f} s more", flush=True)
     return llm
-
-
-class Watch:
-    """What anybit's attention of an engine was given: the last batch, and prompts' keys and values of some layers."""
-
-    def __init__(self) -> None:
-        from anybit.integrations.vllm.kv_backend import RowBuilder, RowImpl
-
-        self.batch: Any = None
-        self.layers: dict[str, tuple[Any, Any]] = {}
-        self.tokens: dict[tuple[str, int], list[Any]] = {}  # by layer and first residual block
-        self.names, self.prompt = tuple[str, ...](), 0
-        build, forward = RowBuilder.build, RowImpl.forward
-
-        def built(*args: Any, **kw: Any) -> Any:
-            self.batch = build(*args, **kw)
-            return self.batch
-
-        def forwarded(
-            impl: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, batch: Any, *rest: Any, **kw: Any
-        ) -> Any:
-            if layer.layer_name in self.names and batch is not None and (batch.groups or batch.rows):
-                self._note(layer.layer_name, impl, cache, k, v, batch)
-            return forward(impl, layer, q, k, v, cache, batch, *rest, **kw)
-
-        RowBuilder.build, RowImpl.forward = built, forwarded
-
-    def _note(self, name: str, impl: Any, cache: Any, k: Any, v: Any, batch: Any) -> None:
-        self.layers[name] = (impl, cache)
-        shape = (-1, impl.num_kv_heads, impl.head_size)
-        starts, first = batch.starts.tolist(), batch.table[:, 0].tolist()
-        for block, a, z in zip(first, starts, starts[1:], strict=False):
-            if (name, block) not in self.tokens and sum(known == name for known, _ in self.tokens) == 2:
-                continue  # two requests do
-            have = self.tokens.setdefault((name, block), [])
-            if z > a and sum(len(x[0]) for x in have) < self.prompt:
-                have.append([x.reshape(shape)[a:z].clone() for x in (k, v)])
-
-    def begin(self, layers: list[str], prompt: int) -> None:
-        """Note prompts of so many tokens, of the first and the last layer, from here on."""
-        self.names, self.prompt = (layers[0], layers[-1]), prompt
-        self.tokens.clear()
-
-    def check(self) -> str:
-        """Compare what two requests of the last batch have in the cache with what was noted, and attention over it.
-
-        Raises SystemExit where something is off.
-        """
-        import torch
-
-        from anybit.attention import attend
-        from anybit.kernels.attention import kv_page
-        from anybit.kvrows import PAGE, Pool, Row
-        from anybit.ops import kv_rows
-
-        batch, worst, compared, prompt = self.batch, 0.0, 0, self.prompt
-        table, lengths = batch.table, batch.lengths  # as the last step left them
-        count = int((lengths > 0).sum())
-        for name, (impl, cache) in self.layers.items():
-            rows, pages = impl.layout, cache.view(torch.uint8)[:, :, 0]
-            q = 2 * torch.randn(count, impl.num_heads, impl.head_size, device=pages.device, dtype=torch.float16)
-            out = torch.empty_like(q)
-            seen = kv_rows.view(rows, pages, table[:count], lengths[:count], q.dtype, impl.capacity)
-            if q.is_cuda:
-                kv_rows.decode(q, seen, impl.masks, out=out, overlaps=False)
-            for i, given in [(i, self.tokens.get((name, int(table[i, 0])))) for i in range(count)]:
-                if given is None:
-                    continue
-                length = int(lengths[i])
-                last = (length - 1) // PAGE
-                used = table[i, : rows.front + last].long()
-                pool = Pool(rows, pages[used].cpu(), q.dtype)
-                row = Row(torch.arange(len(used)), 0, 1, length - 1)
-                k, v = (torch.cat([x[half] for x in given]).transpose(0, 1) for half in (0, 1))
-                if k.shape[1] != prompt or length <= prompt:
-                    raise SystemExit(f"{k.shape[1]} tokens were noted of a prompt of {prompt}, now {length}")
-                for page in sorted({0, prompt // PAGE // 2, prompt // PAGE - 1} - {-1}):
-                    tokens = slice(page * PAGE, page * PAGE + PAGE)
-                    wanted = kv_page.encode(rows.layout, k[:, tokens].cpu(), v[:, tokens].cpu()).flatten(1)
-                    codes = wanted.unflatten(-1, (rows.layout.blocks, -1))[..., : _codes(rows.layout)]
-                    got = pool.pages[pool.page(row, page)].unflatten(-1, (rows.layout.blocks, -1))
-                    if not torch.equal(codes, got[..., : _codes(rows.layout)]):
-                        raise SystemExit(f"page {page} of request {i} in {name} is not what the reference packs")
-                    compared += 1
-                first = last * PAGE
-                ring = pool.read_ring(row, first, length)
-                if prompt > first and not torch.equal(ring[0][:, : prompt - first], k[:, first:].to("cpu", q.dtype)):
-                    raise SystemExit(f"the tokens in 16 bits of request {i} in {name} are not those that were given")
-                both = [torch.cat((far, x.float()), 1) for far, x in zip(pool.read_pages(row, last), ring, strict=True)]
-                expected = attend(q[i : i + 1].float(), *(x.to(q.device) for x in both), impl.masks)[0]
-                if q.is_cuda:
-                    error = (out[i].float() - expected[0]).abs().mean() / expected.abs().mean()
-                    worst = max(worst, float(error))
-        if not compared or not worst < TOLERANCE:
-            raise SystemExit(f"attention over the cache is off by {worst:.1e} of its mean size, {compared} pages")
-        self.names = ()
-        self.tokens.clear()
-        return f"{compared} pages as the reference packs them, attention within {worst:.1e} of exact"
-
-
-def _codes(layout: Any) -> int:
-    """Bytes of a block that are written: the rest only pads it."""
-    return int(layout.key_bytes + layout.value_bytes)
 
 
 class Requests:
@@ -290,12 +195,13 @@ class Requests:
         self.finish()
 
 
-def result(mode: str, **fields: Any) -> Row:
-    """A row of serving.json."""
+def result(mode: str, drafts: int, **fields: Any) -> Row:
+    """A row of serving.json; the engine's name tells of drafts."""
     weights, cache = parts(mode)
     own = weights not in PLAIN or cache.startswith("k")
     found = row(mode, argparse.Namespace(model="llama-3-8b", ranks=1), own, **fields)
-    return found if own else {**found, "engine": "vllm"}
+    engine = found["engine"] if own else "vllm"
+    return {**found, "engine": f"{engine}-drafts{drafts}" if drafts else engine}
 
 
 @contextmanager
@@ -308,7 +214,7 @@ def alone(path: Path) -> Iterator[None]:
 
 def run(mode: str, args: argparse.Namespace) -> None:
     """One engine: start, wait for the others, measure."""
-    shapes = [(n, prompt, STEPS + MORE) for n, prompt in args.shapes]
+    shapes = [(n, prompt, (STEPS + 4) * (1 + args.drafts) + MORE) for n, prompt in args.shapes]
     llm = engine(mode, shapes + args.answers, args)
     weights, cache = parts(mode)
     own, requests = cache.startswith("k"), Requests(llm)
@@ -332,8 +238,10 @@ def run(mode: str, args: argparse.Namespace) -> None:
             requests.ask(1, prompt, 8)
         requests.finish()
         for n, prompt, new in shapes:
-            found.append(steps(mode, requests, watch, n, prompt, new))
+            found.append(steps(mode, args.drafts, requests, watch, n, prompt, new))
             add(args.output, found, KEY)
+        if args.drafts:
+            print(f"{mode}: {check_drafted(requests)}", flush=True)
         for n, prompt, new in args.answers:
             for again in range(1 if args.small else 2):  # a first time for what only it launches, if it is short
                 names, begin = requests.ask(n, prompt, new if again or args.small else 2), time.time()
@@ -343,7 +251,14 @@ def run(mode: str, args: argparse.Namespace) -> None:
                 raise SystemExit("an answer has another length than was asked for")
             print(f"{mode} {n} x {prompt} + {new}: {n * new / took:.0f} tokens/s in all, {took:.2f} s", flush=True)
             found.append(
-                result(mode, requests=n, prompt=prompt, new_tokens=new, tokens_per_second=round(n * new / took, 1))
+                result(
+                    mode,
+                    args.drafts,
+                    requests=n,
+                    prompt=prompt,
+                    new_tokens=new,
+                    tokens_per_second=round(n * new / took, 1),
+                )
             )
             add(args.output, found, KEY)
     if args.gate:
@@ -351,7 +266,7 @@ def run(mode: str, args: argparse.Namespace) -> None:
     os._exit(0)  # a clean end of an engine takes seconds
 
 
-def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: int, new: int) -> Row:
+def steps(mode: str, drafts: int, requests: Requests, watch: Watch | None, n: int, prompt: int, new: int) -> Row:
     """The decode step of so many requests of one length, and the time until all have their first token."""
     if watch is not None:
         layers = list(requests.core.vllm_config.compilation_config.static_forward_context)
@@ -362,12 +277,16 @@ def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: in
     first, times = time.time() - begin, list[float]()
     for _ in range(4):
         requests.step()
+    calls, known = watch.calls if watch else 0, sum(len(requests.answers[name]) for name in names)
     for _ in range(STEPS):
         begin = time.time()
         requests.step()
         times.append((time.time() - begin) * 1e3)
     step = statistics.median(times)
-    said = "" if watch is None else "; " + watch.check()
+    rate = (sum(len(requests.answers[name]) for name in names) - known) / STEPS  # tokens a step
+    said = "" if watch is None else f"; {watch.calls - calls} calls outside graphs; " + watch.check()
+    if drafts:
+        said = f", {rate / n:.2f} tokens a request{said}"
     requests.end(names)
     print(
         f"{mode} {n} x {prompt}: first tokens {first * 1e3:.0f} ms, step {step:.3f} ms (most {max(times):.2f}){said}",
@@ -375,8 +294,9 @@ def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: in
     )
     shape = {"requests": n, "prompt": prompt, "new_tokens": STEPS}
     return result(
-        mode, **shape, step_ms=round(step, 3), ttft_ms=round(first * 1e3, 1), tokens_per_second=round(n / step * 1e3, 1)
-    )
+        mode, drafts, **shape, step_ms=round(step, 3), ttft_ms=round(first * 1e3, 1),
+        tokens_per_second=round(rate / step * 1e3, 1),
+    )  # fmt: skip
 
 
 def agreement(gate: Path, modes: list[str]) -> None:
@@ -409,6 +329,7 @@ def main() -> None:
     parser.add_argument("--answers", type=shape, nargs="*", default=[], help="requests x tokens of a prompt x new ones")
     parser.add_argument("--output", type=Path, default=RESULTS / "h200" / "serving.json")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a step")
+    parser.add_argument("--drafts", type=int, default=0, help="of a request in every step")
     parser.add_argument("--whole", action="store_true", help="nine tenths of the memory, of one engine")
     parser.add_argument("--wait", type=Path, help="import, then wait until this file exists")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try this on a CPU")

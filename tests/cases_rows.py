@@ -118,6 +118,62 @@ class Step:
         ]
 
 
+class Drafts:
+    """Steps that check drafts, as a captured graph sees them: the same tensors every time, with room for all.
+
+    Every sequence brings one token and up to ``most`` - 1 drafts, of which some are taken back after the step; the
+    last row is padding. Reference and kernels have a pool each.
+    """
+
+    def __init__(self, case: Case, longest: int, device: str = "cpu", seed: int = 0):
+        self.case, self.draw, rows = case, torch.Generator().manual_seed(seed), case.rows
+        count, self.most = len(case.before), max(case.new)
+        each = rows.front + -(-longest // PAGE)
+        pages = torch.full((1 + count * each, case.kv_heads, rows.layout.page_bytes), 0xFF, dtype=torch.uint8)
+        free = (torch.randperm(count * each, generator=self.draw) + 1).to(torch.int32)
+        table = torch.cat((free.view(count, each), torch.zeros(1, each, dtype=torch.int32)))
+        self.rows, self.here = [Row(table[i], 0, 0, 0) for i in range(count)], Pool(rows, pages, case.dtype)
+        self.have = list(case.before)
+        for row, n in zip(self.rows, self.have, strict=True):
+            if n:
+                step(self.here, [Row(row.table, 0, n, 0)], *self.tokens(n))
+        self.pages, self.table = pages.clone().to(device), table.to(device)
+        self.lengths = torch.zeros(count + 1, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(count + 2, dtype=torch.int32, device=device)
+        self.q, self.k, self.v = (x.to(device) for x in self.tokens((count + 1) * self.most))
+        self.out = torch.empty_like(self.q)
+        self.view = kv_rows.view(rows, self.pages, self.table, self.lengths, case.dtype, longest)
+
+    def tokens(self, count: int):
+        case = self.case
+        heads = (case.heads, case.kv_heads, case.kv_heads)
+        return [torch.randn(count, n, case.head_dim, generator=self.draw).to(case.dtype) for n in heads]
+
+    def run(self):
+        """One layer of a step: what a graph holds."""
+        ragged = kv_rows.Ragged(self.starts, self.most)
+        kv_rows.store(self.view, self.k, self.v, ragged)
+        kv_rows.decode(self.q, self.view, self.case.masks(self.q.device), out=self.out, overlaps=True, ragged=ragged)
+
+    def advance(self, run) -> float:
+        """A step, by ``run`` and by the reference; the largest error of a query and head, of its mean size."""
+        new = [int(torch.randint(1, self.most + 1, (), generator=self.draw)) for _ in self.rows]
+        total = sum(new)
+        ends = torch.tensor([0, *new, 0], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        given = self.tokens(total)
+        for kept, x in zip((self.q, self.k, self.v), given, strict=True):
+            kept[:total].copy_(x)
+        self.starts.copy_(ends)
+        self.lengths.copy_(torch.tensor([b + n for b, n in zip(self.have, new, strict=True)] + [0], dtype=torch.int32))
+        run()
+        batch = [Row(row.table, int(ends[i]), int(ends[i + 1]), self.have[i]) for i, row in enumerate(self.rows)]
+        want = step(self.here, batch, *given, self.case.masks())
+        for i, n in enumerate(new):
+            self.have[i] += int(torch.randint(1, n + 1, (), generator=self.draw))
+        error = (self.out[:total].cpu().double() - want.double()).abs().mean(-1) / want.double().abs().mean(-1)
+        return float(error.max())
+
+
 def unpacked(step: Step, pool: Pool, jobs):
     """What ``unpack`` writes, in plain torch; from before ``keep``."""
     out = torch.zeros(len(jobs), 2, step.case.kv_heads, PAGE, step.case.head_dim, dtype=step.case.dtype)
@@ -164,6 +220,22 @@ RAGGED = [
     Case("k16v4", before=(130, 60), new=(5, 100)),
     Case("k2v16g32", before=(130, 0), new=(130, 257), bf16=True, head_dim=256, heads=2, kv_heads=1),
 ]
+FEW = [
+    Case("kv4g128", before=(299, 0, 126, 512, 124, 383, 0), new=(5, 5, 5, 5, 5, 2, 0), slack=32),
+    Case("kv2g128", before=(127, 255, 300), new=(2, 1, 2), slack=32, heads=4, bf16=True),
+    Case("kv4", before=(120, 250, 0, 383), new=(16, 3, 9, 16), slack=32, heads=2),
+    Case("kv8", before=(127, 500), new=(3, 4), slack=32, head_dim=64, heads=3, kv_heads=1, sinks=True),
+    Case("kv4t", before=(125, 300), new=(4, 4), slack=32, softcap=20.0, window=200),
+    Case("k8v4g32", before=(126, 140), new=(3, 2), slack=32, head_dim=256, heads=2, kv_heads=1),
+    Case("kv4g128", before=(254, 3), new=(4, 2), slack=32, alibi=True, heads=16, kv_heads=1),
+]
+"""A step that checks drafts: few new tokens of each, in one page or two."""
+DRAFTED = [
+    Case("kv4g128", before=(100, 250, 0), new=(5, 5, 5), slack=32, heads=32, kv_heads=8),
+    Case("kv2g128", before=(120, 5), new=(3, 3), slack=32, bf16=True),
+    Case("kv8", before=(383, 127), new=(2, 2), slack=32, head_dim=64, heads=4),
+]
+"""How lives of ``Drafts`` begin."""
 
 
 def paged_attention(masks: Masks):
@@ -181,6 +253,7 @@ def paged_attention(masks: Masks):
 
 
 STEPS = [
+    Case("kv4g128", before=(299, 128, 125, 128, 0, 300), new=(5, 2, 4, 1, 400, 100), slack=32),
     Case("kv4g128", before=(299, 0, 300, 0, 255, 128), new=(1, 1, 100, 400, 129, 3)),
     Case("kv2g128", before=(127, 128, 0, 0), new=(1, 1, 130, 5), bf16=True, window=150, heads=4, kv_heads=1),
     Case("kv4", before=(511, 30), new=(1, 226), head_dim=64, softcap=20.0, sinks=True, heads=4, kv_heads=1),

@@ -5,13 +5,15 @@ by 1e-16 and not by 1e-7, so that no value falls to another side of a rounding, 
 those of ``generate`` one for one whatever the scheduler does: chunks, prefix hits, preemption, drafts.
 
     python tests/cases_vllm_exact.py kv4 [chunks hits ...]      prints one line of JSON for every life
+    python tests/cases_vllm_exact.py kv4 --model FOLDER --text FILE     a real Llama's folder, over a real text
 """
 
+import argparse
 import json
 import os
 import random
-import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ LIVES: dict[str, dict[str, Any]] = {
         "num_gpu_blocks_override": 6, "enable_prefix_caching": True,
     },
 }  # fmt: skip
-"""What requests live through, as options of an engine; blocks are for so many requests of six pages."""
+"""What requests live through, as options of an engine; blocks are for so many requests of ``pages``."""
 SIZE = 16
 LONGEST = 1024
 
@@ -58,7 +60,10 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def requests(seed: int = 3, count: int = 10) -> list[tuple[list[int], int]]:
+Asked = tuple[list[int], int]
+
+
+def requests(seed: int = 3, count: int = 10) -> list[Asked]:
     """Prompts with common beginnings, and how many tokens each is answered with. Some repeat themselves, for drafts."""
     draw = random.Random(seed)
     begins = [[draw.randrange(3, SIZE) for _ in range(n)] for n in (384, 300, 128)]
@@ -68,6 +73,16 @@ def requests(seed: int = 3, count: int = 10) -> list[tuple[list[int], int]]:
         prompt = begins[i % 3][: draw.choice((LONGEST, 256))] + (end[:20] * 3 if i % 4 == 1 else end)
         found.append((prompt, draw.choice((20, 100, 180))))
     return found
+
+
+def requests_of(folder: Path, text: Path) -> list[Asked]:
+    """The same of a real model: a text goes on, after beginnings that are shared."""
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(folder)(text.read_text()[:20_000]).input_ids
+    cuts = [(0, 300, 40), (0, 256, 30), (400, 531, 40), (900, 910, 60), (0, 290, 30), (400, 528, 40), (0, 384, 60)]
+    cuts.append((400, 700, 40))
+    return [(words[a:b], new) for a, b, new in cuts]
 
 
 class Doubled(nn.Module):
@@ -113,7 +128,8 @@ class Doubled(nn.Module):
         return self.whole.lm_head(hidden_states)
 
     def load_weights(self, weights: Any) -> set[str]:
-        self.whole.load_state_dict(dict(weights))
+        self.whole.load_state_dict(dict(weights), strict=not self.whole.config.tie_word_embeddings)
+        self.whole.tie_weights()
         self.whole.double()
         return {f"whole.{name}" for name, _ in self.whole.named_parameters()}
 
@@ -136,14 +152,14 @@ def in_float64() -> None:
     torch.nn.functional.scaled_dot_product_attention = product  # of a whole prompt, in generate
 
 
-def by_generate(folder: Path, format: str) -> list[list[int]]:
+def by_generate(folder: Path, format: str, asked: list[Asked]) -> list[list[int]]:
     """Greedy answers of anybit's own generate. Prompts come a page at a time, so that they read older pages packed."""
     from anybit.integrations.cache import AnyBitCache
 
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     model.set_attn_implementation("anybit")
     found = []
-    for prompt, new in requests():
+    for prompt, new in asked:
         cache = AnyBitCache(format, config=model.config)
         answer = model.generate(
             torch.tensor([prompt]), past_key_values=cache, max_new_tokens=new, min_new_tokens=new, do_sample=False,
@@ -153,7 +169,9 @@ def by_generate(folder: Path, format: str) -> list[list[int]]:
     return found
 
 
-def by_vllm(folder: Path, format: str, life: dict[str, Any]) -> tuple[list[list[int]], dict[str, float]]:
+def by_vllm(
+    folder: Path, format: str, asked: list[Asked], life: dict[str, Any]
+) -> tuple[list[list[int]], dict[str, float]]:
     """Greedy answers of an engine, and its counts of what requests lived through."""
     from vllm import LLM, ModelRegistry, SamplingParams
 
@@ -169,11 +187,12 @@ def by_vllm(folder: Path, format: str, life: dict[str, Any]) -> tuple[list[list[
         "enforce_eager": True, "disable_log_stats": False, "gpu_memory_utilization": 0.2,
     }  # fmt: skip
     if "num_gpu_blocks_override" in life:
+        pages = -(-max(len(prompt) + new for prompt, new in asked) // 128)
         front = kv_rows.layout(KVFormat.parse(format), 64, 32 if "speculative_config" in life else 0).front
-        life = {**life, "num_gpu_blocks_override": life["num_gpu_blocks_override"] * (front + 6)}
+        life = {**life, "num_gpu_blocks_override": life["num_gpu_blocks_override"] * (front + pages)}
     more = {"additional_config": {"anybit_kv_cache": format}, "hf_overrides": {"architectures": ["Doubled"]}}
     llm = LLM(str(folder), **{**options, **more, **life})
-    given = [({"prompt_token_ids": prompt}, new) for prompt, new in requests()]
+    given = [({"prompt_token_ids": prompt}, new) for prompt, new in asked]
     found = []
     for half in (given[: len(given) // 2], given[len(given) // 2 :]):  # so that the second finds the first's pages
         sampling = [SamplingParams(temperature=0, min_tokens=n, max_tokens=n, detokenize=False) for _, n in half]
@@ -190,17 +209,25 @@ def by_vllm(folder: Path, format: str, life: dict[str, Any]) -> tuple[list[list[
 
 
 def main() -> None:
-    format, lives = sys.argv[1], sys.argv[2:] or list(LIVES)
-    folder = save_model(Path(tempfile.mkdtemp()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("format")
+    parser.add_argument("lives", nargs="*", help=", ".join(LIVES))
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--text", type=Path)
+    args = parser.parse_args()
+    folder = args.model or save_model(Path(tempfile.mkdtemp()))
+    asked = requests_of(folder, args.text) if args.model else requests()
     in_float64()
-    expected = by_generate(folder, format)
-    for life in lives:
-        found, counts = by_vllm(folder, format, LIVES[life])
+    expected = by_generate(folder, args.format, asked)
+    total = sum(map(len, expected))
+    for life in args.lives or LIVES:
+        begin = time.monotonic()
+        found, counts = by_vllm(folder, args.format, asked, LIVES[life])
         pairs = list(zip(expected, found, strict=True))
         alike = sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))
         parted = [i for i, (x, y) in enumerate(pairs) if x != y]
-        total = sum(map(len, expected))
-        print(json.dumps({"life": life, "alike": alike, "tokens": total, "parted": parted, **counts}), flush=True)
+        said = {"life": life, "alike": alike, "tokens": total, "parted": parted, **counts}
+        print(json.dumps({**said, "seconds": round(time.monotonic() - begin)}), flush=True)
 
 
 if __name__ == "__main__":

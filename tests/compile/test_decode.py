@@ -12,6 +12,8 @@ from anybit import jit
 from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.attention import decode, kv_quantize
+from anybit.ops.kv_rows import layout
+from anybit.scheme import KVFormat
 from cases_decode import Case, problem
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a")
@@ -45,6 +47,17 @@ def test_compiles_without_spills(case: Case, arch: str, tmp_path: Path):
     assert "HMMA" in code and "MOVM" in code
     assert ("UBLKCP" in code) == (device.capability >= 90)
     assert ("LDGSTS" in code) == (device.capability < 90)
+
+
+@pytest.mark.parametrize("format", ["kv4g128", "kv2g128", "kv8"])
+def test_rows_of_a_pool_compile_for_one_token_and_for_drafts(format: str):
+    device, rows = Device.named("sm_90a"), layout(KVFormat.parse(format), 128, 32)
+    for queries in (1, 5):
+        asked = decode.Problem(
+            rows.layout, 32, 32, 8, queries, rows.ring, 128, 8192, front=rows.front, slots=rows.slots
+        )  # fmt: skip
+        compiled = jit.compile(decode.kernel(decode.default(asked, device), asked.layout), "sm_90a")
+        assert compiled.spill_bytes == 0
 
 
 def test_floats_of_4_bits_go_to_the_tensor_cores_as_they_are(tmp_path: Path):

@@ -11,7 +11,7 @@ from anybit.integrations.vllm.kv_step import Batch, run
 from anybit.kvrows import Pool, step
 from anybit.ops import kv, kv_rows
 from anybit.ops.kv_rows import PAGE
-from cases_rows import DECODE, RAGGED, STEPS, Case, Step, paged_attention, unpacked
+from cases_rows import DECODE, DRAFTED, FEW, RAGGED, STEPS, Case, Drafts, Step, paged_attention, unpacked
 
 pytestmark = pytest.mark.emulate
 SMALL = [
@@ -79,6 +79,26 @@ def test_a_token_of_each_sequence(case: Case, launched):
     assert error < (1e-2 if case.bf16 else 2e-3)
 
 
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_a_few_tokens_of_each_sequence(case: Case, launched):
+    here, there = Step(case), Step(case)
+    want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
+    ragged = kv_rows.Ragged(there.starts, there.most)
+    kv_rows.store(there.view(), there.k, there.v, ragged)
+    alike(here, there)
+    out = torch.full_like(there.q, torch.nan)
+    kv_rows.decode(there.q, there.view(), case.masks(), out=out, overlaps=True, ragged=ragged)
+    error = (out.double() - want.double()).abs().mean(-1) / want.double().abs().mean(-1)  # of each query and head
+    assert error.max() < (2e-2 if case.bf16 else 6e-3)
+
+
+def test_steps_of_drafts_some_of_which_are_taken_back(launched):
+    """Pages that fill, are packed with a draft, and packed again without it."""
+    life = Drafts(dataclasses.replace(DRAFTED[0], heads=4, kv_heads=1, before=(118, 250)), 300)
+    assert max(life.advance(life.run) for _ in range(8)) < 6e-3
+    assert life.have[0] > PAGE and life.have[1] > 2 * PAGE
+
+
 @pytest.mark.parametrize("case", RAGGED, ids=str)
 def test_any_number_of_tokens_of_each_sequence(case: Case, launched):
     here, there = Step(case), Step(case)
@@ -100,12 +120,15 @@ def test_any_number_of_tokens_of_each_sequence(case: Case, launched):
 def test_a_step_of_vllm(case: Case, room: int, launched):
     """Requests with one new token and prompts, some of which hit pages that this step packs."""
     here, there = Step(case), Step(case)
-    decodes = next(i for i, n in enumerate(case.new) if n > 1)
+    few = 1 + case.slack // 8
+    decodes = next(i for i, n in enumerate(case.new) if n > few)
+    fills = [i for i, (b, n) in enumerate(zip(case.before, case.new, strict=True)) if b < PAGE <= b + n]
     for one in (here, there):
-        if case.before[1] == PAGE and case.new[1] == 1:  # its first page is one that the first request fills
-            one.table[1, case.rows.front] = one.table[0, case.rows.front]
+        if case.before[1] == PAGE:  # its first page is one that another request fills
+            one.table[1, case.rows.front] = one.table[fills[0], case.rows.front]
     want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
-    batch = Batch(there.table, there.lengths, there.starts, there.q.shape[0], decodes)
+    tokens = int(there.starts[decodes])
+    batch = Batch(there.table, there.lengths, there.starts, there.q.shape[0], decodes, tokens, max(case.new[:decodes]))
     batch.add_prompts(there.starts[decodes:].numpy().astype("int64"), there.lengths[decodes:].numpy(), room)
     assert len(batch.groups) == (1 if room > 1 else len(case.new) - decodes)
     out = torch.full_like(there.q, torch.nan)
@@ -119,4 +142,6 @@ def test_a_step_of_vllm(case: Case, room: int, launched):
     assert error < (1e-2 if case.bf16 else 2e-3)
     kernels, device = launched
     of = case.rows, case.heads, case.kv_heads, case.masks(), case.dtype
-    assert kernels <= set(kv_rows.kernels_for(*of, 1024, decodes, device)), "a kernel was not compiled ahead"
+    assert kernels <= set(kv_rows.kernels_for(*of, 1024, decodes, device, batch.queries)), (
+        "a kernel was not compiled ahead"
+    )

@@ -11,10 +11,13 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
+from torch._subclasses import FakeTensorMode
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from anybit.errors import OptionError
-from anybit.integrations.vllm import kv_cache
+from anybit.integrations.vllm import kv_backend, kv_cache
+from anybit.integrations.vllm.kv_backend import RowBuilder
 from anybit.integrations.vllm.kv_spec import RowManager
 from anybit.scheme import KVFormat
 from cases_vllm_rows import LIVES, Life, World
@@ -90,14 +93,14 @@ def engine(format: str = "kv4", **changed: Any) -> Any:
         ),
         "model": SimpleNamespace(is_hybrid=False),
     }
-    whole = {name: changed.pop(name) for name in ("kv_transfer_config",) if name in changed}
+    whole = {name: changed.pop(name) for name in ("kv_transfer_config", "speculative_config") if name in changed}
     for name, value in changed.items():
         part, _, field = name.partition("__")
         setattr(parts[part], field, value)
     return SimpleNamespace(
-        quant_config=None, additional_config={kv_cache.OPTION: format}, speculative_config=None,
+        quant_config=None, additional_config={kv_cache.OPTION: format},
         parallel_config=parts["parallel"], cache_config=parts["cache"], model_config=parts["model"],
-        **{"kv_transfer_config": None, **whole},
+        **{"kv_transfer_config": None, "speculative_config": None, **whole},
     )  # fmt: skip
 
 
@@ -117,6 +120,7 @@ LAYER = {
         (engine(cache__kv_sharing_fast_prefill=True), {}, "fast-prefill"),
         (engine(cache__user_specified_block_size=True), {}, "--block-size is 16"),
         (engine(model__is_hybrid=True), {}, "Mamba"),
+        (engine(speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3)), {}, "drafts of eagle3"),
         (engine("kvfp4"), {}, "use kv4"),
         (engine(), {"kv_sharing_target_layer_name": "model.layers.1"}, "shares the keys and values of model.layers.1"),
         (engine(), {"alibi_slopes": [1.0]}, "ALiBi"),
@@ -138,12 +142,46 @@ def test_a_plain_layer_gets_rows_of_the_format_that_is_asked_for(monkeypatch: py
     monkeypatch.setattr(kv_cache, "get_current_vllm_config_or_none", lambda: config)
     backend = kv_cache.backend_for(LAYER)
     assert backend is not None and backend.format == KVFormat.parse("kv2") and backend.slack == 0
-    config.speculative_config = SimpleNamespace(num_speculative_tokens=5)
+    config.speculative_config = SimpleNamespace(method="ngram", num_speculative_tokens=5)
     drafted = kv_cache.backend_for(LAYER)
     assert drafted is not None and drafted.slack == 32
     assert kv_cache.backend_for({**LAYER, "attn_type": "encoder_only"}) is None
     config.additional_config = {}
     assert kv_cache.backend_for(LAYER) is None
+
+
+@pytest.mark.parametrize(
+    ("drafts", "new", "padded", "few"),
+    [
+        (2, (3, 3, 3), 4, (4, 12, 3)),  # a full graph's batch: a row and its tokens are padding
+        (2, (3, 1, 2), 3, (3, 6, 3)),
+        (2, (1, 1), 2, (2, 2, 1)),
+        (0, (1, 1, 1), 4, (4, 4, 1)),
+        (20, (1, 1), 2, (2, 2, 1)),  # more than kernels take: as prompts, and no full graphs
+    ],
+)
+def test_steps_of_drafts_are_described_without_a_look_at_the_device(
+    drafts: int, new: tuple[int, ...], padded: int, few: tuple[int, int, int]
+):
+    speculative = SimpleNamespace(method="ngram", num_speculative_tokens=drafts) if drafts else None
+    config = SimpleNamespace(speculative_config=speculative)
+    builder: Any = RowBuilder.__new__(RowBuilder)
+    builder.device, builder.reorder_batch_threshold = torch.device("cuda"), kv_backend.most_of(config)
+    with FakeTensorMode():  # whoever reads a value of these fails
+        table = torch.zeros(padded, 8, dtype=torch.int32)
+        lengths, starts = torch.zeros(padded, dtype=torch.int32), torch.zeros(padded + 1, dtype=torch.int32)
+    tokens = sum(new) // len(new) * padded if padded > len(new) else sum(new)
+    known = torch.tensor([0, *new, *[0] * (padded - len(new))], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    batch = builder.build(
+        0,
+        SimpleNamespace(
+            block_table_tensor=table, seq_lens=lengths, query_start_loc=starts, query_start_loc_cpu=known,
+            num_actual_tokens=tokens, num_reqs=padded, max_query_len=max(new), seq_lens_cpu_upper_bound=None,
+        ),
+    )  # fmt: skip
+    assert (batch.decodes, batch.decode_tokens, batch.queries) == few and not batch.groups
+    support = AttentionCGSupport.UNIFORM_BATCH if drafts == 2 else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert RowBuilder.get_cudagraph_support(config, None) == support
 
 
 def test_layers_with_a_window_stay_as_they_are_in_pages_of_the_packed_ones(monkeypatch: pytest.MonkeyPatch):

@@ -87,6 +87,17 @@ class LayerView:
         return self.residual.dtype == torch.bfloat16
 
 
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """New tokens of which sequences have different numbers: those of sequence i begin at starts[i].
+
+    starts: int32 [sequences + 1].  most: no sequence has more.
+    """
+
+    starts: Tensor
+    most: int
+
+
 # -------- storing tokens
 
 
@@ -111,11 +122,10 @@ def store(view: LayerView, rows: Tensor | None, batch: int, k: Tensor, v: Tensor
         _quantize(view, rows, batch, k.shape[1], layer, k=k, v=v, **strides, packs=packs, keeps=keeps, stored=0)
 
 
-def store_ragged(view: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int, *, packs: bool) -> None:
-    """Half of ``store`` where sequences have different numbers of new tokens: pack full windows, or keep the newest.
+def store_ragged(view: LayerView, k: Tensor, v: Tensor, new: Ragged, *, packs: bool, keeps: bool) -> None:
+    """``store`` where sequences have different numbers of new tokens: pack full windows, keep the newest, or both.
 
-    k, v: [tokens, kv_heads, head_dim]; those of sequence i begin at starts[i].  starts: int32 [sequences + 1].
-    most: the largest of these numbers.
+    k, v: [tokens, kv_heads, head_dim].  Both at once are right for ``ring - window + 1`` tokens of each at most.
     """
     k, v = (_aligned(x[None]) for x in (k, v))
     strides: dict[str, Any] = {
@@ -127,8 +137,8 @@ def store_ragged(view: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: in
         "v_head_stride": v.stride(2),
     }
     _quantize(
-        view, None, starts.shape[0] - 1, most, 0, starts=starts, k=k, v=v, **strides,
-        packs=int(packs), keeps=int(not packs), stored=0,
+        view, None, new.starts.shape[0] - 1, new.most, 0, starts=new.starts, k=k, v=v, **strides,
+        packs=int(packs), keeps=int(keeps), stored=0,
     )  # fmt: skip
 
 
@@ -176,8 +186,9 @@ def _quantize(
         starts=starts,
         **arguments,
     )
-    overlaps = device.capability >= 90 and problem.step and starts is None
-    grid = kv_quantize.grid(problem, bool(arguments["packs"]))
+    packs, keeps = bool(arguments["packs"]), bool(arguments["keeps"])
+    overlaps = device.capability >= 90 and problem.step and (starts is None or (packs and keeps))
+    grid = kv_quantize.grid(problem, packs)
     jit.launch(kv_quantize.kernel(config), params, grid, pdl=overlaps, device=view.pages.get_device())
     if errors is not None:
         kv_page.report(int(errors), layer)
@@ -192,14 +203,16 @@ def _aligned(x: Tensor) -> Tensor:
 # -------- attention
 
 
-def problem_of(q: Tensor, view: LayerView, masks: Masks = NO_MASKS, split: int = 0) -> Problem:
+def problem_of(
+    q: Tensor, view: LayerView, masks: Masks = NO_MASKS, split: int = 0, ragged: Ragged | None = None
+) -> Problem:
     """The kernel's problem for a call of ``decode``."""
     return Problem(
         layout=view.layout,
-        batch=q.shape[0],
+        batch=q.shape[0] if ragged is None else ragged.starts.shape[0] - 1,
         heads=q.shape[2],
         kv_heads=view.kv_heads,
-        queries=q.shape[1],
+        queries=q.shape[1] if ragged is None else ragged.most,
         ring=view.ring,
         window=view.window,
         capacity=view.capacity,
@@ -234,14 +247,16 @@ def prepare(
     out: Tensor | None = None,
     errors: Tensor | None = None,
     split: int = 0,
+    ragged: Ragged | None = None,
 ) -> Launch:
     """The launch that runs ``decode`` on ``device``; raises KernelError, with the reason, where there is none.
 
     rows: int32 [batch], which sequences the queries are of; None for 0, 1, 2 ...  config: how (default: the kernel's
     own choice).  out: where the output goes, dense, in q's shape and dtype.  errors: int32, where checked kernels leave
-    what was wrong.
+    what was wrong.  ragged: whose queries q [1, tokens, heads, head_dim] holds, in rows of a
+    pool; 2 is the least ``most``.
     """
-    problem = problem_of(q, view, masks, split)
+    problem = problem_of(q, view, masks, split, ragged)
     if config is None:
         config = default(problem, device)
     elif (reason := kernels.why_not(problem, config, device)) is not None:
@@ -266,7 +281,7 @@ def prepare(
         partial_state=space[1],
         arrivals=space[2],
         errors=space[3] if errors is None else errors,
-        q_batch_stride=q.stride(0),
+        q_batch_stride=q.stride(0 if ragged is None else 1),
         q_token_stride=q.stride(1),
         q_head_stride=q.stride(2),
         batch=problem.batch,
@@ -281,6 +296,7 @@ def prepare(
         cap=kernels.log2_scale(masks.softcap or 0.0),
         uncap=2.0 / masks.softcap if masks.softcap else 0.0,
         page_stride=view.pages.stride(0),
+        starts=None if ragged is None else ragged.starts,
     )
     return Launch(kernels.kernel(config, view.layout), params, kernels.grid(problem, config, device), out, lse)
 
@@ -296,6 +312,7 @@ def decode(
     errors: Tensor | None = None,
     split: int = 0,
     overlaps: bool = False,
+    ragged: Ragged | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens over everything before and among them; unchecked, and without rotation.
 
@@ -304,7 +321,7 @@ def decode(
     Returns the output in q's shape and dtype, and the log-sum-exp float32 [batch, tokens, heads].
     """
     device = Device.of(q)
-    launch = prepare(q, view, rows, masks, device, config, out, errors, split)
+    launch = prepare(q, view, rows, masks, device, config, out, errors, split, ragged)
     early = overlaps and device.capability >= 90
     jit.launch(launch.kernel, launch.params, launch.grid, pdl=early, device=launch.out.get_device())
     return launch.out, launch.lse

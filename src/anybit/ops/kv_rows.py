@@ -1,11 +1,12 @@
 """Kernels over rows of a pool that is not ours (``kernels.attention.kv_rows``): vLLM's blocks.
 
-A step of a layer, in this order: ``pack`` what becomes full, of all sequences; then ``decode`` those with one new token
-and ``unpack`` what the prompts among them attend over; then ``keep`` the newest tokens. For sequences with one new
-token ``store`` is the first and the last in one launch. Nothing here waits for the device.
+A step of a layer, in this order: ``pack`` what becomes full, of all sequences; then ``decode`` those with few new
+tokens and ``unpack`` what the prompts among them attend over; then ``keep`` the newest tokens. For sequences with few
+new tokens ``store`` is the first and the last in one launch. Nothing here waits for the device.
 """
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ from anybit.kernels.attention.kv_page import PageLayout
 from anybit.kernels.attention.kv_rows import PAGE as PAGE
 from anybit.kernels.attention.kv_rows import RowLayout as RowLayout
 from anybit.ops import kv
+from anybit.ops.kv import MOST_QUERIES as MOST_QUERIES
 from anybit.ops.kv import NO_MASKS, LayerView, Masks
+from anybit.ops.kv import Ragged as Ragged
 from anybit.scheme import KVFormat
 
 
 @cache
-def layout(format: KVFormat, head_dim: int, slack: int = 0) -> RowLayout:
+def layout(format: KVFormat, head_dim: int, slack: int = 0, together: int = 1) -> RowLayout:
     """The rows of a format; slack: tokens that a step may take back. Raises LayerError for what they cannot hold."""
-    return RowLayout(PageLayout(format, head_dim), slack)
+    return RowLayout(PageLayout(format, head_dim), slack, together)
 
 
 def view(
@@ -44,9 +47,15 @@ def view(
     )
 
 
-def store(of: LayerView, k: Tensor, v: Tensor) -> None:
-    """Pack what becomes full, and keep the new tokens; k, v: [sequences, kv_heads, head_dim], one token each."""
-    kv.store(of, None, k.shape[0], k[:, None], v[:, None])
+def store(of: LayerView, k: Tensor, v: Tensor, ragged: Ragged | None = None) -> None:
+    """Pack what becomes full, and keep the new tokens; k, v: [tokens, kv_heads, head_dim].
+
+    ragged: of each sequence up to 1 + the slack of its row, and ``MOST_QUERIES``, at most; None: one of each.
+    """
+    if ragged is None:
+        kv.store(of, None, k.shape[0], k[:, None], v[:, None])
+    else:
+        kv.store_ragged(of, k, v, ragged, packs=True, keeps=True)
 
 
 def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
@@ -54,20 +63,25 @@ def pack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None
 
     starts: int32 [sequences + 1], where those of each sequence begin.  most: the largest number of them.
     """
-    kv.store_ragged(of, k, v, starts, most, packs=True)
+    kv.store_ragged(of, k, v, Ragged(starts, most), packs=True, keeps=False)
 
 
 def keep(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, most: int) -> None:
     """Keep the newest tokens in 16 bits; arguments as in ``pack``."""
-    kv.store_ragged(of, k, v, starts, most, packs=False)
+    kv.store_ragged(of, k, v, Ragged(starts, most), packs=False, keeps=True)
 
 
-def decode(q: Tensor, of: LayerView, masks: Masks = NO_MASKS, *, out: Tensor, overlaps: bool) -> None:
-    """Attention of one new token of each sequence, already stored; q, out: [sequences, heads, head_dim].
+def decode(
+    q: Tensor, of: LayerView, masks: Masks = NO_MASKS, *, out: Tensor, overlaps: bool, ragged: Ragged | None = None
+) -> None:
+    """Attention of new tokens, already stored; q, out: [tokens, heads, head_dim]; ragged: as in ``store``.
 
     overlaps: pages may be read before the previous kernel has ended: that must be ``store`` of the same step.
     """
-    kv.decode(q[:, None], of, None, masks, out=out[:, None], overlaps=overlaps)
+    if ragged is None:
+        kv.decode(q[:, None], of, None, masks, out=out[:, None], overlaps=overlaps)
+    else:
+        kv.decode(q[None], of, None, masks, out=out[None], overlaps=overlaps, ragged=ragged)
 
 
 def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, out: Tensor) -> None:
@@ -109,11 +123,12 @@ def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, ou
 
 def kernels_for(
     rows: RowLayout, heads: int, kv_heads: int, masks: Masks, dtype: torch.dtype, capacity: int, sequences: int,
-    device: Device,
+    device: Device, most: int = 1,
 ) -> list[jit.Kernel]:  # fmt: skip
     """All kernels that steps of up to ``sequences`` sequences launch: to compile them before the first step.
 
-    capacity: the most tokens of a sequence.  Raises KernelError, with the reason, where there is none.
+    capacity: the most tokens of a sequence.  most: new ones of a decode.  Raises KernelError, with the reason, where
+    there is none.
     """
     bf16, checked = dtype == torch.bfloat16, kv_page.debugging()
     found = dict[jit.Kernel, None]()
@@ -127,11 +142,11 @@ def kernels_for(
             raise KernelError(reason)
         found[kv_quantize.kernel(config)] = None
     found[kv_unpack.kernel(kv_unpack.default(kv_unpack.Problem(rows, kv_heads, 1, bf16)))] = None
-    for batch in range(1, sequences + 1):
+    for batch, queries in product(range(1, sequences + 1), sorted({1, most})):
         step = kernels.Problem(
-            layout=rows.layout, batch=batch, heads=heads, kv_heads=kv_heads, queries=1, ring=rows.ring, window=PAGE,
-            capacity=capacity, bf16=bf16, sliding=masks.window is not None, softcap=masks.softcap is not None,
-            alibi=masks.alibi is not None, front=rows.front, slots=rows.slots,
+            layout=rows.layout, batch=batch, heads=heads, kv_heads=kv_heads, queries=queries, ring=rows.ring,
+            window=PAGE, capacity=capacity, bf16=bf16, sliding=masks.window is not None,
+            softcap=masks.softcap is not None, alibi=masks.alibi is not None, front=rows.front, slots=rows.slots,
         )  # fmt: skip
         found[kernels.kernel(kernels.default(step, device), rows.layout)] = None
     return list(found)

@@ -1,8 +1,9 @@
 """vLLM's attention over a KV cache of 8, 4 or 2 bits in vLLM's own blocks: a backend, what it reads, what it runs.
 
 ``kv_spec`` says how vLLM hands out blocks, ``kernels.attention.kv_rows`` what is in them. On a CPU it is the reference
-in plain torch. Requests with one new token run anybit's kernels alone, at fixed addresses and without the host, so that
-CUDA graphs of decode steps hold them; others run vLLM's FlashAttention over unpacked pages (``kv_plan``).
+in plain torch. Requests with one new token, or one and its drafts, run anybit's kernels alone, at fixed addresses and
+without the host, so that CUDA graphs of decode steps hold them; others run vLLM's FlashAttention over unpacked pages
+(``kv_plan``).
 """
 
 import logging
@@ -63,14 +64,15 @@ class RowBackend(AttentionBackend):  # type: ignore[misc]
         return [PAGE]
 
     @classmethod
-    def rows(cls, head_dim: int) -> RowLayout:
-        """How rows are laid out."""
-        return row_layout(cls.format, head_dim, cls.slack)
+    def rows(cls, head_dim: int, together: int = 1) -> RowLayout:
+        """How rows are laid out; together: pages of a block."""
+        return row_layout(cls.format, head_dim, cls.slack, together)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> RowSpec:
-        """The spec of a layer from that of its 16-bit cache."""
-        return RowSpec.of(replace(spec, dtype=torch.uint8), cls.rows(spec.head_size))
+        """The spec of a layer from that of its 16-bit cache, with the same tokens in a block."""
+        rows = cls.rows(spec.head_size, max(spec.block_size // PAGE, 1))
+        return RowSpec.of(replace(spec, dtype=torch.uint8), rows)
 
     @classmethod
     def get_kv_cache_shape(
@@ -95,11 +97,17 @@ def backend_of(format: KVFormat, slack: int) -> type[RowBackend]:
 class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
     """Describes a batch once for all layers."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold: int = 1
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Batches of one token each, or of one and its drafts, as long as kernels take so many."""
+        drafted = drafts_of(vllm_config) and most_of(vllm_config) > 1
+        return AttentionCGSupport.UNIFORM_BATCH if drafted else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.reorder_batch_threshold = most_of(vllm_config)
         if not isinstance(kv_cache_spec, RowSpec):
             raise LayerError(
                 f"layers {layer_names[:2]} ... have a cache of {type(kv_cache_spec).__name__}, not anybit's"
@@ -107,18 +115,22 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
         self.room = _room(vllm_config)
         # A scheduler that runs ahead of drafts knows only the most tokens that a request can have.
         self.exact = not (vllm_config.speculative_config and vllm_config.scheduler_config.async_scheduling)
+        layers = vllm_config.compilation_config.static_forward_context
+        impls = [layers[name].impl for name in layer_names]
+        for impl in impls:
+            impl.layout = impl.backend.rows(impl.head_size, kv_cache_spec.together)
         if device.type == "cuda":
-            layers = vllm_config.compilation_config.static_forward_context
-            impls = [layers[name].impl for name in layer_names]
             dtype = _tokens_dtype(vllm_config.model_config.dtype)
-            _compile(impls, dtype, vllm_config.scheduler_config.max_num_seqs, device)
+            _compile(impls, dtype, vllm_config.scheduler_config.max_num_seqs, self.reorder_batch_threshold, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
-        """The batch of a step; reads nothing from the device unless drafts make it."""
-        m = common_attn_metadata
-        decodes, prefills, _, _ = split_decodes_and_prefills(m, decode_threshold=1)
+        """The batch of a step; reads nothing from the device but where drafts stand beside prompts."""
+        m, most = common_attn_metadata, self.reorder_batch_threshold
+        decodes, prefills, few, _ = split_decodes_and_prefills(m, decode_threshold=most)
         table, lengths = m.block_table_tensor, m.seq_lens
-        batch = Batch(table, lengths, m.query_start_loc, m.num_actual_tokens, decodes)
+        if m.max_query_len == 1:
+            most, few = 1, decodes
+        batch = Batch(table, lengths, m.query_start_loc, m.num_actual_tokens, decodes, few, most)
         if self.device.type == "cpu":
             starts, known = m.query_start_loc.tolist(), lengths.tolist()
             ends = zip(starts, starts[1:], known, strict=False)
@@ -259,13 +271,24 @@ def _tokens_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
-def _compile(impls: list[Any], dtype: torch.dtype, sequences: int, device: torch.device) -> None:
-    """Compile what layers launch now, and not in a request."""
+def drafts_of(config: Any) -> int:
+    """Drafts of a request in a step, at most."""
+    return config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+
+
+def most_of(config: Any) -> int:
+    """New tokens of a request that decodes, at most."""
+    most = 1 + drafts_of(config)
+    return most if most <= kv_rows.MOST_QUERIES else 1
+
+
+def _compile(impls: list[Any], dtype: torch.dtype, sequences: int, most: int, device: torch.device) -> None:
+    """Compile what layers launch now, and not in a request; most: new tokens of a decode."""
     found, of = dict[Any, None](), Device.of(torch.empty(0, device=device))
     alike = {(x.layout, x.num_heads, x.num_kv_heads, x.masks.window, x.masks.softcap): x for x in impls}
     for x in alike.values():
         wanted = kv_rows.kernels_for(
-            x.layout, x.num_heads, x.num_kv_heads, x.masks, dtype, x.capacity, sequences, of
+            x.layout, x.num_heads, x.num_kv_heads, x.masks, dtype, x.capacity, sequences, of, most
         )  # fmt: skip
         found.update(dict.fromkeys(wanted))
     done = make_ready(list(found), device)

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from anybit.errors import OptionError
 from anybit.integrations.vllm import kv_spec
-from anybit.integrations.vllm.kv_backend import RowBackend, backend_of
+from anybit.integrations.vllm.kv_backend import RowBackend, backend_of, drafts_of
 from anybit.integrations.vllm.kv_spec import RowSpec
 from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
@@ -50,6 +50,9 @@ def why_not(config: Any, format: KVFormat) -> str | None:
         return f"--kv-cache-dtype {cache.cache_dtype} asks for vLLM's own low-bit cache: name one of the two"
     if getattr(cache, "kv_sharing_fast_prefill", False):
         return "--kv-sharing-fast-prefill is not tested with it"
+    drafter = getattr(config.speculative_config, "method", None)
+    if drafter not in (None, "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"):
+        return f"drafts of {drafter} come from layers with a cache of their own, which are not tested: use ngram"
     if config.model_config.is_hybrid:
         return "layers that keep a state (Mamba, linear attention) share their pages' size, and are not built beside it"
     if cache.user_specified_block_size and cache.block_size != PAGE:
@@ -59,8 +62,7 @@ def why_not(config: Any, format: KVFormat) -> str | None:
 
 def _slack(config: Any) -> int:
     """Slots beyond a page: a step packs its drafts, and takes back what is refused."""
-    drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
-    return -(-drafts // 32) * 32
+    return -(-drafts_of(config) // 32) * 32
 
 
 def backend_for(arguments: dict[str, Any]) -> type[RowBackend] | None:
@@ -116,11 +118,17 @@ def install() -> None:
         backend = self.attn_backend
         if not (isinstance(backend, type) and issubclass(backend, RowBackend)):
             return _beside_rows(found, vllm_config) if isinstance(found, SlidingWindowSpec) else found
-        rows = backend.customize_spec(found)
+        rows = backend.customize_spec(replace(found, block_size=PAGE * _together(found, backend, vllm_config)))
         _widen_tables(rows.front)
         return rows
 
     Attention.get_kv_cache_spec = get_kv_cache_spec
+
+
+def _together(spec: Any, backend: type[RowBackend], config: Any) -> int:
+    """Pages of a block: as many as are not less than this 16-bit block, which is made as large as a state."""
+    page = spec.num_kv_heads * backend.rows(spec.head_size).layout.page_bytes
+    return int(-(-spec.page_size_bytes // page)) if config.model_config.is_hybrid else 1
 
 
 def _beside_rows(spec: Any, config: Any) -> Any:
@@ -128,7 +136,8 @@ def _beside_rows(spec: Any, config: Any) -> Any:
     format = format_of(config)
     if format is None:
         return spec
-    page = RowSpec.of(replace(spec, sliding_window=None), backend_of(format, _slack(config)).rows(spec.head_size))
+    rows = backend_of(format, _slack(config)).rows(spec.head_size)
+    page = RowSpec.of(replace(spec, sliding_window=None, block_size=PAGE), rows)
     token = spec.real_page_size_bytes // spec.block_size
     block = next((size for size in (128, 64, 32, 16) if size * token <= page.page_size_bytes), None)
     if block is None:

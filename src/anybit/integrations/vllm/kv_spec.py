@@ -1,9 +1,9 @@
 """vLLM's block manager with rows that begin with a sequence's 16-bit residual: a spec and a manager.
 
-One block of vLLM is one page of 128 packed tokens, and a row is [residual blocks | pages];
-``kernels.attention.kv_rows`` says what is in them. Pages exist for full pages only, and before the first one there are
-only as many residual blocks as the tokens need, so rows only grow at their end; a request that begins with a prefix hit
-gets all of them at once.
+One block of vLLM is one page of 128 packed tokens (several, beside layers that keep a state), and a row is
+[residual blocks | pages]; ``kernels.attention.kv_rows`` says what is in them. Pages exist for full pages only, and
+before the first one there are only as many residual blocks as the tokens need, so rows only grow at their end; a
+request that begins with a prefix hit gets all of them at once.
 Residual blocks are ordinary blocks of the pool that are never hashed: the scheduler counts them, preemption frees them,
 and prefix hits are whole pages. Nothing else of vLLM knows.
 """
@@ -29,10 +29,12 @@ _BY_CONTENT = any(f.name == "state_content_bytes" for f in fields(AttentionSpec)
 class RowSpec(FullAttentionSpec):  # type: ignore[misc]
     """What vLLM knows of a layer's cache.
 
-    page_bytes: of one KV head.  front, slots: residual blocks of a row, and the tokens of each.  format: its name.
+    page_bytes: of one KV head.  together: pages of a block.  front, slots: residual blocks of a row, and the tokens of
+    each.  format: its name.
     """
 
     page_bytes: int = 0
+    together: int = 1
     front: int = 0
     slots: int = 0
     format: str = ""
@@ -43,16 +45,16 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
         known = {f.name: getattr(spec, f.name) for f in fields(FullAttentionSpec) if f.init and hasattr(spec, f.name)}
         size = rows.layout.page_bytes
         known["sliding_window"] = None  # of a model whose layers all have one: rows keep all tokens
-        known |= {"block_size": PAGE, "page_bytes": size, "front": rows.front, "slots": rows.slots}
-        known["format"] = str(rows.layout.format)
+        known |= {"page_bytes": size, "together": rows.together, "format": str(rows.layout.format)}
+        known |= {"front": rows.front // rows.together, "slots": rows.slots * rows.together}
         if _BY_CONTENT:
             known |= {"state_content_bytes": size, "tokens_per_state": PAGE}
         return cls(**known)
 
     @property
     def real_page_size_bytes(self) -> int:
-        """Bytes of a block."""
-        return int(self.num_kv_heads * self.page_bytes)
+        """Bytes of a block; vLLM asks for those of a token, too."""
+        return int(self.num_kv_heads * self.page_bytes * self.block_size // PAGE)
 
     @property
     def unpadded_page_size_bytes(self) -> int:
@@ -61,12 +63,13 @@ class RowSpec(FullAttentionSpec):  # type: ignore[misc]
 
     def tokens_that_fit(self, blocks: int, each: int) -> tuple[int, int]:
         """Tokens that so many blocks hold in requests of ``each`` tokens, and in 16 bits in the same memory."""
+        needed = self.front + -(-(each // PAGE) // self.together)
         sixteen = 4 * self.num_kv_heads * self.head_size
-        return blocks * each // (self.front + each // PAGE), blocks * self.real_page_size_bytes // sixteen
+        return blocks * each // needed, blocks * self.real_page_size_bytes // sixteen
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
         """The width of a row."""
-        return self.front + -(-max_len // PAGE)
+        return self.front + int(-(-max_len // self.block_size))
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Bytes of a request of the longest length."""
@@ -116,7 +119,7 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
         super().__init__(spec, *args, **kw)
         self.spec = spec
         self.fronts: dict[str, int] = {}
-        if self.block_size != PAGE:
+        if self.block_size != PAGE * spec.together:
             raise ValueError(f"a block has {self.block_size} tokens: context parallelism is not supported")
         packed, plain = spec.tokens_that_fit(self.block_pool.num_gpu_blocks - 1, _EACH)  # but the null block
         _logger.info(

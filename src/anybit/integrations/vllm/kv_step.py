@@ -1,4 +1,4 @@
-"""One layer of one step over rows of blocks: kernels for requests with one new token, unpacked pages for others.
+"""One layer of one step over rows of blocks: kernels for requests with few new tokens, unpacked pages for others.
 
 Attention over plain pages is the caller's: vLLM's FlashAttention. Nothing here knows vLLM.
 """
@@ -26,8 +26,9 @@ class Batch:
     """A step as layers see it.
 
     table [requests, front + pages], lengths [requests], starts [requests + 1]: int32 on the device.  tokens: new ones
-    in all.  decodes: the first requests have one new token each.  most: new tokens of another request at most.
-    groups: of the others, with their arrays on the device.  rows: on a CPU, all requests.
+    in all.  decodes: the first requests have few new tokens each, ``queries`` at most, ``decode_tokens`` in all.
+    most: new tokens of another request at most.  groups: of the others, with their arrays on the device.  rows: on a
+    CPU, all requests.
     """
 
     table: Tensor
@@ -35,6 +36,8 @@ class Batch:
     starts: Tensor
     tokens: int
     decodes: int
+    decode_tokens: int
+    queries: int = 1
     most: int = 0
     groups: list[tuple[Group, tuple[Tensor, ...]]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -65,9 +68,11 @@ def run(
     if batch.groups:  # all pages that become full, before anyone reads
         kv_rows.pack(others, k, v, starts, batch.most)
     if d:
-        one = kv_rows.view(rows, pages, batch.table[:d], batch.lengths[:d], q.dtype, capacity)
-        kv_rows.store(one, k[:d], v[:d])
-        kv_rows.decode(q[:d], one, masks, out=out[:d], overlaps=True)
+        few = kv_rows.view(rows, pages, batch.table[:d], batch.lengths[:d], q.dtype, capacity)
+        ragged = kv_rows.Ragged(batch.starts[: d + 1], batch.queries) if batch.queries > 1 else None
+        here = slice(0, batch.decode_tokens)
+        kv_rows.store(few, k[here], v[here], ragged)
+        kv_rows.decode(q[here], few, masks, out=out[here], overlaps=True, ragged=ragged)
     for group, (jobs, table, begins, seen) in batch.groups:
         plain = space(jobs.shape[0])[: jobs.shape[0]]
         kv_rows.unpack(others, k, v, starts, jobs, plain)

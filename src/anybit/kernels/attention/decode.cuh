@@ -44,8 +44,11 @@ template <class Config> struct Pipeline {
         }
     }
     // Whether the next half may be read while the previous kernel is still at work. In a pool that is not ours a sequence
-    // whose first step this is may hit pages that this very step packs; then its own page has but one token.
-    PTX bool next_is_old() const { return ahead.packed() && (Config::front == 0 || ahead.extent.length % Config::page != 1); }
+    // whose first step this is may hit pages that this very step packs; then its own page has but this step's tokens.
+    PTX bool next_is_old() const {
+        if constexpr (parts<Config> > 1) return ahead.packed() && ahead.row % 2 == 0 && ahead.extent.before % Config::page != 0;
+        return ahead.packed() && (Config::front == 0 || ahead.extent.length % Config::page != 1);
+    }
     PTX void enter_pair() {
         pages = p.pages + static_cast<int64_t>(ahead.head / Config::query_chunks) * (page_blocks * S::block_bytes);
         entries = p.table + static_cast<int64_t>(ahead.sequence) * p.table_width;
@@ -172,8 +175,9 @@ template <class Config> struct Queries {
             const int column = 4 * width * n + g * width / 2;  // paired: both columns of a query hold it
             const int row = at.head % Config::query_chunks * Config::rows + column;
             const int token = row / Config::group, head = at.head / Config::query_chunks * Config::group + row % Config::group;
-            const bool there = column < Config::rows && token < Config::queries;
-            const uint16_t* source = p.q + at.row * p.q_batch_stride + static_cast<int64_t>(token) * p.q_token_stride
+            const bool there = column < Config::rows && at.extent.template has<Config>(token);
+            const int from = parts<Config> > 1 ? at.extent.start : at.row;
+            const uint16_t* source = p.q + from * p.q_batch_stride + static_cast<int64_t>(token) * p.q_token_stride
                                    + static_cast<int64_t>(head) * p.q_head_stride + 4 * t;
 #pragma unroll
             for (int j = 0; j < depth; ++j) {
@@ -219,7 +223,8 @@ PTX void load_columns(const Params& p, const Cursor<Config>& at, Column (&column
             const int row = at.head % Config::query_chunks * Config::rows + (4 * n + t) * Shape<Config>::width + x;
             const int head = at.head / Config::query_chunks * Config::group + row % Config::group;
             Column& c = column[n][x];
-            c.position = at.extent.length - Config::queries + min(row / Config::group, Config::queries - 1);
+            const int before = parts<Config> > 1 ? at.extent.before : at.extent.length - Config::queries;
+            c.position = before + min(row / Config::group, Config::queries - 1);
             c.last = min(c.position, at.extent.length - 1);
             c.first = Config::windowed ? c.position - p.sliding + 1 : 0;
             c.slope = Config::alibi ? p.slopes[head] : 0.0f;

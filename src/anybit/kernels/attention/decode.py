@@ -25,7 +25,8 @@ class Problem:
     bf16: the type of queries, output and residual (else float16).  sliding, softcap, alibi: what the model does to
     its logits.  split: 0, or the tokens of a piece; then a sequence is cut in pieces of so many tokens whatever else is
     in the batch, and its result does not depend on the other sequences, bit for bit.  front, slots: where the residual
-    is blocks of the pool in front of a sequence's row of the table, how many, and the tokens of each (``kv_rows``).
+    is blocks of the pool in front of a sequence's row of the table, how many, and the tokens of each (``kv_rows``); a
+    sequence then brings up to ``queries`` tokens.
     """
 
     layout: PageLayout
@@ -53,6 +54,11 @@ class Problem:
     def rows(self) -> int:
         """Queries of one KV head: the rows of its attention matrix."""
         return self.group * self.queries
+
+    @property
+    def parts(self) -> int:
+        """Parts of a sequence that are walked for themselves; see decode_schedule.cuh."""
+        return 2 if self.front and self.queries > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ class Params:
     cap: Float32
     uncap: Float32
     page_stride: Int64 = 0
+    starts: Pointer = None
 
 
 def residual_tokens(layout: PageLayout) -> int:
@@ -211,10 +218,10 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
             f"the residual (ring {problem.ring}, window {problem.window}) must be cut evenly into chunks of "
             f"{config.residual_tokens} tokens"
         )
-    if problem.front and (problem.slots % config.residual_tokens or problem.queries > 1 or problem.split):
+    if problem.front and (problem.slots % config.residual_tokens or problem.split):
         return (
-            f"rows with their residual in front take one query a sequence (not {problem.queries}), blocks of whole "
-            f"chunks of {config.residual_tokens} tokens (not {problem.slots}), and no fixed split"
+            f"rows with their residual in front take blocks of whole chunks of {config.residual_tokens} tokens (not "
+            f"{problem.slots}), and no fixed split"
         )
     if problem.split % config.block or config.split != problem.split // config.block:
         return f"a fixed split must be a multiple of the {config.block} tokens of a block, not {problem.split}"
@@ -231,7 +238,7 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     available = device.shared_bytes // config.min_blocks_per_sm - (1024 if config.min_blocks_per_sm > 1 else 0)
     if needed > available:
         return f"{config.warps} warps with {config.stages} slots need {needed} bytes of shared memory of {available}"
-    units = problem.batch * problem.kv_heads * config.query_chunks * config.rows
+    units = problem.batch * problem.parts * problem.kv_heads * config.query_chunks * config.rows
     units *= problem.capacity // config.block + problem.ring // config.residual_tokens + 1
     if units * device.sms * config.min_blocks_per_sm >= 1 << 32:
         return f"{units} units of work are more than the 32-bit split of the line can count: use larger blocks"
@@ -303,7 +310,7 @@ def grid(problem: Problem, config: Config, device: Device) -> tuple[int, int, in
 
 def workspace(problem: Problem, config: Config, device: Device) -> tuple[int, int, int]:
     """Elements of ``partial``, ``partial_state`` (float32) and ``arrivals`` (int32, zero before the first use)."""
-    pairs = problem.batch * problem.kv_heads * config.query_chunks
+    pairs = problem.batch * problem.parts * problem.kv_heads * config.query_chunks
     parts = 2 * grid(problem, config, device)[0]
     if config.split:
         units = problem.capacity // config.block + problem.ring // config.residual_tokens + 1

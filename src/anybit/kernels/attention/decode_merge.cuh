@@ -62,8 +62,10 @@ template <class Config> struct Row {
         const int heads = p.kv_heads * Config::query_chunks, batch = pair / heads, within = pair - batch * heads;
         const int kv_head = within / Config::query_chunks, r = within % Config::query_chunks * Config::rows + row;
         const int token = r / Config::group, head = kv_head * Config::group + r % Config::group;
-        there = row < Config::rows && token < Config::queries;
-        const int64_t place = (static_cast<int64_t>(batch) * Config::queries + token) * p.kv_heads * Config::group + head;
+        Extent e;
+        if constexpr (parts<Config> > 1) e = extent_of<Config>(p, batch, p.lengths[sequence_of<Config>(p, batch)]);
+        there = row < Config::rows && e.template has<Config>(token);
+        const int64_t place = e.template place<Config>(batch, token) * p.kv_heads * Config::group + head;
         out = p.out + place * Config::head_dim;
         const float reference = state.reference;
         if (there && p.sinks) state.add_sink(p.sinks[head]);

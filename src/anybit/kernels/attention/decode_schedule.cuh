@@ -16,8 +16,8 @@ struct Params {
     const int32_t* table;       // [sequences, table_width]: pages; in front of them `front` blocks that are the residual
     const int32_t* lengths;     // [sequences], the new tokens included
     const int32_t* sequences;   // [batch], or null for 0, 1, 2 ...
-    const uint16_t* q;          // [batch, queries, heads, head_dim] with these strides, in elements
-    uint16_t* out;              // [batch, queries, heads, head_dim], dense
+    const uint16_t* q;          // [batch, queries, heads, head_dim] with these strides, in elements; with starts: [tokens, ...]
+    uint16_t* out;              // as q, dense
     float* lse;                 // [batch, queries, heads], or null
     const float* sinks;         // [heads], in units of log2, or null
     const float* slopes;        // [heads], in units of log2, or null
@@ -40,13 +40,28 @@ struct Params {
     float cap;
     float uncap;
     int64_t page_stride;        // rows (Config::front): bytes from one page of the pool to the next
+    const int32_t* starts;      // rows of several queries: [batch + 1], where those of each sequence begin in q and out
 };
+
+// Rows of several queries: each sequence brings up to `queries`, and these may lie in two pages. A query reads its own
+// page in 16 bits and all before packed, so the queries of each page are a part of the batch; the second is mostly empty.
+template <class Config> constexpr int parts = Config::front > 0 && Config::queries > 1 ? 2 : 1;
+template <class Config> PTX int rows_of(const Params& p) { return p.batch * parts<Config>; }
 
 // What of one sequence is to be read.
 struct Extent {
     int length, packed;    // tokens, and those read from pages
     int first_block, blocks;  // visible blocks: first_block .. first_block + blocks - 1
-    int first_chunk, units;   // visible chunks of the residual begin here; units in all, at least 1
+    int first_chunk, units;   // visible chunks of the residual begin here; units in all, at least 1, or 0 of an empty part
+    int before, start, first, count;  // parts: tokens before the step; where queries begin; the first here, how many
+
+    // Whether query `token` of the sequence is computed here, and its place among the queries of a launch.
+    template <class Config> PTX bool has(int token) const {
+        return parts<Config> > 1 ? token >= first && token < first + count : token < Config::queries;
+    }
+    template <class Config> PTX int64_t place(int row, int token) const {
+        return parts<Config> > 1 ? start + token : static_cast<int64_t>(row) * Config::queries + token;
+    }
 
     // What a stretch of the line is measured in: units, or pieces of `split` units where these are asked for. A piece
     // begins with a fresh state and ends in one that is kept for itself, so that nothing depends on where the line is
@@ -55,29 +70,46 @@ struct Extent {
 };
 
 
-template <class Config> PTX Extent extent_of(const Params& p, int length) {
+template <class Config> PTX Extent extent_of(const Params& p, int row, int length) {
     Extent e;
+    int queries = Config::queries;
+    if constexpr (parts<Config> > 1) {
+        e.start = p.starts[row / 2];
+        queries = p.starts[row / 2 + 1] - e.start;
+    }
     if constexpr (Config::checked) {
-        if (length < 0 || length > (p.table_width - Config::front) * Config::page) {
+        if (length < 0 || length > (p.table_width - Config::front) * Config::page || queries > Config::queries) {
             atomicMax(p.errors, kv_page::bad_length);
             length = 0;
         }
     }
-    const int before = max(length - Config::queries, 0);  // older tokens of this step's window are still in the residual
+    int before = max(length - queries, 0);  // older tokens of this step's window are still in the residual
     e.length = length;
     e.packed = before & ~(p.window - 1);
+    if constexpr (parts<Config> > 1) {
+        const int border = e.packed + p.window, near = min(queries, border - before);  // the first query's page ends there
+        const bool second = row % 2;
+        e.before = before;
+        e.first = second ? near : 0;
+        e.count = second ? queries - near : near;
+        e.length = second ? length : min(length, border);
+        e.packed = second ? border : e.packed;
+        before += e.first;
+    }
     int low = 0;
     if constexpr (Config::windowed) low = max(before + 1 - p.sliding, 0);
     e.first_block = min(low, e.packed) / Config::block;
     e.blocks = e.packed / Config::block - e.first_block;
     e.first_chunk = max(low - e.packed, 0) / Config::residual_tokens;
-    const int chunks = (length - e.packed + Config::residual_tokens - 1) / Config::residual_tokens;
+    const int chunks = (e.length - e.packed + Config::residual_tokens - 1) / Config::residual_tokens;
     e.units = max(e.blocks + chunks - e.first_chunk, 1);
+    if constexpr (parts<Config> > 1)
+        if (e.count <= 0) e.units = 0;
     return e;
 }
 
 template <class Config> PTX int sequence_of(const Params& p, int row) {
-    int sequence = p.sequences ? p.sequences[row] : row;
+    int sequence = p.sequences ? p.sequences[row / parts<Config>] : row / parts<Config>;
     if constexpr (Config::checked)
         if (sequence < 0 || sequence >= p.sequences_count) {
             atomicMax(p.errors, kv_page::bad_sequence);
@@ -97,7 +129,7 @@ template <class Config> struct Cursor {
     }
     PTX void set(const Params& p, int of, int length) {
         sequence = of;
-        extent = extent_of<Config>(p, length);
+        extent = extent_of<Config>(p, row, length);
     }
     PTX bool last() const { return unit + 1 == extent.units; }
     // Whether a step ends with this unit.
@@ -109,7 +141,10 @@ template <class Config> struct Cursor {
         unit = 0;
         if (++head == p.kv_heads * Config::query_chunks) {
             head = 0;
-            if (++row < p.batch) load(p);
+            while (++row < rows_of<Config>(p)) {
+                load(p);
+                if (parts<Config> == 1 || extent.units) break;
+            }
         }
         return true;
     }
@@ -127,8 +162,8 @@ template <class Config> struct Line {
     int total, units, through;  // steps of all rows; of this lane's rows; of all rows up to these
     int rows, sequence, length;  // rows a lane; of its last row
 
-    PTX explicit Line(const Params& p) : total(0), units(0), rows((p.batch + 31) / 32), sequence(0), length(0) {
-        const int first = threadIdx.x % 32 * rows, end = min(first + rows, p.batch);
+    PTX explicit Line(const Params& p) : total(0), units(0), rows((rows_of<Config>(p) + 31) / 32), sequence(0), length(0) {
+        const int first = threadIdx.x % 32 * rows, end = min(first + rows, rows_of<Config>(p));
 #pragma unroll 4
         for (int row = first; row < end; ++row) units += of_row(p, row);
         through = sum_below(units);
@@ -137,7 +172,7 @@ template <class Config> struct Line {
     PTX int of_row(const Params& p, int row) {
         sequence = sequence_of<Config>(p, row);
         length = p.lengths[sequence];
-        return extent_of<Config>(p, length).template steps<Config>() * p.kv_heads * pairs;
+        return extent_of<Config>(p, row, length).template steps<Config>() * p.kv_heads * pairs;
     }
     PTX static int sum_below(int v) {
 #pragma unroll
@@ -154,7 +189,7 @@ template <class Config> struct Line {
         if (rows > 1)  // which of that lane's rows
             for (int first = lane * rows;; first += 32) {
                 const int mine = first + static_cast<int>(threadIdx.x % 32);
-                const int steps = mine < p.batch ? of_row(p, mine) : 0, end = sum_below(steps);
+                const int steps = mine < rows_of<Config>(p) ? of_row(p, mine) : 0, end = sum_below(steps);
                 const uint32_t beyond = __ballot_sync(0xffffffffu, begin + end > at);
                 lane = beyond ? __ffs(beyond) - 1 : 31;
                 const int through_lane = __shfl_sync(0xffffffffu, end, lane), steps_lane = __shfl_sync(0xffffffffu, steps, lane);

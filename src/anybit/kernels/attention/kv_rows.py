@@ -9,6 +9,10 @@ residual: then each head's bytes begin with the keys of ``slots`` tokens, and th
 in ``kv_page.ring_places``. Token p is in slot p % ring, and slot s in residual block s // slots. Pages hold what is
 full: the tokens before the last multiple of 128. A query reads its own page in 16 bits and those before packed, so that
 what it sees depends on its position alone.
+
+Where other layers need larger blocks (the state of a linear attention, in vLLM's pool), a block is several pages one
+after another. A row is then made of them as if each were a block: kernels know no difference, but that the residual
+takes whole blocks.
 """
 
 from dataclasses import dataclass
@@ -24,12 +28,13 @@ PAGE = 128
 class RowLayout:
     """Sizes of rows.
 
-    slack: how many tokens may be taken back after a step (drafts); a multiple of 32.
+    slack: how many tokens may be taken back after a step (drafts); a multiple of 32.  together: pages of a block.
     Raises LayerError where a page has no room for tokens in 16 bits.
     """
 
     layout: PageLayout
     slack: int = 0
+    together: int = 1
 
     def __post_init__(self) -> None:
         if self.layout.page != PAGE:
@@ -48,19 +53,22 @@ class RowLayout:
 
     @property
     def slots(self) -> int:
-        """Tokens of a residual block: whole chunks, as the attention reads them."""
+        """Tokens that a page of the residual holds: whole chunks, as the attention reads them."""
         chunk = residual_tokens(self.layout)
         return self.layout.page_bytes // (4 * self.layout.head_dim) // chunk * chunk
 
     @property
     def front(self) -> int:
-        """Residual blocks of a row."""
-        return -(-self.ring // self.slots)
+        """Pages of a row that are its residual."""
+        return self._whole(-(-self.ring // self.slots))
+
+    def _whole(self, pages: int) -> int:
+        return -(-pages // self.together) * self.together
 
     def bytes_of(self, tokens: int) -> int:
         """Bytes of one KV head of a sequence of so many tokens."""
-        residual = self.front if tokens >= PAGE else min(self.front, -(-tokens // self.slots))
-        return (residual + tokens // PAGE) * self.layout.page_bytes
+        residual = self.front if tokens >= PAGE else min(self.front, self._whole(-(-tokens // self.slots)))
+        return (residual + self._whole(tokens // PAGE)) * self.layout.page_bytes
 
     @property
     def pays_from(self) -> int:

@@ -1,0 +1,165 @@
+"""What serving_kv.py looks at inside an engine: what anybit's attention was given, what it keeps, and its drafts."""
+
+import random
+from typing import Any
+
+TOLERANCE = 2e-3
+"""Of attention, of its mean size: the kernels' own (tests/gpu/test_decode.py) over outputs of 16 bits."""
+
+
+class Watch:
+    """What anybit's attention of an engine was given: the last batch, and prompts' keys and values of some layers."""
+
+    def __init__(self) -> None:
+        from anybit.integrations.vllm.kv_backend import RowBuilder, RowImpl
+
+        self.batch: Any = None
+        self.layers: dict[str, tuple[Any, Any]] = {}
+        self.tokens: dict[tuple[str, int], list[Any]] = {}  # by layer and first residual block
+        self.names, self.prompt, self.calls = tuple[str, ...](), 0, 0
+        build, forward = RowBuilder.build, RowImpl.forward
+
+        def built(*args: Any, **kw: Any) -> Any:
+            self.batch = build(*args, **kw)
+            return self.batch
+
+        def forwarded(
+            impl: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, batch: Any, *rest: Any, **kw: Any
+        ) -> Any:
+            self.calls += 1
+            if layer.layer_name in self.names and batch is not None and (batch.groups or batch.rows):
+                self._note(layer.layer_name, impl, cache, k, v, batch)
+            return forward(impl, layer, q, k, v, cache, batch, *rest, **kw)
+
+        RowBuilder.build, RowImpl.forward = built, forwarded
+
+    def _note(self, name: str, impl: Any, cache: Any, k: Any, v: Any, batch: Any) -> None:
+        self.layers[name] = (impl, cache)
+        shape = (-1, impl.num_kv_heads, impl.head_size)
+        starts, first = batch.starts.tolist(), batch.table[:, 0].tolist()
+        for block, a, z in zip(first, starts, starts[1:], strict=False):
+            if (name, block) not in self.tokens and sum(known == name for known, _ in self.tokens) == 2:
+                continue  # two requests do
+            have = self.tokens.setdefault((name, block), [])
+            if z > a and sum(len(x[0]) for x in have) < self.prompt:
+                have.append([x.reshape(shape)[a:z].clone() for x in (k, v)])
+
+    def begin(self, layers: list[str], prompt: int) -> None:
+        """Note prompts of so many tokens, of the first and the last layer, from here on."""
+        self.names, self.prompt = (layers[0], layers[-1]), prompt
+        self.tokens.clear()
+
+    def check(self) -> str:
+        """Compare what two requests of the last batch have in the cache with what was noted, and attention over it.
+
+        Raises SystemExit where something is off.
+        """
+        import torch
+
+        from anybit.attention import attend
+        from anybit.kernels.attention import kv_page
+        from anybit.kvrows import PAGE, Pool, Row
+        from anybit.ops import kv_rows
+
+        batch, worst, compared, prompt = self.batch, 0.0, 0, self.prompt
+        table, lengths = batch.table, batch.lengths  # as the last step left them
+        count = int((lengths > 0).sum())
+        for name, (impl, cache) in self.layers.items():
+            rows, pages = impl.layout, cache.view(torch.uint8)[:, :, 0]
+            q = 2 * torch.randn(count, impl.num_heads, impl.head_size, device=pages.device, dtype=torch.float16)
+            out = torch.empty_like(q)
+            seen = kv_rows.view(rows, pages, table[:count], lengths[:count], q.dtype, impl.capacity)
+            if q.is_cuda:
+                kv_rows.decode(q, seen, impl.masks, out=out, overlaps=False)
+            for i, given in [(i, self.tokens.get((name, int(table[i, 0])))) for i in range(count)]:
+                if given is None:
+                    continue
+                length = int(lengths[i])
+                last = (length - 1) // PAGE
+                used = table[i, : rows.front + last].long()
+                pool = Pool(rows, pages[used].cpu(), q.dtype)
+                row = Row(torch.arange(len(used)), 0, 1, length - 1)
+                k, v = (torch.cat([x[half] for x in given]).transpose(0, 1) for half in (0, 1))
+                if k.shape[1] != prompt or length <= prompt:
+                    raise SystemExit(f"{k.shape[1]} tokens were noted of a prompt of {prompt}, now {length}")
+                for page in sorted({0, prompt // PAGE // 2, prompt // PAGE - 1} - {-1}):
+                    tokens = slice(page * PAGE, page * PAGE + PAGE)
+                    wanted = kv_page.encode(rows.layout, k[:, tokens].cpu(), v[:, tokens].cpu()).flatten(1)
+                    codes = wanted.unflatten(-1, (rows.layout.blocks, -1))[..., : _codes(rows.layout)]
+                    got = pool.pages[pool.page(row, page)].unflatten(-1, (rows.layout.blocks, -1))
+                    if not torch.equal(codes, got[..., : _codes(rows.layout)]):
+                        raise SystemExit(f"page {page} of request {i} in {name} is not what the reference packs")
+                    compared += 1
+                first = last * PAGE
+                ring = pool.read_ring(row, first, length)
+                if prompt > first and not torch.equal(ring[0][:, : prompt - first], k[:, first:].to("cpu", q.dtype)):
+                    raise SystemExit(f"the tokens in 16 bits of request {i} in {name} are not those that were given")
+                both = [torch.cat((far, x.float()), 1) for far, x in zip(pool.read_pages(row, last), ring, strict=True)]
+                expected = attend(q[i : i + 1].float(), *(x.to(q.device) for x in both), impl.masks)[0]
+                if q.is_cuda:
+                    error = (out[i].float() - expected[0]).abs().mean() / expected.abs().mean()
+                    worst = max(worst, float(error))
+        if not compared or not worst < TOLERANCE:
+            raise SystemExit(f"attention over the cache is off by {worst:.1e} of its mean size, {compared} pages")
+        self.names = ()
+        self.tokens.clear()
+        return f"{compared} pages as the reference packs them, attention within {worst:.1e} of exact"
+
+
+def _codes(layout: Any) -> int:
+    """Bytes of a block that are written: the rest only pads it."""
+    return int(layout.key_bytes + layout.value_bytes)
+
+
+class LastTime:
+    """A drafter in the place of vLLM's n-gram one, which wants numba: what followed the last token the last time."""
+
+    def __init__(self, config: Any) -> None:
+        self.count = config.speculative_config.num_speculative_tokens
+
+    def propose(
+        self, count: int, sampled: Any, lengths: Any, tokens: Any, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        """So many drafts of each request that has sampled a token."""
+        import numpy as np
+
+        found = list[list[int]]()
+        for i, new in enumerate(sampled):
+            known = tokens[i, : lengths[i]]
+            places = np.flatnonzero(known[: -count - 1] == known[-1]) if len(new) else ()
+            first = places[-1] + 1 if len(places) else len(known) - count
+            found.append(known[first : first + count].tolist() if len(new) else [])
+        return found
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+
+def check_drafted(requests: Any, count: int = 6, prompt: int = 300, new: int = 150) -> str:
+    """Ask for answers, then for the logits of prompt and answer as one prompt: answers are their greedy tokens.
+
+    Raises SystemExit where they are not. Rounding moves a token now and then, where two are nearly alike.
+    """
+    from vllm import SamplingParams
+
+    core = requests.core
+    draw, asked = random.Random(1), dict[str, list[int]]()
+    plain = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    again = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    for i in range(count):
+        asked[f"drafted{i}"] = [draw.randint(10, 9999) for _ in range(prompt)]
+        core.add_request(f"drafted{i}", {"prompt_token_ids": asked[f"drafted{i}"]}, plain)
+    requests.finish()
+    for name, tokens in asked.items():
+        core.add_request("again" + name, {"prompt_token_ids": tokens + requests.answers[name]}, again)
+    gaps = list[float]()
+    while core.has_unfinished_requests():
+        for answer in core.step():
+            for one in answer.prompt_logprobs[prompt:]:
+                known = [entry.logprob for entry in one.values()]
+                gaps.append(max(known) - known[0])  # the token itself comes first
+    near = sum(gap < 0.1 for gap in gaps) / len(gaps)
+    said = f"{near:.1%} of {len(gaps)} drafted tokens are greedy ones, {max(gaps):.2f} the largest gap"
+    if near < 0.9:
+        raise SystemExit(said)
+    return said

@@ -1,0 +1,81 @@
+"""Kernels over rows of a pool on a GPU against plain torch, alone and in a CUDA graph while rows change."""
+
+import pytest
+import torch
+
+from anybit.device import Device
+from anybit.jit import Kernel
+from anybit.kvrows import Pool, step
+from anybit.ops import kv_rows
+from anybit.ops.kv_rows import PAGE
+from cases_rows import DECODE, DRAFTED, FEW, RAGGED, Case, Drafts, Step, unpacked
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def kernels_used() -> list[Kernel]:
+    """What the tests below launch, for precompile.py."""
+    device, found = Device.named("sm_90a"), set()
+    for case in [*DECODE, *FEW, *RAGGED, *DRAFTED]:
+        most = max(case.new) if case.slack and case not in RAGGED else 1
+        count = len(case.new) + (case in DRAFTED)
+        of = case.rows, case.heads, case.kv_heads, case.masks(), case.dtype
+        found.update(kv_rows.kernels_for(*of, 4096, count, device, most))
+    return sorted(found, key=lambda kernel: str(kernel.config))
+
+
+def alike(there: Step, here: Step) -> None:
+    """Pools are the same, but for what lies between a page's blocks."""
+    layout, front = here.case.rows.layout, here.case.rows.front
+    owned = here.table[:, front:].flatten().long()
+    owned = owned[owned > 0]
+    got, want = there.pages.cpu(), here.pages.clone()
+    for pages in (got, want):
+        blocks = pages[owned].unflatten(-1, (layout.blocks, -1))
+        blocks[..., layout.key_bytes + layout.value_bytes :] = 0
+        pages[owned] = blocks.flatten(-2)
+    assert torch.equal(got, want)
+
+
+def worst(out: torch.Tensor, want: torch.Tensor) -> float:
+    return float(((out.cpu().double() - want.double()).abs().mean(-1) / want.double().abs().mean(-1)).max())
+
+
+@pytest.mark.parametrize("case", [case for case in DECODE if all(case.new)] + FEW, ids=str)
+def test_a_token_or_a_few_of_each_sequence(case: Case):
+    here, there = Step(case), Step(case, device="cuda")
+    want = step(here.pool, here.batch, here.q, here.k, here.v, case.masks())
+    ragged = kv_rows.Ragged(there.starts, there.most) if there.most > 1 else None
+    kv_rows.store(there.view(), there.k, there.v, ragged)
+    alike(there, here)
+    out = torch.full_like(there.q, torch.nan)
+    kv_rows.decode(there.q, there.view(), case.masks("cuda"), out=out, overlaps=True, ragged=ragged)
+    assert worst(out, want) < (2e-2 if case.bf16 else 6e-3)
+
+
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_any_number_of_tokens_of_each_sequence(case: Case):
+    here, there = Step(case), Step(case, device="cuda")
+    arguments = there.k, there.v, there.starts, there.most
+    jobs = there.jobs()
+    out = torch.full((len(jobs), 2, case.kv_heads, PAGE, case.head_dim), torch.nan, dtype=case.dtype, device="cuda")
+    kv_rows.pack(there.view(), *arguments)
+    kv_rows.unpack(there.view(), *arguments[:3], torch.tensor(jobs, dtype=torch.int32, device="cuda"), out)
+    want = unpacked(here, Pool(case.rows, there.pages.cpu(), case.dtype), jobs)
+    kv_rows.keep(there.view(), *arguments)
+    step(here.pool, here.batch, here.q, here.k, here.v)
+    alike(there, here)
+    torch.testing.assert_close(out.cpu(), want, rtol=1e-2 if case.bf16 else 1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", DRAFTED, ids=str)
+def test_steps_of_drafts_in_one_graph(case: Case):
+    """One capture, then 150 replays while lengths, rows and numbers of drafts change, and drafts are taken back."""
+    life = Drafts(case, 1024, "cuda")
+    life.run()  # compiles, and makes the workspace
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        life.run()
+    assert max(life.advance(graph.replay) for _ in range(150)) < (2e-2 if case.bf16 else 6e-3)
+    assert max(life.have) > 2 * PAGE
