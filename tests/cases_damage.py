@@ -80,11 +80,8 @@ HYPERPARAMETERS = {
 }
 """Entries of config.json that say nothing of the tensors: with another value they are those of another model."""
 
-NO_METHOD = "quantization: none"
-"""transformers asks no quantizer where config.json has no quantization_config, so that anybit's check has no say.
-
-It makes up the weights of a folder in compressed-tensors' format then; one in anybit's own has empty tensors (TRAP).
-"""
+UNREADABLE = {"config", "hyperparameter", "config: spoilt", "config: deep"}
+"""Kinds that `from_pretrained` may refuse in transformers' own words: it reads config.json before it asks anybit."""
 
 
 def _change_entry(rng: random.Random, file: Path, kind: str) -> Damage:
@@ -92,7 +89,7 @@ def _change_entry(rng: random.Random, file: Path, kind: str) -> Damage:
     owner, key = rng.choice(_places(config))
     before = owner[key]
     if kind == "config":
-        kind = "hyperparameter" if key in HYPERPARAMETERS else NO_METHOD if key == "quantization_config" else kind
+        kind = "hyperparameter" if key in HYPERPARAMETERS else {"quantization_config": "quantization"}.get(key, kind)
     if rng.random() < 0.15:
         del owner[key]
         return _written(file, config, kind, f"{key} is gone")

@@ -17,9 +17,10 @@ MODELS = "transformers.modeling_utils"
 
 
 def register() -> None:
-    """Register anybit's quantizer, configuration, attention and mask with transformers."""
+    """Register anybit's quantizer, configuration, attention, mask and refusals with transformers."""
     importlib.import_module("anybit.integrations.transformers")
     importlib.import_module("anybit.integrations.cache")
+    importlib.import_module("anybit.integrations.guard")
 
 
 def register_in_time() -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 from tests.cases_models import save_tiny, tokens_of
+from tests.checkpoints.test_formats import whole_model
 from transformers import AutoModelForCausalLM
 
 from anybit import AnyBitConfig, QuantLinear
 from anybit.checkpoints.verify import TRAP
+from anybit.errors import CheckpointError
+from anybit.integrations.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
 
 HELD = ("w4a16g32", "w8a16", "w3a16g32asym", "w1a16asym")
@@ -93,6 +96,24 @@ def test_saved_folders(folders: Path) -> None:
         assert "ignore_mismatched_sizes" in found[folder.name], (folder.name, found[folder.name])
         with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # anybit is here, and nobody asks it
             AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_codes_without_a_configuration_are_no_weights(folders: Path, tmp_path: Path) -> None:
+    """Of a lost quantization_config transformers makes weights up, and with anybit it refuses."""
+    whole_model("gptq-4-sym", tmp_path / "gptq")
+    for source in (
+        *(folders / f"{way} {scheme}" for way in ("quantize", "save") for scheme in HELD),
+        tmp_path / "gptq",
+    ):
+        lost = without_method(source, tmp_path / f"lost {source.name}")
+        with pytest.raises(
+            CheckpointError, match=r"lost .* has model\.layers\.0\..*, codes of a quantized layer, and its"
+        ):
+            AutoModelForCausalLM.from_pretrained(lost)
+        with pytest.raises(CheckpointError):
+            load_model(lost)
+    alone = without_anybit(tmp_path / "lost quantize w4a16g32", tmp_path / "lost save w4a16g32")
+    assert alone["lost quantize w4a16g32"] != alone["lost save w4a16g32"], "two loads of random weights are one"
 
 
 def test_loading_says_nothing_of_the_empty_tensors(folders: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 `make vllm` runs it; vLLM's engine is not started. What vLLM or transformers refuse before asking the plug-in is theirs.
 """
 
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -23,16 +24,17 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader import get_model
 
+from anybit.checkpoints.formats.write import convert_into
 from anybit.checkpoints.safetensors import read_header
 from anybit.errors import CheckpointError
 from anybit.integrations.vllm import register
 from anybit.integrations.vllm.config import AnyBitConfig
 from anybit.quantization.methods.registry import quantize_folder
-from cases_damage import MUTATIONS, NO_METHOD, VALID, copy, damaged
+from cases_damage import MUTATIONS, copy, damaged
 from cases_models import save_byte_tokenizer
 from checkpoints.test_damage import SEED, _compared, judged
 
-COUNT = 240
+COUNT, FOREIGN_COUNT = 240, 120
 SCHEMES = {"packed": "w4a16g32", "sharded": "w3a16g32asym", "own": "w4a8g32"}
 GROUPS = tuple(group for group in MUTATIONS if group != "tokenizer")
 
@@ -54,8 +56,44 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in SCHEMES}
 
 
+def as_awq(plain: Path, place: Path) -> Path:
+    """A model whose layers are AWQ's, of random codes: eight to a word, in its order."""
+    copy(plain, place)
+    tensors, draw = load_file(place / "model.safetensors"), torch.Generator().manual_seed(3)
+
+    def words(*shape: int) -> torch.Tensor:
+        codes = torch.randint(16, shape, generator=draw).unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+        return (codes << torch.arange(0, 32, 4)).sum(-1).to(torch.int32)
+
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        (n, k), layer = tensors.pop(name).shape, name.removesuffix(".weight")
+        tensors[f"{layer}.qweight"], tensors[f"{layer}.qzeros"] = words(k, n), words(k // 32, n)
+        tensors[f"{layer}.scales"] = (0.01 * torch.rand(k // 32, n, generator=draw)).half()
+    save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    config = json.loads((place / "config.json").read_text())
+    method = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    (place / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    return place
+
+
+@pytest.fixture(scope="module")
+def foreign(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What other tools save: GPTQ, AWQ, and compressed-tensors without anybit's words."""
+    root, plain = tmp_path_factory.mktemp("foreign"), folders["packed"].parent / "plain"
+    AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float16).save_pretrained(root / "half")
+    quantize_folder(root / "half", root / "ours", "w4a16g32")
+    convert_into(root / "ours", "gptq", root / "gptq")
+    copy(root / "ours", root / "compressed")
+    config = json.loads((root / "compressed" / "config.json").read_text())
+    assert config["quantization_config"].pop("anybit")
+    (root / "compressed" / "config.json").write_text(json.dumps(config))
+    return {"gptq": root / "gptq", "awq": as_awq(root / "half", root / "awq"), "compressed": root / "compressed"}
+
+
 def configured(folder: Path) -> Any:
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "skip_tokenizer_init": True}
+    if folder.name in ("gptq", "awq", "compressed"):
+        settings["quantization"] = "anybit"
     try:
         return EngineArgs(model=str(folder), **settings).create_engine_config()
     except ValidationError as error:  # pydantic's words around what the plug-in raised
@@ -119,6 +157,19 @@ def test_folders(folders: dict[str, Path], tmp_path: Path, loader: Any) -> None:
         folder = copy(folders[name], tmp_path / name)
         damage = damaged(rng, folder, GROUPS)
         results.append((damage, name, *_compared(lambda folder=folder: loader(folder), good[name])))
-    judged(results, {*VALID, NO_METHOD})
+    judged(results, theirs=None)
     refused = [result for _, _, result, _ in results]
     assert refused.count("refused") > COUNT // 3
+
+
+def test_folders_of_other_tools(foreign: dict[str, Path], tmp_path: Path, loader: Any) -> None:
+    """By `--quantization anybit`."""
+    good = {name: loader(folder) for name, folder in foreign.items()}
+    rng, results = random.Random(SEED), []
+    for _ in range(FOREIGN_COUNT):
+        name = rng.choice(list(foreign))
+        folder = copy(foreign[name], tmp_path / name)
+        damage = damaged(rng, folder, GROUPS)
+        results.append((damage, name, *_compared(lambda folder=folder: loader(folder), good[name])))
+    judged(results, theirs=None)
+    assert [result for _, _, result, _ in results].count("refused") > FOREIGN_COUNT // 4

@@ -4,9 +4,8 @@ Importing this module (or anybit) registers the quantizer; transformers finds it
 folders in compressed-tensors' format by anybit's words in them.
 """
 
-import functools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from anybit.checkpoints.folder import check_index, read_entries, read_json, refu
 from anybit.checkpoints.safetensors import Entry, read_tensor
 from anybit.checkpoints.verify import TRAP, check_config, check_layers, check_model, check_values
 from anybit.embedding import QuantEmbedding, put_embedding
-from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError, one_line
+from anybit.errors import AnyBitError, CheckpointError, KernelError, LayerError, OptionError
 from anybit.integrations import graph
 from anybit.linear import QuantLinear
 from anybit.ops import backends
@@ -147,29 +146,6 @@ def _taking_over(theirs: Any) -> Any:
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS] = _taking_over(
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS]
 )
-
-
-def _refusing_damage(theirs: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """What transformers asks of a method: where it does not know one, it warns and makes the weights up."""
-
-    @functools.wraps(theirs)
-    def supports_quant_method(entry: Any) -> bool:
-        method = entry.get("quant_method")
-        ours = isinstance(entry.get(METHOD), Mapping) or "scheme" in entry
-        if ours and not (isinstance(method, str) and method in auto.AUTO_QUANTIZATION_CONFIG_MAPPING):
-            raise CheckpointError(
-                f"quantization_config has anybit's words in it, and a quant_method that nothing knows: {method!r:.80}; "
-                "config.json is damaged"
-            )
-        try:
-            return theirs(entry)
-        except ValueError as error:  # of an entry that names no method
-            raise CheckpointError(f"quantization_config cannot be used: {one_line(error)}") from None
-
-    return supports_quant_method
-
-
-auto.AutoHfQuantizer.supports_quant_method = staticmethod(_refusing_damage(auto.AutoHfQuantizer.supports_quant_method))
 
 
 @register_quantizer(METHOD)
