@@ -138,6 +138,38 @@ def check_odd_prompts(server: Running) -> None:
     assert server.text("still here") == before
 
 
+def check_strangers(server: Running) -> None:
+    """A request gets answers of the one model, and no more: no other model, no template of its own, no file."""
+    import httpx
+
+    before = server.text("still here")
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    chat = {"model": server.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    for path, body in (
+        ("v1/completions", {"model": "/etc", "prompt": "abc"}),
+        ("v1/completions", {"model": server.model + "/../" + Path(server.model).name, "prompt": "abc"}),
+        ("v1/chat/completions", {**chat, "model": str(ROOT)}),
+        ("v1/chat/completions", {**chat, "chat_template": endless}),
+        ("v1/chat/completions", {**chat, "chat_template_kwargs": {"chat_template": endless}}),
+        ("v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/etc"}),
+        ("load_model", {"model": "/etc"}),
+        ("reset", {}),
+        ("sleep", {}),
+        ("collective_rpc", {"method": "x"}),
+    ):
+        answer = httpx.post(f"{server.url}/{path}", json=body, timeout=30)
+        assert 400 <= answer.status_code < 500, (path, body, answer.status_code, answer.text)
+        assert "root:" not in answer.text
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), 30) as raw:
+        raw.sendall(
+            b"GET /%1b[31mred%0aINFO HTTP/1.1\r\nHost: x\r\nx-request-id: \x1b[31m\r\nConnection: close\r\n\r\n"
+        )
+        assert raw.recv(100).startswith(b"HTTP/1.1 4")
+    assert server.text("still here") == before
+    assert "\x1b[31m" not in server.said
+    assert "abc" not in httpx.get(f"{server.url}/metrics").text
+
+
 def check_shutdown(server: Running) -> None:
     """Told to end in the middle of an answer, the server ends."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -16,8 +16,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from anybit import cli
-from anybit.cli import answer, template
+from anybit.cli import answer
 from anybit.errors import TextError
+from anybit.integrations import template
 from anybit.integrations.loading import Loaded
 
 RED = "\x1b]0;red\x07\x9b2J\u202e"
@@ -93,7 +94,7 @@ def rendered(source: str) -> str:
     def apply(messages: Any, **_: Any) -> str:
         return render_jinja_template([messages], chat_template=source)[0][0]
 
-    return template.render(SimpleNamespace(apply_chat_template=apply), [{"role": "user", "content": "Hi"}], "it")
+    return template.render(apply, [{"role": "user", "content": "Hi"}], "it")
 
 
 @pytest.mark.parametrize(

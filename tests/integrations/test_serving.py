@@ -1,10 +1,13 @@
 """`anybit serve` over transformers: a real server and real clients; and what the command says where it cannot serve."""
 
+import asyncio
 import importlib.util
+import json
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +16,7 @@ import cases_serving as cases
 from anybit.cli import app
 from anybit.errors import KernelError
 from anybit.integrations import serving
-from anybit.integrations.load_test import Figures, measure, picture
+from anybit.integrations.load_test import Answer, Figures, ask, measure, picture
 from anybit.scheme import Scheme
 
 needed = [name for name in ("fastapi", "uvicorn", "openai", "httpx") if importlib.util.find_spec(name) is None]
@@ -27,6 +30,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cases.Running]:
     options = ("--scheme", "w4a16g64", "--engine", "transformers")
     with cases.served(folder, folder / "log", *options) as running:
         yield running
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @has_server
@@ -43,6 +52,11 @@ def test_many_at_once_and_clients_that_hang_up(server: cases.Running) -> None:
 @has_server
 def test_empty_prompts_and_prompts_beyond_the_context(server: cases.Running) -> None:
     cases.check_odd_prompts(server)
+
+
+@has_server
+def test_strangers_get_answers_of_the_one_model(server: cases.Running) -> None:
+    cases.check_strangers(server)
 
 
 @has_server
@@ -80,6 +94,20 @@ def test_a_shutdown_in_the_middle(server: cases.Running) -> None:  # the last on
     cases.check_shutdown(server)
 
 
+@has_server
+def test_a_place_where_another_program_listens_is_refused(tmp_path: Path) -> None:
+    cases.save_small_llama(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = serving.Server(str(tmp_path), port=other.getsockname()[1])
+        for engine in ("transformers", "vllm"):
+            with pytest.raises(
+                serving.OptionError, match=r"127\.0\.0\.1:\d+ cannot be listened at: Address already in"
+            ):
+                serving.serve(taken, engine, lambda: None)
+    with pytest.raises(serving.OptionError, match=r"nowhere\.invalid:8000 cannot be listened at"):
+        serving.serve(serving.Server(str(tmp_path), host="nowhere.invalid"), "vllm", lambda: None)
+
+
 def test_vllm_gets_the_same_flags(tmp_path: Path) -> None:
     wanted = serving.Server("m", Scheme.parse("w4a8"), "0.0.0.0", 9000, 2, 4096, 0.5, "bfloat16", ["--seed", "1"])
     words = " ".join(serving.vllm_command(wanted, tmp_path))
@@ -91,6 +119,23 @@ def test_vllm_gets_the_same_flags(tmp_path: Path) -> None:
         assert flag in words
     assert "http://127.0.0.1:9000/v1/chat/completions" in wanted.example() and "--trust-remote-code" not in words
     assert "--trust-remote-code" in serving.vllm_command(serving.Server("m", trust_remote_code=True), tmp_path)
+
+
+def test_a_key_reaches_vllm_and_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["--api-key", "secret", "--seed", "1"], ["--seed", "1", "--api-key=secret"]):
+        assert serving.without_key(words) == (["--seed", "1"], "secret")
+    assert serving.without_key(["--seed", "1"]) == (["--seed", "1"], None)
+    with pytest.raises(serving.OptionError, match="--api-key takes one key, not 2") as error:
+        serving.without_key(["--api-key", "secret", "other", "--seed", "1"])
+    assert "secret" not in str(error.value)
+    cases.save_small_llama(tmp_path)
+    program = (
+        "import os, sys; assert os.environ['VLLM_API_KEY'] == 'secret'; assert 'secret' not in sys.argv; sys.exit(9)"
+    )
+    command = serving.vllm_command
+    monkeypatch.setattr(serving, "vllm_command", lambda *given: [cases.sys.executable, "-c", program, *command(*given)])
+    server = serving.Server(str(tmp_path), port=free_port(), others=["--api-key", "secret"])
+    assert serving.serve(server, "vllm", lambda: None) == 9
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -106,9 +151,7 @@ server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Well)
 server.handle_request()
 sys.exit(int(sys.argv[2]))
 """
-    with cases.socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [cases.sys.executable, "-c", program, str(port), str(code)]
     monkeypatch.setattr(serving, "vllm_command", lambda *given: command)
     told: list[bool] = []
@@ -154,6 +197,31 @@ def test_what_is_no_server_is_told_in_one_line_too() -> None:
         with pytest.raises(KernelError, match="does not answer as a server does") as error:
             measure(f"http://127.0.0.1:{listening.getsockname()[1]}", "m", 1.0, 1, 4, 1)
     assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ([{"choices": [{"text": "a"}], "usage": {"completion_tokens": 2}}], 2),
+        ([{"choices": [{"text": "a"}], "usage": {"completion_tokens": "\x1b[2J"}}], 1),
+        ([{"choices": [{"text": "a"}], "usage": {"completion_tokens": 10**30}}], 1),
+        ([{"choices": [{"text": "a"}]}] * 1000, "4 tokens were asked for"),
+        ([["\x1b[2J"]], "AttributeError"),
+        ([{"choices": 3}], "TypeError"),
+        ([{"error": "\x1b[2J"}], "no token came"),
+    ],
+)
+def test_what_a_server_makes_up_is_no_figure(events: list[Any], found: int | str) -> None:
+    httpx = pytest.importorskip("httpx")
+    text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+
+    async def asked() -> Answer:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, text=text))
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await ask(client, "http://there", "m", "Hi", 4, True)
+
+    answer = asyncio.run(asked())
+    assert answer.tokens == found if isinstance(found, int) else found in answer.error and not answer.tokens
 
 
 def test_a_picture_needs_figures_of_several_rates(tmp_path: Path) -> None:

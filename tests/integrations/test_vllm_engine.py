@@ -171,6 +171,10 @@ def test_empty_prompts_and_prompts_beyond_the_context(server: cases.Running) -> 
     cases.check_odd_prompts(server)
 
 
+def test_strangers_get_answers_of_the_one_model(server: cases.Running) -> None:
+    cases.check_strangers(server)
+
+
 def test_a_shutdown_in_the_middle(server: cases.Running) -> None:
     cases.check_shutdown(server)
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from anybit.cli import template
 from anybit.cli.common import status, stdout
 from anybit.errors import TextError
+from anybit.integrations import template
 from anybit.integrations.fuse import accelerate
 from anybit.integrations.graph import serves
 from anybit.integrations.loading import Loaded, load_model
+from anybit.quantization.pipeline.modules import check_tokens
 from anybit.scheme import Scheme
 
 # A model may write what would steer a terminal; a file gets it as it is.
@@ -121,11 +122,12 @@ def answer(
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")
     else:
-        text = template.render(tokenizer, prompt, loaded.name)
+        text = template.render(tokenizer.apply_chat_template, prompt, loaded.name)
         inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     ids = inputs["input_ids"].to(model.device)
     if not ids.numel():
         raise TextError("the prompt is empty: write some text to continue")
+    check_tokens(model, inputs["input_ids"], loaded.name)
     max_new_tokens = _fitting(loaded, ids.shape[1], max_new_tokens)
     torch.manual_seed(seed)
     printer = _Printer(tokenizer, silent)

@@ -65,6 +65,7 @@ def evaluate(
     parsed, others = None if scheme is None else Scheme.parse(scheme), overrides_of(override)
     from anybit import evaluate as measure
     from anybit.integrations.loading import load_model, stored_scheme
+    from anybit.quantization.pipeline.modules import check_tokens
 
     content = measure.read_text(text)
     with status(f"Loading {model}" + (f" in {parsed}" if parsed else "")):
@@ -79,6 +80,7 @@ def evaluate(
         )
     _refuse_beyond(loaded, context)
     ids = loaded.tokenizer(content, add_special_tokens=False)["input_ids"]
+    check_tokens(loaded.model, ids, model)
     first = _bos(loaded.tokenizer, bos)
     rows = measure.windows_of(ids, context, windows, first)
     cache = _cache(loaded, context)
@@ -97,6 +99,7 @@ def evaluate(
             theirs = None if backend is None or stored_scheme(baseline) is None else backend
             other = load_model(baseline, backend=theirs, device=device, trust_remote_code=trust_remote_code)
         _refuse_beyond(other, context)
+        check_tokens(other.model, ids, baseline)
         with progress_bar("Comparing", counted=True) as update:
             compared = measure.agreement(
                 loaded.model,

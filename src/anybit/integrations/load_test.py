@@ -13,6 +13,9 @@ from anybit.errors import KernelError, OptionError, one_line
 
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
 
+SILENCE = 600.0
+"""Seconds after which a request without a further byte has failed."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -46,9 +49,10 @@ async def ask(client: Any, url: str, model: str, prompt: str, new_tokens: int, i
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     begin, first, pieces, counted = time.perf_counter(), 0.0, 0, 0
     try:
-        async with client.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as response:
+        async with client.stream("POST", f"{url}/v1/completions", json=body, timeout=SILENCE) as response:
             if response.status_code != 200:
-                return Answer(0, 0, 0, f"{response.status_code}: {(await response.aread())[:200]!r}")
+                said = await anext(response.aiter_bytes(200), b"")  # the rest may have no end
+                return Answer(0, 0, 0, f"{response.status_code}: {said!r}")
             async for line in response.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
@@ -56,7 +60,10 @@ async def ask(client: Any, url: str, model: str, prompt: str, new_tokens: int, i
                 if any(choice.get("text") for choice in event.get("choices") or ()):
                     first = first or time.perf_counter() - begin
                     pieces += 1
-                counted = (event.get("usage") or {}).get("completion_tokens") or counted
+                if pieces > 2 * new_tokens + 8:
+                    return Answer(0, 0, 0, f"{pieces} pieces came, and {new_tokens} tokens were asked for")
+                told = (event.get("usage") or {}).get("completion_tokens")
+                counted = told if type(told) is int and 0 < told <= new_tokens else counted
     except Exception as error:
         return Answer(0, 0, 0, f"{type(error).__name__}: {error}")
     if not first:

@@ -7,14 +7,16 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import shlex
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,10 +101,12 @@ def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
     with local_folder(server.model, server.trust_remote_code) as path:
         if server.scheme is not None:
             refuse_quantized(read_json(path / "config.json"), server.model)
+        _refuse_taken(server)
         watch = threading.Thread(target=_when_up, args=(server.url, up), daemon=True)
         if engine == "vllm":
             watch.start()
-            code = _run(vllm_command(server, path))
+            others, key = without_key(server.others)
+            code = _run(vllm_command(replace(server, others=others), path), key)
             if answered.is_set():
                 raise KernelError(
                     "vLLM's server ended by itself: the first line with ERROR above says why (a process of it that was "
@@ -115,6 +119,22 @@ def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
                 "them out, or pip install 'anybit[vllm]'"
             )
         return _transformers(server, watch)
+
+
+def _refuse_taken(server: Server) -> None:
+    """Raise OptionError for an address that cannot be listened at, before another program answers in our name."""
+    try:
+        family, kind, *_, place = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(place)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise OptionError(
+            f"{server.host}:{server.port} cannot be listened at: {why}; choose --host and --port"
+        ) from None
 
 
 def vllm_command(server: Server, path: Path) -> list[str]:
@@ -137,8 +157,27 @@ def vllm_command(server: Server, path: Path) -> list[str]:
     return command + server.others
 
 
-def _run(command: list[str]) -> int:
-    process = subprocess.Popen(command)
+def without_key(others: list[str]) -> tuple[list[str], str | None]:
+    """Arguments for vLLM without ``--api-key``, and that key: vLLM's log and the list of processes would show it.
+
+    Raises OptionError for more keys than one, which cannot be handed over otherwise.
+    """
+    rest, keys, taking = [], [], False
+    for word in others:
+        taking = word == "--api-key" or (taking and not word.startswith("-"))
+        if word.startswith("--api-key="):
+            keys.append(word.partition("=")[2])
+        elif taking and word != "--api-key":
+            keys.append(word)
+        elif not taking:
+            rest.append(word)
+    if len(keys) > 1:
+        raise OptionError(f"--api-key takes one key, not {len(keys)}: vLLM would write several into its log")
+    return rest, keys[0] if keys else None
+
+
+def _run(command: list[str], key: str | None) -> int:
+    process = subprocess.Popen(command, env=None if key is None else {**os.environ, "VLLM_API_KEY": key})
     try:
         return process.wait()
     finally:  # interrupted or told to end: vLLM finishes what it can, and is not left behind
@@ -157,14 +196,14 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
     from transformers.cli.serving import server as building
 
     from anybit.integrations.loading import load_model
+    from anybit.integrations.serving_door import CONTEXT, Door, bound
     from anybit.integrations.serving_metrics import Metrics
 
     dtype = None if server.dtype == "auto" else getattr(torch, server.dtype, None)
     if server.dtype != "auto" and not isinstance(dtype, torch.dtype):
         raise OptionError(f"--dtype {server.dtype} is unknown; write auto, float16, bfloat16 or float32")
     loaded = load_model(server.model, server.scheme, dtype=dtype, trust_remote_code=server.trust_remote_code)
-    if server.max_length is not None:
-        loaded.model.generation_config.max_length = server.max_length
+    bound(loaded.model, loaded.tokenizer, server.model, server.max_length or loaded.positions or CONTEXT)
 
     class OneModel(model_manager.ModelManager):  # type: ignore[misc]
         """Serves the model that is loaded, whatever a request calls it."""
@@ -177,7 +216,8 @@ def _transformers(server: Server, watch: threading.Thread) -> int:
 
     before, model_manager.ModelManager = model_manager.ModelManager, OneModel
     build = building.build_server
-    building.build_server = lambda *args, **words: Metrics(build(*args, **words))
+    key = os.environ.get("VLLM_API_KEY")  # what vLLM's own server reads
+    building.build_server = lambda *args, **words: Metrics(Door(build(*args, **words), key))
     watch.start()
     try:
         Serve(force_model=server.model, host=server.host, port=server.port, device=str(loaded.model.device))

@@ -1,7 +1,7 @@
 """Which layers of a transformers model are quantized: found on the meta device, without reading a weight."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -244,3 +244,13 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, StrictDataclassError) and error.__cause__ is not None:
         error = error.__cause__  # its own first line names a validator, not what is wrong
     return one_line(error, first=True)
+
+
+def check_tokens(model: Any, ids: Sequence[int] | torch.Tensor, where: object) -> None:
+    """Raise CheckpointError for a token that a model has no embedding of, which a GPU would not even say."""
+    largest = max(ids, default=0) if isinstance(ids, Sequence) else int(ids.max()) if ids.numel() else 0
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if rows is not None and largest >= rows:
+        raise CheckpointError(
+            f"the tokenizer of {where} gives token {largest}, and its model has {rows}: it is another model's"
+        )

@@ -11,7 +11,7 @@ import select
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from anybit.errors import TextError
@@ -23,11 +23,15 @@ MEMORY = 1 << 30
 """What the template's process may take beyond what this one has."""
 
 
-def render(tokenizer: Any, messages: list[dict[str, str]], name: str) -> str:
-    """Messages as the text that a model continues. Raises TextError where its template fails, or takes too much."""
+def render(apply: Callable[..., Any], messages: list[dict[str, Any]], name: str, **words: Any) -> str:
+    """Messages as the text that a model continues. Raises TextError where its template fails, or takes too much.
+
+    apply: a tokenizer's ``apply_chat_template``.  name: of the model.  words: what else the template is given.
+    """
+    words |= {"add_generation_prompt": True, "tokenize": False}
     if not hasattr(os, "fork"):
-        return _outcome(_answer(tokenizer, messages), name)
-    with _child(tokenizer, messages) as reader:
+        return _outcome(_answer(apply, messages, words), name)
+    with _child(apply, messages, words) as reader:
         answer, end = bytearray(), time.monotonic() + SECONDS
         while True:
             if not select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -50,7 +54,7 @@ def _outcome(answer: bytes, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _child(tokenizer: Any, messages: list[dict[str, str]]) -> Iterator[int]:
+def _child(apply: Callable[..., Any], messages: list[dict[str, Any]], words: dict[str, Any]) -> Iterator[int]:
     """A process that renders, and what it writes; it ends with the context."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
@@ -61,7 +65,7 @@ def _child(tokenizer: Any, messages: list[dict[str, str]]) -> Iterator[int]:
             gc.disable()  # what this process holds on a GPU is the other one's
             _limit_memory()
             with os.fdopen(writer, "wb") as answer:
-                answer.write(_answer(tokenizer, messages))
+                answer.write(_answer(apply, messages, words))
         finally:
             os._exit(0)
     os.close(writer)
@@ -73,10 +77,10 @@ def _child(tokenizer: Any, messages: list[dict[str, str]]) -> Iterator[int]:
         os.waitpid(child, 0)
 
 
-def _answer(tokenizer: Any, messages: list[dict[str, str]]) -> bytes:
+def _answer(apply: Callable[..., Any], messages: list[dict[str, Any]], words: dict[str, Any]) -> bytes:
     """The rendered text behind a plus, or what went wrong behind a minus."""
     try:
-        text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text: str = apply(messages, **words)
         return b"+" + text.encode()
     except MemoryError:
         return b""

@@ -1,0 +1,173 @@
+"""What a request may ask of ``transformers serve``: answers of the one model, within its length.
+
+That server is made for a machine's own user: a request may have any model loaded, bring a chat template, which is a
+program, or a configuration of its own, and be of any size. Here a stranger may be the one who asks.
+"""
+
+import hmac
+import inspect
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from anybit.errors import CheckpointError, TextError, printable
+from anybit.integrations.template import render
+from anybit.quantization.pipeline.modules import check_tokens
+
+ROUTES = {
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"), ("GET", "/v1/models"),
+    ("GET", "/health"),
+}  # fmt: skip
+BODY = 8 << 20
+"""The most bytes of a request: some two million tokens."""
+CONTEXT = 1 << 17
+"""The most tokens of a prompt and its answer where neither the model nor ``--max-length`` says."""
+STOPS, STOP_LENGTH = 16, 256
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "seed"), (int,)),
+    **dict.fromkeys(("temperature", "top_p", "frequency_penalty"), (int, float)),
+    "messages": (list,),
+    "prompt": (str,),
+    "chat_template_kwargs": (dict,),
+}
+_logger = logging.getLogger(__name__)
+
+
+class _Refused(Exception):  # noqa: N818  an answer, not an error
+    """A request that is not passed on. status: of HTTP; reason: what the client is told."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Door:
+    """An ASGI app around another, which gets only requests that it may serve.
+
+    key: what requests to /v1 must bear (``Authorization: Bearer KEY``); None: nothing.
+    """
+
+    def __init__(self, app: Any, key: str | None = None) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_route(scope)
+            body = await _body(scope, receive)
+            check_request(body)
+        except _Refused as refused:
+            await _answer(send, refused)
+            return
+        rest = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replayed() -> Any:
+            return rest.pop() if rest else await receive()
+
+        try:
+            await self._app(scope, replayed, send)
+        except Exception as error:  # the client has been told; a trace would only quote what it sent
+            _logger.warning("a request failed: %s", printable(repr(error)[:300]))
+            _logger.debug("the request that failed", exc_info=True)
+
+    def _check_route(self, scope: Any) -> None:
+        method, path = scope["method"], scope["path"]
+        if (method, path) not in ROUTES:
+            raise _Refused(404, "here are " + ", ".join(" ".join(route) for route in sorted(ROUTES)))
+        if self._key is not None and path.startswith("/v1"):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
+                raise _Refused(401, "this server wants its key: Authorization: Bearer KEY")
+
+
+async def _body(scope: Any, receive: Any) -> bytes:
+    """All of a request's body. A longer one is refused by what it says of itself, or as soon as it is too long."""
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    said = int(length[:20]) if length.isdigit() else 0
+    size, parts, more = 0, list[bytes](), True
+    while size <= BODY and said <= BODY:
+        if not more:
+            return b"".join(parts)
+        message = await receive()
+        more = message.get("more_body", False)  # a client that has left says no more, either
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+    raise _Refused(413, f"a request has {BODY >> 20} MiB at most")
+
+
+async def _answer(send: Any, refused: _Refused) -> None:
+    body = json.dumps({"detail": str(refused)}).encode()
+    head = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": refused.status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+def check_request(body: bytes) -> None:
+    """Raise _Refused for fields that would run a stranger's program, take without bounds, or end in a trace."""
+    try:
+        request = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        raise _Refused(400, "the body is not valid JSON") from None
+    if not isinstance(request, dict):
+        raise _Refused(400, "the body is no JSON object")
+    for name, kinds in _KINDS.items():
+        value = request.get(name)
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            raise _Refused(400, f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}")
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if request.get(name) is not None and request[name] < 1:
+            raise _Refused(400, f"{name} must be at least 1")
+    if abs(request.get("seed") or 0) >= 1 << 63:
+        raise _Refused(400, "seed must fit in 64 bits")
+    if any(not isinstance(message, dict) or "role" not in message for message in request.get("messages") or ()):
+        raise _Refused(400, "each of messages must be an object with a role")
+    if request.get("generation_config") is not None:
+        raise _Refused(400, "generation_config is not taken from a request: set temperature, top_p, max_tokens, stop")
+    stops = request.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    known = isinstance(stops, list) and all(isinstance(stop, str) and 0 < len(stop) <= STOP_LENGTH for stop in stops)
+    if not known or len(stops) > STOPS:
+        raise _Refused(400, f"stop is a text or up to {STOPS}, of {STOP_LENGTH} characters at most")
+    for name in sorted(set(request.get("chat_template_kwargs") or ()) & _arguments()):
+        raise _Refused(400, f"chat_template_kwargs are variables of the model's template, and {name} is none")
+
+
+def _arguments() -> set[str]:
+    """What transformers takes for itself when it renders, among it a template to be used instead of the model's."""
+    from transformers import PreTrainedTokenizerBase
+
+    return {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"self", "kwargs"}
+
+
+def bound(model: Any, tokenizer: Any, name: str, context: int) -> None:
+    """Hold a model to ``context`` tokens of prompt and answer, and its chat template to the limits of ``template``."""
+    from fastapi import HTTPException
+
+    generate: Callable[..., Any] = model.generate
+    apply: Callable[..., Any] = tokenizer.apply_chat_template
+
+    def generate_within(*arguments: Any, **words: Any) -> Any:
+        config, length = words["generation_config"], words["input_ids"].shape[-1]
+        try:
+            check_tokens(model, words["input_ids"], name)
+        except CheckpointError as error:
+            raise HTTPException(400, str(error)) from None
+        if length >= context:
+            raise HTTPException(400, f"the prompt has {length} tokens, and with its answer {context} at most are taken")
+        config.max_new_tokens = min(config.max_new_tokens or context, context - length)
+        return generate(*arguments, **words)
+
+    def apply_within(messages: Any, *, return_tensors: Any = None, **words: Any) -> Any:
+        variables = {key: value for key, value in words.items() if key not in _arguments() or key == "tools"}
+        try:
+            text = render(apply, messages, name, **variables)
+        except TextError as error:
+            raise HTTPException(400, str(error)) from None
+        return tokenizer(text, add_special_tokens=False, return_tensors=return_tensors)
+
+    model.generate, tokenizer.apply_chat_template = generate_within, apply_within

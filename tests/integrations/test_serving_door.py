@@ -1,0 +1,174 @@
+"""What a request may ask of `transformers serve`, without a server: fields, sizes, keys, lengths and templates."""
+
+import asyncio
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from anybit.integrations import serving_door, template
+from anybit.integrations.serving_door import BODY, STOPS, Door
+
+CHAT = "/v1/chat/completions"
+
+
+class Asked:
+    """An app that keeps the bodies that get through to it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.bodies: list[bytes] = []
+        self._error = error
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.bodies.append((await receive())["body"])
+        if self._error is not None:
+            raise self._error
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def ask(app: Any, *parts: bytes, path: str = CHAT, method: str = "POST", **headers: str) -> tuple[int, str]:
+    """(status, detail) of one request that comes in parts; 0 where there is no answer."""
+    head = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    rest = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    rest.append({"type": "http.request", "body": b""})
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return rest.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app({"type": "http", "method": method, "path": path, "headers": head}, receive, send))
+    if not sent:
+        return 0, ""
+    return sent[0]["status"], json.loads(sent[1]["body"] or b"{}").get("detail", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "detail"),
+    [
+        ({"generation_config": '{"num_beams": 1000}'}, "generation_config is not taken from a request"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "and chat_template is none"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "and tokenize is none"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs must be dict"),
+        ({"max_tokens": "\x1b[31m"}, "max_tokens must be int"),
+        ({"max_tokens": True}, "max_tokens must be int"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens must be at least 1"),
+        ({"seed": 1 << 70}, "seed must fit in 64 bits"),
+        ({"temperature": "hot"}, "temperature must be int or float"),
+        ({"messages": "x"}, "messages must be list"),
+        ({"messages": ["x"]}, "each of messages must be an object with a role"),
+        ({"prompt": [1]}, "prompt must be str"),
+        ({"stop": ["x"] * (STOPS + 1)}, "stop is a text or up to 16"),
+        ({"stop": "x" * 5000}, "stop is a text or up to 16"),
+        ({"stop": [3]}, "stop is a text or up to 16"),
+    ],
+)
+def test_fields_that_are_refused(fields: dict[str, Any], detail: str) -> None:
+    app = Asked()
+    status, said = ask(Door(app), json.dumps(fields).encode())
+    assert status == 400 and detail in said and said.isprintable() and not app.bodies
+
+
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"[]", b"3", b'{"a": ' + b"9" * 6000 + b"}", b"\xff"])
+def test_bodies_that_are_none(body: bytes) -> None:
+    app = Asked()
+    assert ask(Door(app), body)[0] == 400 and not app.bodies
+
+
+def test_what_is_right_gets_through_whole() -> None:
+    app = Asked()
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "seed": -1, "temperature": 0, "stop": "x"}
+    text = json.dumps({**body, "chat_template_kwargs": {"enable_thinking": False}}).encode()
+    assert ask(Door(app), text[:10], text[10:]) == (200, "") and app.bodies == [text]
+    assert ask(Door(app), path="/health", method="GET") == (200, "")
+
+
+def test_a_body_that_is_too_large_is_not_read_to_its_end() -> None:
+    app = Asked()
+    assert ask(Door(app), content_length=str(BODY + 1)) == (413, "a request has 8 MiB at most")
+    assert ask(Door(app), content_length="9" * 5000)[0] == 413
+    assert ask(Door(app), *[b"a" * (BODY // 4)] * 50)[0] == 413
+    assert not app.bodies
+
+
+@pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/systemone", "/v1/audio/transcriptions", "/docs", "/"])
+def test_routes_that_load_read_or_unload_are_not_there(path: str) -> None:
+    app = Asked()
+    for method in ("GET", "POST"):
+        assert ask(Door(app), b"{}", path=path, method=method)[0] == 404
+    assert not app.bodies
+
+
+def test_a_key_is_asked_for() -> None:
+    app = Asked()
+    door = Door(app, "secret")
+    for given in ({}, {"authorization": "Bearer "}, {"authorization": "Bearer secret2"}, {"authorization": "\xff"}):
+        status, said = ask(door, b"{}", **given)
+        assert status == 401 and "secret" not in said
+    assert ask(door, b"{}", authorization="Bearer secret")[0] == 200
+    assert ask(door, path="/health", method="GET")[0] == 200
+
+
+def test_what_fails_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert ask(Door(Asked(KeyError("\x1b[31m\nINFO: all is well"))), b"{}") == (0, "")
+    (record,) = caplog.records
+    assert record.getMessage().isprintable() and "KeyError" in record.getMessage() and record.exc_info is None
+
+
+def model(seen: list[int]) -> Any:
+    def generate(**words: Any) -> str:
+        seen.append(words["generation_config"].max_new_tokens)
+        return "answer"
+
+    return SimpleNamespace(generate=generate, get_input_embeddings=lambda: torch.nn.Embedding(10, 2))
+
+
+def test_prompts_and_answers_stay_within_the_context() -> None:
+    fastapi = pytest.importorskip("fastapi")
+    seen: list[int] = []
+    served = model(seen)
+    serving_door.bound(served, SimpleNamespace(apply_chat_template=None), "m", 100)
+    for asked in (10**12, 7, None):
+        settings = SimpleNamespace(max_new_tokens=asked)
+        assert served.generate(input_ids=torch.zeros(1, 60), generation_config=settings) == "answer"
+    assert seen == [40, 7, 40]
+    with pytest.raises(fastapi.HTTPException, match="the prompt has 100 tokens, and with its answer 100 at most"):
+        served.generate(input_ids=torch.zeros(1, 100), generation_config=SimpleNamespace(max_new_tokens=1))
+    with pytest.raises(fastapi.HTTPException, match="the tokenizer of m gives token 10, and its model has 10"):
+        served.generate(input_ids=torch.tensor([[3, 10]]), generation_config=SimpleNamespace(max_new_tokens=1))
+
+
+def test_the_model_s_own_template_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastapi = pytest.importorskip("fastapi")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    monkeypatch.setattr(template, "SECONDS", 1.0)
+
+    class Tokenizer:
+        source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ more }}"
+
+        def apply_chat_template(self, messages: Any, tokenize: bool, **words: Any) -> Any:
+            assert not tokenize
+            return render_jinja_template([messages], chat_template=self.source, **words)[0][0]
+
+        def __call__(self, text: str, **words: Any) -> Any:
+            assert words == {"add_special_tokens": False, "return_tensors": "pt"}
+            return text
+
+    tokenizer = Tokenizer()
+    serving_door.bound(model([]), tokenizer, "m", 100)
+    messages, words = (
+        [{"role": "user", "content": "Hi "}],
+        {"return_tensors": "pt", "return_dict": True, "tokenize": True},
+    )
+    assert tokenizer.apply_chat_template(messages, tools=None, more="there", **words) == "Hi there"
+    Tokenizer.source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(fastapi.HTTPException, match="the chat template of m takes more than 1 s"):
+        tokenizer.apply_chat_template(messages, tools=None, **words)
