@@ -96,7 +96,10 @@ class GgufTranslation(Translation):
         rows = self._data(tensor).reshape(*tensor.shape[1:][::-1], -1)
         values = gguf.dequantize(rows, kind).astype(np.float32).reshape(tensor.shape[::-1])
         done = self._processor.process(weights=values, name=tensor.name, tensor_key_mapping={}, parsed_parameters={})
-        return torch.from_numpy(np.array(done.weights, dtype=np.float32))
+        found = torch.from_numpy(np.array(done.weights, dtype=np.float32))
+        if not bool(torch.isfinite(found).all()):
+            raise CheckpointError(f"{self.path}: tensor {tensor.name} has a value that is not finite")
+        return found
 
     def _data(self, tensor: GgufTensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         """The bytes of a tensor, in memory of their own."""

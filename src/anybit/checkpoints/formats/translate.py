@@ -21,7 +21,7 @@ from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import Format, format_of, layers_of
 from anybit.checkpoints.formats.stored import StoredLayer, ordered
 from anybit.checkpoints.safetensors import Entry
-from anybit.checkpoints.verify import check_model, names_in
+from anybit.checkpoints.verify import check_model, check_values, names_in
 from anybit.errors import AnyBitError, CheckpointError, LayerError, one_line
 from anybit.linear import QuantLinear
 from anybit.packing import QuantizedWeight, unpack_words
@@ -237,7 +237,8 @@ class OwnTranslation(Translation):
 
     def _read(self, name: str) -> QuantizedWeight:
         entries = self._folder.entries
-        parts = {p: self._folder.read(f"{name}.{p}") for p in _STORED if f"{name}.{p}" in entries}
+        parts = {p: self._folder.read(f"{name}.{p}", finite=True) for p in _STORED if f"{name}.{p}" in entries}
+        check_values(name, parts)
         n, k = (int(size) for size in parts["weight_shape"].tolist())
         format, zero = self.layers[name].weights, parts.get("weight_zero_point")
         if zero is not None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from anybit.checkpoints.configuration import Quantization
-from anybit.errors import CheckpointError, OptionError, TextError
+from anybit.errors import CheckpointError, OptionError, TextError, one_line
 from anybit.packing import QuantizedWeight
 from anybit.quantization.learn.kl_gradient import fast_in_half
 from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
@@ -43,7 +43,7 @@ from anybit.quantization.pipeline.calibrate import (
     tokenized,
 )
 from anybit.quantization.pipeline.masks import sparse_model
-from anybit.quantization.pipeline.modules import LinearLayer, auto_class
+from anybit.quantization.pipeline.modules import LinearLayer, auto_class, check_tokens
 from anybit.quantization.pipeline.resume import remembered
 from anybit.quantization.pipeline.stream import Changes, Job, Saved, write_quantized
 from anybit.scheme import Scheme
@@ -386,10 +386,15 @@ def sequences_of(job: Job, options: Options, tokens: int) -> list[Tensor]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(job.source.path, trust_remote_code=job.source.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{job.source.path} has no tokenizer that can be read: {error}") from error
-    # A token is at most a few characters; what is far beyond the need is not worth tokenizing.
-    return tokenized(text[: 16 * tokens], tokenizer, options.length, tokens)
+        # A token is at most a few characters; what is far beyond the need is not worth tokenizing.
+        found = tokenized(text[: 16 * tokens], tokenizer, options.length, tokens)
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged tokenizer can fail in any way
+        raise CheckpointError(f"{job.source.path} has no tokenizer that can be read: {one_line(error)}") from error
+    for sequence in found:
+        check_tokens(job.model, sequence, job.source.path)
+    return found
 
 
 def _first(sequences: list[Tensor], tokens: int) -> list[Tensor]:

@@ -110,6 +110,8 @@ def _write(file: Path, note: dict[str, Any], tensors: dict[str, Tensor]) -> None
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """What ``_write`` wrote; None where it is missing, unreadable or not as it was written."""
     try:
+        if not file.is_file():  # a pipe has no end
+            return None
         found = file.read_bytes()
     except OSError:
         return None
