@@ -17,14 +17,14 @@ PLAIN_GPTQ = {
     "w4a16g64asym": 28.11, "w3a16g128asym": 45.77, "w3a16g64asym": 46.32, "w2a16g64asym": 239, "w2a16g32asym": 155.6,
 }  # fmt: skip
 """Perplexity by a plain GPTQ on the same sample: clip search, act-order, 24 thousand tokens."""
-_METHODS = ("rtn", "gptq", "blockwise", "distill", "smooth", "rotate", "smooth_rotate", "onebit")
+_METHODS = ("rtn", "gptq", "blockwise", "distill", "smooth", "rotate", "smooth_rotate")
 _RENAMED = {"block": "blockwise", "learned": "distill", "spread": "smooth_rotate"}
 """What older rows call some methods."""
 
 
 def _quantized() -> list[Row]:
     """Rows of whole quantizers with their defaults, machines named in ``on``."""
-    both = {"CPU": rows("quantizers", "cpu"), "H200": rows("quantizers")}
+    both = {"CPU": rows("quantizers", "cpu"), "H200": rows("quantizers"), "H100": rows("quantizers", "h100")}
     mine = [
         row | {"on": on, "method": _RENAMED.get(row["method"], row["method"])}
         for on, found in both.items()
