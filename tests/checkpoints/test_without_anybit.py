@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 from tests.cases_models import save_tiny, tokens_of
 from tests.checkpoints.test_formats import whole_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from anybit import AnyBitConfig, QuantLinear
 from anybit.checkpoints.verify import TRAP
@@ -106,10 +106,9 @@ def test_codes_without_a_configuration_are_no_weights(folders: Path, tmp_path: P
         tmp_path / "gptq",
     ):
         lost = without_method(source, tmp_path / f"lost {source.name}")
-        with pytest.raises(
-            CheckpointError, match=r"lost .* has model\.layers\.0\..*, codes of a quantized layer, and its"
-        ):
-            AutoModelForCausalLM.from_pretrained(lost)
+        for kind in (AutoModelForCausalLM, AutoModel):
+            with pytest.raises(CheckpointError, match=r"has model\.layers\.0\..*, codes of a quantized layer, and its"):
+                kind.from_pretrained(lost)
         with pytest.raises(CheckpointError):
             load_model(lost)
     alone = without_anybit(tmp_path / "lost quantize w4a16g32", tmp_path / "lost save w4a16g32")

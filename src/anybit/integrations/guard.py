@@ -43,13 +43,14 @@ def _refusing_codes(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(theirs)
     def finalize(model: Any, load_config: Any, loading_info: Any) -> Any:
-        surplus = set(loading_info.unexpected_keys)
+        base = f"{model.base_model_prefix}."  # which a model and the folder need not both have
+        surplus = {name.removeprefix(base): name for name in loading_info.unexpected_keys}
         for name in sorted(loading_info.missing_keys):
-            layer = name.removesuffix(".weight")
-            codes = next((code for code in _CODES if f"{layer}.{code}" in surplus), None)
+            layer = name.removeprefix(base).removesuffix(".weight")
+            codes = next((surplus[f"{layer}.{code}"] for code in _CODES if f"{layer}.{code}" in surplus), None)
             if codes is not None and name.endswith(".weight"):
                 raise CheckpointError(
-                    f"{load_config.pretrained_model_name_or_path} has {layer}.{codes}, codes of a quantized layer, and "
+                    f"{load_config.pretrained_model_name_or_path} has {codes}, codes of a quantized layer, and "
                     "its config.json no quantization_config that can be used: restore that entry"
                 )
         return theirs(model, load_config, loading_info)
