@@ -35,7 +35,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Target
-from anybit.kernels.gemm import heuristics, packed_tiles, repack, sm90_packed_gemm
+from anybit.kernels.gemm import heuristics, packed_tiles, repack
 from anybit.kernels.gemm.builtin import step
 from anybit.kernels.gemm.families import FAMILIES, tiles_of
 from anybit.kernels.gemm.linear_problem import LinearProblem
@@ -162,7 +162,6 @@ class Run:
         self.codes = Packed(case.m, case.k, x, Target.bytes, x0.device) if x.quantized else None
         self.problem = quantize_activations.problem_of(x0, x, Target.bytes)
         self.quantizer = quantize_activations.default(self.problem) if x.quantized else None
-        self.module = FAMILIES[job.family].module
         self.error = self.check()
         size = weights.copies[0].tiles.numel() + case.m * case.k * (1 if x.quantized else 2) + 2 * case.m * case.n
         rate = "sparse " * self.scheme.weights.sparse + (RATES[x.code] if x.quantized else "f16")
@@ -178,12 +177,7 @@ class Run:
         config, coded = self.job.config, self.codes
         if coded is not None and codes:
             quantize_activations.launch(self.problem, self.quantizer, coded, x)
-        if self.module is sm90_packed_gemm:
-            sm90_packed_gemm.multiply(coded if coded is not None else x, weight, None, y, config)
-        elif coded is not None:
-            self.module.launch(weight, coded.codes[:, : self.job.case.k], y, coded.scale, config=config)
-        else:
-            self.module.launch(weight, x, y, config=config)
+        FAMILIES[self.job.family].multiply(x if coded is None else coded, weight, y, config)
 
     def call(self, i: int, codes: bool = True) -> None:
         """Call i of a chain."""

@@ -111,7 +111,7 @@ def main() -> None:
         for module, m, n, k, format, dtype, ordered in FEW.get(name, []):
             it = product(format, m, n, k, dtype, ordered=ordered, bias=True, device="cuda")
             y = it.empty()
-            module.launch(it.packed, it.x, y, bias=it.bias)
+            packed_problem.launch_few(module, it.packed, it.x, y, bias=it.bias)
             assert it.error(y) < TOLERANCE[dtype], (name, m, n, k, format)
             print(f"{name} {m} x {n} x {k} {format}: {it.error(y):.1e}", flush=True)
         for m, n, k, cut in WAYS.get(name, []):

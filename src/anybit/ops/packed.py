@@ -264,7 +264,7 @@ def _multiply_few(rows: Tensor, weight: PackedWeight, bias: Tensor | None, y: Te
     """Launch a kernel for few tokens: checked the first time, for what a plan is for does not change."""
     fits = bias is None or (bias.dtype == y.dtype and bias.numel() == y.shape[1])
     if plan.ready is None or not fits:
-        plan.kernel.launch(weight, rows, y, bias=bias, config=plan.config)
+        packed_problem.launch_few(plan.kernel, weight, rows, y, bias=bias, config=plan.config)
         problem = packed_problem.checked_problem(weight, rows, y, None, bias)
         plan.ready = plan.kernel.kernel(plan.config), plan.kernel.grid(problem, plan.config)
     else:

@@ -150,7 +150,10 @@ class KernelFamily:
             sm90_packed_gemm.multiply(x, weight, bias, y, config)
         else:
             rows, scale = (x.codes[:, : x.k], x.scale) if isinstance(x, Packed) else (x, None)
-            self.module.launch(weight, rows, y, scale, bias, config, **more)
+            if self.module is sm80_packed_gemm:
+                sm80_packed_gemm.launch(weight, rows, y, scale, bias, config, **more)
+            else:
+                packed_problem.launch_few(self.module, weight, rows, y, scale, bias, config)
 
     def estimate(self, product: LinearProblem, config: Any) -> float | None:
         """About how many microseconds a config takes, by the family's own estimate; None where it has none."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from anybit import jit
 from anybit.device import Device
 from anybit.errors import dtype_name
 from anybit.jit import Int32, Pointer
@@ -180,3 +182,20 @@ def checked_problem(
     packed_layout.check_operands(weight, x, y, x_scale, bias, outputs)
     problem = problem_of(weight, x.shape[0], x.dtype, y.dtype, Device.of(x))
     return problem if rows_aligned(x) else replace(problem, aligned=False)
+
+
+def launch_few(
+    kernel: ModuleType, weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None,
+    bias: Tensor | None = None, config: Any = None, pdl: bool = True,
+) -> None:  # fmt: skip
+    """y[:] = x W^T + bias by a kernel for few tokens: sm90_packed_gemv, sm90_packed_skinny or sm90_packed_skinny_f16.
+
+    x [m, k] float16, bfloat16, or (skinny alone) int8 with x_scale float32 [m]; y [m, n] and bias [n] in one 16-bit
+    type. Rows of x may be further apart than k. config: the kernel's default if None. pdl: start before the kernel
+    ahead has ended; safe in any stream, since nothing that another kernel writes is touched before that kernel's end.
+    Raises KernelError where it cannot be done.
+    """
+    problem = checked_problem(weight, x, y, x_scale, bias)
+    config = packed_layout.checked_config(problem, config, kernel.default, kernel.why_not)
+    params, grid = arguments(weight, x, y, x_scale, bias), kernel.grid(problem, config)
+    jit.launch(kernel.kernel(config), params, grid, pdl=pdl, device=y.get_device())

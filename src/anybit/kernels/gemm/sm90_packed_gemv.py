@@ -258,18 +258,6 @@ def _default(p: LinearProblem) -> Config:
     return replace(found, trigger=int(late))
 
 
-def launch(
-    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
-    config: Config | None = None, pdl: bool = True,
-) -> None:  # fmt: skip
-    """y[:] = x W^T + bias, as sm90_packed_skinny.launch does it, without int8 activations."""
-    problem = checked_problem(weight, x, y, x_scale, bias)
-    config = packed_layout.checked_config(problem, config, default, why_not)
-    jit.launch(
-        kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl, device=y.get_device()
-    )
-
-
 NORM_TOKENS = 2
 """The most tokens of a product that norms its activations itself."""
 

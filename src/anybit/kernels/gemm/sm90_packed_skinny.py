@@ -5,18 +5,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from anybit import jit
 from anybit.kernels.common.types import Operand
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.packed_layout import PackedWeight, round_up
+from anybit.kernels.gemm.packed_layout import round_up
 from anybit.kernels.gemm.packed_problem import (
     FewFacts,
     Params,
-    arguments,
-    checked_problem,
     facts,
     legal,
     ring,
@@ -186,19 +182,3 @@ def fitted(
     late = stages < steps and warps == 8 and base.tile_m <= 2
     resident = base.x_stages >= blocks
     return replace(base, stages=stages, prologue_stages=prologue, trigger=int(late), x_resident=resident)
-
-
-def launch(
-    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
-    config: Config | None = None, pdl: bool = True,
-) -> None:  # fmt: skip
-    """y[:] = x W^T + bias. x [m, k] float16, bfloat16, or int8 with x_scale float32 [m]; y [m, n], bias [n].
-
-    Rows of x may be further apart than k. pdl: start before the kernel ahead has ended; safe in any stream, since
-    nothing that another kernel writes is touched before that kernel's end. KernelError where it cannot be done.
-    """
-    problem = checked_problem(weight, x, y, x_scale, bias)
-    config = packed_layout.checked_config(problem, config, default, why_not)
-    jit.launch(
-        kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl, device=y.get_device()
-    )

@@ -5,17 +5,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from anybit import jit
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.packed_layout import UNIT_ROWS, PackedWeight, round_up
+from anybit.kernels.gemm.packed_layout import UNIT_ROWS, round_up
 from anybit.kernels.gemm.packed_problem import (
     FewFacts,
     Params,
-    arguments,
-    checked_problem,
     facts,
     legal,
     ring,
@@ -178,15 +174,3 @@ def _default(p: LinearProblem) -> Config:
             break
     assert found is not None
     return found
-
-
-def launch(
-    weight: PackedWeight, x: Tensor, y: Tensor, x_scale: Tensor | None = None, bias: Tensor | None = None,
-    config: Config | None = None, pdl: bool = True,
-) -> None:  # fmt: skip
-    """y[:] = x W^T + bias, as sm90_packed_skinny.launch does it, without int8 activations."""
-    problem = checked_problem(weight, x, y, x_scale, bias)
-    config = packed_layout.checked_config(problem, config, default, why_not)
-    jit.launch(
-        kernel(config), arguments(weight, x, y, x_scale, bias), grid(problem, config), pdl=pdl, device=y.get_device()
-    )
