@@ -1,6 +1,7 @@
 """What tests of calibrated methods share: a tiny random model, token sequences of several lengths, a distance."""
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from anybit.quantization.pipeline.blocks import find_blocks
@@ -71,3 +72,10 @@ def models():
     yield loud(AutoModelForCausalLM.from_config(llama).eval())
     qwen = Qwen2Config(**odd, num_attention_heads=9, num_key_value_heads=3)
     yield loud(AutoModelForCausalLM.from_config(qwen).eval())
+
+
+def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
+    """tr((W - Q) H (W - Q)^T) over tr(W H W^T): the part of a layer's output energy that quantization loses."""
+    difference = (weight - quantized).double()
+    h, w = hessian.double(), weight.double()
+    return float((difference @ h * difference).sum() / (w @ h * w).sum())

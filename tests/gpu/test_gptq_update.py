@@ -8,7 +8,7 @@ from anybit.ops.gptq_update import sweep
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.grid import Grid
 from anybit.scheme import WeightFormat
-from cases_calibration import sweep_case
+from cases_calibration import layer_error, sweep_case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -60,7 +60,7 @@ def test_layers_are_as_good_as_on_a_cpu(format):
     losses = []
     for device in ("cpu", "cuda"):
         found = gptq.quantize(weight.to(device), hessian.to(device), format)
-        losses.append(gptq.layer_error(weight, found.to("cpu").dequantize(), hessian))
+        losses.append(layer_error(weight, found.to("cpu").dequantize(), hessian))
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 

@@ -10,6 +10,7 @@ from anybit.quantization.methods import gptq
 from anybit.quantization.methods.grid import Grid
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import WeightFormat
+from cases_calibration import layer_error
 
 
 def correlated_inputs(rows: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -28,7 +29,7 @@ def layer(n: int = 24, k: int = 96, seed: int = 0) -> tuple[torch.Tensor, torch.
 
 
 def loss(weight, hessian, quantized) -> float:
-    return gptq.layer_error(weight, quantized.dequantize(), hessian)
+    return layer_error(weight, quantized.dequantize(), hessian)
 
 
 @pytest.mark.parametrize("order", ["natural", "grouped", "sorted"])

@@ -9,8 +9,8 @@ from anybit import hadamard
 from anybit.errors import CalibrationError
 from anybit.quantization.learn.scales import ScaleLearning, learn_scales, put_scales
 from anybit.quantization.methods.llama_block import llama_blocks
+from anybit.quantization.methods.rotate import rotate_input
 from anybit.quantization.methods.scaling_pairs import scaling_pairs
-from anybit.quantization.methods.smooth_rotate import online
 from anybit.quantization.pipeline.calibrate import _round_inputs
 from anybit.scheme import Scheme
 from cases_calibration import loud, models, sequences, tiny
@@ -49,7 +49,7 @@ def test_learned_scales_lower_what_activations_cost(rotated):
         if rotated:
             for layer in linears.values():
                 layer.weight.data = hadamard.transform(layer.weight.data)
-                layer.register_forward_pre_hook(online)
+                layer.register_forward_pre_hook(rotate_input)
         _round_inputs(linears, FORMAT)
         after = changed(tokens).logits.log_softmax(-1)
         lost.append(float((wanted.exp() * (wanted - after)).sum(-1).mean().detach()))

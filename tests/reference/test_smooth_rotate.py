@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from anybit.errors import CalibrationError, LayerError
 from anybit.quantization.methods.rotate import rotate
 from anybit.quantization.methods.smooth import channel_peaks, smooth
-from anybit.quantization.methods.smooth_rotate import spread
+from anybit.quantization.methods.smooth_rotate import smooth_rotate
 from anybit.quantization.pipeline.calibrate import batched
 from cases_calibration import loud, models, sequences, tiny
 
@@ -22,7 +22,7 @@ def test_a_changed_model_computes_the_same(kind, change):
     if change == "smooth":
         smooth(model, batched(sequences(), 256))
     elif change == "spread":
-        assert len(spread(model, batched(sequences(), 256))) == 14
+        assert len(smooth_rotate(model, batched(sequences(), 256))) == 14
     else:
         names = rotate(model, online=change != "rotate offline", mix_heads=change == "rotate heads")
         assert len(names) == {"rotate": 2, "rotate offline": 0, "rotate heads": 4}[change]
@@ -31,7 +31,7 @@ def test_a_changed_model_computes_the_same(kind, change):
 
 
 def scattered(model):
-    spread(model, batched(sequences(), 256))
+    smooth_rotate(model, batched(sequences(), 256))
 
 
 def peakiness(model) -> float:
@@ -69,7 +69,7 @@ def test_smoothing_refuses_nan_and_odd_strengths():
     with pytest.raises(ValueError, match="strength"):
         smooth(model, batched(sequences(), 256), 1.5)
     model.model.embed_tokens.weight.data[:] = torch.nan
-    for change in (smooth, spread):
+    for change in (smooth, smooth_rotate):
         with pytest.raises(CalibrationError, match="q_proj"):
             change(model, batched(sequences(), 256))
 

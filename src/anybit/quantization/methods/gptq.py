@@ -121,13 +121,6 @@ def check_finite(tensor: Tensor, what: str) -> None:
         raise CalibrationError(f"{what} hold NaN or infinity; check the model in its own precision on this text first")
 
 
-def layer_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
-    """tr((W - Q) H (W - Q)^T) over tr(W H W^T): the part of a layer's output energy that quantization loses."""
-    difference = (weight - quantized).double()
-    h, w = hessian.double(), weight.double()
-    return float((difference @ h * difference).sum() / (w @ h * w).sum())
-
-
 def _permutation(importance: Tensor, group: int, order: Order) -> Tensor:
     """Positions -> channels, most important first: an early channel's error can still be repaired by all later ones."""
     k = len(importance)

@@ -10,59 +10,41 @@ from anybit.errors import OptionError, SchemeError
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
-    from anybit.quantization.pipeline.stream import (
-        Job,
-        Progress,
-        Saved,
-    )
+    from anybit.quantization.pipeline.stream import Job, Progress, Saved
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """A quantization method.
 
-    summary: one line for help texts.  home: the function that does a job (``quantization.pipeline.stream.Job``), as
+    summary: one line for help texts.  function: does a job (``quantization.pipeline.stream.Job``), as
     ``module.function`` of this package; most prepare what they need and end in ``write_quantized``.
     calibrated: whether it needs a text.  mixed: whether layers may have schemes of their own.
     """
 
     summary: str
-    home: str
+    function: str
     calibrated: bool = False
     mixed: bool = False
 
     def run(self, job: "Job") -> "Saved":
         """Do a job."""
-        module, _, function = self.home.rpartition(".")
-        saved: Saved = getattr(importlib.import_module(f"anybit.quantization.{module}"), function)(job)
+        module, _, name = self.function.rpartition(".")
+        saved: Saved = getattr(importlib.import_module(f"anybit.quantization.{module}"), name)(job)
         return saved
 
 
+_CALIBRATED = "pipeline.calibrated.run"
 METHODS: dict[str, Method] = {
     "rtn": Method("rounds to nearest, with a search for the scales", "pipeline.stream.run_rtn", mixed=True),
-    "gptq": Method(
-        "error feedback, calibrated on a text; also for 2:4 sparse schemes",
-        "pipeline.calibrated.run_gptq",
-        calibrated=True,
-        mixed=True,
-    ),
+    "gptq": Method("error feedback, calibrated on a text; also for 2:4 sparse schemes", _CALIBRATED, True, mixed=True),
     "onebit": Method("signs, with a scale for each row and column; needs no text", "methods.onebit.run_onebit"),
-    "blockwise": Method("gptq, then learns codes and scales block by block", "pipeline.calibrated.run_blockwise", True),
-    "distill": Method(
-        "gptq, then learns codes and scales from the original model",
-        "pipeline.calibrated.run_distill",
-        True,
-    ),
-    "smooth": Method(
-        "moves outliers of activations into the weights, then gptq", "pipeline.calibrated.run_smooth", True
-    ),
-    "rotate": Method("spreads outliers by a Hadamard rotation, then gptq", "pipeline.calibrated.run_rotate", True),
-    "smooth_rotate": Method(
-        "smooths and rotates the input of every layer, then gptq", "pipeline.calibrated.run_smooth_rotate", True
-    ),
+    "blockwise": Method("gptq, then learns codes and scales block by block", _CALIBRATED, True),
+    "distill": Method("gptq, then learns codes and scales from the original model", _CALIBRATED, True),
+    "smooth": Method("moves outliers of activations into the weights, then gptq", _CALIBRATED, True),
+    "rotate": Method("spreads outliers by a Hadamard rotation, then gptq", _CALIBRATED, True),
+    "smooth_rotate": Method("smooths and rotates the input of every layer, then gptq", _CALIBRATED, True),
 }
-
-
 ALIASES = {"block": "blockwise", "learned": "distill", "spread": "smooth_rotate"}
 """Older names of methods, which keep working."""
 

@@ -3,7 +3,7 @@
 With a randomized Hadamard matrix Q, every reader of the residual stream takes ``W Q^T`` and every writer ``Q W``; the
 gains of the norms move into the readers first, because RMS norms without gains commute with rotations. V is rotated
 head by head, and the output projection undoes it. Before the down projection the transform cannot be merged: it runs
-on line, as ``anybit::hadamard``, and its inverse is in the weights.
+at run time, as ``anybit::hadamard``, and its inverse is in the weights.
 """
 
 from typing import Any
@@ -21,10 +21,10 @@ def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = Fal
     """Rotate a Llama-like model in place; what it computes stays the same, up to rounding.
 
     A tied output head is untied: it has to carry the final norm's gain. online: rotate the down projection's inputs
-    too. mix_heads: rotate what attention gives to its output projection on line, all heads together, instead of head by
-    head in the weights. Returns the names of the layers whose inputs are transformed on line; forward hooks do it until
-    the layers are replaced. Raises LayerError, before anything is changed, for an architecture or a size that it cannot
-    rotate.
+    too, at run time. mix_heads: rotate what attention gives to its output projection at run time, all heads together,
+    instead of head by head in the weights. Returns the names of the layers whose inputs are rotated at run time;
+    forward hooks do it until the layers are replaced. Raises LayerError, before anything is changed, for an
+    architecture or a size that it cannot rotate.
     """
     parts = list(llama_blocks(model))
     embedding, head, final = model.get_input_embeddings(), model.get_output_embeddings(), model.base_model.norm
@@ -49,7 +49,7 @@ def rotate(model: Any, seed: int = 0, online: bool = True, mix_heads: bool = Fal
     names = [f"{part.name}.self_attn.o_proj" for part in parts] if mix_heads else []
     names += [f"{part.name}.mlp.down_proj" for part in parts] if online else []
     for name in names:
-        model.get_submodule(name).register_forward_pre_hook(_online)
+        model.get_submodule(name).register_forward_pre_hook(rotate_input)
     return names
 
 
@@ -74,7 +74,8 @@ def _rotate_block(part: LlamaBlock, signs: Tensor, online: bool, mix_heads: bool
         part.down.weight.data = _exactly(part.down.weight.data)
 
 
-def _online(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def rotate_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A forward pre-hook that rotates a layer's input."""
     return (hadamard.transform(args[0]), *args[1:])
 
 

@@ -1,10 +1,10 @@
-"""Smoothing, then a Hadamard rotation of every linear layer's input, on line: for activations of four bits.
+"""Smoothing, then a Hadamard rotation of every linear layer's input at run time: for activations of four bits.
 
 A rotated input is spread evenly, so rounding adds noise of one size to all of its channels, in proportion to the
 length of the input. In front of the rotation, channel j may still be divided by ``s_j``, the weights multiplied by it:
 the noise that reaches the output is ``mean |x/s|^2 * |W s|^2``, least for ``s_j = sqrt(rms(x_j) / |w_j|)`` (Cauchy and
 Schwarz). A rotation that is merged into the residual stream cannot have that: norms' gains do not commute with it. So
-the stream stays as it is, gains keep their channels (and learn with the codes), and rotations run on line.
+the stream stays as it is, gains keep their channels (and learn with the codes), and rotations run with the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from anybit import hadamard
 from anybit.quantization.methods.llama_block import llama_blocks
+from anybit.quantization.methods.rotate import rotate_input
 from anybit.quantization.methods.scaling_pairs import ScalingPair, scaling_pairs
 from anybit.quantization.pipeline.blocks import reduce_inputs
 
 
 @torch.no_grad()
-def spread(
+def smooth_rotate(
     model: Any,
     batches: Sequence[Tensor],
     strength: float = 0.5,
@@ -31,7 +32,7 @@ def spread(
 
     batches: token ids, int64 [B, L] each.  strength: ``s_j = rms(x_j)^a / |w_j|^(1 - a)``.  seed: of the signs that
     channels get before they are rotated.  improve: called between scaling and rotation.
-    Returns the names of the layers whose inputs are transformed on line, which is all of them; forward hooks do that
+    Returns the names of the layers whose inputs are rotated at run time, which is all of them; forward hooks do that
     until the layers are replaced.
     Raises CalibrationError for activations that are not finite, LayerError for another architecture or size.
     """
@@ -49,13 +50,8 @@ def spread(
     layers = {name: layer for part in parts for name, layer in part.names.items()}
     for layer in layers.values():
         layer.weight.data = hadamard.transform(layer.weight.data.double()).to(layer.weight.dtype)
-        layer.register_forward_pre_hook(online)
+        layer.register_forward_pre_hook(rotate_input)
     return list(layers)
-
-
-def online(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A forward hook that rotates a layer's input."""
-    return (hadamard.transform(args[0]), *args[1:])
 
 
 def _power(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor]) -> dict[nn.Module, Tensor]:

@@ -30,7 +30,7 @@ from anybit.quantization.methods.distill import Distillation, distill
 from anybit.quantization.methods.rotate import rotate
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.quantization.methods.smooth import smooth
-from anybit.quantization.methods.smooth_rotate import spread
+from anybit.quantization.methods.smooth_rotate import smooth_rotate
 from anybit.quantization.pipeline.blocks import find_blocks
 from anybit.quantization.pipeline.calibrate import (
     Calibration,
@@ -151,8 +151,8 @@ class Options:
     def learning(self, method: str, scheme: Scheme) -> tuple[int, Distillation]:
         """How many tokens codes learn from, 0 if they do not, and how.
 
-        ``learned`` always learns. On a GPU, where it takes seconds, so do the methods for quantized activations, and
-        the norms' gains with them. A GPU goes over all of a text, some times; a CPU over a part of it, once.
+        ``distill`` always learns. On a GPU, where it takes seconds, so do the methods for quantized activations, and
+        the norms' gains with them. A GPU goes over all of a text several times; a CPU over a part of it, once.
         """
         gpu, coded, sparse = self.on_gpu, scheme.activations.quantized, scheme.weights.sparse
         learns = method == "distill" or (gpu and coded and method in ("smooth", "rotate", "smooth_rotate"))
@@ -200,38 +200,9 @@ def _truth(value: object) -> bool:
     return {"true": True, "false": False}[str(value).lower()]
 
 
-def run_gptq(job: Job) -> Saved:
-    """GPTQ."""
-    return _run(job, "gptq")
-
-
-def run_blockwise(job: Job) -> Saved:
-    """GPTQ, then learning block by block."""
-    return _run(job, "blockwise")
-
-
-def run_distill(job: Job) -> Saved:
-    """GPTQ, then distillation."""
-    return _run(job, "distill")
-
-
-def run_smooth(job: Job) -> Saved:
-    """Smoothing, then GPTQ."""
-    return _run(job, "smooth")
-
-
-def run_rotate(job: Job) -> Saved:
-    """Rotation, then GPTQ."""
-    return _run(job, "rotate")
-
-
-def run_smooth_rotate(job: Job) -> Saved:
-    """Smoothing and rotation of every layer's input, then GPTQ."""
-    return _run(job, "smooth_rotate")
-
-
-def _run(job: Job, method: str) -> Saved:
-    options = Options.of(job.options)
+def run(job: Job) -> Saved:
+    """Quantize a job by its method, one of those above. Raises CalibrationError, OptionError or TextError."""
+    method, options = job.method, Options.of(job.options)
     if options.block_passes is None:
         # A GPU goes over more text, some two hundred steps in all.
         options = replace(options, block_passes=(6 if options.on_gpu else 4) if method == "blockwise" else 0)
@@ -317,7 +288,7 @@ def _learn(
 
 
 def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options: Options) -> Changes:
-    """Smooth, rotate or spread the model; what that changes about the checkpoint."""
+    """Smooth or rotate the model, or both; what that changes about the checkpoint."""
     if method not in ("smooth", "rotate", "smooth_rotate"):
         return Changes()
     home = model.device
@@ -348,7 +319,8 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
         smooth(model, batches, options.strength, job.scheme)
         improve()
     elif method == "smooth_rotate":
-        hadamard = spread(model, batches, 0.5 if options.strength is None else options.strength, options.seed, improve)
+        strength = 0.5 if options.strength is None else options.strength
+        hadamard = smooth_rotate(model, batches, strength, options.seed, improve)
     else:
         hadamard = rotate(model, options.seed, mix_heads=options.mix_heads)
         config = {"tie_word_embeddings": False}
