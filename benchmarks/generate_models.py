@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 import anybit
 from anybit import AnyBitCache, attention, reference
 from anybit.integrations.transformers import replace_linears
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
+from anybit.kernels.elementwise.rope import RopeStoreArgs
 from anybit.linear import QuantLinear
 from anybit.ops import elementwise
 from anybit.ops.kv import implement
@@ -207,9 +207,8 @@ def parts_compared(model: LlamaForCausalLM, errors: list[float]) -> Iterator[Non
             added = x if residual is None else x + residual
             qkv = expected(layer, elementwise._rms_norm_cpu(added, gamma, epsilon)).to(q.dtype)
             wanted = elementwise._rotate_store_cpu(
-                qkv.view(len(step.cosine), -1), step.cosine, step.sine, step.query_heads, step.key_heads, new,
-                step.lengths, step.sequences, step.tokens, None, None, 0.0, True,
-            )  # fmt: skip
+                qkv.view(len(step.cosine), -1), *replace(step, ring=new).operands(), None, None, 0.0, True
+            )
             errors.extend((apart(total, added.float()), apart(q, wanted.float())))
             stored = new != 0
             errors.append(apart(step.ring[stored], new[stored].float()))

@@ -300,17 +300,10 @@ class QuantLinear(nn.Module):
             self.prepare()
         if residual is None or not self._norms_first(x):
             qkv, total = self.norm_linear(x, residual, gamma, epsilon)
-            q = rotate_store(
-                qkv.view(-1, self.out_features), step.cosine, step.sine, step.query_heads, step.key_heads, step.ring,
-                step.lengths, step.sequences, step.tokens, paired=True,
-            )  # fmt: skip
-            return q, total
+            return rotate_store(qkv.view(-1, self.out_features), step, paired=True), total
         prepared = self._prepared
         assert prepared is not None
-        return ops.norm_rotate_store(
-            x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text, step.cosine, step.sine,
-            step.query_heads, step.key_heads, step.ring, step.lengths, step.sequences, step.tokens,
-        )  # fmt: skip
+        return ops.norm_rotate_store(x, residual, gamma, epsilon, prepared.tensors, self.bias, prepared.spec_text, step)
 
     def silu_linear(self, gate_up: Tensor) -> Tensor:
         """Y of silu(gate) * up, [..., 2 in_features] -> [..., out_features]."""

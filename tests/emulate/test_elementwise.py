@@ -85,12 +85,12 @@ def test_rotary_embedding(dtype, dim, norms, stores, paired):
     )
     emulate.run(rope.kernel(config), params, rope.grid(problem, config), seed=dim, dependent=("qkv",))
     wide = [x if x is None else x.float() for x in (qkv, cosine, sine, *gammas)]
-    expected_q, expected_k = ops._rotate_cpu(*wide[:3], heads, kv_heads, *wide[3:], 1e-6)
+    expected_q, expected_k = ops._rotate_cpu(*wide[:3], heads, kv_heads, *wide[3:], 1e-6, False)
     close(q, expected_q, dtype)
     if not stores:
         close(k, expected_k, dtype)
         return
-    ops._rotate_store_cpu(*wide[:3], heads, kv_heads, wanted, lengths, sequences, tokens, *wide[3:], 1e-6)
+    ops._rotate_store_cpu(*wide[:3], wanted, lengths, sequences, heads, kv_heads, tokens, *wide[3:], 1e-6, False)
     close(residual, wanted, dtype)
     again, same = ops._rotate_cpu(given.float(), *wide[1:3], heads, kv_heads, *wide[3:], 1e-6, paired)
     assert torch.equal(again, expected_q) and torch.equal(same, expected_k)

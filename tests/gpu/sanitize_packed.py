@@ -16,6 +16,7 @@ import torch  # noqa: E402
 
 from anybit.device import Device  # noqa: E402
 from anybit.jit import Kernel  # noqa: E402
+from anybit.kernels.elementwise.rope import RopeStoreArgs  # noqa: E402
 from anybit.kernels.gemm import (  # noqa: E402
     packed_problem,
     sm90_packed_gemm,
@@ -92,9 +93,7 @@ def ends() -> None:
         ring = torch.zeros(m, kv_heads, 2, slots * dim, dtype=HALF, device="cuda")
         lengths = torch.tensor([40, 7][:m], dtype=torch.int32, device="cuda")
         angles = torch.rand(m, dim, device="cuda")
-        step = sm90_packed_gemv.RopeStoreArgs(
-            angles.cos().half(), angles.sin().half(), ring, lengths, None, heads, kv_heads, 1
-        )
+        step = RopeStoreArgs(angles.cos().half(), angles.sin().half(), ring, lengths, None, heads, kv_heads, 1)
         sm90_packed_gemv.launch_rotary(it.packed, it.x, q, *norm, step)
         plain = it.empty()
         sm90_packed_gemv.launch_norm(it.packed, it.x, plain, *norm)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from anybit import QuantLinear
+from anybit.kernels.elementwise.rope import RopeStoreArgs
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops import elementwise, pages
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate, rotate_store, silu_mul
 from anybit.quantization.methods.rtn import quantize_weight
@@ -50,9 +50,9 @@ def test_rotary_embedding(dtype, head_dim, norms):
     angles = torch.rand(tokens, head_dim, device="cuda") * 6
     cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
     gammas = [torch.randn(head_dim, device="cuda").to(dtype) for _ in range(2)] if norms else [None, None]
-    actual = rotate(qkv, cosine, sine, heads, kv_heads, *gammas, 1e-6)
+    actual = rotate(qkv, cosine, sine, heads, kv_heads, (*gammas, 1e-6))
     wide = [None if g is None else g.float() for g in gammas]
-    expected = elementwise._rotate_cpu(qkv.float(), cosine.float(), sine.float(), heads, kv_heads, *wide, 1e-6)
+    expected = elementwise._rotate_cpu(qkv.float(), cosine.float(), sine.float(), heads, kv_heads, *wide, 1e-6, False)
     for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape
         assert close(a, b, dtype)
@@ -69,10 +69,10 @@ def test_keys_and_values_go_to_the_ring(dtype, head_dim):
     lengths = torch.tensor([300, 0, 161, 2], dtype=torch.int32, device="cuda")
     sequences = torch.tensor([3, 0, 2], dtype=torch.int32, device="cuda")
     got, wanted = torch.zeros(2, 4, kv_heads, 2, ring * head_dim, dtype=dtype, device="cuda")
-    q = rotate_store(qkv, cosine, sine, heads, kv_heads, got, lengths, sequences, tokens)
+    q = rotate_store(qkv, RopeStoreArgs(cosine, sine, got, lengths, sequences, heads, kv_heads, tokens))
     wide = [x.float() for x in (qkv, cosine, sine)]
     expected = elementwise._rotate_store_cpu(
-        *wide, heads, kv_heads, wanted, lengths, sequences.cpu(), tokens, None, None, 0.0
+        *wide, wanted, lengths, sequences.cpu(), heads, kv_heads, tokens, None, None, 0.0, False
     )
     assert close(q, expected, dtype) and close(got, wanted, dtype)
 
@@ -167,7 +167,7 @@ def test_products_that_turn_and_store(dtype, m, tokens, heads, kv_heads, dim, k)
         assert torch.equal(total, same)
         wide = [t.float() for t in (qkv, cosine, sine)]
         expected = elementwise._rotate_store_cpu(
-            *wide, heads, kv_heads, wanted, lengths, sequences.cpu(), tokens, None, None, 0.0, True
+            *wide, wanted, lengths, sequences.cpu(), heads, kv_heads, tokens, None, None, 0.0, True
         )
         scale = float(qkv.abs().max())
         assert close(q / scale, expected / scale, dtype) and close(got / scale, wanted / scale, dtype)

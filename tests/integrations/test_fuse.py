@@ -10,8 +10,7 @@ import anybit
 from anybit import QuantLinear
 from anybit.errors import LayerError
 from anybit.integrations import fuse as fusing
-from anybit.kernels.elementwise.rope import paired_channels
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
+from anybit.kernels.elementwise.rope import RopeStoreArgs, paired_channels
 from anybit.ops.elementwise import rotate_store
 from anybit.packing import reorder
 from anybit.quantization.methods.rtn import quantize_weight
@@ -171,8 +170,7 @@ def test_a_product_that_turns_and_stores_says_the_same_in_two_steps(tokens):
         x, residual, gamma, 1e-5, RopeStoreArgs(angles.cos(), angles.sin(), rings[0], *where)
     )
     qkv, same = QuantLinear.from_weight(plain, "w4a16g32").norm_linear(x, residual, gamma, 1e-5)
-    rotary = (angles.cos(), angles.sin(), heads, kv_heads)
-    wanted = rotate_store(qkv.view(tokens, -1), *rotary, rings[1], lengths, None, tokens)
+    wanted = rotate_store(qkv.view(tokens, -1), RopeStoreArgs(angles.cos(), angles.sin(), rings[1], *where))
     assert torch.equal(total, same)
     assert torch.allclose(q, wanted, atol=1e-5) and torch.allclose(rings[0], rings[1], atol=1e-5)
     assert rings[0].count_nonzero() == tokens * kv_heads * 2 * dim

@@ -155,7 +155,9 @@ ROTARY = {"cosine": half(3, 16), "sine": half(3, 16), "q_gamma": half(16), "k_ga
 def test_rotary_tables_of_another_kind(changes: dict[str, Tensor], said: str) -> None:
     """A kernel reads 16-bit patterns where the CPU would promote."""
     with pytest.raises(KernelError, match=said):
-        elementwise._rotate_cuda(half(3, 64), query_heads=2, key_heads=1, epsilon=1e-5, **(ROTARY | changes))
+        elementwise._rotate_cuda(
+            half(3, 64), query_heads=2, key_heads=1, epsilon=1e-5, paired=False, **(ROTARY | changes)
+        )
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_rotary_tables_of_another_kind(changes: dict[str, Tensor], said: str) ->
 def test_lengths_of_a_cache_of_another_kind(lengths: Tensor, sequences: Tensor | None, said: str) -> None:
     with pytest.raises(KernelError, match=said):
         elementwise._rotate_store_cuda(
-            half(3, 64), half(3, 16), half(3, 16), 2, 1, half(2, 1, 2, 64), lengths, sequences, 1, None, None, 1e-5
+            half(3, 64), *half(2, 3, 16), half(2, 1, 2, 64), lengths, sequences, 2, 1, 1, None, None, 1e-5, False
         )
 
 
@@ -184,9 +186,9 @@ def test_no_tokens_launch_nothing(shape: tuple[int, ...]) -> None:
 def test_no_tokens_store_nothing() -> None:
     lengths = torch.ones(1, dtype=torch.int32)
     none, table = half(0, 64), half(0, 16)
-    assert elementwise._rotate_cuda(none, table, table, 2, 1, None, None, 1e-5)[0].shape == (0, 2, 16)
+    assert elementwise._rotate_cuda(none, table, table, 2, 1, None, None, 1e-5, False)[0].shape == (0, 2, 16)
     stored = elementwise._rotate_store_cuda(
-        none, table, table, 2, 1, half(1, 1, 2, 64), lengths, None, 1, None, None, 1e-5
+        none, table, table, half(1, 1, 2, 64), lengths, None, 2, 1, 1, None, None, 1e-5, False
     )
     assert stored.shape == (0, 2, 16)
 

@@ -16,8 +16,8 @@ from anybit.device import Device
 from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
 from anybit.kernels.elementwise import quantize_activations
+from anybit.kernels.elementwise.rope import RopeStoreArgs
 from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops import backends, bitwise, elementwise, fused, packed
 from anybit.ops.backend import LinearSpec
 from anybit.packing import QuantizedWeight
@@ -184,9 +184,7 @@ def test_products_that_turn_and_store(batch: int, launches: Launches) -> None:
     step = RopeStoreArgs(*tables, ring, lengths, None, *heads, 1)
     made = backends["packed"].norm_rotate_store(x, x, gamma, 1e-5, found[0], None, found[1], step)
     assert made is None or made[0].numel() == batch * heads[0] * dim
-    q = elementwise._rotate_store_cuda(
-        torch.randn(batch, 4 * dim).half(), *tables, *heads, ring, lengths, None, 1, None, None, 1e-5
-    )
+    q = elementwise._rotate_store_cuda(torch.randn(batch, 4 * dim).half(), *step.operands(), None, None, 1e-5, False)
     assert q.shape == (batch, heads[0], dim) and launches.kernels
 
 
@@ -197,7 +195,7 @@ def test_kernels_between_products(launches: Launches) -> None:
     assert elementwise._silu_mul_cuda(x).shape == (5, 3, 32)
     tables = torch.randn(6, 64).half(), torch.randn(6, 64).half()
     gammas = torch.ones(64).half(), torch.ones(64).half()
-    q, k = elementwise._rotate_cuda(torch.randn(6, 256).half(), *tables, 2, 1, *gammas, 1e-5)
+    q, k = elementwise._rotate_cuda(torch.randn(6, 256).half(), *tables, 2, 1, *gammas, 1e-5, False)
     assert (q.shape, k.shape) == ((6, 2, 64), (6, 1, 64))
     assert len(launches.kernels) == 4
 

@@ -25,15 +25,13 @@ from anybit.kvcache import KVCache, turn
 from anybit.kvpool import MOST, check_page, whole
 from anybit.ops import kv
 from anybit.ops.backend import RopeStoreArgs
-from anybit.ops.elementwise import rotate, rotate_store
+from anybit.ops.elementwise import Norms, rotate, rotate_store
 from anybit.ops.kv import MOST_QUERIES, Masks
 from anybit.scheme import KVFormat, Scheme, is_whole
 
 NAME = "anybit"
 _GROWTH = 1024
 
-Norms = tuple[Tensor | None, Tensor | None, float]
-"""Gammas of the norms of each query and key head, and their epsilon."""
 Waiting = tuple[Tensor, Tensor, int]
 """Keys and values [batch, tokens, kv_heads, dim] of a layer, and the layer."""
 
@@ -338,22 +336,10 @@ class AnyBitCache(Cache):  # type: ignore[misc]
         flat = qkv.view(batch * tokens, -1)
         step = self.step(layer, rotary, heads, batch, tokens, qkv.dtype)
         if step is not None:
-            q = rotate_store(
-                flat,
-                *rotary,
-                *heads,
-                step.ring,
-                step.lengths,
-                step.sequences,
-                tokens,
-                norms[0],
-                norms[1],
-                norms[2],
-                paired,
-            )
+            q = rotate_store(flat, step, norms, paired)
             return self.attend_turned(layer, q.view(batch, tokens, -1, dim), masks)
         store = self._begun_step(layer, heads[1], dim, batch, tokens)
-        q, k = rotate(flat, *rotary, *heads, norms[0], norms[1], norms[2], paired)
+        q, k = rotate(flat, *rotary, *heads, norms, paired)
         v = flat[:, -heads[1] * dim :]
         q, k, v = (x.view(batch, tokens, -1, dim).to(store.dtype) for x in (q, k, v))
         kv.write(store, layer, self.rows, k, v)

@@ -14,10 +14,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from anybit.errors import LayerError
 from anybit.integrations import graph
-from anybit.integrations.cache import AnyBitCache, Norms
+from anybit.integrations.cache import AnyBitCache
 from anybit.linear import QuantLinear
 from anybit.ops.backend import RopeStoreArgs
-from anybit.ops.elementwise import add_rms_norm, paired_channels, paired_rows, rms_norm, rotate
+from anybit.ops.elementwise import Norms, add_rms_norm, paired_channels, paired_rows, rms_norm, rotate
 from anybit.ops.kv import Masks
 from anybit.packing import reorder, stack, unstack
 
@@ -139,9 +139,7 @@ class FusedLayer(nn.Module):
         if isinstance(cache, AnyBitCache) and mask is None and cache.takes_step(tokens):
             counts = (self.query_heads, heads)
             return self._output(cache.attend_step(self.layer_idx, qkv, rotary, counts, gammas, self._masks(), paired))
-        q, k = rotate(
-            qkv.view(batch * tokens, -1), *rotary, self.query_heads, heads, gammas[0], gammas[1], gammas[2], paired
-        )
+        q, k = rotate(qkv.view(batch * tokens, -1), *rotary, self.query_heads, heads, gammas, paired)
         v = qkv[..., -heads * dim :]
         q, k, v = (part.view(batch, tokens, -1, dim).transpose(1, 2) for part in (q, k, v))
         if cache is not None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from anybit.errors import KernelError
+from anybit.kernels.elementwise.rope import RopeStoreArgs as RopeStoreArgs
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs as RopePagesArgs
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs as RopeStoreArgs
 from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat

@@ -4,6 +4,7 @@ On a GPU they take float16 and bfloat16; on a CPU they are plain torch with the 
 """
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from anybit.errors import KernelError
 from anybit.kernels.attention.kv_page import ring_places
 from anybit.kernels.elementwise import norm_act, rope
 from anybit.kernels.elementwise.norm_act import paired_rows as paired_rows
+from anybit.kernels.elementwise.rope import NO_NORMS, RopeStoreArgs
+from anybit.kernels.elementwise.rope import Norms as Norms
 from anybit.kernels.elementwise.rope import paired_channels as paired_channels
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops import repeats
 
 
@@ -37,62 +39,26 @@ def silu_mul(gate_up: Tensor, paired: bool = False) -> Tensor:
 
 
 def rotate(
-    qkv: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    query_heads: int,
-    key_heads: int,
-    q_gamma: Tensor | None = None,
-    k_gamma: Tensor | None = None,
-    epsilon: float = 0.0,
+    qkv: Tensor, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, norms: Norms = NO_NORMS,
     paired: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Rotated queries and keys of a fused projection, normed by head first where gammas are given (Qwen3).
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotated queries and keys of a fused projection, normed by head first where there are norms (Qwen3).
 
     qkv: [tokens, (query_heads + 2 key_heads) * head_dim].  cosine, sine: [tokens, head_dim].  paired: channels lie as
-    ``kernels.rope.paired_channels`` says; no gammas then.
+    ``kernels.rope.paired_channels`` says; no norms then.
     Returns q [tokens, query_heads, head_dim] and k [tokens, key_heads, head_dim].
     """
-    q, k = torch.ops.anybit.rotate(qkv, cosine, sine, query_heads, key_heads, q_gamma, k_gamma, epsilon, paired)
+    q, k = torch.ops.anybit.rotate(qkv, cosine, sine, query_heads, key_heads, *norms, paired)
     return q, k
 
 
-def rotate_store(
-    qkv: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    query_heads: int,
-    key_heads: int,
-    residual: Tensor,
-    lengths: Tensor,
-    sequences: Tensor | None,
-    tokens: int,
-    q_gamma: Tensor | None = None,
-    k_gamma: Tensor | None = None,
-    epsilon: float = 0.0,
-    paired: bool = False,
-) -> Tensor:
+def rotate_store(qkv: Tensor, step: RopeStoreArgs, norms: Norms = NO_NORMS, paired: bool = False) -> Tensor:
     """``rotate`` whose keys, and the values beside them, go straight into the 16-bit ring of a KV cache.
 
-    qkv: [batch * tokens, ...] of the newest ``tokens`` tokens of each sequence, counted in ``lengths`` already.
-    residual: one layer's, [sequences, key_heads, 2, ring * head_dim] (``KVCache.residual``).  sequences: int32 [batch],
-    None for 0, 1, 2 ...  Returns the rotated queries [batch * tokens, query_heads, head_dim].
+    qkv: [batch * tokens, ...] of the newest tokens of each sequence.
+    Returns the rotated queries [batch * tokens, query_heads, head_dim].
     """
-    q: Tensor = torch.ops.anybit.rotate_store(
-        qkv,
-        cosine,
-        sine,
-        query_heads,
-        key_heads,
-        residual,
-        lengths,
-        sequences,
-        tokens,
-        q_gamma,
-        k_gamma,
-        epsilon,
-        paired,
-    )
+    q: Tensor = torch.ops.anybit.rotate_store(qkv, *step.operands(), *norms, paired)
     return q
 
 
@@ -116,16 +82,9 @@ def _silu_mul_cpu(gate_up: Tensor, paired: bool = False) -> Tensor:
 
 
 def _rotate_cpu(
-    qkv: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    query_heads: int,
-    key_heads: int,
-    q_gamma: Tensor | None,
-    k_gamma: Tensor | None,
-    epsilon: float,
-    paired: bool = False,
-) -> tuple[Tensor, Tensor]:
+    qkv: Tensor, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, q_gamma: Tensor | None,
+    k_gamma: Tensor | None, epsilon: float, paired: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     tokens, dim = cosine.shape
     heads = qkv.view(tokens, -1, dim)
     results = []
@@ -220,92 +179,59 @@ def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
 
 
 def _rotate_cuda(
-    qkv: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    query_heads: int,
-    key_heads: int,
-    q_gamma: Tensor | None,
-    k_gamma: Tensor | None,
-    epsilon: float,
-    paired: bool = False,
-) -> tuple[Tensor, Tensor]:
-    tokens, dim = cosine.shape
-    _check_heads(qkv, tokens, query_heads, key_heads, dim)
-    check_rotary(qkv, cosine, sine, q_gamma, k_gamma)
-    q = torch.empty(tokens, query_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    k = torch.empty(tokens, key_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    if tokens:
-        problem = rope.Problem(tokens, query_heads, key_heads, dim, qkv.dtype, paired=paired)
-        cosine, sine = cosine.contiguous(), sine.contiguous()
-        rope.launch(problem, rope.default(problem), _dense(qkv), cosine, sine, q, k, q_gamma, k_gamma, epsilon)
+    qkv: Tensor, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, q_gamma: Tensor | None,
+    k_gamma: Tensor | None, epsilon: float, paired: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q, k = _rotate_fake(qkv, cosine, sine, query_heads, key_heads)
+    _turn(qkv, cosine, sine, q, k, (q_gamma, k_gamma, epsilon), paired)
     return q, k
 
 
+def _turn(
+    qkv: Tensor, cosine: Tensor, sine: Tensor, q: Tensor, k: Tensor | int, norms: Norms, paired: bool,
+    step: RopeStoreArgs | None = None,
+) -> None:  # fmt: skip
+    """Launch; k: where keys go, or with a ``step``, whose ring they go to, how many heads they have."""
+    (tokens, dim), query_heads, key_heads = cosine.shape, q.shape[1], k if isinstance(k, int) else k.shape[1]
+    _check_heads(qkv, tokens, query_heads, key_heads, dim)
+    check_rotary(qkv, cosine, sine, *norms[:2])
+    if tokens:
+        problem = rope.Problem(tokens, query_heads, key_heads, dim, qkv.dtype, paired, step is not None)
+        tables = cosine.contiguous(), sine.contiguous()
+        rope.launch(problem, _dense(qkv), *tables, q, None if isinstance(k, int) else k, norms, step)
+
+
 def _rotate_store_cpu(
-    qkv: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    query_heads: int,
-    key_heads: int,
-    residual: Tensor,
-    lengths: Tensor,
-    sequences: Tensor | None,
-    tokens: int,
-    q_gamma: Tensor | None,
-    k_gamma: Tensor | None,
-    epsilon: float,
-    paired: bool = False,
-) -> Tensor:
+    qkv: Tensor, cosine: Tensor, sine: Tensor, ring: Tensor, lengths: Tensor, sequences: Tensor | None,
+    query_heads: int, key_heads: int, tokens: int, *norms_and_paired: Any,
+) -> Tensor:  # fmt: skip
     dim = cosine.shape[1]
-    q, k = _rotate_cpu(qkv, cosine, sine, query_heads, key_heads, q_gamma, k_gamma, epsilon, paired)
+    q, k = _rotate_cpu(qkv, cosine, sine, query_heads, key_heads, *norms_and_paired)
     v = qkv.view(len(qkv), -1, dim)[:, -key_heads:]
-    ring = residual.shape[-1] // dim
-    places = ring_places(ring, dim).to(residual.device)
+    slots = ring.shape[-1] // dim
+    places = ring_places(slots, dim).to(ring.device)
     batch = len(qkv) // tokens
     rows = range(batch) if sequences is None else sequences.tolist()
     for row, sequence in enumerate(rows):
         end = int(lengths[sequence])
-        slots = torch.arange(end - tokens, end) % ring
+        taken = torch.arange(end - tokens, end) % slots
         for part, new in enumerate((k, v)):
-            mine = new[row * tokens : (row + 1) * tokens].transpose(0, 1).to(residual.dtype)
-            residual[sequence, :, part][:, places[part, slots].flatten()] = mine.flatten(1)
+            mine = new[row * tokens : (row + 1) * tokens].transpose(0, 1).to(ring.dtype)
+            ring[sequence, :, part][:, places[part, taken].flatten()] = mine.flatten(1)
     return q
 
 
-def _rotate_store_cuda(
-    qkv: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    query_heads: int,
-    key_heads: int,
-    residual: Tensor,
-    lengths: Tensor,
-    sequences: Tensor | None,
-    tokens: int,
-    q_gamma: Tensor | None,
-    k_gamma: Tensor | None,
-    epsilon: float,
-    paired: bool = False,
-) -> Tensor:
-    rows, dim = cosine.shape
-    _check_heads(qkv, rows, query_heads, key_heads, dim)
-    check_rotary(qkv, cosine, sine, q_gamma, k_gamma)
-    check_counts(lengths, sequences, qkv.device)
-    if residual.dtype != qkv.dtype or not residual.is_contiguous() or residual.shape[1] != key_heads:
+def _rotate_store_cuda(qkv: Tensor, *operands: Any) -> Tensor:
+    step, (*norms, paired) = RopeStoreArgs(*operands[:8]), operands[8:]
+    check_counts(step.lengths, step.sequences, qkv.device)
+    ring = step.ring
+    if ring.dtype != qkv.dtype or not ring.is_contiguous() or ring.shape[1] != step.key_heads:
         raise KernelError(
-            f"residual must be a layer's {qkv.dtype} [sequences, {key_heads}, 2, ring * {dim}], not {residual.dtype} "
-            f"{tuple(residual.shape)}"
+            f"ring must be a layer's dense {qkv.dtype} [sequences, {step.key_heads}, 2, slots * {step.head_dim}], not "
+            f"{ring.dtype} {tuple(ring.shape)} strided {ring.stride()}"
         )
-    q = torch.empty(rows, query_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    if not rows:
-        return q
-    problem = rope.Problem(rows, query_heads, key_heads, dim, qkv.dtype, stores=True, paired=paired)
-    cosine, sine = cosine.contiguous(), sine.contiguous()
-    rope.launch(
-        problem, rope.default(problem), _dense(qkv), cosine, sine, q, None, q_gamma, k_gamma, epsilon,
-        residual=residual, lengths=lengths, sequences=sequences, tokens=tokens, ring=residual.shape[-1] // dim,
-    )  # fmt: skip
+    q = qkv.new_empty(len(step.cosine), step.query_heads, step.head_dim)
+    _turn(qkv, step.cosine, step.sine, q, step.key_heads, tuple(norms), paired, step)
     return q
 
 
@@ -368,20 +294,18 @@ def check_counts(lengths: Tensor, sequences: Tensor | None, device: torch.device
 
 
 def _rotate_fake(
-    qkv: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    query_heads: int,
-    key_heads: int,
-    q_gamma: Tensor | None,
-    k_gamma: Tensor | None,
-    epsilon: float,
-    paired: bool = False,
+    qkv: Tensor, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
     tokens, dim = cosine.shape
     return qkv.new_empty(tokens, query_heads, dim), qkv.new_empty(tokens, key_heads, dim)
 
 
+STEP = (
+    "Tensor cosine, Tensor sine, Tensor(a!) ring, Tensor lengths, Tensor? sequences, int query_heads, int key_heads, "
+    "int tokens"
+)
+"""``RopeStoreArgs`` in an op's signature."""
+_NORMS = "Tensor? q_gamma, Tensor? k_gamma, float epsilon, bool paired"
 _library = torch.library.Library("anybit", "FRAGMENT")
 for _signature, _cpu, _cuda in (
     ("rms_norm(Tensor x, Tensor gamma, float epsilon) -> Tensor", _rms_norm_cpu, _rms_norm_cuda),
@@ -392,18 +316,11 @@ for _signature, _cpu, _cuda in (
     ),
     ("silu_mul(Tensor gate_up, bool paired=False) -> Tensor", _silu_mul_cpu, _silu_mul_cuda),
     (
-        "rotate(Tensor qkv, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor? q_gamma, "
-        "Tensor? k_gamma, float epsilon, bool paired=False) -> (Tensor, Tensor)",
+        f"rotate(Tensor qkv, Tensor cosine, Tensor sine, int query_heads, int key_heads, {_NORMS}) -> (Tensor, Tensor)",
         _rotate_cpu,
         _rotate_cuda,
     ),
-    (
-        "rotate_store(Tensor qkv, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor(a!) residual, "
-        "Tensor lengths, Tensor? sequences, int tokens, Tensor? q_gamma, Tensor? k_gamma, float epsilon, "
-        "bool paired=False) -> Tensor",
-        _rotate_store_cpu,
-        _rotate_store_cuda,
-    ),
+    (f"rotate_store(Tensor qkv, {STEP}, {_NORMS}) -> Tensor", _rotate_store_cpu, _rotate_store_cuda),
 ):
     _library.define(_signature)
     _name = _signature.partition("(")[0]
@@ -419,5 +336,7 @@ torch.library.register_fake(
 torch.library.register_fake("anybit::rotate", _rotate_fake)
 torch.library.register_fake(
     "anybit::rotate_store",
-    lambda qkv, cosine, sine, query_heads, *_: qkv.new_empty(cosine.shape[0], query_heads, cosine.shape[1]),
+    lambda qkv, cosine, sine, ring, lengths, sequences, query_heads, *_: qkv.new_empty(
+        cosine.shape[0], query_heads, cosine.shape[1]
+    ),
 )

@@ -6,19 +6,21 @@ launch of its own then. Nor is the norm with 16-bit activations of a token or tw
 Elsewhere (more tokens, other backends, a CPU) it is, with the same result.
 """
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anybit.errors import KernelError
 from anybit.kernels.elementwise.quantize_activations import Problem, Source, why_not
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
+from anybit.kernels.elementwise.rope import RopeStoreArgs
 from anybit.ops import repeats
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import copy_of, rows_of
-from anybit.ops.elementwise import add_rms_norm, check_norm, rms_norm, rotate_store, silu_mul
+from anybit.ops.elementwise import STEP, add_rms_norm, check_norm, rms_norm, rotate_store, silu_mul
 from anybit.ops.prologue import ActivationPrologue
 from anybit.scheme import ActivationFormat
 
@@ -37,40 +39,33 @@ def norm_linear(
 
 
 def norm_rotate_store(
-    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None,
-    spec: str, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, ring: Tensor, lengths: Tensor,
-    sequences: Tensor | None, tokens: int,
+    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None, spec: str,
+    step: RopeStoreArgs,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(``elementwise.rotate_store`` of the linear of the norm of x + residual, x + residual): one launch if possible.
 
     The linear's outputs are queries, keys and values, channels as ``kernels.rope.paired_channels`` says.
     """
     q, total = torch.ops.anybit.norm_rotate_store(
-        x, residual, gamma, epsilon, weight, bias, spec, cosine, sine, query_heads, key_heads, ring, lengths, sequences,
-        tokens,
+        x, residual, gamma, epsilon, weight, bias, spec, *step.operands()
     )  # fmt: skip
     return q, total
 
 
 def _norm_rotate_store(
-    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None,
-    spec: str, cosine: Tensor, sine: Tensor, query_heads: int, key_heads: int, ring: Tensor, lengths: Tensor,
-    sequences: Tensor | None, tokens: int,
+    x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float, weight: list[Tensor], bias: Tensor | None, spec: str,
+    *operands: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    parsed = LinearSpec.parse(spec)
+    parsed, step = LinearSpec.parse(spec), RopeStoreArgs(*operands)
     backend = backends[parsed.backend]
     if backend.norm_tokens and x.is_cuda and x.numel():
         check_norm(x, residual, gamma)
-        step = RopeStoreArgs(
-            cosine.contiguous(), sine.contiguous(), ring, lengths, sequences, query_heads, key_heads, tokens
-        )
-        found = backend.norm_rotate_store(x, residual, gamma, epsilon, weight, bias, parsed, step)
+        dense = replace(step, cosine=step.cosine.contiguous(), sine=step.sine.contiguous())
+        found = backend.norm_rotate_store(x, residual, gamma, epsilon, weight, bias, parsed, dense)
         if found is not None:
-            return found[0].view(len(cosine), query_heads, -1), found[1]
+            return found[0].view(-1, step.query_heads, step.head_dim), found[1]
     qkv, total = _norm_linear(x, residual, gamma, epsilon, weight, bias, spec)
-    rotary = (cosine, sine, query_heads, key_heads)
-    q = rotate_store(qkv.view(len(cosine), -1), *rotary, ring, lengths, sequences, tokens, paired=True)
-    return q, total
+    return rotate_store(qkv.view(len(step.cosine), -1), step, paired=True), total
 
 
 def silu_linear(gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str, rotated: bool = False) -> Tensor:
@@ -183,8 +178,7 @@ _library.define(
 )
 _library.define(
     "norm_rotate_store(Tensor x, Tensor residual, Tensor gamma, float epsilon, Tensor[] weight, Tensor? bias, "
-    "str spec, Tensor cosine, Tensor sine, int query_heads, int key_heads, Tensor(a!) ring, Tensor lengths, "
-    "Tensor? sequences, int tokens) -> (Tensor, Tensor)"
+    f"str spec, {STEP}) -> (Tensor, Tensor)"
 )
 _library.define("silu_linear(Tensor gate_up, Tensor[] weight, Tensor? bias, str spec, bool rotated=False) -> Tensor")
 _library.define("hadamard_linear(Tensor x, Tensor[] weight, Tensor? bias, str spec) -> Tensor")
@@ -203,8 +197,8 @@ torch.library.register_fake(
 )
 torch.library.register_fake(
     "anybit::norm_rotate_store",
-    lambda x, residual, gamma, epsilon, weight, bias, spec, cosine, sine, query_heads, *_: (
-        x.new_empty(cosine.shape[0], query_heads, cosine.shape[1]),
+    lambda x, residual, gamma, epsilon, weight, bias, spec, *step: (
+        x.new_empty(step[0].shape[0], step[5], step[0].shape[1]),
         x.new_empty(x.shape),
     ),
 )

@@ -16,6 +16,7 @@ from anybit.device import Device
 from anybit.errors import KernelError
 from anybit.kernels.elementwise import quantize_activations
 from anybit.kernels.elementwise.quantize_activations import Packed, Source, Target
+from anybit.kernels.elementwise.rope import RopeStoreArgs
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs
 from anybit.kernels.gemm import (
     heuristics,
@@ -32,7 +33,6 @@ from anybit.kernels.gemm.builtin import step
 from anybit.kernels.gemm.families import FAMILIES, KernelFamily, quantizer, tiles_of
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import PackedWeight
-from anybit.kernels.gemm.sm90_packed_gemv import RopeStoreArgs
 from anybit.ops import packed_repeat
 from anybit.ops.backend import Backend, LinearSpec, Repeated
 from anybit.ops.checks import check_input, copy_of, dense_bias, product_of, rows_of

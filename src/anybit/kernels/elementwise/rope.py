@@ -66,6 +66,47 @@ class Params:
     epsilon: Float32
 
 
+Norms = tuple[Tensor | None, Tensor | None, float]
+"""Gains [head_dim] of norms of query heads and of key heads, None where there are none, and their epsilon."""
+NO_NORMS: Norms = (None, None, 0.0)
+
+
+@dataclass(frozen=True)
+class RopeStoreArgs:
+    """Where queries, keys and values of a step's newest tokens go, and how far they turn.
+
+    cosine, sine: [m, head_dim].  ring: a layer's, [sequences, key_heads, 2, ring tokens * head_dim].  lengths:
+    int32 [sequences], the new tokens included.  sequences: int32 [m / tokens], None for 0, 1, 2 ...  tokens: new ones
+    of each.
+    """
+
+    cosine: Tensor
+    sine: Tensor
+    ring: Tensor
+    lengths: Tensor
+    sequences: Tensor | None
+    query_heads: int
+    key_heads: int
+    tokens: int
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.cosine.shape[1]
+
+    @property
+    def ring_tokens(self) -> int:
+        """Slots of a sequence's ring."""
+        return self.ring.shape[-1] // self.head_dim
+
+    def operands(self) -> tuple[Tensor | int | None, ...]:
+        """The fields in their order, as ops take them."""
+        return (
+            self.cosine, self.sine, self.ring, self.lengths, self.sequences, self.query_heads, self.key_heads,
+            self.tokens,
+        )  # fmt: skip
+
+
 def paired_channels(query_heads: int, key_heads: int, head_dim: int) -> Tensor:
     """Which output of a projection of queries, keys and values is where, int64: channels that turn lie near each other.
 
@@ -109,30 +150,18 @@ def kernel(config: Config) -> jit.Kernel:
 
 
 def launch(
-    problem: Problem,
-    config: Config,
-    qkv: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    q: Tensor,
-    k: Tensor | None,
-    q_gamma: Tensor | None = None,
-    k_gamma: Tensor | None = None,
-    epsilon: float = 0.0,
-    *,
-    residual: Tensor | None = None,
-    lengths: Tensor | None = None,
-    sequences: Tensor | None = None,
-    tokens: int = 1,
-    ring: int = 1,
-    pdl: bool = True,
-) -> None:
+    problem: Problem, qkv: Tensor, cosine: Tensor, sine: Tensor, q: Tensor, k: Tensor | None, norms: Norms,
+    step: RopeStoreArgs | None = None,
+) -> None:  # fmt: skip
     """Launch on the current stream. Shapes and dtypes are the caller's to check (``anybit.ops`` does).
 
-    residual, lengths, sequences, tokens, ring: the cache's ring that keys and values go to instead of ``k``.
+    step: whose ring keys and values go to instead of ``k``.
     """
+    config, (q_gamma, k_gamma, epsilon) = default(problem), norms
+    ring, lengths, sequences = (None, None, None) if step is None else (step.ring, step.lengths, step.sequences)
+    tokens, slots = (1, 1) if step is None else (step.tokens, step.ring_tokens)
     params = Params(
-        qkv, cosine, sine, q_gamma, k_gamma, q, k, residual, lengths, sequences,
-        qkv.stride(0), problem.query_heads, problem.key_heads, tokens, ring, epsilon,
+        qkv, cosine, sine, q_gamma, k_gamma, q, k, ring, lengths, sequences,
+        qkv.stride(0), problem.query_heads, problem.key_heads, tokens, slots, epsilon,
     )  # fmt: skip
-    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=qkv.get_device())
+    jit.launch(kernel(config), params, grid(problem, config), pdl=True, device=qkv.get_device())

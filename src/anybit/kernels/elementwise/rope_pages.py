@@ -124,20 +124,3 @@ def arguments(
         qkv=qkv, q=q, q_gamma=q_gamma, k_gamma=k_gamma, qkv_stride=qkv.stride(0), tokens=len(qkv), epsilon=epsilon,
         **shared,
     )  # fmt: skip
-
-
-def launch(
-    problem: Problem,
-    config: Config,
-    step: RopePagesArgs,
-    qkv: Tensor,
-    q: Tensor,
-    q_gamma: Tensor | None = None,
-    k_gamma: Tensor | None = None,
-    epsilon: float = 0.0,
-    *,
-    pdl: bool = True,
-) -> None:
-    """Launch on the current stream. Shapes and dtypes are the caller's to check (``anybit.ops`` does)."""
-    params = arguments(step, qkv, q, q_gamma, k_gamma, epsilon)
-    jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=qkv.get_device())

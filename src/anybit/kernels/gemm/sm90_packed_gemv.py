@@ -15,6 +15,7 @@ from anybit import jit
 from anybit.errors import KernelError
 from anybit.jit import Float32, Int32, Int64, Pointer
 from anybit.kernels.common.types import Code
+from anybit.kernels.elementwise.rope import RopeStoreArgs
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs
 from anybit.kernels.gemm import packed_layout
 from anybit.kernels.gemm.linear_problem import LinearProblem
@@ -328,39 +329,15 @@ def rotary_kernel(config: Config, pages: bool = False) -> jit.Kernel:
     return _kernel(config, f"_norm_{entry}", params)
 
 
-def rotary_arguments(norm: NormParams, step: "RopeStoreArgs | RopePagesArgs") -> RotaryParams | RotaryPagesParams:
+def rotary_arguments(norm: NormParams, step: RopeStoreArgs | RopePagesArgs) -> RotaryParams | RotaryPagesParams:
     """The parameters of a launch, unchecked."""
     if isinstance(step, RopePagesArgs):
         return RotaryPagesParams(**vars(norm), **step.params())
     return RotaryParams(
         **vars(norm), cosine=step.cosine, sine=step.sine, ring=step.ring, lengths=step.lengths,
         sequences=step.sequences, query_heads=step.query_heads, key_heads=step.key_heads, head_dim=step.head_dim,
-        new_tokens=step.tokens, ring_tokens=step.ring.shape[-1] // step.head_dim,
+        new_tokens=step.tokens, ring_tokens=step.ring_tokens,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RopeStoreArgs:
-    """Where queries, keys and values of a step's newest tokens go, and how far they turn.
-
-    cosine, sine: [m, head_dim].  ring: a layer's, [sequences, key_heads, 2, ring tokens * head_dim].  lengths:
-    int32 [sequences], the new tokens included.  sequences: int32 [m / tokens], None for 0, 1, 2 ...  tokens: new ones
-    of each.
-    """
-
-    cosine: Tensor
-    sine: Tensor
-    ring: Tensor
-    lengths: Tensor
-    sequences: Tensor | None
-    query_heads: int
-    key_heads: int
-    tokens: int
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of a head."""
-        return self.cosine.shape[1]
 
 
 def launch_rotary(
