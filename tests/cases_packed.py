@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from anybit.device import Device
-from anybit.kernels.gemm import packed_tiles
+from anybit.kernels.gemm import packed_tiles, sparse_layout
 from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.kernels.gemm.packed_layout import PackedWeight
-from anybit.packing import QuantizedWeight
+from anybit.kernels.gemm.packed_layout import TILE_COLUMNS, PackedWeight, code_bytes, subgroups, tile_group
+from anybit.packing import QuantizedWeight, table_of
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 from cases import random_codes, random_weight
 
@@ -102,3 +102,47 @@ def product(
         b = b.to(device)
         expected = expected + b.double()
     return PackedCase(packed, x.to(device), None if scale is None else scale.to(device), b, expected)
+
+
+def unpack(packed: PackedWeight) -> Tensor:
+    """The weights that tiles stand for, float64 [N, K]: reads the placement back."""
+    format = packed.format
+    units = packed_tiles._units(packed.tiles, format)
+    if format.sparse:
+        values = sparse_layout.dense_codes(units, format.bits, packed.order)
+    else:
+        values = packed_tiles._tile_codes(packed).double()
+    if format.tabled:
+        values = table_of(format.code).to(values)[values.long()]
+    zero, group = format.zero, tile_group(format)
+    if group == 0:
+        values -= zero if zero is not None else _known(packed.row_zero).double()[:, None]
+    else:
+        parts, at = subgroups(group), code_bytes(format.bits, format.sparse)
+        scale, rest = units[..., at : at + 32 * parts].contiguous().view(torch.float16), units[..., at + 32 * parts :]
+        values -= zero if zero is not None else _by_column(rest, parts)
+        values *= _by_column(scale, parts)
+        if format.code == "min":
+            values += _by_column(rest.contiguous().view(torch.float16), parts)
+    values *= packed.row_scale.double()[:, None]
+    n, k = packed.shape
+    if format.sparse:
+        values = values.where(values.isfinite(), 0.0)  # what is not kept
+    if packed.permutation is None:
+        return values[:n, :k]
+    result = values.new_zeros(n, k)
+    used = packed.permutation >= 0
+    result[:, packed.permutation[used].long()] = values[:n, : used.numel()][:, used]
+    return result
+
+
+def _known(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _by_column(values: Tensor, parts: int) -> Tensor:
+    """The inverse of `packed_tiles._by_unit`, spread over columns: float64 [N', K']."""
+    blocks, tile_count = values.shape[:2]
+    rows = values.reshape(blocks, tile_count, 4, parts, 8, 2).permute(1, 2, 5, 4, 0, 3).reshape(tile_count * 64, -1)
+    return torch.repeat_interleave(rows.double(), TILE_COLUMNS // parts, dim=1)

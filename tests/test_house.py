@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "anybit"
 # A module may import from rooms of a lower number, and from its own room.
 FLOORS = [
     {"scheme", "errors", "device"},
-    {"packing", "dpr", "hadamard"},
+    {"packing", "hadamard"},
     {"sharding"},
     {"reference"},
     {"jit"},

@@ -15,14 +15,13 @@ class Device:
 
     arch: "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a" or "sm_120a".
     sms: streaming multiprocessors.  shared_bytes: shared memory that a block can use at most.
-    l2_bytes: size of the L2 cache.  bandwidth: bytes a second that large reads reach.
+    bandwidth: bytes a second that large reads reach.
     """
 
     arch: str
     name: str
     sms: int
     shared_bytes: int
-    l2_bytes: int
     bandwidth: float
 
     @property
@@ -55,13 +54,13 @@ class Device:
 _TYPICAL = {
     device.arch: device
     for device in (
-        Device("sm_80", "NVIDIA A100-SXM4-80GB", 108, 166912, 40 << 20, 1.8e12),
-        Device("sm_86", "NVIDIA GeForce RTX 3090", 82, 101376, 6 << 20, 0.84e12),
-        Device("sm_89", "NVIDIA GeForce RTX 4090", 128, 101376, 72 << 20, 0.91e12),
-        Device("sm_90a", "NVIDIA H200", 132, 232448, 60 << 20, 4.67e12),
-        Device("sm_100a", "NVIDIA B200", 148, 232448, 126 << 20, 7.2e12),
-        Device("sm_103a", "NVIDIA B300", 148, 232448, 126 << 20, 7.2e12),
-        Device("sm_120a", "NVIDIA GeForce RTX 5090", 170, 101376, 96 << 20, 1.6e12),
+        Device("sm_80", "NVIDIA A100-SXM4-80GB", 108, 166912, 1.8e12),
+        Device("sm_86", "NVIDIA GeForce RTX 3090", 82, 101376, 0.84e12),
+        Device("sm_89", "NVIDIA GeForce RTX 4090", 128, 101376, 0.91e12),
+        Device("sm_90a", "NVIDIA H200", 132, 232448, 4.67e12),
+        Device("sm_100a", "NVIDIA B200", 148, 232448, 7.2e12),
+        Device("sm_103a", "NVIDIA B300", 148, 232448, 7.2e12),
+        Device("sm_120a", "NVIDIA GeForce RTX 5090", 170, 101376, 1.6e12),
     )
 }
 _SUFFIX = {90: "a", 100: "a", 103: "a", 120: "a"}
@@ -79,7 +78,6 @@ def _present(index: int) -> Device:
         properties.name,
         properties.multi_processor_count,
         int(properties.shared_memory_per_block_optin),  # type: ignore[attr-defined]
-        properties.L2_cache_size,
         _TYPICAL[arch].bandwidth,
     )
 

@@ -1,4 +1,4 @@
-"""Codes, dense words, bit planes, and the one in-memory form of a quantized linear layer. Pure torch, any device.
+"""Codes, dense words, and the one in-memory form of a quantized linear layer. Pure torch, any device.
 
 Codes are unsigned (see ``anybit.scheme``). Dense words are 32-bit, least significant bit first, and a row has no
 padding bits beyond its last word: the layout of compressed-tensors' ``pack-quantized``, for every width.
@@ -73,46 +73,6 @@ def unpack_words(words: Tensor, bits: int, length: int) -> Tensor:
             code = (code & (2**low - 1)) | (rows[..., word + 1] << low)
         codes[..., position] = (code & mask).to(torch.uint8)
     return codes.flatten(-2)[..., :length].contiguous()
-
-
-def to_planes(codes: Tensor, bits: int) -> Tensor:
-    """Decompose codes [N, K] into bit planes, int32 [bits, N, ceil(K/32)]: plane i holds bit i, 32 elements a word.
-
-    The papers' decomposition (APT-LLM, section IV-A): each bit its own 1-bit matrix, all planes in one tensor.
-    """
-    _check_bits(bits)
-    return torch.stack([pack_words((codes.to(torch.int32) >> i) & 1, 1) for i in range(bits)])
-
-
-def from_planes(planes: Tensor, length: int) -> Tensor:
-    """Reassemble bit planes int32 [bits, N, ceil(length/32)] into uint8 codes [N, length]."""
-    codes = torch.zeros(*planes.shape[1:-1], length, dtype=torch.uint8, device=planes.device)
-    for i, plane in enumerate(planes):
-        codes |= unpack_words(plane, 1, length) << i
-    return codes
-
-
-def signed_from_codes(codes: Tensor, bits: int) -> Tensor:
-    """Unsigned codes -> two's-complement integers in [-2^(bits-1), 2^(bits-1)), int32; lossless."""
-    return codes.to(torch.int32).sub(2 ** (bits - 1))
-
-
-def codes_from_signed(values: Tensor, bits: int) -> Tensor:
-    """Integers in [-2^(bits-1), 2^(bits-1)) -> unsigned codes, uint8."""
-    return values.add(2 ** (bits - 1)).to(torch.uint8)
-
-
-def bipolar_from_codes(codes: Tensor, bits: int) -> Tensor:
-    """Unsigned codes -> bipolar-INT, the odd integers in [-(2^bits - 1), 2^bits - 1], int32; lossless.
-
-    APT-LLM, section III-A: bit i stands for +2^i or -2^i. Of a signed integer x this is x' = 2x + 1.
-    """
-    return codes.to(torch.int32).mul(2).sub(2**bits - 1)
-
-
-def codes_from_bipolar(values: Tensor, bits: int) -> Tensor:
-    """Bipolar-INT (odd integers) -> unsigned codes, uint8."""
-    return (values.add(2**bits - 1) >> 1).to(torch.uint8)
 
 
 _TABLES: dict[str, tuple[float, ...]] = {

@@ -10,6 +10,7 @@ import torch
 
 import emulate
 from anybit.device import Device
+from anybit.kernels.elementwise.rope import RopeStoreArgs
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs
 from anybit.kernels.gemm import (
     packed_problem,
@@ -22,7 +23,7 @@ from anybit.ops import pages
 from anybit.ops.elementwise import _rms_norm_cpu, _rotate_store_cpu, _silu_mul_cpu
 from anybit.scheme import ActivationFormat, WeightFormat
 from cases import random_weight
-from cases_packed import FOREIGN, TOLERANCE, product, scheme_of
+from cases_packed import FOREIGN, TOLERANCE, product, scheme_of, unpack
 
 pytestmark = pytest.mark.emulate
 HOPPER = replace(Device.named("sm_90a"), sms=2)
@@ -162,7 +163,7 @@ def test_norms_its_activations(dtype: torch.dtype, residual: bool) -> None:
         x = case.x if other is None else case.x + other
         assert total is None or torch.equal(total, x)
         assert case.bias is not None
-        expected = _rms_norm_cpu(x, gamma, 1e-5).double() @ packed_tiles.unpack(case.packed).T + case.bias.double()
+        expected = _rms_norm_cpu(x, gamma, 1e-5).double() @ unpack(case.packed).T + case.bias.double()
         error = replace(case, expected=expected).error(y)
         assert error < TOLERANCE[dtype], f"m={m} n={n} k={k} {dtype} {config}: error {error:.2e}"
 
@@ -181,7 +182,7 @@ def test_ends_with_silu(dtype: torch.dtype) -> None:
         emulate.run(kernel, params, sm90_packed_gemv.grid(problem, config), dependent=("x", "y"))
         x = _rms_norm_cpu(case.x, gamma, 1e-5)
         assert case.bias is not None
-        whole = x.double() @ packed_tiles.unpack(case.packed).T + case.bias.double()
+        whole = x.double() @ unpack(case.packed).T + case.bias.double()
         expected = _silu_mul_cpu(whole.to(dtype), paired=True)
         torch.testing.assert_close(y.float(), expected.float(), rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
@@ -203,16 +204,17 @@ def test_turns_and_stores(m: int, tokens: int, dtype: torch.dtype, dim: int, war
     angles = torch.rand(m, dim // 2).repeat(1, 2) * 6
     lengths, order = torch.tensor([40, 7, 33], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
     cosine, sine, sequences = angles.cos().to(dtype), angles.sin().to(dtype), order[: m // tokens]
-    step = sm90_packed_gemv.RopeStoreArgs(cosine, sine, ring, lengths, sequences, heads, kv_heads, tokens)
+    step = RopeStoreArgs(cosine, sine, ring, lengths, sequences, heads, kv_heads, tokens)
     norm = sm90_packed_gemv.norm_arguments(case.packed, case.x, q, case.bias, gamma, 1e-5, other, total)
     params = sm90_packed_gemv.rotary_arguments(norm, step)
     kernel, grid = sm90_packed_gemv.rotary_kernel(config), sm90_packed_gemv.grid(problem, config)
     emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "ring"))
     assert case.bias is not None
     x = _rms_norm_cpu(case.x + other, gamma, 1e-5).double()
-    qkv = (x @ packed_tiles.unpack(case.packed).T + case.bias.double()).to(dtype).float()
-    rotary = (qkv, cosine.float(), sine.float(), heads, kv_heads)
-    expected = _rotate_store_cpu(*rotary, wanted, lengths, sequences, tokens, None, None, 0.0, True)
+    qkv = (x @ unpack(case.packed).T + case.bias.double()).to(dtype).float()
+    expected = _rotate_store_cpu(
+        qkv, cosine.float(), sine.float(), wanted, lengths, sequences, heads, kv_heads, tokens, None, None, 0.0, True
+    )
     atol = 0.02 * float(qkv.abs().max())
     torch.testing.assert_close(q.view(m, heads, dim).float(), expected.float(), rtol=0.02, atol=atol)
     torch.testing.assert_close(ring.float(), wanted.float(), rtol=0.02, atol=atol)
@@ -243,7 +245,7 @@ def test_turns_and_stores_in_pages(m: int, dtype: torch.dtype, dim: int) -> None
     emulate.run(kernel, params, grid, seed=dim, dependent=("x", "y", "residual", "residual_sum", "keys", "values"))
     assert case.bias is not None
     x = _rms_norm_cpu(case.x + other, gamma, 1e-5).double()
-    qkv = (x @ packed_tiles.unpack(case.packed).T + case.bias.double()).to(dtype)
+    qkv = (x @ unpack(case.packed).T + case.bias.double()).to(dtype)
     expected = pages._rotate_cpu(step(wanted), qkv, None, None, 0.0, True)
     atol = 0.02 * float(qkv.abs().max())
     torch.testing.assert_close(q.view(m, heads, dim).float(), expected.float(), rtol=0.02, atol=atol)

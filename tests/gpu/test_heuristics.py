@@ -19,7 +19,7 @@ from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import PackedWeight
 from anybit.packing import QuantizedWeight
 from anybit.scheme import WeightFormat
-from cases_packed import FOREIGN, TOLERANCE, product
+from cases_packed import FOREIGN, TOLERANCE, product, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -153,5 +153,5 @@ def test_outliers_keep_their_place() -> None:
     x[0, 77] = 1000.0
     y = it.empty()
     packed_problem.launch_few(sm90_packed_gemv, it.packed, x, y)
-    expected = x.double() @ packed_tiles.unpack(it.packed).T
+    expected = x.double() @ unpack(it.packed).T
     assert (y.double() - expected).abs().mean() / expected.abs().mean() < 1e-3

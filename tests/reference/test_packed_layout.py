@@ -8,11 +8,11 @@ import torch
 from anybit.errors import KernelError
 from anybit.kernels.gemm import sparse_layout
 from anybit.kernels.gemm.packed_layout import float_order, from_float_order, pieces, tile_bytes
-from anybit.kernels.gemm.packed_tiles import _normalized, _signed32, codes, prepare, unpack
+from anybit.kernels.gemm.packed_tiles import _normalized, _signed32, codes, prepare
 from anybit.packing import QuantizedWeight, pack_words, table_of
 from anybit.scheme import WeightFormat
 from cases import random_weight
-from cases_packed import FOREIGN, act_order, scheme_of
+from cases_packed import FOREIGN, act_order, scheme_of, unpack
 
 SHAPES = [
     (128, (64, 256), False),

@@ -18,7 +18,7 @@ from anybit.tune import policy as policies
 from anybit.tune.dispatch import Dispatcher
 from anybit.tune.policy import SHIPPED, Measured, Point, PolicyError, read, save, usable
 from anybit.tune.registry import GRID, STEPS
-from anybit.tune.space import promising, space
+from anybit.tune.space import promising, space, why_not_split
 from cases_tune import point, policy, product
 
 H200 = Device.named("sm_90a")
@@ -46,6 +46,15 @@ def test_split_is_a_strategy_where_int4_tensor_cores_exist() -> None:
     one = product(m=32, device=Device.named("sm_80"))
     strategies = {candidate.strategy for candidate in space(one).candidates}
     assert {"split", "bitwise", "padding to int8"} <= strategies
+    for other, reason in (
+        (product("w4a16g128"), "16-bit floats"),
+        (product("w8a8"), "emulated on the integer units of sm_90a"),
+        (product("w4a4", device=Device.named("sm_80")), "nothing to split"),
+        (product("w4a8s24", device=Device.named("sm_80")), "2:4 sparse"),
+        (product("w4a16g32e2m1"), "no integers"),
+    ):
+        assert reason in str(why_not_split(other))
+    assert why_not_split(one) is None
 
 
 def test_activations_are_re_chosen_only_where_that_is_allowed() -> None:

@@ -10,14 +10,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from anybit import dpr
 from anybit.errors import KernelError
 from anybit.kernels.elementwise.quantize_activations import Target
 from anybit.kernels.gemm.bitplane_problem import half_bytes
 from anybit.kernels.gemm.builtin import builtin, power_of_two
 from anybit.kernels.gemm.families import FAMILIES, Candidate, Layout, strategy_of, tiles_of
 from anybit.kernels.gemm.linear_problem import LinearProblem
-from anybit.scheme import ActivationFormat
+from anybit.scheme import CODES, ActivationFormat
 
 STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "split", "sparse")
 """Ways of carrying a product out (ADAngel, section 4.3)."""
@@ -25,6 +24,8 @@ STRATEGIES = ("bitwise", "padding to int8", "padding to fp8", "dequantize", "spl
 ALLOWANCES = {"a8": "16-bit activations may be quantized to 8 bits where that is faster: results change"}
 """What a user may allow, since it changes results."""
 
+_INT4_TENSOR_CORES = ("sm_80", "sm_86", "sm_89")
+"""Read from the SASS of CUDA 13.0: later architectures emulate them."""
 _INT8, _FP8 = ActivationFormat(8, "sym"), ActivationFormat(8, "float")
 
 
@@ -62,10 +63,11 @@ def space(product: LinearProblem, allow: Collection[str] = ()) -> Space:
 
 def _excluded_strategies(product: LinearProblem, allow: Collection[str]) -> Iterator[Excluded]:
     """Strategies that are out as a whole, beside what the families say."""
-    w, x, arch = product.weights, product.activations, product.device.arch
-    for strategy in ("split", "dequantize") if x.quantized else ("split",):
-        if reason := dpr.why_not(w, x, arch, strategy):
-            yield Excluded(strategy, "", reason)
+    x = product.activations
+    if reason := why_not_split(product):
+        yield Excluded("split", "", reason)
+    if x.quantized:
+        yield Excluded("dequantize", "", f"activations are quantized to {x.bits} bits")
     if x.integer:
         yield Excluded("padding to fp8", "", "sums of e4m3 products are rounded, and integer activations are exact")
     elif x.quantized:
@@ -73,6 +75,22 @@ def _excluded_strategies(product: LinearProblem, allow: Collection[str]) -> Iter
     elif "a8" not in allow:
         for name in ("padding to int8", "padding to fp8"):
             yield Excluded(name, "", "it would quantize the activations, which has not been allowed (allow a8)")
+
+
+def why_not_split(product: LinearProblem) -> str | None:
+    """Why operands are not split into nibbles for int4 tensor cores, in a sentence; None if they may be."""
+    w, x, arch = product.weights, product.activations, product.device.arch
+    if w.sparse:
+        return "the weights are 2:4 sparse"
+    if w.code not in CODES:
+        return f"{w.code} codes are no integers, so weights have to become 16-bit floats (dequantize)"
+    if not x.integer:
+        return f"split multiplies integers, and the activations are {x.bits}-bit floats"
+    if arch not in _INT4_TENSOR_CORES:
+        return f"4-bit integer products are emulated on the integer units of {arch}"
+    if max(w.bits, x.bits) <= 4:
+        return "both operands fit four bits, so there is nothing to split: padding runs them on 4-bit tensor cores"
+    return None
 
 
 def targets_of(product: LinearProblem, allow: Collection[str] = ()) -> list[ActivationFormat]:

@@ -245,18 +245,6 @@ def why_not(problem: Problem, config: Config, device: Device) -> str | None:
     return None
 
 
-def configs(problem: Problem, device: Device) -> list[Config]:
-    """Every legal config worth timing."""
-    found = []
-    for min_blocks_per_sm in (1, 2):
-        for warps in (4, 6, 8, 10, 12, 16):
-            for stages in (2, 3, 4, 6):
-                config = make(problem, device, warps, stages, min_blocks_per_sm=min_blocks_per_sm)
-                if why_not(problem, config, device) is None:
-                    found.append(config)
-    return found
-
-
 @cache
 def default(problem: Problem, device: Device, checked: bool = False) -> Config:
     """The config to use without measuring, as measured on an H200: warps, slots each, blocks a multiprocessor.

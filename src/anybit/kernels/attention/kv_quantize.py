@@ -105,11 +105,6 @@ def default(problem: Problem, threads: int = 0, checked: bool = False) -> Config
     )
 
 
-def configs(problem: Problem) -> list[Config]:
-    """Every config worth timing."""
-    return [default(problem, threads) for threads in (128, 256, 512)]
-
-
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of a block: sixteen tokens of values a warp and a scale; or keys by token as words."""
     values = config.threads // 32 * (16 * (min(config.head_dim, 128) * 2 + 16) + 16)

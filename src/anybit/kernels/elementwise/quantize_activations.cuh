@@ -14,8 +14,7 @@
 // plain: x itself.  rms_norm: gamma * x / rms(x), of x + residual where there is one.  silu_mul: silu(gate) * up.
 enum class Source { plain, rms_norm, silu_mul };
 // planes: bits (bitplane_layout.cuh).  bytes: one a value, signed integers (the code less 2^(bits-1)) or e4m3.
-// values: no codes, only the 16-bit values of a norm or an activation function.
-enum class Target { planes, bytes, values };
+enum class Target { planes, bytes };
 
 struct Params {
     const uint16_t* x;         // [M, K], or [M, gate K | up K] for silu_mul
@@ -243,7 +242,6 @@ template <class Config> __global__ void __launch_bounds__(Config::threads) quant
             store8<Config::aligned>(p.normalized + static_cast<int64_t>(row) * p.k, 8 * (v * threads + thread), p.k, value[v]);
     }
 
-    if constexpr (Config::target == Target::values) return;
 
     if constexpr (order > 0) {
 #pragma unroll

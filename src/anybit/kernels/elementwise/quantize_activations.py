@@ -35,11 +35,10 @@ class Source(Enum):
 
 
 class Target(Enum):
-    """What is written: bit planes, a byte a value, or no codes at all, only the 16-bit values of the source."""
+    """What is written: bit planes, or a byte a value."""
 
     planes = "planes"
     bytes = "bytes"
-    values = "values"
 
 
 @dataclass(frozen=True)
@@ -163,10 +162,8 @@ def why_not(problem: Problem, config: Config | None = None) -> str | None:
     form = problem.format
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"activations must be float16 or bfloat16, not {dtype_name(problem.dtype)}"
-    if form.quantized == (problem.target is Target.values):
-        return f"{form.bits}-bit activations cannot be written as {problem.target.value}"
-    if problem.target is Target.values and problem.source is Source.plain:
-        return "16-bit values need no quantization"
+    if not form.quantized:
+        return "16-bit activations need no quantization"
     if problem.target is Target.planes and not form.integer:
         return "bit planes hold integer codes, not e4m3"
     if problem.rotated and (reason := _unrotatable(problem)) is not None:
@@ -292,7 +289,7 @@ def quantize(
 class Operands(TypedDict, total=False):
     """What is read and written beside x and its codes, all [m, k] in x's dtype but for gamma [k]: ``Source`` says what.
 
-    normalized: where the values that are coded go, or with Target.values all that is written.
+    normalized: where the values that are coded go as well.
     """
 
     gamma: Tensor | None
@@ -303,20 +300,18 @@ class Operands(TypedDict, total=False):
 
 
 def launch(
-    problem: Problem, config: Config, packed: Packed | None, x: Tensor, *, pdl: bool = True, **more: Unpack[Operands]
+    problem: Problem, config: Config, packed: Packed, x: Tensor, *, pdl: bool = True, **more: Unpack[Operands]
 ) -> None:
-    """Launch on the current stream of x's device. Shapes and dtypes are the caller's to check (``anybit.ops`` does).
-
-    packed: where the codes go; None for Target.values.
+    """Launch on the current stream of x's device, codes to ``packed``. The caller checks shapes and dtypes, as
+    ``anybit.ops`` does.
     """
     params = arguments(problem, config, packed, x, **more)
     jit.launch(kernel(config), params, grid(problem, config), pdl=pdl, device=x.get_device())
 
 
-def arguments(problem: Problem, config: Config, packed: Packed | None, x: Tensor, **more: Unpack[Operands]) -> Params:
+def arguments(problem: Problem, config: Config, packed: Packed, x: Tensor, **more: Unpack[Operands]) -> Params:
     """The Params of a launch, unchecked."""
     residual = more.get("residual")
-    codes, scale, sum, zero = (0, 0, 0, 0) if packed is None else packed.addresses
     in_planes = problem.target is Target.planes
     return Params(
         x,
@@ -324,10 +319,7 @@ def arguments(problem: Problem, config: Config, packed: Packed | None, x: Tensor
         more.get("residual_sum"),
         more.get("gamma"),
         more.get("normalized"),
-        codes,
-        scale,
-        sum,
-        zero,
+        *packed.addresses,
         x.stride(0),
         0 if residual is None else residual.stride(0),
         problem.k,
@@ -340,14 +332,13 @@ def arguments(problem: Problem, config: Config, packed: Packed | None, x: Tensor
 
 
 def _config(problem: Problem, threads: int, vectors: int) -> Config:
-    coded = problem.target is not Target.values
     return Config(
         threads,
         vectors,
         problem.source,
         problem.target,
-        Code(problem.format.code) if coded else Code.sym,  # any code will do where nothing is coded
-        problem.format.bits if coded else 8,
+        Code(problem.format.code),
+        problem.format.bits,
         problem.dtype == torch.bfloat16,
         problem.aligned,
         *(factor(problem.k) if problem.rotated else (0, 1)),
@@ -356,8 +347,6 @@ def _config(problem: Problem, threads: int, vectors: int) -> Config:
 
 def _unrotatable(problem: Problem) -> str | None:
     """Why rows cannot be rotated on their way, in a sentence."""
-    if problem.target is Target.values:
-        return "16-bit values are rotated by a kernel of their own"
     reason = hadamard.why_not(hadamard.Problem(problem.m, problem.k, problem.dtype))
     if reason is None and factor(problem.k)[1] % VECTOR:
         return f"a power of two in K = {problem.k} of {factor(problem.k)[1]} is less than the vectors of {VECTOR}"

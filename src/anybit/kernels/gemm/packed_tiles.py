@@ -24,7 +24,7 @@ from anybit.kernels.gemm.packed_layout import (
     unit_bytes,
     why_not,
 )
-from anybit.packing import QuantizedWeight, table_of, unpack_words
+from anybit.packing import QuantizedWeight, unpack_words
 from anybit.scheme import WeightFormat
 
 # Rows whose codes are unpacked at a time: bounds the scratch memory of `prepare`.
@@ -297,47 +297,3 @@ def _tile_codes(packed: PackedWeight) -> Tensor:
     steps = 8 if packed.order == "a16" else 4
     view = found.view(steps, 2, 2, blocks, tile_count, 4, 8, 4, count)
     return view.permute(4, 5, 2, 6, 3, 0, 1, 7, 8).reshape(tile_count * 64, blocks * 128)
-
-
-def unpack(packed: PackedWeight) -> Tensor:
-    """The weights that tiles stand for, float64 [N, K]: reads the placement back, for tests."""
-    format = packed.format
-    units = _units(packed.tiles, format)
-    if format.sparse:
-        values = sparse_layout.dense_codes(units, format.bits, packed.order)
-    else:
-        values = _tile_codes(packed).double()
-    if format.tabled:
-        values = table_of(format.code).to(values)[values.long()]
-    zero, group = format.zero, tile_group(format)
-    if group == 0:
-        values -= zero if zero is not None else _known(packed.row_zero).double()[:, None]
-    else:
-        parts, at = subgroups(group), code_bytes(format.bits, format.sparse)
-        scale, rest = units[..., at : at + 32 * parts].contiguous().view(torch.float16), units[..., at + 32 * parts :]
-        values -= zero if zero is not None else _by_column(rest, parts)
-        values *= _by_column(scale, parts)
-        if format.code == "min":
-            values += _by_column(rest.contiguous().view(torch.float16), parts)
-    values *= packed.row_scale.double()[:, None]
-    n, k = packed.shape
-    if format.sparse:
-        values = values.where(values.isfinite(), 0.0)  # what is not kept
-    if packed.permutation is None:
-        return values[:n, :k]
-    result = values.new_zeros(n, k)
-    used = packed.permutation >= 0
-    result[:, packed.permutation[used].long()] = values[:n, : used.numel()][:, used]
-    return result
-
-
-def _known(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
-
-
-def _by_column(values: Tensor, parts: int) -> Tensor:
-    """The inverse of `_by_unit`, spread over columns: float64 [N', K']."""
-    blocks, tile_count = values.shape[:2]
-    rows = values.reshape(blocks, tile_count, 4, parts, 8, 2).permute(1, 2, 5, 4, 0, 3).reshape(tile_count * 64, -1)
-    return torch.repeat_interleave(rows.double(), TILE_COLUMNS // parts, dim=1)

@@ -85,12 +85,6 @@ class Config:
         """Rows of the boxes that a tile is loaded in if it lacks many of its tokens; 0: such tiles are loaded whole."""
         return 0 if self.cluster_n > 1 or self.tile_m < 48 else 16 if self.tile_m <= 64 else 32
 
-    def missing_rows(self, tokens: int) -> int:
-        """Rows that the last tile of so many tokens is loaded with, and that are not there (load_x of the kernel)."""
-        last, box = tokens % self.tile_m or self.tile_m, self.tail_rows
-        boxed = -(-last // box) * box if box else self.tile_m
-        return (boxed if boxed <= self.tile_m - box else self.tile_m) - last
-
     @property
     def cluster(self) -> int:
         """Blocks of a cluster."""
