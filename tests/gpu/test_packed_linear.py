@@ -8,7 +8,7 @@ import torch
 
 from anybit import ops
 from anybit.linear import QuantLinear
-from anybit.ops import repeats
+from anybit.ops import call_cache
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import CODES, Scheme
 from cases import random_weight
@@ -67,9 +67,8 @@ def test_calls_again_give_what_the_op_gives(scheme):
             xs = torch.randn(4, m, k, device="cuda").half()
             expected = [ops.backends["packed"].linear(x, prepared.tensors, layer.bias, prepared.spec) for x in xs]
             got = [layer(x) for x in xs]
-            assert (
-                repeats.find(repeats.linear_like(xs[0], prepared.tensors, layer.bias, prepared.spec_text)) is not None
-            )
+            key = call_cache.linear_key(xs[0], prepared.tensors, layer.bias, prepared.spec_text)
+            assert call_cache.find(key) is not None
             other.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(other):
                 got += [layer(x) for x in xs]

@@ -17,7 +17,7 @@ from anybit.errors import KernelError
 from anybit.jit import tensor_map
 from anybit.jit.params import layout_of
 from anybit.kernels.gemm import sm90_packed_gemm
-from anybit.ops import elementwise, fused, packed, packed_repeat, repeats
+from anybit.ops import call_cache, elementwise, fused, packed, packed_calls
 from anybit.ops import pages as pages_ops
 from anybit.ops.backend import LinearSpec
 from anybit.ops.pages import RopePagesArgs
@@ -89,7 +89,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(launching.Launcher, "_config", lambda self, stream: SimpleNamespace())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(packed_repeat, "encode_at", encode_at)
+    monkeypatch.setattr(packed_calls, "encode_at", encode_at)
     for module in (tensor_map, sm90_packed_gemm):
         monkeypatch.setattr(module, "encode", encode)
     dispatching.use()
@@ -189,8 +189,8 @@ def test_fused_and_small_calls_launch_the_same_again(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(repeats, "find", lambda like: None)
-        patch.setattr(repeats, "keep", lambda like, make: None)
+        patch.setattr(call_cache, "find", lambda key: None)
+        patch.setattr(call_cache, "keep", lambda key, make: None)
         expected = launches(one)
     assert all(expected)
     assert launches(one) == expected  # made

@@ -3,7 +3,7 @@
 from anybit.errors import KernelError
 from anybit.jit.cache import cached
 from anybit.jit.compile import Compiled, CompileError, compile
-from anybit.jit.launch import Launcher, Recorded, kernels_of, launch, load, record, repeated, watched
+from anybit.jit.launch import Launcher, Recorded, cached_launch, kernels_of, launch, load, record, watched
 from anybit.jit.params import Float32, Int32, Int64, Pointer, UInt32, UInt64
 from anybit.jit.source import Kernel
 
@@ -21,11 +21,11 @@ __all__ = [
     "UInt32",
     "UInt64",
     "cached",
+    "cached_launch",
     "compile",
     "kernels_of",
     "launch",
     "load",
     "record",
-    "repeated",
     "watched",
 ]

@@ -53,7 +53,7 @@ def _launcher(kernel: Kernel, device: int, pdl: bool) -> "Launcher":
     return found or _launchers.setdefault((kernel, device, pdl), Launcher(kernel, device, pdl))
 
 
-def repeated(
+def cached_launch(
     kernel: Kernel, params: Any, grid: Grid, changing: tuple[str, ...], *, pdl: bool = False, device: int
 ) -> Callable[..., None]:
     """A launch as ``launch`` makes it, to be made often: a function of the fields of `params` that change, by order.
@@ -66,13 +66,13 @@ def repeated(
     names = [field.name for field in layout_of(kernel.params).fields]
     places = [names.index(name) for name in changing]
 
-    def again(*new: Any) -> None:
+    def launch_again(*new: Any) -> None:
         values = known.copy()
         for place, value in zip(places, new, strict=True):
             values[place] = value
         start(values, grid)
 
-    return again
+    return launch_again
 
 
 def watched() -> bool:

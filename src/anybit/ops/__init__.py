@@ -15,15 +15,16 @@ from anybit.errors import LayerError
 from anybit.hadamard import factor, transform
 from anybit.kernels.elementwise import hadamard as hadamard_kernel
 from anybit.kernels.gemm.families import Layout
-from anybit.ops import bitwise, packed, repeats
+from anybit.ops import bitwise, call_cache, packed
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import Backend, LinearSpec, allow_fallback, backends, choose, register
 from anybit.ops.bitwise import Bitwise
+from anybit.ops.call_cache import linear as cached_linear
+from anybit.ops.call_cache import linear_key
 from anybit.ops.fused import hadamard_linear, norm_linear, norm_rotate_store, rotation_refused, silu_linear
 from anybit.ops.layouts import MultiLayoutBackend
 from anybit.ops.packed import PackedTiles
 from anybit.ops.reference import ReferenceDecoded, ReferencePacked
-from anybit.ops.repeats import linear_again, linear_like
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 
@@ -121,14 +122,14 @@ def _check_groups(weight: QuantizedWeight) -> None:
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
     """Y = x W^T + bias, through the op ``anybit::linear``: x float [..., K], bias float [N] -> y [..., N] in x's dtype.
 
-    Where nothing but this call looks at the op, a call that is like one before it launches at once. Kernels take
+    Where nothing but this call looks at the op, a call like an earlier one launches at once. Kernels take
     float16 and bfloat16. Raises KernelError (LayerError on the reference) before anything is launched for
     an x of another dtype, width or device than the prepared weight takes; kernels also for such a bias.
     """
     if _alone(x):
-        again = repeats.find(linear_like(x, prepared.tensors, bias, prepared.spec_text))
-        if again is not None:
-            found: Tensor = again(x, prepared.tensors, bias)
+        call = call_cache.find(linear_key(x, prepared.tensors, bias, prepared.spec_text))
+        if call is not None:
+            found: Tensor = call(x, prepared.tensors, bias)
             return found
     y: Tensor = torch.ops.anybit.linear(x, prepared.tensors, bias, prepared.spec_text)
     return y
@@ -193,7 +194,7 @@ _library.define(
 )
 _library.define("hadamard(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 for _device in ("CPU", "CUDA"):
-    _library.impl("linear", linear_again, _device)
+    _library.impl("linear", cached_linear, _device)
     _library.impl("rows", _rows, _device)
 _library.impl("hadamard", transform, "CPU")
 _library.impl("hadamard", _hadamard_cuda, "CUDA")

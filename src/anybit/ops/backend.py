@@ -17,7 +17,7 @@ from anybit.ops.prologue import ActivationPrologue
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
-Repeated = Callable[..., Any]
+CachedCall = Callable[..., Any]
 """(x, a prepared weight's tensors, bias) -> y; with a prologue that has a residual also gamma and it -> (y, sum)."""
 
 
@@ -115,17 +115,17 @@ class Backend(ABC):
         weight = self.restore(tensors, spec).rows(ids.flatten())
         return weight.dequantize(dtype).view(*ids.shape, spec.k)
 
-    def repeated(
+    def cached_call(
         self,
         x: Tensor,
         tensors: list[Tensor],
         bias: Tensor | None,
         spec: LinearSpec,
         prologue: ActivationPrologue | None = None,
-    ) -> Repeated | None:
+    ) -> CachedCall | None:
         """``linear`` for operands that are like these in all but address and values; None where there is none.
 
-        These are checked as ``linear`` checks them; what it returns takes operands that look alike (``repeats.looks``)
+        These are checked as ``linear`` checks them; what it returns takes operands of the same ``call_cache.signature``
         and any weight of the same spec, and checks nothing.
         """
         return None

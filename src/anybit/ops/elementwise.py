@@ -17,7 +17,7 @@ from anybit.kernels.elementwise.norm_act import paired_rows as paired_rows
 from anybit.kernels.elementwise.rope import NO_NORMS, RopeStoreArgs
 from anybit.kernels.elementwise.rope import Norms as Norms
 from anybit.kernels.elementwise.rope import paired_channels as paired_channels
-from anybit.ops import repeats
+from anybit.ops import call_cache
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -121,11 +121,11 @@ def check_norm(x: Tensor, residual: Tensor | None, gamma: Tensor) -> None:
 
 
 def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor | None]:
-    like = "add_rms_norm", repeats.looks(x), repeats.looks(residual), repeats.looks(gamma), epsilon
-    again = repeats.find(like)
-    if again is not None:
+    key = "add_rms_norm", call_cache.signature(x), call_cache.signature(residual), call_cache.signature(gamma), epsilon
+    call = call_cache.find(key)
+    if call is not None:
         y, total = x.new_empty(x.shape), None if residual is None else x.new_empty(x.shape)
-        again(*map(repeats.address, (x, residual, gamma, y, total)))
+        call(*map(call_cache.address, (x, residual, gamma, y, total)))
         return y, total
     check_norm(x, residual, gamma)
     rows = x.reshape(-1, x.shape[-1])
@@ -136,18 +136,18 @@ def _norm_cuda(x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float
         total = torch.empty(other.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
         made = norm_act.add_rms_norm(_dense(rows), None if other is None else _dense(other), gamma, epsilon, y, total)
-        _launch(made, x, like, ("x", "residual", "gamma", "y", "residual_sum"), x, residual)
+        _launch(made, x, key, ("x", "residual", "gamma", "y", "residual_sum"), x, residual)
     return y.view(x.shape), None if total is None else total.view(x.shape)
 
 
 def _launch(
-    made: norm_act.Launch, x: Tensor, like: Hashable, changing: tuple[str, ...], *dense: Tensor | None
+    made: norm_act.Launch, x: Tensor, key: Hashable, changing: tuple[str, ...], *dense: Tensor | None
 ) -> None:  # fmt: skip
     """Launch, and keep how to do so again where these tensors are read as they are given."""
     kernel, params, grid = made
     jit.launch(kernel, params, grid, pdl=True, device=x.get_device())
     if all(one is None or one.is_contiguous() for one in dense):
-        repeats.keep(like, lambda: jit.repeated(kernel, params, grid, changing, pdl=True, device=x.get_device()))
+        call_cache.keep(key, lambda: jit.cached_launch(kernel, params, grid, changing, pdl=True, device=x.get_device()))
 
 
 def _rms_norm_cuda(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
@@ -161,11 +161,11 @@ def _add_rms_norm_cuda(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: floa
 
 
 def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
-    like = "silu_mul", repeats.looks(gate_up), paired
-    again = repeats.find(like)
-    if again is not None:
+    key = "silu_mul", call_cache.signature(gate_up), paired
+    call = call_cache.find(key)
+    if call is not None:
         y = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-        again(gate_up.data_ptr(), y.data_ptr())
+        call(gate_up.data_ptr(), y.data_ptr())
         return y
     if gate_up.shape[-1] % 2:
         raise KernelError(
@@ -174,7 +174,7 @@ def _silu_mul_cuda(gate_up: Tensor, paired: bool = False) -> Tensor:
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     y = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=rows.dtype, device=rows.device)
     if rows.shape[0]:
-        _launch(norm_act.silu_mul(_dense(rows), y, paired), gate_up, like, ("x", "y"), gate_up)
+        _launch(norm_act.silu_mul(_dense(rows), y, paired), gate_up, key, ("x", "y"), gate_up)
     return y.view(*gate_up.shape[:-1], y.shape[1])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from anybit.errors import KernelError
 from anybit.kernels.elementwise.quantize_activations import Problem, Source, why_not
 from anybit.kernels.elementwise.rope import RopeStoreArgs
-from anybit.ops import repeats
+from anybit.ops import call_cache
 from anybit.ops.autocast import under_autocast
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.checks import copy_of, rows_of
@@ -96,11 +96,11 @@ def _norm_linear(
     x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float,
     weight: list[Tensor], bias: Tensor | None, spec: str, silu: bool = False, rotated: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    how = (repeats.looks(x), repeats.looks(residual), repeats.looks(gamma), epsilon, rotated)
-    like = spec, how, repeats.sizes(weight), repeats.looks(bias)
-    again = None if residual is None or silu else repeats.find(like)
-    if again is not None:
-        y, total = again(x, weight, bias, gamma, residual)
+    how = (call_cache.signature(x), call_cache.signature(residual), call_cache.signature(gamma), epsilon, rotated)
+    key = spec, how, call_cache.weight_signature(weight), call_cache.signature(bias)
+    call = None if residual is None or silu else call_cache.find(key)
+    if call is not None:
+        y, total = call(x, weight, bias, gamma, residual)
         return y.view(*x.shape[:-1], y.shape[1]), total
     parsed = LinearSpec.parse(spec)
     backend, codes = backends[parsed.backend], _codes(x, parsed, rotated)
@@ -118,7 +118,7 @@ def _norm_linear(
             add_rms_norm(x, residual, gamma, epsilon)
         )  # fmt: skip
         normed = torch.ops.anybit.hadamard(normed) if rotated else normed
-        y = repeats.linear_again(normed, weight, bias, spec)
+        y = call_cache.linear(normed, weight, bias, spec)
         return silu_mul(y, paired=True) if silu else y, total
     rows = x.reshape(-1, parsed.k).contiguous()
     if residual is None:
@@ -128,9 +128,9 @@ def _norm_linear(
         total = torch.empty_like(other)
         prologue = ActivationPrologue(Source.rms_norm, rows, gamma, epsilon, other, total, rotated)
         if not silu and x.is_contiguous() and residual.is_contiguous():
-            again = repeats.keep(like, lambda: repeats.repeated(rows, weight, bias, parsed, prologue))
-        if again is not None:
-            y, total = again(x, weight, bias, gamma, residual)
+            call = call_cache.keep(key, lambda: call_cache.linear_call(rows, weight, bias, parsed, prologue))
+        if call is not None:
+            y, total = call(x, weight, bias, gamma, residual)
             return y.view(*x.shape[:-1], parsed.n), total
     y = backend.linear(rows, weight, bias, parsed, prologue)
     y = y.view(*x.shape[:-1], parsed.n)
@@ -140,23 +140,24 @@ def _norm_linear(
 def _silu_linear(
     gate_up: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str, rotated: bool = False
 ) -> Tensor:
-    like = spec, "silu", repeats.looks(gate_up), rotated, repeats.sizes(weight), repeats.looks(bias)
-    again = repeats.find(like)
-    if again is not None:
-        y: Tensor = again(gate_up, weight, bias)
+    how = "silu", call_cache.signature(gate_up), rotated
+    key = spec, how, call_cache.weight_signature(weight), call_cache.signature(bias)
+    call = call_cache.find(key)
+    if call is not None:
+        y: Tensor = call(gate_up, weight, bias)
         return y.view(*gate_up.shape[:-1], y.shape[1])
     parsed = LinearSpec.parse(spec)
     backend = backends[parsed.backend]
     if not _codes(gate_up, parsed, rotated):
         made = silu_mul(gate_up)
-        return repeats.linear_again(torch.ops.anybit.hadamard(made) if rotated else made, weight, bias, spec)
+        return call_cache.linear(torch.ops.anybit.hadamard(made) if rotated else made, weight, bias, spec)
     if gate_up.shape[-1] != 2 * parsed.k:
         raise KernelError(f"gate_up has shape {tuple(gate_up.shape)}, and the layer takes {parsed.k} features of each")
     rows = gate_up.reshape(-1, 2 * parsed.k).contiguous()
     gate, prologue = rows[:, : parsed.k], ActivationPrologue(Source.silu_mul, rows, rotated=rotated)
     if gate_up.is_contiguous():
-        again = repeats.keep(like, lambda: repeats.repeated(gate, weight, bias, parsed, prologue))
-    y = backend.linear(gate, weight, bias, parsed, prologue) if again is None else again(rows, weight, bias)
+        call = call_cache.keep(key, lambda: call_cache.linear_call(gate, weight, bias, parsed, prologue))
+    y = backend.linear(gate, weight, bias, parsed, prologue) if call is None else call(rows, weight, bias)
     return y.view(*gate_up.shape[:-1], parsed.n)
 
 

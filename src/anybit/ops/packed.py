@@ -33,8 +33,8 @@ from anybit.kernels.gemm.builtin import step
 from anybit.kernels.gemm.families import FAMILIES, KernelFamily, quantizer, tiles_of
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import PackedWeight
-from anybit.ops import packed_repeat
-from anybit.ops.backend import Backend, LinearSpec, Repeated
+from anybit.ops import packed_calls
+from anybit.ops.backend import Backend, CachedCall, LinearSpec
 from anybit.ops.checks import check_input, copy_of, dense_bias, product_of, rows_of
 from anybit.ops.elementwise import check_step
 from anybit.ops.prologue import ActivationPrologue
@@ -151,10 +151,10 @@ class PackedTiles(Backend):
             packed_rows.launch(_weight(tensors, spec), ids.reshape(-1).contiguous(), y)
         return y.view(*ids.shape, spec.k)
 
-    def repeated(
+    def cached_call(
         self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec,
         prologue: ActivationPrologue | None = None,
-    ) -> Repeated | None:  # fmt: skip
+    ) -> CachedCall | None:  # fmt: skip
         """Launches whose parameters are known but for addresses; None for gathered rows, and without wgmma."""
         check_input(x, tensors[0], spec, bias)
         rows, weight = rows_of(x, spec.k), _weight(tensors, spec)
@@ -165,14 +165,14 @@ class PackedTiles(Backend):
             return None
         shape = (*x.shape[:-1], spec.n)
         if plan.quantizer is None:
-            return packed_repeat.plain(rows, shape, weight, bias, plan.kernel, plan.config)
+            return packed_calls.call_16bit(rows, shape, weight, bias, plan.kernel, plan.config)
         quantizer = plan.quantizer
         if prologue is None:
             prologue = ActivationPrologue(Source.plain, rows)
         else:
             quantizer = quantize_activations.default(prologue.problem(spec.activations, Target.bytes))
         how = plan.kernel, plan.config, quantizer, spec.activations
-        return packed_repeat.coded(prologue, shape, weight, bias, *how)
+        return packed_calls.call_quantized(prologue, shape, weight, bias, *how)
 
     def norm_linear(
         self, x: Tensor, residual: Tensor | None, gamma: Tensor, epsilon: float, tensors: list[Tensor],

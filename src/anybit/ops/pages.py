@@ -11,7 +11,7 @@ from anybit import jit
 from anybit.errors import KernelError
 from anybit.kernels.elementwise import rope_pages
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs as RopePagesArgs
-from anybit.ops import repeats
+from anybit.ops import call_cache
 from anybit.ops.backend import LinearSpec, backends
 from anybit.ops.elementwise import check_norm, paired_channels, rms_norm, rotate
 from anybit.ops.fused import norm_linear
@@ -33,11 +33,11 @@ def rotate_pages(
     """
     places = (step.positions, step.table, step.keys, step.values, step.slots)
     how = step.query_heads, step.key_heads, epsilon, paired
-    like = "rotate_pages", how, tuple([repeats.looks(one) for one in (qkv, q_gamma, k_gamma, *places)])
-    again = repeats.find(like)
-    if again is not None:
+    key = "rotate_pages", how, tuple([call_cache.signature(one) for one in (qkv, q_gamma, k_gamma, *places)])
+    call = call_cache.find(key)
+    if call is not None:
         q = qkv.new_empty((len(qkv), step.query_heads, step.head_dim))
-        again(*map(repeats.address, (qkv, q, q_gamma, k_gamma, *places)))
+        call(*map(call_cache.address, (qkv, q, q_gamma, k_gamma, *places)))
         return q
     check_step(step, qkv.shape, qkv.dtype, q_gamma, k_gamma)
     if not qkv.is_cuda:
@@ -52,7 +52,9 @@ def rotate_pages(
         jit.launch(kernel, params, grid, pdl=True, device=qkv.get_device())
         if rows is qkv:
             names = ("qkv", "q", "q_gamma", "k_gamma", "positions", "table", "keys", "values", "slots")
-            repeats.keep(like, lambda: jit.repeated(kernel, params, grid, names, pdl=True, device=qkv.get_device()))
+            call_cache.keep(
+                key, lambda: jit.cached_launch(kernel, params, grid, names, pdl=True, device=qkv.get_device())
+            )
     return q
 
 

@@ -1,4 +1,4 @@
-"""Calls of packed layers that are like one before: launches whose parameters are known but for addresses."""
+"""Cached calls of packed layers: launches whose parameters are known but for addresses (``call_cache``)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from anybit.kernels.elementwise.quantize_activations import Packed, Target
 from anybit.kernels.gemm import packed_problem, sm90_packed_gemm
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import TILE_ROWS, PackedWeight, check_operands
-from anybit.ops.backend import Repeated
+from anybit.ops.backend import CachedCall
 from anybit.ops.prologue import ActivationPrologue
 from anybit.scheme import ActivationFormat
 
@@ -22,9 +22,9 @@ Product = Callable[[int, list[Tensor], int, int, int, int], None]
 bias and of y; 0 for what is not there."""
 
 
-def plain(
+def call_16bit(
     rows: Tensor, shape: tuple[int, ...], weight: PackedWeight, bias: Tensor | None, kernel: Any, config: Any
-) -> Repeated:
+) -> CachedCall:
     """``linear`` for 16-bit rows [m, k] like these, that a kernel of packed weights took; y has ``shape``."""
     multiply = _product(rows, weight, bias, rows.new_empty(len(rows), weight.shape[0]), kernel, config)
 
@@ -36,10 +36,10 @@ def plain(
     return linear
 
 
-def coded(
+def call_quantized(
     prologue: ActivationPrologue, shape: tuple[int, ...], weight: PackedWeight, bias: Tensor | None, kernel: Any,
     config: Any, quantizer: quantize_activations.Config, activations: ActivationFormat,
-) -> Repeated:  # fmt: skip
+) -> CachedCall:  # fmt: skip
     """The same with activations that are quantized first, with what is done on the way (``prologue``).
 
     It takes the prologue's gamma and residual, too, and gives their sum where there is a residual: (y, sum).
@@ -47,7 +47,7 @@ def coded(
     rows, (n, k) = prologue.rows, weight.shape
     codes = Packed(len(rows), k, activations, Target.bytes, rows.device)
     problem = prologue.problem(activations, Target.bytes)
-    quantize = jit.repeated(
+    quantize = jit.cached_launch(
         quantize_activations.kernel(quantizer), prologue.arguments(problem, quantizer, codes),
         quantize_activations.grid(problem, quantizer),
         ("x", "codes", "scale", "sum", "zero", "gamma", "residual", "residual_sum"), pdl=True, device=rows.get_device(),
@@ -82,7 +82,7 @@ def _product(
     if kernel is sm90_packed_gemm:
         return _large_product(x, weight, bias, y, config)
     scale, rows = (None, x) if isinstance(x, Tensor) else (x.scale, x.codes[:, : x.k])
-    again = jit.repeated(
+    again = jit.cached_launch(
         kernel.kernel(config), packed_problem.arguments(weight, rows, y, scale, bias),
         kernel.grid(packed_problem.checked_problem(weight, rows, y, scale, bias), config),
         ("tiles", "row_scale", "row_zero", "x", "x_scale", "bias", "y"), pdl=True, device=y.get_device(),
@@ -103,7 +103,7 @@ def _large_product(x: Tensor | Packed, weight: PackedWeight, bias: Tensor | None
     (m, k), n, size = rows.shape, y.shape[1], rows.element_size()
     problem = LinearProblem(m, n, k, weight.format, activations, y.dtype, Device.of(y))
     changing = ("tiles", "row_scale", "row_zero", "x", "x_tail", "x_scale", "x_sum", "bias", "y")
-    again = jit.repeated(
+    again = jit.cached_launch(
         sm90_packed_gemm.kernel(config),
         sm90_packed_gemm.params(problem, config, None, weight, y, bias, scale, total),
         sm90_packed_gemm.grid(problem, config), (*changing, *(("y_map",) if config.tensor_store else ())), pdl=True,

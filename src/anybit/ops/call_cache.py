@@ -1,4 +1,4 @@
-"""Calls that are like ones before: what they launch is known but for addresses."""
+"""Calls that are kept by what their operands look like: a later one launches at once, with other addresses alone."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -16,7 +16,7 @@ _known: dict[Hashable, Callable[..., Any] | None] = {}
 forget_with_maps(_known)
 
 
-def looks(tensor: Tensor | None) -> Hashable:
+def signature(tensor: Tensor | None) -> Hashable:
     """What a call's launches depend on in a tensor; not its values, nor where it lies."""
     if tensor is None:
         return None
@@ -28,31 +28,31 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def sizes(tensors: list[Tensor]) -> Hashable:
+def weight_signature(tensors: list[Tensor]) -> Hashable:
     """The same for a prepared weight, whose spec says the rest."""
     return tensors[0].get_device(), tuple([tensor.shape for tensor in tensors])
 
 
-def find(like: Hashable) -> Callable[..., Any] | None:
+def find(key: Hashable) -> Callable[..., Any] | None:
     """What runs a call that was made before; None where there is no such call, or somebody listens to launches."""
-    return None if jit.watched() else _known.get(like)
+    return None if jit.watched() else _known.get(key)
 
 
-def keep(like: Hashable, make: Callable[[], Callable[..., Any] | None]) -> Callable[..., Any] | None:
+def keep(key: Hashable, make: Callable[[], Callable[..., Any] | None]) -> Callable[..., Any] | None:
     """What ``make`` gives, asked once for calls that are alike, and kept; None where somebody listens to launches."""
     if jit.watched():
         return None
-    if like not in _known:
+    if key not in _known:
         if len(_known) >= _MOST:
             _known.clear()
-        _known[like] = make()
-    return _known.get(like)
+        _known[key] = make()
+    return _known.get(key)
 
 
-def repeated(
+def linear_call(
     x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: LinearSpec, prologue: ActivationPrologue | None = None
 ) -> Callable[..., Any] | None:
-    """What runs a backend's ``linear`` of operands that look like these; None where it has to itself.
+    """What runs a backend's ``linear`` of operands of these signatures; None where it has to itself.
 
     Call it with x (or the prologue's rows), the weight, the bias and, with a residual, gamma and the residual.
     """
@@ -60,19 +60,19 @@ def repeated(
         return None
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
         return None
-    return backends[spec.backend].repeated(x, weight, bias, spec, prologue)
+    return backends[spec.backend].cached_call(x, weight, bias, spec, prologue)
 
 
-def linear_like(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Hashable:
+def linear_key(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Hashable:
     """What a call of ``anybit::linear`` goes by."""
-    return spec, looks(x), sizes(weight), looks(bias)
+    return spec, signature(x), weight_signature(weight), signature(bias)
 
 
-def linear_again(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
-    """The op ``anybit::linear``: a call that is like one before launches at once."""
-    like = linear_like(x, weight, bias, spec)
-    again, parsed = find(like), LinearSpec.parse(spec)
-    if again is None:
-        again = keep(like, lambda: repeated(x, weight, bias, parsed))
-    y: Tensor = backends[parsed.backend].linear(x, weight, bias, parsed) if again is None else again(x, weight, bias)
+def linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Tensor:
+    """The op ``anybit::linear``: a call like an earlier one launches at once."""
+    key = linear_key(x, weight, bias, spec)
+    call, parsed = find(key), LinearSpec.parse(spec)
+    if call is None:
+        call = keep(key, lambda: linear_call(x, weight, bias, parsed))
+    y: Tensor = backends[parsed.backend].linear(x, weight, bias, parsed) if call is None else call(x, weight, bias)
     return y
