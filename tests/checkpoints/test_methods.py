@@ -47,6 +47,16 @@ def divergence(source: Path, quantized: Path) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@torch.no_grad()
+def check_saved_again(model: Any, folder: Path) -> None:
+    """Saved and loaded, a model gives the same logits; dequantized, nearly the same."""
+    before = model(CHECK).logits
+    model.save_pretrained(folder)
+    again = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert torch.equal(again(CHECK).logits, before)
+    torch.testing.assert_close(again.dequantize()(CHECK).logits, before, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("method", sorted(m for m in METHODS if METHODS[m].calibrated))
 @pytest.mark.parametrize("scheme", ["w3a16g32asym", "w4a6g64"])
 def test_calibrated_methods_lose_less(method: str, scheme: str, llama: Path, tmp_path: Path) -> None:
@@ -78,13 +88,7 @@ def test_rotated_models_save_reload_and_dequantize(method: str, llama: Path, tmp
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     rotated = [n for n, m in model.named_modules() if isinstance(m, QuantLinear) and m.hadamard]
     assert sorted(rotated) == sorted(turned)
-    with torch.no_grad():
-        before = model(CHECK).logits
-        model.save_pretrained(tmp_path / "again")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
-        assert torch.equal(again(CHECK).logits, before)
-        plain = again.dequantize()
-        torch.testing.assert_close(plain(CHECK).logits, before, rtol=1e-3, atol=1e-3)
+    check_saved_again(model, tmp_path / "again")
     assert divergence(llama, tmp_path / "out") < 1e-3
 
 
@@ -296,13 +300,7 @@ def test_onebit_vectors_lose_less_than_row_scales(llama: Path, tmp_path: Path) -
 def test_onebit_models_save_and_reload(llama: Path, tmp_path: Path) -> None:
     quantize_folder(llama, tmp_path / "out", "w1a16", "onebit")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        before = model(CHECK).logits
-        model.save_pretrained(tmp_path / "again")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
-        assert torch.equal(again(CHECK).logits, before)
-        plain = again.dequantize()
-        torch.testing.assert_close(plain(CHECK).logits, before, rtol=1e-3, atol=1e-3)
+    check_saved_again(model, tmp_path / "again")
     with pytest.raises(ConversionError):
         convert(tmp_path / "out", "compressed-tensors")
     with pytest.raises(SchemeError, match="onebit"):
