@@ -31,7 +31,7 @@ def test_soft_weight_starts_at_its_codes_and_packs_what_it_computes(format, k):
     torch.testing.assert_close(soft(), weight.dequantize())
     with torch.no_grad():
         soft.place.add_(torch.randn(soft.place.shape, generator=torch.Generator().manual_seed(1)))
-        soft.stretch.sub_(0.2)
+        soft.log_scale.sub_(0.2)
     torch.testing.assert_close(soft.harden().dequantize(), soft().detach(), rtol=2e-3, atol=1e-4)
 
 
@@ -253,6 +253,6 @@ def test_a_step_forgets_the_gradients_of_the_last(format, k):
         bank.refresh()
         bank.leaves["layer"].grad.fill_(0.5)
         bank.receive()
-        seen.append([bank.soft.place.grad.clone(), bank.soft.stretch.grad.clone()])
+        seen.append([bank.soft.place.grad.clone(), bank.soft.log_scale.grad.clone()])
     for first, second in zip(*seen, strict=True):
         assert torch.equal(first, second)

@@ -26,7 +26,7 @@ _EDGE = 0.49
 class FakeQuantWeight(nn.Module):
     """The learnable form of a QuantizedWeight. Called, it returns the dequantized weight, [N, K].
 
-    place: [N, K], where each weight lies in units of code.  stretch: [N, G], the logarithm of the
+    place: [N, K], where each weight lies in units of code.  log_scale: [N, G], the logarithm of the
     scale over what it was.
     """
 
@@ -45,7 +45,7 @@ class FakeQuantWeight(nn.Module):
         # edge, because the first steps move every place alike, and all that sit at an edge would flip at once.
         wanted = original.float() / self._spread(self.base) + self._spread(self.zero)
         self.place = nn.Parameter(codes + (wanted - codes).clamp(-0.35, 0.35))
-        self.stretch = nn.Parameter(torch.zeros_like(self.base))
+        self.log_scale = nn.Parameter(torch.zeros_like(self.base))
 
     base: Tensor
     zero: Tensor
@@ -54,7 +54,7 @@ class FakeQuantWeight(nn.Module):
 
     def forward(self) -> Tensor:
         """The dequantized weight."""
-        scale = self._spread(self.base * self.stretch.exp())
+        scale = self._spread(self.base * self.log_scale.exp())
         rounded = self.place.detach().round().clamp_(0, self.top)
         codes = self.place + (rounded - self.place.detach())
         steps = codes - self._spread(self.zero)
@@ -75,7 +75,7 @@ class FakeQuantWeight(nn.Module):
             return weight
         n, g = self.base.shape
         codes = self.place.round().clamp_(0, self.top).view(n, g, -1)
-        scale = self.base * self.stretch.exp()
+        scale = self.base * self.log_scale.exp()
         found = codes.sub_(self.zero[..., None]).mul_(scale[..., None]).to(dtype).view(self.place.shape)
         return found if self.kept is None else found.mul_(self.kept)
 
@@ -83,14 +83,14 @@ class FakeQuantWeight(nn.Module):
         """Set the parameters' gradients from that of the weight, which ``computed`` gave."""
         if not self._plain:
             # Set, not added to what the last step left.
-            self.place.grad = self.stretch.grad = None
+            self.place.grad = self.log_scale.grad = None
             self().backward(gradient.float())
             return
         n, g = self.base.shape
         with torch.no_grad():
-            scale = (self.base * self.stretch.exp())[..., None]
+            scale = (self.base * self.log_scale.exp())[..., None]
             self.place.grad = (gradient.view(n, g, -1) * scale).view(self.place.shape)
-            self.stretch.grad = (gradient * weight).view(n, g, -1).sum(-1, dtype=torch.float32)
+            self.log_scale.grad = (gradient * weight).view(n, g, -1).sum(-1, dtype=torch.float32)
 
     @property
     def _plain(self) -> bool:
@@ -102,7 +102,7 @@ class FakeQuantWeight(nn.Module):
     def harden(self) -> QuantizedWeight:
         """The codes and scales learned so far, packed."""
         old = self.weight
-        scale = Grid.of(old.format, old.scale.dtype).store(self.base * self.stretch.exp()).to(old.scale.dtype)
+        scale = Grid.of(old.format, old.scale.dtype).store(self.base * self.log_scale.exp()).to(old.scale.dtype)
         codes = self.place.round().clamp(0, self.top).to(torch.uint8)
         if self.kept is not None:
             return QuantizedWeight.from_sparse_codes(codes, self.kept, scale, old.zero, old.format)
@@ -213,7 +213,7 @@ def parameter_groups(
     """Optimizer groups: places in units of code and scales in relative units have rates of their own."""
     return [
         {"params": [m.soft.place for m in modules], "lr": place_rate},
-        {"params": [m.soft.stretch for m in modules], "lr": scale_rate},
+        {"params": [m.soft.log_scale for m in modules], "lr": scale_rate},
     ]
 
 

@@ -38,15 +38,15 @@ class ScaleLearning:
     device: torch.device | str = "cpu"
 
 
-class _Between:
+class _ScaledRounding:
     """The forward pre-hook of a place's readers, with scales that learn."""
 
-    def __init__(self, pair: ScalingPair, stretch: nn.Parameter, format: ActivationFormat, rotated: bool) -> None:
-        self.pair, self.stretch, self.format, self.rotated = pair, stretch, format, rotated
+    def __init__(self, pair: ScalingPair, log_scale: nn.Parameter, format: ActivationFormat, rotated: bool) -> None:
+        self.pair, self.log_scale, self.format, self.rotated = pair, log_scale, format, rotated
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x = args[0]
-        scale = self.pair.read(self.stretch.exp()).to(x.dtype)
+        scale = self.pair.read(self.log_scale.exp()).to(x.dtype)
         y = x / scale
         if self.rotated:
             y = hadamard.transform(y)
@@ -77,20 +77,20 @@ def learn_scales(
     teacher = model.to(device)
     student = copy.deepcopy(teacher).requires_grad_(False)
     kind = torch.bfloat16 if settings.half else torch.float32
-    stretches: list[nn.Parameter] = []
+    log_scales: list[nn.Parameter] = []
     for part in list(llama_blocks(student)):
         for pair in scaling_pairs(part):
-            stretch = nn.Parameter(torch.zeros(pair.channels, device=device))
-            stretch.grad = torch.zeros_like(stretch)
-            stretches.append(stretch)
-            hook = Shared([_Between(pair, stretch, activations, rotated)])
+            log_scale = nn.Parameter(torch.zeros(pair.channels, device=device))
+            log_scale.grad = torch.zeros_like(log_scale)
+            log_scales.append(log_scale)
+            hook = Shared([_ScaledRounding(pair, log_scale, activations, rotated)])
             for name, reader in pair.readers.items():
                 layer = GivenLinear(reader.weight.data.to(kind), reader.bias)
                 layer.register_forward_pre_hook(hook)
                 student.set_submodule(name, layer, strict=False)
     if device.type == "cuda":
         fuse_norms(student)
-    optimizer = torch.optim.Adam(stretches, lr=settings.rate, betas=(0.9, 0.99))
+    optimizer = torch.optim.Adam(log_scales, lr=settings.rate, betas=(0.9, 0.99))
     warm = max(settings.steps // 10, 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / settings.steps)))
@@ -100,9 +100,9 @@ def learn_scales(
     for step in range(settings.steps):
         # From all over the text, however few the steps are.
         ahead = ahead or batches_of(shuffled(sequences, step), settings.step_tokens)
-        for stretch in stretches:
-            assert stretch.grad is not None
-            stretch.grad.zero_()
+        for log_scale in log_scales:
+            assert log_scale.grad is not None
+            log_scale.grad.zero_()
         loss = run(ahead.pop(0))
         if not math.isfinite(loss):
             raise CalibrationError(f"the loss of step {step} of the scales is not finite; lower their rate")
@@ -112,8 +112,8 @@ def learn_scales(
             progress(step + 1, settings.steps, loss)
     model.to(home)
     # Only what tokens' scales cannot say as well: that channels differ.
-    found = [stretch.detach().cpu() for stretch in stretches]
-    return [(stretch - stretch.mean()).exp() for stretch in found]
+    found = [log_scale.detach().cpu() for log_scale in log_scales]
+    return [(log_scale - log_scale.mean()).exp() for log_scale in found]
 
 
 @torch.no_grad()
