@@ -39,7 +39,7 @@ class ScaleLearning:
 
 
 class _ScaledRounding:
-    """The forward pre-hook of a place's readers, with scales that learn."""
+    """The forward pre-hook of a scaling pair's readers, with scales that learn."""
 
     def __init__(self, pair: ScalingPair, log_scale: nn.Parameter, format: ActivationFormat, rotated: bool) -> None:
         self.pair, self.log_scale, self.format, self.rotated = pair, log_scale, format, rotated
@@ -65,7 +65,7 @@ def learn_scales(
     settings: ScaleLearning | None = None,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> list[Tensor]:
-    """Learn scales for every place of a Llama-like model, float32 [channels] each: ``put_scales`` puts them there.
+    """Learn scales for every scaling pair of a Llama-like model, float32 [channels] each, for ``put_scales``.
 
     sequences: token ids, any lengths.  rotated: whether layers will rotate what they read before they round it.
     The model is left as it is. Raises CalibrationError when the loss is not finite, LayerError for an architecture that

@@ -1,4 +1,4 @@
-"""Places of a Llama-like block where scales can sit between what writes channels and the layers that read them.
+"""Scaling pairs of a Llama-like block: what writes channels, and the layers that read them, with scales in between.
 
 What writes, a norm's gain or a linear layer, is divided by the scales, and the readers' weights are multiplied by them:
 the model computes the same, and what the readers read is easier to quantize, or harder.
@@ -53,7 +53,7 @@ class ScalingPair:
 
 
 def scaling_pairs(part: LlamaBlock) -> Iterator[ScalingPair]:
-    """The four places of a block. Raises LayerError, before anything is given, for norms without plain gains."""
+    """The four scaling pairs of a block. Raises LayerError, before anything is given, for norms without plain gains."""
     gain_of(part.attention_norm), gain_of(part.feed_forward_norm)
     layers = {name.rpartition(".")[2]: (name, layer) for name, layer in part.names.items()}
 

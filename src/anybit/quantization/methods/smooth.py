@@ -2,7 +2,7 @@
 
 Channel j of a layer's input is divided by ``s_j = max|x_j|^a / max|w_j|^(1-a)`` and the weights multiplied by it. The
 division costs nothing where something linear comes before: a norm's gain, the rows of V, the rows of the up projection.
-How far to go, a, is one number for a whole model, or is found for each place by what quantizing loses there.
+How far to go, a, is one number for a whole model, or is found for each scaling pair by what quantizing loses there.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from anybit.quantization.pipeline.blocks import reduce_inputs
 from anybit.reference import quantize_activations
 from anybit.scheme import Scheme
 
-# What is tried for each place when no strength is given.
+# What is tried for each pair when no strength is given.
 _STRENGTHS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # Tokens that these trials look at.
 _SAMPLE = 512

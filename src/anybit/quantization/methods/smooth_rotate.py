@@ -66,7 +66,7 @@ def _power(model: Any, modules: list[nn.Linear], batches: Sequence[Tensor]) -> d
 
 
 def _scale(pair: ScalingPair, seen: Tensor, strength: float) -> Tensor:
-    """The scales of a place from the mean squares of what its readers see."""
+    """The scales of a pair from the mean squares of what its readers see."""
     weight = torch.stack([reader.weight.data.double().square().sum(0) for reader in pair.readers.values()]).sum(0)
     both = torch.stack([seen, weight]).view(2, -1, pair.shared, pair.size)
     both = both.mean(2).clamp(min=1e-12).sqrt().flatten(1)

@@ -64,7 +64,7 @@ class Options:
     mask_passes: over the text, in which ``distill`` first learns the masks of 2:4 schemes, and what they keep
     (``pipeline.masks``); 0 leaves masks as gptq chose them.  weight_rate, choosing, decay: see ``methods.distill``.
     generated_tokens: that the model adds to the text itself, for 2:4 schemes; None is a million on a GPU, else 0.
-    strength: how much of the outliers smoothing moves; None finds it for each place (0.5 where a rotation follows).
+    strength: how much of the outliers smoothing moves; None finds it for each pair (0.5 where a rotation follows).
     scale_steps, between_rate: in how many steps these scales then learn, and how fast (``learn.scales``);
     None is 64 on a GPU, else 0.
     seed: of the rotation.
