@@ -139,7 +139,7 @@ class Ledger:
         sequence = whole(sequence, "a sequence")
         found = self.entries[sequence] if 0 <= sequence < len(self.entries) else None
         if found is None:
-            raise CacheError(f"sequence {sequence} is not in the cache")
+            raise CacheError(f"sequence {sequence} is not in the cache: it was not added, or is free again")
         return found
 
     def packed(self, length: int) -> int:

@@ -236,7 +236,7 @@ class AnyBitCache(Cache):  # type: ignore[misc]
 
     def _store(self) -> KVCache:
         if self.store is None:
-            raise LayerError("the KV cache is empty")
+            raise LayerError("this AnyBitCache holds no tokens yet: run a forward pass over a prompt first")
         return self.store
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

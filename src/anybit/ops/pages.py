@@ -96,7 +96,7 @@ def check_step(
         if found is not None and (found.dtype != dtype or found.dim() != 1 or not found.is_contiguous()):
             raise KernelError(f"{name} must be a dense {dtype} vector, not {found.dtype} {tuple(found.shape)}")
     if len(step.positions) != tokens:
-        raise KernelError(f"there are {len(step.positions)} positions for {tokens} tokens")
+        raise KernelError(f"positions must hold one for each of {tokens} tokens, not {len(step.positions)}")
     if step.table.dtype != kind or not step.table.is_contiguous():
         raise KernelError(f"table must be dense {kind} as qkv is, not {step.table.dtype}")
     if step.keys is None or step.values is None:
