@@ -80,6 +80,6 @@ def arguments(weight: PackedWeight, ids: Tensor, y: Tensor) -> Params:
 def launch(weight: PackedWeight, ids: Tensor, y: Tensor) -> None:
     """y[i] = row ids[i] of the weights; NaN where there is no such row. Tiles of order "a16"."""
     if weight.order != "a16":
-        raise KernelError("rows are read from tiles for 16-bit activations")
+        raise KernelError(f"rows are read from tiles of order a16, not {weight.order}: use a16 activations")
     config = config_of(weight.format, y.dtype)
     jit.launch(kernel(config), arguments(weight, ids, y), grid(weight, len(ids)), device=ids.get_device())
