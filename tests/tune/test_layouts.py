@@ -37,9 +37,7 @@ class Part(ReferencePacked):
     def prepare(self, weight: QuantizedWeight, activations: ActivationFormat) -> list[Tensor]:
         return [*super().prepare(weight, activations), torch.tensor(activations.bits)]
 
-    def linear(
-        self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec, prologue: Any = None
-    ) -> Tensor:
+    def linear(self, x: Any, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         assert len(tensors) == 7
         assert int(tensors[6]) == spec.activations.bits
         self.calls.append((x.numel() // spec.k, spec))

@@ -13,12 +13,12 @@ from torch import Tensor
 from anybit.errors import KernelError
 from anybit.kernels.elementwise.rope import RopeStoreArgs as RopeStoreArgs
 from anybit.kernels.elementwise.rope_pages import RopePagesArgs as RopePagesArgs
-from anybit.ops.prologue import ActivationPrologue
+from anybit.ops.prologue import LinearInput
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme, WeightFormat
 
 CachedCall = Callable[..., Any]
-"""(x, a prepared weight's tensors, bias) -> y; with a prologue that has a residual also gamma and it -> (y, sum)."""
+"""(x, a prepared weight's tensors, bias) -> y; of a prologue that has a residual also gamma and it -> (y, sum)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Backend(ABC):
     """One way to run linear layers. ``why_not`` decides; the other methods may assume that it said yes.
 
     unasked: the device types on which it may be chosen without being named.
-    codes: whether ``linear`` takes a ``prologue``, work that its quantize-and-pack kernel does on the way.
+    codes: whether ``linear`` takes an ``ActivationPrologue``, work that its quantize-and-pack kernel does on the way.
     norm_tokens: to so many tokens of 16-bit activations it may norm them inside the product (``norm_linear``).
     """
 
@@ -97,17 +97,10 @@ class Backend(ABC):
         """The packed weight again; the inverse of ``prepare``, bit for bit."""
 
     @abstractmethod
-    def linear(
-        self,
-        x: Tensor,
-        tensors: list[Tensor],
-        bias: Tensor | None,
-        spec: LinearSpec,
-        prologue: ActivationPrologue | None = None,
-    ) -> Tensor:
+    def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """Y = x W^T + bias, [..., K] -> [..., N], in x's dtype.
 
-        prologue: given only to backends that say ``codes``; x then has the shape of the rows that it makes.
+        x: an ``ActivationPrologue``, which makes [M, K], only for backends that say ``codes``.
         """
 
     def rows(self, ids: Tensor, tensors: list[Tensor], spec: LinearSpec, dtype: torch.dtype) -> Tensor:
@@ -116,12 +109,7 @@ class Backend(ABC):
         return weight.dequantize(dtype).view(*ids.shape, spec.k)
 
     def cached_call(
-        self,
-        x: Tensor,
-        tensors: list[Tensor],
-        bias: Tensor | None,
-        spec: LinearSpec,
-        prologue: ActivationPrologue | None = None,
+        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
     ) -> CachedCall | None:
         """``linear`` for operands that are like these in all but address and values; None where there is none.
 

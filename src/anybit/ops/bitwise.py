@@ -16,7 +16,7 @@ from anybit.kernels.gemm.families import Layout, quantizer
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import check_input, dense_bias, layouts_of, product_of, rows_of
-from anybit.ops.prologue import ActivationPrologue
+from anybit.ops.prologue import LinearInput, opened
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
@@ -83,15 +83,9 @@ class Bitwise(Backend):
             group_index if group_index.numel() else None,
         )
 
-    def linear(
-        self,
-        x: Tensor,
-        tensors: list[Tensor],
-        bias: Tensor | None,
-        spec: LinearSpec,
-        prologue: ActivationPrologue | None = None,
-    ) -> Tensor:
+    def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """Two launches: quantize-and-pack, then the product with its whole epilogue."""
+        x, prologue = opened(x)
         check_input(x, tensors[0], spec, bias)
         rows = rows_of(x, spec.k)
         m = rows.shape[0]

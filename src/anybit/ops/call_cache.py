@@ -7,7 +7,7 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.ops.backend import LinearSpec, backends
-from anybit.ops.prologue import ActivationPrologue
+from anybit.ops.prologue import LinearInput, opened
 from anybit.tune.dispatch import forget_with_maps
 
 _MOST = 4096
@@ -50,17 +50,18 @@ def keep(key: Hashable, make: Callable[[], Callable[..., Any] | None]) -> Callab
 
 
 def linear_call(
-    x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: LinearSpec, prologue: ActivationPrologue | None = None
+    x: LinearInput, weight: list[Tensor], bias: Tensor | None, spec: LinearSpec
 ) -> Callable[..., Any] | None:
     """What runs a backend's ``linear`` of operands of these signatures; None where it has to itself.
 
     Call it with x (or the prologue's rows), the weight, the bias and, with a residual, gamma and the residual.
     """
-    if x.get_device() != weight[0].get_device() or x.data_ptr() % 16:
+    rows, _ = opened(x)
+    if rows.get_device() != weight[0].get_device() or rows.data_ptr() % 16:
         return None
-    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
+    if bias is not None and (bias.dtype != rows.dtype or not bias.is_contiguous() or bias.data_ptr() % 16):
         return None
-    return backends[spec.backend].cached_call(x, weight, bias, spec, prologue)
+    return backends[spec.backend].cached_call(x, weight, bias, spec)
 
 
 def linear_key(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec: str) -> Hashable:

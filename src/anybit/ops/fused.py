@@ -128,11 +128,11 @@ def _norm_linear(
         total = torch.empty_like(other)
         prologue = ActivationPrologue(Source.rms_norm, rows, gamma, epsilon, other, total, rotated)
         if not silu and x.is_contiguous() and residual.is_contiguous():
-            call = call_cache.keep(key, lambda: call_cache.linear_call(rows, weight, bias, parsed, prologue))
+            call = call_cache.keep(key, lambda: call_cache.linear_call(prologue, weight, bias, parsed))
         if call is not None:
             y, total = call(x, weight, bias, gamma, residual)
             return y.view(*x.shape[:-1], parsed.n), total
-    y = backend.linear(rows, weight, bias, parsed, prologue)
+    y = backend.linear(prologue, weight, bias, parsed)
     y = y.view(*x.shape[:-1], parsed.n)
     return silu_mul(y, paired=True) if silu else y, total.view(x.shape)
 
@@ -154,10 +154,10 @@ def _silu_linear(
     if gate_up.shape[-1] != 2 * parsed.k:
         raise KernelError(f"gate_up has shape {tuple(gate_up.shape)}, and the layer takes {parsed.k} features of each")
     rows = gate_up.reshape(-1, 2 * parsed.k).contiguous()
-    gate, prologue = rows[:, : parsed.k], ActivationPrologue(Source.silu_mul, rows, rotated=rotated)
+    prologue = ActivationPrologue(Source.silu_mul, rows, rotated=rotated)
     if gate_up.is_contiguous():
-        call = call_cache.keep(key, lambda: call_cache.linear_call(gate, weight, bias, parsed, prologue))
-    y = backend.linear(gate, weight, bias, parsed, prologue) if call is None else call(rows, weight, bias)
+        call = call_cache.keep(key, lambda: call_cache.linear_call(prologue, weight, bias, parsed))
+    y = backend.linear(prologue, weight, bias, parsed) if call is None else call(rows, weight, bias)
     return y.view(*gate_up.shape[:-1], parsed.n)
 
 
@@ -168,7 +168,7 @@ def _hadamard_linear(x: Tensor, weight: list[Tensor], bias: Tensor | None, spec:
         return backend.linear(torch.ops.anybit.hadamard(x), weight, bias, parsed)
     rows = rows_of(x, parsed.k)
     prologue = ActivationPrologue(Source.plain, rows, rotated=True)
-    y: Tensor = backend.linear(rows, weight, bias, parsed, prologue)
+    y: Tensor = backend.linear(prologue, weight, bias, parsed)
     return y.view(*x.shape[:-1], parsed.n)
 
 

@@ -15,7 +15,7 @@ from anybit.kernels.gemm.builtin import step
 from anybit.kernels.gemm.families import Layout
 from anybit.ops.backend import Backend, LinearSpec
 from anybit.ops.checks import layouts_of, product_of
-from anybit.ops.prologue import ActivationPrologue
+from anybit.ops.prologue import LinearInput, opened
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat, Scheme
 from anybit.tune.dispatch import allowed, dispatcher, forget_with_maps, tell
@@ -105,23 +105,17 @@ class MultiLayoutBackend(Backend):
         """By the first of the two."""
         return self.parts[0].rows(ids, tensors[: self._first], spec, dtype)
 
-    def linear(
-        self,
-        x: Tensor,
-        tensors: list[Tensor],
-        bias: Tensor | None,
-        spec: LinearSpec,
-        prologue: ActivationPrologue | None = None,
-    ) -> Tensor:
+    def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """The faster of the two at this many tokens."""
-        tokens = x.numel() // spec.k if spec.k else 0
-        key = id(spec), step(tokens), x.dtype, x.get_device()
+        rows, _ = opened(x)
+        tokens = rows.numel() // spec.k if spec.k else 0
+        key = id(spec), step(tokens), rows.dtype, rows.get_device()
         found = _decided.get(key)
         if found is None:
-            found = _decided[key] = self._decide(x, spec, tokens)
+            found = _decided[key] = self._decide(rows, spec, tokens)
         which, inner = found
         mine = tensors[self._first :] if which else tensors[: self._first]
-        return self.parts[which].linear(x, mine, bias, inner, prologue)
+        return self.parts[which].linear(x, mine, bias, inner)
 
     def _decide(self, x: Tensor, spec: LinearSpec, tokens: int) -> _Decided:
         product = product_of(spec, step(max(tokens, 1)), x)

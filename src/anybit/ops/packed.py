@@ -37,7 +37,7 @@ from anybit.ops import packed_calls
 from anybit.ops.backend import Backend, CachedCall, LinearSpec
 from anybit.ops.checks import check_input, copy_of, dense_bias, product_of, rows_of
 from anybit.ops.elementwise import check_step
-from anybit.ops.prologue import ActivationPrologue
+from anybit.ops.prologue import ActivationPrologue, LinearInput, opened
 from anybit.packing import QuantizedWeight, pack_words
 from anybit.scheme import ActivationFormat
 from anybit.tune.dispatch import dispatcher, forget_with_maps
@@ -107,15 +107,9 @@ class PackedTiles(Backend):
         scale, (zero, group_index, minimum) = tensors[4], map(_optional, tensors[5:8])
         return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices, minimum)
 
-    def linear(
-        self,
-        x: Tensor,
-        tensors: list[Tensor],
-        bias: Tensor | None,
-        spec: LinearSpec,
-        prologue: ActivationPrologue | None = None,
-    ) -> Tensor:
+    def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """One launch; with quantized activations another before it, that quantizes them."""
+        x, prologue = opened(x)
         check_input(x, tensors[0], spec, bias)
         bias = dense_bias(bias, x.dtype)
         rows = rows_of(x, spec.k)
@@ -152,10 +146,10 @@ class PackedTiles(Backend):
         return y.view(*ids.shape, spec.k)
 
     def cached_call(
-        self, x: Tensor, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec,
-        prologue: ActivationPrologue | None = None,
-    ) -> CachedCall | None:  # fmt: skip
+        self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec
+    ) -> CachedCall | None:
         """Launches whose parameters are known but for addresses; None for gathered rows, and without wgmma."""
+        x, prologue = opened(x)
         check_input(x, tensors[0], spec, bias)
         rows, weight = rows_of(x, spec.k), _weight(tensors, spec)
         if weight.permutation is not None or rows.data_ptr() != x.data_ptr() or not len(rows):

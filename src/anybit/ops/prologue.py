@@ -25,6 +25,11 @@ class ActivationPrologue:
     residual_sum: Tensor | None = None
     rotated: bool = False
 
+    @property
+    def made(self) -> Tensor:
+        """A tensor of the shape, dtype and device of the rows that it makes, [m, k]; not of their values."""
+        return self.rows[:, : self.rows.shape[1] // 2] if self.source is Source.silu_mul else self.rows
+
     def problem(self, format: ActivationFormat, target: Target) -> Problem:
         """What quantize-and-pack is asked for."""
         return quantize_activations.problem_of(self.rows, format, target, self.source, self.rotated)
@@ -44,3 +49,12 @@ class ActivationPrologue:
             quantize_activations.kernel(config), self.arguments(problem, config, packed),
             quantize_activations.grid(problem, config), pdl=True, device=self.rows.get_device(),
         )  # fmt: skip
+
+
+LinearInput = Tensor | ActivationPrologue
+"""What a layer multiplies: x [..., K], or rows that are made while they are coded."""
+
+
+def opened(x: LinearInput) -> tuple[Tensor, ActivationPrologue | None]:
+    """A tensor of the input's shape, dtype and device, and the prologue that makes its values, if one does."""
+    return (x.made, x) if isinstance(x, ActivationPrologue) else (x, None)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from anybit import reference
 from anybit.ops.backend import Backend, LinearSpec
-from anybit.ops.prologue import ActivationPrologue
+from anybit.ops.prologue import LinearInput
 from anybit.packing import QuantizedWeight
 from anybit.scheme import ActivationFormat
 
@@ -37,15 +37,9 @@ class ReferencePacked(Backend):
         zero, group_index, indices, minimum = (tensor if tensor.numel() else None for tensor in optional)
         return QuantizedWeight(words, scale, zero, (spec.n, spec.k), spec.weights, group_index, indices, minimum)
 
-    def linear(
-        self,
-        x: Tensor,
-        tensors: list[Tensor],
-        bias: Tensor | None,
-        spec: LinearSpec,
-        prologue: ActivationPrologue | None = None,
-    ) -> Tensor:
+    def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """The exact linear of ``anybit.reference``."""
+        assert isinstance(x, Tensor)
         return reference.linear(x, self.restore(tensors, spec), spec.activations, bias)
 
 
@@ -58,14 +52,8 @@ class ReferenceDecoded(ReferencePacked):
         """The packed tensors, then the decoded weight."""
         return [*super().prepare(weight, activations), reference.decode(weight, activations)]
 
-    def linear(
-        self,
-        x: Tensor,
-        tensors: list[Tensor],
-        bias: Tensor | None,
-        spec: LinearSpec,
-        prologue: ActivationPrologue | None = None,
-    ) -> Tensor:
+    def linear(self, x: LinearInput, tensors: list[Tensor], bias: Tensor | None, spec: LinearSpec) -> Tensor:
         """The exact linear of ``anybit.reference`` over the decoded weight."""
+        assert isinstance(x, Tensor)
         reference.check_activations(x, spec.k)
         return reference.multiply(x, tensors[6], tensors[1], spec.weights, spec.activations, bias)
