@@ -145,6 +145,7 @@ def test_learning_twice_is_the_same_bit_for_bit(text):
         ("w6a6g32asym-xasym", "smooth"),
         ("w3a16g32asym", "blockwise"),
         ("w3a6g32", "blockwise"),
+        ("w4a16g32s24", "distill"),
     ],
 )
 def test_an_interrupted_folder_is_the_same_bit_for_bit(scheme: str, method: str, tmp_path: Path) -> None:
@@ -161,6 +162,7 @@ def test_an_interrupted_folder_is_the_same_bit_for_bit(scheme: str, method: str,
     g = torch.Generator().manual_seed(4)
     text = [torch.randint(0, 96, (64,), generator=g).tolist() for _ in range(96)]
     options = {"sequences": text, "tokens": 2048, "learn_tokens": 6144, "step_tokens": 1024, "scale_steps": 6}
+    options["generated_tokens"] = 2048  # for 2:4 masks
     resumed = options | {"resume": tmp_path / "resume"}
     with pytest.raises(Interrupted):
         quantize_folder(source, tmp_path / "out", scheme, method, options=resumed, progress=interrupt)
