@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Sequences that are written side by side at most, and the part of a GPU's free memory that their caches may take.
 _ROWS, _SHARE = 2048, 0.4
+# The room that caches need as they grow, in parts of what they are in the end.
+_SLACK = 1.25
 
 
 @torch.no_grad()
@@ -33,10 +35,17 @@ def continued(
         parameter.data = parameter.data.to(torch.bfloat16)
     picks = torch.Generator().manual_seed(seed)
     dice = torch.Generator(device).manual_seed(seed)
-    rows = min(count, _rows(model.config.get_text_config(), length, device))
+    row = _cache_bytes(model.config.get_text_config(), length)
+    rows = min(count, _rows(row, device))
+    if device.type == "cuda":
+        # Caches that grow are allocated anew, a little larger, for each token. In one block, which is free again at
+        # once, old ones make room for new ones; else each would be asked of the driver, until memory is full of them.
+        torch.empty(int(_SLACK * rows * row), dtype=torch.uint8, device=device)
     parts = [
         _written(writer, long_enough, min(rows, count - i), piece, length, picks, dice) for i in range(0, count, rows)
     ]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return torch.cat(parts)
 
 
@@ -66,14 +75,18 @@ def _written(
     return written.cpu()
 
 
-def _rows(config: Any, length: int, device: torch.device) -> int:
-    """How many sequences' caches fit."""
-    if device.type != "cuda":
-        return 64
+def _cache_bytes(config: Any, length: int) -> int:
+    """Keys and values of a sequence, in 16 bits."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     width = (getattr(config, "num_key_value_heads", None) or heads) * (
         getattr(config, "head_dim", None) or hidden // heads
     )
+    return int(4 * width * config.num_hidden_layers * length)
+
+
+def _rows(row: int, device: torch.device) -> int:
+    """How many sequences' caches, of so many bytes each, fit."""
+    if device.type != "cuda":
+        return 64
     free, _ = torch.cuda.mem_get_info(device)
-    # Keys and values in 16 bits.
-    return min(max(int(_SHARE * free / (4 * width * config.num_hidden_layers * length)), 1), _ROWS)
+    return min(max(int(_SHARE * free / row), 1), _ROWS)
