@@ -6,6 +6,7 @@ import torch
 from anybit.errors import CalibrationError, TextError
 from anybit.packing import QuantizedWeight
 from anybit.quantization.learn.fake_quant import FakeQuantWeight, banks
+from anybit.quantization.learn.generated import continued
 from anybit.quantization.learn.norms import fuse_norms
 from anybit.quantization.learn.rounding import rounded_through
 from anybit.quantization.learn.sparse import two_of_four
@@ -94,6 +95,20 @@ def test_two_of_four_are_the_largest():
     sizes = torch.tensor([[1.0, 2, 3, 4], [7, 7, 7, 7], [5, 0, 0, 0]])
     kept = [[False, False, True, True], [True, True, False, False], [True, True, False, False]]
     assert two_of_four(sizes).tolist() == two_of_four(sizes.T, 0).T.tolist() == kept
+
+
+def test_a_model_writes_on_from_pieces_of_a_text():
+    model, text = tiny(layers=2), sequences(4)
+    model.model.norm.weight.data *= 1000  # so sure of itself that sampling takes the most likely token
+    rows = continued(model, text, 5 * 48, 48, torch.device("cpu"))
+    assert rows.shape == (5, 48) and rows.dtype == torch.int64
+    assert torch.equal(rows, continued(model, text, 5 * 48, 48, torch.device("cpu")))
+    pieces = {tuple(part.tolist()) for sequence in text for part in sequence.unfold(0, 6, 1)}
+    assert all(tuple(row[:6].tolist()) in pieces for row in rows)
+    with torch.no_grad():
+        likely = model.bfloat16()(rows).logits.argmax(-1)
+    assert float((likely[:, 5:-1] == rows[:, 6:]).float().mean()) > 0.9
+    assert len(continued(model, text, 40, 48, torch.device("cpu"))) == 0
 
 
 def test_gains_of_norms_learn_too_if_asked():
