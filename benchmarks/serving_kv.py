@@ -3,7 +3,7 @@
     python benchmarks/serving_kv.py fp16 bf16-fp8 fp16-kv2g128 --shapes 32x7900 4x64000 1x32768 32x128
     python benchmarks/serving_kv.py w4a8 w4a8-kv4g128 --shapes 32x7900 --answers 64x2048x512
     python benchmarks/serving_kv.py w4a8-kv4g128 --whole            # one engine, all memory: the tokens that fit
-    python benchmarks/serving_kv.py fp16-kv4g128 --drafts 4         # steps that check four drafts a request
+    python benchmarks/serving_kv.py fp16-kv4g128+4 fp16-kv4g128     # steps that check four drafts a request, and none
 
 A mode is weights (fp16, bf16, or a scheme of anybit) and a KV cache: vLLM's own in 16 bits, vLLM's fp8 (which wants
 bf16), or a format of anybit. All engines start at once, each a process with as much memory as its requests need, and
@@ -40,10 +40,11 @@ PLAIN = {"fp16": "float16", "bf16": "bfloat16"}
 Shape = tuple[int, ...]
 
 
-def parts(mode: str) -> tuple[str, str]:
-    """Weights and KV cache of a mode; "auto" is 16 bits."""
-    weights, _, cache = mode.partition("-")
-    return weights, cache or "auto"
+def parts(mode: str) -> tuple[str, str, int]:
+    """Weights, KV cache and drafts of a mode; "auto" is 16 bits."""
+    plain, _, drafts = mode.partition("+")
+    weights, _, cache = plain.partition("-")
+    return weights, cache or "auto", int(drafts or 0)
 
 
 def folder_of(weights: str, small: bool) -> str:
@@ -86,7 +87,7 @@ def fill(layer: Any, *_: Any, **__: Any) -> None:
 
 def needed(mode: str, shapes: list[Shape], config: dict[str, Any], slack: float = 1.03) -> int:
     """Bytes of the KV cache that requests of these shapes need at once."""
-    _, cache = parts(mode)
+    _, cache, drafts = parts(mode)
     dim, heads, layers = config["head_dim"], config["num_key_value_heads"], config["num_hidden_layers"]
     most = 0
     for requests, prompt, new in shapes:
@@ -95,7 +96,7 @@ def needed(mode: str, shapes: list[Shape], config: dict[str, Any], slack: float 
             from anybit.ops.kv_rows import layout
             from anybit.scheme import KVFormat
 
-            rows = layout(KVFormat.parse(cache), dim)
+            rows = layout(KVFormat.parse(cache), dim, -(-drafts // 32) * 32)
             size = requests * (rows.front + tokens // 128 + 1) * rows.layout.page_bytes * heads
         else:
             size = requests * (tokens + 32) * heads * dim * (2 if cache == "fp8" else 4)
@@ -124,7 +125,7 @@ def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
     lazy: Any = registry._LazyRegisteredModel
     lazy.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(self.load_model_cls())
     gpu_worker.warmup_kernels = lambda *_: None
-    weights, cache = parts(mode)
+    weights, cache, drafts = parts(mode)
     folder = folder_of(weights, args.small)
     config = json.loads((Path(folder) / "config.json").read_text())
     print(f"{mode}: imported after {time.time() - begin:.1f} s", flush=True)
@@ -142,10 +143,10 @@ def engine(mode: str, shapes: list[Shape], args: argparse.Namespace) -> Any:
         "max_num_seqs": counts[-1], "max_num_batched_tokens": min(args.budget, 2048 if args.small else args.budget),
         "enable_prefix_caching": False, "disable_log_stats": True,
         "gpu_memory_utilization": 0.9 if args.whole else 0.05,
-        "compilation_config": {"cudagraph_capture_sizes": [n * (1 + args.drafts) for n in counts]},
+        "compilation_config": {"cudagraph_capture_sizes": [n * (1 + drafts) for n in counts]},
     }  # fmt: skip
-    if args.drafts:
-        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 1, "num_speculative_tokens": args.drafts}
+    if drafts:
+        lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 1, "num_speculative_tokens": drafts}
         options["speculative_config"] = {"method": "ngram", **lookup}
     if not args.whole:
         options["kv_cache_memory_bytes"] = needed(mode, shapes, config)
@@ -195,11 +196,11 @@ class Requests:
         self.finish()
 
 
-def result(mode: str, drafts: int, **fields: Any) -> Row:
+def result(mode: str, **fields: Any) -> Row:
     """A row of serving.json; the engine's name tells of drafts."""
-    weights, cache = parts(mode)
+    weights, cache, drafts = parts(mode)
     own = weights not in PLAIN or cache.startswith("k")
-    found = row(mode, argparse.Namespace(model="llama-3-8b", ranks=1), own, **fields)
+    found = row(mode.partition("+")[0], argparse.Namespace(model="llama-3-8b", ranks=1), own, **fields)
     engine = found["engine"] if own else "vllm"
     return {**found, "engine": f"{engine}-drafts{drafts}" if drafts else engine}
 
@@ -214,9 +215,9 @@ def alone(path: Path) -> Iterator[None]:
 
 def run(mode: str, args: argparse.Namespace) -> None:
     """One engine: start, wait for the others, measure."""
-    shapes = [(n, prompt, (STEPS + 4) * (1 + args.drafts) + MORE) for n, prompt in args.shapes]
+    weights, cache, drafts = parts(mode)
+    shapes = [(n, prompt, (STEPS + 4) * (1 + drafts) + MORE) for n, prompt in args.shapes]
     llm = engine(mode, shapes + args.answers, args)
-    weights, cache = parts(mode)
     own, requests = cache.startswith("k"), Requests(llm)
     watch = Watch() if own else None
     if args.gate:
@@ -233,14 +234,14 @@ def run(mode: str, args: argparse.Namespace) -> None:
     found: list[Row] = []
     with alone((args.gate or Path(tempfile.gettempdir())) / "measures"):
         if weights not in PLAIN and not args.small:
-            check_first(llm, mode)
+            check_first(llm, mode.partition("+")[0])
         for prompt in (128, 300):
             requests.ask(1, prompt, 8)
         requests.finish()
         for n, prompt, new in shapes:
-            found.append(steps(mode, args.drafts, requests, watch, n, prompt, new))
+            found.append(steps(mode, requests, watch, n, prompt, new))
             add(args.output, found, KEY)
-        if args.drafts:
+        if drafts:
             print(f"{mode}: {check_drafted(requests)}", flush=True)
         for n, prompt, new in args.answers:
             for again in range(1 if args.small else 2):  # a first time for what only it launches, if it is short
@@ -253,7 +254,6 @@ def run(mode: str, args: argparse.Namespace) -> None:
             found.append(
                 result(
                     mode,
-                    args.drafts,
                     requests=n,
                     prompt=prompt,
                     new_tokens=new,
@@ -266,7 +266,7 @@ def run(mode: str, args: argparse.Namespace) -> None:
     os._exit(0)  # a clean end of an engine takes seconds
 
 
-def steps(mode: str, drafts: int, requests: Requests, watch: Watch | None, n: int, prompt: int, new: int) -> Row:
+def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: int, new: int) -> Row:
     """The decode step of so many requests of one length, and the time until all have their first token."""
     if watch is not None:
         layers = list(requests.core.vllm_config.compilation_config.static_forward_context)
@@ -285,7 +285,7 @@ def steps(mode: str, drafts: int, requests: Requests, watch: Watch | None, n: in
     step = statistics.median(times)
     rate = (sum(len(requests.answers[name]) for name in names) - known) / STEPS  # tokens a step
     said = "" if watch is None else f"; {watch.calls - calls} calls outside graphs; " + watch.check()
-    if drafts:
+    if parts(mode)[2]:
         said = f", {rate / n:.2f} tokens a request{said}"
     requests.end(names)
     print(
@@ -294,7 +294,7 @@ def steps(mode: str, drafts: int, requests: Requests, watch: Watch | None, n: in
     )
     shape = {"requests": n, "prompt": prompt, "new_tokens": STEPS}
     return result(
-        mode, drafts, **shape, step_ms=round(step, 3), ttft_ms=round(first * 1e3, 1),
+        mode, **shape, step_ms=round(step, 3), ttft_ms=round(first * 1e3, 1),
         tokens_per_second=round(rate / step * 1e3, 1),
     )  # fmt: skip
 
@@ -302,9 +302,9 @@ def steps(mode: str, drafts: int, requests: Requests, watch: Watch | None, n: in
 def agreement(gate: Path, modes: list[str]) -> None:
     """Print how many greedy tokens are those of the same weights with a cache of 16 bits."""
     for mode in modes:
-        weights, cache = parts(mode)
+        weights, cache, drafts = parts(mode)
         plain, own = gate / f"{weights}.tokens", gate / f"{mode}.tokens"
-        if cache == "auto" or not (plain.exists() and own.exists()):
+        if cache == "auto" or drafts or not (plain.exists() and own.exists()):
             continue
         a, b = json.loads(plain.read_text()), json.loads(own.read_text())
         for shape in dict.fromkeys(name.partition("_")[0] for name in b):
@@ -329,7 +329,6 @@ def main() -> None:
     parser.add_argument("--answers", type=shape, nargs="*", default=[], help="requests x tokens of a prompt x new ones")
     parser.add_argument("--output", type=Path, default=RESULTS / "h200" / "serving.json")
     parser.add_argument("--budget", type=int, default=8192, help="tokens of a step")
-    parser.add_argument("--drafts", type=int, default=0, help="of a request in every step")
     parser.add_argument("--whole", action="store_true", help="nine tenths of the memory, of one engine")
     parser.add_argument("--wait", type=Path, help="import, then wait until this file exists")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try this on a CPU")

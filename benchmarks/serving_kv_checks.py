@@ -155,9 +155,9 @@ def check_drafted(requests: Any, count: int = 6, prompt: int = 300, new: int = 1
     gaps = list[float]()
     while core.has_unfinished_requests():
         for answer in core.step():
-            for one in answer.prompt_logprobs[prompt:]:
-                known = [entry.logprob for entry in one.values()]
-                gaps.append(max(known) - known[0])  # the token itself comes first
+            answered = zip(answer.prompt_token_ids, answer.prompt_logprobs, strict=True)
+            for token, logprobs in list(answered)[prompt:]:
+                gaps.append(max(entry.logprob for entry in logprobs.values()) - logprobs[token].logprob)
     near = sum(gap < 0.1 for gap in gaps) / len(gaps)
     said = f"{near:.1%} of {len(gaps)} drafted tokens are greedy ones, {max(gaps):.2f} the largest gap"
     if near < 0.9:
