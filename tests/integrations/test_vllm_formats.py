@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 
 from anybit.errors import CheckpointError
 from anybit.integrations.vllm.config import AnyBitConfig
+from checkpoints.test_formats import whole_model
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
 PARTS = {"gate_up_proj": ["gate_proj", "up_proj"]}
@@ -36,12 +37,12 @@ BY_TOOLS = (
 
 @pytest.mark.parametrize("tool", BY_TOOLS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_layers_that_other_tools_stored(rank: Any, tool: str, ranks: int) -> None:
+def test_layers_that_other_tools_stored(rank: Any, tool: str, ranks: int, tmp_path: Path) -> None:
     """Their values are those that the tool itself gave (every ninth output is kept); fused, and split over ranks."""
     words = json.loads((FORMATS / tool / "config.json").read_text())["quantization_config"]
     tensors, values = (load_file(FORMATS / tool / f"{name}.safetensors") for name in ("model", "expected"))
     config = pickle.loads(pickle.dumps(AnyBitConfig.from_config(words)))  # as it reaches an engine's process
-    config.maybe_update_config(str(FORMATS / tool))
+    config.maybe_update_config(str(whole_model(tool, tmp_path)))  # which is checked as a whole
     assert config.stored == sorted(values)
     name, value = next((key, found.float()) for key, found in values.items() if "q_proj" in key)
     n, k = tensors[f"{name}.scales"].shape[1], value.shape[1]

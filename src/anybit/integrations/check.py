@@ -6,6 +6,7 @@ from torch import nn
 
 from anybit.checkpoints.configuration import METHOD, method_of
 from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.checkpoints.verify import check_model
 from anybit.integrations.transformers import AnyBitConfig, AnyBitQuantizer
 from anybit.linear import QuantLinear
@@ -16,9 +17,16 @@ def check_folder(path: Path, trust_remote_code: bool = False) -> None:
     """Check a folder's configuration, index, headers, and the values of what is not a quantized layer.
 
     The values of quantized layers, or of those that are to be, are left to who loads them (``verify.check_values``). A
-    folder of another tool is checked by itself, not against the model. Raises CheckpointError, naming file and tensor.
+    folder of a tool that is not read here is checked by itself, not against the model. Raises CheckpointError, naming
+    file and tensor.
     """
     folder = Folder(path, trust_remote_code)
+    foreign = FolderTranslation.of(folder) if folder.quantization is None else None
+    if foreign is not None:
+        foreign.check(skeleton(path, trust_remote_code))
+        for name in foreign.plain:
+            foreign.read_plain(name)  # refuses what is not finite
+        return
     if method_of(folder.config) not in (None, METHOD):
         return
     model = skeleton(path, trust_remote_code)

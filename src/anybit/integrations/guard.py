@@ -59,4 +59,5 @@ def _refusing_codes(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 auto.AutoHfQuantizer.supports_quant_method = staticmethod(_refusing_damage(auto.AutoHfQuantizer.supports_quant_method))
-PreTrainedModel._finalize_model_loading = staticmethod(_refusing_codes(PreTrainedModel._finalize_model_loading))
+if hasattr(PreTrainedModel, "_finalize_model_loading"):  # transformers' own, which a version to come may not have
+    PreTrainedModel._finalize_model_loading = staticmethod(_refusing_codes(PreTrainedModel._finalize_model_loading))

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from anybit.checkpoints.configuration import Quantization, override_of
 from anybit.checkpoints.safetensors import read_header
 from anybit.checkpoints.source import from_hub
-from anybit.errors import CheckpointError, LayerError, OptionError
+from anybit.errors import AnyBitError, CheckpointError, LayerError, OptionError, one_line
 from anybit.integrations.check import check_folder
 from anybit.integrations.vllm import fusion
 from anybit.integrations.vllm.embedding import EMBEDDINGS, AnyBitEmbeddingMethod, HeadBesideCodes
@@ -107,7 +107,16 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AnyBitConfig":
-        """Read a ``quantization_config``: anybit's, compressed-tensors' with anybit's words in it, or without."""
+        """Read a ``quantization_config``: anybit's words, alone or beside compressed-tensors', or another tool's."""
+        try:
+            return cls._from_words(config)
+        except (AnyBitError, MemoryError):
+            raise
+        except Exception as error:  # words of other types than they should be can fail in any way
+            raise CheckpointError(f"quantization_config cannot be used: {one_line(error)}") from error
+
+    @classmethod
+    def _from_words(cls, config: dict[str, Any]) -> "AnyBitConfig":
         method = config.get("quant_method")
         if method == METHOD and "scheme" not in config:
             raise CheckpointError(f"the quantization_config of config.json names anybit, but no scheme; {_HOW}")
