@@ -41,6 +41,8 @@ to look at ten thousand entries takes a fifth of the time of compiling one."""
 _MAGIC = b"anybit kernel 2\n"
 _SUFFIX = ".kernel"
 _NEW = ".new-"
+_NOTE = "note"
+"""Stands for the architecture in an entry that is no kernel."""
 _memory: dict[tuple[Kernel, str], Compiled] = {}
 _memory_lock = threading.Lock()
 _logger = logging.getLogger(__name__)
@@ -84,6 +86,32 @@ def cached(kernel: Kernel, arch: str) -> Compiled:
 def on_disk(kernel: Kernel, arch: str) -> bool:
     """Whether an entry of a kernel is there, in memory or on disk; it may still turn out to be damaged."""
     return (kernel, arch) in _memory or (folder() / (key(kernel, arch) + _SUFFIX)).is_file()
+
+
+def fetch(kernel: Kernel, arch: str) -> bool:
+    """Whether the machine code of a kernel is in memory, after a look at the disk; nothing is compiled."""
+    if (kernel, arch) not in _memory:
+        with _opened(folder()) as place:
+            found = None if place is None else _load(place, key(kernel, arch), arch)
+        if found is None:
+            return False
+        with _memory_lock:
+            _memory.setdefault((kernel, arch), found)
+    return True
+
+
+def note(name: str) -> bytes | None:
+    """What ``keep_note`` kept under a name, from disk, with the care that kernels are read with; None: nothing."""
+    with _opened(folder()) as place:
+        found = None if place is None else _load(place, name, _NOTE)
+    return None if found is None else found.cubin
+
+
+def keep_note(name: str, content: bytes) -> None:
+    """Keep what is no kernel beside the kernels, until it is the one not used for longest."""
+    with _opened(folder()) as place:
+        if place is not None:
+            _store(place, name, Compiled(content, _NOTE, "", 0, 0, 0, 0, 0.0))
 
 
 def clear_memory() -> None:

@@ -129,6 +129,6 @@ def _plan(spec: LinearSpec, rows: Tensor) -> _Plan:
     found = _plans.get(key)
     if found is None:
         product = product_of(spec, bucket, rows)
-        chosen = dispatcher(product.device.name).choose(product, (Layout.planes,)).candidate
+        chosen = dispatcher(product.device.name).kept(product, Layout.planes).candidate
         found = _plans[key] = _Plan(_OUTPUTS[rows.dtype], quantizer(product, Target.planes, aligned), chosen.config)
     return found

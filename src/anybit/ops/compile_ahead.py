@@ -1,7 +1,7 @@
 """Kernels of every token count of a model's layers, compiled before the first of them is asked for.
 
 Each kind of layer is asked, for each count, which kernels it would launch (nothing runs), and those that are not in the
-cache on disk are compiled by as many processes as there are cores.
+cache on disk are compiled by as many processes as there are cores. What they would launch is kept there, too.
 """
 
 import functools
@@ -16,10 +16,12 @@ from torch import Tensor
 
 from anybit import jit
 from anybit.device import Device
-from anybit.jit.cache import on_disk
+from anybit.jit.cache import fetch
 from anybit.kernels.gemm.builtin import MOST_TOKENS
+from anybit.ops import kept_choices
 from anybit.ops.backend import LinearSpec
 from anybit.ops.pages import RopePagesArgs, norm_rotate_pages, rotate_pages
+from anybit.tune.dispatch import dispatcher
 from anybit.tune.processes import compile_kernels
 from anybit.tune.registry import STEPS
 
@@ -71,14 +73,24 @@ def compile_ahead(kinds: Mapping[LayerKind, list[Tensor]], most: int) -> Compile
                 elif tokens < 2 * kind.most:
                     _multiply(kind, tensors, min(tokens, kind.most))
 
-    return make_ready(jit.kernels_of(call_all), device, start)
+    gpu = Device.of(torch.empty(0, device=device))
+    layers = [f"{kind} {[tuple(one.shape) for one in tensors]}" for kind, tensors in kinds.items()]
+    name, choices = kept_choices.name_of(layers, most, gpu), dispatcher(gpu.name).choices
+    kept = None if name is None else kept_choices.read(name)
+    if kept is not None:
+        choices.update(kept.choices)
+        return make_ready(kept.kernels, device, start)
+    kernels = jit.kernels_of(call_all)
+    if name is not None:
+        kept_choices.write(name, kept_choices.Chosen(kernels, choices))
+    return make_ready(kernels, device, start)
 
 
 def make_ready(kernels: list[jit.Kernel], device: torch.device, start: float | None = None) -> CompiledAhead:
     """Compile kernels that the cache on disk lacks, and load all onto a CUDA device. start: when that was begun."""
     start = time.perf_counter() if start is None else start
     arch = Device.of(torch.empty(0, device=device)).arch
-    missing = [kernel for kernel in kernels if not on_disk(kernel, arch)]
+    missing = [kernel for kernel in kernels if not fetch(kernel, arch)]
     random.Random(os.getpid()).shuffle(missing)  # ranks that start together compile different ones first
     decided = time.perf_counter()
     refused = compile_kernels([(kernel, arch) for kernel in missing])

@@ -285,7 +285,7 @@ def _decide(spec: LinearSpec, rows: Tensor, weight: PackedWeight, bucket: int, a
     product = product_of(spec, bucket, rows, columns, aligned)
     quantized = spec.activations.quantized
     quantize = quantizer(product, Target.bytes, aligned) if quantized else None
-    chosen = dispatcher(product.device.name).choose(product, (tiles_of(spec.activations),)).candidate
+    chosen = dispatcher(product.device.name).kept(product, tiles_of(spec.activations)).candidate
     family = FAMILIES[chosen.kernel]
     config = heuristics.limit_occupancy(chosen.config, product.device)
     if spec.fused and family.module is sm90_packed_gemm:

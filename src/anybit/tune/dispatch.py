@@ -29,6 +29,7 @@ _CLEARLY = 0.97
 """What a config must be expected to take of the built-in choice's time to run where it was not measured."""
 OTHER_LAYOUT = 0.94
 """Of few tokens: what the best of another layout must take of the best of the built-in one."""
+_MOST_CHOICES = 1 << 14
 _WORTH_TWO = 1.03
 """Two layouts are kept where one of them alone would cost more than this at some token count."""
 _PLANES_FROM = 5
@@ -50,14 +51,19 @@ class Choice:
     source: str = ""
 
 
+Choices = dict[tuple[LinearProblem, Layout], Choice]
+"""What was chosen for problems whose weights lie in a layout."""
+
+
 class Dispatcher:
-    """The maps of one GPU."""
+    """The maps of one GPU. choices: those that ``kept`` made before."""
 
     def __init__(self, gpu: str, policies: Collection[Policy]) -> None:
         self.gpu = gpu
         mine = [policy.current() for policy in policies if policy.origin.gpu == gpu]
         self.policies = [policy for policy in mine if policy.points]
         self.hints = [policy for policy in policies if policy.why_hint(gpu) is not None]
+        self.choices: Choices = {}
 
     def points(self, product: LinearProblem) -> tuple[Mapping[int, Point], Policy] | None:
         """What the first map that knows a layer measured of it, by token count."""
@@ -107,6 +113,16 @@ class Dispatcher:
                     if found is not here:
                         return found
         return own
+
+    def kept(self, product: LinearProblem, layout: Layout) -> Choice:
+        """As ``choose``, once: what plans go by."""
+        like = product, layout
+        found = self.choices.get(like)
+        if found is None:
+            if len(self.choices) >= _MOST_CHOICES:
+                self.choices.clear()
+            found = self.choices[like] = self.choose(product, (layout,))
+        return found
 
     def in_fused(self, product: LinearProblem, layouts: Collection[Layout]) -> Collection[Layout]:
         """Which of its layouts a layer of a fused block runs: of few tokens with coded inputs one for all of a block.
@@ -276,6 +292,11 @@ def use(*paths: str | Path) -> None:
     _dispatchers.clear()
     _given.clear()
     _given.extend(found for path in paths if (found := usable(Path(path))))
+
+
+def given() -> bool:
+    """Whether maps were given to ``use``."""
+    return bool(_given)
 
 
 def forget_with_maps(decided: dict[Any, Any]) -> None:

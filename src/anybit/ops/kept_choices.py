@@ -1,0 +1,86 @@
+"""What a model's layers were found to launch, kept in the folder of compiled kernels: a second load does not ask again.
+
+An entry holds for one build of anybit, one GPU, its maps, and one list of layers: all of that is in its name.
+"""
+
+import hashlib
+import io
+import pickle
+from collections.abc import Iterable
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import anybit
+from anybit.device import Device
+from anybit.jit import Kernel
+from anybit.jit.cache import keep_note, note
+from anybit.tune.dispatch import Choices, allowed, given
+from anybit.tune.policy import own_file
+
+_PACKAGE = Path(anybit.__file__).parent
+_DECIDING = ("*.py", "kernels/**/*.py", "tune/**/*", "ops/*.py", "jit/*.py")
+"""Files below the package by which kernels are chosen."""
+
+
+class Chosen(NamedTuple):
+    """Kernels of layers, and by which choices they were found."""
+
+    kernels: list[Kernel]
+    choices: Choices
+
+
+def name_of(layers: Iterable[str], most: int, device: Device) -> str | None:
+    """The name of an entry: a hash of all that decides; None where maps were given by hand."""
+    if given():
+        return None
+    own = own_file(device.name)
+    parts = [_build(), str(device).encode(), own.read_bytes() if own.is_file() else b"", str(most).encode()]
+    parts += [text.encode() for text in (*sorted(allowed()), "layers", *layers)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return "chosen-" + digest.hexdigest()[:40]
+
+
+@cache
+def _build() -> bytes:
+    """A hash of the files that decide."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted({path for pattern in _DECIDING for path in _PACKAGE.glob(pattern) if path.is_file()}):
+        if path.suffix in (".py", ".json"):
+            digest.update(str(path.relative_to(_PACKAGE)).encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.digest()
+
+
+def read(name: str) -> Chosen | None:
+    """An entry; None where there is none, or nothing that this build can read."""
+    content = note(name)
+    if content is None:
+        return None
+    try:
+        kernels, choices = _Reader(io.BytesIO(content)).load()
+        return Chosen(kernels, choices)
+    except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, TypeError, ValueError):
+        return None
+
+
+def write(name: str, chosen: Chosen) -> None:
+    """Keep an entry for the next process."""
+    keep_note(name, pickle.dumps(tuple(chosen), protocol=5))
+
+
+class _Reader(pickle.Unpickler):
+    """Makes values of anybit's dataclasses and enums and torch's dtypes, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or dtype of a name."""
+        found = super().find_class(module, name) if module == "torch" or module.startswith("anybit.") else None
+        value = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+        if value or isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"an entry of chosen kernels names {module}.{name}, which is no value of anybit's")
