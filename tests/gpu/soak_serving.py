@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--scheme", default="w4a16g64")
     parser.add_argument("--pages", type=int, default=160, help="of the cache: too few for all that run at once")
+    parser.add_argument("--patience", type=float, default=300, help="seconds until the server is up")
     parser.add_argument("--serve", default="", help="options of anybit serve, in one word")
     parser.add_argument("--vllm", default="", help="of vllm serve")
     args = parser.parse_args()
@@ -130,7 +131,7 @@ def main() -> None:
     quantize_folder(cases.save_small_llama(root / "plain"), root / "model", args.scheme)
     flags = ["--engine", "vllm", "--max-length", str(CONTEXT), *shlex.split(args.serve), "--", *shlex.split(args.vllm)]
     flags += ["--num-gpu-blocks-override", str(args.pages), "--no-enable-prefix-caching"]
-    with cases.served(root / "model", root / "log", *flags, seconds=300) as server:
+    with cases.served(root / "model", root / "log", *flags, seconds=args.patience) as server:
         begin = time.perf_counter()
         compared, ties, wrong = asyncio.run(everything(server, requests_of(args.requests)))
         seconds = time.perf_counter() - begin
