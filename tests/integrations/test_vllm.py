@@ -262,7 +262,8 @@ def test_heads_of_a_checkpoint_and_their_padded_vocabulary(rank: Any, scheme: st
         )
         found.append(outputs(load(head, {None: part}), x))
     got = torch.cat(found, -1)
-    assert got.shape == (3, 192) and torch.equal(got[:, :tokens], expected) and not got[:, tokens:].any()
+    assert got.shape == (3, 192) and not got[:, tokens:].any()
+    torch.testing.assert_close(got[:, :tokens], expected)  # padded to another shape, sums are rounded in another order
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w3a16g64asym"])
@@ -287,7 +288,7 @@ def test_embeddings_of_a_checkpoint_and_tied_heads(
         rows += embedding(ids)
         logits.append(outputs(embedding, x))
     assert torch.equal(rows, part.dequantize()[ids])
-    assert torch.equal(torch.cat(logits, -1)[:, :tokens], part(x))
+    torch.testing.assert_close(torch.cat(logits, -1)[:, :tokens], part(x))
 
 
 @pytest.mark.parametrize("tied", [False, True])
