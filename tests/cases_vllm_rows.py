@@ -25,7 +25,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils as planning
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -42,7 +42,8 @@ LONGEST = 2048
 @dataclass(frozen=True)
 class Life:
     """What requests live through. pages: of the pool.  budget: tokens of a step.  ahead: steps in flight.
-    beside: other layers with a 16-bit sliding window.  late: a fault, pages are packed one step too late.
+    beside: other layers with a 16-bit sliding window.  together: pages of a block, beside layers that keep a state.
+    late: a fault, pages are packed one step too late.
     """
 
     format: str = "kv4g128"
@@ -56,6 +57,7 @@ class Life:
     longer: bool = False
     ahead: int = 0
     beside: bool = False
+    together: int = 1
     late: bool = False
     seed: int = 0
 
@@ -65,7 +67,7 @@ class Life:
 
     @property
     def rows(self):
-        return kv_rows.layout(KVFormat.parse(self.format), 128, self.slack)
+        return kv_rows.layout(KVFormat.parse(self.format), 128, self.slack, self.together)
 
 
 LIVES = [
@@ -79,6 +81,8 @@ LIVES = [
     Life(seed=7, budget=2048, pages=200, seqs=40),
     Life(seed=8, format="kv8", pages=40),
     Life(seed=9, beside=True, pages=100),
+    Life(seed=10, together=3, pages=40, caching=False),
+    Life(seed=11, together=16, pages=20, caching=False, seqs=8),
 ]
 
 
@@ -95,18 +99,23 @@ class Worker:
 
     def __init__(self, life: Life, group: int) -> None:
         rows = life.rows
-        self.front, self.ring, self.per_block = rows.front, rows.ring, rows.slots
+        self.front, self.ring, self.per_page = rows.front, rows.ring, rows.slots
         self.life, self.group = life, group
-        self.pages: dict[int, list[int]] = {}  # block -> names of 128 tokens, packed
-        self.slots: dict[tuple[int, int], int] = {}  # (block, slot) -> name, in 16 bits
+        self.pages: dict[int, list[int]] = {}  # page of the pool -> names of 128 tokens, packed
+        self.slots: dict[tuple[int, int], int] = {}  # (page of the pool, slot) -> name, in 16 bits
         self.rows: dict[str, list[list[int]]] = {}
 
     def place(self, request, position):
         slot = position % self.ring
-        return self.rows[request][self.group][slot // self.per_block], slot % self.per_block
+        return self.entry(request, slot // self.per_page), slot % self.per_page
 
     def page(self, request, index):
-        return self.rows[request][self.group][self.front + index]
+        return self.entry(request, self.front + index)
+
+    def entry(self, request, index):
+        """What a kernel's table has at a place: a page of the pool, of which a block is ``together``."""
+        together = self.life.together
+        return self.rows[request][self.group][index // together] * together + index % together
 
     def update(self, out):
         for one in out.scheduled_new_reqs:
@@ -173,7 +182,7 @@ def build(life: Life) -> tuple[Any, int, Any]:
     if hasattr(config.cache_config, "get_resolved_kv_cache_layout"):
         config.cache_config.kv_cache_layout = "LBNHC"
     kv_spec.register()
-    plain = FullAttentionSpec(block_size=PAGE, num_kv_heads=8, head_size=128, dtype=torch.uint8)
+    plain = FullAttentionSpec(block_size=PAGE * life.together, num_kv_heads=8, head_size=128, dtype=torch.uint8)
     spec = RowSpec.of(plain, life.rows)
     layers: dict[str, Any] = {f"l{i}": spec for i in range(2)}
     if life.beside:
@@ -182,6 +191,12 @@ def build(life: Life) -> tuple[Any, int, Any]:
             page_size_padded=spec.page_size_bytes,
         )  # fmt: skip
         layers |= {f"w{i}": window for i in range(2)}
+    if life.together > 1:
+        size = (spec.page_size_bytes // 4 - 100,)
+        state = MambaSpec(
+            block_size=LONGEST, shapes=(size,), dtypes=(torch.float32,), page_size_padded=spec.page_size_bytes
+        )
+        layers |= {f"s{i}": state for i in range(2)}
     with set_current_vllm_config(config):
         memory = [life.pages * spec.page_size_bytes * 2]
         cache = planning.generate_scheduler_kv_cache_config(configs_of(config, layers, memory))
@@ -334,7 +349,7 @@ class World:
         seen: dict[Any, list[int]] = {}
         for block in self.pool.blocks:
             if block.block_hash is not None and planning.get_group_id(block.block_hash) == self.group:
-                page = self.worker.pages.get(block.block_id)
+                page = self.worker.pages.get(block.block_id * self.life.together)
                 assert page is not None, f"block {block.block_id} is published before it is packed"
                 assert seen.setdefault(block.block_hash, page) == page, "one hash, two contents"
 
