@@ -39,6 +39,12 @@ GEMMA4 = {
     **WIDE, "global_head_dim": 16, "sliding_window": 16, "vocab_size_per_layer_input": 96,
     "hidden_size_per_layer_input": 16,
 }  # fmt: skip
+LATENT = {  # keys and values of all heads from one small vector; the first MLP is plain, the second has experts
+    **LLAMA, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+CONVOLVED = {**LLAMA, "layer_types": ["conv", "full_attention"]}
 
 MATRIX: dict[str, Callable[[], Any]] = {
     "Llama": lambda: t.LlamaConfig(**LLAMA),
@@ -102,4 +108,53 @@ MATRIX: dict[str, Callable[[], Any]] = {
     "Mixtral": lambda: t.MixtralConfig(**LLAMA, num_local_experts=4),
     "Qwen3-MoE": lambda: t.Qwen3MoeConfig(**WIDE, **EXPERTS),
     "gpt-oss": lambda: t.GptOssConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
+    "Cohere 2": lambda: t.Cohere2Config(**LLAMA, sliding_window=16),
+    "EXAONE 4": lambda: t.Exaone4Config(**LLAMA, sliding_window=16),
+    "Seed-OSS": lambda: t.SeedOssConfig(**WIDE),
+    "InternLM 3": lambda: t.InternLM3Config(**WIDE),
+    "ERNIE 4.5": lambda: t.Ernie4_5Config(**WIDE),
+    "Hunyuan": lambda: t.HunYuanDenseV1Config(**WIDE),
+    "Falcon": lambda: t.FalconConfig(
+        **SIZES,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+    ),
+    "LFM 2": lambda: t.Lfm2Config(**CONVOLVED, block_multiple_of=8),
+    "LFM 3": lambda: t.Lfm3Config(**CONVOLVED),
+    "Nemotron-H": lambda: t.NemotronHConfig(
+        **WIDE,
+        hybrid_override_pattern="M*-",
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=16,
+    ),
+    "Granite 4": lambda: t.GraniteMoeHybridConfig(
+        **LLAMA,
+        layer_types=["mamba", "attention"],
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_chunk_size=16,
+        shared_intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "GLM-4.5": lambda: t.Glm4MoeConfig(
+        **WIDE,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    ),
+    "Qwen3.5-MoE": lambda: t.Qwen3_5MoeTextConfig(**LINEAR, **EXPERTS, shared_expert_intermediate_size=32),
+    "MiniMax-M2": lambda: t.MiniMaxM2Config(**WIDE, num_local_experts=4, num_experts_per_tok=2),
+    "DeepSeek-V3": lambda: t.DeepseekV3Config(**LATENT),
+    "DeepSeek-V4": lambda: t.DeepseekV4Config(**LATENT, head_dim=16, o_groups=2, o_lora_rank=16),
+    "Mistral 4": lambda: t.Mistral4Config(**LATENT),
 }

@@ -93,13 +93,20 @@ def table() -> dict[str, str]:
     return {name: cells for names, _, cells in rows for name in names.split("; ")}
 
 
-@pytest.mark.parametrize("name", MATRIX)
-def test_a_model_runs_as_the_table_says(name: str, tmp_path: Path) -> None:
+def tried_or_broken(name: str, folder: Path) -> Found | None:
+    """The same; None for Llama4ForConditionalGeneration of transformers 5.24, which fails with any weights."""
     try:
-        found = tried(name, tmp_path)
+        return tried(name, folder)
     except AttributeError as error:
         if name != "Llama 4 (images)" or "image_outputs" not in str(error):
             raise
+        return None
+
+
+@pytest.mark.parametrize("name", MATRIX)
+def test_a_model_runs_as_the_table_says(name: str, tmp_path: Path) -> None:
+    found = tried_or_broken(name, tmp_path)
+    if found is None:
         pytest.skip("Llama4ForConditionalGeneration of this transformers (5.24) fails with any weights")
     assert found.streamed == found.reloaded == found.expected
     assert found.fused in (None, found.streamed)
@@ -117,7 +124,8 @@ def write() -> None:
     alike: dict[str, list[str]] = {}
     for name in MATRIX:
         with tempfile.TemporaryDirectory() as folder:
-            alike.setdefault(tried(name, Path(folder)).cells, []).append(name)
+            found = tried_or_broken(name, Path(folder))
+            alike.setdefault(table()[name] if found is None else found.cells, []).append(name)
     rows = [f"| {'; '.join(names)} | {cells} |" for cells, names in alike.items()]
     text: Any = MARKED.sub(lambda m: m[1] + HEAD + "\n".join(rows) + "\n" + m[3], PAGE.read_text(encoding="utf-8"))
     PAGE.write_text(text, encoding="utf-8")

@@ -77,8 +77,12 @@ def beside_text(model: Any) -> list[str]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module gives one product and nothing else: Llama 4's router, a Linear by class, gives two results."""
-    return isinstance(module, (nn.Linear, Conv1D)) and not type(module).__name__.endswith("Router")
+    """Whether a module gives one product and nothing else.
+
+    Routers and DeepSeek-V4's grouped projection are Linear by class, with a forward of their own; Falcon's is the same.
+    """
+    plain = type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear"
+    return plain and isinstance(module, (nn.Linear, Conv1D))
 
 
 def linear_layers(model: nn.Module, keep: list[str]) -> list[LinearLayer]:

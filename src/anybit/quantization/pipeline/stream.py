@@ -5,6 +5,7 @@ What is in memory at any moment is one tensor of the source and its codes; nothi
 
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -254,9 +255,13 @@ def run_rtn(job: Job) -> Saved:
     )
 
 
+_EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.(in|out)put_linear\.")
+"""Names of experts in checkpoints; the second are Granite 4's."""
+
+
 def experts_of(entries: Mapping[str, Entry]) -> tuple[int, int]:
     """(weights, bytes) of the experts in a checkpoint: floats, or MXFP4 in gpt-oss' ``_blocks`` and ``_scales``."""
-    found = [(name, e) for name, e in entries.items() if ".experts." in name and len(e.shape) > 1]
+    found = [(name, e) for name, e in entries.items() if _EXPERTS.search(name) and len(e.shape) > 1]
     floats = [e for name, e in found if e.dtype.is_floating_point and not name.endswith("bias")]
     codes = [e for name, e in found if e.dtype == torch.uint8 and name.endswith("_blocks")]
     scales = [e for name, e in found if e.dtype == torch.uint8 and name.endswith("_scales")]
