@@ -93,7 +93,7 @@ def table_of(code: str) -> Tensor:
     """The values of a table's codes in their order, float32 [2^bits] on the CPU; of e4m3 two are NaN (0x7F, 0xFF)."""
     if code == "e4m3":
         return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    return torch.tensor(_TABLES[code])
+    return torch.tensor(_TABLES[code], dtype=torch.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,28 +84,6 @@ def test_a_symmetric_gptq_layer_tells_its_own_version(stored: int) -> None:
     torch.testing.assert_close(READERS["gptq"].read(made).dequantize(), expected + spread * (stored - 7))
 
 
-def test_awq_gemv() -> None:
-    codes, zero, scales = random(N, K), random(N, 2), (torch.rand(N, 8, generator=generator(3)) / 8).half()
-    padded = torch.zeros(N, 8, dtype=torch.int64)
-    padded[:, :2] = zero
-    made = layer(
-        {"quant_method": "awq", "version": "gemv", "bits": 4, "group_size": 32},
-        qweight=along(codes), qzeros=along(padded), scales=scales,
-    )  # fmt: skip
-    groups = torch.arange(K) // 32
-    weight = READERS["awq"].read(made)
-    assert weight.format == READERS["awq"].scheme(made).weights
-    assert torch.equal(weight.dequantize(), (codes - zero[:, groups]) * scales.float()[:, groups])
-
-
-def test_llm_int8() -> None:
-    codes = random(N, K, top=255) - 127
-    largest = torch.rand(N, generator=generator(4)) + 0.5
-    made = layer({"quant_method": "bitsandbytes"}, weight=codes.to(torch.int8), SCB=largest)
-    assert str(READERS["bitsandbytes"].scheme(made)) == "w8a16"
-    torch.testing.assert_close(READERS["bitsandbytes"].read(made).dequantize(), codes * largest[:, None] / 127)
-
-
 def test_modelopt_nvfp4() -> None:
     codes, values = random(N, K), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)

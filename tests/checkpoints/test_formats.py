@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.cases_models import save_byte_tokenizer
 
+import anybit
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.formats import format_of, layers_of
 from anybit.checkpoints.formats.translate import FolderTranslation
@@ -61,6 +62,9 @@ CASES = {
     "hqq-4": Case("hqq", "w4a16g64min", "w4a16g64min", 1.5),
     "hqq-3": Case("hqq", "w3a16g32min", "w3a16g32min", 1.5),
     "hqq-2": Case("hqq", "w2a16g16min", "w2a16g16min", 1.5),
+    "awq-gemv": Case("awq", "w4a16g32asym", "w4a16g32asym"),
+    # bitsandbytes multiplies by the row's scale and then by 1/127, in float32.
+    "bnb-int8": Case("bitsandbytes", "w8a16", "w8a16", 0.001),
     "bnb-nf4": Case("bitsandbytes", "w4a16g64nf4", "w4a16g64nf4"),
     "bnb-nf4-nested": Case("bitsandbytes", "w4a16g64nf4", "w4a16g64nf4"),
     "bitnet": Case("bitnet", "w2a8", "w2a8"),
@@ -103,6 +107,21 @@ def test_a_layer_is_what_its_tool_makes_of_it(name: str) -> None:
         weight = format.read(layer)
         assert weight.format == format.scheme(layer).weights
         assert near(weight.dequantize()[::STRIDE], expected[layer_name], case.steps)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_default_type_of_floats_changes_nothing(name: str) -> None:
+    """vLLM has made it the model's 16 bits when it loads one."""
+    source = FolderTranslation.of(Folder(FIXTURES / name))
+    assert source is not None
+    expected = {layer: source.tensors(layer, torch.float32) for layer in source.layers}
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = {layer: source.tensors(layer, torch.float32) for layer in source.layers}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for layer, tensors in expected.items():
+        assert all(torch.equal(found[layer][part], tensor) for part, tensor in tensors.items())
 
 
 def test_every_fixture_is_looked_at() -> None:
@@ -148,20 +167,25 @@ def test_weights_behind_bitmasks_are_a_model_like_any_other(tmp_path: Path) -> N
         pass
 
 
-@pytest.mark.parametrize(
-    "name", ["gptq-4-asym", "auto-round-gptq", "ct-nvfp4", "hqq-3", "bitnet", "fp8-blocks", "marlin-24"]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_a_folder_loads_and_runs(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    loaded = load_model(whole_model(name, tmp_path))
+    model = anybit.load(whole_model(name, tmp_path))
     expected = load_file(FIXTURES / name / "expected.safetensors")
-    modules = {key: module for key, module in loaded.model.named_modules() if isinstance(module, QuantLinear)}
+    modules = {key: module for key, module in model.named_modules() if isinstance(module, QuantLinear)}
     assert set(modules) == set(expected)
     for key, module in modules.items():
         assert str(module.scheme) == getattr(case, key.rpartition(".")[2])
         assert near(module.dequantize()[::STRIDE], expected[key], case.steps)
     with torch.no_grad():
-        assert bool(loaded.model(torch.arange(8)[None]).logits.isfinite().all())
+        assert bool(model(torch.arange(8)[None]).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["gptq-4-sym", "ct-w4g32", "fp8-blocks"])
+def test_a_scheme_for_a_quantized_model_is_answered_with_the_way_in(name: str, tmp_path: Path) -> None:
+    folder = whole_model(name, tmp_path)
+    with pytest.raises(CheckpointError, match=r"quantized already, by .*: anybit\.load\(MODEL\)"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=anybit.AnyBitConfig("w4a16"))
 
 
 @pytest.mark.parametrize("name", ["auto-round-gptq", "hqq-3"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anybit.checkpoints.folder import Folder, path_of, read_json
-from anybit.checkpoints.formats.compressed_tensors import unmasked
+from anybit.checkpoints.formats.compressed_tensors import matches, unmasked
 from anybit.checkpoints.formats.stored import StoredLayer
 from anybit.checkpoints.gguf import read_gguf_header
 from anybit.checkpoints.gguf_rotary import scale_rotary
@@ -73,7 +73,8 @@ def _is_masked(path: Path) -> bool:
     try:
         entry = read_json(path / "config.json")["quantization_config"]
         masked = entry["sparsity_config"]["format"] == "sparse-24-bitmask"
-        return bool(masked and entry["quant_method"] == "compressed-tensors" and not entry.get("config_groups"))
+        plain = not entry.get("config_groups") and not matches(entry)
+        return bool(masked and plain and entry["quant_method"] == "compressed-tensors")
     except (CheckpointError, KeyError, TypeError, AttributeError):  # for others to say
         return False
 

@@ -1,7 +1,8 @@
 """Folders of quantized layers that transformers would fill with random weights, refused once anybit is there.
 
 transformers asks a quantizer only where config.json names a method that it knows. Where that name is damaged, or gone,
-it warns, makes the weights up, and reports those that it has no place for. Importing this module ends both.
+it warns, makes the weights up, and reports those that it has no place for. Importing this module ends both. It also
+says what to call for a folder of another tool's that is given an ``AnyBitConfig``.
 """
 
 import functools
@@ -11,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.quantizers import auto
 
-from anybit.checkpoints.configuration import METHOD
+from anybit.checkpoints.configuration import METHOD, words_of
 from anybit.errors import CheckpointError, one_line
 
 _CODES = ("weight_packed", "qweight")
@@ -38,6 +39,22 @@ def _refusing_damage(theirs: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return supports_quant_method
 
 
+def _refusing_others(theirs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """What transformers asks where a model is quantized and a configuration is given, too."""
+
+    @functools.wraps(theirs)
+    def merge_quantization_configs(entry: Any, given: Any) -> Any:
+        ours = getattr(given, "quant_method", None) == METHOD
+        if ours and isinstance(entry, Mapping) and words_of(entry) is None:
+            raise CheckpointError(
+                f"the model is quantized already, by {entry.get('quant_method')}: anybit.load(MODEL) gives it with its "
+                "codes on anybit's kernels, and a scheme needs the original model"
+            )
+        return theirs(entry, given)
+
+    return merge_quantization_configs
+
+
 def _refusing_codes(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """What transformers does once it has read a checkpoint; weights that it lacks are made up here."""
 
@@ -59,5 +76,8 @@ def _refusing_codes(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 auto.AutoHfQuantizer.supports_quant_method = staticmethod(_refusing_damage(auto.AutoHfQuantizer.supports_quant_method))
+auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(
+    _refusing_others(auto.AutoHfQuantizer.merge_quantization_configs)
+)
 if hasattr(PreTrainedModel, "_finalize_model_loading"):  # transformers' own, which a version to come may not have
     PreTrainedModel._finalize_model_loading = staticmethod(_refusing_codes(PreTrainedModel._finalize_model_loading))

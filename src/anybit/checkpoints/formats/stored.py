@@ -113,5 +113,5 @@ def nibbles(packed: Tensor) -> Tensor:
 def powers_of_two(exponents: Tensor) -> Tensor:
     """E8M0 scales, their bytes (255 is NaN) -> float32."""
     exponents = exponents.view(torch.uint8)
-    powers = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
+    powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float32), exponents.int() - 127)
     return torch.where(exponents == 255, torch.nan, powers)

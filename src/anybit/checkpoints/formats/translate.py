@@ -60,7 +60,7 @@ class Translation(ABC):
     kv_scales: Sequence[str] = ()
 
     def __init__(self) -> None:
-        self._recent: dict[str, QuantizedWeight] = {}
+        self._recent: dict[str, dict[str, Tensor]] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
@@ -140,18 +140,22 @@ class Translation(ABC):
         zero = {name for name in surplus if not bool(self.read_plain(name).any())}
         self.plain = [name for name in self.plain if name not in zero]
 
+    def tensors(self, layer: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A layer's tensors as QuantLinear stores them, scales and minima in ``dtype``."""
+        try:
+            return QuantLinear.tensors_of(self.read(layer).with_scales(dtype))
+        except LayerError as error:
+            raise CheckpointError(f"layer {layer}: {error}") from None
+
     def part(self, layer: str, part: str, dtype: torch.dtype) -> Tensor:
-        """A tensor of a layer as QuantLinear stores it; the layer is kept a while, since its other parts are next."""
+        """One of these tensors; the layer is kept a while, since its other parts are next."""
         with self._lock:
             if layer not in self._recent:
-                try:
-                    weight = self.read(layer).with_scales(dtype)
-                except LayerError as error:
-                    raise CheckpointError(f"layer {layer}: {error}") from None
+                tensors = self.tensors(layer, dtype)
                 while len(self._recent) >= _RECENT:
                     del self._recent[next(iter(self._recent))]
-                self._recent[layer] = weight
-            return QuantLinear.tensors_of(self._recent[layer])[part]
+                self._recent[layer] = tensors
+            return self._recent[layer][part]
 
 
 class FolderTranslation(Translation):
