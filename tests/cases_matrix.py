@@ -44,7 +44,6 @@ LATENT = {  # keys and values of all heads from one small vector; the first MLP 
     "qk_nope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
-CONVOLVED = {**LLAMA, "layer_types": ["conv", "full_attention"]}
 
 MATRIX: dict[str, Callable[[], Any]] = {
     "Llama": lambda: t.LlamaConfig(**LLAMA),
@@ -122,8 +121,7 @@ MATRIX: dict[str, Callable[[], Any]] = {
         num_kv_heads=2,
         new_decoder_architecture=True,
     ),
-    "LFM 2": lambda: t.Lfm2Config(**CONVOLVED, block_multiple_of=8),
-    "LFM 3": lambda: t.Lfm3Config(**CONVOLVED),
+    "LFM 2": lambda: t.Lfm2Config(**LLAMA, layer_types=["conv", "full_attention"], block_multiple_of=8),
     "Nemotron-H": lambda: t.NemotronHConfig(
         **WIDE,
         hybrid_override_pattern="M*-",

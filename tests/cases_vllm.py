@@ -1,10 +1,35 @@
 """What tests of vLLM's layers share."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import torch
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+from anybit.linear import QuantLinear
+from anybit.quantization.methods.rtn import quantize_weight
+from anybit.scheme import CODES, Scheme
+from cases import random_weight
+
+
+def layer_of(scheme: str, n: int, k: int, seed: int = 0, order: bool = False, scaled: bool = False) -> QuantLinear:
+    """A quantized layer as anybit would save it."""
+    generator = torch.Generator().manual_seed(seed)
+    fmt = Scheme.parse(scheme).weights
+    if fmt.code in CODES:
+        weight = quantize_weight(torch.randn(n, k, generator=generator) / k**0.5, fmt, False)
+    else:
+        weight = random_weight(n, k, fmt, seed)
+    layer = QuantLinear(k, n, scheme, False, group_index=order, input_scale=scaled, dtype=torch.float32)
+    if order:
+        index = torch.randperm(k, generator=generator).to(torch.int32) // fmt.group
+        weight = replace(weight, group_index=index)
+    layer.load_weight(weight)
+    if scaled:
+        layer.input_scale.data.uniform_(0.5, 2.0, generator=generator)
+    return layer
 
 
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:

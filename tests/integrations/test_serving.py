@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import cases_serving as cases
@@ -17,7 +18,11 @@ from anybit.cli import app
 from anybit.errors import KernelError
 from anybit.integrations import serving
 from anybit.integrations.load_test import Answer, Figures, ask, measure, picture
+from anybit.integrations.serving_source import vllm_folder
 from anybit.scheme import Scheme
+from cases_damage import save_gguf
+from checkpoints.test_formats import whole_model
+from checkpoints.test_gguf_blocks import MIXED
 
 needed = [name for name in ("fastapi", "uvicorn", "openai", "httpx") if importlib.util.find_spec(name) is None]
 has_server = pytest.mark.skipif(bool(needed), reason=f"{', '.join(needed)} not installed: pip install 'anybit[serve]'")
@@ -136,6 +141,30 @@ def test_a_key_reaches_vllm_and_no_log(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(serving, "vllm_command", lambda *given: [cases.sys.executable, "-c", program, *command(*given)])
     server = serving.Server(str(tmp_path), port=free_port(), others=["--api-key", "secret"])
     assert serving.serve(server, "vllm", lambda: None) == 9
+
+
+def test_vllm_gets_other_tools_models_by_name(tmp_path: Path) -> None:
+    """A folder with the word that anybit runs it, a GGUF file as a folder, and what anybit does not read as it is."""
+    folder = whole_model("fp8-blocks", tmp_path / "fp8")
+    with vllm_folder(serving.Server(str(folder))) as (path, options):
+        assert (path, options) == (folder, ["--quantization", "anybit"])
+    with vllm_folder(serving.Server(str(folder), others=["--quantization", "fp8"])) as (_, options):
+        assert options == []
+    file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
+    with vllm_folder(serving.Server(str(file))) as (path, options):
+        words = json.loads((path / "config.json").read_text())["quantization_config"]
+        assert options == [] and (path / "model.gguf").resolve() == file and (path / "tokenizer.json").is_file()
+        assert words["overrides"]["model.layers.0.self_attn.v_proj"] == "w6a16g16"
+    assert not path.exists()
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {f"{name}.more" if "norm" in name else name: t for name, t in tensors.items()}, folder / "model.safetensors"
+    )
+    with (
+        pytest.warns(UserWarning, match="vLLM's own kernels run .*, since anybit does not: .*norm"),
+        vllm_folder(serving.Server(str(folder))) as (_, options),
+    ):
+        assert options == []
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -31,14 +31,19 @@ NEW = 24
 CHILD = """
 import json, sys
 from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
 
 def main():
     given = json.loads(sys.argv[1])
     settings = dict(dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.2)
-    llm = LLM(given["model"], **{**settings, **given["options"]})
     sampling = SamplingParams(temperature=0, min_tokens=given["new"], max_tokens=given["new"])
-    found = llm.generate(given["prompts"], sampling, use_tqdm=False)
-    print("ANSWERS", json.dumps([list(one.outputs[0].token_ids) for one in found]))
+    for model in given["models"]:
+        llm = LLM(model, **{**settings, **given["options"]})
+        found = llm.generate(given["prompts"], sampling, use_tqdm=False)
+        print("ANSWERS", json.dumps([model, [list(one.outputs[0].token_ids) for one in found]]), flush=True)
+        if model != given["models"][-1]:  # the next one's engine is in this process, too
+            del llm
+            cleanup_dist_env_and_memory()
 
 if __name__ == "__main__":
     main()
@@ -55,12 +60,18 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
 
 def by_vllm(model: Path, tmp_path: Path, **options: Any) -> list[list[int]]:
     """Greedy answers of an engine in a process; nothing there imports anybit but vLLM's plug-in loader."""
+    return many_by_vllm([model], tmp_path, **options)[str(model)]
+
+
+def many_by_vllm(models: list[Path], tmp_path: Path, **options: Any) -> dict[str, list[list[int]]]:
+    """The same of engines one after another."""
     child = tmp_path / "child.py"
     child.write_text(CHILD)
-    done = run(str(child), json.dumps({"model": str(model), "prompts": PROMPTS, "new": NEW, "options": options}))
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    assert lines, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("ANSWERS "))  # type: ignore[no-any-return]
+    given = {"models": [str(model) for model in models], "prompts": PROMPTS, "new": NEW, "options": options}
+    done = run(str(child), json.dumps(given))
+    lines = [line.removeprefix("ANSWERS ") for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert len(lines) == len(models), done.stdout[-3000:] + done.stderr[-3000:]
+    return dict(json.loads(line) for line in lines)
 
 
 def by_anybit(model: Path, scheme: str | None = None) -> list[list[int]]:

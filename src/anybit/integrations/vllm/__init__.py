@@ -14,11 +14,13 @@ def register() -> None:
     try:
         from vllm.model_executor.layers.quantization import register_quantization_config
 
+        from anybit.integrations.vllm import streams
         from anybit.integrations.vllm.config import AnyBitConfig
     except ImportError as error:
         _logger.warning("anybit does not know this version of vLLM, and is not registered with it: %s", error)
         return
     register_quantization_config("anybit")(AnyBitConfig)
+    streams.install()
     try:
         from anybit.integrations.vllm import kv_cache
     except ImportError as error:

@@ -15,40 +15,35 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from anybit.checkpoints.configuration import Quantization, override_of
+from anybit.checkpoints.configuration import Quantization, method_of, override_of
+from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.safetensors import read_header
 from anybit.checkpoints.source import from_hub
 from anybit.errors import AnyBitError, CheckpointError, LayerError, OptionError, one_line
 from anybit.integrations.check import check_folder
-from anybit.integrations.vllm import fusion
+from anybit.integrations.vllm import fusion, streams
 from anybit.integrations.vllm.embedding import EMBEDDINGS, AnyBitEmbeddingMethod, HeadBesideCodes
-from anybit.integrations.vllm.foreign import MARK, AnyBitForeignLinearMethod, Foreign
 from anybit.integrations.vllm.head import AnyBitHeadMethod, AnyBitOnlineHeadMethod
 from anybit.integrations.vllm.linear import AnyBitLinearMethod, AnyBitOnlineLinearMethod, Part
 from anybit.integrations.vllm.warmup import Ledger
-from anybit.scheme import Code, Scheme, WeightFormat
+from anybit.scheme import Scheme
 
 METHOD, COMPRESSED = "anybit", "compressed-tensors"
-_OF_FILES = ("auto", "hf", "safetensors", "fastsafetensors")
-"""vLLM's formats of loading that read a folder's safetensors."""
 HEADS = ("lm_head", "embed_out")
 _logger = logging.getLogger("vllm.anybit")
 _HOW = (
     'name a scheme: --hf-overrides \'{"quantization_config": {"quant_method": "anybit", "scheme": '
     '"w4a16g128"}}\', or `anybit serve MODEL --scheme w4a16g128`'
 )
-_INSTEAD = (
-    "leave out --quantization anybit, and vLLM's own kernels run them, or convert the model first, "
-    "`anybit convert FOLDER --to anybit -o OUT`"
-)
 
 
 class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     """How a model is quantized, for vLLM.
 
-    scheme: of every quantized layer.  kept: names or patterns of layers that are not quantized.  group_index,
-    input_scale: every layer stores an activation order, a scale of its inputs.  hadamard: the layers whose inputs are
-    rotated on line.  overrides: the schemes of layers that have another one, by name or by a shell's pattern.
+    scheme: of every quantized layer; None until the files of another tool have said it.  kept: names or patterns of
+    layers that are not quantized.  group_index, input_scale: every layer stores an activation order, a scale of its
+    inputs.  hadamard: the layers whose inputs are rotated on line.  overrides: the schemes of layers that have another
+    one, by name or by a shell's pattern.
     """
 
     def __init__(
@@ -61,19 +56,16 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         overrides: dict[str, Scheme] | None = None,
     ) -> None:
         super().__init__()
-        if scheme is None:
-            raise OptionError(
-                f"the model is not quantized, and --quantization anybit alone does not say how to: {_HOW}"
-            )
-        self.scheme, self.overrides = Scheme.parse(scheme), dict(overrides or {})
+        self.scheme, self.overrides = None if scheme is None else Scheme.parse(scheme), dict(overrides or {})
         self.kept, self.hadamard = list(kept or ()), list(hadamard or ())
         self.group_index, self.input_scale = group_index, input_scale
         self.stored: list[str] | None = None
-        self.foreign: Foreign | None = None
         self.ledger = Ledger({name for name in self.overrides if name.rpartition(".")[2] in HEADS})
         self.coded_embedding = False
         self._told: set[str] = set()
         self._on_hub: tuple[str, bool, str | None] | None = None
+        self._source: tuple[Path, bool] | None = None
+        self._mapper: Any = None
 
     def __repr__(self) -> str:
         return f"AnyBitConfig({self.scheme})"
@@ -107,7 +99,10 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "AnyBitConfig":
-        """Read a ``quantization_config``: anybit's words, alone or beside compressed-tensors', or another tool's."""
+        """Read a ``quantization_config``: anybit's words, alone or beside compressed-tensors', or another tool's.
+
+        What other tools' words say is read with the files.
+        """
         try:
             return cls._from_words(config)
         except (AnyBitError, MemoryError):
@@ -123,40 +118,50 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         own = Quantization.of({"quantization_config": config})
         if own is not None:
             return cls(own.scheme, own.kept, own.group_index, own.hadamard, own.input_scale, own.overrides)
-        if method == COMPRESSED:
-            scheme, ordered = _scheme_of(config)
-            return cls(scheme, [name.removeprefix("re:") for name in config.get("ignore") or ()], ordered)
-        foreign = Foreign.of(config)
-        if foreign is None:
-            raise CheckpointError(f"anybit's kernels cannot run this model's {method} weights inside vLLM: {_INSTEAD}")
-        found = cls(foreign.scheme, group_index=foreign.ordered, overrides=foreign.overrides)
-        found.foreign = foreign
-        return found
+        return cls()
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Check the folder; which layers hold codes by its headers decides what is loaded, not a pattern."""
-        trusted = type(hf_config).__module__.startswith("transformers_modules")
-        if any(Path(model_name).glob("*.safetensors")):
-            check_folder(Path(model_name), trusted)
-        elif not Path(model_name).exists():  # vLLM 0.26 does not say which revision it has taken
+        trusted, folder = type(hf_config).__module__.startswith("transformers_modules"), Path(model_name)
+        if not folder.exists():  # vLLM 0.26 does not say which revision it has taken
             self._on_hub = model_name, trusted, revision or getattr(hf_config, "_commit_hash", None)
+            if self.scheme is None:
+                return
+        elif self.scheme is None or streams.gguf_in(folder) is not None:
+            self._stream(folder, trusted)
+            return
+        elif any(folder.glob("*.safetensors")):
+            check_folder(folder, trusted)
         names = _tensor_names(model_name, revision)
-        mark = ".weight_packed" if self.foreign is None else f".{MARK}"
+        mark = ".weight_packed"
         self.stored = None if names is None else sorted(
             name.removesuffix(mark) for name in names if name.endswith(mark)
         )  # fmt: skip
-        if self.foreign is not None and not self.stored:
-            raise CheckpointError(f"{model_name} is said to hold {self.foreign.format.NAME} layers, and has no *{mark}")
-        if self.stored is None or self.stored:
-            experts = [name for name in self.stored or () if ".experts." in name]
-            if experts:
-                raise CheckpointError(
-                    f"{model_name} holds quantized experts ({experts[0]}), which anybit leaves in 16 bits inside vLLM. "
-                    "Quantize the model with these layers in modules_to_not_convert"
-                )
+        experts = [name for name in self.stored or () if ".experts." in name]
+        if experts:
+            raise CheckpointError(
+                f"{model_name} holds quantized experts ({experts[0]}), which anybit leaves in 16 bits inside vLLM. "
+                "Quantize the model with these layers in modules_to_not_convert"
+            )
+
+    def _stream(self, folder: Path, trusted: bool) -> None:
+        """Take a model's layers and their schemes from the files of another tool, and its tensors, too."""
+        if streams.gguf_in(folder) is None and method_of(Folder(folder, trusted).config) is None:
+            raise OptionError(
+                f"the model is not quantized, and --quantization anybit alone does not say how to: {_HOW}"
+            )
+        source = streams.opened(folder, trusted)
+        for name in source.kv_scales[:1]:
+            _logger.warning("anybit: scales of an 8-bit KV cache, such as %s, are not used", name)
+        self._source, self.scheme, self.group_index = (folder, trusted), source.scheme, source.group_index
+        self.overrides = {name: scheme for name, scheme in source.layers.items() if scheme != source.scheme}
+        self.stored = sorted(source.layers)
+        if self._mapper is not None:
+            self.apply_vllm_mapper(self._mapper)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Names as vLLM has them, where its model differs from the checkpoint's."""
+        self._mapper = hf_to_vllm_mapper
         self.kept = hf_to_vllm_mapper.apply_list(self.kept)
         self.overrides = hf_to_vllm_mapper.apply_dict(self.overrides)
         self.hadamard = hf_to_vllm_mapper.apply_list(self.hadamard)
@@ -166,6 +171,8 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What runs a layer. Raises LayerError where vLLM fuses layers of which only some are quantized."""
         self._check_hub()
+        if self._source is not None:
+            streams.note(*self._source)
         if isinstance(layer, RoutedExperts):
             self._tell("experts stay in 16 bits: anybit's schemes apply to the linear layers alone")
             return UnquantizedFusedMoEMethod(layer.moe_config)
@@ -186,19 +193,22 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             )
         fusion.watch()
         fusion.install()
-        parts = [Part(name, name in self.hadamard) for name in names]
-        schemes = {override_of(name, self.overrides) or self.scheme for name in names}
-        if len(schemes) != 1:
+        parts = [Part(name, self._scheme_of(name), name in self.hadamard) for name in names]
+        coded = {str(part.scheme.activations) for part in parts}
+        if len(coded) != 1:
             raise LayerError(
-                f"vLLM fuses {' + '.join(names)}, which are in {' and '.join(sorted(map(str, schemes)))}: give them "
-                "one scheme"
+                f"vLLM fuses {' + '.join(names)}, whose activations are {' and '.join(sorted(coded))}: give them one "
+                "scheme"
             )
-        (scheme,) = schemes
-        if self.foreign is not None:
-            return AnyBitForeignLinearMethod(self.foreign, scheme, parts, self.ledger)
         if not self.stored:
-            return AnyBitOnlineLinearMethod(scheme, parts, self.ledger)
-        return AnyBitLinearMethod(scheme, parts, self.ledger, self.group_index, self.input_scale)
+            return AnyBitOnlineLinearMethod(parts, self.ledger)
+        return AnyBitLinearMethod(parts, self.ledger, self.group_index, self.input_scale)
+
+    def _scheme_of(self, name: str) -> Scheme:
+        """The scheme of one layer."""
+        found = override_of(name, self.overrides) or self.scheme
+        assert found is not None, "a layer is built before its folder was looked at"
+        return found
 
     def _embedding_method(self, name: str) -> QuantizeMethodBase | None:
         """What runs an embedding: it is quantized where the checkpoint holds its codes.
@@ -206,10 +216,9 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         Some of vLLM's models do not say what theirs is called; an override does.
         """
         name = name or next((one for one in self.overrides if one.rpartition(".")[2] in EMBEDDINGS), "")
-        if name in (self.stored or ()) and self.foreign is None:
+        if name in (self.stored or ()):
             self.coded_embedding = True
-            scheme = override_of(name, self.overrides) or self.scheme
-            return AnyBitEmbeddingMethod(scheme, name, self.ledger, self.group_index, self.input_scale)
+            return AnyBitEmbeddingMethod(self._scheme_of(name), name, self.ledger, self.group_index, self.input_scale)
         if name in self.overrides:
             raise LayerError(
                 f"{name} is an embedding, and vLLM quantizes none while it loads: quantize the model first, "
@@ -223,22 +232,18 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
             return
         (name, trusted, revision), self._on_hub = self._on_hub, None
         load = get_current_vllm_config().load_config
-        if str(load.load_format) in _OF_FILES and not envs.VLLM_USE_MODELSCOPE:
+        if self.scheme is None:
+            self._stream(from_hub(name, trusted, revision, load.download_dir), trusted)
+        elif str(load.load_format) in streams.OF_FILES and not envs.VLLM_USE_MODELSCOPE:
             check_folder(from_hub(name, trusted, revision, load.download_dir), trusted)
 
     def _head_method(self, name: str) -> QuantizeMethodBase | None:
         """What runs an output head: it is quantized where the checkpoint holds its codes, or an override names it."""
-        scheme = override_of(name, self.overrides) or self.scheme
         if self.stored:
-            if name in self.stored and self.foreign is not None:
-                raise CheckpointError(
-                    f"the output head is quantized by {self.foreign.format.NAME}, which anybit does not run inside "
-                    "vLLM: convert the model first, `anybit convert FOLDER --to anybit -o OUT`"
-                )
             if name in self.stored:
-                return AnyBitHeadMethod(scheme, name, self.ledger, self.group_index, self.input_scale)
+                return AnyBitHeadMethod(self._scheme_of(name), name, self.ledger, self.group_index, self.input_scale)
         elif name in self.overrides:
-            return AnyBitOnlineHeadMethod(scheme, name, self.ledger)
+            return AnyBitOnlineHeadMethod(self._scheme_of(name), name, self.ledger)
         if self.coded_embedding:
             return HeadBesideCodes()
         self._tell("the output head stays in 16 bits; --override lm_head=w8a16 makes a step shorter")
@@ -264,27 +269,6 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 def _matches(pattern: str, name: str) -> bool:
     """Whether a module is one to keep; transformers' rule (``should_convert_module``)."""
     return bool(re.match(f"{pattern}\\.", name) or re.match(pattern, name)) or name.endswith(pattern)
-
-
-def _scheme_of(config: dict[str, Any]) -> tuple[Scheme, bool]:
-    """The scheme of compressed-tensors' words, and whether layers store an activation order."""
-    groups = list((config.get("config_groups") or {}).values())
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
-        raise CheckpointError(
-            f"the model has {len(groups)} config_groups, and anybit runs one inside vLLM, of all linear layers: "
-            f"{_INSTEAD}"
-        )
-    weights, form = groups[0].get("weights") or {}, groups[0].get("format") or config.get("format")
-    quantized = bool(groups[0].get("input_activations"))
-    if quantized or form != "pack-quantized" or weights.get("type", "int") != "int":
-        raise CheckpointError(
-            f"the model is in compressed-tensors' {form!r}{' with quantized activations' * quantized}, and anybit runs "
-            f"pack-quantized integers with 16-bit activations of other tools inside vLLM: {_INSTEAD}"
-        )
-    code: Code = "sym" if weights.get("symmetric", True) else "asym"
-    group = weights.get("group_size") if weights.get("strategy") == "group" else None
-    scheme = Scheme(WeightFormat(int(weights.get("num_bits", 8)), code, group))
-    return scheme, weights.get("actorder") in (True, "group")
 
 
 def _tensor_names(model: str, revision: str | None) -> list[str] | None:

@@ -17,6 +17,9 @@ from anybit.packing import QuantizedWeight, unpack_words, words_per_row
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 
+_OPTIONAL = ("weight_zero_point", "weight_g_idx", "weight_indices", "weight_minimum")
+"""Of a stored head, in the order that QuantizedWeight has them."""
+
 
 class _HeadMethod(QuantizeMethodBase):  # type: ignore[misc]
     """What both methods share: a head that is ready, and its logits."""
@@ -84,6 +87,8 @@ class AnyBitHeadMethod(_HeadMethod):
 
         add("weight_packed", empty(n, words_per_row(kept, fmt.bits), dtype=torch.int32), by_rows=True)
         add("weight_scale", empty(n, groups, dtype=params_dtype), by_rows=True)
+        if fmt.code == "min":
+            add("weight_minimum", empty(n, groups, dtype=params_dtype), by_rows=True)
         if fmt.sparse:
             add("weight_indices", empty(n, words_per_row(kept, 2), dtype=torch.int32), by_rows=True)
         if fmt.code == "asym":
@@ -101,7 +106,7 @@ class AnyBitHeadMethod(_HeadMethod):
             return
         found = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False) if name != "bias"}
         words, scale = found["weight_packed"], found["weight_scale"]
-        optional = [found.get(name) for name in ("weight_zero_point", "weight_g_idx", "weight_indices")]
+        optional = [found.get(name) for name in _OPTIONAL]
         shape = (len(words), layer.embedding_dim)
         weight = QuantizedWeight(words, scale, optional[0], shape, self.scheme.weights, *optional[1:])
         for name in found:

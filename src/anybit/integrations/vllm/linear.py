@@ -1,6 +1,6 @@
 """vLLM's linear layers on anybit: what a checkpoint holds, loaded by vLLM, prepared once, run by ``anybit.ops``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,12 +18,24 @@ from anybit import ops
 from anybit.checkpoints.verify import check_values
 from anybit.errors import AnyBitError, CheckpointError, LayerError
 from anybit.integrations.vllm import fusion, rotary, warmup
-from anybit.integrations.vllm.parameters import Cut, PerPart, Rows, Zeros, empty, load_nothing, load_replicated, whole
+from anybit.integrations.vllm.parameters import (
+    Cut,
+    PerPart,
+    Pieces,
+    Rows,
+    Zeros,
+    empty,
+    load_nothing,
+    load_replicated,
+    whole,
+)
 from anybit.integrations.vllm.product import Product
 from anybit.packing import QuantizedWeight, reorder, stack, words_per_row
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme, WeightFormat
 from anybit.sharding import shard_format, shard_groups, shard_ordered, shard_words
+
+_ROWS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_minimum", "weight_indices")
 
 
 @dataclass(frozen=True)
@@ -31,14 +43,16 @@ class Part:
     """What a checkpoint says of one of the layers that vLLM fuses. name: as the checkpoint has it."""
 
     name: str
+    scheme: Scheme
     hadamard: bool
 
 
 class _Method(LinearMethodBase):  # type: ignore[misc]
-    """What both methods share: a layer that is ready, and its forward."""
+    """What both methods share: a layer that is ready, and its forward. parts: with the same activations."""
 
-    def __init__(self, scheme: Scheme, parts: list[Part], ledger: warmup.Ledger) -> None:
-        self.scheme, self.parts, self.ledger = scheme, parts, ledger
+    def __init__(self, parts: list[Part], ledger: warmup.Ledger) -> None:
+        self.parts, self.ledger = parts, ledger
+        self.scheme = parts[0].scheme  # of activations
         ledger.expect()
 
     @property
@@ -53,8 +67,17 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         if len(self.parts) not in (1, len(outputs)):
             raise LayerError(f"vLLM fuses {len(outputs)} layers where the checkpoint has {self.name}")
 
+    def _each(self, layer: Any) -> list[tuple[Part, int, int]]:
+        """Of every layer that vLLM fuses its part of the checkpoint, its first output, and how many it has."""
+        outputs = layer.anybit_outputs
+        parts = self.parts if len(self.parts) == len(outputs) else self.parts * len(outputs)
+        starts = [sum(outputs[:index]) for index in range(len(outputs))]
+        return list(zip(parts, starts, outputs, strict=True))
+
     def _ready(self, layer: Any, weights: list[tuple[Part, QuantizedWeight, Tensor | None]]) -> None:
         """Prepare the weights of a layer's parts; those whose inputs are the same become one product."""
+        if {weight.format.code for _, weight, _ in weights} == {"sym", "asym"}:  # GPTQ's, where all zeros are alike
+            weights = [(part, _with_zeros(weight), scale) for part, weight, scale in weights]
         runs: list[list[tuple[Part, QuantizedWeight, Tensor | None]]] = []
         for weight in weights:
             if runs and _stackable(runs[-1][-1], weight):
@@ -112,10 +135,8 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
 class AnyBitLinearMethod(_Method):
     """Layers of a checkpoint that holds codes."""
 
-    def __init__(
-        self, scheme: Scheme, parts: list[Part], ledger: warmup.Ledger, group_index: bool, input_scale: bool
-    ) -> None:
-        super().__init__(scheme, parts, ledger)
+    def __init__(self, parts: list[Part], ledger: warmup.Ledger, group_index: bool, input_scale: bool) -> None:
+        super().__init__(parts, ledger)
         self.group_index, self.input_scale = group_index, input_scale
 
     def create_weights(
@@ -131,39 +152,24 @@ class AnyBitLinearMethod(_Method):
         """Room for this rank's part of the tensors that ``QuantLinear`` documents."""
         k, outputs = input_size_per_partition, list(output_partition_sizes)
         self._shape(layer, k, outputs, input_size)
-        start, n, count, fmt = layer.anybit_start, sum(outputs), len(outputs), self.scheme.weights
+        start, count = layer.anybit_start, len(outputs)
         loader = load_replicated if isinstance(layer, ReplicatedLinear) else extra["weight_loader"]
-        kept = 2 if fmt.sparse else 1
-        try:
-            mine = shard_format(fmt, start, k)
-        except LayerError as error:
-            raise LayerError(f"layer {self.name}, tensor-parallel rank {layer.tp_rank}: {error}") from None
-        ordered = self.group_index and fmt.group is not None and layer.anybit_split
-
-        def of_inputs(bits: int) -> Cut:
-            return lambda words: shard_words(words, bits, start // kept, k // kept) if layer.anybit_split else words
-
-        def of_groups(values: Tensor) -> Tensor:
-            return values if ordered or not layer.anybit_split else shard_groups(values, fmt, start, k)
+        pieces: dict[str, dict[int, Rows | Zeros]] = {}
+        formats = self._formats(layer)
+        for first, n, fmt in formats:
+            for name, piece in self._rows(layer, fmt, n, input_size, params_dtype, loader).items():
+                pieces.setdefault(name, {})[first] = piece
+        for name, found in pieces.items():
+            one = (
+                found[0]
+                if len(formats) == 1
+                else Pieces(empty(0, dtype=torch.uint8), weight_loader=loader, pieces=found)
+            )
+            layer.register_parameter(name, one)
 
         def of_channels(values: Tensor) -> Tensor:
             return values[start : start + k]
 
-        groups = fmt.groups(input_size) if ordered else mine.groups(k)
-        rows: list[tuple[str, Tensor, Cut]] = [
-            ("weight_packed", empty(n, words_per_row(k // kept, fmt.bits), dtype=torch.int32), of_inputs(fmt.bits)),
-            ("weight_scale", empty(n, groups, dtype=params_dtype), of_groups),
-        ]
-        if fmt.code == "min":
-            rows.append(("weight_minimum", empty(n, groups, dtype=params_dtype), of_groups))
-        if fmt.sparse:
-            rows.append(("weight_indices", empty(n, words_per_row(k // kept, 2), dtype=torch.int32), of_inputs(2)))
-        for name, data, cut in rows:
-            layer.register_parameter(name, Rows(data, weight_loader=loader, name=f"{self.name}.{name}", cut=cut))
-        if fmt.code == "asym":
-            zeros, name = empty(n, groups, dtype=torch.uint8), f"{self.name}.weight_zero_point"
-            parameter = Zeros(zeros, weight_loader=loader, name=name, cut=of_groups, bits=fmt.bits)
-            layer.register_parameter("weight_zero_point", parameter)
         own: list[tuple[str, Tensor, Cut]] = [("weight_shape", empty(count, 2, dtype=torch.int64), whole)]
         if self.group_index:
             own.append(("weight_g_idx", empty(count, k, dtype=torch.int32), of_channels))
@@ -172,7 +178,7 @@ class AnyBitLinearMethod(_Method):
         for name, data, cut in own:
             layer.register_parameter(name, PerPart(data, weight_loader=loader, name=f"{self.name}.{name}", cut=cut))
         if isinstance(layer, ReplicatedLinear):
-            for parameter in layer.parameters():
+            for parameter in layer.parameters():  # of which no other layer is a part
                 parameter.tp_rank, parameter.tp_size = 0, 1
         # Folders that only anybit reads hold an empty weight a layer, at which others' loaders fail.
         nothing = torch.nn.Parameter(empty(0, dtype=torch.uint8), requires_grad=False)
@@ -180,37 +186,73 @@ class AnyBitLinearMethod(_Method):
         layer.register_parameter("weight", nothing)
         layer.anybit_whole_inputs = input_size
 
+    def _formats(self, layer: Any) -> list[tuple[int, int, WeightFormat]]:
+        """The first output and the count of those that have a format: of all at once, unless formats differ."""
+        each = [(start, n, part.scheme.weights) for part, start, n in self._each(layer)]
+        formats = {fmt for _, _, fmt in each}
+        return each if len(formats) > 1 else [(0, sum(layer.anybit_outputs), formats.pop())]
+
+    def _rows(
+        self, layer: Any, fmt: WeightFormat, n: int, inputs: int, dtype: torch.dtype, loader: Any
+    ) -> "dict[str, Rows | Zeros]":
+        """Room for n outputs in a format, for the inputs of this rank among all ``inputs``."""
+        k, start, split, kept = layer.anybit_inputs, layer.anybit_start, layer.anybit_split, 2 if fmt.sparse else 1
+        try:
+            mine = shard_format(fmt, start, k)
+        except LayerError as error:
+            raise LayerError(f"layer {self.name}, tensor-parallel rank {layer.tp_rank}: {error}") from None
+        ordered = self.group_index and fmt.group is not None and split
+
+        def of_inputs(bits: int) -> Cut:
+            return lambda words: shard_words(words, bits, start // kept, k // kept) if split else words
+
+        def of_groups(values: Tensor) -> Tensor:
+            return values if ordered or not split else shard_groups(values, fmt, start, k)
+
+        groups = fmt.groups(inputs) if ordered else mine.groups(k)
+        rows: list[tuple[str, Tensor, Cut]] = [
+            ("weight_packed", empty(n, words_per_row(k // kept, fmt.bits), dtype=torch.int32), of_inputs(fmt.bits)),
+            ("weight_scale", empty(n, groups, dtype=dtype), of_groups),
+        ]
+        if fmt.code == "min":
+            rows.append(("weight_minimum", empty(n, groups, dtype=dtype), of_groups))
+        if fmt.sparse:
+            rows.append(("weight_indices", empty(n, words_per_row(k // kept, 2), dtype=torch.int32), of_inputs(2)))
+        found: dict[str, Rows | Zeros] = {
+            name: Rows(data, weight_loader=loader, name=f"{self.name}.{name}", cut=cut) for name, data, cut in rows
+        }
+        if fmt.code == "asym":
+            zeros, name = empty(n, groups, dtype=torch.uint8), "weight_zero_point"
+            found[name] = Zeros(zeros, weight_loader=loader, name=f"{self.name}.{name}", cut=of_groups, bits=fmt.bits)
+        return found
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Codes as vLLM loaded them -> the layout of a backend."""
         if hasattr(layer, "anybit_products"):
             return
-        fmt, outputs = self.scheme.weights, layer.anybit_outputs
-        found = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False)}
-        self._check_loaded(layer, found["weight_shape"])
-        check_values(self.name, {**found, "weight_shape": None})
-        weights, start = [], 0
-        parts = self.parts if len(self.parts) == len(outputs) else self.parts * len(outputs)
-        for index, (part, n) in enumerate(zip(parts, outputs, strict=True)):
-            rows = slice(start, start + n)
-            start += n
-            words, scale = found["weight_packed"][rows], found["weight_scale"][rows]
-            zero = found["weight_zero_point"][rows].contiguous() if fmt.code == "asym" else None
-            minimum = found["weight_minimum"][rows].contiguous() if fmt.code == "min" else None
-            indices = found["weight_indices"][rows] if fmt.sparse else None
-            order = found["weight_g_idx"][index].contiguous() if self.group_index else None
-            mine = self._format(layer)
+        loaded = dict(layer.named_parameters(recurse=False))
+        self._check_loaded(layer, loaded["weight_shape"].data)
+        if self.input_scale:
+            check_values(self.name, {"input_scale": loaded["input_scale"].data})
+        weights = []
+        for index, (part, start, n) in enumerate(self._each(layer)):
+            found = {name: loaded[name].part(start, n) for name in _ROWS if name in loaded}
+            check_values(part.name, found)
+            fmt = part.scheme.weights
+            mine = shard_format(fmt, layer.anybit_start, layer.anybit_inputs)
+            order = loaded["weight_g_idx"].data[index].contiguous() if self.group_index else None
+            parts = [found.get(name) for name in ("weight_scale", "weight_zero_point", "weight_minimum")]
+            scale, zero, minimum = (None if one is None else one.contiguous() for one in parts)
             if order is not None and fmt.group is not None and layer.anybit_split:
                 (scale, zero, minimum), order, mine = shard_ordered((scale, zero, minimum), order, fmt)
-            shape = (n, layer.anybit_inputs)
-            weight = QuantizedWeight(words, scale.contiguous(), zero, shape, mine, order, indices, minimum)
-            weights.append((part, weight, found["input_scale"][index] if self.input_scale else None))
-        for name in found:
+            words, indices, shape = found["weight_packed"], found.get("weight_indices"), (n, layer.anybit_inputs)
+            assert words is not None and scale is not None
+            weight = QuantizedWeight(words, scale, zero, shape, mine, order, indices, minimum)
+            weights.append((part, weight, loaded["input_scale"].data[index] if self.input_scale else None))
+        for name in loaded:
             if name != "bias":
                 delattr(layer, name)
         self._ready(layer, weights)
-
-    def _format(self, layer: Any) -> WeightFormat:
-        return shard_format(self.scheme.weights, layer.anybit_start, layer.anybit_inputs)
 
     def _check_loaded(self, layer: Any, shapes: Tensor) -> None:
         for n, k in shapes.tolist():
@@ -254,13 +296,26 @@ class AnyBitOnlineLinearMethod(_Method):
         """Floats -> codes -> the layout of a backend."""
         if hasattr(layer, "anybit_products"):
             return
-        weight = layer.weight.data
-        try:
-            quantized = quantize_weight(weight, self.scheme.weights)
-        except LayerError as error:
-            raise LayerError(f"layer {self.name}: {error}") from None
+        whole = len({part.scheme for part in self.parts}) == 1
+        each = [(self.parts[0], 0, sum(layer.anybit_outputs))] if whole else self._each(layer)
+        weights: list[tuple[Part, QuantizedWeight, Tensor | None]] = []
+        for part, start, n in each:
+            try:
+                quantized = quantize_weight(layer.weight.data[start : start + n], part.scheme.weights)
+            except LayerError as error:
+                raise LayerError(f"layer {self.name}: {error}") from None
+            weights.append((Part(self.name if whole else part.name, part.scheme, False), quantized, None))
         del layer.weight
-        self._ready(layer, [(Part(self.name, False), quantized, None)])
+        self._ready(layer, weights)
+
+
+def _with_zeros(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same layer as an asymmetric one: its zeros are all in the middle."""
+    fmt = replace(weight.format, code="asym")
+    if weight.format == fmt:
+        return weight
+    zero = torch.full(weight.scale.shape, 1 << (fmt.bits - 1), dtype=torch.uint8, device=weight.device)
+    return replace(weight, format=fmt, zero=zero)
 
 
 def _stackable(

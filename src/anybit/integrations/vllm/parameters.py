@@ -32,6 +32,10 @@ class _Rows:
         """The checkpoint's tensor as ``rows`` rows."""
         return loaded
 
+    def part(self, start: int, count: int) -> Tensor | None:
+        """What was loaded for ``count`` outputs from ``start`` on; None where their format has no such tensor."""
+        return self.data[start : start + count]
+
     def load_column_parallel_weight(self, loaded_weight: Tensor) -> None:
         self._place(loaded_weight, 0, self.data.shape[0], self.tp_rank, self.tp_size)
 
@@ -92,6 +96,26 @@ class Zeros(_Rows, PackedColumnParameter):  # type: ignore[misc]
                 "parts. Use a symmetric scheme, or 4 or 8 bits"
             )
         return size // 32, offset // 32
+
+
+class Pieces(ModelWeightParameter):  # type: ignore[misc]
+    """Rows of layers that vLLM fuses and whose formats differ. data: empty.  pieces: of each that has any, by its
+    first output.
+    """
+
+    def __init__(self, data: Tensor, weight_loader: Callable[..., None], pieces: "dict[int, Rows | Zeros]") -> None:
+        self.pieces = pieces
+        super().__init__(data=data, weight_loader=weight_loader, input_dim=1, output_dim=0)
+
+    def part(self, start: int, count: int) -> Tensor | None:
+        """As that of rows in one tensor."""
+        return self.pieces[start].data if start in self.pieces else None
+
+    def load_merged_column_weight(self, loaded_weight: Tensor, **where: Any) -> None:  # noqa: D102
+        self.pieces[where["shard_offset"]].load_merged_column_weight(loaded_weight, **{**where, "shard_offset": 0})
+
+    def load_qkv_weight(self, loaded_weight: Tensor, **where: Any) -> None:  # noqa: D102
+        self.pieces[where["shard_offset"]].load_qkv_weight(loaded_weight, **{**where, "shard_offset": 0})
 
 
 class PerPart(PerTensorScaleParameter):  # type: ignore[misc]
