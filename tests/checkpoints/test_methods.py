@@ -268,8 +268,8 @@ def test_what_learns_by_itself() -> None:
     )
     assert (chosen[1].passes, chosen[1].step_tokens, chosen[1].gain_rate) == (2.5, 64, 0.0)
     for device, scheme, steps in (("cuda", "w6a6", 64), ("cpu", "w6a6", 0), ("cuda", "w4a16g64", 0)):
-        assert Options.of({"device": device}).balance(Scheme.parse(scheme)).steps == steps
-    assert Options.of({"device": "cpu", "scale_steps": 3}).balance(Scheme.parse("w6a6")).steps == 3
+        assert Options.of({"device": device}).scale_learning(Scheme.parse(scheme)).steps == steps
+    assert Options.of({"device": "cpu", "scale_steps": 3}).scale_learning(Scheme.parse("w6a6")).steps == 3
 
 
 def test_an_existing_folder_is_refused_before_the_work(llama: Path, tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def allow(*words: str) -> None:
 
 
 def allowed() -> frozenset[str]:
-    """What is allowed."""
+    """The words that ``allow`` was given last."""
     return frozenset(_allowed)
 
 

@@ -41,11 +41,11 @@ class Explanation:
     families: dict[str, int]
 
     def json(self) -> dict[str, Any]:
-        """As an object."""
+        """The explanation as an object for JSON."""
         return asdict(self)
 
     def text(self) -> str:
-        """For people."""
+        """The explanation as lines for a terminal."""
         time = "not measured"
         if self.us is not None:
             time = f"{self.us:.2f} us, {self.floor_us / self.us:.0%} of the roofline's speed"

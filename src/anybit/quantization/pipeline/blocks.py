@@ -268,15 +268,14 @@ def run_and_look(
 
 
 @contextmanager
-def on_device(block: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Keep a block on a device, in a dtype, for the time of a ``with``; afterwards its parameters are as before."""
-    home = next(block.parameters())
-    where, kind = home.device, home.dtype
-    block.to(device=device, dtype=dtype or kind)
+def on_device(block: nn.Module, device: torch.device) -> Iterator[None]:
+    """Keep a block on a device for the time of a ``with``; afterwards it is where it was."""
+    home = next(block.parameters()).device
+    block.to(device)
     try:
         yield
     finally:
-        block.to(device=where, dtype=kind)
+        block.to(home)
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -188,7 +188,7 @@ class Options:
         generated = self.generated_tokens if self.generated_tokens is not None else (1 << 20 if gpu else 0)
         return replace(settings, passes=passes), generated
 
-    def balance(self, scheme: Scheme) -> ScaleLearning:
+    def scale_learning(self, scheme: Scheme) -> ScaleLearning:
         """How scales learn; in no steps where they do not."""
         usual = 64 if self.on_gpu else 0
         steps = (usual if self.scale_steps is None else self.scale_steps) if scheme.activations.quantized else 0
@@ -298,7 +298,7 @@ def _prepare(job: Job, model: Any, method: str, sequences: list[Tensor], options
     batches = batched(_first(sequences, options.calibration_tokens), 4096)
 
     def improve() -> None:
-        settings = options.balance(job.scheme)
+        settings = options.scale_learning(job.scheme)
         if not settings.steps:
             return
         told = {"scales": str(settings), "tokens": sum(map(len, sequences))}
