@@ -9,11 +9,13 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anybit.errors import CheckpointError
+from anybit.errors import CheckpointError, one_line
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -185,3 +187,21 @@ class _Reader:
 
     def fault(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.file} is a corrupt GGUF file, or is cut off: {what}")
+
+
+@contextmanager
+def linked_alone(file: Path, folder: Path) -> Iterator[None]:
+    """Link a file into an empty folder for transformers, which reads configurations and code beside a file, too.
+
+    Whatever its parsers fail with meanwhile becomes a CheckpointError: a corrupt file can make them fail in any way.
+    """
+    (folder / file.name).symlink_to(file.resolve())
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        why = one_line(error).replace(str(folder), str(file.parent))
+        raise CheckpointError(
+            f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {why}"
+        ) from error

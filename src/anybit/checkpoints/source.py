@@ -13,12 +13,12 @@ from typing import Any
 from anybit.checkpoints.folder import Folder, path_of, read_json
 from anybit.checkpoints.formats.compressed_tensors import matches, unmasked
 from anybit.checkpoints.formats.stored import StoredLayer
-from anybit.checkpoints.gguf import read_gguf_header
+from anybit.checkpoints.gguf import linked_alone, read_gguf_header
 from anybit.checkpoints.gguf_rotary import scale_rotary
 from anybit.checkpoints.safetensors import header_room
 from anybit.checkpoints.scratch import Scratch
 from anybit.checkpoints.writing import ShardWriter, write_text
-from anybit.errors import CheckpointError, one_line
+from anybit.errors import CheckpointError
 
 # What a model folder is made of; pickles and other frameworks' weights are not even fetched.
 _FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -119,21 +119,13 @@ def dequantize_gguf(file: Path, folder: Path) -> None:
     if hasattr(transformers, "GgufConfig"):
         # Without it newer versions keep the file's own quantization, which can be neither cast nor saved.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    # transformers reads configurations and code beside a file, too: it gets a folder with nothing else in it.
     alone = folder / "source"
     alone.mkdir()
-    (alone / file.name).symlink_to(file.resolve())
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(alone, **arguments, **options)
-        scale_rotary(model.config, file, header)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(alone, **arguments)
-    except MemoryError:
-        raise
-    except Exception as error:  # a corrupt file can make its parsers fail in any way
-        why = one_line(error).replace(str(alone), str(file.parent))
-        raise CheckpointError(
-            f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {why}"
-        ) from error
+        with linked_alone(file, alone):
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(alone, **arguments, **options)
+            scale_rotary(model.config, file, header)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(alone, **arguments)
     finally:
         shutil.rmtree(alone)
     _refuse_other_model(file, found)

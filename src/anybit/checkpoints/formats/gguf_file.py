@@ -19,11 +19,11 @@ from transformers.pytorch_utils import Conv1D
 
 from anybit.checkpoints.formats.gguf_blocks import BLOCKS, FLOATS, kind_of, read_blocks, stored_bytes
 from anybit.checkpoints.formats.translate import Translation
-from anybit.checkpoints.gguf import GgufTensor, read_gguf_header
+from anybit.checkpoints.gguf import GgufTensor, linked_alone, read_gguf_header
 from anybit.checkpoints.gguf_rotary import FACTORS, scale_rotary
 from anybit.checkpoints.safetensors import Entry
 from anybit.checkpoints.scratch import Scratch
-from anybit.errors import CheckpointError, one_line
+from anybit.errors import CheckpointError
 from anybit.packing import QuantizedWeight, reorder
 from anybit.scheme import Scheme
 
@@ -134,22 +134,12 @@ def row_order(processor: Any, name: str, count: int, transposed: bool) -> Tensor
 def open_gguf(file: Path) -> tuple[GgufTranslation, Any, Any]:
     """(the file, its tokenizer, its model on the meta device). Raises CheckpointError for a file that is corrupt."""
     header = read_gguf_header(file)
-    with Scratch(Path(tempfile.gettempdir())) as alone:
-        # transformers reads configurations and code beside a file, too: it gets a folder with nothing else in it.
-        (alone / file.name).symlink_to(file.resolve())
-        try:
-            config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
-            tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
-            scale_rotary(config, file, header)
-            with torch.device("meta"):
-                empty = AutoModelForCausalLM.from_config(config)
-        except MemoryError:
-            raise
-        except Exception as error:  # a corrupt file can make its parsers fail in any way
-            why = one_line(error).replace(str(alone), str(file.parent))
-            raise CheckpointError(
-                f"{file} cannot be read; it is corrupt, or of a kind that is not supported: {why}"
-            ) from error
+    with Scratch(Path(tempfile.gettempdir())) as alone, linked_alone(file, alone):
+        config = AutoConfig.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(alone, gguf_file=file.name, trust_remote_code=False)
+        scale_rotary(config, file, header)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config)
     return GgufTranslation(file, empty), tokenizer, empty
 
 
