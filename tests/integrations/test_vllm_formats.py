@@ -144,7 +144,7 @@ def every_layer(tool: str, folder: Path) -> Path:
     plain["model.norm"] = torch.ones(64)
     layers: dict[str, torch.Tensor] = {}
     for block in ("model.layers.0", "model.layers.1"):
-        plain |= {f"{block}.{name}_layernorm": torch.full((64,), 20.0) for name in ("input", "post_attention")}
+        plain |= {f"{block}.{name}_layernorm": torch.full((64,), 3.0) for name in ("input", "post_attention")}
         layers |= {f"{block}.{name}.{part}": tensor.clone() for name in names for part, tensor in theirs.items()}
     floats = {f"{name}.weight": tensor.half() for name, tensor in plain.items()}
     save_file({**floats, **layers}, folder / "model.safetensors")
