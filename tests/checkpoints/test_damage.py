@@ -23,7 +23,7 @@ from tests.checkpoints.test_formats import whole_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
-from anybit import AnyBitConfig
+from anybit import AnyBitConfig, cli
 from anybit.errors import AnyBitError
 from anybit.integrations.loading import load_model
 from anybit.quantization.methods.registry import quantize_folder
@@ -34,6 +34,7 @@ SECONDS = 4.0
 BYTES = 1 << 30
 SEED = int(os.environ.get("DAMAGE_SEED", "24"))
 SCHEMES = {"packed": "w4a16g32", "sharded": "w3a16g32asym", "sparse": "w4a16g32s24", "plain": None}
+Run = Callable[..., Any]
 
 
 class _TooSlow(BaseException):
@@ -201,25 +202,28 @@ def test_gguf_files(tmp_path: Path, bounded: None, kinds: dict[str, str]) -> Non
     judged(results)
 
 
-def test_commands(
-    folders: dict[str, Path], tmp_path: Path, bounded: None, capfd: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    from anybit import cli
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A command in this process; what it says if it ends well, else AnyBitError with its one sentence."""
 
-    def run(folder: Path, *words: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["anybit", words[0], str(folder), *words[1:]])
+    def command(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["anybit", *words])
         capfd.readouterr()
         try:
             cli.main()
         except SystemExit as end:
             code = end.code
-        text = capfd.readouterr()
-        assert "\x1b" not in text.out + text.err, text
+        said = capfd.readouterr()
+        assert "\x1b" not in said.out + said.err, said
         if code:
-            assert "error:" in text.err and "Traceback" not in text.err, text.err
-            raise AnyBitError(text.err.replace("\n", " "))
-        return (text.out,)
+            assert "error:" in said.err and "Traceback" not in said.err, said.err
+            raise AnyBitError(said.err.replace("\n", " "))
+        return said.out
 
+    return command
+
+
+def test_commands(folders: dict[str, Path], tmp_path: Path, bounded: None, run: Run) -> None:
     commands = [("info", "--json"), ("generate", "--prompt", "It is", "--max-new-tokens", "3", "--device", "cpu")]
     rng, results = random.Random(SEED), []
     good = {}
@@ -227,9 +231,11 @@ def test_commands(
         name, words = rng.choice(list(folders)), commands[i % 2]
         folder = copy(folders[name], tmp_path / name)
         if (name, words) not in good:
-            good[name, words] = run(folder, *words)
+            good[name, words] = (run(words[0], str(folder), *words[1:]),)
         damage = damaged(rng, folder, tuple(MUTATIONS))
-        found, detail = outcome(lambda folder=folder, words=words: run(folder, *words), good[name, words])
+        found, detail = outcome(
+            lambda folder=folder, words=words: (run(words[0], str(folder), *words[1:]),), good[name, words]
+        )
         # What info says of a folder is true of the folder as it is.
         results.append((damage, name, "same" if found == "other" and words[0] == "info" else found, detail))
     judged(results)

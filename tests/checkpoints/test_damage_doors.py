@@ -8,8 +8,6 @@ import json
 import os
 import random
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +17,19 @@ from safetensors.torch import load_file
 from tests.cases_calibration import sequences
 from tests.cases_damage import MUTATIONS, VALID, Damage, copy, damage_gguf, damaged, save_gguf
 from tests.cases_models import save_tiny
-from tests.checkpoints.test_damage import SEED, bounded, folders, judged, outcome
+from tests.checkpoints.test_damage import SEED, Run, bounded, folders, judged, outcome, run
 from tests.checkpoints.test_formats import whole_model
 
-from anybit import cli
 from anybit.errors import AnyBitError
 from anybit.quantization.methods.registry import quantize_folder
 
-__all__ = ["bounded", "folders"]  # fixtures
+__all__ = ["bounded", "folders", "run"]  # fixtures
 
 COUNTS = {"convert": 150, "ask": 60, "resume": 16}
 OTHERS = ("gptq-4-asym", "awq-gemm-asym", "auto-round-gptq", "ct-w4g32-asym", "hqq-3", "bnb-nf4-nested", "ct-nvfp4")
 TARGETS = ("anybit", "compressed-tensors", "gptq", "gguf")
 NAMES = {*VALID, "config"}
 """What says nothing of the tensors may stand in a converted config.json as it stood in the source's."""
-
-Run = Callable[..., Any]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A command in this process; what it says if it ends well, else AnyBitError with its one sentence."""
-
-    def command(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["anybit", *words])
-        capfd.readouterr()
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = end.code
-        said = capfd.readouterr()
-        assert "\x1b" not in said.out + said.err, said
-        if code:
-            assert "error:" in said.err and "Traceback" not in said.err, said.err
-            raise AnyBitError(said.err.replace("\n", " "))
-        return said.out
-
-    return command
 
 
 @pytest.fixture

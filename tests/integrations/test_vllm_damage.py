@@ -149,27 +149,23 @@ def test_a_model_of_the_hub_is_checked_before_a_layer_is_made(
     build()
 
 
-def test_folders(folders: dict[str, Path], tmp_path: Path, loader: Any) -> None:
+def _results(folders: dict[str, Path], tmp_path: Path, loader: Any, count: int) -> list[str]:
+    """What became of folders that were damaged at random; nothing of it may be wrong."""
     good = {name: loader(folder) for name, folder in folders.items()}
     rng, results = random.Random(SEED), []
-    for _ in range(COUNT):
+    for _ in range(count):
         name = rng.choice(list(folders))
         folder = copy(folders[name], tmp_path / name)
         damage = damaged(rng, folder, GROUPS)
         results.append((damage, name, *_compared(lambda folder=folder: loader(folder), good[name])))
     judged(results, theirs=None)
-    refused = [result for _, _, result, _ in results]
-    assert refused.count("refused") > COUNT // 3
+    return [result for _, _, result, _ in results]
+
+
+def test_folders(folders: dict[str, Path], tmp_path: Path, loader: Any) -> None:
+    assert _results(folders, tmp_path, loader, COUNT).count("refused") > COUNT // 3
 
 
 def test_folders_of_other_tools(foreign: dict[str, Path], tmp_path: Path, loader: Any) -> None:
     """By `--quantization anybit`."""
-    good = {name: loader(folder) for name, folder in foreign.items()}
-    rng, results = random.Random(SEED), []
-    for _ in range(FOREIGN_COUNT):
-        name = rng.choice(list(foreign))
-        folder = copy(foreign[name], tmp_path / name)
-        damage = damaged(rng, folder, GROUPS)
-        results.append((damage, name, *_compared(lambda folder=folder: loader(folder), good[name])))
-    judged(results, theirs=None)
-    assert [result for _, _, result, _ in results].count("refused") > FOREIGN_COUNT // 4
+    assert _results(foreign, tmp_path, loader, FOREIGN_COUNT).count("refused") > FOREIGN_COUNT // 4

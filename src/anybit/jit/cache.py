@@ -83,11 +83,6 @@ def cached(kernel: Kernel, arch: str) -> Compiled:
     return found
 
 
-def on_disk(kernel: Kernel, arch: str) -> bool:
-    """Whether an entry of a kernel is there, in memory or on disk; it may still turn out to be damaged."""
-    return (kernel, arch) in _memory or (folder() / (key(kernel, arch) + _SUFFIX)).is_file()
-
-
 def fetch(kernel: Kernel, arch: str) -> bool:
     """Whether the machine code of a kernel is in memory, after a look at the disk; nothing is compiled."""
     if (kernel, arch) not in _memory:
