@@ -52,7 +52,8 @@ def roofline(rows: list[Row]) -> None:
 
 
 def sparse(rows: list[Row]) -> None:
-    gate_up = {(row["scheme"], row["m"]): row for row in rows if row["case"] == "llama-3-8b gate_up"}
+    mine = [row for row in rows if row["case"] == "llama-3-8b gate_up" and "dtype" not in row]
+    gate_up = {(row["scheme"], row["m"]): row for row in mine}
     counts = sorted({m for _, m in gate_up})
     us = {key: row.get("us_product", row["us"]) for key, row in gate_up.items()}
     for (_, m), row in gate_up.items():

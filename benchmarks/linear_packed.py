@@ -80,14 +80,15 @@ class Job:
     scheme: str
     family: str
     config: Any
+    dtype: torch.dtype = torch.float16
 
 
-def job_of(asked: tuple[Case, str]) -> Job | None:
+def job_of(asked: tuple[Case, str], dtype: torch.dtype = torch.float16) -> Job | None:
     """The job as ops/packed.py runs it, its kernels in the cache on disk; None, with a line, where nothing runs it."""
     case, text = asked
     scheme, device = Scheme.parse(text), Device.named("sm_90a")
     x = scheme.activations
-    product = LinearProblem(step(case.m), case.n, case.k, scheme.weights, x, device=device)
+    product = LinearProblem(step(case.m), case.n, case.k, scheme.weights, x, dtype, device)
     try:
         chosen = dispatcher(device.name).choose(product, (tiles_of(x),)).candidate
     except KernelError as error:
@@ -98,11 +99,11 @@ def job_of(asked: tuple[Case, str]) -> Job | None:
     if not scheme.weights.sparse:
         kernels.append(repack.kernel(repack.config_of(scheme.weights, "a8" if x.quantized else "a16")))
     if x.quantized:
-        problem = quantize_activations.Problem(case.m, case.k, x, target=Target.bytes)
+        problem = quantize_activations.Problem(case.m, case.k, x, dtype, target=Target.bytes)
         kernels.append(quantize_activations.kernel(quantize_activations.default(problem)))
     for kernel in kernels:
         jit.cached(kernel, device.arch)
-    return Job(case, text, name, config)
+    return Job(case, text, name, config, dtype)
 
 
 def random_weight(case: Case, scheme: Scheme) -> QuantizedWeight:
@@ -191,13 +192,13 @@ class Run:
 
     def check(self) -> float:
         """Run once and compare; raises AssertionError."""
-        y = torch.full((self.job.case.m, self.job.case.n), torch.nan, device="cuda", dtype=torch.float16)
+        y = torch.full((self.job.case.m, self.job.case.n), torch.nan, device="cuda", dtype=self.job.dtype)
         self.product(0, self.x0, y)
         x = self.x0
         if self.codes is not None:
             x = self.codes.codes[:, : self.job.case.k].float() * self.codes.scale[:, None]
         error = error_of(y, x, self.weights)
-        if not error < 1e-3:
+        if not error < (1e-3 if self.job.dtype == torch.float16 else 5e-3):
             raise AssertionError(f"{self.job.case} {self.job.scheme}: mean relative error {error:.2e}")
         return error
 
@@ -212,6 +213,7 @@ class Run:
             "k": case.k,
             **us,
             **({"steady": True} if steady else {}),
+            **({} if self.job.dtype == torch.float16 else {"dtype": str(self.job.dtype).removeprefix("torch.")}),
             "tops": round(case.operations / us["us"] * 1e-6, 1),
             "kernel": self.job.family,
             "error": float(f"{self.error:.1e}"),
@@ -251,7 +253,7 @@ def time_layer(
     """All jobs of one layer and M, in turns with the baselines or each alone for a while: their rows."""
     case = jobs[0].case
     m, n, k = case.m, case.n, case.k
-    buffers = [torch.randn(m * max(n, k), device="cuda").half() for _ in range(2)]
+    buffers = [torch.randn(m * max(n, k), device="cuda").to(jobs[0].dtype) for _ in range(2)]
     x0 = buffers[0][: m * k].view(m, k).clone()
     runs: list[Run] = []
     graphs: dict[tuple[str, str], Captured] = {}

@@ -11,12 +11,15 @@ process of its own first, and left out where that fails.
 """
 
 import argparse
+import functools
 import itertools
 import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
 
 from anybit.scheme import Scheme
 from cases import LLAMA3_8B, Case
@@ -28,6 +31,8 @@ TOKENS = (1, 2, 16, 32, 64, 128, 256, 1024, 4096)
 FEW_TOKENS = (1, 16, 64, 1024)
 PAIRS = ("w4a16g128", "w4a8", "w2a16g128", "w8a16g128", "w4a16g128asym")
 HOT_TOKENS, HOT_SECONDS = 256, 0.5
+KEY = ("case", "scheme", "dtype", "m", "n", "k")
+"""Of a row; one without a dtype is of float16."""
 
 
 def asked(tokens: Sequence[int] | None, schemes: Sequence[str] | None) -> Iterator[tuple[Case, str]]:
@@ -49,6 +54,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=tuple(LLAMA3_8B), default=list(LLAMA3_8B), help="layers")
     parser.add_argument("--tokens", type=int, nargs="*", help="of every layer")
     parser.add_argument("--schemes", nargs="*", choices=PAIRS, help="dense ones, each beside its 2:4")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="of x and y")
     parser.add_argument("--vendors", nargs="*", choices=SPARSE_VENDORS, default=SPARSE_VENDORS, help="timed beside")
     parser.add_argument("--seconds", type=float, default=90.0, help="begin nothing after this many seconds")
     parser.add_argument("--out", type=Path, default=Path(RESULTS) / "h200" / "sparse.json")
@@ -59,9 +65,10 @@ def main() -> None:
         for case, scheme in asked(options.tokens, options.schemes)
         if case.name.split()[1] in options.only
     ]
+    job = functools.partial(job_of, dtype=getattr(torch, options.dtype))
     # These processes begin before CUDA is touched; what they compile is found in the cache on disk.
     with multiprocessing.get_context("fork").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
-        jobs = (job for job in pool.imap(job_of, wanted) if job is not None)
+        jobs = (found for found in pool.imap(job, wanted) if found is not None)
         if options.compile:
             print(f"{sum(1 for _ in jobs)} jobs compiled after {time.monotonic() - begin:.1f} s")
             return
@@ -101,7 +108,7 @@ def measure(
             dense = {name: round(found, 2) for name, found in us.items() if not name.endswith("s24")}
             print(f"{time.monotonic() - begin:5.1f} {case.name} M={m} {'; '.join(shown)}; {dense}", flush=True)
             print(f"      {rows[0]['baselines'] if rows else ''}", flush=True)
-            merge_rows(options.out, rows)
+            merge_rows(options.out, rows, KEY)
 
 
 if __name__ == "__main__":
