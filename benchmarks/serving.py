@@ -44,6 +44,10 @@ W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "gro
 OWN = ("fp16", "fp8", "machete")
 """vLLM's own kernels."""
 PROMPT, NEW = 128, 128
+TEXTS = (
+    "The capital of France is", "Photosynthesis is", "Write a short poem about the sea:", "2, 4, 6, 8,",
+    "A recipe for bread needs", "In 1969", "The largest planet of the solar system", "def fibonacci(n):",
+)  # fmt: skip
 RATES = (1, 4, 16, 32, 64)
 KEY = ("engine", "scheme", "model", "ranks", "requests", "prompt", "new_tokens", "rate", "gpu", "vllm")
 
@@ -290,14 +294,12 @@ def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
         core.step()
 
 
-def check(mode: str, args: argparse.Namespace) -> list[Row]:
-    """Greedy answers of a small model, quantized and saved here, beside those of anybit's own generate."""
+def random_llama() -> str:
+    """A folder with a small model of random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from anybit.integrations.transformers import AnyBitConfig
-
-    source, folder = (tempfile.mkdtemp(prefix=f"check-{name}-") for name in ("fp", mode))
+    folder = tempfile.mkdtemp(prefix="check-fp-")
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -307,31 +309,65 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
     for parameter in whole.parameters():
         if parameter.ndim == 2:
             parameter.data.normal_(0, 0.05)
-    whole.save_pretrained(source)
-    del whole
+    whole.save_pretrained(folder)
+    return folder
+
+
+def check(mode: str, args: argparse.Namespace) -> list[Row]:
+    """Greedy answers of a small model, quantized and saved here, beside those of anybit's own generate.
+
+    Rounding lets answers part where two tokens are nearly alike: how far below generate's largest logit the tokens of
+    vLLM are, after the same tokens, tells that from an error.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from anybit.integrations.transformers import AnyBitConfig
+
+    source, folder, new = args.source or random_llama(), tempfile.mkdtemp(prefix=f"check-{mode}-"), 32
     scheme, _, head = mode.partition("+")
     quantization = AnyBitConfig(scheme, overrides={HEAD: head} if head else None)
-    quantized = LlamaForCausalLM.from_pretrained(source, quantization_config=quantization, dtype=torch.float16)
+    quantized = AutoModelForCausalLM.from_pretrained(source, quantization_config=quantization, dtype=torch.float16)
     quantized.save_pretrained(folder)
-    quantized = quantized.to("cuda" if torch.cuda.is_available() else "cpu")
-    prompts = [[random.Random(i).randint(10, 4000) for _ in range(24)] for i in range(8)]
-    ask = {"max_new_tokens": 32, "min_new_tokens": 32, "do_sample": False}
-    expected = [quantized.generate(torch.tensor([p], device=quantized.device), **ask)[0, 24:].tolist() for p in prompts]
-    del quantized
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    quantized = quantized.to(device)
+    if args.source:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        prompts = [tokenizer(text).input_ids for text in TEXTS]
+    else:
+        prompts = [[random.Random(i).randint(10, 4000) for _ in range(24)] for i in range(8)]
+    ask = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    expected = [quantized.generate(torch.tensor([p], device=device), **ask)[0, len(p) :].tolist() for p in prompts]
     llm = engine(
         mode, args, folder, in_process=args.ranks == 1, load_format="auto", max_model_len=512, max_num_seqs=8,
+        max_num_batched_tokens=512,
         gpu_memory_utilization=args.memory, enforce_eager=args.eager,
+        **({"kv_cache_memory_bytes": int(args.cache * 2**30)} if args.cache else {}),
     )  # fmt: skip
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, min_tokens=32, max_tokens=32, detokenize=False)
+    sampling = SamplingParams(temperature=0, min_tokens=new, max_tokens=new, detokenize=False)
     given = [{"prompt_token_ids": p} for p in prompts]
     for how, asked in (("together", [given]), ("alone", [[one] for one in given])):
         done = [answer for some in asked for answer in llm.generate(some, sampling, use_tqdm=False)]
         got = [list(answer.outputs[0].token_ids) for answer in done]
         same = sum(a == b for a, b in zip(expected, got, strict=True))
         tokens = sum(x == y for a, b in zip(expected, got, strict=True) for x, y in zip(a, b, strict=True))
-        print(f"{mode}, {how}: {same} of 8 answers and {tokens} of 256 tokens are those of anybit's own generate")
+        gaps = list[float]()
+        with torch.inference_mode():
+            for prompt, answer in zip(prompts, got, strict=True):
+                logits = (
+                    quantized(torch.tensor([prompt + answer], device=device)).logits[0, len(prompt) - 1 : -1].float()
+                )
+                gaps += (
+                    logits.amax(-1) - logits.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
+                ).tolist()
+        print(
+            f"{mode}, {how}: {same} of {len(prompts)} answers and {tokens} of {len(gaps)} tokens are those of anybit's "
+            f"own generate; {sum(gap == 0 for gap in gaps)} are its largest logit after the same tokens, "
+            f"{max(gaps):.3f} the furthest below it",
+            flush=True,
+        )
     return []
 
 
@@ -345,6 +381,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (tensor parallelism)")
     parser.add_argument("--memory", type=float, default=0.3, help="with check: the part of a GPU's memory")
+    parser.add_argument("--source", help="with check: a Llama's folder, for one of random weights")
     parser.add_argument("--eager", action="store_true", help="with check: no graphs, for a quick start")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
     parser.add_argument("--profile", type=int, nargs="*", help="print what steps of so many requests launch")

@@ -6,20 +6,30 @@ those of ``generate`` one for one whatever the scheduler does: chunks, prefix hi
 
     python tests/cases_vllm_exact.py kv4 [chunks hits ...]      prints one line of JSON for every life
     python tests/cases_vllm_exact.py kv4 --model FOLDER --text FILE     a real Llama's folder, over a real text
+    python tests/cases_vllm_exact.py kv4 --kernels ...          as a user has it: float16, on a GPU anybit's kernels
+
+On a GPU, too, exact answers are plain torch's, in float64. With --kernels orders of sums do change answers, so that
+each token of the engine's is also held against generate's logits after the same tokens: how many are the largest of
+them, and how far below the largest the others are.
 """
 
 import argparse
+import gc
 import json
 import os
 import random
+import sys
 import tempfile
 import time
+import types
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +51,7 @@ LIVES: dict[str, dict[str, Any]] = {
 """What requests live through, as options of an engine; blocks are for so many requests of ``pages``."""
 SIZE = 16
 LONGEST = 1024
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def save_model(folder: Path) -> Path:
@@ -125,7 +136,7 @@ class Doubled(nn.Module):
         return model.norm(x)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        return self.whole.lm_head(hidden_states)
+        return self.whole.lm_head(hidden_states).float()
 
     def load_weights(self, weights: Any) -> set[str]:
         self.whole.load_state_dict(dict(weights), strict=not self.whole.config.tie_word_embeddings)
@@ -135,10 +146,21 @@ class Doubled(nn.Module):
 
 
 def in_float64() -> None:
-    """Have both programs attend in float64, over the values that the cache holds."""
+    """Have both programs attend in float64, over the values that the cache holds; by no kernel, on a GPU neither."""
     from anybit import attention, kvrows
+    from anybit.integrations.vllm.kv_backend import RowBuilder
+    from anybit.integrations.vllm.kv_step import Batch
 
     plain = attention.attend
+
+    def build(_: RowBuilder, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Batch:
+        m = common_attn_metadata
+        batch = Batch(m.block_table_tensor, m.seq_lens, m.query_start_loc, m.num_actual_tokens, 0, 0)
+        batch.in_rows()
+        return batch
+
+    def decode(q: Tensor, cache: Any, layer: int, sequences: Any, masks: Any, split: int = 0) -> tuple[Tensor, Tensor]:
+        return attention.decode_reference(q, cache, layer, sequences, masks)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return plain(q.double(), k.double(), v.double(), *rest)
@@ -149,30 +171,64 @@ def in_float64() -> None:
         return found.transpose(0, 1)[None].to(q.dtype)
 
     attention.attend = kvrows.attend = attend
+    attention.decode_kernel, RowBuilder.build = decode, build
     torch.nn.functional.scaled_dot_product_attention = product  # of a whole prompt, in generate
 
 
-def by_generate(folder: Path, format: str, asked: list[Asked]) -> list[list[int]]:
+def loaded(folder: Path, dtype: torch.dtype) -> Any:
+    """The model in transformers, attending over an AnyBitCache."""
+    import anybit.integrations.cache  # noqa: F401  (whose attention it is)
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).to(DEVICE)
+    model.set_attn_implementation("anybit")
+    return model
+
+
+def by_generate(model: Any, format: str, asked: list[Asked]) -> list[list[int]]:
     """Greedy answers of anybit's own generate. Prompts come a page at a time, so that they read older pages packed."""
     from anybit.integrations.cache import AnyBitCache
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    model.set_attn_implementation("anybit")
     found = []
     for prompt, new in asked:
         cache = AnyBitCache(format, config=model.config)
         answer = model.generate(
-            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=new, min_new_tokens=new, do_sample=False,
-            prefill_chunk_size=128, pad_token_id=0,
+            torch.tensor([prompt], device=DEVICE), past_key_values=cache, max_new_tokens=new, min_new_tokens=new,
+            do_sample=False, prefill_chunk_size=128, pad_token_id=0,
         )  # fmt: skip
         found.append(answer[0, len(prompt) :].tolist())
     return found
 
 
+@torch.inference_mode()
+def below_the_largest(model: Any, format: str, asked: list[Asked], answers: list[list[int]]) -> list[float]:
+    """How far each token of answers is below the largest logit of generate's model, after the same tokens."""
+    from anybit.integrations.cache import AnyBitCache
+
+    gaps = list[float]()
+    for (prompt, _), answer in zip(asked, answers, strict=True):
+        tokens, cache = torch.tensor([prompt + answer], device=DEVICE), AnyBitCache(format, config=model.config)
+        logits = torch.cat([model(piece, past_key_values=cache).logits[0].float() for piece in tokens.split(128, 1)])
+        logits = logits[len(prompt) - 1 : -1]
+        gaps += (logits.amax(-1) - logits.gather(1, tokens[0, len(prompt) :, None])[:, 0]).tolist()
+    return gaps
+
+
+def draft_without_numba() -> None:
+    """Another drafter in the place of vLLM's n-gram one where numba is missing."""
+    if find_spec("numba") is None:
+        sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+        from serving_kv_checks import LastTime
+
+        module: Any = types.ModuleType("vllm.v1.spec_decode.ngram_proposer")
+        module.NgramProposer = LastTime
+        sys.modules[module.__name__] = module
+
+
 def by_vllm(
-    folder: Path, format: str, asked: list[Asked], life: dict[str, Any]
+    folder: Path, format: str, asked: list[Asked], life: dict[str, Any], kernels: bool = False
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Greedy answers of an engine, and its counts of what requests lived through."""
+    draft_without_numba()
     from vllm import LLM, ModelRegistry, SamplingParams
 
     from anybit.integrations.vllm import register
@@ -186,11 +242,21 @@ def by_vllm(
         "max_num_batched_tokens": 512, "num_gpu_blocks_override": 400, "enable_prefix_caching": False,
         "enforce_eager": True, "disable_log_stats": False, "gpu_memory_utilization": 0.2,
     }  # fmt: skip
+    if DEVICE == "cuda":  # other engines may be beside it
+        options |= {"gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 512 << 20}
+    if kernels:
+        options |= {"dtype": "float16", "enforce_eager": DEVICE == "cpu"}
+        options["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY" if DEVICE == "cuda" else "NONE",
+        }
     if "num_gpu_blocks_override" in life:
         pages = -(-max(len(prompt) + new for prompt, new in asked) // 128)
         front = kv_rows.layout(KVFormat.parse(format), 64, 32 if "speculative_config" in life else 0).front
         life = {**life, "num_gpu_blocks_override": life["num_gpu_blocks_override"] * (front + pages)}
-    more = {"additional_config": {"anybit_kv_cache": format}, "hf_overrides": {"architectures": ["Doubled"]}}
+    more: dict[str, Any] = {"additional_config": {"anybit_kv_cache": format}}
+    if not kernels:
+        more["hf_overrides"] = {"architectures": ["Doubled"]}
     llm = LLM(str(folder), **{**options, **more, **life})
     given = [({"prompt_token_ids": prompt}, new) for prompt, new in asked]
     found = []
@@ -214,19 +280,28 @@ def main() -> None:
     parser.add_argument("lives", nargs="*", help=", ".join(LIVES))
     parser.add_argument("--model", type=Path)
     parser.add_argument("--text", type=Path)
+    parser.add_argument("--kernels", action="store_true")
     args = parser.parse_args()
     folder = args.model or save_model(Path(tempfile.mkdtemp()))
     asked = requests_of(folder, args.text) if args.model else requests()
-    in_float64()
-    expected = by_generate(folder, args.format, asked)
+    if not args.kernels:
+        in_float64()
+    model = loaded(folder, torch.float16 if args.kernels else torch.float64)
+    expected = by_generate(model, args.format, asked)
+    if not args.kernels:
+        del model
+        gc.collect()
     total = sum(map(len, expected))
     for life in args.lives or LIVES:
         begin = time.monotonic()
-        found, counts = by_vllm(folder, args.format, asked, LIVES[life])
+        found, counts = by_vllm(folder, args.format, asked, LIVES[life], args.kernels)
         pairs = list(zip(expected, found, strict=True))
         alike = sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))
         parted = [i for i, (x, y) in enumerate(pairs) if x != y]
-        said = {"life": life, "alike": alike, "tokens": total, "parted": parted, **counts}
+        said = {"format": args.format, "life": life, "alike": alike, "tokens": total, "parted": parted, **counts}
+        if args.kernels:
+            gaps = below_the_largest(model, args.format, asked, found)
+            said |= {"largest": sum(gap == 0 for gap in gaps), "furthest": round(max(gaps), 4)}
         print(json.dumps({**said, "seconds": round(time.monotonic() - begin)}), flush=True)
 
 

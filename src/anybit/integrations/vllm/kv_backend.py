@@ -24,7 +24,7 @@ from anybit.integrations.vllm.kv_plan import most_pages
 from anybit.integrations.vllm.kv_spec import RowSpec
 from anybit.integrations.vllm.kv_step import Batch, run
 from anybit.kvcache import hadamard, turn
-from anybit.kvrows import Pool, Row, step
+from anybit.kvrows import Pool, step
 from anybit.ops import kv_rows
 from anybit.ops.compile_ahead import make_ready
 from anybit.ops.kv import Masks
@@ -136,9 +136,7 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
             most, few = 1, decodes
         batch = Batch(table, lengths, m.query_start_loc, m.num_actual_tokens, decodes, few, most)
         if self.device.type == "cpu":
-            starts, known = m.query_start_loc.tolist(), lengths.tolist()
-            ends = zip(starts, starts[1:], known, strict=False)
-            batch.rows = [Row(table[i], a, z, n - (z - a)) for i, (a, z, n) in enumerate(ends) if z > a]
+            batch.in_rows()
         elif prefills:
             found = m.seq_lens_cpu_upper_bound
             if found is None or not self.exact:

@@ -27,8 +27,8 @@ class Batch:
 
     table [requests, front + pages], lengths [requests], starts [requests + 1]: int32 on the device.  tokens: new ones
     in all.  decodes: the first requests have few new tokens each, ``queries`` at most, ``decode_tokens`` in all.
-    most: new tokens of another request at most.  groups: of the others, with their arrays on the device.  rows: on a
-    CPU, all requests.
+    most: new tokens of another request at most.  groups: of the others, with their arrays on the device.  rows: all
+    requests, where plain torch runs them.
     """
 
     table: Tensor
@@ -41,6 +41,12 @@ class Batch:
     most: int = 0
     groups: list[tuple[Group, tuple[Tensor, ...]]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+
+    def in_rows(self) -> None:
+        """Describe all requests for plain torch (``kvrows.step``), which is what runs them then; reads the device."""
+        starts, known = self.starts.tolist(), self.lengths.tolist()
+        ends = zip(starts, starts[1:], known, strict=False)
+        self.rows = [Row(self.table[i], a, z, n - (z - a)) for i, (a, z, n) in enumerate(ends) if z > a]
 
     def add_prompts(self, starts: np.ndarray, lengths: np.ndarray, room: int) -> None:
         """Plan the requests after the decodes, from what the host knows of them; see ``kv_plan.plan``."""
