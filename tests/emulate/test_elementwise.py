@@ -49,6 +49,20 @@ def test_silu_mul(dtype, k, paired):
         assert torch.equal(ops._silu_mul_cpu(x, paired), ops._silu_mul_cpu(x[:, inverse]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_silu_of_extremes(dtype):
+    """Values whose exponential overflows, underflows or is none: what torch says, within what coding them loses."""
+    large = torch.finfo(dtype).max
+    few = [0.0, 6e-8, 5, 17, 86, 90, 128, 3e4, large, float("inf")]
+    gate = torch.tensor([*few, *(-x for x in few), float("nan")] * 8).to(dtype)  # 168 values
+    x, y = torch.stack((gate, torch.ones_like(gate))).reshape(1, -1), torch.zeros(1, gate.numel(), dtype=dtype)
+    config = norm_act.silu_config(norm_act.Problem(1, gate.numel(), dtype, True))
+    params = norm_act.Params(x, None, None, None, y, x.shape[1], 0, gate.numel(), 0.0)
+    emulate.run(norm_act.kernel("silu_mul", config), params, (1, 1, 1), seed=1, dependent=("x",))
+    wanted = torch.nn.functional.silu(gate.float()).to(dtype)
+    torch.testing.assert_close(y[0].float(), wanted.float(), rtol=TOLERANCE[dtype], atol=1e-30, equal_nan=True)
+
+
 @pytest.mark.parametrize(("dtype", "dim", "norms"), [(torch.float16, 64, False), (torch.bfloat16, 128, True)])
 @pytest.mark.parametrize("stores", [False, True])
 @pytest.mark.parametrize("paired", [False, True])

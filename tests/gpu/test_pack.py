@@ -156,4 +156,6 @@ def test_rms_norm(k: int, dtype: torch.dtype) -> None:
 def test_silu_mul(k: int, dtype: torch.dtype) -> None:
     x = matrix(3, 2 * k, dtype).cuda()
     got = fused(Source.silu_mul, x, k, ActivationFormat(8, "sym"))
-    torch.testing.assert_close(got, torch.nn.functional.silu(x[:, :k]) * x[:, k:])
+    rounding = torch.finfo(dtype).eps  # where the first of two goes the other way, the product may be two units off
+    expected = torch.nn.functional.silu(x[:, :k]) * x[:, k:]
+    torch.testing.assert_close(got, expected, rtol=2 * rounding, atol=1e-5)
