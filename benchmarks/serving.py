@@ -49,7 +49,7 @@ TEXTS = (
     "A recipe for bread needs", "In 1969", "The largest planet of the solar system", "def fibonacci(n):",
 )  # fmt: skip
 RATES = (1, 4, 16, 32, 64)
-KEY = ("engine", "scheme", "model", "ranks", "requests", "prompt", "new_tokens", "rate", "gpu", "vllm")
+KEY = ("engine", "scheme", "model", "ranks", "executor", "requests", "prompt", "new_tokens", "rate", "gpu", "vllm")
 
 
 def model(mode: str, config: dict[str, Any]) -> str:
@@ -163,6 +163,7 @@ def row(mode: str, args: argparse.Namespace, checked: bool, **fields: Any) -> Ro
     empty |= {"step_ms": None, "ttft_ms": None, "tpot_ms": None, "tokens_per_second": None}
     return dict(
         engine=own.get(mode, "vllm-anybit"), scheme=scheme, model=args.model, ranks=args.ranks,
+        executor=args.engine.get("distributed_executor_backend", "uni" if args.ranks == 1 else "mp"),
         **{**empty, **fields}, checked=checked, link=link(args.ranks),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", vllm=vllm.__version__,
         **origin(),
