@@ -30,7 +30,7 @@ from anybit.jit.source import KERNELS
 
 _building = threading.Lock()
 RUNTIME = Path(__file__).parent / "runtime"
-RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"]
+RUNTIME_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-U_FORTIFY_SOURCE"]
 KERNEL_FLAGS = [
     "-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
     "-Wno-unknown-pragmas", "-Wno-attributes", "-U_FORTIFY_SOURCE",
@@ -162,11 +162,19 @@ def _entry(kernel: jit.Kernel) -> Any:
         f"{{ {kernel.expression}(*static_cast<const {kernel.params.__name__}*>(p)); }}\n"
     )
     headers = b"".join(reachable_headers(kernel).values())
-    own = (RUNTIME / "device.h", RUNTIME / "device_math.h", RUNTIME / "device_calls.h")
-    digest = _digest(source.encode(), headers, *(path.read_bytes() for path in own), " ".join(KERNEL_FLAGS).encode())
-    folders = [f"-I{folder}" for folder in (RUNTIME, kernel.path.parent, KERNELS)]
-    library = _build(digest, source, [*KERNEL_FLAGS, *folders, "-include", "device.h"])
+    device = _device_header().parent
+    folders = [f"-I{folder}" for folder in (device, RUNTIME, kernel.path.parent, KERNELS)]
+    name = f"{_digest(source.encode(), headers, device.name.encode())}.so"
+    library = _build(name, source, [*KERNEL_FLAGS, *folders, "-include", "device.h"])
     return ctypes.CDLL(str(library)).emulated_kernel
+
+
+@cache
+def _device_header() -> Path:
+    """device.h as g++ has parsed it, which takes half of a kernel's time: once for all kernels."""
+    own = (RUNTIME / "device.h", RUNTIME / "device_math.h", RUNTIME / "device_calls.h")
+    digest = _digest(*(path.read_bytes() for path in own), " ".join(KERNEL_FLAGS).encode())
+    return _build(f"{digest}/device.h.gch", f'#include "{own[0]}"\n', [*KERNEL_FLAGS, "-x", "c++-header"])
 
 
 @cache
@@ -174,7 +182,8 @@ def _runtime() -> ctypes.CDLL:
     sources = sorted(RUNTIME.glob("*.cpp"))
     content = [path.read_bytes() for path in (*sources, RUNTIME / "runtime.h", RUNTIME / "device_calls.h")]
     text = "".join(f'#include "{path}"\n' for path in sources)
-    library = _build(_digest(*content, " ".join(RUNTIME_FLAGS).encode()), text, [*RUNTIME_FLAGS, f"-I{RUNTIME}"])
+    name = f"{_digest(*content, ' '.join(RUNTIME_FLAGS).encode())}.so"
+    library = _build(name, text, [*RUNTIME_FLAGS, f"-I{RUNTIME}"])
     runtime = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     runtime.emulate_run.restype = ctypes.c_char_p
     runtime.emulate_allocate.restype = ctypes.c_void_p
@@ -186,32 +195,31 @@ def _digest(*parts: bytes) -> str:
     return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).hexdigest()[:32]
 
 
-def _build(digest: str, source: str, flags: list[str]) -> Path:
-    """Compile `source` to a shared object, kept by content beside the temporary files."""
+def _build(name: str, source: str, flags: list[str]) -> Path:
+    """Compile `source` to a shared object or, if the flags say so, to a header; kept beside the temporary files."""
     folder = Path(os.environ.get("ANYBIT_EMULATE_DIR", Path(tempfile.gettempdir()) / "anybit-emulate"))
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{digest}.so"
-    if library.exists():
-        return library
-    with (folder / f"{digest[:2]}.lock").open("ab") as lock:
+    built = folder / name
+    if built.exists():
+        return built
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name[:2]}.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # many test processes want the runtime at once
-        if not library.exists():
-            _compile(source, flags, library)
-    return library
+        if not built.exists():
+            _compile(source, flags, built)
+    return built
 
 
-def _compile(source: str, flags: list[str], library: Path) -> None:
+def _compile(source: str, flags: list[str], target: Path) -> None:
     compiler = shutil.which("g++")
     assert compiler, "the emulation needs g++"
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         text, built, linked = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
         text.write_text(source)
-        compile_flags = [flag for flag in flags if flag != "-shared"]
-        for command in (
-            [compiler, *compile_flags, "-c", str(text), "-o", str(built)],
-            [compiler, "-shared", str(built), "-o", str(linked)],  # without -fsanitize: its hooks are the runtime's own
-        ):
+        commands = [[compiler, *flags, "-c", str(text), "-o", str(built)]]
+        if "c++-header" not in flags:  # linked without -fsanitize: its hooks are the runtime's own
+            commands.append([compiler, "-shared", str(built), "-o", str(linked)])
+        for command in commands:
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"g++ refused the kernel:\n{done.stderr[:6000]}")
-        linked.rename(library)
+        (linked if linked.exists() else built).rename(target)
