@@ -5,6 +5,7 @@ padding bits beyond its last word: the layout of compressed-tensors' ``pack-quan
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,8 +19,12 @@ from anybit.scheme import WeightFormat
 WORD = 32
 # What a QuantizedWeight holds for each of its outputs.
 _BY_ROW = ("words", "scale", "zero", "indices", "minimum")
-# 32 codes of b bits fill b words exactly: the period of every layout below.
-_PERIOD = 32
+
+
+def _period(bits: int) -> tuple[int, int]:
+    """The fewest codes that fill whole words, and how many words: after them the layout of a row repeats."""
+    common = math.gcd(bits, WORD)
+    return WORD // common, bits // common
 
 
 def words_per_row(length: int, bits: int) -> int:
@@ -34,18 +39,19 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     """
     _check_bits(bits)
     length = codes.shape[-1]
-    periods = -(-length // _PERIOD)
-    padded = torch.nn.functional.pad(codes, (0, periods * _PERIOD - length))
-    # Position-major, so that each of the 32 steps below runs over contiguous memory.
-    by_position = padded.reshape(-1, _PERIOD).t().contiguous()
-    words = torch.zeros(bits, by_position.shape[1], dtype=torch.int32, device=codes.device)
-    for position in range(_PERIOD):
+    period, width = _period(bits)
+    periods = -(-length // period)
+    padded = torch.nn.functional.pad(codes, (0, periods * period - length))
+    # Position-major, so that each step below runs over contiguous memory.
+    by_position = padded.reshape(-1, period).t().contiguous()
+    words = torch.zeros(width, by_position.shape[1], dtype=torch.int32, device=codes.device)
+    for position in range(period):
         word, offset = divmod(position * bits, WORD)
         code = by_position[position].to(torch.int32)
         words[word] |= code << offset
         if offset + bits > WORD:
             words[word + 1] |= code >> (WORD - offset)
-    rows = words.t().reshape(*codes.shape[:-1], periods * bits)
+    rows = words.t().reshape(*codes.shape[:-1], periods * width)
     return rows[..., : words_per_row(length, bits)].contiguous()
 
 
@@ -61,18 +67,18 @@ def unpack_words(words: Tensor, bits: int, length: int) -> Tensor:
             f"{length} codes of {bits} bits are {expected} int32 words a row, "
             f"not {words.shape[-1]} of {dtype_name(words.dtype)}"
         )
-    periods = -(-length // _PERIOD)
-    rows = torch.nn.functional.pad(words, (0, periods * bits - expected)).reshape(*words.shape[:-1], periods, bits)
-    codes = torch.empty(*words.shape[:-1], periods, _PERIOD, dtype=torch.uint8, device=words.device)
-    mask = 2**bits - 1
-    for position in range(_PERIOD):
+    period, width = _period(bits)
+    periods = -(-length // period)
+    rows = torch.nn.functional.pad(words, (0, periods * width - expected)).reshape(*words.shape[:-1], periods, width)
+    codes, mask = [], 2**bits - 1
+    for position in range(period):
         word, offset = divmod(position * bits, WORD)
         code = rows[..., word] >> offset
         if offset + bits > WORD:
             low = WORD - offset  # the bits that the first word still holds; >> has filled the rest with its sign
             code = (code & (2**low - 1)) | (rows[..., word + 1] << low)
-        codes[..., position] = (code & mask).to(torch.uint8)
-    return codes.flatten(-2)[..., :length].contiguous()
+        codes.append((code & mask).to(torch.uint8))
+    return torch.stack(codes, dim=-1).flatten(-2)[..., :length].contiguous()
 
 
 _TABLES: dict[str, tuple[float, ...]] = {

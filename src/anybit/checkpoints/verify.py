@@ -40,7 +40,7 @@ _FEWEST_LAYERS = 128
 _FEWEST_UNITS = 4096
 _LARGEST_SIZE = 1 << 31
 _DEEPEST = 64
-_MOST_LAYERS = 1000
+_MOST_LAYERS = 256
 """Of a model whose tensors are not known yet: more than any model has."""
 
 
