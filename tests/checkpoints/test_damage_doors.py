@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.cases_calibration import sequences
 from tests.cases_damage import MUTATIONS, VALID, Damage, copy, damage_gguf, damaged, save_gguf
 from tests.cases_models import save_tiny
-from tests.checkpoints.test_damage import SEED, Run, bounded, folders, judged, outcome, run
+from tests.checkpoints.test_damage import ROUNDS, SEED, Run, bounded, folders, judged, outcome, run
 from tests.checkpoints.test_formats import whole_model
 
 from anybit.errors import AnyBitError
@@ -87,7 +87,7 @@ def test_convert(sources: dict[str, Path], tmp_path: Path, bounded: None, run: R
     assert sum(map(bool, good.values())) > 15
     pairs = [*good, *([pair for pair, out in good.items() if out] * 4)]
     rng, results = random.Random(SEED), []
-    for _ in range(COUNTS["convert"]):
+    for _ in range(ROUNDS * COUNTS["convert"]):
         name, to = rng.choice(pairs)
         source, damage = spoilt(rng, sources[name], tmp_path / "damaged", ("config", "index", "header", "tensors"))
         found = outcome(lambda source=source, to=to: converted(source, to), good[name, to])
@@ -110,7 +110,7 @@ def test_commands_that_ask(sources: dict[str, Path], tmp_path: Path, bounded: No
         found = json.loads(run(command, str(source), *commands[command]))
         return ({key: value for key, value in found.items() if key not in ("model", "seconds")},)
 
-    for number in range(COUNTS["ask"]):
+    for number in range(ROUNDS * COUNTS["ask"]):
         name, command = rng.choice(list(sources)), list(commands)[number % len(commands)]
         if (name, command) not in good:
             good[name, command] = asked(command, sources[name])
@@ -157,9 +157,9 @@ def test_a_calibration_goes_on_from_damaged_memory(tmp_path: Path, bounded: None
 
     good = calibrated(tmp_path / "good")
     rng, results = random.Random(SEED), []
-    for _ in range(COUNTS["resume"]):
+    for _ in range(ROUNDS * COUNTS["resume"]):
         memory = copy(tmp_path / "good", tmp_path / "memory")
         damage = spoil_memory(rng, memory)
         results.append((damage, method, *outcome(lambda memory=memory: calibrated(memory), good)))
     judged(results)
-    assert sum(result == "same" for _, _, result, _ in results) > COUNTS["resume"] // 2
+    assert sum(result == "same" for _, _, result, _ in results) > ROUNDS * COUNTS["resume"] // 2
