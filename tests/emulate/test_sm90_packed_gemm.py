@@ -91,7 +91,7 @@ def test_stages_dealt_unevenly_are_named(stages: int, tmp_path: Path) -> None:
     assert "dealt evenly" in str(sm90_packed_gemm.why_not(case.problem, config))
     rule = "static_assert(Config::stages % Config::split_k_warpgroups == 0"
     before, after = (KERNELS / "gemm/sm90_packed_gemm.cuh").read_text().split(rule)
-    header = tmp_path / "packed_large_uneven.cuh"
+    header = tmp_path / "uneven.cuh"
     header.write_text(before + after.split(";", 1)[1])
     for seed in range(4):
         with pytest.raises(emulate.EmulationError, match="skipped wait: the mbarrier at shared memory"):

@@ -309,7 +309,7 @@ PTX void packed_gemm(const P& p) {
                 if (previous >= 0) release(previous);
                 pass<Config>(barriers, part.count - end, cursor, release);
                 if (halved) {
-                    packed_large_halves<Config>(p, sum, terms, ring, barriers, rank, row, first_token);
+                    finish_halved_tile<Config>(p, sum, terms, ring, barriers, rank, row, first_token);
                     continue;
                 }
                 previous = -1;
@@ -327,15 +327,15 @@ PTX void packed_gemm(const P& p) {
                 previous = accumulate<Config>(sum, dequantize, ring, my_unit, barriers, ahead, part.count, cursor, release);
             if (previous >= 0) release(previous);
             if constexpr (Shape::reduces) {
-                packed_large_reduce<Config>(p, sum, terms, ring, barriers, warp, rank, row, first_token);
+                reduce_and_store<Config>(p, sum, terms, ring, barriers, warp, rank, row, first_token);
                 continue;
             }
             if constexpr (Config::tensor_store) {
-                packed_large_store_map<Config>(p, sum, terms, ring + Shape::body_bytes + warpgroup * Shape::staging_rows * 128, warpgroup, row,
+                store_tile_by_map<Config>(p, sum, terms, ring + Shape::body_bytes + warpgroup * Shape::staging_rows * 128, warpgroup, row,
                                                place.token_tile * Config::tile_m);
                 continue;
             }
-            packed_large_store<Config>(p, sum, terms, ring + Shape::body_bytes + warpgroup * Config::epilogue_stages * Config::epilogue_tile * 128,
+            store_tile<Config>(p, sum, terms, ring + Shape::body_bytes + warpgroup * Config::epilogue_stages * Config::epilogue_tile * 128,
                                        turn, warpgroup, row, place.token_tile * Config::tile_m);
         }
     }

@@ -80,31 +80,30 @@ PTX void store_rows(const Params& p, int row, int token, const uint4& v) {
 
 // Sums of 16 tokens from 8j on as outputs: rows 0-7 and 8-15 of the first eight tokens, then of the next.
 template <class Config>
-PTX void packed_large_outputs(uint32_t (&out)[4], const typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms, int j) {
+PTX void outputs_of_16(uint32_t (&out)[4], const typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms, int j) {
     constexpr int groups = Config::tile_m / 8;
     const int lane = ptx::lane_id();
-    #pragma unroll
-                for (int group = j; group < j + 2 && group < groups; group++) {
-                    const float low_scale = terms.of_token(group, lane % 4 * 2);
-                    const float high_scale = terms.of_token(group, lane % 4 * 2 + 1);
-                    const int low_sum = terms.sum_of_token(group, lane % 4 * 2);
-                    const int high_sum = terms.sum_of_token(group, lane % 4 * 2 + 1);
-    #pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const float low = centered<Config>(sum[group * 4 + h * 2], terms.twice_zero[h], low_sum) * low_scale;
-                        const float high =
-                            centered<Config>(sum[group * 4 + h * 2 + 1], terms.twice_zero[h], high_sum) * high_scale;
-                        const float a = fmaf(low, terms.scale[h], terms.bias[h]), b = fmaf(high, terms.scale[h], terms.bias[h]);
-                        out[(group - j) * 2 + h] = Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b);
-                    }
-                }
+#pragma unroll
+    for (int group = j; group < j + 2 && group < groups; group++) {
+        const float low_scale = terms.of_token(group, lane % 4 * 2);
+        const float high_scale = terms.of_token(group, lane % 4 * 2 + 1);
+        const int low_sum = terms.sum_of_token(group, lane % 4 * 2);
+        const int high_sum = terms.sum_of_token(group, lane % 4 * 2 + 1);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float low = centered<Config>(sum[group * 4 + h * 2], terms.twice_zero[h], low_sum) * low_scale;
+            const float high = centered<Config>(sum[group * 4 + h * 2 + 1], terms.twice_zero[h], high_sum) * high_scale;
+            const float a = fmaf(low, terms.scale[h], terms.bias[h]), b = fmaf(high, terms.scale[h], terms.bias[h]);
+            out[(group - j) * 2 + h] = Config::bfloat_out ? ptx::cvt_bf16x2_f32(a, b) : ptx::cvt_f16x2_f32(a, b);
+        }
+    }
 }
 
 // From registers to Y through shared memory, Config::epilogue_tile tokens of the warpgroup's 64 rows at a time, in two places by
 // turns where there is room: 128 bytes of a token lie together there (16-byte chunks swizzled by token % 8), and leave as
 // whole lines.
 template <class Config>
-PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+PTX void store_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                             uint32_t staging, int& turn, int warpgroup, int first_row, int first_token) {
     if (first_row >= p.rows) return;
     constexpr int groups = Config::tile_m / 8, staged = Config::epilogue_tile;
@@ -124,7 +123,7 @@ PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)
 #pragma unroll
         for (int j = first / 8; j < (first + staged) / 8 && j < groups; j += 2) {
             uint32_t out[4] = {0, 0, 0, 0};
-            packed_large_outputs<Config>(out, sum, terms, j);
+            outputs_of_16<Config>(out, sum, terms, j);
             ptx::stmatrix_x4_trans(place + (j * 8 - first) * 128 + write, out);
         }
         // All have written this place, and so have read what was in the other one.
@@ -139,7 +138,7 @@ PTX void packed_large_store(const Params& p, typename Sums<Config>::Total (&sum)
 // The same of a whole tile, by a tensor-map copy that ends while the next tile's products run. What lies outside of Y it
 // leaves out.
 template <class Config>
-PTX void packed_large_store_map(const StoreParams& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+PTX void store_tile_by_map(const StoreParams& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                                 uint32_t staging, int warpgroup, int first_row, int first_token) {
     static_assert(Config::tile_m % 16 == 0, "a store of 16 tokens at a time");
     if (first_row >= p.rows) return;
@@ -151,7 +150,7 @@ PTX void packed_large_store_map(const StoreParams& p, typename Sums<Config>::Tot
 #pragma unroll
     for (int j = 0; j < Config::tile_m / 8; j += 2) {
         uint32_t out[4];
-        packed_large_outputs<Config>(out, sum, terms, j);
+        outputs_of_16<Config>(out, sum, terms, j);
         ptx::stmatrix_x4_trans(staging + j * 8 * 128 + write, out);
     }
     ptx::fence_proxy_async();
@@ -188,7 +187,7 @@ PTX void add_four(Sum (&sum)[count], int i, uint4 v) {
 // of neighbouring rows give each other a token, so that two rows are one word. 128 bytes of a token, 64 rows, lie together
 // (16-byte chunks swizzled by token % 8). i: which of the eights that terms were loaded for.
 template <class Config>
-PTX void packed_large_put_four(uint32_t staging, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i) {
+PTX void stage_four(uint32_t staging, const typename Sums<Config>::Total (&total)[4], TileTerms<Config>& terms, int i) {
     const int lane = ptx::lane_id();
     float value[4];
 #pragma unroll
@@ -214,7 +213,7 @@ PTX void packed_large_put_four(uint32_t staging, const typename Sums<Config>::To
 
 // From there to Y, in whole lines, by so many threads: in pieces of 16 bytes qkv's 256 tokens took a microsecond longer.
 template <class Config, int most, int threads>
-PTX void packed_large_store_lines(const Params& p, uint32_t staging, int thread, int first_row, int first_token, int tokens) {
+PTX void store_lines(const Params& p, uint32_t staging, int thread, int first_row, int first_token, int tokens) {
     const int chunk = thread % 8;
 #pragma unroll
     for (int first = 0; first < most; first += threads / 8) {
@@ -227,7 +226,7 @@ PTX void packed_large_store_lines(const Params& p, uint32_t staging, int thread,
 // The sums of a cluster's blocks and of their warpgroups along K, in a fixed order. Each block finishes a share of the
 // tokens, and gets what it lacks straight from the registers of the others.
 template <class Config>
-PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2],
+PTX void reduce_and_store(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2],
                              TileTerms<Config>& terms, uint32_t ring, const RingBarriers& barriers, int warp, int rank,
                              int first_row, int first_token) {
     using Shape = PackedGemmShape<Config>;
@@ -290,7 +289,7 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
                 add_four(total, 0, source == k_rank && k == k_part ? four_of(mine, i) : ptx::ld_shared_v4(from));
             }
         if constexpr (k_warpgroups > 1)
-            packed_large_put_four<Config>(staging, total, terms, i);
+            stage_four<Config>(staging, total, terms, i);
         else
 #pragma unroll
             for (int e = 0; e < 4; e++) mine[4 * i + e] = total[e];
@@ -300,16 +299,16 @@ PTX void packed_large_reduce(const Params& p, typename Sums<Config>::Total (&sum
 #pragma unroll
         for (int i = 0; i < fours; i++) {
             const typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
-            if (i < groups) packed_large_put_four<Config>(staging, total, terms, i);
+            if (i < groups) stage_four<Config>(staging, total, terms, i);
         }
     }
     ptx::bar_sync(6 + row_part, k_warpgroups * 128);
-    packed_large_store_lines<Config, Shape::share, k_warpgroups * 128>(p, staging, k_part * 128 + thread, first_row, first_token, groups * 8);
+    store_lines<Config, Shape::share, k_warpgroups * 128>(p, staging, k_part * 128 + thread, first_row, first_token, groups * 8);
 }
 
 // The sums of the row tile that two blocks halve: each finishes half of the tokens.
 template <class Config>
-PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
+PTX void finish_halved_tile(const Params& p, typename Sums<Config>::Total (&sum)[Config::tile_m / 2], TileTerms<Config>& terms,
                              uint32_t ring, const RingBarriers& barriers, int rank, int first_row, int first_token) {
     using Shape = PackedGemmShape<Config>;
     constexpr int fours = Config::tile_m / 16;
@@ -332,10 +331,10 @@ PTX void packed_large_halves(const Params& p, typename Sums<Config>::Total (&sum
 #pragma unroll
     for (int i = 0; i < fours; i++) {
         const typename Sums<Config>::Total total[4] = {mine[4 * i], mine[4 * i + 1], mine[4 * i + 2], mine[4 * i + 3]};
-        packed_large_put_four<Config>(staging, total, terms, i);
+        stage_four<Config>(staging, total, terms, i);
     }
     ptx::bar_sync(2 + threadIdx.x / 128, 128);
-    packed_large_store_lines<Config, fours * 8, 128>(p, staging, threadIdx.x % 128, first_row, first_token, fours * 8);
+    store_lines<Config, fours * 8, 128>(p, staging, threadIdx.x % 128, first_row, first_token, fours * 8);
 }
 
 }  // namespace packed

@@ -1,10 +1,10 @@
 """What sm90_packed_gemm's built-in choice goes by, from what an H200 took (docs/packed.md): how long, which stages."""
 
 from anybit.kernels.common.types import Code
-from anybit.kernels.gemm import sm90_packed_gemm_sparse
+from anybit.kernels.gemm import sm90_packed_gemm_sparse_estimate
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import TILE_ROWS
-from anybit.kernels.gemm.sm90_packed_gemm_rules import Config
+from anybit.kernels.gemm.sm90_packed_gemm_rules import CLUSTERS, Config
 
 _OF_TABLES = {Code.nf4: 200, Code.iq4: 200, Code.e4m3: 40}
 """Cycles more of 64 rows and 128 inputs, by their instructions; e2m1 was fastest in the tiles of sym codes."""
@@ -17,7 +17,7 @@ def estimate(problem: LinearProblem, config: Config) -> float:
     tiles to 30 more once four warps filled the ring.
     """
     if config.sparse and config.x_bytes == 1 and not config.promotes:
-        return sm90_packed_gemm_sparse.estimate(problem, config)
+        return sm90_packed_gemm_sparse_estimate.estimate(problem, config)
     row_tiles, token_tiles = -(-problem.weight_tiles * TILE_ROWS // config.rows), -(-problem.m // config.tile_m)
     tokens, tiles = config.tile_m, row_tiles * token_tiles
     rows = config.row_warpgroups - 0.5 * config.halves  # row tiles of a block
@@ -81,8 +81,7 @@ def estimate(problem: LinearProblem, config: Config) -> float:
         waste *= 1.6 if config.promotes else 1.04
     if tiles > 2 * problem.device.sms and config.warpgroups < 3 and tokens < 256:
         waste *= 1.03  # two warpgroups cover each other's ends less well than four
-    # Clusters of four do not fill an H200: 30 of them fit.
-    slots = {1: 132, 2: 66, 3: 36, 4: 30}.get(config.cluster, 15)
+    slots = CLUSTERS.get(config.cluster, 15)
     sharing = 1.0
     if (
         config.min_blocks_per_sm > 1

@@ -12,6 +12,8 @@ _LEAST_SHARED = {1: 117 << 10, 2: 80 << 10}
 """Shared memory of a block of which so many fit a multiprocessor, and one more does not."""
 MOST_BESIDE = 113 << 10
 """The most shared memory of a block beside which another fits."""
+CLUSTERS = {1: 132, 2: 66, 3: 36, 4: 30}
+"""Clusters of so many blocks that an H200 runs at a time: those of four do not fill it."""
 TOKENS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Widths of a token tile that wgmma and the epilogue take."""
 
@@ -30,7 +32,9 @@ class Config:
     a multiprocessor, of this launch and of the next; then each of these gets one at least. span: steps of a stage, 1 or
     2. direct: steps of weights that a warpgroup asks for at a time, past shared memory, while it multiplies those
     before; 0: weights come through the ring. unrolled: each stage of the ring has code of its own. sparse: the weights
-    are 2:4 sparse.
+    are 2:4 sparse; of these alone: block_tiles: row tiles that a block has to itself, row_warpgroups at a time (0: it
+    walks over all of them); tensor_store: outputs leave by a tensor map, a tile of a warpgroup at a time; stagger:
+    cycles between its warpgroups' starts.
     """
 
     operand: Operand

@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 from anybit.kernels.gemm.linear_problem import LinearProblem
 from anybit.kernels.gemm.packed_layout import TILE_ROWS
-from anybit.kernels.gemm.sm90_packed_gemm_rules import Config
+from anybit.kernels.gemm.sm90_packed_gemm_rules import CLUSTERS, Config
 
-_SLOTS = {1: 132, 2: 66, 3: 36, 4: 30}
-"""Clusters of so many blocks that run at a time."""
 _CYCLES = 1800
 """Of a microsecond."""
 _SHARPNESS = 6.2
@@ -56,7 +54,7 @@ def estimate(problem: LinearProblem, config: Config) -> float:
     c, costs, tokens = config, _S8, config.tile_m
     rows = c.row_warpgroups - 0.5 * c.halves  # row tiles of a block
     tiles = -(-problem.weight_tiles * TILE_ROWS // c.rows) * -(-problem.m // tokens)
-    waves = float(-(-tiles // _SLOTS.get(c.cluster, 15)))
+    waves = float(-(-tiles // CLUSTERS.get(c.cluster, 15)))
     if c.block_tiles:  # a range of row tiles, some at a time: of the last ones others wait for a part
         waves *= (c.block_tiles / c.row_warpgroups + -(-c.block_tiles // c.row_warpgroups)) / 2
     limits = (
