@@ -81,7 +81,7 @@ def job(asked: tuple[str, str, int, int, int]) -> Job:
     """The product of one rank, its kernels compiled: (layer, scheme, ranks, rank, tokens)."""
     name, text, ranks, rank, tokens = asked
     case = Case(f"{name} 1/{ranks}", tokens, *part(name, ranks))
-    return job_of((case, scheme_of(name, text, ranks, rank), "default"))
+    return job_of((case, scheme_of(name, text, ranks, rank)))
 
 
 def check_product(one: Job, weights: Weights) -> None:

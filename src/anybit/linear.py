@@ -11,7 +11,7 @@ from anybit.errors import LayerError, dtype_name
 from anybit.hadamard import inverse
 from anybit.ops.backend import RopeStoreArgs
 from anybit.ops.elementwise import add_rms_norm, rms_norm, rotate_store, silu_mul
-from anybit.packing import QuantizedWeight, pack_words, unpack_words, words_per_row
+from anybit.packing import QuantizedWeight, check_fours, pack_words, unpack_words, words_per_row
 from anybit.scheme import Scheme, is_whole
 
 _preparing = threading.RLock()
@@ -73,8 +73,8 @@ class QuantLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.backend, self.hadamard, self._fused = backend, hadamard, False
         fmt = self.scheme.weights
-        if fmt.sparse and in_features % 4:
-            raise LayerError(f"2:4 sparsity needs a multiple of 4 inputs, and this layer has {in_features}")
+        if fmt.sparse:
+            check_fours(in_features)
         dtype = dtype or torch.get_default_dtype()
         kept = in_features // 2 if fmt.sparse else in_features
         groups = fmt.groups(in_features)

@@ -81,6 +81,12 @@ def unpack_words(words: Tensor, bits: int, length: int) -> Tensor:
     return torch.stack(codes, dim=-1).flatten(-2)[..., :length].contiguous()
 
 
+def check_fours(k: int, name: str = "this layer") -> None:
+    """Raise LayerError where k inputs are no fours, of which 2:4 sparse layers keep two each."""
+    if k % 4:
+        raise LayerError(f"2:4 sparsity needs a multiple of 4 inputs, and {name} has {k}")
+
+
 _TABLES: dict[str, tuple[float, ...]] = {
     # OCP Microscaling Formats (MX) 1.0, section 5.3.3: a sign, two bits of exponent, one of mantissa.
     "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
@@ -136,8 +142,8 @@ class QuantizedWeight:
             "indices": (self.indices, (n, words_per_row(kept, 2)) if fmt.sparse else None),
             "minimum": (self.minimum, (n, fmt.groups(k)) if fmt.code == "min" else None),
         }
-        if fmt.sparse and k % 4:
-            raise LayerError(f"2:4 sparsity needs a multiple of 4 inputs, and this layer has {k}")
+        if fmt.sparse:
+            check_fours(k)
         if self.group_index is not None:
             expected["group_index"] = (self.group_index, (k,))
         for name, (tensor, shape) in expected.items():

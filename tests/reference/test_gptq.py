@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from anybit.errors import CalibrationError
+from anybit.errors import CalibrationError, LayerError
 from anybit.quantization.methods import gptq
 from anybit.quantization.methods.grid import Grid
 from anybit.quantization.methods.rtn import quantize_weight
@@ -167,6 +167,11 @@ def test_sparse_layers_beat_magnitude_masks(bits, code, group, k):
     values = quantized.dequantize()
     assert bool(((values.view(24, -1, 4) != 0).sum(-1) <= 2).all())
     assert loss(weight, hessian, quantized) < loss(weight, hessian, quantize_weight(weight, format))
+
+
+def test_sparse_layers_want_fours():
+    with pytest.raises(LayerError, match="multiple of 4 inputs, and a layer has 66"):
+        gptq.quantize(*layer(k=66), WeightFormat(4, "sym", 32, sparse=True))
 
 
 def test_two_of_four_are_kept_by_what_losing_them_costs():

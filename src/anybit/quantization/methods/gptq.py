@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anybit.errors import CalibrationError, OptionError
 from anybit.ops.gptq_update import sweep, sweep_choosing_cuda
-from anybit.packing import QuantizedWeight
+from anybit.packing import QuantizedWeight, check_fours
 from anybit.quantization.learn.cuda_graphs import GraphRecorder
 from anybit.quantization.learn.sparse import two_of_four
 from anybit.quantization.methods.grid import Grid, best_candidates
@@ -66,12 +66,15 @@ def quantize(
     """Quantize weights [N, K] against the Hessian [K, K] of their inputs (any scale, any float dtype).
 
     A dead input (zero on the diagonal) couples to nothing and is rounded to nearest. Raises CalibrationError, with the
-    layer's name, when the Hessian or the weights hold NaN or infinity, or no damping makes the Hessian definite.
+    layer's name, when the Hessian or the weights hold NaN or infinity, or no damping makes the Hessian definite, and
+    LayerError for a 2:4 format of inputs that are no fours.
     """
     options = options or GPTQ()
     k = weight.shape[1]
     if hessian.shape != (k, k):
         raise CalibrationError(f"{name}: the Hessian must be {k} x {k}, not {' x '.join(map(str, hessian.shape))}")
+    if format.sparse:
+        check_fours(k, name)
     check_finite(weight, f"the weights of {name}")
     check_finite(hessian, f"the calibration inputs of {name}")
     grid = Grid.of(format, options.scale_dtype)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from anybit.errors import LayerError, dtype_name
-from anybit.packing import QuantizedWeight
+from anybit.packing import QuantizedWeight, check_fours
+from anybit.quantization.learn.sparse import two_of_four
 from anybit.scheme import CODES, WeightFormat
 
 # Fractions of the range that are tried as clipping thresholds; narrow codes gain from clipping harder.
@@ -109,10 +110,8 @@ def _by_threads(chunk: Callable[[int], _Parts], starts: Sequence[int]) -> list[_
 def magnitude_mask(weight: Tensor) -> Tensor:
     """The 2:4 mask that keeps the two largest magnitudes of every four inputs: bool [N, K]."""
     n, k = weight.shape
-    if k % 4:
-        raise LayerError(f"2:4 sparsity needs a multiple of 4 inputs, and this layer has {k}")
-    kept = weight.abs().view(n, -1, 4).topk(2, dim=-1).indices
-    return torch.zeros(n, k // 4, 4, dtype=torch.bool, device=weight.device).scatter_(-1, kept, True).view(n, k)
+    check_fours(k)
+    return two_of_four(weight.abs().view(n, -1, 4)).view(n, k)
 
 
 def _quantize_rows(
