@@ -39,20 +39,33 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     """
     _check_bits(bits)
     length = codes.shape[-1]
-    period, width = _period(bits)
-    periods = -(-length // period)
-    padded = torch.nn.functional.pad(codes, (0, periods * period - length))
-    # Position-major, so that each step below runs over contiguous memory.
-    by_position = padded.reshape(-1, period).t().contiguous()
-    words = torch.zeros(width, by_position.shape[1], dtype=torch.int32, device=codes.device)
-    for position in range(period):
-        word, offset = divmod(position * bits, WORD)
-        code = by_position[position].to(torch.int32)
-        words[word] |= code << offset
-        if offset + bits > WORD:
-            words[word + 1] |= code >> (WORD - offset)
-    rows = words.t().reshape(*codes.shape[:-1], periods * width)
-    return rows[..., : words_per_row(length, bits)].contiguous()
+    periods = -(-length // WORD)  # 32 codes fill ``bits`` words
+    parts = torch.nn.functional.pad(codes.to(torch.uint8), (0, periods * WORD - length)).flatten()
+    # Two neighbours become one, of twice the bits; where that is more than a byte, in a type of twice the size.
+    wide = bits
+    while wide <= 4:
+        pairs = parts.view(torch.int16)
+        parts, wide = (pairs >> (8 - wide)).bitwise_or_(pairs).to(torch.uint8), 2 * wide
+    if wide == 8:
+        words = parts.view(torch.int32)
+    else:
+        for half, pair in ((8, torch.int16), (16, torch.int32), (32, torch.int64)):
+            pairs = parts.view(pair)
+            parts = pairs.sub_(pairs >> half, alpha=2**half - 2 ** (half * wide // 8))
+        words = _joined(parts.view(-1, 2 if wide == 6 else 4), 8 * wide)
+    return words.view(*codes.shape[:-1], periods * bits)[..., : words_per_row(length, bits)].contiguous()
+
+
+def _joined(parts: Tensor, bits: int) -> Tensor:
+    """Numbers int64 [R, P] of 33 to 63 bits, one after another -> int32 words [R, P*bits/32]."""
+    words = parts.new_empty(len(parts), parts.shape[1] * bits // WORD, dtype=torch.int32)
+    for word in range(words.shape[1]):
+        part, offset = divmod(word * WORD, bits)
+        piece = parts[:, part] >> offset
+        if offset + WORD > bits:
+            piece |= parts[:, part + 1] << (bits - offset)
+        words[:, word] = piece
+    return words
 
 
 def unpack_words(words: Tensor, bits: int, length: int) -> Tensor:

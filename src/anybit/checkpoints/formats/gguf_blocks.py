@@ -68,20 +68,22 @@ def _half(data: Tensor, start: int) -> Tensor:
 
 def _halves(packed: Tensor) -> Tensor:
     """Bytes [..., B] -> codes [..., 2 B]: the low halves of all, then the high halves."""
-    return torch.cat([packed & 15, packed >> 4], dim=-1)
+    return _planes(packed, packed.shape[-1], 4)
 
 
 def _bits(data: Tensor) -> Tensor:
     """Bytes [..., B] -> their bits [..., 8 B], least significant first."""
-    return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+    return _BITS[data.int()].view(torch.uint8)
+
+
+_BITS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64)[:, 0]
+"""The bits of every byte, a byte each."""
 
 
 def _planes(data: Tensor, run: int, bits: int) -> Tensor:
     """Runs of bytes, each of which holds 8 / bits runs of codes one above the other -> codes, run by run."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    runs = data.unflatten(-1, (-1, 1, run))
-    codes: Tensor = runs >> shifts & ((1 << bits) - 1)
-    return codes.flatten(-3)
+    runs, mask = data.unflatten(-1, (-1, run)).contiguous(), (1 << bits) - 1
+    return torch.stack([runs >> shift & mask for shift in range(0, 8, bits)], dim=-2).flatten(-3)
 
 
 def _q4_0(data: Tensor) -> _Decoded:
