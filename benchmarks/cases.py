@@ -1,10 +1,10 @@
 """The shapes and schemes that every table is made from. A product is Y[M, N] = X[M, K] W[N, K]^T."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from anybit.packing import pack_words
+if TYPE_CHECKING:  # the tables need no torch
+    import torch
 
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 
@@ -68,7 +68,11 @@ def select(cases: list[Case], only: str | None = None, tokens: tuple[int, ...] |
     return [case for case in cases if (only is None or only in case.name) and (tokens is None or case.m in tokens)]
 
 
-def random_places(n: int, k: int, device: str = "cuda") -> torch.Tensor:
+def random_places(n: int, k: int, device: str = "cuda") -> "torch.Tensor":
     """Which two of every four inputs a random 2:4 sparse layer [n, k] keeps, as QuantizedWeight stores it."""
+    import torch
+
+    from anybit.packing import pack_words
+
     pairs = torch.tensor([[i, j] for i in range(4) for j in range(i + 1, 4)], dtype=torch.uint8, device=device)
     return pack_words(pairs[torch.randint(0, len(pairs), (n, k // 4), device=device)].view(n, k // 2), 2)

@@ -60,9 +60,9 @@ def test_a_result_that_was_not_checked_is_not_written(
 
 def test_two_that_write_rows_at_once_lose_nothing(tmp_path: Path) -> None:
     path, count = tmp_path / "rows.json", 40
-    script = "import sys, timing; from pathlib import Path\n"
+    script = "import sys, rows; from pathlib import Path\n"
     script += f"for i in range({count}):\n"
-    script += "    timing.merge_rows(Path(sys.argv[1]), [{'case': f'{sys.argv[2]} {i}', 'checked': True}], ('case',))"
+    script += "    rows.add(Path(sys.argv[1]), [{'case': f'{sys.argv[2]} {i}', 'checked': True}], ('case',))"
     writers = [
         subprocess.Popen([sys.executable, "-c", script, str(path), name], cwd=BENCHMARKS) for name in ("one", "other")
     ]

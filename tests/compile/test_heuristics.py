@@ -47,9 +47,8 @@ def test_digits(bits: int, m: int, dtype: torch.dtype) -> None:
     ],
 )
 def test_tables_are_multiplied_as_floats(scheme: str, m: int, dtype: torch.dtype) -> None:
-    for n, k in ((4096, 4096), (28672, 4096)):
-        it = LinearProblem(m, n, k, Scheme.parse(scheme).weights, dtype=dtype)
-        check(sm90_packed_gemv.kernel(sm90_packed_gemv.default(it)), "sm_90a", has="HMMA", lacks="IMMA")
+    it = LinearProblem(m, 28672, 4096, Scheme.parse(scheme).weights, dtype=dtype)
+    check(sm90_packed_gemv.kernel(sm90_packed_gemv.default(it)), "sm_90a", has="HMMA", lacks="IMMA")
 
 
 def test_e2m1_takes_eight_instructions_for_eight_codes() -> None:
@@ -64,14 +63,14 @@ def test_e2m1_takes_eight_instructions_for_eight_codes() -> None:
 
 @pytest.mark.parametrize(("bits", "m"), [(4, 1), (4, 2), (2, 1), (3, 2)])
 def test_digits_of_a_norm(bits: int, m: int) -> None:
-    for n, k in ((6144, 4096), (28672, 4096), (7168, 5120)):
+    for n, k in ((6144, 4096), (28672, 4096)):
         it = problem(bits, m, n, k)
         check(sm90_packed_gemv.norm_kernel(sm90_packed_gemv.norm_default(it)), "sm_90a", has="IMMA", lacks="HMMA")
 
 
 def test_digits_that_end_with_something_else() -> None:
     """SiLU, whose division is called, or the rotary embedding and the store: no spills."""
-    for bits, m in ((4, 1), (4, 2), (3, 2), (2, 1), (1, 2)):
+    for bits, m in ((4, 1), (3, 2), (1, 2)):
         gate_up, qkv = (sm90_packed_gemv.norm_default(problem(bits, m, n, 4096)) for n in (28672, 6144))
         check(sm90_packed_gemv.rotary_kernel(qkv), "sm_90a", has="IMMA", lacks="HMMA")
         silu = sm90_packed_gemv.norm_kernel(gate_up, silu=True)
@@ -123,7 +122,7 @@ def test_codes_stay_where_they_lie() -> None:
     [(4, 3, torch.float16), (2, 8, torch.bfloat16), (4, 16, torch.float16), (8, 32, torch.float16)],
 )
 def test_mid(bits: int, m: int, dtype: torch.dtype) -> None:
-    for n, k in ((4096, 14336), (6144, 4096), (28672, 4096)):
+    for n, k in ((4096, 14336), (28672, 4096)):
         it = problem(bits, m, n, k, dtype)
         check(sm90_packed_skinny_f16.kernel(sm90_packed_skinny_f16.default(it)), "sm_90a", has="HMMA")
 

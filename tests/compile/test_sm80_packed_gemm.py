@@ -37,7 +37,7 @@ def test_no_spills(arch: str, cases: list[tuple[int, int, torch.dtype]]) -> None
         assert count(compiled.cubin, "CALL") <= 1
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
 def test_sparse_weights(arch: str) -> None:
     """Products that skip zeros, at every number of tokens, without spills."""
     for m, bits, code, group, dtype in (
@@ -66,7 +66,8 @@ def test_repacking(arch: str) -> None:
 def test_no_default_for_int8_spills(m: int) -> None:
     """Sums of integers and of floats, and the scales of groups: what needs most registers."""
     device = Device.named("sm_80")
-    for bits, group in itertools.product((1, 2, 4, 5, 8), (32, 128, None)):
+    every = list(itertools.product((1, 2, 4, 5, 8), (32, 128, None)))
+    for bits, group in every if m == 64 else every[m // 8 % 4 :: 4]:
         weights = WeightFormat(bits, ("sym", "asym")[(bits + m // 8) % 2], group)
         config = sm80_packed_gemm.default(problem(m, 4096, 4096, weights, torch.int8, device))
         compiled = jit.cached(sm80_packed_gemm.kernel(config), "sm_80")

@@ -58,7 +58,7 @@ def test_widths(module: ModuleType, bits: int) -> None:
 @pytest.mark.parametrize("code", ["sym", "asym", "bipolar"])
 @pytest.mark.parametrize("group", [32, 64, 256, None])
 def test_codes_and_groups(module: ModuleType, code: str, group: int | None) -> None:
-    for i, bits in enumerate((4, 3, 8)):
+    for i, bits in enumerate({"sym": (4, 3), "asym": (3, 8), "bipolar": (8, 4)}[code]):
         run(module, WeightFormat(bits, code, group), 2 + i % 2, 64, 512, HALVES[i % 2], seed=i, bias=True)
 
 
@@ -84,6 +84,8 @@ def test_sparse_weights(bits: int) -> None:
 @pytest.mark.parametrize("format", FOREIGN, ids=scheme_of)
 def test_formats_of_other_tools(module: ModuleType, format: WeightFormat) -> None:
     for i, (m, n, k) in enumerate(((3, 40, 328), (1, 64, 512), (2, 20, 132))):
+        if i == (FOREIGN.index(format) + (module is sm90_packed_gemv)) % 3:
+            continue  # two of three for a kernel; the two kernels see all
         run(module, format, m, n, k, HALVES[(FOREIGN.index(format) + i) % 2], bias=i == 0, ordered=i == 1)
 
 

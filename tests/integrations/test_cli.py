@@ -263,8 +263,10 @@ def test_what_the_system_refuses_is_one_sentence(run: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize("buffered", ["", "1"])
-@pytest.mark.parametrize("words", [["info", "w4a16"], ["generate", "MODEL", "-p", "x", "-n", "3", "--device", "cpu"]])
+@pytest.mark.parametrize(
+    ("words", "buffered"),
+    [(["info", "w4a16"], "1"), (["generate", "MODEL", "-p", "x", "-n", "3", "--device", "cpu"], "")],
+)
 def test_output_that_cannot_be_written_is_one_sentence(model: Path, words: list[str], buffered: str) -> None:
     command = [sys.executable, "-m", "anybit", *(str(model) if word == "MODEL" else word for word in words)]
     env = os.environ | {"PYTHONUNBUFFERED": buffered}
