@@ -26,6 +26,7 @@ from anybit.checkpoints.formats.translate import FolderTranslation
 from anybit.errors import CheckpointError, OptionError
 from anybit.integrations.serving import Server
 from anybit.integrations.serving_source import vllm_folder
+from anybit.integrations.vllm import streams
 from anybit.integrations.vllm.config import AnyBitConfig
 from anybit.scheme import Scheme
 from cases_damage import save_gguf
@@ -172,13 +173,20 @@ def test_every_format_answers_as_generate_does(tmp_path: Path, monkeypatch: pyte
     assert len({str(answer) for answer in answers.values()}) > 5, "weights make no difference here"
 
 
-def test_a_folder_is_told_by_its_files(tmp_path: Path) -> None:
+def test_a_folder_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a process opens them once."""
     folder = every_layer("auto-round-gptq", tmp_path / "model")
+    calls: list[str] = []
+    for name in ("Folder", "skeleton"):
+        true = getattr(streams, name)
+        monkeypatch.setattr(streams, name, lambda *a, name=name, true=true: (calls.append(name), true(*a))[1])
     words = json.loads((folder / "config.json").read_text())["quantization_config"]
     config = AnyBitConfig.from_config(words)
     config.maybe_update_config(str(folder))
+    assert config._source is not None and config._source.taken().layers and calls == ["Folder", "skeleton"]
     config = pickle.loads(pickle.dumps(config))  # as it reaches an engine's process
     assert str(config.scheme) == CASES["auto-round-gptq"].q_proj and len(config.stored) == 14
+    assert [*config._source.taken().layers] == config.stored and calls == ["Folder", "skeleton", "Folder"]
 
 
 def test_what_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from anybit.checkpoints.configuration import Quantization, method_of, override_of
-from anybit.checkpoints.folder import Folder
+from anybit.checkpoints.folder import read_json
 from anybit.checkpoints.safetensors import read_header
+from anybit.checkpoints.sidecars import with_quantization
 from anybit.checkpoints.source import from_hub
 from anybit.errors import AnyBitError, CheckpointError, LayerError, OptionError, one_line
 from anybit.integrations.check import check_folder
@@ -64,7 +65,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         self.coded_embedding = False
         self._told: set[str] = set()
         self._on_hub: tuple[str, bool, str | None] | None = None
-        self._source: tuple[Path, bool] | None = None
+        self._source: streams.Source | None = None
         self._mapper: Any = None
 
     def __repr__(self) -> str:
@@ -146,14 +147,16 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
 
     def _stream(self, folder: Path, trusted: bool) -> None:
         """Take a model's layers and their schemes from the files of another tool, and its tensors, too."""
-        if streams.gguf_in(folder) is None and method_of(Folder(folder, trusted).config) is None:
+        config = with_quantization(read_json(folder / "config.json"), folder, read_json)
+        if streams.gguf_in(folder) is None and method_of(config) is None:
             raise OptionError(
                 f"the model is not quantized, and --quantization anybit alone does not say how to: {_HOW}"
             )
-        source = streams.opened(folder, trusted)
+        self._source = streams.Source(folder, trusted)
+        source = self._source.opened()
         for name in source.kv_scales[:1]:
             _logger.warning("anybit: scales of an 8-bit KV cache, such as %s, are not used", name)
-        self._source, self.scheme, self.group_index = (folder, trusted), source.scheme, source.group_index
+        self.scheme, self.group_index = source.scheme, source.group_index
         self.overrides = {name: scheme for name, scheme in source.layers.items() if scheme != source.scheme}
         self.stored = sorted(source.layers)
         if self._mapper is not None:
@@ -172,7 +175,7 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         """What runs a layer. Raises LayerError where vLLM fuses layers of which only some are quantized."""
         self._check_hub()
         if self._source is not None:
-            streams.note(*self._source)
+            streams.note(self._source)
         if isinstance(layer, RoutedExperts):
             self._tell("experts stay in 16 bits: anybit's schemes apply to the linear layers alone")
             return UnquantizedFusedMoEMethod(layer.moe_config)

@@ -5,6 +5,7 @@ the files when it is due and never written down, so that fused layers, ranks and
 folders, and no format is named here.
 """
 
+import copy
 import functools
 import time
 from collections.abc import Iterator
@@ -29,8 +30,6 @@ OF_FILES = ("auto", "hf", "safetensors", "fastsafetensors")
 _DUMMY = "dummy"
 _AT_ONCE = 8
 """How many layers are read at once: vLLM leaves each of its processes one thread."""
-_streamed: dict[str, tuple[Path, bool]] = {}
-"""By the name that an engine has for a model: its folder, and whether its own Python files may run."""
 
 
 def gguf_in(folder: Path) -> Path | None:
@@ -41,39 +40,66 @@ def gguf_in(folder: Path) -> Path | None:
     return files[0] if len(files) == 1 else None
 
 
-def opened(folder: Path, trusted: bool) -> Translation:
-    """The model of a folder, checked against transformers'; names are those of its files, which vLLM knows.
+class Source:
+    """A model that another tool has quantized. A process opens its files once, for its layers and its tensors."""
 
-    Raises CheckpointError, naming the layer or tensor, for one that cannot be read.
-    """
-    file = gguf_in(folder)
-    if file is not None:
-        empty = skeleton(folder, trusted)
-        source = GgufTranslation(file, empty)
-        source.check(empty)
-        return source
-    model = Folder(folder, trusted)
-    checked, found = FolderTranslation.of(model), FolderTranslation.of(model)
-    if checked is None or found is None:
-        raise CheckpointError(
-            f"{folder} is quantized by {method_of(model.config)}, which anybit does not read: leave out --quantization "
-            "anybit, and vLLM's own kernels run it"
-        )
-    checked.check(skeleton(folder, trusted))  # and takes the model's names
-    return found
+    def __init__(self, folder: Path, trusted: bool) -> None:
+        self.folder, self._trusted = folder, trusted
+        self._checked = False
+        self._opened: Translation | None = None
+
+    def opened(self) -> Translation:
+        """Its layers and tensors, checked against transformers' model; names are those of its files, which vLLM knows.
+
+        Raises CheckpointError, naming the layer or tensor, for one that cannot be read.
+        """
+        if self._opened is None:
+            self._opened, self._checked = self._open(), True
+        return self._opened
+
+    def taken(self) -> Translation:
+        """The same, and forgotten: a loader reads tensors once, and holds them no longer than it must."""
+        found, self._opened = self.opened(), None
+        return found
+
+    def _open(self) -> Translation:
+        file = gguf_in(self.folder)
+        if file is not None:
+            empty = skeleton(self.folder, self._trusted)
+            source = GgufTranslation(file, empty)
+            source.check(empty)
+            return source
+        model = Folder(self.folder, self._trusted)
+        found = FolderTranslation.of(model)
+        if found is None:
+            raise CheckpointError(
+                f"{self.folder} is quantized by {method_of(model.config)}, which anybit does not read: leave out "
+                "--quantization anybit, and vLLM's own kernels run it"
+            )
+        if not self._checked:
+            copy.copy(found).check(skeleton(self.folder, self._trusted))  # which takes the model's names
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An engine's process opens the files itself, and need not check again what this one has."""
+        return {**self.__dict__, "_opened": None}
 
 
-def note(folder: Path, trusted: bool) -> None:
-    """Have the tensors of the model that is being built come from a folder. OptionError for a loader of other files."""
+_streamed: dict[str, Source] = {}
+"""By the name that an engine has for a model."""
+
+
+def note(source: Source) -> None:
+    """Have the tensors of the model that is being built come from a source. OptionError for a loader of other files."""
     config = get_current_vllm_config()
     form = str(config.load_config.load_format)
     if form not in (*OF_FILES, _DUMMY):
         raise OptionError(
-            f"--load-format {form} reads tensors as they are stored, and those of {folder} are read by anybit: leave "
-            "it out, or convert the model first, `anybit convert FOLDER --to anybit -o OUT`"
+            f"--load-format {form} reads tensors as they are stored, and those of {source.folder} are read by anybit: "
+            "leave it out, or convert the model first, `anybit convert FOLDER --to anybit -o OUT`"
         )
     if config.model_config is not None:
-        _streamed[config.model_config.model] = folder, trusted
+        _streamed[config.model_config.model] = source
 
 
 def tensors_of(source: Translation, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -99,6 +125,6 @@ def install() -> None:
         if model_config.model not in _streamed:
             return stored(self, model_config, model)  # type: ignore[no-any-return]
         self.counter_before_loading_weights = time.perf_counter()
-        return tensors_of(opened(*_streamed[model_config.model]), model_config.dtype)
+        return tensors_of(_streamed[model_config.model].taken(), model_config.dtype)
 
     DefaultModelLoader.get_all_weights = get_all_weights
