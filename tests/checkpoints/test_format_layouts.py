@@ -98,6 +98,27 @@ def test_modelopt_nvfp4() -> None:
     assert torch.equal(READERS["modelopt NVFP4"].read(made).dequantize(), expected)
 
 
+@pytest.mark.parametrize(("method", "shape"), [("fbgemm_fp8", (N, 1)), ("modelopt", ())])
+def test_fp8_of_fbgemm_and_modelopt(method: str, shape: tuple[int, ...]) -> None:
+    """A scale a row, with a bound for activations in config.json; or one number, and one for inputs."""
+    weight = torch.randn(N, K, generator=generator(5)).to(torch.float8_e4m3fn)
+    scale = torch.rand(shape, generator=generator(6)) / 64
+    more = {"input_scale": torch.tensor(0.5)} if method == "modelopt" else {}
+    made = layer({"quant_method": method, "quant_algo": "FP8"}, weight=weight, weight_scale=scale, **more)
+    assert READERS["fp8"].matches(made.config) and str(READERS["fp8"].scheme(made)) == "w8a16e4m3"
+    assert torch.equal(READERS["fp8"].read(made).dequantize(), weight.float() * scale)
+
+
+def test_mxfp8() -> None:
+    """A power of two for every 32 inputs, as its exponent."""
+    weight = torch.randn(N, K, generator=generator(7)).to(torch.float8_e4m3fn)
+    exponents = random(N, K // 32, top=20).add(110).to(torch.uint8)
+    made = layer({"quant_method": "mxfp8"}, weight=weight, weight_scale=exponents)
+    assert str(READERS["fp8"].scheme(made)) == "w8a16g32e4m3"
+    spread = torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    assert torch.equal(READERS["fp8"].read(made).dequantize(), weight.float() * spread)
+
+
 @pytest.mark.parametrize(("size", "scheme"), [(48, "w4a16g16asym"), (1024, "w4a16g256asym"), (4096, "w4a16asym")])
 def test_other_group_sizes_are_cut_into_smaller_ones(size: int, scheme: str) -> None:
     k = {48: 96, 1024: 2048, 4096: 2048}[size]

@@ -7,6 +7,7 @@ import contextlib
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,26 @@ def test_symmetric_and_asymmetric_parts_are_one_product(rank: Any) -> None:
     assert torch.equal(fused.quant_method.apply(fused, x), torch.cat([part(x) for part in layers], -1))
 
 
-def every_layer(tool: str, folder: Path) -> Path:
-    """A model whose every linear layer is the q_proj that a tool wrote; norms make of its small values large ones."""
+def zeros_of_sixteen(config: dict[str, Any], layer: dict[str, torch.Tensor]) -> None:
+    layer["qzeros"] |= 15  # of one output in eight; less one, in GPTQ's v1
+
+
+def of_modelopt(config: dict[str, Any], layer: dict[str, torch.Tensor]) -> None:
+    """compressed-tensors' NVFP4 in ModelOpt's words."""
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    layer["weight"] = layer.pop("weight_packed")
+    layer["weight_scale_2"] = 1 / layer.pop("weight_global_scale")
+    layer["input_scale"] = 1 / layer.pop("input_global_scale")
+
+
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], None]
+
+
+def every_layer(tool: str, folder: Path, change: Change | None = None) -> Path:
+    """A model whose every linear layer is the q_proj that a tool wrote; norms make of its small values large ones.
+
+    change: makes of it, and of config.json, what no tool writes here.
+    """
     config = json.loads((FIXTURES / tool / "config.json").read_text())
     config |= {"intermediate_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
     config |= {"num_hidden_layers": 2, "max_position_embeddings": cases_serving.CONTEXT, "tie_word_embeddings": False}
@@ -139,6 +158,8 @@ def every_layer(tool: str, folder: Path) -> Path:
         for name, tensor in load_file(FIXTURES / tool / "model.safetensors").items()
         if "q_proj." in name
     }
+    if change is not None:
+        change(config, theirs)
     names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     generator = torch.Generator().manual_seed(1)
     plain = {name: torch.randn(vocabulary, 64, generator=generator) for name in ("model.embed_tokens", "lm_head")}
@@ -166,6 +187,8 @@ def test_every_format_answers_as_generate_does(tmp_path: Path, monkeypatch: pyte
     needed = {(name, kind_of(Scheme.parse(text).weights)) for name, text in rows if (name, text) not in BY_HAND}
     assert needed <= kinds_of(ONE_A_KIND), "docs/formats.md has a row of which no engine has run a model"
     folders = {tool: every_layer(tool, tmp_path / tool) for tool in ONE_A_KIND}
+    for tool, source, change in (("v1", "gptq-4-asym", zeros_of_sixteen), ("modelopt", "llmc-nvfp4", of_modelopt)):
+        folders[tool] = every_layer(source, tmp_path / tool, change)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines start in seconds
     found = many_by_vllm([*folders.values()], tmp_path, quantization="anybit", distributed_executor_backend="uni")
     answers = {tool: found[str(folder)] for tool, folder in folders.items()}
