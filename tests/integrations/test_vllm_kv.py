@@ -89,7 +89,11 @@ def engine(format: str = "kv4", **changed: Any) -> Any:
     parts: dict[str, Any] = {
         "parallel": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "cache": SimpleNamespace(
-            cache_dtype="auto", kv_sharing_fast_prefill=False, user_specified_block_size=False, block_size=16
+            cache_dtype="auto",
+            kv_sharing_fast_prefill=False,
+            user_specified_block_size=False,
+            block_size=16,
+            enable_prefix_caching=False,
         ),
         "model": SimpleNamespace(is_hybrid=False),
     }
@@ -135,6 +139,21 @@ def test_what_is_not_tested_is_refused_by_name(
     monkeypatch.setattr(kv_cache, "get_current_vllm_config_or_none", lambda: config)
     with pytest.raises(OptionError, match=reason):
         kv_cache.backend_for({**LAYER, **layer})
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"cache__enable_prefix_caching": True}, "prefix caching"),
+        ({"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=3)}, "drafts"),
+    ],
+)
+def test_layers_that_keep_a_state(changed: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch):
+    config = engine(model__is_hybrid=True, **changed)
+    monkeypatch.setattr(kv_cache, "HYBRIDS", True)
+    found = kv_cache.why_not(config, KVFormat.parse("kv4"))
+    assert found is None if reason is None else found is not None and reason in found
 
 
 def test_a_plain_layer_gets_rows_of_the_format_that_is_asked_for(monkeypatch: pytest.MonkeyPatch):

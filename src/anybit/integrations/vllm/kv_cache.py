@@ -25,6 +25,8 @@ from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
 
 OPTION = "anybit_kv_cache"
+HYBRIDS = False
+"""Whether layers that keep a state may be beside: not before tests/cases_vllm_hybrid.py has run on a GPU."""
 _logger = logging.getLogger("vllm.anybit")
 
 
@@ -54,7 +56,14 @@ def why_not(config: Any, format: KVFormat) -> str | None:
     if drafter not in (None, "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"):
         return f"drafts of {drafter} come from layers with a cache of their own, which are not tested: use ngram"
     if config.model_config.is_hybrid:
-        return "layers that keep a state (Mamba, linear attention) share their pages' size, and are not built beside it"
+        if not HYBRIDS:
+            return "layers that keep a state (Mamba, linear attention) have not been seen beside it on a GPU"
+        if cache.enable_prefix_caching:
+            return (
+                "prefix caching is not tested beside layers that keep a state (Mamba, linear attention): leave it out"
+            )
+        if drafter is not None:
+            return "drafts are not tested beside layers that keep a state (Mamba, linear attention): leave them out"
     if cache.user_specified_block_size and cache.block_size != PAGE:
         return f"a block is a page of {PAGE} tokens, and --block-size is {cache.block_size}: leave it out"
     return None
