@@ -85,11 +85,14 @@ def measure(
             folder, bits = Path(scratch) / "model", 9.0  # half of 16 bits, and a bit of place
             save_masks(model, folder, {"text": Path(scratch) / "second.txt", **options})
         elif scheme != "float32":
-            given = {"text": Path(scratch) / "second.txt", **options} if METHODS[method].calibrated else options
+            given, bits = dict(options), options.get("bits")
+            given.pop("bits", None)
+            if METHODS[method].calibrated or bits is not None:
+                given["text"] = Path(scratch) / "second.txt"
             if shared is not None and METHODS[method].calibrated:
                 given["resume"] = shared
             folder = Path(scratch) / "model"
-            bits = quantize_folder(model, folder, scheme, method, options=given).bits_per_weight
+            bits = quantize_folder(model, folder, scheme, method, bits=bits, options=given).bits_per_weight
         seconds = time.perf_counter() - started
         print(f"# {scheme} {method}: quantized in {seconds:.1f} s", file=sys.stderr, flush=True)
         if shared is not None and shared.is_dir():
@@ -232,10 +235,13 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=CASES, help="SCHEME:METHOD[+METHOD][:op]")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--options", type=json.loads, default={}, help="options of the method, as JSON")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="of the method, as JSON; bits: widths are chosen"
+    )
     parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")
+    parser.add_argument("--name", default="quantizers", help="of the file of rows: mixed, of rows for no table")
     parser.add_argument("--figure", action="store_true", help="only draw the picture")
     arguments = parser.parse_args()
     if arguments.figure:
@@ -247,7 +253,7 @@ def main() -> None:
     for case in arguments.cases:
         if time.monotonic() - started > arguments.seconds:
             break
-        unit(case, arguments, place / "quantizers.json")
+        unit(case, arguments, place / f"{arguments.name}.json")
 
 
 if __name__ == "__main__":
