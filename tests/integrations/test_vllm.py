@@ -187,6 +187,19 @@ def test_a_tensor_of_another_shape_is_refused_by_name(rank: Any) -> None:
         load(layer, {None: cases_vllm.layer_of("w4a16g32", 32, 64)})
 
 
+def test_a_weight_beside_codes_names_its_layer() -> None:
+    parameters.load_nothing("m.gate", torch.empty(0), torch.empty(0))
+    with pytest.raises(LayerError, match=r"a 16-bit weight \(2, 3\) of layer m\.gate, .*modules_to_not_convert"):
+        parameters.load_nothing("m.gate", torch.empty(0), torch.empty(2, 3))
+
+
+def test_zeros_of_another_number_are_refused_by_name() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.z has 3 rows of words .* zeros of 32 outputs are 4; the folder"
+    ):
+        parameters.unpacked_zeros("lm_head.z", torch.zeros(3, 2, dtype=torch.int32), 4, 32)
+
+
 def test_fused_zeros_are_never_split_inside_a_word(rank: Any) -> None:
     data = torch.zeros(20, 1, dtype=torch.uint8)
     zeros = parameters.Zeros(data, weight_loader=print, name="z", cut=parameters.whole, bits=3)

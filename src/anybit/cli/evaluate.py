@@ -144,7 +144,8 @@ def _cache(loaded: "Loaded", context: int) -> "Callable[[], AnyBitCache] | None"
     if loaded.scheme is None or loaded.scheme.kv is None:
         return None
     if (reason := why_not(loaded.model, loaded.scheme.kv)) is not None:
-        raise LayerError(f"the KV format {loaded.scheme.kv} cannot serve {loaded.name}: {reason}")
+        kv = loaded.scheme.kv
+        raise LayerError(f"the KV format {kv} cannot serve {loaded.name}: {reason}; leave out -{kv}")
     return partial(AnyBitCache, loaded.scheme, config=loaded.model.config, capacity=context)
 
 
@@ -155,5 +156,5 @@ def _bos(tokenizer: Any, wanted: bool | None) -> int | None:
         ids = tokenizer("a")["input_ids"]
         wanted = token is not None and bool(ids) and ids[0] == token
     if wanted and token is None:
-        raise TextError("--bos: this model's tokenizer has no BOS token")
+        raise TextError("--bos: this model's tokenizer has no BOS token; leave --bos out")
     return token if wanted else None

@@ -1,5 +1,6 @@
 """vLLM's output head on anybit: quantized in the checkpoint, or while a model is loaded (``lm_head=w8a16``)."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from anybit import ops
 from anybit.errors import AnyBitError, CheckpointError
-from anybit.integrations.vllm.parameters import empty, load_nothing
+from anybit.integrations.vllm.parameters import ANOTHER, empty, load_nothing, unpacked_zeros
 from anybit.integrations.vllm.product import Product
 from anybit.integrations.vllm.warmup import Ledger
-from anybit.packing import QuantizedWeight, unpack_words, words_per_row
+from anybit.packing import QuantizedWeight, words_per_row
 from anybit.quantization.methods.rtn import quantize_weight
 from anybit.scheme import Scheme
 
@@ -65,19 +66,14 @@ class AnyBitHeadMethod(_HeadMethod):
         groups, kept, load = fmt.groups(k), k // 2 if fmt.sparse else k, extra["weight_loader"]
 
         def load_zeros(parameter: nn.Parameter, packed: Tensor) -> None:
-            rows = layer.org_vocab_size
-            if packed.shape[0] != words_per_row(rows, fmt.bits):
-                raise CheckpointError(
-                    f"{self.name}.weight_zero_point has {packed.shape[0]} rows of words in the checkpoint; zeros of "
-                    f"{rows} outputs are {words_per_row(rows, fmt.bits)}"
-                )
-            load(parameter, unpack_words(packed.t().contiguous(), fmt.bits, rows).t())
+            name = f"{self.name}.weight_zero_point"
+            load(parameter, unpacked_zeros(name, packed, fmt.bits, layer.org_vocab_size))
 
         def load_shape(parameter: nn.Parameter, shape: Tensor) -> None:
             if shape.tolist() != [layer.org_vocab_size, k]:
                 raise CheckpointError(
                     f"{self.name} is {shape.tolist()} (outputs, inputs) in the checkpoint, and "
-                    f"{[layer.org_vocab_size, k]} in the model"
+                    f"{[layer.org_vocab_size, k]} in the model; {ANOTHER}"
                 )
 
         def add(name: str, data: Tensor, loader: Any = load, by_rows: bool = False) -> None:
@@ -98,7 +94,7 @@ class AnyBitHeadMethod(_HeadMethod):
         if self.input_scale:
             add("input_scale", empty(k, dtype=params_dtype))
         add("weight_shape", empty(2, dtype=torch.int64), load_shape)
-        add("weight", empty(0, dtype=torch.uint8), load_nothing)
+        add("weight", empty(0, dtype=torch.uint8), partial(load_nothing, self.name))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Codes as vLLM loaded them -> the layout of a backend."""

@@ -1,6 +1,7 @@
 """vLLM's linear layers on anybit: what a checkpoint holds, loaded by vLLM, prepared once, run by ``anybit.ops``."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from anybit.checkpoints.verify import check_values
 from anybit.errors import AnyBitError, CheckpointError, LayerError
 from anybit.integrations.vllm import fusion, rotary, warmup
 from anybit.integrations.vllm.parameters import (
+    ANOTHER,
     Cut,
     PerPart,
     Pieces,
@@ -65,7 +67,10 @@ class _Method(LinearMethodBase):  # type: ignore[misc]
         layer.anybit_inputs, layer.anybit_outputs, layer.anybit_split = inputs, outputs, inputs != whole_inputs
         layer.anybit_start = layer.tp_rank * inputs if layer.anybit_split else 0
         if len(self.parts) not in (1, len(outputs)):
-            raise LayerError(f"vLLM fuses {len(outputs)} layers where the checkpoint has {self.name}")
+            raise LayerError(
+                f"vLLM fuses {len(outputs)} layers into one, and the checkpoint has {len(self.parts)} of them, "
+                f"{self.name}: quantize the original model while it is loaded, by --quantization anybit and a scheme"
+            )
 
     def _each(self, layer: Any) -> list[tuple[Part, int, int]]:
         """Of every layer that vLLM fuses its part of the checkpoint, its first output, and how many it has."""
@@ -182,7 +187,7 @@ class AnyBitLinearMethod(_Method):
                 parameter.tp_rank, parameter.tp_size = 0, 1
         # Folders that only anybit reads hold an empty weight a layer, at which others' loaders fail.
         nothing = torch.nn.Parameter(empty(0, dtype=torch.uint8), requires_grad=False)
-        nothing.weight_loader = load_nothing  # type: ignore[attr-defined]
+        nothing.weight_loader = partial(load_nothing, self.name)  # type: ignore[attr-defined]
         layer.register_parameter("weight", nothing)
         layer.anybit_whole_inputs = input_size
 
@@ -257,10 +262,11 @@ class AnyBitLinearMethod(_Method):
     def _check_loaded(self, layer: Any, shapes: Tensor) -> None:
         for n, k in shapes.tolist():
             if (n, k) == (0, 0):
-                raise CheckpointError(f"layer {self.name}: the checkpoint has no tensors for a part of it")
+                raise CheckpointError(f"layer {self.name}: the checkpoint has no tensors for a part of it; {ANOTHER}")
             if k != layer.anybit_whole_inputs:
                 raise CheckpointError(
-                    f"layer {self.name} has {k} inputs in the checkpoint, and {layer.anybit_whole_inputs} in the model"
+                    f"layer {self.name} has {k} inputs in the checkpoint, and {layer.anybit_whole_inputs} in the "
+                    f"model; {ANOTHER}"
                 )
 
 

@@ -17,6 +17,8 @@ from anybit.packing import unpack_words, words_per_row
 
 Cut = Callable[[Tensor], Tensor]
 """The part of a whole tensor that belongs to this rank's inputs."""
+ANOTHER = "the folder is damaged, or its config.json is another model's: fetch it, or quantize the model, again"
+"""What to do about tensors that are not those of the model."""
 
 
 class _Rows:
@@ -52,11 +54,11 @@ class _Rows:
 
     def _place(self, loaded: Tensor, offset: int, size: int, rank: int, ranks: int) -> None:
         rows = self.cut(self.read(loaded, size * ranks))
-        if rows.shape != (size * ranks, *self.data.shape[1:]):
-            expected = [size * ranks, *self.data.shape[1:]]
+        expected = [size * ranks, *self.data.shape[1:]]
+        if list(rows.shape) != expected:
             raise CheckpointError(
                 f"{self.name_} is {list(loaded.shape)} in the checkpoint, {list(rows.shape)} for this rank; the model "
-                f"and its scheme need {expected}"
+                f"and its scheme need {expected}; {ANOTHER}"
             )
         self.data.narrow(0, offset, size).copy_(rows.narrow(0, rank * size, size))
 
@@ -80,12 +82,7 @@ class Zeros(_Rows, PackedColumnParameter):  # type: ignore[misc]
 
     def read(self, loaded: Tensor, rows: int) -> Tensor:
         """The zeros of ``rows`` outputs."""
-        if loaded.shape[0] != words_per_row(rows, self.bits):
-            raise CheckpointError(
-                f"{self.name_} has {loaded.shape[0]} rows of words in the checkpoint; zeros of {rows} outputs are "
-                f"{words_per_row(rows, self.bits)}"
-            )
-        return unpack_words(loaded.t().contiguous(), self.bits, rows).t()
+        return unpacked_zeros(self.name_, loaded, self.bits, rows)
 
     def adjust_shard_indexes_for_packing(self, shard_size: int, shard_offset: int) -> tuple[int, int]:
         """Outputs -> words, of a layer that the checkpoint stores fused; CheckpointError where a word is cut."""
@@ -135,9 +132,19 @@ class PerPart(PerTensorScaleParameter):  # type: ignore[misc]
         if part.shape != self.data.shape[1:]:
             raise CheckpointError(
                 f"{self.name_} is {list(loaded_weight.shape)} in the checkpoint, and the model needs "
-                f"{list(self.data.shape[1:])} for this rank"
+                f"{list(self.data.shape[1:])} for this rank; {ANOTHER}"
             )
         self.data[self._shard_id_as_int(shard_id)].copy_(part)
+
+
+def unpacked_zeros(name: str, packed: Tensor, bits: int, rows: int) -> Tensor:
+    """The zeros of ``rows`` outputs, of which the checkpoint holds words; CheckpointError for another number."""
+    if packed.shape[0] != words_per_row(rows, bits):
+        raise CheckpointError(
+            f"{name} has {packed.shape[0]} rows of words in the checkpoint, and zeros of {rows} outputs are "
+            f"{words_per_row(rows, bits)}; {ANOTHER}"
+        )
+    return unpack_words(packed.t().contiguous(), bits, rows).t()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -155,10 +162,10 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def load_nothing(parameter: Tensor, loaded: Tensor, *shard: Any) -> None:
+def load_nothing(layer: str, parameter: Tensor, loaded: Tensor, *shard: Any) -> None:
     """Take the empty weight of a saved layer; LayerError for a weight that holds values, which codes stand for here."""
     if loaded.numel():
         raise LayerError(
-            f"the folder holds a 16-bit weight {tuple(loaded.shape)} of a layer that its config says is quantized: "
-            "save the model again, or name the layer in modules_to_not_convert"
+            f"the folder holds a 16-bit weight {tuple(loaded.shape)} of layer {layer}, which its config says is "
+            "quantized: save the model again, or name the layer in modules_to_not_convert"
         )
