@@ -1,7 +1,7 @@
-"""The ``quantization_config`` of a config.json: which method quantized a model, and in anybit's words how.
+"""The ``quantization_config`` of a config.json: which method quantized a model, and how, in settings of anybit.
 
 Where compressed-tensors can hold a model, the entry is compressed-tensors' own, so that every program that reads that
-format loads the folder as it is, and anybit's words stand in it under ``anybit``. Elsewhere the entry is anybit's.
+format loads the folder as it is, and anybit's settings stand in it under ``anybit``. Elsewhere the entry is anybit's.
 """
 
 import re
@@ -18,11 +18,11 @@ COMPRESSED_TENSORS = "compressed-tensors"
 FORMAT = "pack-quantized"
 """The format of compressed-tensors whose tensors anybit's are."""
 
-_WORDS = {
+_SETTINGS = {
     "version", "scheme", "overrides", "modules_to_not_convert", "group_index", "hadamard", "input_scale", "backend",
 }  # fmt: skip
 _KINDS = ("checkpoint_format", "packing_format", "version", "quant_algo", "format")
-"""Which layout of a method's a folder has, in the words of other tools."""
+"""Which layout of a method's a folder has, by the names that other tools gave them."""
 _LONGEST_PATTERN = 256
 _MOST_REPETITIONS = 3
 
@@ -47,31 +47,31 @@ class Quantization:
     def of(cls, config: Mapping[str, Any], where: object = "config.json") -> "Quantization | None":
         """Read a config.json that anybit wrote; None for a model that it did not quantize.
 
-        Raises CheckpointError, naming ``where`` and the entry, for words that are missing, unknown or of another type,
-        for a version that is newer than this one, for patterns that could take for ever, and where compressed-tensors'
-        words say something else than anybit's.
+        Raises CheckpointError, naming ``where`` and the entry, for settings that are missing, unknown or of another
+        type, for a newer version than this, for patterns that could take for ever, and where compressed-tensors'
+        settings say something else than anybit's.
         """
         entry = config.get("quantization_config")
-        words = words_of(entry)
-        if words is None:
+        settings = settings_of(entry)
+        if settings is None:
             return None
         place = f"{where}: quantization_config"
-        _check_words(words, place)
+        _check_settings(settings, place)
         try:
-            scheme = Scheme.parse(words["scheme"])
+            scheme = Scheme.parse(settings["scheme"])
         except SchemeError as error:
             raise CheckpointError(f"{place}: {error}") from None
-        _check_version(words.get("version"), place)
-        kept = words.get("modules_to_not_convert")
+        _check_version(settings.get("version"), place)
+        kept = settings.get("modules_to_not_convert")
         for pattern in kept or ():
             check_pattern(pattern, f"{place}.modules_to_not_convert")
         assert isinstance(entry, Mapping)
         if entry.get("quant_method") == COMPRESSED_TENSORS:
             _check_agreement(entry, scheme, place)
-        hadamard = list(words.get("hadamard") or ())
-        flags = (bool(words.get(name, False)) for name in ("group_index", "input_scale"))
+        hadamard = list(settings.get("hadamard") or ())
+        flags = (bool(settings.get(name, False)) for name in ("group_index", "input_scale"))
         group_index, input_scale = flags
-        overrides = _overrides(words.get("overrides"), place)
+        overrides = _overrides(settings.get("overrides"), place)
         return cls(scheme, kept, group_index, hadamard, input_scale, overrides)
 
     def scheme_of(self, layer: str) -> Scheme:
@@ -104,15 +104,15 @@ def parse_overrides(overrides: Mapping[str, str | Scheme] | None) -> dict[str, S
     return found
 
 
-def words_of(quantization: object) -> dict[str, Any] | None:
-    """Anybit's own words in a ``quantization_config``, unchecked; None if they are not there."""
+def settings_of(quantization: object) -> dict[str, Any] | None:
+    """Anybit's own settings in a ``quantization_config``, unchecked; None if they are not there."""
     if not isinstance(quantization, Mapping):
         return None
     if quantization.get("quant_method") == METHOD:
         return {name: value for name, value in quantization.items() if name != "quant_method"}
-    words = quantization.get(METHOD)
-    if quantization.get("quant_method") == COMPRESSED_TENSORS and isinstance(words, Mapping):
-        return dict(words)
+    settings = quantization.get(METHOD)
+    if quantization.get("quant_method") == COMPRESSED_TENSORS and isinstance(settings, Mapping):
+        return dict(settings)
     return None
 
 
@@ -133,7 +133,7 @@ def configuration(
     """
     from anybit import __version__
 
-    words = {
+    settings = {
         "version": __version__,
         "scheme": str(scheme),
         **({"overrides": dict(overrides)} if overrides else {}),
@@ -143,11 +143,11 @@ def configuration(
         **({"input_scale": True} if input_scale else {}),
     }
     if ignore is None:
-        return {"quant_method": METHOD, **words}
-    return {**compressed_tensors_words(scheme.weights, ignore), METHOD: words}
+        return {"quant_method": METHOD, **settings}
+    return {**compressed_tensors_settings(scheme.weights, ignore), METHOD: settings}
 
 
-def compressed_tensors_words(fmt: WeightFormat, ignore: list[str]) -> dict[str, Any]:
+def compressed_tensors_settings(fmt: WeightFormat, ignore: list[str]) -> dict[str, Any]:
     """compressed-tensors' ``quantization_config`` for weights in a format, all Linear layers but those to ignore."""
     return {
         "quant_method": COMPRESSED_TENSORS,
@@ -159,7 +159,7 @@ def compressed_tensors_words(fmt: WeightFormat, ignore: list[str]) -> dict[str, 
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": _weights_words(fmt),
+                "weights": _weights_settings(fmt),
                 "input_activations": None,
                 "output_activations": None,
                 "format": FORMAT,
@@ -179,7 +179,7 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     entry = config.get("quantization_config")
     if not entry:
         return None
-    if words_of(entry) is not None:
+    if settings_of(entry) is not None:
         return METHOD
     method = entry.get("quant_method") if isinstance(entry, Mapping) else None
     return method if isinstance(method, str) else "an unknown method"
@@ -189,17 +189,17 @@ def refuse_quantized(config: Mapping[str, Any], what: str) -> None:
     """Raise CheckpointError if a model is quantized already."""
     method = method_of(config)
     if method is not None:
-        words = words_of(config["quantization_config"]) or config["quantization_config"]
-        named = isinstance(words, Mapping) and isinstance(words.get("scheme"), str)
-        scheme = f", {words['scheme']}" if named else ""
+        settings = settings_of(config["quantization_config"]) or config["quantization_config"]
+        named = isinstance(settings, Mapping) and isinstance(settings.get("scheme"), str)
+        scheme = f", {settings['scheme']}" if named else ""
         raise CheckpointError(f"{what} is quantized already ({method}{scheme}): start from the original model")
 
 
 def unreadable(config: Mapping[str, Any], what: object, reason: str) -> CheckpointError:
     """The one sentence for a model whose method nobody here reads: what it is, why it failed, what to do."""
     entry = config.get("quantization_config")
-    words = entry if isinstance(entry, Mapping) else {}
-    kind = next((f" ({name} {words[name]})" for name in _KINDS if isinstance(words.get(name), str)), "")
+    settings = entry if isinstance(entry, Mapping) else {}
+    kind = next((f" ({name} {settings[name]})" for name in _KINDS if isinstance(settings.get(name), str)), "")
     return CheckpointError(
         f"{what} is quantized by {method_of(config)}{kind}, which anybit does not read, and transformers cannot load "
         f"it here: {reason}; start from the original model"
@@ -229,24 +229,24 @@ def check_pattern(pattern: str, place: str) -> None:
         raise CheckpointError(f"{place} has {pattern!r}, which is no pattern: {error}") from None
 
 
-def _check_words(words: dict[str, Any], place: str) -> None:
-    if not isinstance(words.get("scheme"), str):
+def _check_settings(settings: dict[str, Any], place: str) -> None:
+    if not isinstance(settings.get("scheme"), str):
         raise CheckpointError(f"{place} names anybit, but no scheme")
-    unknown = sorted(set(words) - _WORDS)
+    unknown = sorted(set(settings) - _SETTINGS)
     if unknown:
         raise CheckpointError(
             f"{place} has {unknown[0]}, which this version of anybit does not know; "
-            f"it knows {', '.join(sorted(_WORDS))}"
+            f"it knows {', '.join(sorted(_SETTINGS))}"
         )
     for name in ("group_index", "input_scale"):
-        if not isinstance(words.get(name, False), bool):
-            raise CheckpointError(f"{place}.{name} is true or false, not {words[name]!r}")
+        if not isinstance(settings.get(name, False), bool):
+            raise CheckpointError(f"{place}.{name} is true or false, not {settings[name]!r}")
     for name in ("modules_to_not_convert", "hadamard"):
-        value = words.get(name)
+        value = settings.get(name)
         if value is not None and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise CheckpointError(f"{place}.{name} is a list of names, not {_short(value)}")
-    if not isinstance(words.get("backend"), str | None):
-        raise CheckpointError(f"{place}.backend is a name, not {_short(words['backend'])}")
+    if not isinstance(settings.get("backend"), str | None):
+        raise CheckpointError(f"{place}.backend is a name, not {_short(settings['backend'])}")
 
 
 def _overrides(value: object, place: str) -> dict[str, Scheme]:
@@ -261,7 +261,7 @@ def _overrides(value: object, place: str) -> dict[str, Scheme]:
 
 
 def _check_version(version: object, place: str) -> None:
-    """A newer version may have changed what the same words mean; an older one has not."""
+    """A newer version may have changed what the same settings mean; an older one has not."""
     from anybit import __version__
 
     if version is None:
@@ -277,7 +277,7 @@ def _check_version(version: object, place: str) -> None:
         )
 
 
-def _weights_words(fmt: WeightFormat) -> dict[str, Any]:
+def _weights_settings(fmt: WeightFormat) -> dict[str, Any]:
     return {
         "num_bits": fmt.bits,
         "type": "int",
@@ -295,7 +295,7 @@ def _check_agreement(entry: Mapping[str, Any], scheme: Scheme, place: str) -> No
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping) or entry.get("format") != FORMAT:
         raise CheckpointError(f"{place} is to describe one group of weights in the format {FORMAT}, and does not")
-    for name, value in _weights_words(scheme.weights).items():
+    for name, value in _weights_settings(scheme.weights).items():
         if weights.get(name) != value:
             raise CheckpointError(
                 f"{place} contradicts itself: its scheme is {scheme}, "

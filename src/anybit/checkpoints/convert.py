@@ -9,9 +9,9 @@ from anybit.checkpoints.configuration import (
     COMPRESSED_TENSORS,
     FORMAT,
     METHOD,
-    compressed_tensors_words,
+    compressed_tensors_settings,
     configuration,
-    words_of,
+    settings_of,
 )
 from anybit.checkpoints.folder import Folder
 from anybit.checkpoints.verify import layer_shapes
@@ -117,12 +117,12 @@ def _to_compressed_tensors(source: Folder) -> dict[str, Any]:
     for name, module in model.named_modules():
         if name in layers and (why := _why_not_layer(name, module, scheme.weights)) is not None:
             raise ConversionError(why)
-    return compressed_tensors_words(scheme.weights, _unquantized_linears(model, layers))
+    return compressed_tensors_settings(scheme.weights, _unquantized_linears(model, layers))
 
 
 def _to_anybit(source: Folder) -> dict[str, Any]:
     config = source.config.get("quantization_config")
-    if words_of(config) is not None:
+    if settings_of(config) is not None:
         raise ConversionError(f"{source.path} is in anybit's format already: there is nothing to convert")
     if not isinstance(config, dict) or config.get("quant_method") != COMPRESSED_TENSORS:
         raise ConversionError(f"{source.path} is not a compressed-tensors model: its config.json does not say so")
@@ -145,7 +145,7 @@ def _to_anybit(source: Folder) -> dict[str, Any]:
     _check_layers(source, layers, scheme.weights)
     ignore = [str(pattern) for pattern in config.get("ignore") or []]
     kept = [pattern.removeprefix("re:") for pattern in ignore]
-    return {**config, METHOD: words_of(configuration(scheme, kept))}
+    return {**config, METHOD: settings_of(configuration(scheme, kept))}
 
 
 def _weight_format(path: Path, weights: dict[str, Any]) -> WeightFormat:

@@ -39,9 +39,9 @@ def _elsewhere(config: Mapping[str, Any], folder: Path, read_json: ReadJson) -> 
     if (folder / "quantize_config.json").is_file():
         return {"quant_method": "gptq", **read_json(folder / "quantize_config.json")}
     if (folder / "quant_config.json").is_file():
-        words = read_json(folder / "quant_config.json")
-        known = {"bits": words.get("w_bit"), "group_size": words.get("q_group_size")}
-        return {**words, **known, "quant_method": "awq"} if None not in known.values() else None
+        settings = read_json(folder / "quant_config.json")
+        known = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
+        return {**settings, **known, "quant_method": "awq"} if None not in known.values() else None
     if (folder / "hf_quant_config.json").is_file():
         return {"quant_method": "modelopt", **read_json(folder / "hf_quant_config.json")}
     return None

@@ -171,7 +171,7 @@ def _cache_room(model: Any) -> list[str] | None:
 def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
     from anybit.checkpoints import Folder, is_gguf, local_folder
     from anybit.checkpoints.configuration import method_of
-    from anybit.checkpoints.formats.translate import FolderTranslation, scheme_words
+    from anybit.checkpoints.formats.translate import FolderTranslation, schemes_of
     from anybit.quantization.pipeline.modules import (
         embedding_layers,
         kept_modules,
@@ -212,7 +212,7 @@ def _model(what: str, trust_remote_code: bool) -> dict[str, Any]:
             "model": what,
             "architecture": type(model).__name__,
             "quantization": method_of(folder.config),
-            "scheme": str(saved.scheme) if saved else ", ".join(scheme_words(foreign)) if foreign else None,
+            "scheme": str(saved.scheme) if saved else ", ".join(schemes_of(foreign)) if foreign else None,
             "overrides": overrides,
             "bytes": folder.bytes,
             "size": megabytes(folder.bytes),

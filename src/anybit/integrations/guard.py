@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.quantizers import auto
 
-from anybit.checkpoints.configuration import METHOD, words_of
+from anybit.checkpoints.configuration import METHOD, settings_of
 from anybit.errors import CheckpointError, one_line
 
 _CODES = ("weight_packed", "qweight")
@@ -45,7 +45,7 @@ def _refusing_others(theirs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
     @functools.wraps(theirs)
     def merge_quantization_configs(entry: Any, given: Any) -> Any:
         ours = getattr(given, "quant_method", None) == METHOD
-        if ours and isinstance(entry, Mapping) and words_of(entry) is None:
+        if ours and isinstance(entry, Mapping) and settings_of(entry) is None:
             raise CheckpointError(
                 f"the model is quantized already, by {entry.get('quant_method')}: anybit.load(MODEL) gives it with its "
                 "codes on anybit's kernels, and a scheme needs the original model"

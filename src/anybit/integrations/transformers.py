@@ -26,7 +26,7 @@ from anybit.checkpoints.configuration import (
     configuration,
     override_of,
     parse_overrides,
-    words_of,
+    settings_of,
 )
 from anybit.checkpoints.convert import shared_ignore
 from anybit.checkpoints.folder import check_index, read_entries, read_json, refuse_not_finite
@@ -105,7 +105,7 @@ class AnyBitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         """Read what a config.json says, in anybit's words or beside compressed-tensors'. Raises CheckpointError."""
         if Quantization.of({"quantization_config": config_dict}) is None:
             raise CheckpointError(f"a quantization_config of anybit's has quant_method {METHOD!r} and a scheme")
-        return super().from_dict(words_of(config_dict), return_unused_kwargs, **kwargs)
+        return super().from_dict(settings_of(config_dict), return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """What ``config.json`` says: the format of the checkpoint, not the choice of a backend.
@@ -136,7 +136,7 @@ def _taking_over(theirs: Any) -> Any:
     class CompressedTensorsOrAnyBit(theirs):  # type: ignore[misc]
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], *arguments: Any, **options: Any) -> Any:
-            kind = theirs if words_of(config_dict) is None else AnyBitConfig
+            kind = theirs if settings_of(config_dict) is None else AnyBitConfig
             return kind.from_dict(config_dict, *arguments, **options)
 
     return CompressedTensorsOrAnyBit

@@ -145,7 +145,7 @@ def _places(layer: StoredLayer, n: int, k: int) -> Tensor:
     return pack_words(fours.argsort(dim=-1, descending=True, stable=True)[..., :2].to(torch.uint8).view(n, -1), 2)
 
 
-def _words(layer: StoredLayer) -> dict[str, Any]:
+def _settings(layer: StoredLayer) -> dict[str, Any]:
     """What config.json says of a layer's weights: by its name, else by a pattern, else of all linear layers."""
     groups = layer.config.get("config_groups")
     targets: dict[str, Any] = {}
@@ -183,7 +183,7 @@ def _format(layer: StoredLayer) -> tuple[WeightFormat, Groups, tuple[int, int]]:
         raise layer.refuse(f"{k} inputs in {stored} groups, which fit no group size")
     groups = Groups.of(layer, None if stored == 1 else k // stored, k)
     for tensor, word, value in (("weight_zero_point", "symmetric", False), ("weight_g_idx", "actorder", "group")):
-        if tensor not in layer and _words(layer).get(word) == value:
+        if tensor not in layer and _settings(layer).get(word) == value:
             raise layer.refuse(f"it has no tensor {tensor}, and config.json says that {word} is {value}")
     code: Code = "asym" if "weight_zero_point" in layer else "sym"
     return WeightFormat(bits, code, groups.group, "bitmask" in layer), groups, (n, k)

@@ -173,18 +173,18 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
         raise ConversionError("its tokenizer is no byte-level BPE, which GGUF files are written with")
     if found.get("normalizer"):
         raise ConversionError(f"its tokenizer normalizes text ({found['normalizer'].get('type')}), as no reader would")
-    words: list[str | None] = [None] * size
+    tokens: list[str | None] = [None] * size
     types = [gguf.TokenType.UNUSED] * size
-    for word, number in model["vocab"].items():
+    for token, number in model["vocab"].items():
         if number < size:  # others no model can be given
-            words[number], types[number] = word, gguf.TokenType.NORMAL
+            tokens[number], types[number] = token, gguf.TokenType.NORMAL
     for added in found.get("added_tokens") or ():
         if added["id"] < size:
             kind = gguf.TokenType.CONTROL if added.get("special") else gguf.TokenType.USER_DEFINED
-            words[added["id"]], types[added["id"]] = added["content"], kind
+            tokens[added["id"]], types[added["id"]] = added["content"], kind
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_rule(found.get("pre_tokenizer") or {}))
-    writer.add_token_list([f"[PAD{i}]" if word is None else word for i, word in enumerate(words)])
+    writer.add_token_list([f"[PAD{i}]" if token is None else token for i, token in enumerate(tokens)])
     writer.add_token_types(types)
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=size)
     template = folder / "chat_template.jinja"

@@ -297,6 +297,6 @@ class LazyTensor:
         return list(self[...].shape if self._like is None else self._like.shape)
 
 
-def scheme_words(source: Translation) -> list[str]:
+def schemes_of(source: Translation) -> list[str]:
     """The schemes of a model's layers, the most frequent first."""
     return [str(scheme) for scheme, _ in Counter(source.layers.values()).most_common()]

@@ -105,14 +105,14 @@ class AnyBitConfig(QuantizationConfig):  # type: ignore[misc]
         What other tools' words say is read with the files.
         """
         try:
-            return cls._from_words(config)
+            return cls._from_settings(config)
         except (AnyBitError, MemoryError):
             raise
         except Exception as error:  # words of other types than they should be can fail in any way
             raise CheckpointError(f"quantization_config cannot be used: {one_line(error)}") from error
 
     @classmethod
-    def _from_words(cls, config: dict[str, Any]) -> "AnyBitConfig":
+    def _from_settings(cls, config: dict[str, Any]) -> "AnyBitConfig":
         method = config.get("quant_method")
         if method == METHOD and "scheme" not in config:
             raise CheckpointError(f"the quantization_config of config.json names anybit, but no scheme; {_HOW}")
