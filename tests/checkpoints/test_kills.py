@@ -1,6 +1,6 @@
 """Commands that are killed at any moment: a folder stays whole, and the next run leaves nothing of it behind.
 
-ANYBIT_KILLS says how many (40); a process that has imported everything is forked for each, so that they take their time
+ANYBIT_KILLS says how many (24); a process that has imported everything is forked for each, so that they take their time
 in the work and not before it.
 """
 
@@ -25,7 +25,7 @@ from anybit.cli.checkpoints import convert
 from anybit.errors import ConversionError
 from anybit.quantization.methods.registry import quantize_folder
 
-KILLS = int(os.environ.get("ANYBIT_KILLS", "40"))
+KILLS = int(os.environ.get("ANYBIT_KILLS", "24"))
 TOKENS = [(s % 96).tolist() for s in sequences(16)]
 Place = Callable[[str], Path]
 
@@ -128,5 +128,5 @@ def test_a_killed_command_loses_nothing_and_the_next_one_cleans_up(
     finally:
         torch.set_num_threads(threads)
         with capfd.disabled():
-            if KILLS > 40:
+            if KILLS > 24:
                 print(dict(seen))

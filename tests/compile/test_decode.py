@@ -30,7 +30,7 @@ CASES = [
 
 PAIRS = [
     *((case, "sm_90a") for case in CASES),
-    *((case, "sm_80") for case in CASES[::2]),
+    *((case, "sm_80") for case in CASES[:3:2]),
     *((case, arch) for case in CASES[:1] for arch in ("sm_86", "sm_89", "sm_120a")),
 ]
 
@@ -49,7 +49,7 @@ def test_compiles_without_spills(case: Case, arch: str, tmp_path: Path):
     assert ("LDGSTS" in code) == (device.capability < 90)
 
 
-@pytest.mark.parametrize("format", ["kv4g128", "kv2g128", "kv8"])
+@pytest.mark.parametrize("format", ["kv4g128", "kv8"])
 def test_rows_of_a_pool_compile_for_one_token_and_for_drafts(format: str):
     device, rows = Device.named("sm_90a"), layout(KVFormat.parse(format), 128, 32)
     for queries in (1, 5):
