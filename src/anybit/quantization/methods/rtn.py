@@ -35,14 +35,10 @@ _CHUNK, _CHUNK_GPU = 1 << 17, 1 << 24
 _Parts = tuple[Tensor, Tensor, Tensor]
 
 
-def quantize_weight(
-    weight: Tensor, format: WeightFormat, search: bool = True, power: int | None = None
-) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, format: WeightFormat, search: bool = True) -> QuantizedWeight:
     """Quantize a weight [N, K] (float, any device) to a format by rounding to nearest.
 
     search: look for the scales that lose least; without it the range of each group is covered exactly.
-    power: what the search sums of each error's magnitude: its square (2), cube (3) or fourth power (4); by default
-        cubes for groups and fourth powers for whole rows, as measured.
     Scales are stored in the weight's dtype if that has 16 bits, else in float32, and codes are those that are nearest
     under the stored scale. 2:4 sparse formats keep the two largest of every four weights.
     Weights as large or as small as their dtype holds survive: no scale is so large that a code would stand for an
@@ -70,9 +66,6 @@ def quantize_weight(
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise LayerError(f"the weight has {bad} values that are NaN or infinite; quantizing them would hide the fault")
-    power = (4 if format.group is None else 3) if power is None else power
-    if power not in (2, 3, 4):
-        raise LayerError(f"the search sums squares, cubes or fourth powers (2, 3, 4) of errors, not power {power}")
     mask = magnitude_mask(weight) if format.sparse else None
     rows = max((_CHUNK if weight.device.type == "cpu" else _CHUNK_GPU) // weight.shape[1], 1)
     scale_dtype = weight.dtype if weight.dtype.itemsize == 2 else torch.float32
@@ -81,7 +74,7 @@ def quantize_weight(
         part = weight[start : start + rows].float()
         if mask is not None:
             part = part * mask[start : start + rows]
-        return _quantize_rows(part, format, scale_dtype, search, power)
+        return _quantize_rows(part, format, scale_dtype, search)
 
     starts = range(0, weight.shape[0], rows)
     chunks = _by_threads(chunk, starts) if weight.device.type == "cpu" else list(map(chunk, starts))
@@ -115,29 +108,27 @@ def magnitude_mask(weight: Tensor) -> Tensor:
 
 
 def _quantize_rows(
-    rows: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool, power: int
+    rows: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [n, K], scales [n, G] as stored and zeros [n, G] of a few rows; the last group may be ragged."""
     n, k = rows.shape
     group = min(format.group or k, k)
     whole = k - k % group
-    parts = [fit_groups(rows[:, :whole].reshape(n, -1, group), format, dtype, search, power)]
+    parts = [fit_groups(rows[:, :whole].reshape(n, -1, group), format, dtype, search)]
     if whole < k:
-        parts.append(fit_groups(rows[:, whole:].reshape(n, 1, -1), format, dtype, search, power))
+        parts.append(fit_groups(rows[:, whole:].reshape(n, 1, -1), format, dtype, search))
     codes = torch.cat([codes.flatten(1) for codes, _, _ in parts], dim=1)
     return codes, torch.cat([s for _, s, _ in parts], dim=1), torch.cat([z for _, _, z in parts], dim=1)
 
 
-def fit_groups(
-    groups: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool = True, power: int = 3
-) -> tuple[Tensor, Tensor, Tensor]:
+def fit_groups(groups: Tensor, format: WeightFormat, dtype: torch.dtype, search: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Fit scale and zero to groups, float32 [..., g] -> codes uint8 [..., g], scale [...] in dtype, zero [...]."""
     # Sums of fourth powers overflow or vanish far from 1: such groups are fitted in units of a power of two.
     largest = groups.abs().amax(-1)
     far = (largest > _FAR) | (largest < 1 / _FAR)
     unit = torch.where(far, torch.exp2(largest.log2().floor().clamp(-100, 100)), 1.0) if bool(far.any()) else None
     groups = groups if unit is None else groups / unit[..., None]
-    scale, zero = best_scale(groups, format, search, power)
+    scale, zero = best_scale(groups, format, search)
     scale = scale if unit is None else scale * unit
     # No code stands for more than the dtype holds; rounded to it, the scale stays below that.
     kind = torch.finfo(dtype)
@@ -152,7 +143,7 @@ def fit_groups(
     return nearest_codes(groups, own, zero, format.bits).to(torch.uint8), stored, zero
 
 
-def best_scale(groups: Tensor, format: WeightFormat, search: bool = True, power: int = 3) -> tuple[Tensor, Tensor]:
+def best_scale(groups: Tensor, format: WeightFormat, search: bool) -> tuple[Tensor, Tensor]:
     """The scale and zero, float32 [...], of those tried that lose least on groups [..., g]."""
     bits = format.bits
     if bits == 1 and format.code == "bipolar":
@@ -164,7 +155,7 @@ def best_scale(groups: Tensor, format: WeightFormat, search: bool = True, power:
         scale, zero = _cover(groups, format, threshold)
         if search:
             scale = _least_squares(groups, scale, zero, bits)
-        loss = _loss(groups, scale, zero, bits, power)
+        loss = _loss(groups, scale, zero, format)
         if best_scale is None or best_zero is None or best_loss is None:
             best_scale, best_zero, best_loss = scale, zero, loss
         else:
@@ -207,9 +198,10 @@ def _least_squares(groups: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Te
     return torch.where(square > 0, torch.linalg.vecdot(groups, steps) / square, scale)
 
 
-def _loss(groups: Tensor, scale: Tensor, zero: Tensor, bits: int, power: int) -> Tensor:
-    steps = nearest_codes(groups, scale, zero, bits).sub_(zero[..., None])
+def _loss(groups: Tensor, scale: Tensor, zero: Tensor, format: WeightFormat) -> Tensor:
+    """Sums of errors' cubes for groups and of their fourth powers for whole rows, as measured."""
+    steps = nearest_codes(groups, scale, zero, format.bits).sub_(zero[..., None])
     error = torch.addcmul(groups, steps, scale[..., None], value=-1)
-    square = error if power == 2 else error.square()
-    loss: Tensor = torch.linalg.vecdot(square, error.abs_() if power == 3 else square)
+    square = error.square()
+    loss: Tensor = torch.linalg.vecdot(square, square if format.group is None else error.abs_())
     return loss
