@@ -145,7 +145,7 @@ def test_what_is_not_tested_is_refused_by_name(
     ("changed", "reason"),
     [
         ({}, None),
-        ({"cache__enable_prefix_caching": True}, "prefix caching"),
+        ({"cache__enable_prefix_caching": True}, "--no-enable-prefix-caching"),
         ({"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=3)}, "drafts"),
     ],
 )

@@ -59,9 +59,7 @@ def why_not(config: Any, format: KVFormat) -> str | None:
         if not HYBRIDS:
             return "layers that keep a state (Mamba, linear attention) have not been seen beside it on a GPU"
         if cache.enable_prefix_caching:
-            return (
-                "prefix caching is not tested beside layers that keep a state (Mamba, linear attention): leave it out"
-            )
+            return "layers that keep a state go with --no-enable-prefix-caching only: hits are not tested beside them"
         if drafter is not None:
             return "drafts are not tested beside layers that keep a state (Mamba, linear attention): leave them out"
     if cache.user_specified_block_size and cache.block_size != PAGE:
