@@ -74,7 +74,7 @@ def engine(folder: Path, format: str | None) -> Any:
     from anybit.integrations.vllm import kv_cache, register
 
     register()
-    kv_cache.HYBRIDS = True
+    kv_cache.HYBRIDS = ("cpu", "cuda")
     options: dict[str, Any] = {"additional_config": {"anybit_kv_cache": format}} if format else {}
     if GPU:
         options |= {"kv_cache_memory_bytes": 512 << 20, "gpu_memory_utilization": 0.03}

@@ -28,6 +28,7 @@ SCHEMES = ("w4a16g128", "w4a16g32", "w3a16g64asym", "w5a16", "w2a16g32asym")
 near a step's middle get other codes, and two exact programs part after some tokens. test_vllm.py compares layers."""
 PROMPTS = ["The capital of France is", "Photosynthesis is", "Write a short poem about the sea:", "2, 4, 6, 8,"]
 NEW = 24
+OLD = sys.modules["vllm"].__version__.startswith("0.26")
 CHILD = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -158,6 +159,18 @@ def test_a_low_bit_cache_answers_as_generate_does_whatever_the_scheduler_does(fo
     assert found["hits"]["prefix_cache_hits"]
     assert found["preempted"]["num_preemptions"] or format == "kv8"  # whose pool happens to suffice
     assert found["drafts"]["spec_decode_num_accepted_tokens"] > 50
+
+
+@pytest.mark.skipif(OLD, reason="vLLM's Mamba layers run on a CPU from 0.32 on")
+@pytest.mark.parametrize("format", ["kv16", "kv4"])
+def test_layers_that_keep_a_state_stay_as_they_are_beside_a_low_bit_cache(format: str) -> None:
+    done = run(str(Path(__file__).parent.parent / "cases_vllm_hybrid.py"), "falcon-h1", format, "--new", "60")
+    said = re.findall(r"^{.*}$", done.stdout, re.MULTILINE)
+    assert len(said) == 1, done.stderr[-3000:]
+    found = json.loads(said[0])
+    assert found["distinct"] > 100
+    assert found["beside its prompts"]["furthest"] < 0.01
+    assert format != "kv16" or found["beside 16 bits"]["furthest"] < 0.01
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
 
 OPTION = "anybit_kv_cache"
-HYBRIDS = False
-"""Whether layers that keep a state may be beside: not before tests/cases_vllm_hybrid.py has run on a GPU."""
+HYBRIDS = ("cpu",)
+"""Devices where layers that keep a state may be beside: not before tests/cases_vllm_hybrid.py has run there."""
 _logger = logging.getLogger("vllm.anybit")
 
 
@@ -56,7 +56,7 @@ def why_not(config: Any, format: KVFormat) -> str | None:
     if drafter not in (None, "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"):
         return f"drafts of {drafter} come from layers with a cache of their own, which are not tested: use ngram"
     if config.model_config.is_hybrid:
-        if not HYBRIDS:
+        if config.device_config.device_type not in HYBRIDS:
             return "layers that keep a state (Mamba, linear attention) have not been seen beside it on a GPU"
         if cache.enable_prefix_caching:
             return "layers that keep a state go with --no-enable-prefix-caching only: hits are not tested beside them"
@@ -98,6 +98,8 @@ def backend_for(arguments: dict[str, Any]) -> type[RowBackend] | None:
         raise OptionError(f"a KV cache of {format} inside vLLM: {reason}")
     backend = backend_of(format, _slack(config))
     backend.rows(arguments["head_size"])  # refuses heads that the format does not divide
+    if config.model_config.is_hybrid and config.device_config.device_type == "cpu":
+        _clear_whole_blocks()
     return backend
 
 
@@ -130,6 +132,26 @@ def install() -> None:
         return rows
 
     Attention.get_kv_cache_spec = get_kv_cache_spec
+
+
+def _clear_whole_blocks() -> None:
+    """Have vLLM's runner for CPUs clear blocks of several pages: it takes their numbers for those of pages."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    plain = CPUModelRunner._zero_block_ids
+
+    def zero(self: Any, block_ids: list[int]) -> None:
+        layers = self.compilation_config.static_forward_context
+        groups = [g for g in self.kv_cache_config.kv_cache_groups if isinstance(g.kv_cache_spec, RowSpec)]
+        if not groups:
+            plain(self, block_ids)
+        for name in (name for group in groups for name in group.layer_names):
+            pages = layers[name].kv_cache.unflatten(0, (self.kv_cache_config.num_blocks, -1))
+            pages[block_ids] = 0
+
+    if not hasattr(plain, "anybit"):
+        zero.anybit = True  # type: ignore[attr-defined]
+        CPUModelRunner._zero_block_ids = zero
 
 
 def _together(spec: Any, backend: type[RowBackend], config: Any) -> int:
