@@ -13,6 +13,7 @@ import torch
 
 from anybit.device import Device
 from anybit.errors import KernelError
+from anybit.functional import quantize
 from anybit.jit import Kernel
 from anybit.jit.cache import clear_memory, keep_note
 from anybit.kernels.gemm.builtin import builtin_layout
@@ -124,3 +125,10 @@ def test_a_second_load_asks_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ahead.compile_ahead({kind: tensors}, 512) == [kernel] and not asked
     assert one in [product for product, *_ in dispatcher(H200.name).choices]
     assert ahead.compile_ahead({kind: other}, 512) == [kernel] and asked, "another layer"
+
+
+def test_one_of_several_products_before_turned_heads() -> None:
+    """Queries, keys and values of different formats are several products; what turns heads takes all their outputs."""
+    values = quantize(torch.randn(128, 256), "w4a16g128")
+    kind = ahead.LayerKind(values.spec_text, torch.float16, False, heads=(4, 2, 64, False))
+    ahead._call(kind, values.tensors, 3)

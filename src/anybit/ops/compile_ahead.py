@@ -118,7 +118,8 @@ def _call(kind: LayerKind, tensors: list[Tensor], tokens: int) -> None:
         query_heads, key_heads, dim, paired = kind.heads
         positions = torch.zeros(tokens, dtype=torch.int64, device=tensors[0].device)
         step = RopePagesArgs(room(1, dim), positions, None, None, None, query_heads, key_heads)
-        rotate_pages(step, room(tokens, spec.n), paired=paired)
+        width = (query_heads + 2 * key_heads) * dim  # of the whole layer, which may be several products
+        rotate_pages(step, room(tokens, width), paired=paired)
         if paired:
             norm_rotate_pages(step, x, x, gamma, 1e-5, tensors, bias, kind.spec)
 
