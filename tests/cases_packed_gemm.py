@@ -18,6 +18,8 @@ FP8 = ActivationFormat(8, "float")
 
 _DIRECT = (None, False, 1)
 """Between the blocks of a cut and how its weights come: stages as fit, nothing halved, one block."""
+_BY_MAP = (*_DIRECT, None, None, 0, True)
+"""After the blocks of a cut: its outputs leave by a tensor map."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,16 @@ def tiny_cases() -> list[Case]:
         Case(problem, (16, 1, 2, 2, 1, None, False, 2)),
         Case(spanned, (16, 1, 2, 2, 1)),
         Case(walking, (48, 2, 1, 1, 1, *_DIRECT, 2)),
+        # 2:4 sparse: neighbours that load x for each other and store by tensor maps, two pairs for all tiles.
+        *(
+            Case(LinearProblem(m, n, k, w, a, dtype, small), (*cut, *_BY_MAP))
+            for m, n, k, w, a, dtype, cut in (
+                (45, 328, 264, _sparse(4, "asym", None), INT8, torch.bfloat16, (32, 2, 1, 1, 2)),
+                (33, 136, 392, _sparse(8, "sym", None), INT8, torch.float16, (16, 4, 1, 1, 2)),
+                (70, 408, 400, _sparse(3, "asym", 64), A16, torch.bfloat16, (48, 3, 1, 1, 2)),
+                (50, 264, 640, _sparse(2), A16, torch.float16, (32, 2, 1, 1, 2)),
+            )
+        ),
     ]
 
 
@@ -245,4 +257,13 @@ def _gpu_sparse_cases() -> list[Case]:
         problem = LinearProblem(m, n, 1024, _sparse(4, "sym", None if activations is INT8 else 128), activations)
         for block_tiles in (0, 7):
             cases.append(Case(problem, (128, 4, 1, 1, 1, None, False, 1, None, None, block_tiles, True)))
+    for m, n, weights, activations, cut in (  # neighbours that load x for each other, too
+        (1021, 28672, _sparse(4, "sym", None), INT8, (192, 3, 1, 1, 2)),
+        (1999, 4232, _sparse(4, "asym", None), INT8, (256, 2, 1, 1, 2)),
+        (777, 6152, _sparse(8, "sym", None), INT8, (128, 4, 1, 1, 2)),
+        (515, 4104, _sparse(2, "asym", 64), A16, (128, 4, 1, 1, 2)),
+        (1021, 4232, _sparse(4), A16, (192, 3, 1, 1, 2)),
+    ):
+        for dtype in (torch.float16, torch.bfloat16):
+            cases.append(Case(LinearProblem(m, n, 1040, weights, activations, dtype), (*cut, *_BY_MAP)))
     return cases

@@ -17,6 +17,7 @@ from cases_packed_gemm import A16, FP8, INT8
 
 INSTRUCTION = {"f16": "HGMMA.64x{}x16.F32 ", "bf16": "HGMMA.64x{}x16.F32.BF16 ", "s8": "IGMMA.64x{}x32.{}8.S8 ",
                "e4m3": "QGMMA.64x{}x32.F32.E4M3.E4M3 "}  # fmt: skip
+BY_MAP = (None, False, 1, None, None, 0, True)
 CASES = [
     (WeightFormat(4, "sym", 128), A16, torch.float16, (64, 4, 1, 1, 1)),
     (WeightFormat(4, "sym", 128), A16, torch.float16, (256, 2, 1, 1, 2)),
@@ -36,6 +37,9 @@ CASES = [
     (WeightFormat(4, "sym", 128, True), A16, torch.float16, (128, 4, 1, 1, 1, None, False, 1, None, None, 7, True)),
     (WeightFormat(4, "asym", None, True), INT8, torch.float16, (128, 4, 1, 1, 1, None, False, 1, None, None, 0, True)),
     (WeightFormat(8, "sym", 32, True), INT8, torch.bfloat16, (64, 2, 1, 1, 1)),
+    (WeightFormat(4, "sym", None, True), INT8, torch.bfloat16, (192, 3, 1, 1, 2, *BY_MAP)),
+    (WeightFormat(2, "asym", None, True), INT8, torch.float16, (256, 2, 1, 1, 2, *BY_MAP)),
+    (WeightFormat(4, "asym", 64, True), A16, torch.bfloat16, (128, 4, 1, 1, 2, *BY_MAP)),
 ]
 
 
@@ -93,12 +97,27 @@ def test_configs_of_many_tokens_are_those_of_their_own_number(text: str, monkeyp
     assert kept == [list(sm90_packed_gemm.configs(problem)) for problem in problems]
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tiles"),
+    [(1024, 28672, 4096, (256, 2)), (4096, 28672, 4096, (192, 3)), (4096, 4096, 14336, (256, 2))],
+)
+def test_sparse_bytes_of_many_tokens_share_x_and_store_by_maps(m: int, n: int, k: int, tiles: tuple[int, int]) -> None:
+    """What an H100 took 0.87 to 0.91 of the time for: docs/notes/2026-11-28-sparse.md."""
+    scheme = Scheme.parse("w4a8s24")
+    config = sm90_packed_gemm.default(LinearProblem(m, n, k, scheme.weights, scheme.activations))
+    assert (config.tile_m, config.row_warpgroups) == tiles
+    assert config.cluster_n == 2 and config.tensor_store
+
+
 def test_refusals_are_sentences() -> None:
     assert "8-bit asym" in str(sm90_packed_gemm.why_not(LinearProblem(16, 64, 128, WeightFormat(8, "asym"), INT8)))
     assert "e4m3" in str(sm90_packed_gemm.why_not(LinearProblem(16, 64, 128, WeightFormat(6), FP8)))
     assert (
         sm90_packed_gemm.why_not(LinearProblem(16, 64, 131, WeightFormat(4))) is None
     )  # rows of x have a pitch of their own
+    sparse = LinearProblem(256, 512, 1024, WeightFormat(4, "sym", None, True), INT8)
+    apart = sm90_packed_gemm.config_for(sparse, 128, 4, cluster_n=2, block_tiles=7)
+    assert "cluster_n=1" in str(sm90_packed_gemm.why_not(sparse, apart))
     problem = LinearProblem(16, 4096, 14336, WeightFormat(4, "sym", 128))
     config = sm90_packed_gemm.default(problem)
     assert config.span == 2 and config.split_k_warpgroups == 3 and config.stages % 3 == 0

@@ -212,8 +212,8 @@ def configs(problem: LinearProblem) -> Iterator[Config]:
         for row_warpgroups in (1, 2, 3, 4):
             alike = problem if problem.m <= _MANY else replace(problem, m=_MANY + 1)
             yield from _of_tiles(alike, tile_m, row_warpgroups)
-            if problem.weights.sparse and row_warpgroups == 4 and tile_m >= 64:
-                yield from _many_tokens(problem, tile_m)
+            if problem.weights.sparse and row_warpgroups > 1 and tile_m >= 64:
+                yield from _many_tokens(problem, tile_m, row_warpgroups)
             if row_warpgroups == 4 and problem.m <= 128:
                 found = config_for(problem, tile_m, row_warpgroups, halves=True)
                 if why_not(problem, found) is None:
@@ -236,17 +236,17 @@ def _of_tiles(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> tuple
     return tuple([config for config in found if why_not(problem, config) is None])
 
 
-def _many_tokens(problem: LinearProblem, tile_m: int) -> Iterator[Config]:
-    """Four row tiles of 2:4 sparse weights: outputs by a tensor map, blocks that walk or have a range of rows each."""
-    token_tiles, sms = -(-problem.m // tile_m), problem.device.sms
-    waves = -(-(-(-problem.weight_tiles // 4) * token_tiles) // sms)
-    ranges = max(1, sms // token_tiles)
-    even = -(-problem.weight_tiles // ranges)
-    for block_tiles in (0, even) if 1 < waves <= _MOST_WAVES and 4 < even < 4 * waves else (0,):
-        for tensor_store in (True, False):
-            found = config_for(problem, tile_m, 4, block_tiles=block_tiles, tensor_store=tensor_store)
-            if (block_tiles or tensor_store) and why_not(problem, found) is None:
-                yield found
+def _many_tokens(problem: LinearProblem, tile_m: int, row_warpgroups: int) -> Iterator[Config]:
+    """2:4 sparse weights: outputs by a tensor map, neighbours that load x for each other or not; of four row tiles
+    also blocks that have a range of rows each."""
+    tried = [config_for(problem, tile_m, row_warpgroups, cluster_n=n, tensor_store=True) for n in (1, 2)]
+    if row_warpgroups == 4:
+        token_tiles, sms = -(-problem.m // tile_m), problem.device.sms
+        waves = -(-(-(-problem.weight_tiles // 4) * token_tiles) // sms)
+        even = -(-problem.weight_tiles // max(1, sms // token_tiles))
+        if 1 < waves <= _MOST_WAVES and 4 < even < 4 * waves:
+            tried += [config_for(problem, tile_m, 4, block_tiles=even, tensor_store=by_map) for by_map in (True, False)]
+    yield from (found for found in tried if why_not(problem, found) is None)
 
 
 @lru_cache(maxsize=4096)

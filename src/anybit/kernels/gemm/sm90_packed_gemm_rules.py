@@ -184,10 +184,11 @@ def _why_not_sparse(problem: LinearProblem, config: Config) -> str | None:
     """Why a config is not one of the problem's weights, or of dense ones."""
     if config.sparse != problem.weights.sparse:
         return "the config was made for weights that are 2:4 sparse" if config.sparse else "the weights are 2:4 sparse"
-    alone = config.split_k_warpgroups * config.cluster == 1
-    if (config.block_tiles or config.tensor_store or config.stagger) and not (config.sparse and alone):
+    whole = config.split_k_warpgroups * config.cluster == (1 if config.block_tiles else config.cluster_n)
+    if (config.block_tiles or config.tensor_store or config.stagger) and not (config.sparse and whole):
         return (
-            "ranges of row tiles, stores by tensor maps and staggered warpgroups are for 2:4 sparse weights, unshared"
+            "ranges of row tiles, stores by tensor maps and staggered warpgroups are for 2:4 sparse weights whose "
+            "inputs no warpgroups or blocks share, and ranges for blocks that load x for themselves, too (cluster_n=1)"
         )
     if config.tensor_store and (problem.n % 8 or config.tile_m % 16):
         return f"a tensor map stores outputs in eights and tokens in sixteens, not {problem.n} and {config.tile_m}"
