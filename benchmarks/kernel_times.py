@@ -1,56 +1,89 @@
-"""Which kernels a run spends its time in, when none ran, and what the host did: tables, no profiler tools."""
+"""Which kernels a run spends its time in, when none ran, and what the host did: tables, no profiler tools.
+
+A recorder begins and ends in the process, and the thread, that does the work.
+"""
 
 import cProfile
 import pstats
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
-def print_kernels(run: Callable[[], object], count: int = 1) -> None:
-    """Print the time of ``count`` runs by kernel, and the gaps. A product is told by what ran before it: its kernel has
-    one name for all. A kernel that begins early waits for the one before it: its time counts from where that one ended.
-    """
-    run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        for _ in range(count):
-            run()
+class KernelRecorder:
+    """The GPU's kernels from ``begin`` to ``end``."""
+
+    def begin(self) -> None:
+        """Note every kernel from now on."""
         torch.cuda.synchronize()
-    events = sorted((e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_time_total)
-    spent: dict[str, list[float]] = {}
-    gaps: dict[str, list[float]] = {}
-    busy, until, before = 0.0, events[0][0], ""
-    for start, end, name in events:
-        short = name.replace("void ", "").partition("<")[0].partition("(")[0][:44]
-        key = f"{short} after {before[:34]}" if "packed" in short else short
-        spent.setdefault(key, []).append(max(0.0, end - max(start, until)))
-        if start > until:
-            gaps.setdefault(f"{before[:34]} to {short[:34]}", []).append(start - until)
-        busy += max(0.0, end - max(start, until))
-        until, before = max(until, end), short
-    span = until - events[0][0]
-    print(f"{span / count:.0f} us a step under the profiler, {1 - busy / span:.1%} of it no kernel ran")
-    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:26]:
-        middle = sorted(times)[len(times) // 2]
-        print(f"{sum(times) / count:9.1f} us {len(times) / count:6.1f} x {middle:7.2f}  {name}")
-    for name, times in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:8]:
-        middle = sorted(times)[len(times) // 2]
-        print(f"  idle {sum(times) / count:8.1f} us {len(times) / count:6.1f} x {middle:7.2f}  {name}")
+        self._trace: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._trace.__enter__()
+
+    def end(self, count: int = 1) -> str:
+        """The time of ``count`` runs by kernel, and the gaps. A product is told by what ran before it: its kernel has
+        one name for all. A kernel that begins early waits for the one before it: its time counts from where that one
+        ended.
+        """
+        torch.cuda.synchronize()
+        self._trace.__exit__(None, None, None)
+        events = sorted(
+            (e.time_range.start, e.time_range.end, e.name) for e in self._trace.events() if e.device_time_total
+        )
+        if not events:
+            return "no kernel ran"
+        spent: dict[str, list[float]] = {}
+        gaps: dict[str, list[float]] = {}
+        busy, until, before = 0.0, events[0][0], ""
+        for start, end, name in events:
+            short = name.replace("void ", "").partition("<")[0].partition("(")[0][:44]
+            key = f"{short} after {before[:34]}" if "packed" in short else short
+            spent.setdefault(key, []).append(max(0.0, end - max(start, until)))
+            if start > until:
+                gaps.setdefault(f"{before[:34]} to {short[:34]}", []).append(start - until)
+            busy += max(0.0, end - max(start, until))
+            until, before = max(until, end), short
+        span = until - events[0][0]
+        said = [
+            f"{span / count:.0f} us a step under the profiler, the GPU works {busy / count:.0f} us of it, "
+            f"{1 - busy / span:.1%} of it no kernel ran"
+        ]
+        for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:26]:
+            middle = sorted(times)[len(times) // 2]
+            said.append(f"{sum(times) / count:9.1f} us {len(times) / count:6.1f} x {middle:7.2f}  {name}")
+        for name, times in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:8]:
+            middle = sorted(times)[len(times) // 2]
+            said.append(f"  idle {sum(times) / count:8.1f} us {len(times) / count:6.1f} x {middle:7.2f}  {name}")
+        return "\n".join(said)
 
 
-def print_calls(run: Callable[[], object], count: int = 1, most: int = 40) -> None:
-    """Print what this thread did in ``count`` runs: Python's functions by the time in and below them, which the
-    profiler makes longer.
-    """
-    profile = cProfile.Profile()
-    profile.enable()
+class CallRecorder:
+    """What this thread does from ``begin`` to ``end``."""
+
+    def begin(self) -> None:
+        """Note every call of a Python function from now on, which makes them longer."""
+        self._profile = cProfile.Profile()
+        self._profile.enable()
+
+    def end(self, count: int = 1, most: int = 40) -> str:
+        """Python's functions by the time in and below them."""
+        self._profile.disable()
+        table = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]  # (file, line, name): calls, .., own, all
+        whole = sum(own for _, _, own, _, _ in table.values())
+        said = [f"{whole / count * 1e6:.0f} us of the host a step under its profiler"]
+        for (file, _, name), (_, calls, own, spent, _) in sorted(table.items(), key=lambda item: -item[1][3])[:most]:
+            where = "/".join(file.split("/")[-2:])
+            said.append(
+                f"{spent / count * 1e6:9.1f} us, own {own / count * 1e6:8.1f}, {calls / count:7.1f} x  {name} {where}"
+            )
+        return "\n".join(said)
+
+
+def print_kernels(run: Callable[[], object], count: int = 1) -> None:
+    """Print the time of ``count`` runs by kernel; one before them is not counted."""
+    run()
+    recorder = KernelRecorder()
+    recorder.begin()
     for _ in range(count):
         run()
-    profile.disable()
-    table = pstats.Stats(profile).stats  # type: ignore[attr-defined]  # (file, line, name): calls, ..., own, all
-    whole = sum(own for _, _, own, _, _ in table.values())
-    print(f"{whole / count * 1e6:.0f} us of the host a step under its profiler")
-    for (file, _, name), (_, calls, own, spent, _) in sorted(table.items(), key=lambda item: -item[1][3])[:most]:
-        where = "/".join(file.split("/")[-2:])
-        print(f"{spent / count * 1e6:9.1f} us, own {own / count * 1e6:8.1f}, {calls / count:7.1f} x  {name} {where}")
+    print(recorder.end(count))

@@ -8,9 +8,9 @@
 
 Modes: fp16, fp8 and machete are vLLM's; everything else is a scheme of anybit, w4a8+w8a16 with the output head's after
 it. Weights are random: times do not depend on them. Needs vLLM 0.26 or newer; anybit need not be installed, its folder
-in PYTHONPATH is enough. The engine's core is a process of its own, as it is behind a server, but under --profile and
---in-process: there requests' bookkeeping takes turns with what launches their next step. Engines can start side by
-side and measure in turn: with --wait one measures once a line comes on its standard input.
+in PYTHONPATH is enough. The engine's core is a process of its own, as it is behind a server, but under --in-process:
+there requests' bookkeeping takes turns with what launches their next step. Engines can start side by side and measure
+in turn: with --wait one measures once a line comes on its standard input.
 """
 
 import argparse
@@ -21,10 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernel_times import print_calls, print_kernels
+from kernel_times import CallRecorder, KernelRecorder
 from rows import RESULTS, Row, add, origin
 
 LLAMA = {
@@ -101,7 +102,7 @@ def start(mode: str, args: argparse.Namespace) -> Any:
     """The engine of a mode as the command line wants it, when it is its turn."""
     shared = {"kv_cache_memory_bytes": int((args.cache or 0) * 2**30), "gpu_memory_utilization": 0.15}
     options = {**(shared if args.cache else {}), **args.engine}
-    llm = engine(mode, args, in_process=args.in_process or bool(args.profile), **options)
+    llm = engine(mode, args, in_process=args.in_process, **options)
     if args.wait:
         sys.stdin.readline()
     return llm
@@ -162,7 +163,8 @@ def row(mode: str, args: argparse.Namespace, checked: bool, **fields: Any) -> Ro
     empty = {"requests": None, "prompt": None, "new_tokens": None, "rate": None}
     empty |= {"step_ms": None, "ttft_ms": None, "tpot_ms": None, "tokens_per_second": None}
     return dict(
-        engine=own.get(mode, "vllm-anybit"), scheme=scheme, model=args.model, ranks=args.ranks,
+        engine=own.get(mode, "vllm-anybit"), scheme=scheme, ranks=args.ranks,
+        model=args.model if args.layers is None else f"{args.model}, {args.layers} layers",
         executor=args.engine.get("distributed_executor_backend", "uni" if args.ranks == 1 else "mp"),
         **{**empty, **fields}, checked=checked, link=link(args.ranks),
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", vllm=vllm.__version__,
@@ -205,11 +207,15 @@ def steps(mode: str, args: argparse.Namespace) -> list[Row]:
     if args.rates:
         found += arrivals(llm, mode, args)
     if args.profile:
+        import serving  # not __main__, by which no other process finds a function
+
         for requests in args.profile:
             profile_steps(llm, mode, requests)
         for prompt in args.prompts:
             print(f"== {mode}, the first token of a prompt of {prompt}")
-            print_kernels(lambda prompt=prompt: generate(llm, 1, prompt, 1))
+            llm.apply_model(partial(serving.begin_table, "kernels"))
+            generate(llm, 1, prompt, 1)
+            print(*llm.apply_model(partial(serving.end_table, "kernels", 1)), sep="\n", flush=True)
     return found
 
 
@@ -268,9 +274,10 @@ def arrivals(llm: Any, mode: str, args: argparse.Namespace) -> list[Row]:
 
 def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
     """Print what steps launch when so many requests, all of them past their prompts, decode together."""
-    import torch
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
+
+    import serving  # not __main__, by which no other process finds a function
 
     core = llm.llm_engine
     kind = RequestOutputKind.DELTA
@@ -281,18 +288,36 @@ def profile_steps(llm: Any, mode: str, requests: int, count: int = 24) -> None:
     begun: set[str] = set()
     while len(begun) < requests:
         begun |= {answer.request_id for answer in core.step() if answer.outputs[0].token_ids}
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(count):
-        core.step()
-    torch.cuda.synchronize()
-    plain = (time.perf_counter() - begin) / count * 1e3
-    print(f"== {mode}, {requests} requests: {plain:.3f} ms a step")
-    print_calls(core.step, count)
-    print_kernels(core.step, count)
+
+    def some_steps() -> float:
+        begin, tokens = time.perf_counter(), 0
+        while tokens < count * requests:
+            tokens += sum(len(answer.outputs[0].token_ids) for answer in core.step())
+        return (time.perf_counter() - begin) / count * 1e3
+
+    print(f"== {mode}, {requests} requests: {some_steps():.3f} ms a step")
+    for table in ("calls", "kernels"):  # the engine goes on while it is told to begin and to end: one step more or less
+        llm.apply_model(partial(serving.begin_table, table))
+        some_steps()
+        print(*llm.apply_model(partial(serving.end_table, table, count)), sep="\n", flush=True)
     core.abort_request(list(begun))
     while core.has_unfinished_requests():
         core.step()
+
+
+_recorders: dict[str, Any] = {}
+
+
+def begin_table(table: str, _: Any) -> None:
+    """In the process that runs a model: note its thread's calls, or the GPU's kernels, from now on."""
+    recorder = _recorders[table] = CallRecorder() if table == "calls" else KernelRecorder()
+    recorder.begin()
+
+
+def end_table(table: str, count: int, _: Any) -> str:
+    """There: what ``count`` steps since then did, as a table."""
+    printed: str = _recorders.pop(table).end(count)
+    return printed
 
 
 def random_llama() -> str:
@@ -323,12 +348,13 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    import anybit
     from anybit.integrations.transformers import AnyBitConfig
 
     source, folder, new = args.source or random_llama(), tempfile.mkdtemp(prefix=f"check-{mode}-"), 32
     scheme, _, head = mode.partition("+")
     quantization = AnyBitConfig(scheme, overrides={HEAD: head} if head else None)
-    quantized = AutoModelForCausalLM.from_pretrained(source, quantization_config=quantization, dtype=torch.float16)
+    quantized = AutoModelForCausalLM.from_pretrained(source, quantization_config=quantization, dtype=args.dtype)
     quantized.save_pretrained(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quantized = quantized.to(device)
@@ -337,38 +363,62 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
         prompts = [tokenizer(text).input_ids for text in TEXTS]
     else:
         prompts = [[random.Random(i).randint(10, 4000) for _ in range(24)] for i in range(8)]
-    ask = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-    expected = [quantized.generate(torch.tensor([p], device=device), **ask)[0, len(p) :].tolist() for p in prompts]
+
+    def answers(**options: Any) -> list[list[int]]:
+        ask = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **options}
+        return [quantized.generate(torch.tensor([p], device=device), **ask)[0, len(p) :].tolist() for p in prompts]
+
+    def below(answer: list[int], prompt: list[int]) -> tuple[list[float], list[float]]:
+        """How far an answer's tokens are below the largest logit, and the second largest."""
+        with torch.inference_mode():
+            logits = quantized(torch.tensor([prompt + answer], device=device)).logits[0, len(prompt) - 1 : -1].float()
+        largest = logits.topk(2).values
+        chosen = logits.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
+        return (largest[:, 0] - chosen).tolist(), (largest[:, 0] - largest[:, 1]).tolist()
+
+    expected = {"generate": answers()}
+    expected = {"generate": answers()}
+    if args.eager:  # graphs of two owners do not share a process
+        anybit.fuse(quantized)
+        expected["generate, fused"] = answers(**({"cache_implementation": "static"} if device == "cuda" else {}))
+        anybit.unfuse(quantized)
+    closest = min(min(below(a, p)[1]) for a, p in zip(expected["generate"], prompts, strict=True))
+    print(f"{mode}: its closest choice is by {closest:.4f}", flush=True)
     llm = engine(
         mode, args, folder, in_process=args.ranks == 1, load_format="auto", max_model_len=512, max_num_seqs=8,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=512, dtype=args.dtype,
         gpu_memory_utilization=args.memory, enforce_eager=args.eager,
-        **({"kv_cache_memory_bytes": int(args.cache * 2**30)} if args.cache else {}),
+        **({"kv_cache_memory_bytes": int(args.cache * 2**30)} if args.cache else {}), **args.engine,
     )  # fmt: skip
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, min_tokens=new, max_tokens=new, detokenize=False)
     given = [{"prompt_token_ids": p} for p in prompts]
+    got = {"generate, fused": expected.get("generate, fused", [])}
     for how, asked in (("together", [given]), ("alone", [[one] for one in given])):
         done = [answer for some in asked for answer in llm.generate(some, sampling, use_tqdm=False)]
-        got = [list(answer.outputs[0].token_ids) for answer in done]
-        same = sum(a == b for a, b in zip(expected, got, strict=True))
-        tokens = sum(x == y for a, b in zip(expected, got, strict=True) for x, y in zip(a, b, strict=True))
-        gaps = list[float]()
-        with torch.inference_mode():
-            for prompt, answer in zip(prompts, got, strict=True):
-                logits = (
-                    quantized(torch.tensor([prompt + answer], device=device)).logits[0, len(prompt) - 1 : -1].float()
-                )
-                gaps += (
-                    logits.amax(-1) - logits.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
-                ).tolist()
-        print(
-            f"{mode}, {how}: {same} of {len(prompts)} answers and {tokens} of {len(gaps)} tokens are those of anybit's "
-            f"own generate; {sum(gap == 0 for gap in gaps)} are its largest logit after the same tokens, "
-            f"{max(gaps):.3f} the furthest below it",
-            flush=True,
-        )
+        got[how] = [list(answer.outputs[0].token_ids) for answer in done]
+    for how, found in got.items():
+        gaps = [below(a, p)[0] for a, p in zip(found, prompts, strict=False)]
+        for name, other in expected.items():
+            if how == name or not found:
+                continue
+            alike = [[x == y for x, y in zip(a, b, strict=True)] for a, b in zip(other, found, strict=True)]
+            tokens, first = sum(map(sum, alike)), [one.index(False) for one in alike if not all(one)]
+            parted = [gaps[i][one.index(False)] for i, one in enumerate(alike) if not all(one)]
+            print(
+                f"{mode}, {how} beside {name}: {sum(map(all, alike))} of {len(prompts)} answers and {tokens} of "
+                f"{len(prompts) * new} tokens are the same; parted at tokens {first}, "
+                f"by {[round(gap, 4) for gap in parted]}",
+                flush=True,
+            )
+        if found:
+            every = [gap for one in gaps for gap in one]
+            print(
+                f"{mode}, {how}: {sum(gap == 0 for gap in every)} of {len(every)} tokens are generate's largest logit "
+                f"after the same tokens, {max(every):.3f} the furthest below it",
+                flush=True,
+            )
     return []
 
 
@@ -383,6 +433,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (tensor parallelism)")
     parser.add_argument("--memory", type=float, default=0.3, help="with check: the part of a GPU's memory")
     parser.add_argument("--source", help="with check: a Llama's folder, for one of random weights")
+    parser.add_argument("--dtype", default="float16", help="with check: float32 on a CPU, where order rounds nothing")
     parser.add_argument("--eager", action="store_true", help="with check: no graphs, for a quick start")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
     parser.add_argument("--profile", type=int, nargs="*", help="print what steps of so many requests launch")
