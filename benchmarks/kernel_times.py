@@ -16,7 +16,8 @@ class KernelRecorder:
 
     def begin(self) -> None:
         """Note every kernel from now on."""
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self._trace: Any = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         self._trace.__enter__()
 
@@ -25,7 +26,8 @@ class KernelRecorder:
         one name for all. A kernel that begins early waits for the one before it: its time counts from where that one
         ended.
         """
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self._trace.__exit__(None, None, None)
         events = sorted(
             (e.time_range.start, e.time_range.end, e.name) for e in self._trace.events() if e.device_time_total

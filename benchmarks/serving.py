@@ -384,12 +384,12 @@ def check(mode: str, args: argparse.Namespace) -> list[Row]:
         anybit.unfuse(quantized)
     closest = min(min(below(a, p)[1]) for a, p in zip(expected["generate"], prompts, strict=True))
     print(f"{mode}: its closest choice is by {closest:.4f}", flush=True)
-    llm = engine(
-        mode, args, folder, in_process=args.ranks == 1, load_format="auto", max_model_len=512, max_num_seqs=8,
-        max_num_batched_tokens=512, dtype=args.dtype,
-        gpu_memory_utilization=args.memory, enforce_eager=args.eager,
+    settings: dict[str, Any] = {
+        "load_format": "auto", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512,
+        "dtype": args.dtype, "gpu_memory_utilization": args.memory, "enforce_eager": args.eager,
         **({"kv_cache_memory_bytes": int(args.cache * 2**30)} if args.cache else {}), **args.engine,
-    )  # fmt: skip
+    }  # fmt: skip
+    llm = engine(mode, args, folder, in_process=args.ranks == 1, **settings)
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, min_tokens=new, max_tokens=new, detokenize=False)
