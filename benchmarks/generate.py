@@ -4,7 +4,7 @@
     python benchmarks/generate.py [--batch 1] [--schemes w4a16g128,w2a16g128] [--context 512] [--baseline] [--profile]
 
 A Llama-3-8B-shaped model with random weights (codes for the quantized ones) decodes after ``--context`` tokens of
-random keys and values. Rows go to benchmarks/results/<gpu>/generate.json.
+random keys and values. Rows go to benchmarks/results/h200/generate.json, or to ``--out``.
 
 Quantized: ``anybit.fuse`` and a static AnyBitCache (16 bits, or the scheme's KV format), as ``generate`` runs them with
 ``cache_implementation="static"``; a step is what generate calls: the tokens copied in, lengths counted, one graph.
@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print which kernels a step spends its time in")
     parser.add_argument("--layers", type=int, default=LLAMA_3_8B["num_hidden_layers"])
     parser.add_argument("--head", metavar="SCHEME", help="quantize lm_head, too, in a scheme of its own")
+    parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "generate.json")
     arguments = parser.parse_args()
     start, key = time.perf_counter(), ("case", "scheme", "batch", "context")
     schemes = [scheme for scheme in arguments.schemes.split(",") if scheme]
@@ -208,7 +209,7 @@ def main() -> None:
             print(f"{scheme}, batch {batch}, context {context}: {type(error).__name__}: {error}", flush=True)
         else:
             if arguments.layers == LLAMA_3_8B["num_hidden_layers"]:
-                merge_rows(RESULTS / "h200" / "generate.json", [found], key)
+                merge_rows(arguments.out, [found], key)
         gc.collect()
         torch.cuda.empty_cache()
         print(f"{time.perf_counter() - start:.0f} s", flush=True)
