@@ -35,7 +35,7 @@ from serving import KEY, LLAMA, check_first, row
 from serving_kv_checks import LastTime, Watch, check_drafted
 
 STEPS, MORE = 24, 40
-"""Steps that are timed, and steps that requests have left then, so that none ends in between."""
+"""Steps that are timed, and steps of others' prompts that requests answer in before: none may end in between."""
 PLAIN = {"fp16": "float16", "bf16": "bfloat16"}
 Shape = tuple[int, ...]
 
@@ -216,7 +216,7 @@ def alone(path: Path) -> Iterator[None]:
 def run(mode: str, args: argparse.Namespace) -> None:
     """One engine: start, wait for the others, measure."""
     weights, cache, drafts = parts(mode)
-    shapes = [(n, prompt, (STEPS + 4) * (1 + drafts) + MORE) for n, prompt in args.shapes]
+    shapes = [(n, prompt, (STEPS + 4 + MORE) * (1 + drafts)) for n, prompt in args.shapes]
     llm = engine(mode, shapes + args.answers, args)
     own, requests = cache.startswith("k"), Requests(llm)
     watch = Watch() if own else None
@@ -282,6 +282,8 @@ def steps(mode: str, requests: Requests, watch: Watch | None, n: int, prompt: in
         begin = time.time()
         requests.step()
         times.append((time.time() - begin) * 1e3)
+    if any(len(requests.answers[name]) >= new for name in names):
+        raise SystemExit(f"a request of {n} x {prompt} ended before all steps were timed: raise MORE or --budget")
     step = statistics.median(times)
     rate = (sum(len(requests.answers[name]) for name in names) - known) / STEPS  # tokens a step
     said = "" if watch is None else f"; {watch.calls - calls} calls outside graphs; " + watch.check()

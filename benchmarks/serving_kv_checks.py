@@ -99,7 +99,9 @@ class Watch:
                 if q.is_cuda:
                     error = (out[i].float() - expected[0]).abs().mean() / expected.abs().mean()
                     worst = max(worst, float(error))
-        if not compared or not worst < TOLERANCE:
+        if not compared:
+            raise SystemExit("no page was compared: no request whose prompt was noted is in the last batch")
+        if not worst < TOLERANCE:
             raise SystemExit(f"attention over the cache is off by {worst:.1e} of its mean size, {compared} pages")
         self.names = ()
         self.tokens.clear()
