@@ -29,10 +29,12 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     alibi: bool = False
+    together: int = 1
     gap: int = 256  # bytes between blocks of the pool
 
     def __str__(self):
         extra = [f"slack{self.slack}"] * bool(self.slack) + ["bf16"] * self.bf16
+        extra += [f"together{self.together}"] * (self.together > 1)
         extra += [name for name in ("window", "softcap", "sinks", "alibi") if getattr(self, name)]
         return "-".join(
             (self.format, f"d{self.head_dim}", f"h{self.heads}x{self.kv_heads}", *extra, *map(str, self.new))
@@ -44,7 +46,7 @@ class Case:
 
     @property
     def rows(self):
-        return RowLayout(PageLayout(KVFormat.parse(self.format), self.head_dim), self.slack)
+        return RowLayout(PageLayout(KVFormat.parse(self.format), self.head_dim), self.slack, self.together)
 
     def masks(self, device="cpu"):
         generator = torch.Generator().manual_seed(7)
@@ -209,7 +211,7 @@ DECODE = [
     Case("k8v4g32", head_dim=256, heads=2, kv_heads=1, slack=32),
     Case("kv2g32", bf16=True, heads=2, window=200),
     Case("kv4t", softcap=20.0, sinks=True),
-    Case("kv4g128", alibi=True, heads=32, kv_heads=2),
+    Case("kv4g128", alibi=True, heads=32, kv_heads=2, together=3),
     Case("kv4g128", before=(128, 255, 256, 383, 640, 0, 31, 32), new=(1, 1, 1, 1, 1, 0, 1, 1)),
 ]
 RAGGED = [
@@ -218,6 +220,8 @@ RAGGED = [
     Case("kv8", before=(100, 0), new=(29, 129), head_dim=64),
     Case("kv4t", before=(130, 0), new=(5, 257), slack=32),
     Case("k16v4", before=(130, 60), new=(5, 100)),
+    Case("kv16", before=(130, 255, 0), new=(5, 129, 257), head_dim=64, together=3),
+    Case("kv4g128", before=(300, 0), new=(100, 130), together=3),
     Case("k2v16g32", before=(130, 0), new=(130, 257), bf16=True, head_dim=256, heads=2, kv_heads=1),
 ]
 FEW = [
@@ -255,6 +259,8 @@ def paged_attention(masks: Masks):
 STEPS = [
     Case("kv4g128", before=(299, 128, 125, 128, 0, 300), new=(5, 2, 4, 1, 400, 100), slack=32),
     Case("kv4g128", before=(299, 0, 300, 0, 255, 128), new=(1, 1, 100, 400, 129, 3)),
-    Case("kv2g128", before=(127, 128, 0, 0), new=(1, 1, 130, 5), bf16=True, window=150, heads=4, kv_heads=1),
+    Case(
+        "kv2g128", before=(127, 128, 0, 0), new=(1, 1, 130, 5), bf16=True, window=150, heads=4, kv_heads=1, together=2
+    ),
     Case("kv4", before=(511, 30), new=(1, 226), head_dim=64, softcap=20.0, sinks=True, heads=4, kv_heads=1),
 ]

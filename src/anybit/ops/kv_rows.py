@@ -90,8 +90,7 @@ def unpack(of: LayerView, k: Tensor, v: Tensor, starts: Tensor, jobs: Tensor, ou
     jobs: int32 [jobs, 2]: a sequence and 2 * its page, or that plus 1: the page's tokens in 16 bits, as far as there
     are any (zeros behind), from before ``keep``.  k, v, starts: as in ``pack``.
     """
-    rows = RowLayout(of.layout, of.ring - PAGE)
-    problem = kv_unpack.Problem(rows, of.kv_heads, jobs.shape[0], of.bf16)
+    problem = kv_unpack.Problem(of.layout, of.front, of.slots, of.kv_heads, jobs.shape[0], of.bf16)
     config, device = kv_unpack.default(problem), Device.of(of.pages)
     reason = kv_unpack.why_not(problem, config, device)
     if reason is not None:
@@ -141,7 +140,8 @@ def kernels_for(
         if reason is not None:
             raise KernelError(reason)
         found[kv_quantize.kernel(config)] = None
-    found[kv_unpack.kernel(kv_unpack.default(kv_unpack.Problem(rows, kv_heads, 1, bf16)))] = None
+    unpacked = kv_unpack.Problem(rows.layout, rows.front, rows.slots, kv_heads, 1, bf16)
+    found[kv_unpack.kernel(kv_unpack.default(unpacked))] = None
     for batch, queries in product(range(1, sequences + 1), sorted({1, most})):
         step = kernels.Problem(
             layout=rows.layout, batch=batch, heads=heads, kv_heads=kv_heads, queries=queries, ring=rows.ring,

@@ -5,17 +5,22 @@ from functools import cache
 
 from anybit.device import Device
 from anybit.jit import Int32, Int64, Kernel, Pointer
-from anybit.kernels.attention.kv_page import BlockConfig, constants
-from anybit.kernels.attention.kv_rows import RowLayout
+from anybit.kernels.attention.kv_page import BlockConfig, PageLayout, constants
 
 _MOST_JOBS = 65535
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``jobs`` pages of ``kv_heads`` heads each.  bf16: the type of tokens and of what is written, else float16."""
+    """``jobs`` pages of ``kv_heads`` heads each.
 
-    rows: RowLayout
+    front, slots: pages of a row that are its residual, and tokens of each.  bf16: the type of tokens and of what is
+    written, else float16.
+    """
+
+    layout: PageLayout
+    front: int
+    slots: int
     kv_heads: int
     jobs: int
     bf16: bool = False
@@ -55,8 +60,8 @@ class Params:
 
 def default(problem: Problem) -> Config:
     """The config of a problem."""
-    rows = problem.rows
-    return Config(**constants(rows.layout, problem.bf16), threads=256, front=rows.front, slots=rows.slots)
+    known = constants(problem.layout, problem.bf16)
+    return Config(**known, threads=256, front=problem.front, slots=problem.slots)
 
 
 def why_not(problem: Problem, config: Config, device: Device) -> str | None:
