@@ -1,0 +1,264 @@
+"""One model's answers over two GPUs beside one, in vLLM, and beside anybit's own generate.
+
+    python benchmarks/serving_ranks.py MODEL --schemes w4a16g32 w3a16g64asym w5a16 --graphs w4a16g128
+
+SmolLM2 has 9 heads for 3 of keys, which no two GPUs share: a copy gets heads of zeros, 12 for 4, which change nothing.
+It is quantized in each scheme; engines answer over one GPU, over two that share each layer (tensor), and over two that
+have half of the layers each (pipeline), all prompts together and each alone. Where tokens part from generate's, it says
+how far the engine's token is below the largest logit after the same tokens: what rounding turns is near it.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from serving import TEXTS
+
+KINDS = {"one": {}, "tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+NEW = 32
+
+
+def padded(source: Path, folder: Path) -> Path:
+    """A copy of a Llama with heads of zeros, so that four ranks can share them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((source / "config.json").read_text())
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    more = -(-keys // 4) * 4
+    sizes = {"q": more * (heads // keys) * dim, "k": more * dim, "v": more * dim}
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        part = name.partition("self_attn.")[2]
+        if part == "o_proj.weight":
+            tensors[name] = torch.nn.functional.pad(tensor, (0, sizes["q"] - tensor.shape[1]))
+        elif part.endswith("_proj.weight"):
+            tensors[name] = torch.nn.functional.pad(tensor, (0, 0, 0, sizes[part[0]] - tensor.shape[0]))
+    config |= {"num_attention_heads": more * (heads // keys), "num_key_value_heads": more, "head_dim": dim}
+    folder.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in source.iterdir():
+        if file.suffix in (".json", ".jinja") and file.name not in ("config.json", ".anybit-files.json"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def prompts_of(folder: Path) -> list[list[int]]:
+    """The prompts as tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text).input_ids[:24] for text in TEXTS]
+
+
+def answer(folder: Path, found: Path, **options: Any) -> None:
+    """Start an engine, and write its greedy answers into a file."""
+    from vllm import LLM, SamplingParams
+
+    begin, prompts = time.time(), prompts_of(folder)
+    settings = {
+        "dtype": "float16", "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False, "enforce_eager": True, "distributed_executor_backend": "mp",
+        "disable_log_stats": True, "gpu_memory_utilization": 0.03, "kv_cache_memory_bytes": 256 << 20,
+    }  # fmt: skip
+    llm = LLM(str(folder), **{**settings, **options})
+    up = time.time() - begin
+    sampling = SamplingParams(temperature=0, min_tokens=NEW, max_tokens=NEW, detokenize=False)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    answers = {}
+    for how, asked in (("together", [given]), ("alone", [[one] for one in given])):
+        done = [one for some in asked for one in llm.generate(some, sampling, use_tqdm=False)]
+        answers[how] = [list(one.outputs[0].token_ids) for one in done]
+    part = found.with_suffix(".part")
+    part.write_text(json.dumps({"up": round(up, 1), "took": round(time.time() - begin, 1), **answers}))
+    part.rename(found)
+
+
+Job = tuple[Path, dict[str, Any]]
+"""A folder, and options of its engine; the folder holds a file "ready" once it may be read."""
+
+
+def engines(work: Path, jobs: dict[str, Job], at_once: int, limit: float) -> None:
+    """Answers of many engines, some at a time, each in a process that has imported vLLM already: NAME.json, NAME.log.
+
+    Where there are none after so many seconds, NAME.failed.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's core in that process; its ranks are their own
+    os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # it uses NVLink's multicast
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1"), ("VLLM_USE_FLASHINFER_SAMPLER", "0")):
+        os.environ.setdefault(name, value)
+    from vllm import LLM  # noqa: F401
+
+    from anybit.integrations.vllm import register
+
+    register()
+    running: dict[int, tuple[str, float]] = {}
+    rest = dict(jobs)
+    while rest or running:
+        for name, (folder, options) in list(rest.items()):
+            if len(running) < at_once and (folder / "ready").exists():
+                del rest[name]
+                do = functools.partial(answer, folder, work / f"{name}.json", **options)
+                running[fork(work / f"{name}.log", do)] = name, time.time()
+        for child, (name, began) in list(running.items()):
+            ended = os.waitpid(child, os.WNOHANG)[0]
+            if not ended and time.time() - began < limit:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # with its ranks
+            if not ended:
+                os.waitpid(child, 0)
+            del running[child]
+            if not (work / f"{name}.json").exists():
+                (work / f"{name}.failed").touch()
+        time.sleep(0.1)
+
+
+def fork(log: Path, do: Callable[[], None]) -> int:
+    """Do something in a process, and a group, of its own, which writes into a log."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # to end with its parent
+        with log.open("wb", buffering=0) as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        do()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def quantize(source: Path, work: Path, schemes: list[str]) -> None:
+    """The folders that engines read."""
+    from anybit.quantization.methods.registry import quantize_folder
+
+    for scheme in schemes:
+        quantize_folder(source, work / scheme, scheme)
+        (work / scheme / "ready").touch()
+
+
+class Own:
+    """A model in anybit, and its own answers."""
+
+    def __init__(self, model: str | Path, prompts: list[list[int]]) -> None:
+        import torch
+
+        from anybit.integrations.loading import load_model
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = torch.float16 if self.device == "cuda" else torch.float32
+        self.model, self.prompts = load_model(model, dtype=dtype, device=self.device).model, prompts
+        ask = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+        given = [torch.tensor([prompt], device=self.device) for prompt in prompts]
+        self.answers = [self.model.generate(ids, **ask)[0, ids.shape[1] :].tolist() for ids in given]
+
+    def below(self, answers: list[list[int]]) -> list[float]:
+        """How far each token is below the largest logit after the same tokens."""
+        import torch
+
+        found = []
+        with torch.inference_mode():
+            for prompt, tokens in zip(self.prompts, answers, strict=True):
+                ids = torch.tensor([prompt + tokens], device=self.device)
+                logits = self.model(ids).logits[0, len(prompt) - 1 : -1].float()
+                found += (logits.amax(-1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]).tolist()
+        return found
+
+
+def compare(work: Path, names: list[str], own: Own) -> None:
+    """Wait for engines, and say what parts each from generate, and from the first."""
+    first: dict[str, Any] = {}
+    for name in names:
+        file = work / f"{name}.json"
+        while not file.exists() and not (work / f"{name}.failed").exists():
+            time.sleep(0.2)
+        if not file.exists():
+            print(f"{name}: no answers; {last_words(work / f'{name}.log')}", flush=True)
+            continue
+        got = json.loads(file.read_text())
+        first = first or {"name": name, **got}
+        for how in ("together", "alone"):
+            below = own.below(got[how])
+            said = f"{name}, {how}: of {len(below)} tokens {same(got[how], own.answers)} are generate's"
+            if name != first["name"]:
+                said += f", {same(got[how], first[how])} {first['name']}'s"
+            said += f", {below.count(0.0)} the largest logit after the same tokens, {max(below):.4f} the furthest below"
+            print(f"{said}; up after {got['up']} s", flush=True)
+
+
+def same(some: list[list[int]], others: list[list[int]]) -> int:
+    """How many tokens of some answers are those of others."""
+    return sum(x == y for a, b in zip(some, others, strict=True) for x, y in zip(a, b, strict=True))
+
+
+def last_words(log: Path) -> str:
+    """What an engine said last of an error."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no log")
+
+
+def main() -> None:
+    """Prepare, start, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a Llama's folder, 16-bit safetensors in one file")
+    parser.add_argument("--schemes", nargs="+", required=True)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="the others beside the first")
+    parser.add_argument("--graphs", nargs="*", default=[], help="schemes to run in compiled graphs, too")
+    parser.add_argument("--work", type=Path, help="a folder for models and what engines say")
+    parser.add_argument("--at-once", type=int, default=6, help="engines at a time")
+    parser.add_argument("--limit", type=float, default=120, help="seconds that an engine may take")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more options of vLLM's engine, as JSON")
+    args = parser.parse_args()
+    work = args.work or Path(tempfile.mkdtemp(prefix="ranks-"))
+    work.mkdir(parents=True, exist_ok=True)
+    begin, jobs = time.time(), dict[str, Job]()
+    names: dict[str, list[str]] = {scheme: [] for scheme in args.schemes}
+    for graphs, schemes in ((True, args.graphs), (False, args.schemes)):  # what takes longest first
+        for scheme in schemes:
+            for kind in args.kinds:
+                name = f"{scheme}.{kind}{'.graphs' * graphs}"
+                jobs[name] = work / scheme, {**KINDS[kind], "enforce_eager": not graphs, **args.engine}
+                names.setdefault(scheme, []).append(name)
+    children = [
+        fork(work / "engines.log", lambda: engines(work, jobs, args.at_once, args.limit)),
+        fork(work / "quantize.log", lambda: quantize(padded(args.model, work / "padded"), work, list(names))),
+    ]
+    try:
+        for scheme, those in names.items():
+            while not (work / scheme / "ready").exists():
+                time.sleep(0.1)
+                if os.waitpid(children[1], os.WNOHANG)[0] and not (work / scheme / "ready").exists():
+                    raise SystemExit(f"{scheme} was not quantized: {last_words(work / 'quantize.log')}")
+            compare(
+                work, sorted(those, key=lambda name: "graphs" in name), Own(work / scheme, prompts_of(work / scheme))
+            )
+    finally:
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGTERM)
+    print(f"{time.time() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
