@@ -2,7 +2,6 @@
 
     python benchmarks/serving.py steps fp16 fp8 machete w4a16g128 w4a8     # one engine after another, each a process
     python benchmarks/serving.py rates machete w4a8 --rates 1 4 16 64
-    python benchmarks/serving.py check w4a16g128 w4a8                     # greedy answers beside anybit's own generate
     python benchmarks/serving.py steps w4a16g128 --profile 1 64           # and what steps of so many requests launch
     python benchmarks/serving.py steps fp8 w4a8 --model llama-3-70b --ranks 2     # over two GPUs (tensor parallelism)
 
@@ -45,10 +44,6 @@ W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "gro
 OWN = ("fp16", "fp8", "machete")
 """vLLM's own kernels."""
 PROMPT, NEW = 128, 128
-TEXTS = (
-    "The capital of France is", "Photosynthesis is", "Write a short poem about the sea:", "2, 4, 6, 8,",
-    "A recipe for bread needs", "In 1969", "The largest planet of the solar system", "def fibonacci(n):",
-)  # fmt: skip
 RATES = (1, 4, 16, 32, 64)
 KEY = ("engine", "scheme", "model", "ranks", "executor", "requests", "prompt", "new_tokens", "rate", "gpu", "vllm")
 
@@ -320,121 +315,15 @@ def end_table(table: str, count: int, _: Any) -> str:
     return printed
 
 
-def random_llama() -> str:
-    """A folder with a small model of random weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tempfile.mkdtemp(prefix="check-fp-")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=128, vocab_size=4096, max_position_embeddings=1024, tie_word_embeddings=True,
-    )  # fmt: skip
-    whole = LlamaForCausalLM(config).half()
-    for parameter in whole.parameters():
-        if parameter.ndim == 2:
-            parameter.data.normal_(0, 0.05)
-    whole.save_pretrained(folder)
-    return folder
-
-
-def check(mode: str, args: argparse.Namespace) -> list[Row]:
-    """Greedy answers of a small model, quantized and saved here, beside those of anybit's own generate.
-
-    Rounding lets answers part where two tokens are nearly alike: how far below generate's largest logit the tokens of
-    vLLM are, after the same tokens, tells that from an error.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import anybit
-    from anybit.integrations.transformers import AnyBitConfig
-
-    source, folder, new = args.source or random_llama(), tempfile.mkdtemp(prefix=f"check-{mode}-"), 32
-    scheme, _, head = mode.partition("+")
-    quantization = AnyBitConfig(scheme, overrides={HEAD: head} if head else None)
-    quantized = AutoModelForCausalLM.from_pretrained(source, quantization_config=quantization, dtype=args.dtype)
-    quantized.save_pretrained(folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    quantized = quantized.to(device)
-    if args.source:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        prompts = [tokenizer(text).input_ids for text in TEXTS]
-    else:
-        prompts = [[random.Random(i).randint(10, 4000) for _ in range(24)] for i in range(8)]
-
-    def answers(**options: Any) -> list[list[int]]:
-        ask = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **options}
-        return [quantized.generate(torch.tensor([p], device=device), **ask)[0, len(p) :].tolist() for p in prompts]
-
-    def below(answer: list[int], prompt: list[int]) -> tuple[list[float], list[float]]:
-        """How far an answer's tokens are below the largest logit, and the second largest."""
-        with torch.inference_mode():
-            logits = quantized(torch.tensor([prompt + answer], device=device)).logits[0, len(prompt) - 1 : -1].float()
-        largest = logits.topk(2).values
-        chosen = logits.gather(1, torch.tensor(answer, device=device)[:, None])[:, 0]
-        return (largest[:, 0] - chosen).tolist(), (largest[:, 0] - largest[:, 1]).tolist()
-
-    expected = {"generate": answers()}
-    expected = {"generate": answers()}
-    if args.eager:  # graphs of two owners do not share a process
-        anybit.fuse(quantized)
-        expected["generate, fused"] = answers(**({"cache_implementation": "static"} if device == "cuda" else {}))
-        anybit.unfuse(quantized)
-    closest = min(min(below(a, p)[1]) for a, p in zip(expected["generate"], prompts, strict=True))
-    print(f"{mode}: its closest choice is by {closest:.4f}", flush=True)
-    settings: dict[str, Any] = {
-        "load_format": "auto", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512,
-        "dtype": args.dtype, "gpu_memory_utilization": args.memory, "enforce_eager": args.eager,
-        **({"kv_cache_memory_bytes": int(args.cache * 2**30)} if args.cache else {}), **args.engine,
-    }  # fmt: skip
-    llm = engine(mode, args, folder, in_process=args.ranks == 1, **settings)
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, min_tokens=new, max_tokens=new, detokenize=False)
-    given = [{"prompt_token_ids": p} for p in prompts]
-    got = {"generate, fused": expected.get("generate, fused", [])}
-    for how, asked in (("together", [given]), ("alone", [[one] for one in given])):
-        done = [answer for some in asked for answer in llm.generate(some, sampling, use_tqdm=False)]
-        got[how] = [list(answer.outputs[0].token_ids) for answer in done]
-    for how, found in got.items():
-        gaps = [below(a, p)[0] for a, p in zip(found, prompts, strict=False)]
-        for name, other in expected.items():
-            if how == name or not found:
-                continue
-            alike = [[x == y for x, y in zip(a, b, strict=True)] for a, b in zip(other, found, strict=True)]
-            tokens, first = sum(map(sum, alike)), [one.index(False) for one in alike if not all(one)]
-            parted = [gaps[i][one.index(False)] for i, one in enumerate(alike) if not all(one)]
-            print(
-                f"{mode}, {how} beside {name}: {sum(map(all, alike))} of {len(prompts)} answers and {tokens} of "
-                f"{len(prompts) * new} tokens are the same; parted at tokens {first}, "
-                f"by {[round(gap, 4) for gap in parted]}",
-                flush=True,
-            )
-        if found:
-            every = [gap for one in gaps for gap in one]
-            print(
-                f"{mode}, {how}: {sum(gap == 0 for gap in every)} of {len(every)} tokens are generate's largest logit "
-                f"after the same tokens, {max(every):.3f} the furthest below it",
-                flush=True,
-            )
-    return []
-
-
 def main() -> None:
     """Run one mode here, several in a process each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "rates", "check"))
+    parser.add_argument("what", choices=("steps", "rates"))
     parser.add_argument("modes", nargs="*")
     parser.add_argument("--output", type=Path, default=RESULTS / "h200" / "serving.json")
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (tensor parallelism)")
-    parser.add_argument("--memory", type=float, default=0.3, help="with check: the part of a GPU's memory")
-    parser.add_argument("--source", help="with check: a Llama's folder, for one of random weights")
-    parser.add_argument("--dtype", default="float16", help="with check: float32 on a CPU, where order rounds nothing")
-    parser.add_argument("--eager", action="store_true", help="with check: no graphs, for a quick start")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64, 128, 256])
     parser.add_argument("--profile", type=int, nargs="*", help="print what steps of so many requests launch")
     parser.add_argument("--in-process", action="store_true", help="the engine's core in this process")
@@ -449,7 +338,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     args = parser.parse_args()
     if len(args.modes) == 1:
-        found = {"steps": steps, "rates": rates, "check": check}[args.what](args.modes[0], args)
+        found = {"steps": steps, "rates": rates}[args.what](args.modes[0], args)
         if found:
             add(args.output, found, KEY)
     else:

@@ -1,0 +1,185 @@
+"""Greedy answers of vLLM with anybit beside those of anybit's own generate: a small model, quantized and saved here.
+
+    python benchmarks/serving_check.py w4a16g128 --source FOLDER      # a Llama's folder; without it random weights
+    python benchmarks/serving_check.py w4a16g128 --dtype float32 --eager     # on a CPU: hardly any rounding
+
+In 16 bits sums in another order let answers part where two tokens are nearly alike. So each answer is compared with
+what generate gives in several ways: as a model is loaded, fused (vLLM's layers run the same kernels then), and with
+vLLM's attention in it, which leaves nothing that differs. How far below generate's largest logit a token of vLLM is,
+after the same tokens, tells rounding from an error.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serving import HEAD, engine
+
+NEW = 32
+TEXTS = (
+    "The capital of France is", "Photosynthesis is", "Write a short poem about the sea:", "2, 4, 6, 8,",
+    "A recipe for bread needs", "In 1969", "The largest planet of the solar system", "def fibonacci(n):",
+)  # fmt: skip
+Answers = list[list[int]]
+
+
+def random_llama() -> str:
+    """A folder with a small model of random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tempfile.mkdtemp(prefix="check-fp-")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=128, vocab_size=4096, max_position_embeddings=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    whole = LlamaForCausalLM(config).half()
+    for parameter in whole.parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(0, 0.05)
+    whole.save_pretrained(folder)
+    return folder
+
+
+def attend_as_vllm(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """FlashAttention as vLLM calls it for one request, over pages of 16 tokens: q [1, heads, tokens, dim]."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    q, seen = query[0].transpose(0, 1).contiguous(), key.shape[2]
+    pages = [
+        torch.nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, -seen % 16)).unflatten(0, (-1, 16)).contiguous()
+        for x in (key, value)
+    ]
+    table = torch.arange(len(pages[0]), dtype=torch.int32, device=q.device)[None]
+    out = torch.empty_like(q)
+    flash_attn_varlen_func(
+        q, *pages, max_seqlen_q=len(q), max_seqlen_k=seen, softmax_scale=scaling, causal=True, block_table=table,
+        out=out,
+        cu_seqlens_q=torch.tensor([0, len(q)], dtype=torch.int32, device=q.device),
+        seqused_k=torch.tensor([seen], dtype=torch.int32, device=q.device),
+        fa_version=get_flash_attn_version(head_size=q.shape[-1]),
+    )  # fmt: skip
+    return out[None], None
+
+
+class Generated:
+    """A quantized model, and its own answers by how they came about."""
+
+    def __init__(self, mode: str, source: str, dtype: str) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+        from transformers.masking_utils import flash_attention_mask
+
+        from anybit.integrations.transformers import AnyBitConfig
+
+        self.folder = tempfile.mkdtemp(prefix=f"check-{mode}-")
+        scheme, _, head = mode.partition("+")
+        config = AnyBitConfig(scheme, overrides={HEAD: head} if head else None)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=dtype)
+        self.model.save_pretrained(self.folder)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = self.model.to(self.device)
+        self.model.generation_config.eos_token_id = None  # ends are tokens like others, in both
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            self.prompts = [tokenizer(text).input_ids for text in TEXTS]
+        except (OSError, ValueError):  # random weights have none
+            self.prompts = [[random.Random(i).randint(10, 4000) for _ in range(24)] for i in range(8)]
+        AttentionInterface.register("as vLLM", attend_as_vllm)
+        AttentionMaskInterface.register("as vLLM", flash_attention_mask)
+
+    def answers(self, **options: Any) -> Answers:
+        """Greedy ones of the model as it is now."""
+        ask = {"max_new_tokens": NEW, "do_sample": False, **options}
+        rows = [torch.tensor([prompt], device=self.device) for prompt in self.prompts]
+        return [self.model.generate(row, **ask)[0, row.shape[1] :].tolist() for row in rows]
+
+    def all_answers(self, low_bit: bool, static: bool) -> dict[str, Answers]:
+        """By how they came about. static: fused steps run in graphs, which share no process with vLLM's."""
+        import anybit
+
+        found = {"generate": self.answers()}
+        print(f"its closest choice is by {min(min(self.below(i, a)[1]) for i, a in enumerate(found['generate'])):.4f}")
+        anybit.fuse(self.model)
+        found["fused generate"] = self.answers()
+        if self.device == "cuda" and static:
+            found["fused generate in graphs"] = self.answers(cache_implementation="static")
+        if self.device == "cuda" and not low_bit:
+            before = self.model.config._attn_implementation
+            self.model.set_attn_implementation("as vLLM")
+            found["fused generate with vLLM's attention"] = self.answers()
+            self.model.set_attn_implementation(before)
+        anybit.unfuse(self.model)
+        return found
+
+    def below(self, index: int, answer: list[int]) -> tuple[list[float], list[float]]:
+        """How far below the largest logit the tokens of an answer are, and the second largest logits."""
+        prompt = self.prompts[index]
+        with torch.inference_mode():
+            whole = self.model(torch.tensor([prompt + answer], device=self.device), use_cache=False).logits[0].float()
+        logits = whole[len(prompt) - 1 : -1]
+        largest = logits.topk(2).values
+        chosen = logits.gather(1, torch.tensor(answer, device=self.device)[:, None])[:, 0]
+        return (largest[:, 0] - chosen).tolist(), (largest[:, 0] - largest[:, 1]).tolist()
+
+    def compare(self, name: str, found: Answers, expected: dict[str, Answers]) -> None:
+        """Print where answers part from expected ones, and by how much."""
+        gaps = [self.below(i, answer)[0] for i, answer in enumerate(found)]
+        for how, other in expected.items():
+            alike = [[x == y for x, y in zip(a, b, strict=True)] for a, b in zip(other, found, strict=True)]
+            parted = {i: one.index(False) for i, one in enumerate(alike) if not all(one)}
+            by = [round(gaps[i][first], 4) for i, first in parted.items()]
+            print(
+                f"{name} beside {how}: {sum(map(all, alike))} of {len(alike)} answers and {sum(map(sum, alike))} of "
+                f"{len(alike) * NEW} tokens are the same; parted at {list(parted.values())}, by {by}"
+            )
+        every = [gap for one in gaps for gap in one]
+        print(
+            f"{name}: {sum(gap == 0 for gap in every)} of {len(every)} tokens are generate's largest logit after the "
+            f"same tokens, {max(every):.4f} the furthest below it",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode")
+    parser.add_argument("--source", help="a Llama's folder")
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--eager", action="store_true", help="no graphs, for a quick start")
+    parser.add_argument("--captured", type=int, nargs="+", help="token counts of graphs, for a quick start")
+    parser.add_argument("--memory", type=float, default=0.3, help="the part of a GPU's memory")
+    parser.add_argument("--cache", type=float, help="GiB of keys and values, where engines share a GPU")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs (tensor parallelism)")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more options of vLLM's engine, as JSON")
+    args = parser.parse_args()
+    args.layers, args.model = None, "llama-3-8b"  # of a model that is not made here
+    source = args.source or random_llama()
+    here = Generated(args.mode, source, args.dtype)
+    expected = here.all_answers("-k" in args.mode, static=args.eager)
+    for how, found in expected.items():
+        if how != "generate":
+            here.compare(f"{args.mode}, {how}", found, {"generate": expected["generate"]})
+    settings: dict[str, Any] = {
+        "load_format": "auto", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512,
+        "dtype": args.dtype, "gpu_memory_utilization": args.memory, "enforce_eager": args.eager,
+        **({"kv_cache_memory_bytes": int(args.cache * 2**30)} if args.cache else {}), **args.engine,
+    }  # fmt: skip
+    llm = engine(args.mode, args, here.folder, in_process=args.ranks == 1, **settings)
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=NEW, detokenize=False)
+    given = [{"prompt_token_ids": prompt} for prompt in here.prompts]
+    for how, asked in (("vLLM together", [given]), ("vLLM alone", [[one] for one in given])):
+        done = [answer for some in asked for answer in llm.generate(some, sampling, use_tqdm=False)]
+        here.compare(f"{args.mode}, {how}", [list(answer.outputs[0].token_ids) for answer in done], expected)
+
+
+if __name__ == "__main__":
+    main()
