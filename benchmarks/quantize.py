@@ -10,6 +10,7 @@ and once through anybit's kernels: APT-LLM's Table V.
 
 Rows are added to quantizers.json in benchmarks/results/h200 or cpu one by one; those of the same case, scheme, method
 and options are replaced. `--missing` leaves out what has a row, `--seconds S` begins no case after S seconds.
+`--masks FOLDER` keeps learned 2:4 masks for the cases after it, whose seconds count theirs.
 `--figure` only draws docs/quantizers.svg from the rows (needs matplotlib).
 """
 
@@ -66,11 +67,18 @@ MASKS = "float16s24"
 
 
 def measure(
-    model: Path, text: Path, scheme: str, method: str, options: dict[str, Any], op: bool, blocks: Path | None = None
+    model: Path,
+    text: Path,
+    scheme: str,
+    method: str,
+    options: dict[str, Any],
+    op: bool,
+    blocks: Path | None = None,
+    masks: Path | None = None,
 ) -> dict[str, Any]:
     """Quantize, reload, evaluate through the layers that a user gets.
 
-    blocks: a folder for calibrated blocks, which methods that begin alike take from each other.
+    blocks: a folder for calibrated blocks, which methods that begin alike take from each other. masks: of 2:4 masks.
     """
     content = evaluate.read_text(text)
     cut = len(content) // 2
@@ -80,10 +88,15 @@ def measure(
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         folder, bits = model, 16.0
-        shared = None if blocks is None else blocks / scheme
+        shared, note = (None, None) if blocks is None else (blocks / scheme, blocks / scheme / "seconds.txt")
+        if masks is not None and method == "distill" and "s24" in scheme:
+            shared, note = Path(scratch) / "resume", masks / "seconds.txt"
+            shared.mkdir()
+            masks.mkdir(parents=True, exist_ok=True)
+            (shared / "masks").symlink_to(masks.resolve())
         if scheme == MASKS:
             folder, bits = Path(scratch) / "model", 9.0  # half of 16 bits, and a bit of place
-            save_masks(model, folder, {"text": Path(scratch) / "second.txt", **options})
+            save_masks(model, folder, {"text": Path(scratch) / "second.txt", "resume": shared, **options})
         elif scheme != "float32":
             given, bits = dict(options), options.get("bits")
             given.pop("bits", None)
@@ -95,10 +108,10 @@ def measure(
             bits = quantize_folder(model, folder, scheme, method, bits=bits, options=given).bits_per_weight
         seconds = time.perf_counter() - started
         print(f"# {scheme} {method}: quantized in {seconds:.1f} s", file=sys.stderr, flush=True)
-        if shared is not None and shared.is_dir():
-            note = shared / "seconds.txt"
+        if shared is not None and note is not None and shared.is_dir():
             seconds += float(note.read_text()) if note.exists() else 0.0
-            note.write_text(str(seconds))
+            if scheme == MASKS or blocks is not None:
+                note.write_text(str(seconds))
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         found = perplexities(folder, content[:cut], scheme, op)
     return {
@@ -125,7 +138,8 @@ def save_masks(model: Path, folder: Path, given: dict[str, Any]) -> None:
     learning, generated = masks
     text = sequences_of(job, options, max(options.calibration_tokens, options.learning("distill", job.scheme)[0]))
     first = text[: options.calibration_tokens // options.length]
-    settings = Calibration(device=options.where, batch_tokens=16384 if options.on_gpu else 4096)
+    batch = 16384 if options.on_gpu else 4096
+    settings = Calibration(device=options.where, resume=options.resume, batch_tokens=batch)
     names = {layer.name for layer in job.layers}
     sparse = sparse_model(load_whole(job), first, text, names, learning, HALF, settings, generated, options.drift)
     sparse.model.half().save_pretrained(folder)
@@ -181,7 +195,7 @@ def unit(text: str, arguments: argparse.Namespace, file: Path) -> None:
                 continue
             blocks = Path(scratch) if "+" in methods else None
             try:
-                row = measure(arguments.model, arguments.text, scheme, method, options, op, blocks)
+                row = measure(arguments.model, arguments.text, scheme, method, options, op, blocks, arguments.masks)
             except Exception:  # the other cases are still worth having
                 print(f"{scheme}:{method} failed: {traceback.format_exc()}", flush=True)
                 continue
@@ -238,6 +252,7 @@ def main() -> None:
     parser.add_argument(
         "--options", type=json.loads, default={}, help="of the method, as JSON; bits: widths are chosen"
     )
+    parser.add_argument("--masks", type=Path, help="a folder that keeps learned 2:4 masks for the cases after it")
     parser.add_argument("--missing", action="store_true", help="only cases that have no row yet")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no case begins")
     parser.add_argument("--output", type=Path, default=None, help="a folder for the rows")
