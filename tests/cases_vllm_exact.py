@@ -10,14 +10,16 @@ those of ``generate`` one for one whatever the scheduler does: chunks, prefix hi
 
 On a GPU, too, exact answers are plain torch's, in float64. With --kernels orders of sums do change answers, so that
 each token of the engine's is also held against generate's logits after the same tokens: how many are the largest of
-them, and how far below the largest the others are.
+them, and how far below the largest the others are. The same is said of generate itself in float32, whose roundings
+alone differ. Every life is a process; one that does not happen (nothing preempted, no hit, no draft taken) or, in
+float64, parts is an error.
 """
 
 import argparse
-import gc
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,19 +38,27 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 LIVES: dict[str, dict[str, Any]] = {
     "alone": {"max_num_seqs": 1, "max_num_batched_tokens": 2048},
     "together": {},
     "chunks": {"max_num_batched_tokens": 67},
     "hits": {"enable_prefix_caching": True, "max_num_batched_tokens": 200},
-    "preempted": {"num_gpu_blocks_override": 3, "enable_prefix_caching": True},
-    "drafts": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
-                               "prompt_lookup_min": 1},
-        "num_gpu_blocks_override": 6, "enable_prefix_caching": True,
-    },
+    "preempted": {"tight": True, "enable_prefix_caching": True},
+    "drafts": {"speculative_config": DRAFTS, "enable_prefix_caching": True},
+    "everything": {"speculative_config": DRAFTS, "enable_prefix_caching": True, "tight": True,
+                   "max_num_batched_tokens": 67},
 }  # fmt: skip
-"""What requests live through, as options of an engine; blocks are for so many requests of ``pages``."""
+"""What requests live through, as options of an engine; tight: a pool of the first prompts, without their answers."""
+COUNTS = {
+    "hits": "prefix_cache_hits",
+    "preempted": "num_preemptions",
+    "drafts": "spec_decode_num_accepted_tokens",
+    "drafted": "spec_decode_num_draft_tokens",
+}
+HAPPENS = {"hits": ("hits",), "preempted": ("preempted",), "drafts": ("drafts",)}
+HAPPENS["everything"] = tuple(HAPPENS)
+"""Which counts of a life may not be zero."""
 SIZE = 16
 LONGEST = 1024
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,9 +101,22 @@ def requests_of(folder: Path, text: Path) -> list[Asked]:
     from transformers import AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(folder)(text.read_text()[:20_000]).input_ids
-    cuts = [(0, 300, 40), (0, 256, 30), (400, 531, 40), (900, 910, 60), (0, 290, 30), (400, 528, 40), (0, 384, 60)]
-    cuts.append((400, 700, 40))
+    cuts = [(0, 250, 40), (0, 370, 40), (400, 520, 30), (900, 910, 40), (0, 380, 40), (400, 650, 30), (0, 300, 20)]
+    cuts.append((400, 775, 40))  # most answers fill a page
     return [(words[a:b], new) for a, b, new in cuts]
+
+
+def tight(format: str, asked: list[Asked], head_dim: int, slack: int) -> int:
+    """Blocks that the first half's prompts take, pages in common once: one of its answers must lack a page."""
+    from anybit.ops import kv_rows
+    from anybit.scheme import KVFormat
+
+    rows = kv_rows.layout(KVFormat.parse(format), head_dim, slack)
+    prompts = [prompt for prompt, _ in asked[: len(asked) // 2]]
+    fronts = sum(rows.front if len(p) >= 128 else min(rows.front, -(-len(p) // rows.slots)) for p in prompts)
+    pages = {tuple(p[: 128 * i + 128]) for p in prompts for i in range(len(p) // 128)}
+    longest = max(len(prompt) + new + slack for prompt, new in asked)
+    return 1 + max(fronts + len(pages), rows.front + -(-longest // 128))  # and the null block
 
 
 class Doubled(nn.Module):
@@ -229,13 +252,13 @@ def by_vllm(
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Greedy answers of an engine, and its counts of what requests lived through."""
     draft_without_numba()
+    from transformers import AutoConfig
     from vllm import LLM, ModelRegistry, SamplingParams
 
-    from anybit.integrations.vllm import register
-    from anybit.ops import kv_rows
-    from anybit.scheme import KVFormat
+    from anybit.integrations.vllm import kv_backend, register
 
     register()
+    kv_backend.GRAPHS_OF_DRAFTS = kernels
     ModelRegistry.register_model("Doubled", Doubled)
     options = {
         "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": LONGEST, "max_num_seqs": 12,
@@ -250,10 +273,10 @@ def by_vllm(
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY" if DEVICE == "cuda" else "NONE",
         }
-    if "num_gpu_blocks_override" in life:
-        pages = -(-max(len(prompt) + new for prompt, new in asked) // 128)
-        front = kv_rows.layout(KVFormat.parse(format), 64, 32 if "speculative_config" in life else 0).front
-        life = {**life, "num_gpu_blocks_override": life["num_gpu_blocks_override"] * (front + pages)}
+    life = dict(life)
+    if life.pop("tight", False):
+        slack = 32 if "speculative_config" in life else 0
+        life["num_gpu_blocks_override"] = tight(format, asked, AutoConfig.from_pretrained(folder).head_dim, slack)
     more: dict[str, Any] = {"additional_config": {"anybit_kv_cache": format}}
     if not kernels:
         more["hf_overrides"] = {"architectures": ["Doubled"]}
@@ -261,17 +284,21 @@ def by_vllm(
     given = [({"prompt_token_ids": prompt}, new) for prompt, new in asked]
     found = []
     for half in (given[: len(given) // 2], given[len(given) // 2 :]):  # so that the second finds the first's pages
-        sampling = [SamplingParams(temperature=0, min_tokens=n, max_tokens=n, detokenize=False) for _, n in half]
+        sampling = [
+            SamplingParams(temperature=0, min_tokens=n, max_tokens=n, ignore_eos=True, detokenize=False)
+            for _, n in half
+        ]
         found += llm.generate([prompt for prompt, _ in half], sampling, use_tqdm=False)
-    counted = (
-        "prefix_cache_hits",
-        "num_preemptions",
-        "spec_decode_num_accepted_tokens",
-        "spec_decode_num_draft_tokens",
-    )
     values = {m.name.removeprefix("vllm:"): getattr(m, "value", 0) for m in llm.get_metrics()}
-    llm.llm_engine.engine_core.shutdown()
-    return [list(one.outputs[0].token_ids) for one in found], {name: values.get(name, 0) for name in counted}
+    return [list(one.outputs[0].token_ids) for one in found], {k: values.get(name, 0) for k, name in COUNTS.items()}
+
+
+def compared(expected: list[list[int]], found: list[list[int]]) -> dict[str, Any]:
+    """How many tokens are alike, and which answers part."""
+    pairs = list(zip(expected, found, strict=True))
+    alike = sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))
+    parted = [i for i, (x, y) in enumerate(pairs) if x != y]
+    return {"alike": alike, "tokens": sum(map(len, expected)), "parted": parted}
 
 
 def main() -> None:
@@ -281,28 +308,51 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--answers", type=Path, help="of one life: write its answers here, and compare nothing")
     args = parser.parse_args()
     folder = args.model or save_model(Path(tempfile.mkdtemp()))
-    asked = requests_of(folder, args.text) if args.model else requests()
+    asked = requests_of(folder, args.text) if args.text else requests()
     if not args.kernels:
         in_float64()
+    if args.answers:
+        found, counts = by_vllm(folder, args.format, asked, LIVES[args.lives[0]], args.kernels)
+        args.answers.write_text(json.dumps([found, counts]))
+        os._exit(0)  # a clean end of an engine takes seconds
+    lives, logs = args.lives or list(LIVES), Path(tempfile.mkdtemp())
+
+    def start(life: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, __file__, args.format, life, "--model", str(folder), "--answers", str(logs / life)]
+        command += ["--kernels"] * args.kernels + (["--text", str(args.text)] if args.text else [])
+        return subprocess.Popen(command, stdout=(logs / f"{life}.log").open("w"), stderr=subprocess.STDOUT)
+
+    begin = time.monotonic()
+    children = {life: start(life) for life in lives if DEVICE == "cuda"}  # on a CPU one after another
     model = loaded(folder, torch.float16 if args.kernels else torch.float64)
     expected = by_generate(model, args.format, asked)
-    if not args.kernels:
-        del model
-        gc.collect()
-    total = sum(map(len, expected))
-    for life in args.lives or LIVES:
-        begin = time.monotonic()
-        found, counts = by_vllm(folder, args.format, asked, LIVES[life], args.kernels)
-        pairs = list(zip(expected, found, strict=True))
-        alike = sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))
-        parted = [i for i, (x, y) in enumerate(pairs) if x != y]
-        said = {"format": args.format, "life": life, "alike": alike, "tokens": total, "parted": parted, **counts}
-        if args.kernels:
-            gaps = below_the_largest(model, args.format, asked, found)
-            said |= {"largest": sum(gap == 0 for gap in gaps), "furthest": round(max(gaps), 4)}
-        print(json.dumps({**said, "seconds": round(time.monotonic() - begin)}), flush=True)
+    said: dict[str, Any] = {"format": args.format}
+    print(json.dumps({**said, "generate": round(time.monotonic() - begin)}), flush=True)
+    failed = list[str]()
+
+    def below(found: list[list[int]]) -> dict[str, Any]:
+        gaps = below_the_largest(model, args.format, asked, found)
+        return {"largest": sum(gap == 0 for gap in gaps), "furthest": round(max(gaps), 4)}
+
+    if args.kernels:
+        found = by_generate(loaded(folder, torch.float32), args.format, asked)
+        print(json.dumps({**said, "life": "generate in float32", **compared(expected, found), **below(found)}))
+    for life in lives:
+        child = children.get(life) or start(life)
+        if child.wait():
+            failed.append(f"{life} ended with {child.returncode}:\n" + (logs / f"{life}.log").read_text()[-3000:])
+            continue
+        found, counts = json.loads((logs / life).read_text())
+        line = {**said, "life": life, **compared(expected, found), **counts}
+        line |= below(found) if args.kernels else {}
+        print(json.dumps({**line, "seconds": round(time.monotonic() - begin)}), flush=True)
+        failed += [f"{life}: {name} did not happen" for name in HAPPENS.get(life, ()) if not counts[name]]
+        failed += [f"{life}: answers {line['parted']} part"] if line["parted"] and not args.kernels else []
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":
