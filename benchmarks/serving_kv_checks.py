@@ -114,7 +114,12 @@ def _codes(layout: Any) -> int:
 
 
 class LastTime:
-    """A drafter in the place of vLLM's n-gram one, which wants numba: what followed the last token the last time."""
+    """A drafter in the place of vLLM's n-gram one, which wants numba: what followed the last token the last time.
+
+    faults: draws which drafts are wrong, and where some are missing, so that steps differ; None: as they are.
+    """
+
+    faults: "random.Random | None" = None
 
     def __init__(self, config: Any) -> None:
         self.count = config.speculative_config.num_speculative_tokens
@@ -130,7 +135,11 @@ class LastTime:
             known = tokens[i, : lengths[i]]
             places = np.flatnonzero(known[: -count - 1] == known[-1]) if len(new) else ()
             first = places[-1] + 1 if len(places) else len(known) - count
-            found.append(known[first : first + count].tolist() if len(new) else [])
+            drafts = known[first : first + count].tolist() if len(new) else []
+            if self.faults is not None:
+                drafts = [token if self.faults.random() < 0.8 else 10 for token in drafts]
+                drafts = drafts[: self.faults.randrange(count)] if self.faults.random() < 0.1 else drafts
+            found.append(drafts)
         return found
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -140,11 +149,12 @@ class LastTime:
 def check_drafted(requests: Any, count: int = 6, prompt: int = 300, new: int = 150) -> str:
     """Ask for answers, then for the logits of prompt and answer as one prompt: answers are their greedy tokens.
 
-    Raises SystemExit where they are not. Rounding moves a token now and then, where two are nearly alike.
+    Of their drafts some are wrong and some missing. Raises SystemExit where answers are not those tokens. Rounding
+    moves a token now and then, where two are nearly alike.
     """
     from vllm import SamplingParams
 
-    core = requests.core
+    core, LastTime.faults = requests.core, random.Random(2)
     draw, asked = random.Random(1), dict[str, list[int]]()
     plain = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     again = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
@@ -152,6 +162,7 @@ def check_drafted(requests: Any, count: int = 6, prompt: int = 300, new: int = 1
         asked[f"drafted{i}"] = [draw.randint(10, 9999) for _ in range(prompt)]
         core.add_request(f"drafted{i}", {"prompt_token_ids": asked[f"drafted{i}"]}, plain)
     requests.finish()
+    LastTime.faults = None
     for name, tokens in asked.items():
         core.add_request("again" + name, {"prompt_token_ids": tokens + requests.answers[name]}, again)
     gaps = list[float]()
