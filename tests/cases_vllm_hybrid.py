@@ -67,8 +67,8 @@ def save(name: str, folder: Path) -> Path:
     return folder
 
 
-def engine(folder: Path, format: str | None) -> Any:
-    """An engine; format None: vLLM's own cache."""
+def engine(folder: Path, format: str | None, eager: bool = False, most: int = 8) -> Any:
+    """An engine for ``most`` requests at once; format None: vLLM's own cache."""
     from vllm import LLM
 
     from anybit.integrations.vllm import kv_cache, register
@@ -76,12 +76,13 @@ def engine(folder: Path, format: str | None) -> Any:
     register()
     kv_cache.HYBRIDS = ("cpu", "cuda")
     options: dict[str, Any] = {"additional_config": {"anybit_kv_cache": format}} if format else {}
+    eager |= not GPU
     if GPU:
         options |= {"kv_cache_memory_bytes": 512 << 20, "gpu_memory_utilization": 0.03}
-        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "NONE" if eager else "FULL_DECODE_ONLY"}
     return LLM(
         str(folder), skip_tokenizer_init=True, dtype="float16" if GPU else "float32", max_model_len=LONGEST,
-        max_num_seqs=8, max_num_batched_tokens=256, enforce_eager=not GPU, disable_log_stats=True,
+        max_num_seqs=most, max_num_batched_tokens=256, enforce_eager=eager, disable_log_stats=True,
         enable_prefix_caching=False,
         **{"gpu_memory_utilization": 0.2, **options},
     )  # fmt: skip
@@ -115,17 +116,20 @@ def main() -> None:
     parser.add_argument("name", choices=MODELS)
     parser.add_argument("format")
     parser.add_argument("--new", type=int, default=200)
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--most", type=int, default=8, help="requests at once")
     args = parser.parse_args()
     folder = save(args.name, Path(tempfile.mkdtemp()))
     draw = random.Random(0)
     prompts = [[draw.randrange(3, SIZE) for _ in range(n)] for n in (5, 100, 127, 128, 300, 513)]
-    plain = engine(folder, None)
+    plain = engine(folder, None, args.eager, args.most)
     expected = answers(plain, prompts, args.new)
-    packed = engine(folder, args.format)
+    packed = engine(folder, args.format, args.eager, args.most)
     found = answers(packed, prompts, args.new)
-    alike = sum(a == b for x, y in zip(expected, found, strict=True) for a, b in zip(x, y, strict=True))
+    same = [[a == b for a, b in zip(x, y, strict=True)] for x, y in zip(expected, found, strict=True)]
+    alike, until = sum(map(sum, same)), [[*one, False].index(False) for one in same]
     said = {"model": args.name, "format": args.format, "tokens": args.new * len(prompts)}
-    said |= {"alike": alike, "distinct": len({token for one in found for token in one})}
+    said |= {"alike": alike, "alike until": until, "distinct": len({token for one in found for token in one})}
     asked = {"beside 16 bits": (plain, found), "beside its prompts": (packed, found)}
     asked["16 bits beside their prompts"] = (plain, expected)
     for what, (llm, answered) in asked.items():
