@@ -114,7 +114,8 @@ class RowBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
         self.reorder_batch_threshold = most_of(vllm_config)
         if not isinstance(kv_cache_spec, RowSpec):
             raise LayerError(
-                f"layers {layer_names[:2]} ... have a cache of {type(kv_cache_spec).__name__}, not anybit's"
+                f"layers {layer_names[:2]} ... were given a cache of {type(kv_cache_spec).__name__} in the place of "
+                "anybit's: leave out --disable-hybrid-kv-cache-manager, and other plug-ins (VLLM_PLUGINS=anybit)"
             )
         self.room = _room(vllm_config)
         # A scheduler that runs ahead of drafts knows only the most tokens that a request can have.

@@ -67,6 +67,13 @@ def why_not(config: Any, format: KVFormat) -> str | None:
     return None
 
 
+def _without(config: Any, format: KVFormat) -> str:
+    """How to get vLLM's own cache."""
+    by_option = isinstance(config.additional_config, dict) and config.additional_config.get(OPTION) is not None
+    where = f"{OPTION} out of --additional-config" if by_option else f"-{format} out of the scheme in config.json"
+    return f"for vLLM's own cache in 16 bits leave {where}"
+
+
 def _slack(config: Any) -> int:
     """Slots beyond a page: a step packs its drafts, and takes back what is refused."""
     return -(-drafts_of(config) // 32) * 32
@@ -95,7 +102,7 @@ def backend_for(arguments: dict[str, Any]) -> type[RowBackend] | None:
     elif (arguments["head_size_v"] or arguments["head_size"]) != arguments["head_size"]:
         reason = f"keys and values of {prefix} differ in size"
     if reason is not None:
-        raise OptionError(f"a KV cache of {format} inside vLLM: {reason}")
+        raise OptionError(f"a KV cache of {format} inside vLLM: {reason}; {_without(config, format)}")
     backend = backend_of(format, _slack(config))
     backend.rows(arguments["head_size"])  # refuses heads that the format does not divide
     if config.model_config.is_hybrid and config.device_config.device_type == "cpu":
@@ -172,7 +179,8 @@ def _beside_rows(spec: Any, config: Any) -> Any:
     if block is None:
         raise OptionError(
             f"a KV cache of {format} inside vLLM: a page of {page.page_size_bytes} bytes holds no 16 tokens of "
-            f"{token} bytes of the layers with a sliding window"
+            f"{token} bytes of the layers with a sliding window: use more bits (kv4, kv8), or --dtype float16; "
+            + _without(config, format)
         )
     return replace(spec, block_size=block, page_size_padded=page.page_size_bytes)
 

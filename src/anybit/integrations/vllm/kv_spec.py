@@ -120,7 +120,10 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
         self.spec = spec
         self.fronts: dict[str, int] = {}
         if self.block_size != PAGE * spec.together:
-            raise ValueError(f"a block has {self.block_size} tokens: context parallelism is not supported")
+            raise ValueError(
+                f"a block has {self.block_size} tokens, and anybit's KV cache wants {PAGE * spec.together}: context "
+                "parallelism is not supported, leave out --decode-context-parallel-size and its like"
+            )
         packed, plain = spec.tokens_that_fit(self.block_pool.num_gpu_blocks - 1, _EACH)  # but the null block
         _logger.info(
             "anybit: the KV cache is %s: %d tokens fit in requests of %d, and in 16 bits %d would",
@@ -145,7 +148,8 @@ class RowManager(FullAttentionManager):  # type: ignore[misc]
     def allocate_external_computed_blocks(self, *args: Any, **kw: Any) -> Any:
         """Refused: blocks that a KV connector brings have no residual."""
         raise NotImplementedError(
-            "anybit's KV cache inside vLLM has no KV connectors: they know nothing of its residual"
+            "anybit's KV cache inside vLLM has no KV connectors, which know nothing of its residual: leave out "
+            "--kv-transfer-config"
         )
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kw: Any) -> Any:
