@@ -3,7 +3,6 @@
 python benchmarks/linear_packed.py --compile            # needs no GPU: every kernel of every row, into the cache
 python benchmarks/linear_packed.py --seconds 200        # all rows, into results/h200/gemm_packed.json
 python benchmarks/linear_packed.py --only gate_up --schemes w4a16g128 --tokens 1 16
-python benchmarks/linear_packed.py --sweep              # M = 1 to 4096 and neighbours, to gemm_packed_sweep.json
 python benchmarks/linear_packed.py --steady 0.2 --tokens 1024 4096 --schemes w4a8   # each kernel at its own clock
 
 Chains run in one CUDA graph under programmatic dependent launch, over copies of the weights that together exceed L2:
@@ -64,8 +63,6 @@ SCHEMES = (
     *(f"w{bits}a8" for bits in BITS),
     *(f"w{bits}a8fp" for bits in BITS if bits <= 4),  # e4m3 holds no wider codes exactly
 )
-SWEEP = sorted({m + d for m in (1 << i for i in range(13)) for d in (-1, 0, 1)} - {0, 4097})
-SWEPT = ("w4a16g128", "w2a16g128", "w4a8", "w4a8fp")
 VENDORS = ("cublas fp16", "fp8")
 CHAIN = 32
 """Products after which a chain begins again, so that what it multiplies neither overflows nor fades."""
@@ -289,11 +286,10 @@ def time_layer(
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", choices=MODELS)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--only", nargs="*", choices=LAYERS, default=list(LAYERS), help="layers")
-    parser.add_argument("--tokens", type=int, nargs="*", help="default: " + " ".join(map(str, TOKENS)))
-    parser.add_argument("--schemes", nargs="*", help="default: " + " ".join(SCHEMES))
-    parser.add_argument("--sweep", action="store_true", help="powers of two and their neighbours: " + " ".join(SWEPT))
+    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--schemes", nargs="*", default=list(SCHEMES))
     parser.add_argument("--no-baselines", action="store_true", help="do not time cuBLAS fp16 and fp8 beside")
     parser.add_argument("--humming", nargs="*", default=["w4a16g128", "w4a8"], help="schemes that it is timed in")
     parser.add_argument("--humming-models", nargs="*", choices=MODELS, default=["llama-3-8b"], help="and models")
@@ -301,17 +297,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steady", type=float, default=0.0, help="seconds that each runs alone before it is timed")
     parser.add_argument("--compile", action="store_true", help="compile and end; needs no GPU")
     parser.add_argument("--seconds", type=float, default=200.0, help="begin nothing after this many seconds")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.sweep:
-        options.no_baselines, options.humming = True, []
-        options.models = options.models or ["llama-3-8b"]
-    options.models = options.models or list(MODELS)
-    options.schemes = options.schemes or list(SWEPT if options.sweep else SCHEMES)
-    options.tokens = options.tokens or list(SWEEP if options.sweep else TOKENS)
-    name = "gemm_packed_sweep.json" if options.sweep else "gemm_packed.json"
-    options.out = options.out or Path(RESULTS) / "h200" / name
-    return options
+    parser.add_argument("--out", type=Path, default=RESULTS / "h200" / "gemm_packed.json")
+    return parser.parse_args()
 
 
 def jobs_of(options: argparse.Namespace, pool: Pool) -> Iterator[Job]:

@@ -2,7 +2,7 @@
 # Proofs on a GPU, and rows of products, decode steps and the tuner, the first worth most: scripts/record.sh FOLDER [STEP...]
 #
 # Steps log to FOLDER/log, one line a step in FOLDER/log/steps; rows go to benchmarks/results, those of the check and the
-# new map to FOLDER. Without names all steps are run; their limits add up to 26 and 34 minutes on two GPUs, with the check (one GPU takes it all).
+# new map to FOLDER. Without names all steps are run; their limits add up to 25 and 34 minutes on two GPUs, with the check (one GPU takes it all).
 # With two GPUs the second measures the map and the tuner meanwhile, and both take half of the check. Kernels are compiled
 # beside the steps. A step that fails or runs out of its time costs the others nothing; a check that was broken off goes on
 # where FOLDER/check.json ends, if that is of this commit. MAP=FILE: the map that the later steps choose by, if none is measured.
@@ -10,7 +10,7 @@ set -u
 OUT=$(realpath -m "${1:?a folder for logs and the new map}")
 shift
 STEPS=" $* "
-ALL=" bitwise memcheck memcheck_bitwise racecheck_bitwise tests packed steady sweep sweep_steady map generate check "
+ALL=" bitwise memcheck memcheck_bitwise racecheck_bitwise tests packed steady map generate check "
 for name in "$@"; do
   [[ $ALL == *" $name "* ]] || { echo "no step is called '$name'; there are:$ALL" >&2; exit 2; }
 done
@@ -54,10 +54,6 @@ proofs_and_rows() {
   step tests 600 $PYTHON -m pytest -q -p no:cacheprovider tests/gpu tests/integrations/test_generate_gpu.py
   step packed 300 $PYTHON benchmarks/linear_packed.py --seconds 280
   step steady 150 $PYTHON benchmarks/linear_packed.py --steady 0.5 --models llama-3-8b --tokens 1024 4096 --seconds 140 --again
-  step sweep 60 $PYTHON benchmarks/linear_packed.py --sweep --seconds 50 \
-    --tokens 1 2 3 4 5 7 8 9 15 16 17 31 32 33 63 64 65 127 128 129 255 256 257
-  step sweep_steady 120 $PYTHON benchmarks/linear_packed.py --sweep --steady 0.05 --seconds 110 \
-    --tokens 511 512 513 1023 1024 1025 2047 2048 2049 4095 4096
 }
 
 map_and_steps() {
