@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from anybit.checkpoints.folder import read_json
 from anybit.errors import KernelError, OptionError
 from anybit.integrations.serving_source import vllm_folder
 from anybit.scheme import Scheme
@@ -100,6 +101,7 @@ def serve(server: Server, engine: Engine, ready: Callable[[], None]) -> int:
     watch = threading.Thread(target=_when_up, args=(server.url, up), daemon=True)
     if engine == "vllm":
         with vllm_folder(server) as (path, options):
+            _refuse_uneven(server, path)
             watch.start()
             others, key = without_key(server.others)
             code = _run(vllm_command(replace(server, others=[*options, *others]), path), key)
@@ -131,6 +133,18 @@ def _refuse_taken(server: Server) -> None:
         raise OptionError(
             f"{server.host}:{server.port} cannot be listened at: {why}; choose --host and --port"
         ) from None
+
+
+def _refuse_uneven(server: Server, path: Path) -> None:
+    """Raise OptionError for attention heads that so many GPUs cannot share, which vLLM refuses after its start."""
+    config = read_json(path / "config.json")
+    heads, ranks = (config.get("text_config") or config).get("num_attention_heads"), server.tensor_parallel
+    if isinstance(heads, int) and heads % ranks:
+        fits = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        raise OptionError(
+            f"--tensor-parallel {ranks} cannot share the {heads} attention heads of {server.model}: choose one of "
+            f"{fits}, or give each GPU a part of the layers: -- --pipeline-parallel-size {ranks}"
+        )
 
 
 def vllm_command(server: Server, path: Path) -> list[str]:
