@@ -200,7 +200,8 @@ def result(mode: str, **fields: Any) -> Row:
     """A row of serving.json; the engine's name tells of drafts."""
     weights, cache, drafts = parts(mode)
     own = weights not in PLAIN or cache.startswith("k")
-    found = row(mode.partition("+")[0], argparse.Namespace(model="llama-3-8b", ranks=1, engine={}), own, **fields)
+    shape = argparse.Namespace(model="llama-3-8b", layers=None, ranks=1, engine={})
+    found = row(mode.partition("+")[0], shape, own, **fields)
     engine = found["engine"] if own else "vllm"
     return {**found, "engine": f"{engine}-drafts{drafts}" if drafts else engine}
 
