@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.cases_damage import save_gguf
 from tests.cases_models import save_tiny
+from tests.checkpoints.test_gguf_blocks import MIXED
 
 from anybit import cli
+from anybit.checkpoints import source
 from anybit.kernels.gemm.builtin import builtin
 from anybit.kernels.gemm.linear_problem import LinearProblem
+from anybit.quantization.methods.registry import quantize_folder
 from anybit.scheme import Scheme
 from anybit.tune import dispatch as dispatching
 from anybit.tune.policy import Measured, Origin, Point, Policy, save
@@ -81,6 +85,23 @@ def test_explains_every_layer_of_a_model(
     assert {
         line.split(" x ", 1)[1].split(" on ")[0] for line in out.splitlines() if " on NVIDIA H200" in line
     } == shapes
+
+
+def test_explains_each_layer_in_its_own_scheme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a recipe, and of a GGUF file, whose blocks stay in the file."""
+    overrides = {"*.v_proj": "w6a16g64", "lm_head": "w8a16"}
+    quantize_folder(save_tiny("llama", tmp_path / "source"), tmp_path / "recipe", "w4a16g32", overrides=overrides)
+    code, out, _ = run(monkeypatch, capsys, "explain", str(tmp_path / "recipe"), "-m", "1")
+    said = [line.split(" on ")[0].split(" 1 x ") for line in out.splitlines() if " on NVIDIA" in line]
+    of_scheme = {scheme: [shape for one, shape in said if one == scheme] for scheme, _ in said}
+    assert code == 0 and of_scheme["w6a16g64"] == ["32 x 64"] and len(of_scheme["w8a16"]) == 1
+    assert "96 x 64" in of_scheme["w4a16g32"]  # q_proj and k_proj, which are still one product
+    monkeypatch.setattr(source, "dequantize_gguf", None)
+    file = save_gguf(tmp_path / "model.gguf", 256, 2, MIXED)
+    code, out, _ = run(monkeypatch, capsys, "explain", str(file), "-m", "1")
+    assert code == 0 and "w6a16g16 1 x 128 x 256 on" in out and "w3a16g16 1 x 256 x 512 on" in out
 
 
 @pytest.mark.parametrize(

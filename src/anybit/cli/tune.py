@@ -1,10 +1,11 @@
 """anybit tune, anybit explain."""
 
+import contextlib
+import itertools
 import math
 import os
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ from anybit.errors import KernelError, SchemeError, dtype_name
 from anybit.scheme import Scheme
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from anybit.tune.policy import Policy
     from anybit.tune.search import Progress
 
@@ -34,6 +37,7 @@ SchemeOption = Annotated[
 _DTYPES = ("float16", "bfloat16")
 _USUAL_SECONDS = 270.0
 _SAY_SECONDS = 30.0
+_JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 def tune(
@@ -85,10 +89,10 @@ def tune(
     if to is not None:
         policies.check_target(to)
     with status(f"Reading {model}"):
-        parsed, shapes, own = _layers(model, scheme, trust_remote_code)
+        layers, own = _layers(model, scheme, trust_remote_code)
     products = [
         LinearProblem(m, n, k, parsed.weights, parsed.activations, getattr(torch, wanted or own))
-        for n, k in shapes
+        for parsed, n, k in layers
         for m in STEPS
         if m <= most
     ]
@@ -99,7 +103,7 @@ def tune(
         seconds = math.inf if everything else _USUAL_SECONDS
     hints = [found for found in (policies.usable(file) for file in sorted(policies.SHIPPED.glob("*.json"))) if found]
     began = said = time.perf_counter()
-    with progress_bar(f"Tuning {parsed}", counted=True) as update:
+    with progress_bar("Tuning", counted=True) as update:
 
         def report(progress: "Progress") -> None:
             nonlocal said
@@ -169,17 +173,17 @@ def explain(
 
     with status(f"Reading {what}"):
         if shape is not None and wanted is not None:
-            parsed, shapes = wanted, [shape]
+            layers = [(wanted, *shape)]
         else:
-            parsed, shapes, own = _layers(what, scheme, trust_remote_code)
+            layers, own = _layers(what, scheme, trust_remote_code)
             kind = dtype or own
         device = Device.of(torch.empty(0, device="cuda")) if torch.cuda.is_available() else Device.named("sm_90a")
         if policy is not None:
             dispatching.use(policy)
-        by, formats = dispatching.dispatcher(device.name), (parsed.weights, parsed.activations)
+        by, dtype_ = dispatching.dispatcher(device.name), getattr(torch, kind)
         found = [
-            explain_product(LinearProblem(m, n, k, *formats, getattr(torch, kind), device), by, allowed)
-            for n, k in shapes
+            explain_product(LinearProblem(m, n, k, parsed.weights, parsed.activations, dtype_, device), by, allowed)
+            for parsed, n, k in layers
             for m in tokens or [1, 16, 256, 4096]
         ]
     if as_json:
@@ -252,42 +256,52 @@ def _shape(text: str) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def _layers(model: str, scheme: str | None, trust_remote_code: bool) -> tuple[Scheme, list[tuple[int, int]], str]:
-    """The scheme, the shapes of a model's linear layers, first as ``fuse`` joins them, and the dtype they run in."""
+def _layers(model: str, scheme: str | None, trust_remote_code: bool) -> tuple[list[tuple[Scheme, int, int]], str]:
+    """(scheme, outputs, inputs) of a model's linear layers, first as ``fuse`` joins them, and the dtype they run in."""
     from anybit.checkpoints import Folder, is_gguf, local_folder
-    from anybit.checkpoints.formats.gguf_blocks import gguf_scheme
+    from anybit.checkpoints.formats.gguf_file import NotNative, open_gguf
     from anybit.checkpoints.formats.translate import FolderTranslation
-    from anybit.quantization.pipeline.modules import (
-        kept_modules,
-        linear_layers,
-        skeleton,
-    )
+    from anybit.quantization.pipeline.modules import kept_modules, linear_layers, skeleton
 
     if scheme is None and is_gguf(model):
-        scheme = None if (found := gguf_scheme(Path(model).expanduser())) is None else str(found)
+        with contextlib.suppress(NotNative):  # its layers will be floats
+            source, _, empty = open_gguf(Path(model).expanduser())
+            return _products(empty, source.layers), "float16"
     with local_folder(model, trust_remote_code) as path:
         folder = Folder(path)
-        saved, own = folder.quantization, dtype_name(folder.kernel_dtype)
-        foreign = FolderTranslation.of(folder) if saved is None else None
-        stored = saved.scheme if saved is not None else None if foreign is None else foreign.scheme
-        if scheme is None and stored is None:
-            raise SchemeError(f"{model} is not quantized by anybit: name a scheme, for example --scheme w4a8")
-        empty = skeleton(path, trust_remote_code)
-        layers = linear_layers(empty, kept_modules(empty, None if saved is None else saved.kept))
-    fused = _as_fused({layer.name: (layer.n, layer.k) for layer in layers})
-    shapes = dict.fromkeys([*fused, *((layer.n, layer.k) for layer in layers)])
-    parsed = Scheme.parse(scheme) if scheme is not None else stored
-    assert parsed is not None
-    return Scheme(parsed.weights, parsed.activations), list(shapes), own
+        saved, empty = folder.quantization, skeleton(path, trust_remote_code)
+        names = [
+            layer.name for layer in linear_layers(empty, kept_modules(empty, None if saved is None else saved.kept))
+        ]
+        if scheme is not None:
+            schemes = dict.fromkeys(names, Scheme.parse(scheme))
+        elif saved is not None:
+            schemes = {name: saved.scheme_of(name) for name in names}
+        elif (foreign := FolderTranslation.of(folder)) is not None:
+            foreign.take_names(empty)
+            schemes = foreign.layers
+        else:
+            raise SchemeError(f"{model} is not quantized by anybit: name a scheme, for example --scheme w4a16g128")
+        return _products(empty, schemes), dtype_name(folder.kernel_dtype)
 
 
-def _as_fused(layers: dict[str, tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The shapes of layers in the model's order, projections that share an input as ``fuse`` stacks them."""
-    for name, (n, k) in layers.items():
+def _products(model: "nn.Module", schemes: dict[str, Scheme]) -> list[tuple[Scheme, int, int]]:
+    """What layers multiply: neighbours that share an input and a format as one product, then each layer alone."""
+    from anybit.quantization.pipeline.modules import linear_layers
+
+    layers = {
+        layer.name: (Scheme(scheme.weights, scheme.activations), layer.n, layer.k)
+        for layer in linear_layers(model, [])
+        if (scheme := schemes.get(layer.name))
+    }
+    joined = []
+    for name, layer in layers.items():
         parent, _, own = name.rpartition(".")
-        if own == "q_proj" and f"{parent}.k_proj" in layers:
-            yield n + sum(layers[f"{parent}.{other}"][0] for other in ("k_proj", "v_proj")), k
-        elif own == "gate_proj" and f"{parent}.up_proj" in layers:
-            yield n + layers[f"{parent}.up_proj"][0], k
-        elif own not in ("k_proj", "v_proj", "up_proj"):
-            yield n, k
+        group = next((group for group in _JOINED if own in group), (own,))
+        members = [layers[part] for member in group if (part := f"{parent}.{member}".lstrip(".")) in layers]
+        if len(members) < len(group):
+            joined.append(layer)
+        elif own == group[0]:
+            for scheme, run in itertools.groupby(members, key=lambda member: member[0]):
+                joined.append((scheme, sum(n for _, n, _ in run), layer[2]))
+    return list(dict.fromkeys([*joined, *layers.values()]))
