@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from serving import TEXTS
+from serving_check import TEXTS
 
 KINDS = {"one": {}, "tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
 NEW = 32
