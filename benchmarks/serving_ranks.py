@@ -177,11 +177,13 @@ class Own:
         """How far each token is below the largest logit after the same tokens."""
         import torch
 
-        found = []
+        found, end = [], self.model.generation_config.eos_token_id
+        ends = [] if end is None else end if isinstance(end, list) else [end]
         with torch.inference_mode():
             for prompt, tokens in zip(self.prompts, answers, strict=True):
                 ids = torch.tensor([prompt + tokens], device=self.device)
                 logits = self.model(ids).logits[0, len(prompt) - 1 : -1].float()
+                logits[:, ends] = float("-inf")  # no answer may end
                 found += (logits.amax(-1) - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]).tolist()
         return found
 

@@ -1,6 +1,7 @@
 """anybit convert, anybit info."""
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,7 +87,8 @@ def info(
             scheme = Scheme.parse(what)
         except SchemeError as error:
             if "/" not in what:
-                raise SchemeError(f"{error}; and there is no file or folder {what!r}") from None
+                meant = f"{error}; and" if re.match(r"\s*w\d", what) else "it is no scheme such as w4a16g128, and"
+                raise SchemeError(f"{meant} there is no file or folder {what!r}") from None
     figures = _model(what, trust_remote_code) if scheme is None else _scheme(scheme)
     if as_json:
         print_json(figures)

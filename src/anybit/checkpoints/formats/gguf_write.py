@@ -191,7 +191,10 @@ def _add_tokenizer(writer: Any, folder: Path, size: int) -> None:
     if special.chat_template is None and template.is_file():
         special.chat_template = template.read_text(encoding="utf-8")
     if not special.merges:
-        raise ConversionError("its tokenizer merges nothing, and readers of GGUF files take it for another kind then")
+        raise ConversionError(
+            f"{folder}: its tokenizer merges nothing, and readers of GGUF files take it for another kind then; other "
+            "formats hold it (--to anybit)"
+        )
     special.add_to_gguf(writer, quiet=True)
 
 

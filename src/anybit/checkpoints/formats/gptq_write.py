@@ -35,7 +35,10 @@ def tensors_of(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
         raise ConversionError(f"layer {name} has {k} inputs, which groups of {weight.format.group} do not divide")
     scale = weight.scale.to(torch.float16)
     if not torch.equal(scale.to(weight.scale.dtype), weight.scale):
-        raise ConversionError(f"layer {name} has scales that float16, which GPTQ's have, does not hold exactly")
+        raise ConversionError(
+            f"layer {name} has scales that float16, which GPTQ's have, does not hold exactly: quantize the model again "
+            "from 16-bit weights"
+        )
     return {
         "qweight": weight.words.t().contiguous(),
         "qzeros": pack_words(weight.zeros().to(torch.uint8).t().contiguous(), bits),
