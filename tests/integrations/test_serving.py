@@ -207,7 +207,9 @@ def test_what_transformers_cannot_do_is_refused(tmp_path: Path) -> None:
 def test_heads_that_gpus_cannot_share_are_refused_before_vllm_starts(tmp_path: Path) -> None:
     cases.save_small_llama(tmp_path)
     server = serving.Server(str(tmp_path), port=free_port(), tensor_parallel=3)
-    with pytest.raises(serving.OptionError, match=r"4 attention heads .* one of 1, 2, 4, .* --pipeline-parallel-size 3"):
+    with pytest.raises(
+        serving.OptionError, match=r"4 attention heads .* one of 1, 2, 4, .* --pipeline-parallel-size 3"
+    ):
         serving.serve(server, "vllm", lambda: None)
 
 
