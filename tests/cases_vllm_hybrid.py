@@ -71,10 +71,9 @@ def engine(folder: Path, format: str | None, eager: bool = False, most: int = 8)
     """An engine for ``most`` requests at once; format None: vLLM's own cache."""
     from vllm import LLM
 
-    from anybit.integrations.vllm import kv_cache, register
+    from anybit.integrations.vllm import register
 
     register()
-    kv_cache.HYBRIDS = ("cpu", "cuda")
     options: dict[str, Any] = {"additional_config": {"anybit_kv_cache": format}} if format else {}
     eager |= not GPU
     if GPU:

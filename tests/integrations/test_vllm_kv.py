@@ -125,7 +125,7 @@ LAYER = {
         (engine(cache__cache_dtype="fp8"), {}, "name one of the two"),
         (engine(cache__kv_sharing_fast_prefill=True), {}, "fast-prefill"),
         (engine(cache__user_specified_block_size=True), {}, "--block-size is 16"),
-        (engine(model__is_hybrid=True), {}, "Mamba"),
+        (engine(model__is_hybrid=True, cache__enable_prefix_caching=True), {}, "--no-enable-prefix-caching"),
         (engine(speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3)), {}, "drafts of eagle3"),
         (engine("kvfp4"), {}, "use kv4"),
         (engine(), {"kv_sharing_target_layer_name": "model.layers.1"}, "shares the keys and values of model.layers.1"),
@@ -151,8 +151,8 @@ def test_what_is_not_tested_is_refused_by_name(
         ({"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=3)}, "drafts"),
     ],
 )
-def test_layers_that_keep_a_state_on_a_cpu(changed: dict[str, Any], reason: str | None):
-    config = engine(model__is_hybrid=True, device__device_type="cpu", **changed)
+def test_layers_that_keep_a_state(changed: dict[str, Any], reason: str | None):
+    config = engine(model__is_hybrid=True, **changed)
     found = kv_cache.why_not(config, KVFormat.parse("kv4"))
     assert found is None if reason is None else found is not None and reason in found
 

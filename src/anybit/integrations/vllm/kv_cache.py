@@ -25,8 +25,6 @@ from anybit.ops.kv_rows import PAGE
 from anybit.scheme import KVFormat
 
 OPTION = "anybit_kv_cache"
-HYBRIDS = ("cpu",)
-"""Devices where layers that keep a state may be beside: not before tests/cases_vllm_hybrid.py has run there."""
 _logger = logging.getLogger("vllm.anybit")
 
 
@@ -56,8 +54,6 @@ def why_not(config: Any, format: KVFormat) -> str | None:
     if drafter not in (None, "ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"):
         return f"drafts of {drafter} come from layers with a cache of their own, which are not tested: use ngram"
     if config.model_config.is_hybrid:
-        if config.device_config.device_type not in HYBRIDS:
-            return "layers that keep a state (Mamba, linear attention) have not been seen beside it on a GPU"
         if cache.enable_prefix_caching:
             return "layers that keep a state go with --no-enable-prefix-caching only: hits are not tested beside them"
         if drafter is not None:
