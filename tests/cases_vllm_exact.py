@@ -255,10 +255,9 @@ def by_vllm(
     from transformers import AutoConfig
     from vllm import LLM, ModelRegistry, SamplingParams
 
-    from anybit.integrations.vllm import kv_backend, register
+    from anybit.integrations.vllm import register
 
     register()
-    kv_backend.GRAPHS_OF_DRAFTS = kernels
     ModelRegistry.register_model("Doubled", Doubled)
     options = {
         "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": LONGEST, "max_num_seqs": 12,

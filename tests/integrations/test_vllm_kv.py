@@ -201,9 +201,9 @@ def test_steps_of_drafts_are_described_without_a_look_at_the_device(
     )  # fmt: skip
     assert (batch.decodes, batch.decode_tokens, batch.queries) == few and not batch.groups
     one = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    assert RowBuilder.get_cudagraph_support(config, None) == one  # nobody has seen captured drafts on a GPU
-    monkeypatch.setattr(kv_backend, "GRAPHS_OF_DRAFTS", True)
     assert RowBuilder.get_cudagraph_support(config, None) == (AttentionCGSupport.UNIFORM_BATCH if drafts == 2 else one)
+    monkeypatch.setattr(kv_backend, "GRAPHS_OF_DRAFTS", False)
+    assert RowBuilder.get_cudagraph_support(config, None) == one
 
 
 def test_layers_with_a_window_stay_as_they_are_in_pages_of_the_packed_ones(monkeypatch: pytest.MonkeyPatch):

@@ -87,8 +87,8 @@ class RowBackend(AttentionBackend):  # type: ignore[misc]
         return False
 
 
-GRAPHS_OF_DRAFTS = False
-"""Whether steps that check drafts are captured whole: not before tests/gpu/test_kv_rows.py has passed on a GPU."""
+GRAPHS_OF_DRAFTS = True
+"""Whether steps that check drafts are captured whole."""
 
 
 @cache
