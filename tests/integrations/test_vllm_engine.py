@@ -149,16 +149,23 @@ def test_floats_are_quantized_while_loading(small: Path, tmp_path: Path) -> None
     assert got == expected
 
 
-@pytest.mark.parametrize("format", ["kv8", "kv4", "kv2"])
-def test_a_low_bit_cache_answers_as_generate_does_whatever_the_scheduler_does(format: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "lives"),
+    [
+        ("kv8", ["together", "everything"]),
+        ("kv4", ["alone", "chunks", "hits", "preempted", "drafts", "everything"]),
+        ("kv2", ["alone", "everything"]),
+    ],
+)
+def test_a_low_bit_cache_answers_as_generate_does_whatever_the_scheduler_does(format: str, lives: list[str]) -> None:
     """Token for token, with arithmetic that no order of sums can change: see cases_vllm_exact.py."""
-    done = run(str(Path(__file__).parent.parent / "cases_vllm_exact.py"), format)
-    found = {line["life"]: line for line in map(json.loads, re.findall(r"^{.*}$", done.stdout, re.MULTILINE))}
-    assert found.keys() == {"alone", "together", "chunks", "hits", "preempted", "drafts"}, done.stderr[-3000:]
-    assert {life: line["parted"] for life, line in found.items()} == {life: [] for life in found}
-    assert found["hits"]["prefix_cache_hits"]
-    assert found["preempted"]["num_preemptions"] or format == "kv8"  # whose pool happens to suffice
-    assert found["drafts"]["spec_decode_num_accepted_tokens"] > 50
+    done = run(str(Path(__file__).parent.parent / "cases_vllm_exact.py"), format, *lives)
+    assert done.returncode == 0, done.stderr[-3000:]  # also where nothing was preempted, hit or drafted
+    found = {line["life"]: line for line in map(json.loads, re.findall(r'^{.*"life".*}$', done.stdout, re.MULTILINE))}
+    assert found.keys() == set(lives)
+    assert {life: line["alike"] for life, line in found.items()} == {
+        life: line["tokens"] for life, line in found.items()
+    }
 
 
 @pytest.mark.skipif(OLD, reason="vLLM's Mamba layers run on a CPU from 0.32 on")
