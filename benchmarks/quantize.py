@@ -54,8 +54,8 @@ CASES = [
     *(f"{scheme}:gptq+learned" for scheme in SCHEMES),
     *("w4a4:smooth:op", "w4a4:rotate:op", "w4a4:spread:op", "w6a6:smooth:op", "w6a6:learned:op", "w8a8:smooth:op"),
     "w4a16g64asyms24:rtn",
-    *("w4a16g64s24:gptq+distill", "float16s24:distill"),  # the second: masks alone, in 16 bits
-    *(f"{scheme}g64s24:distill" for scheme in ("w2a16", "w8a16", "w4a8")),
+    "float16s24:distill",  # masks alone, in 16 bits
+    *(f"{scheme}g64s24:{method}" for scheme in ("w4a16", "w2a16", "w8a16", "w4a8") for method in ("gptq", "distill")),
     *("w3a16g128asym:block", "w2a16g64asym:block", "w4a4g64asym-xasym:rotate", "w1a16:onebit", "w1a16:gptq+learned"),
 ]
 # Of peers, whose rows do not say: codes, and a scale and a zero of each group.

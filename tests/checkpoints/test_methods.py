@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests.cases_calibration import sequences
 from tests.cases_models import save_tiny
+from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from anybit.checkpoints import Folder
@@ -171,6 +173,26 @@ def test_masks_learn_before_codes(llama: Path, tmp_path: Path) -> None:
         before = model(CHECK).logits
         model.save_pretrained(tmp_path / "again")
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()(CHECK).logits, before)
+
+
+def test_masks_of_one_width_serve_others(llama: Path, tmp_path: Path) -> None:
+    learn = FAST | {"learn_tokens": 1500, "step_tokens": 256, "mask_passes": 4, "weight_rate": 0.02}
+    masks: list[Tensor] = []
+    for scheme in ("w8a16g32s24", "w2a16g32s24", "w4a8s24", "w4a8g32asyms24"):
+        said: list[str] = []
+        resume, out = tmp_path / f"{scheme}-resume", tmp_path / scheme
+        if masks:
+            shutil.copytree(tmp_path / "w8a16g32s24-resume" / "masks", resume / "masks")
+        options = learn | {"resume": resume}
+        quantize_folder(llama, out, scheme, "distill", options=options, progress=lambda what, *_: said.append(what))
+        assert masks == [] or not any("masks" in what for what in said)
+        quantize_folder(llama, tmp_path / "rtn" / scheme, scheme)
+        assert divergence(llama, out) < divergence(llama, tmp_path / "rtn" / scheme)
+        model = AutoModelForCausalLM.from_pretrained(out)
+        kept = [module.quantized_weight().mask() for module in model.modules() if isinstance(module, QuantLinear)]
+        masks = masks or kept
+        # Error feedback moves what was pruned, and few bits move it further than what was kept.
+        assert torch.cat([(a == b).flatten() for a, b in zip(kept, masks, strict=True)]).float().mean() > 0.9
 
 
 @pytest.mark.parametrize(

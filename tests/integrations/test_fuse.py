@@ -37,7 +37,7 @@ def quantized(config, scheme, folder):
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
-@pytest.mark.parametrize("scheme", ["w4a16g32", "w3a8asym"])
+@pytest.mark.parametrize("scheme", ["w4a16g32", "w3a8asym", "w4a16g32asyms24"])
 def test_fused_says_the_same(config_class, scheme, tmp_path):
     extra = {} if config_class is Qwen2Config else {"head_dim": 64}
     model = quantized(config_class(**SIZES, **extra), scheme, tmp_path)

@@ -35,7 +35,7 @@ from anybit.scheme import Scheme  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("vllm_config")
 SCHEMES = ("w4a16g128", "w3a16g64asym", "w8a8", "w4a8", "w2a16g32asym", "w4a4", "w1a16g64", "w5a16", "w4a16g128s24",
-           "w4a16g32min", "w4a16g16e2m1")  # fmt: skip
+           "w4a8s24", "w4a16g32min", "w4a16g16e2m1")  # fmt: skip
 HEADS, KEYS, DIM = 8, 2, 32
 HIDDEN = HEADS * DIM
 PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
