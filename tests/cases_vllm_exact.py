@@ -306,11 +306,13 @@ def main() -> None:
     parser.add_argument("lives", nargs="*", help=", ".join(LIVES))
     parser.add_argument("--model", type=Path)
     parser.add_argument("--text", type=Path)
+    parser.add_argument("--most", type=int, default=LONGEST, help="tokens of an answer at most")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--answers", type=Path, help="of one life: write its answers here, and compare nothing")
     args = parser.parse_args()
     folder = args.model or save_model(Path(tempfile.mkdtemp()))
     asked = requests_of(folder, args.text) if args.text else requests()
+    asked = [(prompt, min(new, args.most)) for prompt, new in asked]
     if not args.kernels:
         in_float64()
     if args.answers:
@@ -321,6 +323,7 @@ def main() -> None:
 
     def start(life: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, __file__, args.format, life, "--model", str(folder), "--answers", str(logs / life)]
+        command += ["--most", str(args.most)]
         command += ["--kernels"] * args.kernels + (["--text", str(args.text)] if args.text else [])
         return subprocess.Popen(command, stdout=(logs / f"{life}.log").open("w"), stderr=subprocess.STDOUT)
 
