@@ -24,6 +24,15 @@ struct Params {
     int32_t chunks;                 // of k
 };
 
+// A ring of slots, or of groups of them: which one is next, and the parity of its round.
+template <int slots> struct Ring {
+    int at = 0, parity = 0;
+    PTX void advance() {
+        if (++at == slots) at = 0, parity ^= 1;
+    }
+    PTX int previous() const { return at == 0 ? slots - 1 : at - 1; }
+};
+
 namespace planes {
 constexpr int steps = 4;           // products of 256 k in a chunk
 constexpr int step_bytes = 32;

@@ -16,4 +16,18 @@ struct Params {
     int32_t m, n, k, x_stride, column_blocks, row_tiles;
 };
 
+namespace packed {
+
+// The scale and the bias of row n; 0 beyond the last. f16: of the bias, else it is bfloat16.
+template <bool f16, class P> PTX float2 row_factors(const P& p, int n) {
+    float scale = 0.0f, bias = 0.0f;
+    if (n < p.n) {
+        scale = p.row_scale[n];
+        if (p.bias != nullptr) bias = f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
+    }
+    return make_float2(scale, bias);
+}
+
+}  // namespace packed
+
 #endif  // ANYBIT_PACKED_PARAMS_CUH

@@ -49,15 +49,6 @@ template <class Config> struct GemmShared {
     }
 };
 
-// A ring of groups of slots, one group a chunk: where the next chunk stands, and the parity of its round.
-template <int groups> struct Ring {
-    int group = 0, parity = 0;
-    PTX void advance() {
-        if (++group == groups) group = 0, parity ^= 1;
-    }
-    PTX int previous() const { return group == 0 ? groups - 1 : group - 1; }
-};
-
 // The tiles of this block, one after another. Blocks take every gridDim.x-th, tokens first, so that blocks at work together
 // share weights. Activation-stationary blocks keep a tile of activations and take the weights of a range. With
 // `tail_tile_m` what whole rounds leave is cut into tiles of so many tokens, so that the last round is short.
@@ -148,7 +139,7 @@ template <class Config> PTX void gemm_load(const Params& p, uint32_t shared) {
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             const bool down = (p.chunks - chunk) & 1;
             auto load_weights = [&](int order) {
-                const int slot = weight_ring.group * P + order, i = down ? P - 1 - order : order;
+                const int slot = weight_ring.at * P + order, i = down ? P - 1 - order : order;
                 ptx::mbarrier_wait_parity(S::weight_empty(shared, slot), weight_ring.parity ^ 1);
                 ptx::mbarrier_arrive_expect_tx(S::weight_full(shared, slot), weight_bytes);
                 if (Config::cluster_n > 1 && weight_bytes == 0) return;
@@ -157,7 +148,7 @@ template <class Config> PTX void gemm_load(const Params& p, uint32_t shared) {
                                         weight_bytes, S::weight_full(shared, slot));
             };
             auto load_activations = [&](int order) {
-                const int slot = activation_ring.group * Q + order, j = down ? Q - 1 - order : order;
+                const int slot = activation_ring.at * Q + order, j = down ? Q - 1 - order : order;
                 ptx::mbarrier_wait_parity(S::activation_empty(shared, slot), activation_ring.parity ^ 1);
                 const uint32_t to = shared + S::activations + slot * S::activation_slot;
                 const uint8_t* const from = p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes;
@@ -253,13 +244,13 @@ template <class Config> struct GemmConsumer {
 #pragma unroll 1
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             const int left = (p.chunks - chunk) & 1 ? 1 : 31;  // down to smaller shifts, or up: 31 to the left is 1 to the right
-            const uint64_t a = planes::descriptor(shared + (weight_ring.group * P * S::rows + warpgroup * 64) * planes::row_bytes);
-            const uint64_t b = planes::descriptor(shared + S::activations + activation_ring.group * Q * S::activation_slot);
+            const uint64_t a = planes::descriptor(shared + (weight_ring.at * P * S::rows + warpgroup * 64) * planes::row_bytes);
+            const uint64_t b = planes::descriptor(shared + S::activations + activation_ring.at * Q * S::activation_slot);
 #pragma unroll
             for (int diagonal = 0; diagonal < diagonals; diagonal++) {
                 // Planes are numbered in the order of this walk: whichever the direction, those with i + j = diagonal meet.
-                if (diagonal < P) ptx::mbarrier_wait_parity(S::weight_full(shared, weight_ring.group * P + diagonal), weight_ring.parity);
-                if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activation_ring.group * Q + diagonal), activation_ring.parity);
+                if (diagonal < P) ptx::mbarrier_wait_parity(S::weight_full(shared, weight_ring.at * P + diagonal), weight_ring.parity);
+                if (diagonal < Q) ptx::mbarrier_wait_parity(S::activation_full(shared, activation_ring.at * Q + diagonal), activation_ring.parity);
                 if (alternating && diagonal > 0 && chunk > 0) take_turn();
                 ptx::wgmma_fence();
                 if (S::first_pieces > 1 && diagonal == 0 && !begun) {
@@ -289,8 +280,8 @@ template <class Config> struct GemmConsumer {
                     ptx::wgmma_wait_group<0>();
                     ptx::wgmma_touch(acc);
                     // Planes whose last diagonal this was.
-                    if (diagonal >= Q - 1 && diagonal - (Q - 1) < P - 1) release_weights(weight_ring.group * P + diagonal - (Q - 1));
-                    if (diagonal >= P - 1 && diagonal - (P - 1) < Q - 1) release_activations(activation_ring.group * Q + diagonal - (P - 1), final);
+                    if (diagonal >= Q - 1 && diagonal - (Q - 1) < P - 1) release_weights(weight_ring.at * P + diagonal - (Q - 1));
+                    if (diagonal >= P - 1 && diagonal - (P - 1) < Q - 1) release_activations(activation_ring.at * Q + diagonal - (P - 1), final);
                     rotate(acc, left);
                 }
             }

@@ -38,14 +38,6 @@ template <class Config> struct StackedShared {
     }
 };
 
-template <int slots> struct StackedRing {
-    int slot = 0, parity = 0;
-    PTX void advance() {
-        if (++slot == slots) slot = 0, parity ^= 1;
-    }
-    PTX int previous() const { return slot == 0 ? slots - 1 : slot - 1; }
-};
-
 // A block's range of tiles, tokens first; weights first where tokens stay.
 template <class Config> struct StackedTiles {
     int inner_tiles, inner, outer, left;
@@ -73,17 +65,17 @@ template <class Config> struct StackedTiles {
 template <class Config> PTX void stacked_load(const Params& p, uint32_t shared) {
     using S = StackedShared<Config>;
     constexpr int P = Config::weight_bits, Q = Config::activation_bits;
-    StackedRing<Config::weight_stages> weights;
-    StackedRing<Config::activation_stages> stages;
+    Ring<Config::weight_stages> weights;
+    Ring<Config::activation_stages> stages;
     constexpr int prologue_stages = 1;  // planes of weights that are asked for before the kernel ahead has ended
     const int steps = p.chunks * P;
     auto load_weights = [&](int row, int step) {
         const int chunk = step / P, order = step % P, i = (p.chunks - chunk) & 1 ? P - 1 - order : order;
         const uint32_t bytes = min(S::rows, p.rows_n - row) * planes::row_bytes;
-        ptx::mbarrier_wait_parity(S::weight_empty(shared, weights.slot), weights.parity ^ 1);
-        ptx::mbarrier_arrive_expect_tx(S::weight_full(shared, weights.slot), bytes);
-        ptx::cp_async_bulk_load(shared + weights.slot * S::weight_slot, p.weights + (static_cast<size_t>(chunk * P + i) * p.rows_n + row) * planes::row_bytes,
-                                bytes, S::weight_full(shared, weights.slot));
+        ptx::mbarrier_wait_parity(S::weight_empty(shared, weights.at), weights.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(S::weight_full(shared, weights.at), bytes);
+        ptx::cp_async_bulk_load(shared + weights.at * S::weight_slot, p.weights + (static_cast<size_t>(chunk * P + i) * p.rows_n + row) * planes::row_bytes,
+                                bytes, S::weight_full(shared, weights.at));
         weights.advance();
     };
     bool waited = false;  // for the kernel that wrote the activations
@@ -100,12 +92,12 @@ template <class Config> PTX void stacked_load(const Params& p, uint32_t shared) 
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             if (fresh && asked <= chunk * P) load_weights(row, chunk * P), asked = chunk * P + 1;
             if (fresh_tokens) {
-                const uint32_t full = S::stage_full(shared, stages.slot);
-                ptx::mbarrier_wait_parity(S::stage_empty(shared, stages.slot), stages.parity ^ 1);
+                const uint32_t full = S::stage_full(shared, stages.at);
+                ptx::mbarrier_wait_parity(S::stage_empty(shared, stages.at), stages.parity ^ 1);
                 ptx::mbarrier_arrive_expect_tx(full, Q * bytes);
     #pragma unroll
                 for (int j = 0; j < Q; j++)
-                    ptx::cp_async_bulk_load(shared + S::stages + stages.slot * S::stage + j * S::plane_bytes,
+                    ptx::cp_async_bulk_load(shared + S::stages + stages.at * S::stage + j * S::plane_bytes,
                                             p.activations + (static_cast<size_t>(chunk * Q + j) * p.rows_m + token) * planes::row_bytes, bytes, full);
                 stages.advance();
             }
@@ -129,8 +121,8 @@ template <class Config> struct StackedConsumer {
     int warpgroup;
     bool leader;
     Epilogue<Config> epilogue;
-    StackedRing<Config::weight_stages> weights;
-    StackedRing<Config::activation_stages> stages;
+    Ring<Config::weight_stages> weights;
+    Ring<Config::activation_stages> stages;
 
     PTX StackedConsumer(const Params& p, uint32_t shared, int warpgroup)
         : p(p), shared(shared), warpgroup(warpgroup), leader(ptx::lane_id() == 0), epilogue(S::epilogue(shared, warpgroup), warpgroup) {}
@@ -199,12 +191,12 @@ template <class Config> struct StackedConsumer {
 #pragma unroll 1
             for (int chunk = 0; chunk < p.chunks; chunk++) {
                 const int left = (p.chunks - chunk) & 1 ? 1 : 31;
-                const uint64_t b = planes::descriptor(shared + S::stages + stages.slot * S::stage);
+                const uint64_t b = planes::descriptor(shared + S::stages + stages.at * S::stage);
 #pragma unroll
                 for (int order = 0; order < P; order++) {
-                    const uint64_t a = planes::descriptor(shared + weights.slot * S::weight_slot + warpgroup * 64 * planes::row_bytes);
-                    ptx::mbarrier_wait_parity(S::weight_full(shared, weights.slot), weights.parity);
-                    if (order == 0) ptx::mbarrier_wait_parity(S::stage_full(shared, stages.slot), stages.parity);
+                    const uint64_t a = planes::descriptor(shared + weights.at * S::weight_slot + warpgroup * 64 * planes::row_bytes);
+                    ptx::mbarrier_wait_parity(S::weight_full(shared, weights.at), weights.parity);
+                    if (order == 0) ptx::mbarrier_wait_parity(S::stage_full(shared, stages.at), stages.parity);
                     ptx::wgmma_fence();
 #pragma unroll
                     for (int step = 0; step < planes::steps; step++)
@@ -221,7 +213,7 @@ template <class Config> struct StackedConsumer {
                     if (order < P - 1) {
                         ptx::wgmma_wait_group<0>();
                         ptx::wgmma_touch(acc);
-                        release_weights(weights.slot, final);
+                        release_weights(weights.at, final);
                         rotate(acc, left);
                     }
                     weights.advance();

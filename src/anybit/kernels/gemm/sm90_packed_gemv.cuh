@@ -187,15 +187,9 @@ template <class C, bool norm, Epilogue epilogue, class P> __device__ __forceinli
         fetch();
     }
     for (int i = static_cast<int>(threadIdx.x); i < S::rows; i += C::threads) {
-        const int n = first * 16 + i;
-        float scale = 0.0f, bias = 0.0f;
-        if (n < p.n) {
-            scale = p.row_scale[n];
-            if (p.bias != nullptr)
-                bias = C::operand == Operand::f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
-        }
-        if constexpr (S::floats) scale *= scale_of_pair<C::code, C::operand == Operand::bf16>;
-        ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(scale), __float_as_uint(bias)});
+        float2 row = packed::row_factors<C::operand == Operand::f16>(p, first * 16 + i);
+        if constexpr (S::floats) row.x *= scale_of_pair<C::code, C::operand == Operand::bf16>;
+        ptx::st_shared_v2(shared + S::factors + i * 8, {__float_as_uint(row.x), __float_as_uint(row.y)});
     }
     uint2 gamma[C::x_stages];
     if constexpr (norm) {

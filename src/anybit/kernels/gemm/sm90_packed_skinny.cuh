@@ -252,14 +252,8 @@ template <class C> __global__ void __launch_bounds__(C::threads, C::min_blocks_p
         }
     }
     for (int i = static_cast<int>(threadIdx.x); i < T::block_rows; i += C::threads) {
-        const int n = block_first * 16 + i;
-        float scale = 0.0f, bias = 0.0f;
-        if (n < p.n) {
-            scale = p.row_scale[n];
-            if (p.bias != nullptr)
-                bias = C::output == Output::f16 ? ptx::cvt_f32_f16(p.bias[n]) : ptx::cvt_f32_bf16(p.bias[n]);
-        }
-        ptx::st_shared_v2(factors + i * 8, {__float_as_uint(scale), __float_as_uint(bias)});
+        const float2 row = packed::row_factors<C::output == Output::f16>(p, block_first * 16 + i);
+        ptx::st_shared_v2(factors + i * 8, {__float_as_uint(row.x), __float_as_uint(row.y)});
     }
     ptx::griddepcontrol_wait();
     if constexpr (C::operand == Operand::s8) {
